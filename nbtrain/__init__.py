@@ -1,0 +1,43 @@
+"""nbtrain: train on many devices from a notebook.
+
+``%load_ext nbtrain`` gives ``%%distributed``; `launch` and `notebook_launcher` are the plain
+Python doors. Importing this touches no device, installs no handler and starts no thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .errors import NbtrainError, RankDied
+from .launch import launch, notebook_launcher
+from .report import log, progress, rank, world_size
+from .run import Run, last_run
+
+__all__ = [
+    "NbtrainError",
+    "RankDied",
+    "Run",
+    "last_run",
+    "launch",
+    "log",
+    "notebook_launcher",
+    "progress",
+    "rank",
+    "world_size",
+]
+
+__version__ = "0.1.0"
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Register the magics (``%load_ext nbtrain``)."""
+    from .magics import load
+
+    load(shell)
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """Take the magics away (``%unload_ext nbtrain``)."""
+    from .magics import unload
+
+    unload(shell)

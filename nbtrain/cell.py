@@ -1,0 +1,240 @@
+"""A magic's line and a cell's source, read into what is to be run. Pure: text in, values out."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import re
+import shlex
+import symtable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from .errors import PlanError
+from .plan import ENGINES, PRECISIONS, VIEWS, Cell, Parameter
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of ``%%distributed``, as values."""
+
+    num_processes: int | None = None
+    engine: str = "auto"
+    mixed_precision: str = "no"
+    env: dict[str, str] = field(default_factory=dict)
+    bind: str | None = None
+    view: str = "auto"
+    timeout: float | None = None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise PlanError(f"%distributed: {message}")
+
+
+def _count(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not re.fullmatch(r"\d+", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither 'auto' nor a whole number ≥ 1")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds > 0")
+    return value
+
+
+def _variable(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form KEY=VALUE")
+    return key, value
+
+
+def _name(text: str) -> str:
+    if not text.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a variable name")
+    return text
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the magic's options; its help is the magic's documentation."""
+    p = _Parser(prog="%%distributed", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    p.add_argument(
+        "-n",
+        "--num-processes",
+        type=_count,
+        metavar="N|auto",
+        help="ranks to start; auto (the default): one a GPU, 2 on a host without",
+    )
+    p.add_argument(
+        "-e",
+        "--engine",
+        choices=ENGINES,
+        default="auto",
+        help="how ranks come to life: fork (auto), or inline: one rank in the kernel itself, "
+        "for debugging",
+    )
+    p.add_argument(
+        "-p",
+        "--mixed-precision",
+        choices=PRECISIONS,
+        default="no",
+        help="what a plain Accelerator() in the ranks uses",
+    )
+    p.add_argument(
+        "--env",
+        type=_variable,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an environment variable of the ranks (repeatable)",
+    )
+    p.add_argument(
+        "--as",
+        dest="bind",
+        type=_name,
+        metavar="NAME",
+        help="bind the Run to this notebook variable; nbtrain.last_run() always has it",
+    )
+    p.add_argument(
+        "--view", choices=VIEWS, default="auto", help="how progress is shown while the cell runs"
+    )
+    p.add_argument(
+        "--timeout", type=_seconds, metavar="SECONDS", help="stop the run if it takes longer"
+    )
+    return p
+
+
+def parse_options(words: Sequence[str]) -> Options:
+    """Read the options. Raises `PlanError` with one line saying what is wrong."""
+    found = vars(parser().parse_args(list(words)))
+    return Options(**{**found, "env": dict(found["env"])})
+
+
+def split_options(line: str) -> tuple[str, str]:
+    """Split a line magic's text into its options and the expression after them.
+
+    The expression begins at the first word that is neither an option nor an option's value, or
+    after ``--``.
+    """
+    position, expects_value = 0, False
+    for word in re.finditer(r"""(?:[^\s"']|"[^"]*"|'[^']*')+""", line):
+        text = word.group()
+        if expects_value:
+            expects_value = False
+        elif text == "--":
+            return line[:position], line[word.end() :].strip()
+        elif text.startswith("-"):
+            expects_value = "=" not in text and not re.fullmatch(r"-\w.+", text)
+        else:
+            return line[:position], line[word.start() :].strip()
+        position = word.end()
+    return line, ""
+
+
+def split_words(line: str) -> list[str]:
+    """Split a magic's line as a shell would. Raises `PlanError` for an open quote."""
+    try:
+        return shlex.split(line)
+    except ValueError as error:
+        raise PlanError(f"%distributed: {str(error).lower()} in {line.strip()!r}") from None
+
+
+def read_cell(source: str, filename: str, namespace: dict[str, Any]) -> Cell:
+    """Read a cell: its training function if it ends in one. Raises the cell's own SyntaxError."""
+    tree = ast.parse(source, filename)
+    # Compiled here too: some errors ('return' outside a function) are not the parser's to find.
+    compile(tree, filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    last = tree.body[-1] if tree.body else None
+    if last is None:
+        raise PlanError("the cell is empty: nothing to run")
+    if not isinstance(last, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return Cell(source, filename, namespace)
+    return Cell(source, filename, namespace, last.name, _parameters(last.args))
+
+
+def _parameters(args: ast.arguments) -> tuple[Parameter, ...]:
+    positional = [*args.posonlyargs, *args.args]
+    required = len(positional) - len(args.defaults)
+    return (
+        *(
+            Parameter(a.arg, i >= required, i < len(args.posonlyargs))
+            for i, a in enumerate(positional)
+        ),
+        *(
+            Parameter(a.arg, default is not None)
+            for a, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)
+        ),
+    )
+
+
+def check_parameters(cell: Cell) -> None:
+    """Refuse a training function whose parameters have neither a value nor a default.
+
+    Raises `PlanError` naming all of them, and the notebook variables that look alike.
+    """
+    bound = bound_names(cell.source, cell.filename)
+    if "*" in bound:  # a star import: what it brings is known only once it ran
+        return
+    known = bound | cell.namespace.keys()
+    missing = [p.name for p in cell.parameters if not p.has_default and p.name not in known]
+    if not missing:
+        return
+    described = [_with_lookalikes(name, known) for name in missing]
+    one = len(missing) == 1
+    raise PlanError(
+        f"{cell.function}() needs {', '.join(described)}: no notebook variable of "
+        f"{'that name' if one else 'those names'} exists and the "
+        f"{'parameter has' if one else 'parameters have'} no default. Define "
+        f"{'it' if one else 'them'} in a cell, or give {'it a default' if one else 'defaults'}."
+    )
+
+
+def _with_lookalikes(name: str, known: Iterable[str]) -> str:
+    public = {k.lower(): k for k in known if not k.startswith("_")}
+    alike = [public[k] for k in difflib.get_close_matches(name.lower(), public, n=3, cutoff=0.6)]
+    return f"`{name}`" + (f" (there is {' and '.join(f'`{a}`' for a in alike)})" if alike else "")
+
+
+def bound_names(source: str, filename: str = "<cell>") -> set[str]:
+    """Return the names a cell's top level binds; contains ``*`` for a star import."""
+    table = symtable.symtable(source, filename, "exec")
+    names = {
+        s.get_name()
+        for s in table.get_symbols()
+        if s.is_assigned() or s.is_imported() or s.is_namespace()
+    }
+    star = any(
+        isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
+        for node in ast.walk(ast.parse(source))
+    )
+    return names | ({"*"} if star else set())
+
+
+def title(cell: Cell) -> str:
+    """Return what to call the run: the function's head with its small values, or the first line."""
+    if cell.function is None:
+        lines = [line for line in cell.source.splitlines() if line.strip()]
+        first = next((line for line in lines if not line.lstrip().startswith("#")), "cell")
+        return _shortened(first.strip(), 60)
+    shown = (_filled(p.name, cell.namespace) for p in cell.parameters)
+    return f"{cell.function}({', '.join(shown)})"
+
+
+def _filled(name: str, namespace: dict[str, Any]) -> str:
+    value = namespace.get(name)
+    plain = isinstance(value, (int, float, str, bool)) and len(repr(value)) <= 24
+    return f"{name}={value!r}" if plain else name
+
+
+def _shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"

@@ -1,0 +1,70 @@
+"""What an engine is: something that turns a `Job` into running ranks and can end them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..worker import Job
+
+
+@dataclass(frozen=True)
+class Exit:
+    """A rank that is gone; `returncode` is negative for a signal, as in `subprocess`."""
+
+    rank: int
+    returncode: int
+    time: float
+
+
+class Ranks(Protocol):
+    """Ranks that were started, until `close`. Every method may be called at any time."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """The rank's exception itself, where the rank ran in this very process."""
+        ...
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """The process of each rank that was started, also of those that are gone."""
+        ...
+
+    @property
+    def alive(self) -> frozenset[int]:
+        """The ranks whose end has not been returned by `wait` yet."""
+        ...
+
+    def wait(self, timeout: float) -> list[Exit]:
+        """Return the ranks that ended since the last call; wait up to `timeout` s for one."""
+        ...
+
+    def interrupt(self, ranks: Collection[int]) -> None:
+        """Raise KeyboardInterrupt in ranks."""
+        ...
+
+    def terminate(self, ranks: Collection[int]) -> None:
+        """End ranks, their child processes included, by SIGTERM."""
+        ...
+
+    def kill(self, ranks: Collection[int]) -> None:
+        """End ranks, their child processes included, by SIGKILL."""
+        ...
+
+    def close(self) -> None:
+        """Give back what belongs to the launch. All ranks are gone by then, or are killed."""
+        ...
+
+
+class Engine(Protocol):
+    """One way for ranks to come to life."""
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether the rank is this very process: one rank, no forking, no watching."""
+        ...
+
+    def start(self, job: Job) -> Ranks:
+        """Start every rank. Raises `LaunchError`, leaving none behind."""
+        ...

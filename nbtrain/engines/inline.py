@@ -1,0 +1,91 @@
+"""The inline engine: one rank, in the kernel itself, for a debugger and for tests.
+
+Breakpoints, ``print`` and ``%debug`` work as in any cell. The price is the one the other engines
+exist to avoid: what the function does to the kernel (a device, a seed, a process group) stays.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection
+from dataclasses import replace
+
+from .. import report, worker
+from ..errors import PlanError
+from ..events import EventWriter
+from ..plan import Cell
+from ..worker import Job
+from . import rendezvous
+from .base import Exit, Ranks
+
+
+class InlineEngine:
+    """Runs the task during `start`; there is nothing left to wait for after it."""
+
+    runs_here = True
+
+    def start(self, job: Job) -> Ranks:
+        """Run the task in this process. Raises `PlanError` for more than one rank."""
+        if job.world_size != 1:
+            raise PlanError(f"the inline engine runs one rank (-n 1), not {job.world_size}")
+        listener = rendezvous.bind(job.plan.port)
+        job = worker.with_port(job, listener.getsockname()[1])
+        store = rendezvous.serve(listener)
+        writer = EventWriter(job.folder.events(0))
+        job.folder.log(0).touch(mode=0o600)
+        before = dict(os.environ)
+        reporter = report.activate(report.Reporter(writer, 0, 1))
+        try:
+            os.environ.update(worker.environment(job, 0, before))
+            code, error = worker.run_and_report(_with_own_namespace(job), 0, writer)
+        finally:
+            report.activate(reporter)
+            writer.close()
+            _restore_environment(before)
+            del store
+        return FinishedRanks(code, error)
+
+
+def _with_own_namespace(job: Job) -> Job:
+    """What the cell assigns stays with the rank here, too."""
+    task = job.plan.task
+    if not isinstance(task, Cell):
+        return job
+    own = replace(task, namespace=dict(task.namespace))
+    return replace(job, plan=replace(job.plan, task=own))
+
+
+def _restore_environment(before: dict[str, str]) -> None:
+    for key in os.environ.keys() - before.keys():
+        del os.environ[key]
+    os.environ.update(before)
+
+
+class FinishedRanks:
+    """A rank that is over before anyone asks."""
+
+    def __init__(self, code: int, error: BaseException | None) -> None:
+        self.error = error
+        self._exit: Exit | None = Exit(0, code, time.time())
+
+    @property
+    def pids(self) -> dict[int, int]:
+        return {0: os.getpid()}
+
+    @property
+    def alive(self) -> frozenset[int]:
+        return frozenset({0} if self._exit else ())
+
+    def wait(self, timeout: float) -> list[Exit]:
+        """Return the rank's end, once."""
+        ended, self._exit = self._exit, None
+        return [ended] if ended else []
+
+    def interrupt(self, ranks: Collection[int]) -> None:
+        """Do nothing: the rank is over."""
+
+    terminate = kill = interrupt
+
+    def close(self) -> None:
+        """Do nothing: nothing was kept."""

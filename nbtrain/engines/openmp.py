@@ -1,0 +1,32 @@
+"""OpenMP and fork: a forked child must not inherit a GNU thread pool.
+
+A process that ran one multi-threaded operation owns a pool of threads. A forked child has the
+pool's bookkeeping but not its threads, and waits for them for ever in its first multi-threaded
+operation. `omp_pause_resource_all(omp_pause_hard)` of OpenMP 5 gives the caller's pool back right
+before the fork; the next operation in either process makes a new one. LLVM's and Intel's runtimes
+register their own fork handlers and need nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+
+_PAUSE_HARD = 2
+
+
+def release_thread_pools() -> None:
+    """Give back the calling thread's pool in every GNU OpenMP that this process has loaded."""
+    for path in _loaded_runtimes():
+        try:
+            ctypes.CDLL(path).omp_pause_resource_all(_PAUSE_HARD)
+        except (OSError, AttributeError):  # unmapped meanwhile; older than OpenMP 5 (GCC 9)
+            continue
+
+
+def _loaded_runtimes() -> set[str]:
+    try:
+        with open("/proc/self/maps") as maps:
+            return set(re.findall(r"(/\S*libgomp\S*\.so\S*)", maps.read()))
+    except OSError:  # not Linux
+        return set()

@@ -1,0 +1,44 @@
+"""The meeting point of the ranks: a store that the launcher keeps, on a loopback port of its own.
+
+The port is bound before the ranks are forked and never let go, so nobody can take it in between;
+it listens on the loopback interface only. The store itself is made after the fork: a forked child
+must not inherit its thread's bookkeeping.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+from ..errors import LaunchError
+
+
+def bind(port: int | None) -> socket.socket:
+    """Return a listening loopback socket. Raises `LaunchError` for a port that is taken."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        if port is not None:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port or 0))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise LaunchError(
+            f"port {port} cannot be used on this host ({error.strerror}). "
+            "Leave use_port out: nbtrain then takes a free one."
+        ) from None
+    return listener
+
+
+def serve(listener: socket.socket) -> Any:
+    """Serve the store on `listener`, which it takes over, until the returned object is dropped."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    port: int = listener.getsockname()[1]
+    return TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )

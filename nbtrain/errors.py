@@ -1,0 +1,75 @@
+"""The exceptions nbtrain raises, all under one base.
+
+NbtrainError
+├── PlanError (ValueError)            an option, a cell or an argument that cannot be run as written
+├── PreflightError (RuntimeError)     the kernel's state forbids this launch
+├── LaunchError (RuntimeError)        the ranks could not be started
+├── RankDied (RuntimeError)           a rank ended by a signal or an exit code
+├── RankError (RuntimeError)          stands for a rank's exception that could not travel
+├── ResultNotPicklable (TypeError)    a rank's return value that could not travel
+└── RunTimeout (TimeoutError)         the run exceeded its ``--timeout``
+
+A rank's own exception is none of these: it is raised in the notebook with its own type.
+"""
+
+from __future__ import annotations
+
+
+class NbtrainError(Exception):
+    """Base of everything nbtrain raises of its own.
+
+    Every field of a subclass has a default, so that ``cls(*args)`` followed by ``__dict__``
+    restores an instance: that is how exceptions are pickled.
+    """
+
+    def _render_traceback_(self) -> list[str]:
+        """Show one clear message in IPython instead of a launcher's frames (IPython's protocol)."""
+        notes: list[str] = getattr(self, "__notes__", [])
+        return [f"{type(self).__name__}: {self}", *notes]
+
+
+class PlanError(NbtrainError, ValueError):
+    """What was asked for cannot be run as written; nothing was started."""
+
+
+class PreflightError(NbtrainError, RuntimeError):
+    """The kernel is in a state in which this launch cannot work; nothing was started."""
+
+
+class LaunchError(NbtrainError, RuntimeError):
+    """The ranks could not be started; those that were have been ended."""
+
+
+class RankDied(NbtrainError, RuntimeError):
+    """A rank ended without an exception of its own: by a signal or with an exit code."""
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        rank: int = -1,
+        exitcode: int | None = None,
+        signal: int | None = None,
+        log: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exitcode = exitcode
+        self.signal = signal
+        self.log = log
+
+
+class RankError(NbtrainError, RuntimeError):
+    """Stands for a rank's exception that cannot be rebuilt here; keeps its type's name."""
+
+    def __init__(self, message: str = "", *, type_name: str = "") -> None:
+        super().__init__(message)
+        self.type_name = type_name
+
+
+class ResultNotPicklable(NbtrainError, TypeError):
+    """A rank returned a value that cannot travel between processes."""
+
+
+class RunTimeout(NbtrainError, TimeoutError):
+    """The run did not end within its timeout and was stopped."""

@@ -1,0 +1,213 @@
+"""What happens in a run, as lines of JSON that are only ever appended.
+
+One file a writer: each rank has its own, the launcher another. A line is written with a single
+``write(2)`` to a descriptor in append mode, so what was said before a SIGKILL stays said, and a
+reader never waits for a writer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened at `time` (seconds since the epoch) to `rank` (-1: the run)."""
+
+    kind: ClassVar[str] = ""
+    time: float
+    rank: int
+
+
+@dataclass(frozen=True)
+class Spawned(Event):
+    """The launcher made the rank's process."""
+
+    kind: ClassVar[str] = "spawned"
+    pid: int = 0
+
+
+@dataclass(frozen=True)
+class Started(Event):
+    """The rank is about to run the user's code."""
+
+    kind: ClassVar[str] = "started"
+    pid: int = 0
+
+
+@dataclass(frozen=True)
+class Progress(Event):
+    """Where a progress bar stands: `n` of `total` units after `elapsed` seconds."""
+
+    kind: ClassVar[str] = "progress"
+    bar: int = 0
+    n: float = 0
+    total: float | None = None
+    elapsed: float = 0.0
+    description: str = ""
+    unit: str = "it"
+    closed: bool = False
+    kept: bool = True
+
+
+@dataclass(frozen=True)
+class Metrics(Event):
+    """Values the user logged, at an optional step."""
+
+    kind: ClassVar[str] = "metrics"
+    step: int | None = None
+    values: Mapping[str, float | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Output(Event):
+    """Lines the rank wrote to stdout or stderr. Read from its log, not stored as an event."""
+
+    kind: ClassVar[str] = "output"
+    lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Failing(Event):
+    """The user's code raised; the report of it follows."""
+
+    kind: ClassVar[str] = "failing"
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Ended(Event):
+    """The user's code ended, by its return (`error` is None) or by an exception."""
+
+    kind: ClassVar[str] = "ended"
+    error: str | None = None
+    result: str | None = None
+
+
+@dataclass(frozen=True)
+class Exited(Event):
+    """The rank's process is gone; `returncode` is negative for a signal."""
+
+    kind: ClassVar[str] = "exited"
+    returncode: int = 0
+    verdict: str = ""
+
+
+@dataclass(frozen=True)
+class Stopping(Event):
+    """The launcher began to end the ranks, because of `reason`."""
+
+    kind: ClassVar[str] = "stopping"
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Finished(Event):
+    """Every rank is gone; `status` is how the run ended."""
+
+    kind: ClassVar[str] = "finished"
+    status: str = ""
+    message: str = ""
+
+
+KINDS: Mapping[str, type[Event]] = {
+    cls.kind: cls
+    for cls in (Spawned, Started, Progress, Metrics, Failing, Ended, Exited, Stopping, Finished)
+}
+_FIELDS = {cls: frozenset(f.name for f in fields(cls)) for cls in KINDS.values()}
+_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+
+
+def to_line(event: Event) -> bytes:
+    """Encode one event as a line of JSON."""
+    return (_encode({"kind": event.kind, **asdict(event)}) + "\n").encode()
+
+
+def from_line(line: bytes) -> Event | None:
+    """Decode one line; None for a broken one or for a kind that this version does not know."""
+    try:
+        record: dict[str, Any] = json.loads(line)
+        cls = KINDS[record.pop("kind")]
+        return cls(**{k: v for k, v in record.items() if k in _FIELDS[cls]})
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+class EventWriter:
+    """Appends events to a file; safe to use from several threads and after a fork."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def write(self, event: Event) -> None:
+        """Append one event with a single write."""
+        os.write(self._fd, to_line(event))
+
+    def write_metrics(
+        self, time: float, rank: int, step: int | None, values: dict[str, float | str]
+    ) -> None:
+        """Append a `Metrics` event by the shortest way: this one is called in training loops."""
+        record = {"kind": "metrics", "time": time, "rank": rank, "step": step, "values": values}
+        os.write(self._fd, (_encode(record) + "\n").encode())
+
+    def close(self) -> None:
+        """Close the file; later writes are an error."""
+        os.close(self._fd)
+
+
+class Tail:
+    """Reads the complete lines that were appended to a file since the last call.
+
+    At most `limit` bytes a call: where more was appended, and `skip` is true, the oldest are
+    passed over, so that a rank that prints without end costs its reader nothing.
+    """
+
+    def __init__(self, path: Path, *, limit: int = 1 << 20, skip: bool = False) -> None:
+        self._path, self._limit, self._skip = path, limit, skip
+        self._offset = 0
+        self._rest = b""
+
+    def lines(self, *, flush: bool = False) -> list[bytes]:
+        """Return new complete lines; with `flush`, an incomplete last one as well."""
+        try:
+            size = self._path.stat().st_size
+        except FileNotFoundError:
+            return []
+        if size > self._offset:
+            with self._path.open("rb") as file:
+                if self._skip and size - self._offset > self._limit:
+                    self._offset, self._rest = size - self._limit, b""
+                file.seek(self._offset)
+                data = file.read(self._limit)
+            self._offset += len(data)
+            self._rest += data
+        *lines, self._rest = self._rest.split(b"\n")
+        if (flush or len(self._rest) > self._limit) and self._rest:
+            lines.append(self._rest)
+            self._rest = b""
+        return lines
+
+    @property
+    def behind(self) -> bool:
+        """Whether more than the last call returned is already in the file."""
+        try:
+            return self._path.stat().st_size > self._offset
+        except FileNotFoundError:
+            return False
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """Read every event of a finished file."""
+    tail = Tail(path)
+    while True:
+        for line in tail.lines():
+            event = from_line(line)
+            if event is not None:
+                yield event
+        if not tail.behind:
+            return

@@ -1,0 +1,208 @@
+"""From a plan to a finished run, stage by stage: resolve, preflight, start, watch, raise."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from . import devices, engines, preflight, serialize
+from .errors import PlanError
+from .plan import Call, Plan
+from .run import Run, initial_state, new_folder, remember
+from .supervise import Interrupts, Supervisor
+from .view import fronts
+from .view.tracebacks import show_from_the_rank
+from .worker import Job
+
+
+def launch(
+    function: Callable[..., Any],
+    /,
+    *args: Any,
+    num_processes: int | None = None,
+    engine: str = "auto",
+    mixed_precision: str = "no",
+    env: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+    view: str = "auto",
+    **kwargs: Any,
+) -> Run:
+    """Run ``function(*args, **kwargs)`` on several ranks and return the finished `Run`.
+
+    The function may be a lambda or a closure; nothing of it is pickled. It runs in forked copies
+    of this process, and only what it returns comes back.
+
+    Args:
+        num_processes: how many ranks; None: one a GPU, 2 on a host without.
+        engine: 'auto', 'fork', or 'inline' (one rank in this process, for debugging).
+        mixed_precision: 'no', 'fp16', 'bf16' or 'fp8', for a plain ``Accelerator()``.
+        env: environment variables of the ranks.
+        timeout: seconds after which the run is stopped.
+        view: 'auto', 'widget', 'html', 'text' or 'none'.
+
+    Raises:
+        PlanError: an argument that makes no sense; nothing was started.
+        PreflightError: the state of this process forbids the launch; nothing was started.
+        LaunchError: the ranks could not be started.
+        RankDied: a rank was killed or exited.
+        RunTimeout: the timeout was exceeded.
+        KeyboardInterrupt: the run was interrupted; all ranks have ended.
+        Exception: what the causing rank raised, with its own type.
+    """
+    if not callable(function):
+        raise PlanError(f"launch needs a function to call, not a {type(function).__name__}")
+    plan = Plan(
+        task=Call(function, args, kwargs),
+        name=getattr(function, "__name__", type(function).__name__),
+        num_processes=num_processes,
+        engine=engine,
+        mixed_precision=mixed_precision,
+        env=dict(env or {}),
+        timeout=timeout,
+        view=view,
+    )
+    return run_plan(plan)
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Any = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str | int | None = "29500",
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: Mapping[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+) -> Run:
+    """Do what ``accelerate.notebook_launcher`` does, with its exact signature; return the `Run`.
+
+    Differences: the precision takes effect; CPU ranks form one world; `num_processes` None means
+    one a GPU (2 without); one process is forked like several, so that the kernel stays clean; a
+    rank's own exception is raised; results come back in ``run.results``. The default port
+    means a free one; any other is used or refused.
+
+    Raises:
+        PlanError: an argument that makes no sense, or asks for what nbtrain does not do yet
+            (several nodes, restarts); nothing was started.
+        PreflightError, LaunchError, RankDied, KeyboardInterrupt, Exception: see `launch`.
+    """
+    if not callable(function):
+        raise PlanError(f"notebook_launcher needs a function, not a {type(function).__name__}")
+    if num_nodes != 1 or node_rank != 0:
+        raise PlanError("notebook_launcher: several nodes are not supported yet; use num_nodes=1")
+    if max_restarts:
+        raise PlanError("notebook_launcher: restarts are not supported yet; use max_restarts=0")
+    plan = Plan(
+        task=Call(function, tuple(args)),
+        name=getattr(function, "__name__", type(function).__name__),
+        num_processes=num_processes,
+        mixed_precision=str(getattr(mixed_precision, "value", mixed_precision)).lower(),
+        port=_asked_port(use_port),
+    )
+    return run_plan(plan)
+
+
+def _asked_port(use_port: str | int | None) -> int | None:
+    """Return the port the caller chose; Accelerate's default is no choice."""
+    text = "" if use_port is None else str(use_port)
+    if text in ("", "0", "29500"):
+        return None
+    if not text.isdecimal():
+        raise PlanError(f"use_port must be a port number, not {use_port!r}")
+    return int(text)
+
+
+def run_plan(plan: Plan) -> Run:
+    """Carry a plan out to its end and return the run; raise what it ended with, if badly."""
+    plan, device = _resolve(plan)
+    preflight.check(plan, device)
+    run = _start(plan, device)
+    run.wait()
+    error = run.exception
+    if error is not None:
+        raise show_from_the_rank(error)
+    return run
+
+
+def _resolve(plan: Plan) -> tuple[Plan, str]:
+    """Replace every 'auto' by what this host offers; return the kind of device too."""
+    gpus = devices.gpu_count()
+    engine = "fork" if plan.engine == "auto" else plan.engine
+    inline = engine == "inline"
+    default = 1 if inline else gpus or devices.CPU_DEFAULT
+    if inline and plan.num_processes not in (None, 1):
+        raise PlanError(f"the inline engine runs one rank (-n 1), not {plan.num_processes}")
+    resolved = replace(plan, engine=engine, num_processes=plan.num_processes or default)
+    return resolved, "cuda" if gpus else "cpu"
+
+
+def _start(plan: Plan, device: str) -> Run:
+    world_size = plan.num_processes or 1
+    manifest = _manifest(plan, world_size, device)
+    folder = new_folder(manifest)
+    front = fronts.choose(plan.view)
+    job = Job(
+        plan=plan,
+        folder=folder,
+        world_size=world_size,
+        device=device,
+        threads=devices.threads_per_rank(world_size),
+        shared_classes=serialize.notebook_classes(),
+    )
+    supervisor = Supervisor(
+        folder, initial_state(manifest), timeout=plan.timeout, show=front.update
+    )
+
+    def drive() -> None:
+        with Interrupts() as interrupts:
+            _carry_out(job, supervisor, run, interrupts)
+            front.finish(supervisor.state, time.time())
+            run._was_drawn()
+
+    run = Run(folder, supervisor.state, supervisor=supervisor, drive=drive)
+    remember(run)
+    return run
+
+
+def _carry_out(job: Job, supervisor: Supervisor, run: Run, interrupts: Interrupts) -> None:
+    engine = engines.get(job.plan.engine)
+    try:
+        ranks = engine.start(job)
+    except BaseException as error:
+        supervisor.abort(f"{type(error).__name__}: {error}")
+        raise
+    try:
+        supervisor.watch(ranks, interrupts)
+    finally:
+        ranks.close()
+    run._error = ranks.error
+
+
+def _manifest(plan: Plan, world_size: int, device: str) -> dict[str, Any]:
+    import torch
+
+    return {
+        "name": plan.name,
+        "created": time.time(),
+        "engine": plan.engine,
+        "num_processes": world_size,
+        "mixed_precision": plan.mixed_precision,
+        "device": device,
+        "timeout": plan.timeout,
+        "env": sorted(plan.env),
+        "launcher": os.getpid(),
+        "host": platform.node(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }

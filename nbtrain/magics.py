@@ -1,0 +1,103 @@
+"""``%%distributed`` and ``%distributed``: from what the user typed to a plan. Thin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
+
+from . import cell as reading
+from .errors import PlanError
+from .launch import run_plan
+from .plan import Plan
+from .run import Run, last_run
+from .view.tracebacks import show_from_the_rank
+
+_HELP = """Train on several ranks: run this cell, or an expression, in forked copies of the kernel.
+
+    %%distributed [options]
+    def train(model, epochs=3):
+        ...
+        return accuracy
+
+    %distributed [options] EXPRESSION
+
+A cell whose last statement is a `def` is run on every rank and that function called, each
+parameter filled from the notebook variable of its name, else its default. Any other cell runs as
+it stands, and a trailing expression is the rank's result. Notebook variables, imports and
+functions are visible; nothing a rank assigns comes back but its result:
+
+    run = nbtrain.last_run();  run.value;  run.results;  run.logs(rank)
+
+"""
+
+
+@magics_class
+class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
+    """The magics of nbtrain."""
+
+    shell: Any
+
+    @no_var_expand
+    @line_cell_magic
+    def distributed(self, line: str, cell: str | None = None) -> Run | None:
+        if cell is None:
+            options_text, expression = reading.split_options(line)
+            return self._run(options_text, expression, offset=0)
+        self._run(line, cell, offset=1)
+        return None
+
+    distributed.__doc__ = _HELP + reading.parser().format_help()
+
+    def _run(self, options_text: str, source: str, offset: int) -> Run:
+        before = last_run()
+        words = reading.split_words(self.shell.var_expand(options_text))
+        options = reading.parse_options(words)
+        try:
+            plan = self._plan(options, source, offset)
+        except SyntaxError as error:
+            raise show_from_the_rank(error) from None
+        try:
+            return run_plan(plan)
+        finally:
+            run = last_run()
+            if options.bind is not None and run is not before:
+                self.shell.user_ns[options.bind] = run
+
+    def _plan(self, options: reading.Options, source: str, offset: int) -> Plan:
+        if not source.strip():
+            raise PlanError("%distributed: nothing to run; give a cell or an expression")
+        # The magic's own line is kept as an empty one: line numbers are those of the cell.
+        transformed = "\n" * offset + self.shell.transform_cell(source)
+        filename = self._register(transformed, source)
+        cell = reading.read_cell(transformed, filename, self.shell.user_ns)
+        reading.check_parameters(cell)
+        return Plan(
+            task=cell,
+            name=reading.title(cell),
+            num_processes=options.num_processes,
+            engine=options.engine,
+            mixed_precision=options.mixed_precision,
+            env=options.env,
+            timeout=options.timeout,
+            view=options.view,
+        )
+
+    def _register(self, transformed: str, raw: str) -> str:
+        """Tell IPython the source, so that tracebacks show it as ``Cell In[n]``."""
+        shell = self.shell
+        # Not execution_count: IPython 9 counts up before the cell runs, 7 and 8 after it.
+        number = max(1, len(shell.history_manager.input_hist_parsed) - 1)
+        name: str = shell.compile.cache(transformed, number, raw_code=raw)
+        return name
+
+
+def load(shell: Any) -> None:
+    """Register the magics with a shell; again, harmlessly."""
+    shell.register_magics(NbtrainMagics)
+
+
+def unload(shell: Any) -> None:
+    """Take the magics away."""
+    for kind in ("line", "cell"):
+        shell.magics_manager.magics[kind].pop("distributed", None)

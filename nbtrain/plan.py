@@ -1,0 +1,79 @@
+"""What to run, on how many ranks, by which engine, within which limits: frozen values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import PlanError
+
+ENGINES = ("auto", "fork", "inline")
+PRECISIONS = ("no", "fp16", "bf16", "fp8")
+VIEWS = ("auto", "widget", "html", "text", "none")
+
+
+@dataclass(frozen=True)
+class Call:
+    """Call ``function(*args, **kwargs)`` on every rank."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of the training function, as the cell's source writes it."""
+
+    name: str
+    has_default: bool
+    positional_only: bool = False
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Run a notebook cell on every rank, then call its training function if it ends in one."""
+
+    source: str
+    filename: str
+    namespace: dict[str, Any]
+    function: str | None = None
+    parameters: tuple[Parameter, ...] = ()
+
+
+Task = Call | Cell
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One launch, as it was asked for. Raises `PlanError` if a value is out of range."""
+
+    task: Task
+    name: str
+    num_processes: int | None = None
+    engine: str = "auto"
+    mixed_precision: str = "no"
+    env: Mapping[str, str] = field(default_factory=dict)
+    timeout: float | None = None
+    view: str = "auto"
+    port: int | None = None
+
+    def __post_init__(self) -> None:
+        n = self.num_processes
+        if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
+            raise PlanError(f"the number of processes must be a whole number ≥ 1, not {n!r}")
+        for what, value, known in (
+            ("engine", self.engine, ENGINES),
+            ("mixed precision", self.mixed_precision, PRECISIONS),
+            ("view", self.view, VIEWS),
+        ):
+            if value not in known:
+                raise PlanError(f"unknown {what} {value!r}: choose one of {', '.join(known)}")
+        if self.timeout is not None and not 0 < self.timeout < float("inf"):
+            raise PlanError(f"the timeout must be a number of seconds > 0, not {self.timeout!r}")
+        if self.port is not None and not 0 < self.port < 65536:
+            raise PlanError(f"the port must be between 1 and 65535, not {self.port!r}")
+        for key, value in self.env.items():
+            if not key or "=" in key or "\0" in key + value:
+                raise PlanError(f"not an environment variable: {key!r}={value!r}")

@@ -1,0 +1,57 @@
+"""May this plan start here? Findings, each with what was seen and what to do; changes nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from .errors import PreflightError
+from .plan import Plan
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A reason not to launch: what was seen, and what to do about it."""
+
+    seen: str
+    remedy: str
+
+
+def check(plan: Plan, device: str) -> None:
+    """Raise `PreflightError` with every reason why the ranks of this plan could not work."""
+    findings = [finding for ask in _QUESTIONS for finding in ask(plan, device)]
+    if findings:
+        raise PreflightError("\n".join(f"{f.seen} {f.remedy}" for f in findings))
+
+
+def _accelerator_state(plan: Plan, device: str) -> Iterator[Finding]:
+    state = sys.modules.get("accelerate.state")
+    if plan.engine != "inline" and state is not None and state.PartialState._shared_state:
+        yield Finding(
+            "An Accelerator (or PartialState) was made in the notebook: forked ranks would "
+            "inherit it and train alone instead of together.",
+            "Create it inside the training function, then restart the kernel, or clear it with "
+            "accelerate.state.AcceleratorState._reset_state(reset_partial_state=True).",
+        )
+
+
+def _process_group(plan: Plan, device: str) -> Iterator[Finding]:
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        yield Finding(
+            "The notebook itself is in a process group (torch.distributed is initialized).",
+            "Call torch.distributed.destroy_process_group() in a cell and launch again.",
+        )
+
+
+def _precision(plan: Plan, device: str) -> Iterator[Finding]:
+    if plan.mixed_precision == "fp16" and device == "cpu":
+        yield Finding("fp16 mixed precision needs a GPU, and there is none.", "Use -p bf16 or no.")
+
+
+_QUESTIONS: tuple[Callable[[Plan, str], Iterator[Finding]], ...] = (
+    _accelerator_state,
+    _process_group,
+    _precision,
+)

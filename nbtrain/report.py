@@ -1,0 +1,113 @@
+"""What user code says of its training: `log`, `progress`, `rank`, `world_size`.
+
+Inside a rank these append events to the rank's own file. Outside a run they do the harmless
+thing, so that the same function runs under ``torchrun`` or in plain Python.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from .events import EventWriter
+
+T = TypeVar("T")
+
+_log = logging.getLogger("nbtrain")
+
+
+@dataclass(frozen=True)
+class Reporter:
+    """Where this process's reports go."""
+
+    writer: EventWriter
+    rank: int
+    world_size: int
+
+
+_active: Reporter | None = None
+
+
+def activate(reporter: Reporter | None) -> Reporter | None:
+    """Make this process report as a rank (or, with None, as none); return what was before."""
+    global _active
+    previous, _active = _active, reporter
+    return previous
+
+
+def active() -> Reporter | None:
+    """Return where this process reports to, if it is a rank."""
+    return _active
+
+
+def rank() -> int:
+    """Return this process's rank: 0 outside a run (``$RANK`` under another launcher)."""
+    return _active.rank if _active is not None else int(os.environ.get("RANK", 0))
+
+
+def world_size() -> int:
+    """Return the number of ranks: 1 outside a run (``$WORLD_SIZE`` under another launcher)."""
+    return _active.world_size if _active is not None else int(os.environ.get("WORLD_SIZE", 1))
+
+
+def log(step: int | None = None, **metrics: Any) -> None:
+    """Report metrics of this rank, e.g. ``nbtrain.log(step=i, loss=loss)``.
+
+    A value is a number, a text or a tensor with one element. Outside a run the values go to the
+    logger ``nbtrain`` at level INFO.
+
+    Raises:
+        TypeError: for any other value, naming the metric.
+    """
+    reporter = _active
+    values = {
+        name: value if type(value) is float else _metric(name, value)
+        for name, value in metrics.items()
+    }
+    if step is not None and type(step) is not int:
+        step = _step(step)
+    if reporter is None:
+        _log.info("step %s: %s", step, values)
+    else:
+        reporter.writer.write_metrics(time.time(), reporter.rank, step, values)
+
+
+def _metric(name: str, value: Any) -> float | str:
+    if isinstance(value, str):
+        return value if len(value) <= 200 else value[:199] + "…"
+    if isinstance(value, (bool, int)):
+        return value if abs(value) < 1 << 53 else float(value)
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise TypeError(
+            f"nbtrain.log: {name} is a {type(value).__name__}; a metric is a number, a text "
+            f"or a tensor with one element ({error})"
+        ) from None
+
+
+def _step(step: Any) -> int:
+    try:
+        number = float(step)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if not number.is_integer():
+        raise TypeError(f"nbtrain.log: step must be a whole number, not {step!r}")
+    return int(number)
+
+
+def progress(
+    iterable: Iterable[T], total: float | None = None, description: str = ""
+) -> Iterable[T]:
+    """Iterate with a progress bar: on the board inside a run, an ordinary tqdm bar outside."""
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:  # accelerate brings tqdm; without it there is just no bar
+        return iterable
+    bar: Iterable[T] = tqdm(iterable, total=total, desc=description or None)
+    return bar

@@ -1,0 +1,115 @@
+"""Values on their way from a rank to the notebook.
+
+Three things plain cloudpickle does not do. A class that the notebook had before the ranks were
+forked arrives as that very class (so ``except MyError`` and ``isinstance`` hold). A tensor on an
+accelerator arrives on the CPU, because loading it elsewhere would initialise the accelerator in
+the kernel. And what cannot be pickled is named by its path inside the value.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle
+
+from .errors import ResultNotPicklable
+
+
+def notebook_classes() -> frozenset[type]:
+    """Return the classes defined in ``__main__`` now; ranks forked later share them."""
+    main = vars(sys.modules["__main__"])
+    return frozenset(v for v in main.values() if isinstance(v, type) and _is_main(v, main))
+
+
+def _is_main(cls: type, main: dict[str, Any]) -> bool:
+    return cls.__module__ == "__main__" and main.get(cls.__qualname__) is cls
+
+
+def _class_of_main(name: str) -> Any:
+    return vars(sys.modules["__main__"])[name]
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, file: io.BytesIO, shared: frozenset[type]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._shared = shared
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type) and obj in self._shared:
+            return _class_of_main, (obj.__qualname__,)
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(obj, torch.Tensor):
+            return _tensor_on_cpu(torch, obj)
+        return super().reducer_override(obj)
+
+
+def _tensor_on_cpu(torch: Any, tensor: Any) -> Any:
+    if tensor.device.type in ("cpu", "meta"):
+        return NotImplemented
+    moved = tensor.detach().cpu()
+    if isinstance(tensor, torch.nn.Parameter):
+        moved = torch.nn.Parameter(moved, requires_grad=tensor.requires_grad)
+    else:
+        moved.requires_grad_(tensor.requires_grad)
+    return moved.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+def dumps(value: Any, shared: frozenset[type] = frozenset()) -> bytes:
+    """Pickle a value for the notebook. Raises whatever its parts raise."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, shared).dump(value)
+    return buffer.getvalue()
+
+
+def loads(data: bytes) -> Any:
+    """Rebuild a value that `dumps` made, in the process that forked the rank or in another."""
+    return pickle.loads(data)
+
+
+def dump_result(value: Any, shared: frozenset[type] = frozenset()) -> bytes:
+    """Pickle a rank's return value, or raise `ResultNotPicklable` naming the part in the way."""
+    try:
+        return dumps(value, shared)
+    except Exception as error:  # any reducer of any class may raise anything
+        path, part = find_unpicklable(value, lambda v: dumps(v, shared))
+        where = "it" if path == "result" else f"`{path}`, a {_type_name(part)},"
+        raise ResultNotPicklable(
+            f"the function returned a {_type_name(value)} and {where} cannot be pickled "
+            f"({type(error).__name__}: {error}). Return numbers, tensors or a state_dict instead."
+        ) from None
+
+
+def _type_name(value: Any) -> str:
+    cls = type(value)
+    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__name__}"
+
+
+def find_unpicklable(
+    value: Any, dump: Callable[[Any], object], path: str = "result", depth: int = 6
+) -> tuple[str, Any]:
+    """Return the path and the value of the innermost part that `dump` cannot take."""
+    for name, part in _parts(value) if depth else ():
+        try:
+            dump(part)
+        except Exception:  # the very thing that is looked for, whatever its type
+            return find_unpicklable(part, dump, path + name, depth - 1)
+    return path, value
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        yield from ((f"[{k!r}]", v) for k, v in value.items())
+    elif isinstance(value, (list, tuple)):
+        yield from ((f"[{i}]", v) for i, v in enumerate(value))
+    elif isinstance(getattr(value, "__closure__", None), tuple):
+        names = value.__code__.co_freevars
+        yield from (
+            (f".<{name}>", cell.cell_contents)
+            for name, cell in zip(names, value.__closure__, strict=True)
+        )
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        yield from ((f".{k}", v) for k, v in vars(value).items())

@@ -1,0 +1,229 @@
+"""Watching a run until its last rank is gone: events in, picture out, and who must be stopped.
+
+The one loop of nbtrain. It never blocks on a rank, and it survives an interrupt at any moment,
+because SIGINT only leaves a mark that the loop reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from . import events as ev
+from .engines import Exit, Ranks
+from .folder import RunFolder
+from .outcome import ranks_text
+from .state import RankState, RunState, fold
+
+TICK = 0.05
+"""Seconds between two looks at the run folder, where no rank ends earlier."""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A step of the stop ladder: `action` is taken `after` seconds."""
+
+    after: float
+    action: str
+
+
+# After a failure the others may report their own for a moment (the first seen need not be the
+# first that happened), then go. An interrupt leaves two seconds to save.
+_ON_FAILURE = (Rung(0.2, "terminate"), Rung(0.7, "kill"))
+_ON_REQUEST = (Rung(0.0, "interrupt"), Rung(2.0, "terminate"), Rung(2.5, "kill"))
+LADDERS = {
+    "failed": _ON_FAILURE,
+    "interrupted": _ON_REQUEST,
+    "timed out": _ON_REQUEST,
+}
+REPORT_GRACE = 2.0
+"""Seconds that a rank which is failing already has to tell why."""
+
+
+class Reader:
+    """Reads what the ranks appended to their files since the last time."""
+
+    def __init__(self, folder: RunFolder, world_size: int) -> None:
+        ranks = range(world_size)
+        self._events = [ev.Tail(folder.events(r)) for r in ranks]
+        self._logs = [ev.Tail(folder.log(r), limit=1 << 16, skip=True) for r in ranks]
+
+    def read(self, *, flush: bool = False) -> list[ev.Event]:
+        """Return new events, lines of output among them; with `flush`, all there is."""
+        found: list[ev.Event] = []
+        for rank, (tail, log) in enumerate(zip(self._events, self._logs, strict=True)):
+            while True:
+                found.extend(e for line in tail.lines() if (e := ev.from_line(line)) is not None)
+                if not (flush and tail.behind):
+                    break
+            lines = tuple(line.decode("utf-8", "replace") for line in log.lines(flush=flush))
+            if lines:
+                found.append(ev.Output(time.time(), rank, lines))
+        return found
+
+
+class Interrupts:
+    """Counts SIGINTs instead of raising KeyboardInterrupt somewhere; puts the old handler back."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._old: Any = None
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._old = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        if self._old is not None:
+            signal.signal(signal.SIGINT, self._old)
+
+    def _note(self, _signum: int, _frame: FrameType | None) -> None:
+        self.count += 1
+
+
+class Supervisor:
+    """Drives one run from its start to its end. `state` is always the present picture."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        state: RunState,
+        *,
+        timeout: float | None = None,
+        show: Callable[[RunState, float], None] = lambda _state, _now: None,
+    ) -> None:
+        self.state = state
+        self.over = threading.Event()
+        self._folder = folder
+        self._timeout = timeout
+        self._show = show
+        self._reader = Reader(folder, state.world_size)
+        self._writer = ev.EventWriter(folder.launcher_events)
+        self._requested: str | None = None
+        self._cause: str | None = None
+        self._stopping_since = 0.0
+        self._rungs: list[Rung] = []
+        self._presses = 0
+
+    def request_stop(self, reason: str) -> None:
+        """Ask the loop to end the run; from any thread, any number of times."""
+        self._requested = self._requested or reason
+
+    def watch(self, ranks: Ranks, interrupts: Interrupts) -> None:
+        """Watch until every rank is gone, then write how it ended."""
+        now = time.time()
+        self._note(ev.Spawned(now, rank, pid) for rank, pid in ranks.pids.items())
+        while ranks.alive:
+            self._show(self.state, time.time())
+            exits = ranks.wait(TICK)
+            self._take(self._reader.read())
+            self._take_exits(exits)
+            self._decide(ranks, interrupts)
+        self._finish()
+
+    def abort(self, message: str) -> None:
+        """Write that the run could not start."""
+        self._cause = "failed"
+        self._finish(message)
+
+    def _note(self, events: Iterable[ev.Event]) -> None:
+        """Write events of the launcher's own, and fold them."""
+        for event in events:
+            with contextlib.suppress(OSError):  # a full disk must not end the training
+                self._writer.write(event)
+            self._take([event])
+
+    def _take(self, events: Iterable[ev.Event]) -> None:
+        self.state = fold(self.state, events)
+
+    def _take_exits(self, exits: list[Exit]) -> None:
+        if exits:
+            self._take(self._reader.read(flush=True))
+        self._note(ev.Exited(e.time, e.rank, e.returncode, self._verdict(e)) for e in exits)
+
+    def _verdict(self, ended: Exit) -> str:
+        if self._folder.result(ended.rank).exists():
+            return "done"
+        asked = self._cause in ("interrupted", "timed out")
+        if self._folder.failure(ended.rank).exists():
+            error = self.state.ranks[ended.rank].error or ""
+            return "stopped" if asked and error.startswith("KeyboardInterrupt") else "failed"
+        ended_by_us = ended.returncode in (-signal.SIGTERM, -signal.SIGKILL)
+        return "stopped" if self._cause is not None and ended_by_us else "failed"
+
+    def _decide(self, ranks: Ranks, interrupts: Interrupts) -> None:
+        now = time.time()
+        pressed = interrupts.count > self._presses
+        self._presses = interrupts.count
+        if self._cause is None:
+            cause = self._cause_to_stop(pressed, now)
+            if cause is not None:
+                self._begin_stop(cause, now)
+        elif pressed:  # a second time: no more patience
+            ranks.kill(ranks.alive)
+        if self._cause is not None:
+            self._climb(ranks, now)
+
+    def _cause_to_stop(self, pressed: bool, now: float) -> str | None:
+        if any(r.status in ("failing", "failed") for r in self.state.ranks):
+            return "failed"
+        if pressed or self._requested:
+            return "interrupted"
+        if self._timeout is not None and now - self.state.created > self._timeout:
+            return "timed out"
+        return None
+
+    def _begin_stop(self, cause: str, now: float) -> None:
+        self._cause, self._stopping_since = cause, now
+        self._rungs = list(LADDERS[cause])
+        if cause != "failed":
+            with contextlib.suppress(OSError):
+                self._folder.stop_request.touch(mode=0o600)
+        reason = {
+            "failed": "a rank failed; the others are being stopped",
+            "interrupted": "stopping: ranks have 2 s to save",
+            "timed out": f"{self._timeout:g} s are over; ranks have 2 s to save"
+            if self._timeout
+            else "",
+        }[cause]
+        self._note([ev.Stopping(now, -1, reason)])
+
+    def _climb(self, ranks: Ranks, now: float) -> None:
+        since = now - self._stopping_since
+        while self._rungs and since >= self._rungs[0].after:
+            rung = self._rungs.pop(0)
+            getattr(ranks, rung.action)(ranks.alive - self._reporting(since))
+        if not self._rungs and since >= REPORT_GRACE:
+            ranks.kill(ranks.alive)
+
+    def _reporting(self, since: float) -> set[int]:
+        """Return the ranks that are failing by themselves and are let tell why."""
+        if self._cause != "failed" or since >= REPORT_GRACE:
+            return set()
+        return {r.rank for r in self.state.ranks if r.status == "failing"}
+
+    def _finish(self, message: str = "") -> None:
+        self._take(self._reader.read(flush=True))
+        status = self._cause or "succeeded"
+        if self._cause is None and any(r.status == "failed" for r in self.state.ranks):
+            status = "failed"
+        message = message or _closing_words(status, self.state.ranks)
+        self._note([ev.Finished(time.time(), -1, status, message)])
+        self._writer.close()
+        self.over.set()
+
+
+def _closing_words(status: str, ranks: tuple[RankState, ...]) -> str:
+    if status == "succeeded":
+        return ""
+    groups: dict[str, list[int]] = {}
+    for rank in ranks:
+        groups.setdefault(rank.status, []).append(rank.rank)
+    return ", ".join(f"{ranks_text(who)} {status}" for status, who in groups.items())

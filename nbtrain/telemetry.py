@@ -1,0 +1,158 @@
+"""What a rank reports without being asked: for now, every tqdm bar.
+
+tqdm counts as it always does; only its drawing is replaced, so an iteration costs what it costs
+anywhere. Nothing is undone: a rank keeps this for its life. (The inline engine, whose rank is the
+kernel, does not install it.)
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+import time
+from collections.abc import Callable, Sequence
+from itertools import count
+from types import ModuleType
+from typing import Any
+
+from . import events as ev
+from . import report
+
+
+def install() -> None:
+    """Report this rank's bars, whether tqdm is imported already or later."""
+    when_imported("tqdm.std", lambda module: _catch_bars(module.tqdm))
+    when_imported("tqdm.notebook", lambda module: _draw_plainly(module.tqdm_notebook))
+
+
+def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
+    """Run `action` on a module: now if it is imported, else right after it is."""
+    if name in sys.modules:
+        action(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _AfterImport(name, action))
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Finds one module by the other finders, and runs an action once it is loaded."""
+
+    def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
+        self._name, self._action = name, action
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            loader, action = spec.loader, self._action
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                action(module)
+
+            loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+class _Nowhere:
+    """A file that keeps nothing: where a caught bar's own writing goes."""
+
+    encoding = "utf-8"
+
+    def write(self, _text: str) -> int:
+        return 0
+
+    def flush(self) -> None:
+        pass
+
+    def isatty(self) -> bool:
+        return False
+
+
+_NOWHERE = _Nowhere()
+_ids = count()
+
+
+def _catch_bars(cls: Any) -> None:
+    """Make ``tqdm.std.tqdm`` report where it would draw. Written against tqdm 4.60 to 4.70."""
+    init, display, close = cls.__init__, cls.display, cls.close
+
+    def catching_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if _is_for_the_screen(self):
+            self.fp = _NOWHERE
+
+    def reporting_display(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_caught(self):
+            return display(self, *args, **kwargs)
+        _report(self, closed=False)
+        return True
+
+    def reporting_close(self: Any) -> None:
+        was_open = not getattr(self, "disable", True)
+        close(self)
+        if was_open and _is_caught(self):
+            _report(self, closed=True)
+
+    cls.__init__, cls.display, cls.close = catching_init, reporting_display, reporting_close
+
+
+def _is_for_the_screen(bar: Any) -> bool:
+    stream = getattr(bar, "fp", None)
+    while "_wrapped" in getattr(stream, "__dict__", ()):  # tqdm wraps the stream it is given
+        stream = stream.__dict__["_wrapped"]
+    screens = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    return any(stream is screen for screen in screens)
+
+
+def _is_caught(bar: Any) -> bool:
+    return getattr(bar, "fp", None) is _NOWHERE or _is_for_the_screen(bar)
+
+
+def _report(bar: Any, *, closed: bool) -> None:
+    reporter = report.active()
+    if reporter is None:
+        return
+    if not hasattr(bar, "_nbtrain_id"):
+        bar._nbtrain_id = next(_ids)
+    now = time.time()
+    reporter.writer.write(
+        ev.Progress(
+            now,
+            reporter.rank,
+            bar=bar._nbtrain_id,
+            n=bar.n,
+            total=bar.total,
+            elapsed=max(0.0, now - getattr(bar, "start_t", now)),
+            description=(bar.desc or "").removesuffix(": "),
+            unit=bar.unit,
+            closed=closed,
+            kept=bool(bar.leave) or (bar.leave is None and bar.pos == 0),
+        )
+    )
+
+
+def _draw_plainly(cls: Any) -> None:
+    """Strip ``tqdm.notebook.tqdm`` of its widgets: it then is the standard bar, caught above."""
+    for name in (
+        "status_printer",
+        "display",
+        "colour",
+        "__iter__",
+        "update",
+        "close",
+        "clear",
+        "reset",
+    ):
+        if name in vars(cls):
+            delattr(cls, name)
+
+    def init(self: Any, *args: Any, display: bool = True, **kwargs: Any) -> None:
+        super(cls, self).__init__(*args, **kwargs)
+
+    cls.__init__ = init

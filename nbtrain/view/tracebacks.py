@@ -1,0 +1,44 @@
+"""Showing a rank's exception in IPython by the rank's frames alone, not by the launcher's."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from ..errors import NbtrainError
+from ..exceptions import rank_frames
+from .fronts import ipython_shell
+
+
+class _FromTheRank:
+    """An exception's ``_render_traceback_``, IPython's way to let one draw itself."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self._error = error
+
+    def __call__(self) -> list[str] | None:
+        shell, error = ipython_shell(), self._error
+        if shell is None or error is None:
+            return None
+        lines: list[str]
+        if isinstance(error, SyntaxError):  # the cell's own: its line says it all
+            lines = shell.SyntaxTB.structured_traceback(type(error), error, [])
+        else:
+            frames = rank_frames(error.__traceback__)
+            lines = shell.InteractiveTB.structured_traceback(
+                type(error), error, frames, tb_offset=0
+            )
+        drawn = "\n".join(lines)
+        notes = [note for note in getattr(error, "__notes__", ()) if note not in drawn]
+        return [*lines, *notes]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _FromTheRank, ()
+
+
+def show_from_the_rank(error: BaseException) -> BaseException:
+    """Make IPython draw `error` without the frames between the cell and the rank."""
+    if not isinstance(error, NbtrainError) and ipython_shell() is not None:
+        with contextlib.suppress(AttributeError, TypeError):  # a class may forbid attributes
+            error._render_traceback_ = _FromTheRank(error)  # type: ignore[attr-defined]
+    return error

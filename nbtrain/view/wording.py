@@ -1,0 +1,94 @@
+"""Numbers, durations and lists of ranks, worded for people. Shared by every renderer. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from ..outcome import ranks_text
+from ..state import Bar, RankState, RunState
+
+
+def duration(seconds: float) -> str:
+    """Word a duration: 0.4 s, 12 s, 3:07 min, 2:03:07 h."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    hours, minutes_left = divmod(minutes, 60)
+    return f"{hours}:{minutes_left:02d}:{rest:02d} h" if hours else f"{minutes}:{rest:02d} min"
+
+
+def number(value: float | str) -> str:
+    """Word a metric with four significant digits."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool) or not math.isfinite(value):
+        return str(value)
+    if isinstance(value, int) or (float(value).is_integer() and abs(value) < 1e6):
+        return f"{int(value):d}"
+    return f"{value:.4g}"
+
+
+def metrics(rank: RankState, limit: int = 6) -> str:
+    """Word the last metrics of a rank: ``loss 0.2315 · lr 0.001``."""
+    shown = [f"{name} {number(value)}" for name, value in list(rank.metrics.items())[:limit]]
+    left = len(rank.metrics) - len(shown)
+    return " · ".join([*shown, *([f"{left} more"] if left else [])])
+
+
+def position(bar: Bar) -> str:
+    """Word where a bar stands: ``epoch 2  20/45 · 12.3 it/s · 2.1 s left``."""
+    total = "" if bar.total is None else f"/{number(bar.total)}"
+    words = [f"{number(bar.n)}{total} {bar.unit if bar.total is None else ''}".strip()]
+    if bar.rate:
+        fast = bar.rate >= 1
+        words.append(
+            f"{bar.rate:.3g} {bar.unit}/s" if fast else f"{duration(1 / bar.rate)}/{bar.unit}"
+        )
+    if bar.remaining:
+        words.append(f"{duration(bar.remaining)} left")
+    return (f"{bar.description}: " if bar.description else "") + " · ".join(words)
+
+
+def facts(state: RunState, now: float) -> str:
+    """Word the circumstances of a run: ``2 ranks · fork · cpu · 12 s``."""
+    size = state.world_size
+    words = [f"{size} rank{'s' if size != 1 else ''}", state.engine, state.device]
+    if state.mixed_precision != "no":
+        words.append(state.mixed_precision)
+    return " · ".join([*words, duration(state.elapsed(now))])
+
+
+def results(state: RunState) -> list[tuple[str, str]]:
+    """Return who returned what, equal results in one row; empty where all returned None."""
+    by_result: dict[str, list[int]] = {}
+    for rank in state.ranks:
+        if rank.result is not None:
+            by_result.setdefault(rank.result, []).append(rank.rank)
+    if set(by_result) <= {"None"}:
+        return []
+    return [(who(ranks, state), result) for result, ranks in by_result.items()]
+
+
+def who(ranks: Collection[int], state: RunState) -> str:
+    """Name ranks: ``all ranks``, ``rank 3``, ``ranks 0, 4–7``."""
+    every = len(ranks) == state.world_size > 1
+    return "all ranks" if every else ranks_text(ranks)
+
+
+def folded_log(state: RunState, lines: int) -> list[tuple[str, str]]:
+    """Return the last lines of every rank as (ranks, line); equal tails of ranks are folded."""
+
+    grouped: dict[tuple[str, ...], list[int]] = {}
+    for rank in state.ranks:
+        if rank.log:
+            grouped.setdefault(rank.log[-lines:], []).append(rank.rank)
+    share = max(3, lines // max(1, len(grouped)))
+    return [
+        (who(ranks, state), line)
+        for tail, ranks in list(grouped.items())[:lines]
+        for line in tail[-share:]
+    ]
