@@ -2,6 +2,7 @@
 
 NbtrainError
 ├── PlanError (ValueError)            an option, a cell or an argument that cannot be run as written
+│   └── CellSyntaxError               the cell's own syntax error
 ├── PreflightError (RuntimeError)     the kernel's state forbids this launch
 ├── LaunchError (RuntimeError)        the ranks could not be started
 ├── RankDied (RuntimeError)           a rank ended by a signal or an exit code
@@ -30,6 +31,21 @@ class NbtrainError(Exception):
 
 class PlanError(NbtrainError, ValueError):
     """What was asked for cannot be run as written; nothing was started."""
+
+
+class CellSyntaxError(PlanError):
+    """The cell has a syntax error; drawn as IPython draws it, without the launcher's frames.
+
+    No `SyntaxError` itself: IPython draws those with every frame that led to them. That one is
+    its ``__cause__``.
+    """
+
+    def __init__(self, message: str = "", *, drawn: str = "") -> None:
+        super().__init__(message)
+        self.drawn = drawn
+
+    def _render_traceback_(self) -> list[str]:
+        return [self.drawn or str(self)]
 
 
 class PreflightError(NbtrainError, RuntimeError):

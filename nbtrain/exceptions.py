@@ -36,6 +36,7 @@ class Frame:
     filename: str
     line: int
     function: str
+    first_line: int
     end_line: int
     column: int = 0
     end_column: int = 0
@@ -109,7 +110,7 @@ def _frames(tb: TracebackType | None) -> Iterator[Frame]:
             known = next(islice(code.co_positions(), tb.tb_lasti // 2, None), (None,) * 4)
             if None not in known:
                 span = cast("tuple[int, int, int, int]", known)
-        yield Frame(code.co_filename, span[0], code.co_name, span[1], span[2], span[3])
+        yield Frame(code.co_filename, span[0], code.co_name, code.co_firstlineno, *span[1:])
         tb = tb.tb_next
 
 
@@ -177,12 +178,16 @@ def _stub(frame: Frame) -> TracebackType:
 
 
 def _stub_code(frame: Frame) -> CodeType:
-    tree = ast.parse("raise StopIteration")
+    """Return code that raises at the frame's very line, in a function that begins at its line."""
+    tree = ast.parse("def stub(): raise StopIteration")
     for node in ast.walk(tree):
-        if isinstance(node, (ast.stmt, ast.expr)):
+        if isinstance(node, ast.FunctionDef):
+            node.lineno, node.end_lineno = frame.first_line, frame.end_line
+        elif isinstance(node, (ast.stmt, ast.expr)):
             node.lineno, node.end_lineno = frame.line, frame.end_line
             node.col_offset, node.end_col_offset = frame.column, frame.end_column
-    code = compile(tree, frame.filename, "exec")
+    module = compile(tree, frame.filename, "exec")
+    code = next(const for const in module.co_consts if isinstance(const, CodeType))
     names: dict[str, Any] = {"co_name": frame.function}
     if sys.version_info >= (3, 11):
         names["co_qualname"] = frame.function

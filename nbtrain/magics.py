@@ -7,11 +7,10 @@ from typing import Any
 from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
 
 from . import cell as reading
-from .errors import PlanError
+from .errors import CellSyntaxError, PlanError
 from .launch import run_plan
 from .plan import Plan
 from .run import Run, last_run
-from .view.tracebacks import show_from_the_rank
 
 _HELP = """Train on several ranks: run this cell, or an expression, in forked copies of the kernel.
 
@@ -56,7 +55,8 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         try:
             plan = self._plan(options, source, offset)
         except SyntaxError as error:
-            raise show_from_the_rank(error) from None
+            lines = self.shell.SyntaxTB.structured_traceback(SyntaxError, error, [])
+            raise CellSyntaxError(str(error), drawn="\n".join(lines)) from error
         try:
             return run_plan(plan)
         finally:

@@ -20,14 +20,9 @@ class _FromTheRank:
         shell, error = ipython_shell(), self._error
         if shell is None or error is None:
             return None
-        lines: list[str]
-        if isinstance(error, SyntaxError):  # the cell's own: its line says it all
-            lines = shell.SyntaxTB.structured_traceback(type(error), error, [])
-        else:
-            frames = rank_frames(error.__traceback__)
-            lines = shell.InteractiveTB.structured_traceback(
-                type(error), error, frames, tb_offset=0
-            )
+        lines: list[str] = shell.InteractiveTB.structured_traceback(
+            type(error), error, rank_frames(error.__traceback__), tb_offset=0
+        )
         drawn = "\n".join(lines)
         notes = [note for note in getattr(error, "__notes__", ()) if note not in drawn]
         return [*lines, *notes]
