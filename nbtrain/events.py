@@ -146,14 +146,20 @@ class EventWriter:
 
     def write(self, event: Event) -> None:
         """Append one event with a single write."""
-        os.write(self._fd, to_line(event))
+        self._append(to_line(event))
 
     def write_metrics(
         self, time: float, rank: int, step: int | None, values: dict[str, float | str]
     ) -> None:
         """Append a `Metrics` event by the shortest way: this one is called in training loops."""
         record = {"kind": "metrics", "time": time, "rank": rank, "step": step, "values": values}
-        os.write(self._fd, (_encode(record) + "\n").encode())
+        self._append((_encode(record) + "\n").encode())
+
+    def _append(self, line: bytes) -> None:
+        try:  # noqa: SIM105  (called in training loops; `suppress` costs a microsecond)
+            os.write(self._fd, line)
+        except OSError:  # a full disk costs the report of the training, not the training
+            pass
 
     def close(self) -> None:
         """Close the file; later writes are an error."""

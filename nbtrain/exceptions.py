@@ -195,12 +195,12 @@ def _stub_code(frame: Frame) -> CodeType:
 
 
 def rank_frames(tb: TracebackType | None) -> TracebackType | None:
-    """Return the part of a traceback that happened in a rank, whatever launched it cut off."""
-    found = tb
+    """Return the part of a traceback that happened in a rank; None where no part did."""
+    found: TracebackType | None = None
     while tb is not None:
         if MARK in tb.tb_frame.f_globals:
             return tb
-        if tb.tb_frame.f_code.co_filename == _WORKER:
-            found = tb.tb_next or found
+        if tb.tb_frame.f_code.co_filename == _WORKER:  # the inline engine: real frames follow
+            found = tb.tb_next
         tb = tb.tb_next
     return found

@@ -151,7 +151,7 @@ def _start(plan: Plan, device: str) -> Run:
     world_size = plan.num_processes or 1
     manifest = _manifest(plan, world_size, device)
     folder = new_folder(manifest)
-    front = fronts.choose(plan.view)
+    front = fronts.Guarded(fronts.choose(plan.view))
     job = Job(
         plan=plan,
         folder=folder,
@@ -164,29 +164,32 @@ def _start(plan: Plan, device: str) -> Run:
         folder, initial_state(manifest), timeout=plan.timeout, show=front.update
     )
 
-    def drive() -> None:
-        with Interrupts() as interrupts:
-            _carry_out(job, supervisor, run, interrupts)
+    def drive() -> BaseException | None:
+        engine = engines.get(plan.engine)
+        with Interrupts(wanted=not engine.runs_here) as interrupts:
+            error = _carry_out(engine, job, supervisor, interrupts)
             front.finish(supervisor.state, time.time())
-            run._was_drawn()
+            return error
 
     run = Run(folder, supervisor.state, supervisor=supervisor, drive=drive)
     remember(run)
     return run
 
 
-def _carry_out(job: Job, supervisor: Supervisor, run: Run, interrupts: Interrupts) -> None:
-    engine = engines.get(job.plan.engine)
+def _carry_out(
+    engine: engines.Engine, job: Job, supervisor: Supervisor, interrupts: Interrupts
+) -> BaseException | None:
+    """Start and watch; return an exception that is at hand as such, not in the run folder."""
     try:
         ranks = engine.start(job)
+        try:
+            supervisor.watch(ranks, interrupts)
+        finally:
+            ranks.close()
     except BaseException as error:
         supervisor.abort(f"{type(error).__name__}: {error}")
-        raise
-    try:
-        supervisor.watch(ranks, interrupts)
-    finally:
-        ranks.close()
-    run._error = ranks.error
+        return error
+    return ranks.error
 
 
 def _manifest(plan: Plan, world_size: int, device: str) -> dict[str, Any]:

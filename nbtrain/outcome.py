@@ -61,7 +61,9 @@ def describe_returncode(returncode: int | None) -> str:
     """Say in words how a process ended."""
     if returncode is None:
         return "ended in an unknown way"
-    if returncode >= 0:
+    if returncode == 0:
+        return "exited with code 0 before its function had returned"
+    if returncode > 0:
         return f"exited with code {returncode}"
     try:
         name = signal.Signals(-returncode).name

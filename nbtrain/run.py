@@ -33,7 +33,7 @@ class Run:
         state: RunState,
         *,
         supervisor: Supervisor | None = None,
-        drive: Callable[[], None] | None = None,
+        drive: Callable[[], BaseException | None] | None = None,
     ) -> None:
         self._folder = folder
         self._state = state
@@ -134,7 +134,8 @@ class Run:
             with self._driving:
                 drive, self._drive = self._drive, None
                 if drive is not None:
-                    drive()
+                    self._error = drive()
+                    self._drawn_in = _execution_count()
         if self._supervisor is not None:
             self._supervisor.over.wait()
         return self
@@ -144,10 +145,6 @@ class Run:
         if self._supervisor is not None and not self.state.is_over:
             self._supervisor.request_stop("stopped by run.stop()")
             self.wait()
-
-    def _was_drawn(self) -> None:
-        """Remember the cell that shows this run already, so that it is not shown there twice."""
-        self._drawn_in = _execution_count()
 
     def __repr__(self) -> str:
         state = self.state

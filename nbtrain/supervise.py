@@ -69,14 +69,18 @@ class Reader:
 
 
 class Interrupts:
-    """Counts SIGINTs instead of raising KeyboardInterrupt somewhere; puts the old handler back."""
+    """Counts SIGINTs instead of raising KeyboardInterrupt somewhere; puts the old handler back.
 
-    def __init__(self) -> None:
+    Where it is not `wanted` (the rank is this process), an interrupt does what it always does.
+    """
+
+    def __init__(self, wanted: bool = True) -> None:
         self.count = 0
+        self._wanted = wanted and threading.current_thread() is threading.main_thread()
         self._old: Any = None
 
     def __enter__(self) -> Interrupts:
-        if threading.current_thread() is threading.main_thread():
+        if self._wanted:
             self._old = signal.signal(signal.SIGINT, self._note)
         return self
 
@@ -129,15 +133,16 @@ class Supervisor:
         self._finish()
 
     def abort(self, message: str) -> None:
-        """Write that the run could not start."""
+        """Write that the run could not start, or not be watched."""
+        if self.over.is_set():
+            return
         self._cause = "failed"
         self._finish(message)
 
     def _note(self, events: Iterable[ev.Event]) -> None:
         """Write events of the launcher's own, and fold them."""
         for event in events:
-            with contextlib.suppress(OSError):  # a full disk must not end the training
-                self._writer.write(event)
+            self._writer.write(event)
             self._take([event])
 
     def _take(self, events: Iterable[ev.Event]) -> None:
@@ -221,7 +226,7 @@ class Supervisor:
 
 
 def _closing_words(status: str, ranks: tuple[RankState, ...]) -> str:
-    if status == "succeeded":
+    if status in ("succeeded", "failed"):  # the ranks' own lines say it
         return ""
     groups: dict[str, list[int]] = {}
     for rank in ranks:

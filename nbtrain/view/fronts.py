@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import warnings
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..state import RunState
@@ -85,6 +87,36 @@ class _Pace:
             return False
         self._state, self._drawn = state, now
         return True
+
+
+class Guarded:
+    """A front whose trouble is its own: drawing stops with a warning, the run goes on."""
+
+    def __init__(self, front: Front) -> None:
+        self._front: Front | None = front
+
+    def update(self, state: RunState, now: float) -> None:
+        """Show the present state if that works."""
+        if self._front is not None:
+            self._attempt(self._front.update, state, now)
+
+    def finish(self, state: RunState, now: float) -> None:
+        """Show the final state if that works."""
+        if self._front is not None:
+            self._attempt(self._front.finish, state, now)
+
+    def _attempt(
+        self, draw: Callable[[RunState, float], None], state: RunState, now: float
+    ) -> None:
+        try:
+            draw(state, now)
+        except Exception as error:  # a lost front end, a library's change: not worth a training
+            self._front = None
+            warnings.warn(
+                f"nbtrain: the view failed ({type(error).__name__}: {error}); the run goes on",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
 
 class NoFront:

@@ -20,9 +20,14 @@ class _FromTheRank:
         shell, error = ipython_shell(), self._error
         if shell is None or error is None:
             return None
-        lines: list[str] = shell.InteractiveTB.structured_traceback(
-            type(error), error, rank_frames(error.__traceback__), tb_offset=0
-        )
+        frames = rank_frames(error.__traceback__)
+        lines: list[str]
+        if frames is None:  # an interrupt: it came from nowhere in the user's code
+            lines = [f"{type(error).__name__}: {error}"]
+        else:
+            lines = shell.InteractiveTB.structured_traceback(
+                type(error), error, frames, tb_offset=0
+            )
         drawn = "\n".join(lines)
         notes = [note for note in getattr(error, "__notes__", ()) if note not in drawn]
         return [*lines, *notes]
