@@ -123,6 +123,7 @@ def _text(error: BaseException) -> str:
 
 def _pickled(error: BaseException, shared: frozenset[type]) -> bytes | None:
     try:
+        str(error)  # what cannot be shown is better told by a stand-in
         data = serialize.dumps(error, shared)
         rebuilt = serialize.loads(data)  # here, where failing costs the user nothing
     except Exception:  # a user's exception may refuse pickling in any way

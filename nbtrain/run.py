@@ -101,7 +101,7 @@ class Run:
         try:
             failed_at, captured = serialize.loads(self._folder.failure(rank.rank).read_bytes())
         except FileNotFoundError:
-            log = self.logs(rank.rank, tail=12)
+            log = "\n".join(last_words(self._log_lines(rank.rank, tail=200)))
             return Failure(rank.rank, rank.ended or 0.0, None, rank.returncode, log)
         return Failure(rank.rank, failed_at, captured)
 
@@ -165,6 +165,12 @@ class Run:
 def _execution_count() -> int | None:
     count: int | None = getattr(fronts.ipython_shell(), "execution_count", None)
     return count
+
+
+def last_words(lines: list[str], count: int = 12) -> list[str]:
+    """Return the lines that tell how a process died: its last, or faulthandler's stack's first."""
+    crash = [i for i, line in enumerate(lines) if line.startswith("Fatal Python error:")]
+    return lines[max(0, crash[-1] - 4) :][:count] if crash else lines[-count:]
 
 
 def _note(cause: Failure, failures: list[Failure], state: RunState) -> str:

@@ -40,5 +40,7 @@ def serve(listener: socket.socket) -> Any:
         port,
         is_master=True,
         wait_for_workers=False,
+        # libuv would leave a pair of descriptors in the kernel for good.
+        use_libuv=False,
         master_listen_fd=listener.detach(),
     )

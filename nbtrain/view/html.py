@@ -93,7 +93,11 @@ def _row(rank: RankState) -> str:
         _bar(bar, rank),
         "&ensp; ".join(filter(None, said)),
     ]
-    inner = "".join(f'<td style="{_CELL};border:none">{cell}</td>' for cell in cells)
+    wraps = ["", "", "", ";white-space:normal"]
+    inner = "".join(
+        f'<td style="{_CELL};border:none{wrap}">{cell}</td>'
+        for cell, wrap in zip(cells, wraps, strict=True)
+    )
     return f'<tr style="background:none">{inner}</tr>'
 
 

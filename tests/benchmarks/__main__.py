@@ -1,0 +1,84 @@
+"""How fast nbtrain is, next to what it is measured against. From the repository's root:
+
+    python tests/benchmarks                      # everything, about five minutes on two cores
+    python tests/benchmarks --only noop          # one of: noop, steps, memory, log (repeatable)
+    python tests/benchmarks --rounds 30          # more rounds where the machine is noisy
+
+How to read the table. Nothing here is held against a wall time: each row compares nbtrain with a
+named peer that did the same thing in the same session, in turns (A B A B …) after a warm-up of
+each. The row shows the median of both, the **ratio** (the median of the ratios of neighbours in
+time, so that a machine that slows down for a while slows down both), the middle half of those
+ratios as **spread**, and whether the median meets the target. A spread that contains the target
+means: run it again with more rounds, or on a quieter machine. A row without a target is there for
+information. A benchmark that misses its target does not fail: only one that cannot run does.
+
+What is measured, always from inside a real ipykernel that has imported torch and accelerate:
+
+noop    a whole run of an empty function at 2 and 8 ranks (seconds): by `nbtrain.launch` and by
+        `accelerate.notebook_launcher`; and next to the least that any launcher of a distributed
+        run must do: fork, form a gloo group, one barrier, exit, wait.
+steps   steps per second of a small DDP loop on 2 ranks (gloo): under nbtrain, with a tqdm bar, a
+        `nbtrain.log` a step and the board drawn, and under `torchrun`, with the bar in a file.
+memory  what 4 ranks of a 400 MB model cost in all, kernel included, over a run without a model
+        (MB of PSS, library files left out): inherited from the notebook, and built by each rank.
+log     µs of a `nbtrain.log` call next to a bare write of as many bytes; ns of a tqdm iteration
+        in a rank next to one in a plain Python process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+
+import log
+import memory
+import noop
+import steps
+from table import Row, render
+
+BENCHMARKS: dict[str, Callable[[int | None], list[Row]]] = {
+    "noop": noop.rows,
+    "steps": steps.rows,
+    "memory": memory.rows,
+    "log": log.rows,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the benchmarks that were asked for, and print one table of all."""
+    parser = argparse.ArgumentParser(
+        prog="python tests/benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--only", action="append", choices=BENCHMARKS, metavar="NAME")
+    parser.add_argument("--rounds", type=int, help="rounds of each (default: its own number)")
+    options = parser.parse_args(arguments)
+    if options.rounds is not None and options.rounds < 1:
+        parser.error("--rounds must be at least 1")
+    found: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="nbtrain-benchmarks-") as home:
+        os.environ["NBTRAIN_HOME"] = home
+        for name in options.only or BENCHMARKS:
+            print(f"… {name}", file=sys.stderr, flush=True)
+            found.extend(BENCHMARKS[name](options.rounds))
+    print(render(found))
+    print(circumstances())
+
+
+def circumstances() -> str:
+    """Say in a line on what this was measured."""
+    packages = ", ".join(f"{p} {version(p)}" for p in ("torch", "accelerate", "ipykernel", "tqdm"))
+    load = os.getloadavg()[0]
+    return (
+        f"{os.cpu_count()} CPUs (load {load:.1f}), Python {platform.python_version()}, {packages}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""What tests share: a private run root, a real kernel, and a check that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from jupyter_client.manager import KernelManager
+
+
+@pytest.fixture(autouse=True)
+def run_root(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Runs of a test live in a folder of its own."""
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("NBTRAIN_HOME", str(home))
+    return home
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_process(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No test leaves a child of the test process behind, beyond those it found."""
+    before = {p.pid for p in psutil.Process().children(recursive=True)}
+    yield
+    left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+    if "notebook" not in request.fixturenames:
+        assert not left, left
+
+
+@dataclass
+class Outputs:
+    """What a cell left on the page."""
+
+    stdout: str = ""
+    stderr: str = ""
+    displays: list[dict[str, Any]] = field(default_factory=list)
+    updates: list[dict[str, Any]] = field(default_factory=list)
+    results: list[dict[str, Any]] = field(default_factory=list)
+    pages: list[str] = field(default_factory=list)
+    ename: str = ""
+    evalue: str = ""
+    traceback: str = ""
+    seconds: float = 0.0
+
+    @property
+    def board(self) -> str:
+        """The text form of the last thing shown."""
+        return str((self.updates or self.displays)[-1]["text/plain"])
+
+
+class Notebook:
+    """A real kernel that runs cells as a notebook does."""
+
+    def __init__(self, home: Path, folder: Path, allow_stdin: bool = True) -> None:
+        self.allow_stdin = allow_stdin
+        self.manager = KernelManager(kernel_name="python3")
+        environment = {
+            **os.environ,
+            "NBTRAIN_HOME": str(home),
+            "IPYTHONDIR": str(folder / "ipython"),
+            "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+        }
+        self.manager.start_kernel(
+            cwd=str(folder), env=environment, extra_arguments=["--HistoryManager.enabled=False"]
+        )
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=60)
+
+    @property
+    def process(self) -> psutil.Process:
+        """The kernel's process."""
+        provisioner = getattr(self.manager, "provisioner", None)
+        process = getattr(provisioner, "process", None)
+        return psutil.Process((process or self.manager.kernel).pid)
+
+    def run(
+        self,
+        cell: str,
+        *,
+        interrupt_on: str | None = None,
+        during: Callable[[Outputs], None] | None = None,
+        timeout: float = 60,
+    ) -> Outputs:
+        """Execute a cell; interrupt it once when a display or the output contains a text."""
+        out, started = Outputs(), time.monotonic()
+        request = self.client.execute(cell, allow_stdin=self.allow_stdin)
+        while True:
+            left = started + timeout - time.monotonic()
+            try:
+                message = self.client.get_iopub_msg(timeout=max(0.01, left))
+            except queue.Empty:
+                self.manager.interrupt_kernel()
+                raise AssertionError(f"the cell did not end in {timeout} s: {out}") from None
+            if message["parent_header"].get("msg_id") != request:
+                continue
+            content = message["content"]
+            _record(out, message["msg_type"], content)
+            shown = message["msg_type"] in ("stream", "display_data", "update_display_data")
+            if shown and interrupt_on is not None and interrupt_on in str(content):
+                interrupt_on = None
+                self.manager.interrupt_kernel()
+            if during is not None:
+                during(out)
+            if message["msg_type"] == "status" and content["execution_state"] == "idle":
+                break
+        self._read_reply(out, request)
+        out.seconds = time.monotonic() - started
+        return out
+
+    def _read_reply(self, out: Outputs, request: str) -> None:
+        while True:
+            reply = self.client.get_shell_msg(timeout=10)
+            if reply["parent_header"].get("msg_id") == request:
+                pages = reply["content"].get("payload", [])
+                out.pages = [p["data"].get("text/plain", "") for p in pages if "data" in p]
+                return
+
+    def value(self, expression: str) -> Any:
+        """Evaluate an expression in the kernel; its value must have a literal repr."""
+        import ast
+
+        out = self.run(f"print('\\x02' + repr(({expression})))")
+        assert not out.ename, out.traceback
+        return ast.literal_eval(out.stdout.rpartition("\x02")[2])
+
+    def close(self) -> None:
+        """End the kernel."""
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+
+
+def _record(out: Outputs, kind: str, content: dict[str, Any]) -> None:
+    if kind == "stream":
+        setattr(out, content["name"], getattr(out, content["name"]) + content["text"])
+    elif kind == "display_data":
+        out.displays.append(content["data"])
+    elif kind == "update_display_data":
+        out.updates.append(content["data"])
+    elif kind == "execute_result":
+        out.results.append(content["data"])
+    elif kind == "error":
+        out.ename, out.evalue = content["ename"], content["evalue"]
+        out.traceback = _without_colours("\n".join(content["traceback"]))
+
+
+def _without_colours(text: str) -> str:
+    import re
+
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+@pytest.fixture(scope="module")
+def shared_kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    """One kernel for a module's tests, with nbtrain loaded and torch imported."""
+    folder = tmp_path_factory.mktemp("kernel")
+    kernel = Notebook(folder / "home", folder)
+    try:
+        kernel.run("%load_ext nbtrain\nimport os, time, signal, torch, nbtrain")
+        yield kernel
+    finally:
+        kernel.close()
+
+
+@pytest.fixture
+def notebook(shared_kernel: Notebook) -> Notebook:
+    """The module's kernel, back in its first state of mind, if not of memory."""
+    return shared_kernel
+
+
+@pytest.fixture
+def start_kernel(tmp_path: Path) -> Iterator[Callable[..., Notebook]]:
+    """Start kernels of the test's own."""
+    kernels: list[Notebook] = []
+
+    def start(**options: Any) -> Notebook:
+        folder = tmp_path / f"kernel-{len(kernels)}"
+        folder.mkdir()
+        kernels.append(Notebook(tmp_path / "home", folder, **options))
+        return kernels[-1]
+
+    yield start
+    for kernel in kernels:
+        kernel.close()
+
+
+def wait_until(condition: Callable[[], object], timeout: float = 10.0) -> None:
+    """Poll until `condition` holds; fail after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.01)
+
+
