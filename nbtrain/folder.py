@@ -116,11 +116,11 @@ def prune(keep: int = KEEP) -> None:
 
 
 def _watched(folder: RunFolder) -> bool:
+    """Whether the process that launched the run lives, and has not written its end yet."""
     try:
-        manifest = folder.read_manifest()
-        if '"kind":"finished"' in folder.launcher_events.read_text():
-            return False
-        os.kill(int(manifest["launcher"]), 0)
+        os.kill(int(folder.read_manifest()["launcher"]), 0)
+        return '"kind":"finished"' not in folder.launcher_events.read_text()
+    except FileNotFoundError:  # it is about to start
+        return True
     except (OSError, ValueError, KeyError):
         return False
-    return True

@@ -83,7 +83,7 @@ def _metric(name: str, value: Any) -> float | str:
     if isinstance(value, (bool, int)):
         return value if abs(value) < 1 << 53 else float(value)
     try:
-        return float(value)
+        return float(value.detach() if hasattr(value, "detach") else value)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise TypeError(
             f"nbtrain.log: {name} is a {type(value).__name__}; a metric is a number, a text "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import psutil
@@ -119,15 +120,13 @@ def test_ranks_die_with_a_killed_kernel(start_kernel: Callable[..., Notebook]) -
             kernel.process.kill()
             raise KernelKilled
 
-    class KernelKilled(Exception):  # noqa: N818
+    class KernelKilled(Exception):
         pass
 
-    try:
+    with contextlib.suppress(KernelKilled):
         kernel.run(
             "%%distributed -n 2\nprint('ready'); time.sleep(60)", during=kill_the_kernel, timeout=30
         )
-    except KernelKilled:
-        pass
     assert len(ranks) >= 2
     wait_until(lambda: not any(_runs(p) for p in ranks))
 

@@ -1,0 +1,87 @@
+"""Reading a magic's line and a cell's source."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbtrain import cell
+from nbtrain.errors import PlanError
+from nbtrain.plan import Cell, Parameter
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "expression"),
+    [
+        ("-n 2 f(x)", "-n 2", "f(x)"),
+        ("f(x)", "", "f(x)"),
+        ("-n2 --env A=1 g", "-n2 --env A=1", "g"),
+        ("--num-processes=2 {'a': 1}", "--num-processes=2", "{'a': 1}"),
+        ("--env 'A=b c' -e inline x -1", "--env 'A=b c' -e inline", "x -1"),
+        ("-n 2 -- -x", "-n 2", "-x"),
+        ("-n 2", "-n 2", ""),
+        ("", "", ""),
+    ],
+)
+def test_a_line_is_split_where_the_options_end(line: str, options: str, expression: str) -> None:
+    found, rest = cell.split_options(line)
+    assert (found.strip(), rest) == (options, expression)
+
+
+def test_options_become_values() -> None:
+    line = "-n 4 -e fork -p bf16 --env A=1 --env B=x=y --as r --view none --timeout 1.5"
+    options = cell.parse_options(cell.split_words(line))
+    assert options == cell.Options(
+        4, "fork", "bf16", {"A": "1", "B": "x=y"}, bind="r", view="none", timeout=1.5
+    )
+    assert cell.parse_options(["-n", "auto"]).num_processes is None
+
+
+def test_the_last_statement_decides_what_a_cell_is() -> None:
+    read = cell.read_cell("x = 1\n@d\ndef f(a, /, b, c=1, *rest, d, e=2, **more): ...", "c", {})
+    assert read.function == "f"
+    assert read.parameters == (
+        Parameter("a", False, True),
+        Parameter("b", False),
+        Parameter("c", True),
+        Parameter("d", False),
+        Parameter("e", True),
+    )
+    assert cell.read_cell("def f(): ...\nf()", "c", {}).function is None
+    assert cell.read_cell("class A: ...", "c", {}).function is None
+    assert cell.read_cell("await x", "c", {}).function is None
+
+
+@pytest.mark.parametrize("source", ["def f(", "return 1", "x = = 1", "nonlocal x"])
+def test_a_cell_that_python_would_refuse_is_refused(source: str) -> None:
+    with pytest.raises(SyntaxError):
+        cell.read_cell(source, "c", {})
+
+
+def test_a_cell_of_comments_is_nothing_to_run() -> None:
+    with pytest.raises(PlanError, match="empty"):
+        cell.read_cell("# nothing\n", "c", {})
+
+
+def test_names_that_a_cell_binds_itself_are_found() -> None:
+    source = (
+        "import os.path as p\nfrom math import pi\na, (b, *c) = x\nfor i in y: pass\n"
+        "with z as w: pass\ndef f(): q = 1\nclass K: r = 1\n(n := 3)\nif 0:\n    late: int = 1\n"
+    )
+    names = cell.bound_names(source)
+    assert {"p", "pi", "a", "b", "c", "i", "w", "f", "K", "n", "late"} <= names
+    assert not {"x", "y", "z", "q", "r", "*"} & names
+    assert "*" in cell.bound_names("from math import *")
+
+
+def test_a_star_import_leaves_the_check_to_the_rank() -> None:
+    cell.check_parameters(cell.read_cell("from math import *\ndef f(tau): ...", "c", {}))
+    with pytest.raises(PlanError, match="`tau`"):
+        cell.check_parameters(cell.read_cell("def f(tau): ...", "c", {}))
+
+
+def test_titles_show_small_values() -> None:
+    values = {"model": object(), "epochs": 3, "name": "x" * 99}
+    read = cell.read_cell("def train(model, epochs, name, k=1): ...", "c", values)
+    assert cell.title(read) == "train(model, epochs=3, name, k)"
+    assert cell.title(Cell("\n# why\n  x + 1\n", "c", {})) == "x + 1"
+    assert len(cell.title(Cell("x" * 200, "c", {}))) == 60

@@ -1,0 +1,335 @@
+"""The engine contract: one suite, every engine, real processes, no notebook."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import wait_until
+
+import nbtrain
+from nbtrain import engines
+from nbtrain.engines import openmp, rendezvous
+from nbtrain.errors import LaunchError, PlanError, PreflightError, RankDied, ResultNotPicklable
+from nbtrain.run import Run
+
+ENGINES = ["fork", "inline"]
+
+
+def launch(engine: str, function: object, *args: object, n: int = 1, **options: object) -> Run:
+    return nbtrain.launch(
+        function,  # type: ignore[arg-type]
+        *args,
+        num_processes=n,
+        engine=engine,
+        view="none",
+        **options,
+    )
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_value_comes_back_and_the_folder_tells_the_story(engine: str) -> None:
+    def train(a: int, *, b: int) -> dict[str, int]:
+        nbtrain.log(step=1, loss=0.5)
+        return {"sum": a + b}
+
+    run = launch(engine, train, 1, b=2)
+    assert run.value == {"sum": 3}
+    assert run.state.status == "succeeded"
+    assert dict(run.state.ranks[0].metrics) == {"loss": 0.5}
+    assert Run.open(run.folder).state == run.state
+    assert run.folder.stat().st_mode & 0o777 == 0o700
+    assert nbtrain.last_run() is run
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_exception_keeps_its_type_and_its_lines(engine: str) -> None:
+    def helper() -> None:
+        raise FileNotFoundError(2, "none", "weights.pt")
+
+    with pytest.raises(FileNotFoundError) as raised:
+        launch(engine, helper)
+    assert raised.value.filename == "weights.pt"
+    names = [entry.name for entry in raised.traceback]
+    assert names[-1] == "helper"
+    run = nbtrain.last_run()
+    assert run is not None
+    assert run.state.status == "failed"
+    assert run.exception is raised.value
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_result_that_cannot_travel_is_a_failure(engine: str) -> None:
+    with pytest.raises(ResultNotPicklable, match=r"result\['lock'\]"):
+        launch(engine, lambda: {"lock": threading.Lock()})
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_rank_sees_an_environment_that_torchrun_would_make(engine: str) -> None:
+    before = dict(os.environ)
+    run = launch(engine, lambda: dict(os.environ), env={"EXTRA": "1"}, mixed_precision="bf16")
+    seen = run.value
+    expected = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "EXTRA": "1",
+    }
+    assert {k: seen[k] for k in expected} == expected
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_process_group_needs_no_argument(engine: str) -> None:
+    def train() -> float:
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        ones = torch.ones(1)
+        dist.all_reduce(ones)
+        dist.destroy_process_group()
+        return ones.item()
+
+    assert launch(engine, train).value == 1.0
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_exit_codes_are_told(engine: str) -> None:
+    with pytest.raises(RankDied) as raised:
+        launch(engine, lambda: sys.exit(5))
+    assert (raised.value.rank, raised.value.exitcode, raised.value.signal) == (0, 5, None)
+    assert launch(engine, lambda: sys.exit(0)).value is None
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_nothing_stays_behind(engine: str) -> None:
+    launch(engine, lambda: 1)
+
+    def look() -> tuple[object, ...]:
+        return (
+            sorted(os.listdir("/proc/self/fd")),
+            threading.active_count(),
+            len(os.listdir("/proc/self/task")),
+            signal.getsignal(signal.SIGINT),
+            sorted(os.listdir("/dev/shm")),
+            nbtrain.world_size(),
+        )
+
+    before = look()
+    for function in (lambda: 1, lambda: 1 / 0):
+        with contextlib.suppress(ZeroDivisionError):
+            launch(engine, function)
+        assert look() == before
+
+
+def test_inline_refuses_more_than_one_rank() -> None:
+    with pytest.raises(PlanError, match="one rank"):
+        launch("inline", lambda: 1, n=2)
+
+
+def test_inline_leaves_the_real_frames_to_a_debugger() -> None:
+    def train() -> None:
+        local = "here"
+        raise KeyError(local)
+
+    with pytest.raises(KeyError) as raised:
+        launch("inline", train)
+    assert raised.traceback[-1].locals["local"] == "here"
+
+
+def test_every_engine_of_the_table_can_be_had() -> None:
+    from nbtrain.plan import ENGINES as NAMES
+
+    assert {name for name in NAMES if name != "auto"} == set(ENGINES)
+    assert all(engines.get(name) for name in ENGINES)
+
+
+def test_ranks_are_told_apart_and_each_is_its_own_process() -> None:
+    run = launch("fork", lambda: (nbtrain.rank(), nbtrain.world_size(), os.getpid()), n=3)
+    assert [value[:2] for value in run.results] == [(0, 3), (1, 3), (2, 3)]
+    assert len({value[2] for value in run.results} | {os.getpid()}) == 4
+
+
+def test_thirty_two_ranks_meet() -> None:
+    def train() -> int:
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        ones = torch.ones(1)
+        dist.all_reduce(ones)
+        return int(ones.item())
+
+    assert launch("fork", train, n=32).results == [32] * 32
+
+
+def test_changes_a_rank_makes_stay_there() -> None:
+    state = {"count": 0}
+
+    def train() -> int:
+        state["count"] += 1
+        os.chdir("/")
+        return state["count"]
+
+    here = os.getcwd()
+    assert launch("fork", train, n=2).results == [1, 1]
+    assert (state, os.getcwd()) == ({"count": 0}, here)
+
+
+def test_sockets_of_the_kernel_are_not_kept_open_by_ranks() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def train() -> list[str]:
+            inode = os.readlink(f"/proc/self/fd/{server.fileno()}")
+            return [inode]
+
+        assert launch("fork", train).value == ["/dev/null"]
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+
+
+def test_open_files_and_pipes_of_the_notebook_work_in_ranks(tmp_path: Path) -> None:
+    import multiprocessing
+
+    receiving, sending = multiprocessing.Pipe()
+    with (tmp_path / "data").open("w+") as file:
+
+        def train() -> None:
+            file.write("written by a rank")
+            file.flush()
+            sending.send("through a pipe")
+
+        launch("fork", train)
+        assert (tmp_path / "data").read_text() == "written by a rank"
+        assert receiving.poll(5)
+        assert receiving.recv() == "through a pipe"
+
+
+def test_exit_handlers_and_threads_of_a_rank_are_run_to_their_end(tmp_path: Path) -> None:
+    import atexit
+
+    def train() -> None:
+        atexit.register(lambda: (tmp_path / "atexit").touch())
+        threading.Thread(target=lambda: (time.sleep(0.2), (tmp_path / "thread").touch())).start()
+
+    launch("fork", train)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["atexit", "thread"]
+
+
+def test_exit_handlers_of_the_parent_are_not_run_in_ranks(tmp_path: Path) -> None:
+    script = (
+        "import atexit, nbtrain, os\n"
+        "atexit.register(lambda: print('goodbye', flush=True))\n"
+        "nbtrain.launch(lambda: 1, num_processes=2, view='none')\n"
+    )
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert out.stdout == "goodbye\n"
+    assert out.returncode == 0
+
+
+def test_a_busy_port_is_refused_before_any_process_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        before = psutil.Process().children()
+        with pytest.raises(LaunchError, match=f"port {port} cannot be used"):
+            nbtrain.notebook_launcher(lambda: 1, (), 2, use_port=str(port))
+        assert psutil.Process().children() == before
+    run = nbtrain.notebook_launcher(lambda: os.environ["MASTER_PORT"], (), 2, use_port=str(port))
+    assert run.results == [str(port)] * 2
+
+
+def test_the_store_listens_on_loopback_only() -> None:
+    listener = rendezvous.bind(None)
+    address = listener.getsockname()[0]
+    store = rendezvous.serve(listener)
+    store.set("key", "value")
+    assert (address, store.get("key")) == ("127.0.0.1", b"value")
+
+
+def test_a_default_process_group_in_the_notebook_is_refused(tmp_path: Path) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with pytest.raises(PreflightError, match="destroy_process_group"):
+            launch("fork", lambda: 1)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_openmp_pools_are_found() -> None:
+    import torch
+
+    torch.ones(8) @ torch.ones(8)
+    assert any("libgomp" in path for path in openmp._loaded_runtimes())
+    openmp.release_thread_pools()
+
+
+def test_a_launch_from_a_thread_works() -> None:
+    results: list[object] = []
+    thread = threading.Thread(
+        target=lambda: results.extend(launch("fork", nbtrain.rank, n=2).results)
+    )
+    thread.start()
+    thread.join(30)
+    assert results == [0, 1]
+
+
+def test_stop_from_another_thread_ends_the_run() -> None:
+    raised: list[BaseException] = []
+    before = nbtrain.last_run()
+
+    def start() -> None:
+        try:
+            launch("fork", lambda: time.sleep(60), n=2)
+        except KeyboardInterrupt as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    wait_until(lambda: nbtrain.last_run() is not before)
+    run = nbtrain.last_run()
+    assert run is not None
+    wait_until(lambda: run.state.status == "running")
+    run.stop()
+    run.stop()
+    thread.join(10)
+    assert run.state.status == "interrupted"
+    assert len(raised) == 1
+
+
+def test_fork_running_out_of_processes_is_one_clear_error() -> None:
+    script = """
+import os, nbtrain, psutil
+from nbtrain.engines import fork
+real, count = os.fork, 0
+def failing():
+    global count
+    count += 1
+    if count == 3:
+        raise BlockingIOError(11, 'Resource temporarily unavailable')
+    return real()
+os.fork = failing
+try:
+    nbtrain.launch(lambda: __import__('time').sleep(60), num_processes=4, view='none')
+except nbtrain.NbtrainError as error:
+    print(type(error).__name__, error)
+print(psutil.Process().children())
+"""
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert "LaunchError only 2 of 4 processes could be forked" in out.stdout, out.stderr
+    assert out.stdout.endswith("[]\n")

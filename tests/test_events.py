@@ -1,0 +1,97 @@
+"""Event files: what is written is there at once, and is read whatever else is in the file."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from nbtrain import events as ev
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        ev.Spawned(1.5, 2, 77),
+        ev.Started(1.5, 2, 77),
+        ev.Progress(1.5, 2, 3, 4.0, None, 0.5, "épochs", "it", True, False),
+        ev.Metrics(1.5, 2, 9, {"loss": 0.5, "note": "x\ny"}),
+        ev.Failing(1.5, 2, "ValueError"),
+        ev.Ended(1.5, 2, None, "[1]"),
+        ev.Exited(1.5, 2, -9, "failed"),
+        ev.Stopping(1.5, -1, "why"),
+        ev.Finished(1.5, -1, "failed", "m"),
+    ],
+)
+def test_every_event_survives_its_line(event: ev.Event) -> None:
+    line = ev.to_line(event)
+    assert line.count(b"\n") == 1
+    assert ev.from_line(line) == event
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"", b"{", b"[]", b"3", b'{"kind": "future", "time": 1}', b'{"kind": "exited"}', b"\xff\xfe"],
+)
+def test_broken_and_unknown_lines_are_passed_over(line: bytes) -> None:
+    assert ev.from_line(line) is None
+
+
+def test_fields_of_a_later_version_are_ignored() -> None:
+    line = b'{"kind":"started","time":1,"rank":0,"pid":5,"colour":"red"}'
+    assert ev.from_line(line) == ev.Started(1, 0, 5)
+
+
+def test_a_tail_returns_whole_lines_only(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    tail = ev.Tail(path)
+    assert tail.lines() == []
+    path.write_bytes(b"one\ntw")
+    assert tail.lines() == [b"one"]
+    with path.open("ab") as file:
+        file.write(b"o\nthree")
+    assert tail.lines() == [b"two"]
+    assert tail.lines(flush=True) == [b"three"]
+    assert tail.lines(flush=True) == []
+
+
+def test_a_skipping_tail_passes_over_what_it_cannot_keep_up_with(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"".join(b"%09d\n" % i for i in range(10_000)))
+    lines = ev.Tail(path, limit=1000, skip=True).lines()
+    assert len(lines) <= 101
+    assert lines[-1] == b"000009999"
+
+
+def test_a_line_without_end_does_not_fill_memory(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    tail = ev.Tail(path, limit=1000)
+    path.write_bytes(b"x" * 5000)
+    pieces = [len(line) for _ in range(6) for line in tail.lines(flush=False)]
+    assert sum(pieces) >= 3000
+
+
+def test_what_was_written_survives_sigkill(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    pid = os.fork()
+    if pid == 0:
+        writer = ev.EventWriter(path)
+        for step in range(100):
+            writer.write_metrics(1.0, 0, step, {"loss": 1.0})
+        os.kill(os.getpid(), 9)
+    os.waitpid(pid, 0)
+    assert [e.step for e in ev.read_events(path) if isinstance(e, ev.Metrics)] == list(range(100))
+
+
+def test_lines_are_ordinary_json_and_files_private(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    ev.EventWriter(path).write_metrics(1.0, 0, 3, {"loss": 0.5})
+    record = json.loads(path.read_text())
+    assert record == {"kind": "metrics", "time": 1.0, "rank": 0, "step": 3, "values": {"loss": 0.5}}
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_full_disk_costs_the_report_not_the_training() -> None:
+    ev.EventWriter(Path("/dev/full")).write(ev.Started(1, 0, 5))

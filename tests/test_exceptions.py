@@ -1,0 +1,146 @@
+"""Exceptions on their way home: what is kept, what stands in, and which one is the cause."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import traceback
+
+import pytest
+
+from nbtrain import errors, exceptions, serialize
+from nbtrain.outcome import Failure, describe_returncode, headline, ranks_text, to_exception
+
+
+def raised(function: object) -> BaseException:
+    try:
+        function()  # type: ignore[operator]
+    except BaseException as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def round_trip(error: BaseException) -> BaseException:
+    captured = exceptions.capture(error)
+    return exceptions.restore(serialize.loads(serialize.dumps(captured)))
+
+
+def test_type_arguments_notes_and_chain_are_kept() -> None:
+    def fail() -> None:
+        try:
+            int("x")
+        except ValueError as error:
+            outer = KeyError("outer")
+            outer.__notes__ = ["a note"]  # type: ignore[attr-defined]
+            raise outer from error
+
+    back = round_trip(raised(fail))
+    assert isinstance(back, KeyError)
+    assert back.args == ("outer",)
+    assert getattr(back, "__notes__", None) == ["a note"]
+    assert isinstance(back.__cause__, ValueError)
+
+
+def test_the_traceback_names_the_users_lines() -> None:
+    def inner() -> None:
+        raise ValueError("x")
+
+    def outer() -> None:
+        inner()
+
+    back = round_trip(raised(outer))
+    entries = traceback.extract_tb(back.__traceback__)
+    assert [e.name for e in entries] == ["raised", "outer", "inner"]
+    assert entries[-1].line == 'raise ValueError("x")'
+    assert entries[-2].line == "inner()"
+
+
+def test_only_the_users_frames_and_the_last_are_kept() -> None:
+    def make(*names: str) -> list[exceptions.Frame]:
+        return [exceptions.Frame(name, 1, "f", 1, 1) for name in names]
+
+    own = exceptions._PACKAGE + "/worker.py"
+    lib = "/x/site-packages/torch/nn/module.py"
+    frames = make(own, "cell", lib, "user.py", lib, lib)
+    kept = [f.filename for f in exceptions.user_frames(frames)]
+    assert kept == ["cell", "user.py", lib]
+    assert [f.filename for f in exceptions.user_frames(make(own, lib, lib))] == [lib, lib]
+
+
+def test_an_endless_chain_is_cut() -> None:
+    first, second = ValueError("1"), ValueError("2")
+    first.__cause__, second.__cause__ = second, first
+    assert round_trip(first).__cause__ is not None
+
+
+def test_a_class_missing_here_is_told_by_a_stand_in() -> None:
+    captured = exceptions.capture(ValueError("x"))
+    broken = exceptions.Captured("Gone", "text", b"cnowhere\nGone\n.", captured.frames)
+    back = exceptions.restore(broken)
+    assert isinstance(back, errors.RankError)
+    assert (str(back), back.type_name) == ("Gone: text", "Gone")
+
+
+def test_every_error_survives_pickling() -> None:
+    tree = [errors.NbtrainError]
+    for cls in tree:
+        tree.extend(cls.__subclasses__())
+    assert len(tree) >= 9
+    for cls in tree:
+        error = cls("message")
+        error.__dict__["extra"] = 1
+        back = pickle.loads(pickle.dumps(error))
+        assert (type(back), str(back), back.__dict__) == (cls, "message", error.__dict__)
+    died = errors.RankDied("m", rank=3, exitcode=2, log="l")
+    assert pickle.loads(pickle.dumps(died)).__dict__ == died.__dict__
+
+
+def failure(rank: int, time: float, text: str, kind: type[Exception] = RuntimeError) -> Failure:
+    return Failure(rank, time, exceptions.capture(kind(text)))
+
+
+def test_the_cause_is_found_in_every_order() -> None:
+    cause = failure(2, 10.0, "my bug", ValueError)
+    echoes = [
+        failure(0, 9.9, "[pair.cc:547] Connection closed by peer [127.0.0.1]:1234"),
+        failure(1, 10.1, "Broken pipe"),
+    ]
+    later = failure(3, 11.0, "another bug", KeyError)
+    for order in itertools.permutations([cause, *echoes, later]):
+        assert headline(order) is cause
+    assert headline(echoes) is echoes[0]
+    died = Failure(4, 10.5, returncode=-9)
+    assert headline([*echoes, died]) is died
+
+
+def test_a_users_own_runtime_error_is_no_echo() -> None:
+    assert not failure(0, 1.0, "my own problem").is_echo
+    assert not failure(0, 1.0, "broken pipe", ValueError).is_echo
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (3, "exited with code 3"),
+        (0, "before its function had returned"),
+        (-9, "SIGKILL"),
+        (-11, "SIGSEGV"),
+        (-64, "killed by"),
+        (None, "unknown"),
+    ],
+)
+def test_exit_codes_are_worded(code: int | None, words: str) -> None:
+    assert words in describe_returncode(code)
+
+
+def test_a_death_becomes_rank_died() -> None:
+    error = to_exception(Failure(1, 0.0, returncode=-9, log="last line\n"), "a note")
+    assert isinstance(error, errors.RankDied)
+    assert (error.rank, error.signal, error.exitcode, error.log) == (1, 9, None, "last line\n")
+    assert "last line" in str(error)
+    assert error.__notes__ == ["a note"]  # type: ignore[attr-defined]
+
+
+def test_ranks_are_named_shortly() -> None:
+    assert ranks_text([3]) == "rank 3"
+    assert ranks_text([7, 0, 4, 5, 6]) == "ranks 0, 4–7"

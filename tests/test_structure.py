@@ -1,0 +1,92 @@
+"""The shape of the package: what is public, which way imports go, and that importing is inert."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import nbtrain
+
+PACKAGE = Path(nbtrain.__file__).parent
+LAYERS = [
+    {"errors", "plan", "events", "folder"},
+    {"serialize"},
+    {"exceptions", "devices", "report"},
+    {"outcome", "telemetry", "preflight", "cell"},
+    {"state", "worker"},
+    {"engines", "view"},
+    {"supervise"},
+    {"run"},
+    {"launch"},
+    {"magics"},
+]
+
+
+def _imports(path: Path) -> set[str]:
+    package = path.relative_to(PACKAGE).parts[:-1]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: len(package) - node.level + 1]
+            inner = [*base, *(node.module or "").split(".")]
+            names = [n for n in inner if n]
+            found |= {names[0]} if names else {alias.name for alias in node.names}
+    return found
+
+
+def test_imports_only_go_up_the_layers() -> None:
+    level = {name: i for i, names in enumerate(LAYERS) for name in names}
+    for path in PACKAGE.rglob("*.py"):
+        own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if own == "__init__":
+            continue
+        assert own in level, f"{own} belongs to no layer"
+        for name in _imports(path):
+            if name != own:
+                allowed = level[name] < level[own] or (level[own] == 0 and level[name] == 0)
+                assert allowed, f"{path.name} imports {name}"
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(nbtrain.__all__) == [
+        "NbtrainError",
+        "RankDied",
+        "Run",
+        "last_run",
+        "launch",
+        "log",
+        "notebook_launcher",
+        "progress",
+        "rank",
+        "world_size",
+    ]
+    for name in nbtrain.__all__:
+        assert getattr(nbtrain, name).__doc__
+
+
+def test_importing_is_inert() -> None:
+    script = """
+import os, signal, sys, threading, logging, warnings
+def look():
+    return ({s: signal.getsignal(s) for s in signal.Signals if s not in (9, 19)},
+            dict(os.environ), threading.enumerate(), logging.getLogger().handlers,
+            os.listdir('/proc/self/fd'), len(warnings.filters), os.getcwd())
+before = look()
+import nbtrain
+assert look() == before
+for heavy in ('torch', 'IPython', 'ipywidgets', 'accelerate', 'tqdm', 'pynvml'):
+    assert heavy not in sys.modules, heavy
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_files_and_functions_stay_readable() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        lines = path.read_text().splitlines()
+        assert len(lines) <= 400, f"{path.name} has {len(lines)} lines"
+        for node in ast.walk(ast.parse("\n".join(lines))):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                assert length <= 75, f"{path.name}: {node.name} has {length} lines"
