@@ -90,7 +90,7 @@ class Notebook:
     ) -> Outputs:
         """Execute a cell; interrupt it once when a display or the output contains a text."""
         out, started = Outputs(), time.monotonic()
-        request = self.client.execute(cell, allow_stdin=self.allow_stdin)
+        request = self.client.execute(cell, allow_stdin=self.allow_stdin, stop_on_error=False)
         while True:
             left = started + timeout - time.monotonic()
             try:
@@ -134,6 +134,9 @@ class Notebook:
         """End the kernel."""
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=True)
+        for owner in (self.client, self.manager):
+            if not owner.context.closed:
+                owner.context.destroy(linger=0)
 
 
 def _record(out: Outputs, kind: str, content: dict[str, Any]) -> None:
