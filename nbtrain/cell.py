@@ -165,15 +165,10 @@ def read_cell(source: str, filename: str, namespace: dict[str, Any]) -> Cell:
 def _parameters(args: ast.arguments) -> tuple[Parameter, ...]:
     positional = [*args.posonlyargs, *args.args]
     required = len(positional) - len(args.defaults)
-    return (
-        *(
-            Parameter(a.arg, i >= required, i < len(args.posonlyargs))
-            for i, a in enumerate(positional)
-        ),
-        *(
-            Parameter(a.arg, default is not None)
-            for a, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)
-        ),
+    defaults = [*[None] * required, *args.defaults, *args.kw_defaults]
+    return tuple(
+        Parameter(a.arg, ast.unparse(default) if default else None, a in args.posonlyargs)
+        for a, default in zip([*positional, *args.kwonlyargs], defaults, strict=True)
     )
 
 
@@ -186,7 +181,7 @@ def check_parameters(cell: Cell) -> None:
     if "*" in bound:  # a star import: what it brings is known only once it ran
         return
     known = bound | cell.namespace.keys()
-    missing = [p.name for p in cell.parameters if not p.has_default and p.name not in known]
+    missing = [p.name for p in cell.parameters if p.default is None and p.name not in known]
     if not missing:
         return
     described = [_with_lookalikes(name, known) for name in missing]
@@ -226,14 +221,16 @@ def title(cell: Cell) -> str:
         lines = [line for line in cell.source.splitlines() if line.strip()]
         first = next((line for line in lines if not line.lstrip().startswith("#")), "cell")
         return _shortened(first.strip(), 60)
-    shown = (_filled(p.name, cell.namespace) for p in cell.parameters)
+    shown = (_filled(p, cell.namespace) for p in cell.parameters)
     return f"{cell.function}({', '.join(shown)})"
 
 
-def _filled(name: str, namespace: dict[str, Any]) -> str:
-    value = namespace.get(name)
-    plain = isinstance(value, (int, float, str, bool)) and len(repr(value)) <= 24
-    return f"{name}={value!r}" if plain else name
+def _filled(parameter: Parameter, namespace: dict[str, Any]) -> str:
+    name, text = parameter.name, parameter.default or ""
+    if name in namespace:
+        value = namespace[name]
+        text = repr(value) if isinstance(value, (int, float, str, bool)) else ""
+    return f"{name}={text}" if 0 < len(text) <= 24 else name
 
 
 def _shortened(text: str, width: int) -> str:

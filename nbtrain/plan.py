@@ -27,7 +27,7 @@ class Parameter:
     """A parameter of the training function, as the cell's source writes it."""
 
     name: str
-    has_default: bool
+    default: str | None = None
     positional_only: bool = False
 
 

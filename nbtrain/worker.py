@@ -195,7 +195,7 @@ def arguments(cell: Cell) -> tuple[tuple[Any, ...], dict[str, Any]]:
     (which the launch refuses earlier wherever it can know).
     """
     found = {p.name: cell.namespace[p.name] for p in cell.parameters if p.name in cell.namespace}
-    missing = [p.name for p in cell.parameters if p.name not in found and not p.has_default]
+    missing = [p.name for p in cell.parameters if p.name not in found and p.default is None]
     if missing:
         raise TypeError(f"{cell.function}() is missing {', '.join(missing)}")
     positional = [p.name for p in cell.parameters if p.positional_only]

@@ -40,11 +40,11 @@ def test_the_last_statement_decides_what_a_cell_is() -> None:
     read = cell.read_cell("x = 1\n@d\ndef f(a, /, b, c=1, *rest, d, e=2, **more): ...", "c", {})
     assert read.function == "f"
     assert read.parameters == (
-        Parameter("a", False, True),
-        Parameter("b", False),
-        Parameter("c", True),
-        Parameter("d", False),
-        Parameter("e", True),
+        Parameter("a", None, True),
+        Parameter("b"),
+        Parameter("c", "1"),
+        Parameter("d"),
+        Parameter("e", "2"),
     )
     assert cell.read_cell("def f(): ...\nf()", "c", {}).function is None
     assert cell.read_cell("class A: ...", "c", {}).function is None
@@ -82,6 +82,6 @@ def test_a_star_import_leaves_the_check_to_the_rank() -> None:
 def test_titles_show_small_values() -> None:
     values = {"model": object(), "epochs": 3, "name": "x" * 99}
     read = cell.read_cell("def train(model, epochs, name, k=1): ...", "c", values)
-    assert cell.title(read) == "train(model, epochs=3, name, k)"
+    assert cell.title(read) == "train(model, epochs=3, name, k=1)"
     assert cell.title(Cell("\n# why\n  x + 1\n", "c", {})) == "x + 1"
     assert len(cell.title(Cell("x" * 200, "c", {}))) == 60

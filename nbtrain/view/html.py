@@ -81,7 +81,9 @@ def _ranks(state: RunState) -> str:
 def _row(rank: RankState) -> str:
     bar = rank.bar
     said = [
-        f'<span style="{_SOFT}">{escape(wording.position(bar))}</span>' if bar else "",
+        f'<span style="{_SOFT}">{escape(wording.position(bar, rank.is_over))}</span>'
+        if bar
+        else "",
         _metrics(rank),
         f'<span style="color:{_COLOURS["failed"]}">{escape(rank.error)}</span>'
         if rank.error
@@ -149,8 +151,7 @@ def _log(state: RunState) -> str:
     if not state.is_over:
         return shown
     title = f"Log: {count} line{'s' if count != 1 else ''}"
-    opened = " open" if state.status == "failed" else ""
     return (
-        f'<details{opened} style="margin-top:4px"><summary style="cursor:pointer;{_SOFT}">'
+        f'<details style="margin-top:4px"><summary style="cursor:pointer;{_SOFT}">'
         f"{title}</summary>{shown}</details>"
     )

@@ -29,7 +29,7 @@ def rank_line(rank: RankState) -> str:
         if bar.fraction is not None:
             done = round(bar.fraction * _WIDTH)
             parts.append(f"{'█' * done}{'·' * (_WIDTH - done)} {bar.fraction:4.0%}")
-        parts.append(wording.position(bar))
+        parts.append(wording.position(bar, rank.is_over))
     if rank.metrics:
         step = "" if rank.step is None else f"step {rank.step}: "
         parts.append(step + wording.metrics(rank))

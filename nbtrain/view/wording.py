@@ -39,8 +39,8 @@ def metrics(rank: RankState, limit: int = 6) -> str:
     return " · ".join([*shown, *([f"{left} more"] if left else [])])
 
 
-def position(bar: Bar) -> str:
-    """Word where a bar stands: ``epoch 2  20/45 · 12.3 it/s · 2.1 s left``."""
+def position(bar: Bar, is_over: bool = False) -> str:
+    """Word where a bar stands: ``epoch 2: 20/45 · 12.3 it/s · 2.1 s left``."""
     total = "" if bar.total is None else f"/{number(bar.total)}"
     words = [f"{number(bar.n)}{total} {bar.unit if bar.total is None else ''}".strip()]
     if bar.rate:
@@ -48,7 +48,7 @@ def position(bar: Bar) -> str:
         words.append(
             f"{bar.rate:.3g} {bar.unit}/s" if fast else f"{duration(1 / bar.rate)}/{bar.unit}"
         )
-    if bar.remaining:
+    if bar.remaining and not is_over:
         words.append(f"{duration(bar.remaining)} left")
     return (f"{bar.description}: " if bar.description else "") + " · ".join(words)
 
