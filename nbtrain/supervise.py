@@ -77,15 +77,15 @@ class Interrupts:
     def __init__(self, wanted: bool = True) -> None:
         self.count = 0
         self._wanted = wanted and threading.current_thread() is threading.main_thread()
-        self._old: Any = None
+        self._old: Any = signal.getsignal(signal.SIGINT)  # None: not Python's, cannot be restored
 
     def __enter__(self) -> Interrupts:
-        if self._wanted:
-            self._old = signal.signal(signal.SIGINT, self._note)
+        if self._wanted and self._old is not None:
+            signal.signal(signal.SIGINT, self._note)
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        if self._old is not None:
+        if self._wanted and self._old is not None:
             signal.signal(signal.SIGINT, self._old)
 
     def _note(self, _signum: int, _frame: FrameType | None) -> None:

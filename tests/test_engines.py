@@ -230,6 +230,20 @@ def test_exit_handlers_and_threads_of_a_rank_are_run_to_their_end(tmp_path: Path
     assert sorted(p.name for p in tmp_path.iterdir()) == ["atexit", "thread"]
 
 
+def test_an_idle_thread_pool_does_not_keep_a_rank_alive() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    inherited = ThreadPoolExecutor(2)
+    inherited.submit(int).result()
+
+    def train() -> int:
+        kept = globals().setdefault("kept_pool", ThreadPoolExecutor(2))
+        return kept.submit(lambda: 7).result()
+
+    assert launch("fork", train, n=2).results == [7, 7]
+    inherited.shutdown()
+
+
 def test_exit_handlers_of_the_parent_are_not_run_in_ranks(tmp_path: Path) -> None:
     script = (
         "import atexit, nbtrain, os\n"

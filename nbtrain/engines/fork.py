@@ -45,7 +45,7 @@ class ForkEngine:
         try:
             with _ready_to_fork():
                 for rank in range(job.world_size):
-                    ranks.add(rank, _fork(partial(_be_rank, job, rank, listener)))
+                    ranks.add(rank, _fork(partial(_be_rank, job, rank, listener, os.getpid())))
             ranks.store = rendezvous.serve(listener)
         except BaseException as error:
             listener.close()
@@ -103,8 +103,7 @@ def _fork(child: Callable[[], int]) -> int:
         os._exit(code)
 
 
-def _be_rank(job: Job, rank: int, listener: socket.socket) -> int:
-    parent = os.getppid()
+def _be_rank(job: Job, rank: int, listener: socket.socket, parent: int) -> int:
     leave_kernel.become_rank(job.folder.log(rank), parent)
     listener.close()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -115,9 +114,8 @@ def _be_rank(job: Job, rank: int, listener: socket.socket) -> int:
 
 def _finish_process() -> None:
     """Do what an ordinary interpreter does at its end, short of freeing memory."""
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    # As in multiprocessing's children: tells idle thread pools to end, joins what is no daemon.
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     if "multiprocessing.util" in sys.modules:
         from multiprocessing import util
