@@ -64,6 +64,7 @@ class Notebook:
             **os.environ,
             "NBTRAIN_HOME": str(home),
             "IPYTHONDIR": str(folder / "ipython"),
+            "TMPDIR": str(folder),
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",
         }
         self.manager.start_kernel(
