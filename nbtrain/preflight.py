@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from . import guard
 from .errors import PreflightError
 from .plan import Plan
 
@@ -36,6 +37,15 @@ def _accelerator_state(plan: Plan, device: str) -> Iterator[Finding]:
         )
 
 
+def _cuda(plan: Plan, device: str) -> Iterator[Finding]:
+    if plan.engine != "inline" and guard.cuda_is_initialized():
+        yield Finding(
+            "CUDA is already initialised in this process: a fork of it cannot use a GPU.",
+            "Restart the kernel, and keep what touches CUDA (a tensor on it, Accelerator(), even "
+            "torch.cuda.is_available()) inside the training function.",
+        )
+
+
 def _process_group(plan: Plan, device: str) -> Iterator[Finding]:
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
@@ -51,6 +61,7 @@ def _precision(plan: Plan, device: str) -> Iterator[Finding]:
 
 
 _QUESTIONS: tuple[Callable[[Plan, str], Iterator[Finding]], ...] = (
+    _cuda,
     _accelerator_state,
     _process_group,
     _precision,

@@ -11,7 +11,7 @@ import nbtrain
 
 PACKAGE = Path(nbtrain.__file__).parent
 LAYERS = [
-    {"errors", "plan", "events", "folder"},
+    {"errors", "plan", "events", "folder", "guard"},
     {"serialize"},
     {"exceptions", "devices", "report"},
     {"outcome", "telemetry", "preflight", "cell"},
