@@ -8,21 +8,25 @@ How to read the table. Nothing here is held against a wall time: each row compar
 named peer that did the same thing in the same session, in turns (A B A B …) after a warm-up of
 each. The row shows the median of both, the **ratio** (the median of the ratios of neighbours in
 time, so that a machine that slows down for a while slows down both), the middle half of those
-ratios as **spread**, and whether the median meets the target. A spread that contains the target
-means: run it again with more rounds, or on a quieter machine. A row without a target is there for
-information. A benchmark that misses its target does not fail: only one that cannot run does.
+ratios as **spread**, and whether the median meets the target ("not certain": the median's 95 %
+confidence interval contains it; run more rounds, or on a quieter machine). A row without a target
+is there for information; a target of "nbtrain ≤ …" is for nbtrain's own figure, whose spread is
+then shown. A missed target is no failure: only a benchmark that cannot run is.
 
 What is measured, always from inside a real ipykernel that has imported torch and accelerate:
 
-noop    a whole run of an empty function at 2 and 8 ranks (seconds): by `nbtrain.launch` and by
-        `accelerate.notebook_launcher`; and next to the least that any launcher of a distributed
-        run must do: fork, form a gloo group, one barrier, exit, wait.
+noop    a whole run of an empty function at 2 and 8 ranks: by `nbtrain.launch` and by
+        `accelerate.notebook_launcher`; and next to the least that any launcher must do, by hand:
+        fork, exit, wait; fork, form a gloo group, one barrier, exit, wait. (Leaving a gloo group
+        takes 20 ms by itself; nbtrain leaves it for its ranks, hence the row "group destroyed".)
 steps   steps per second of a small DDP loop on 2 ranks (gloo): under nbtrain, with a tqdm bar, a
         `nbtrain.log` a step and the board drawn, and under `torchrun`, with the bar in a file.
+        And the CPU time that such a step takes, all ranks and the launcher together (less is
+        better), which other work on the machine disturbs less.
 memory  what 4 ranks of a 400 MB model cost in all, kernel included, over a run without a model
         (MB of PSS, library files left out): inherited from the notebook, and built by each rank.
-log     µs of a `nbtrain.log` call next to a bare write of as many bytes; ns of a tqdm iteration
-        in a rank next to one in a plain Python process.
+log     CPU time: µs of a `nbtrain.log` call next to a bare write of as many bytes, ns of a tqdm
+        iteration in a rank next to one in a plain Python process.
 """
 
 from __future__ import annotations

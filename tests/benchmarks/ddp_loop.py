@@ -1,4 +1,8 @@
-"""A small DDP training loop that times itself: a rank of nbtrain's, or a script for torchrun."""
+"""A small DDP training loop that times itself: in a rank of nbtrain's, or as torchrun's script.
+
+It trains in turns with another world of ranks: before each turn it waits for a file ``<name>-<i>``
+and after it leaves ``<name>-<i>-done``; one file more lets it end.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,13 @@ from typing import Any
 
 WIDTH = 256
 BATCH = 64
-WARM_UP = 50
+LAYERS = 3
+STEPS = 150
+"""Steps of a turn: half a second and more, so that what the launcher does now and then is in it."""
 
 
-def train(steps: int, log: Callable[..., Any]) -> float:
-    """Train an MLP on this rank's share and return the steps per second, `WARM_UP` left out."""
+def train(name: str, folder: str, turns: int, log: Callable[..., Any]) -> list[float]:
+    """Train an MLP in turns; return the steps per second of each."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -24,36 +30,41 @@ def train(steps: int, log: Callable[..., Any]) -> float:
 
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    layers = [layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     model = DistributedDataParallel(nn.Sequential(*layers, nn.Linear(WIDTH, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     inputs, targets = torch.randn(BATCH, WIDTH), torch.randn(BATCH, 1)
+    rates: list[float] = []
     start = 0.0
-    for step in tqdm(range(WARM_UP + steps)):
-        if step == WARM_UP:
+    for step in tqdm(range(turns * STEPS)):
+        if step % STEPS == 0:
+            _await_turn(Path(folder, f"{name}-{len(rates)}"))
             dist.barrier()
             start = time.perf_counter()
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(inputs), targets)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         log(step=step, loss=loss.item())
-    seconds = time.perf_counter() - start
+        if (step + 1) % STEPS == 0:
+            rates.append(STEPS / (time.perf_counter() - start))
+            if dist.get_rank() == 0:
+                Path(folder, f"{name}-{len(rates) - 1}-done").touch()
+    _await_turn(Path(folder, f"{name}-{turns}"))
     dist.destroy_process_group()
-    return steps / seconds
+    return rates
+
+
+def _await_turn(go: Path) -> None:
+    while not go.exists():
+        time.sleep(0.005)
 
 
 def _say_nothing(**_metrics: object) -> None:
     """Stand where `nbtrain.log` stands in a rank of nbtrain's."""
 
 
-def main() -> None:
-    """Train under torchrun; leave the figure of each rank in the folder that was named."""
-    import os
-
-    rate = train(int(sys.argv[1]), _say_nothing)
-    Path(sys.argv[2], f"rate-{os.environ['RANK']}.json").write_text(json.dumps(rate))
-
-
 if __name__ == "__main__":
-    main()
+    name, folder, turns = sys.argv[1:]
+    figures = train(name, folder, int(turns), _say_nothing)
+    Path(folder, f"{name}-rates.json").write_text(json.dumps(figures))

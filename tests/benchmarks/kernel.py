@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import subprocess
 import tempfile
 import time
@@ -13,83 +14,95 @@ from pathlib import Path
 from typing import Any
 
 from jupyter_client.blocking.client import BlockingKernelClient
-from jupyter_client.manager import start_new_kernel
+from jupyter_client.manager import KernelManager, start_new_kernel
 
 HERE = Path(__file__).parent
 PATIENCE = 900.0
-_FIRST_CELL = "import torch, accelerate, nbtrain"
+"""Seconds after which a benchmark is given up."""
 
 
 class Notebook:
-    """Runs functions of these modules in a kernel, one after the other."""
+    """Calls functions of these modules in a kernel, one at a time."""
 
-    def __init__(self, client: BlockingKernelClient, pid: int, folder: Path) -> None:
-        self._client = client
-        self.pid = pid
-        self.folder = folder
+    def __init__(self, manager: KernelManager, client: BlockingKernelClient, folder: Path) -> None:
+        self._manager, self._client = manager, client
+        self._asked = ""
         self._answer = folder / "answer.json"
-        self.cell(f"import sys; sys.path.insert(0, {str(HERE)!r})\n{_FIRST_CELL}")
-
-    def cell(self, code: str) -> None:
-        """Execute a cell as a person's: `input()` allowed, so that nbtrain draws its board."""
-        reply = self._client.execute_interactive(
-            code, allow_stdin=True, output_hook=_drop, stdin_hook=_drop, timeout=PATIENCE
-        )
-        _check(reply)
+        self.folder = folder
+        self.pid: int = manager.provisioner.pid  # type: ignore[union-attr]
+        self._execute(f"import sys; sys.path.insert(0, {str(HERE)!r})")
+        self._execute("import torch, accelerate, nbtrain")
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a module's function in the kernel; arguments and result travel as JSON."""
-        self.cell(self._call(function, args))
-        return json.loads(self._answer.read_text())
+        self.start(function, *args)
+        return self.finish()
 
-    def call_during(
-        self, function: Callable[..., Any], *args: Any, meanwhile: Callable[[], float]
-    ) -> float:
-        """Call a function in the kernel; return what `meanwhile` finds while it is running."""
-        asked = self._client.execute(self._call(function, args), allow_stdin=True)
-        found = meanwhile()
-        deadline = time.monotonic() + PATIENCE
-        while (left := deadline - time.monotonic()) > 0:
-            reply = self._client.get_shell_msg(timeout=left)
-            if reply["parent_header"].get("msg_id") == asked:
-                _check(reply)
-                return found
-        raise TimeoutError(f"{function.__name__} did not end")
-
-    def _call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> str:
-        module = function.__module__
-        return (
+    def start(self, function: Callable[..., Any], *args: Any) -> None:
+        """Begin a call, whose result `finish` returns."""
+        module, name = function.__module__, function.__name__
+        self._ask(
             f"import json, pathlib, {module}\n"
-            f"_answer = {module}.{function.__name__}(*json.loads({json.dumps(args)!r}))\n"
+            f"_answer = {module}.{name}(*json.loads({json.dumps(args)!r}))\n"
             f"_ = pathlib.Path({str(self._answer)!r}).write_text(json.dumps(_answer))"
         )
 
+    def finish(self) -> Any:
+        """Wait for the call that was started; return its result, or raise with its traceback."""
+        self._wait()
+        return json.loads(self._answer.read_text())
 
-def _drop(_message: dict[str, Any]) -> None:
-    """Let a message of the kernel go; a browser would draw it."""
+    def _execute(self, code: str) -> None:
+        self._ask(code)
+        self._wait()
 
+    def _ask(self, code: str) -> None:
+        # As a person's cell, with input() allowed: nbtrain then draws its board.
+        self._asked = self._client.execute(code, allow_stdin=True)
 
-def _check(reply: dict[str, Any]) -> None:
-    content = reply["content"]
-    if content["status"] != "ok":
-        raise RuntimeError("\n".join(content.get("traceback", [content["status"]])))
+    def _wait(self) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while self._asked:
+            self.check(0.1)
+            if time.monotonic() > deadline:
+                raise TimeoutError("a cell of the benchmark did not end")
+
+    def check(self, wait: float = 0.0) -> None:
+        """Take the kernel's messages, as a browser would, and wait for more up to `wait` seconds.
+
+        Raises `RuntimeError` if the call has failed or the kernel is gone.
+        """
+        while self._client.iopub_channel.msg_ready():
+            self._client.get_iopub_msg(timeout=0)
+        if not self._manager.is_alive():
+            raise RuntimeError("the kernel died")
+        try:
+            reply = self._client.get_shell_msg(timeout=wait)
+        except queue.Empty:
+            return
+        if reply["parent_header"].get("msg_id") == self._asked:
+            self._asked = ""
+            content = reply["content"]
+            if content["status"] != "ok":
+                raise RuntimeError("\n".join(content.get("traceback", [content["status"]])))
 
 
 @contextmanager
 def notebook() -> Iterator[Notebook]:
     """Start a kernel with empty folders of its own; end it, whatever happened."""
     with tempfile.TemporaryDirectory(prefix="nbtrain-kernel-") as name:
+        own = {key: f"{name}/{key}" for key in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "TMPDIR")}
+        os.mkdir(own["TMPDIR"])
         manager, client = start_new_kernel(
             kernel_name="python3",
             startup_timeout=120,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd=name,
-            env={**os.environ, "IPYTHONDIR": f"{name}/ipython", "JUPYTER_CONFIG_DIR": name},
+            env={**os.environ, **own},
         )
         try:
-            pid = manager.provisioner.pid  # type: ignore[union-attr]
-            yield Notebook(client, pid, Path(name))
+            yield Notebook(manager, client, Path(name))
         finally:
             client.stop_channels()
             manager.shutdown_kernel(now=True)

@@ -1,4 +1,7 @@
-"""What reporting costs a rank: a call of `nbtrain.log`, and an iteration of a tqdm bar."""
+"""What reporting costs a rank: a call of `nbtrain.log`, and an iteration of a tqdm bar.
+
+In CPU time of the process that does it: on a busy machine the time on the wall is mostly others'.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from kernel import notebook
@@ -45,7 +49,7 @@ def rows(rounds: int | None) -> list[Row]:
 
 def measure(rounds: int) -> dict[str, list[float]]:
     """Return the cost of a call, in turns; called in a kernel."""
-    return take_turns(
+    figures: dict[str, list[float]] = take_turns(
         {
             "log": lambda: in_a_rank(log_calls),
             "write": lambda: in_a_rank(write_calls),
@@ -54,9 +58,10 @@ def measure(rounds: int) -> dict[str, list[float]]:
         },
         rounds,
     )
+    return figures
 
 
-def in_a_rank(function: object) -> float:
+def in_a_rank(function: Callable[[], float]) -> float:
     """Return what `function` returns on a single rank, watched with the board."""
     import nbtrain
 
@@ -64,37 +69,37 @@ def in_a_rank(function: object) -> float:
 
 
 def log_calls() -> float:
-    """Return the µs of a call of `nbtrain.log`."""
+    """Return the CPU µs of a call of `nbtrain.log`."""
     import nbtrain
 
-    start = time.perf_counter()
+    start = time.process_time()
     for i in range(CALLS):
         nbtrain.log(step=i, loss=0.5)
-    return 1e6 * (time.perf_counter() - start) / CALLS
+    return 1e6 * (time.process_time() - start) / CALLS
 
 
 def write_calls() -> float:
-    """Return the µs of appending a line to a file."""
+    """Return the CPU µs of appending a line to a file."""
     with tempfile.TemporaryFile(buffering=0) as file:
         descriptor = file.fileno()
-        start = time.perf_counter()
+        start = time.process_time()
         for _ in range(CALLS):
             os.write(descriptor, LINE)
-        return 1e6 * (time.perf_counter() - start) / CALLS
+        return 1e6 * (time.process_time() - start) / CALLS
 
 
 def bar_iterations() -> float:
-    """Return the ns of an iteration over a bar."""
+    """Return the CPU ns of an iteration over a bar."""
     from tqdm import tqdm
 
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in tqdm(range(ITERATIONS)):
         pass
-    return 1e9 * (time.perf_counter() - start) / ITERATIONS
+    return 1e9 * (time.process_time() - start) / ITERATIONS
 
 
 def plain_bar() -> float:
-    """Return the ns of an iteration in a plain process, the bar written to a file."""
+    """Return the CPU ns of an iteration in a plain process, the bar written to a file."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.json")
         with Path(folder, "bar").open("w") as bar:

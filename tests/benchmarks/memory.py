@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
-from kernel import PATIENCE, Notebook, notebook
+from kernel import Notebook, notebook
 from table import Row, Target
 
 ROUNDS = 3
@@ -38,17 +37,19 @@ def rows(rounds: int | None) -> list[Row]:
 def total_mb(variant: str) -> float:
     """Return what the kernel and its ranks use together while every rank holds what it has."""
     with notebook() as kernel:
-        meet = str(kernel.folder)
-        return kernel.call_during(
-            run_ranks, variant, meet, meanwhile=lambda: _measure_when_ready(kernel)
-        )
+        kernel.start(run_ranks, variant, str(kernel.folder))
+        total = _measure_when_ready(kernel)
+        kernel.finish()
+        return total
 
 
 def _measure_when_ready(kernel: Notebook) -> float:
     folder = kernel.folder
     parent = psutil.Process(kernel.pid)
     try:
-        _wait(lambda: len(list(folder.glob("ready-*"))) == RANKS)
+        while len(list(folder.glob("ready-*"))) < RANKS:
+            kernel.check()
+            time.sleep(0.02)
         everyone = [parent, *parent.children(recursive=True)]
         if len(everyone) != RANKS + 1:
             raise RuntimeError(f"the kernel has {len(everyone) - 1} children, not {RANKS}")
@@ -74,14 +75,6 @@ def _kb(field: str) -> int:
     return int(field.split()[0])
 
 
-def _wait(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError("the ranks did not get ready")
-        time.sleep(0.02)
-
-
 def build() -> Any:
     """Build a model of `MODEL_MB` in float32."""
     import torch
@@ -104,7 +97,8 @@ def run_ranks(variant: str, meet: str) -> None:
         total = sum(p.sum().item() for p in mine.parameters()) if mine is not None else 0.0
         gc.collect()
         Path(meet, f"ready-{nbtrain.rank()}").touch()
-        _wait(Path(meet, "go").exists)
+        while not Path(meet, "go").exists():
+            time.sleep(0.02)
         return total
 
     nbtrain.launch(hold, num_processes=RANKS, view="none")

@@ -7,7 +7,7 @@ import io
 import os
 import socket
 import warnings
-from datetime import timedelta
+from collections.abc import Callable
 
 from kernel import notebook
 from table import Row, Target, take_turns
@@ -22,31 +22,41 @@ def rows(rounds: int | None) -> list[Row]:
     for ranks in (2, 8):
         with notebook() as kernel:
             t = kernel.call(measure, ranks, rounds or ROUNDS)
-        who, bare = f"{ranks} ranks:", "bare fork + gloo + barrier"
-        ours, theirs = t["nbtrain"], t["accelerate"]
-        found += [
-            Row("noop", f"{who} no-op / Accelerate's", "s", ours, theirs, AGAINST_ACCELERATE),
-            Row("noop", f"{who} no-op with the board / Accelerate's", "s", t["board"], theirs),
-            Row("noop", f"{who} no-op / {bare}", "s", ours, t["bare"]),
-            Row("noop", f"{who} gloo + barrier / {bare}", "s", t["gloo"], t["bare"]),
-        ]
+        found += _rows_of(ranks, t)
     return found
 
 
+def _rows_of(ranks: int, t: dict[str, list[float]]) -> list[Row]:
+    def row(compared: str, ours: str, theirs: str, target: Target | None = None) -> Row:
+        return Row("noop", f"{ranks} ranks: {compared}", "ms", t[ours], t[theirs], target)
+
+    return [
+        row("no-op / Accelerate's", "nbtrain", "accelerate", AGAINST_ACCELERATE),
+        row("no-op with the board / Accelerate's", "board", "accelerate"),
+        row("no-op / bare fork + gloo + barrier", "nbtrain", "bare"),
+        row("no-op / bare fork + exit", "nbtrain", "fork"),
+        row("gloo + barrier / bare fork + gloo + barrier", "gloo", "bare"),
+        row("gloo + barrier / the same, group destroyed", "gloo", "bare, destroyed"),
+    ]
+
+
 def measure(ranks: int, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each launcher's runs; called in a kernel."""
+    """Return the milliseconds of each launcher's runs; called in a kernel."""
     import nbtrain
 
-    return take_turns(
+    seconds = take_turns(
         {
             "nbtrain": lambda: _forget(nbtrain.launch(nothing, num_processes=ranks, view="none")),
             "accelerate": lambda: by_accelerate(ranks),
             "board": lambda: _forget(nbtrain.launch(nothing, num_processes=ranks)),
+            "fork": lambda: by_bare_fork(ranks, nothing),
+            "bare": lambda: by_bare_fork(ranks, barrier),
             "gloo": lambda: _forget(nbtrain.launch(barrier, num_processes=ranks, view="none")),
-            "bare": lambda: by_bare_fork(ranks),
+            "bare, destroyed": lambda: by_bare_fork(ranks, barrier_and_destroy),
         },
         rounds,
     )
+    return {name: [1000 * s for s in figures] for name, figures in seconds.items()}
 
 
 def _forget(_run: object) -> None:
@@ -65,6 +75,14 @@ def barrier() -> None:
     dist.barrier()
 
 
+def barrier_and_destroy() -> None:
+    """Do that, and leave the group as a script should, and as nbtrain does for its ranks."""
+    import torch.distributed as dist
+
+    barrier()
+    dist.destroy_process_group()
+
+
 def by_accelerate(ranks: int) -> None:
     """Launch `nothing` by Accelerate, on a fresh port, its announcements put away."""
     from accelerate import notebook_launcher
@@ -81,29 +99,32 @@ def _free_port() -> int:
         return port
 
 
-def by_bare_fork(ranks: int) -> None:
-    """Do by hand the least that a launcher of a distributed run must do."""
-    from torch.distributed import TCPStore
+def by_bare_fork(ranks: int, function: Callable[[], None]) -> None:
+    """Do by hand the least that a launcher must do, a store for the group included if needed."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen(128)
     port = listener.getsockname()[1]
-    pids = [_fork(rank, ranks, port) for rank in range(ranks)]
-    store = TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    pids = [_fork(rank, ranks, port, function) for rank in range(ranks)]
+    store = None
+    if function is not nothing:
+        store = TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     del store
+    listener.close()
     if any(codes):
         raise RuntimeError(f"the bare ranks ended with {codes}")
 
 
-def _fork(rank: int, ranks: int, port: int) -> int:
+def _fork(rank: int, ranks: int, port: int, function: Callable[[], None]) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
@@ -111,12 +132,10 @@ def _fork(rank: int, ranks: int, port: int) -> int:
         return pid
     code = 1
     try:
-        import torch.distributed as dist
-
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-        dist.barrier()
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
+        function()
         code = 0
     finally:
         os._exit(code)

@@ -1,57 +1,124 @@
-"""Steps per second of a DDP loop that nbtrain watches, next to the same loop under torchrun."""
+"""Steps per second of a DDP loop that nbtrain watches, next to the same loop under torchrun.
+
+Both worlds live at the same time and take turns of half a second, the other one's launcher
+stopped meanwhile: starting them anew for each turn would take longer than a noisy machine stays
+the same. The speed still depends on what else the machine does; the CPU time a step hardly does,
+and on a machine whose cores are all busy training it says the same.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
-import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import ddp_loop
-from kernel import notebook
-from table import Row, Target, take_turns
+import psutil
+from kernel import PATIENCE, notebook
+from table import Row, Target
 
-ROUNDS = 12
-STEPS = 500
+ROUNDS = 100
 RANKS = 2
+IN_CPU_TIME = "CPU time of such a step, ranks and launcher / torchrun's"
+COMPARED = "a bar, a log a step, the board / torchrun, a bar"
 
 
 def rows(rounds: int | None) -> list[Row]:
-    """Measure in one kernel, from which torchrun is called as well."""
-    with notebook() as kernel:
-        rates = kernel.call(measure, rounds or ROUNDS)
-    compared = f"{RANKS} ranks of DDP: bar, log and board / torchrun"
+    """Let ranks of a kernel's and torchrun's train in turns; the first turn warms up."""
+    turns = (rounds or ROUNDS) + 1
+    with notebook() as kernel, _torchrun(kernel.folder, turns) as torchrun:
+        kernel.start(by_nbtrain, str(kernel.folder), turns)
+
+        def check() -> None:
+            kernel.check()
+            _check(torchrun, kernel.folder)
+
+        cpu: dict[str, list[float]] = {"nbtrain": [], "torchrun": []}
+        for turn in range(turns):
+            for name, pid, other in (
+                ("nbtrain", kernel.pid, torchrun.pid),
+                ("torchrun", torchrun.pid, kernel.pid),
+            ):
+                before = _cpu_ms(pid)
+                _give_turn(kernel.folder / f"{name}-{turn}", other, check)
+                cpu[name].append((_cpu_ms(pid) - before) / ddp_loop.STEPS)
+        for name in cpu:
+            (kernel.folder / f"{name}-{turns}").touch()
+        ours = kernel.finish()
+        torchrun.wait(PATIENCE)
+        theirs = json.loads((kernel.folder / "torchrun-rates.json").read_text())
     target = Target(0.98, at_least=True)
-    return [Row("steps", compared, "steps/s", rates["nbtrain"], rates["torchrun"], target)]
+    return [
+        Row("steps", f"{RANKS} ranks of DDP: {COMPARED}", "steps/s", ours[1:], theirs[1:], target),
+        Row("steps", IN_CPU_TIME, "ms", cpu["nbtrain"][1:], cpu["torchrun"][1:]),
+    ]
 
 
-def measure(rounds: int) -> dict[str, list[float]]:
-    """Return the steps per second of each run; called in a kernel."""
-    return take_turns({"nbtrain": by_nbtrain, "torchrun": by_torchrun}, rounds)
+def _cpu_ms(pid: int) -> float:
+    """Return the CPU time so far of a process and those it started."""
+    launcher = psutil.Process(pid)
+    times = [p.cpu_times() for p in (launcher, *launcher.children(recursive=True))]
+    return float(1000 * sum(t.user + t.system for t in times))
 
 
-def by_nbtrain() -> float:
-    """Train in ranks of nbtrain's: a bar, metrics every step, the board in the notebook."""
+def by_nbtrain(folder: str, turns: int) -> list[float]:
+    """Train in ranks of nbtrain's; called in a kernel."""
     import nbtrain
 
     run = nbtrain.launch(
-        ddp_loop.train, STEPS, nbtrain.log, num_processes=RANKS, env={"OMP_NUM_THREADS": "1"}
+        ddp_loop.train,
+        *("nbtrain", folder, turns, nbtrain.log),
+        num_processes=RANKS,
+        env={"OMP_NUM_THREADS": "1"},
     )
-    return min(float(rate) for rate in run.results)
+    rates: list[float] = run.value
+    return rates
 
 
-def by_torchrun() -> float:
-    """Train under torchrun, the bars going to a file."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS)]
-        command += ["--master_addr", "127.0.0.1", "--master_port", "0", "--rdzv_backend", "c10d"]
-        command += ["--rdzv_endpoint", "127.0.0.1:0", ddp_loop.__file__, str(STEPS), folder]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        output = Path(folder, "output")
-        with output.open("w") as file:
-            code = subprocess.call(command, env=environment, stdout=file, stderr=file)
-        if code:
-            raise RuntimeError(f"torchrun exited with {code}:\n{output.read_text()[-3000:]}")
-        return min(json.loads(file.read_text()) for file in Path(folder).glob("rate-*.json"))
+@contextlib.contextmanager
+def _torchrun(folder: Path, turns: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Train under torchrun, the bars going to a file; end it, whatever happened."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node", str(RANKS), ddp_loop.__file__]
+    command += ["torchrun", str(folder), str(turns)]
+    own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder)}
+    with (folder / "torchrun-output").open("w") as output:
+        process = subprocess.Popen(
+            command, env={**os.environ, **own}, stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            yield process
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _check(torchrun: subprocess.Popen[bytes], folder: Path) -> None:
+    if torchrun.poll():
+        said = (folder / "torchrun-output").read_text()[-3000:]
+        raise RuntimeError(f"torchrun exited with {torchrun.returncode}:\n{said}")
+
+
+def _give_turn(go: Path, other: int, check: Callable[[], None]) -> None:
+    """Let one world train; the process that launched the other one stands still meanwhile."""
+    deadline = time.monotonic() + PATIENCE
+    done = go.with_name(f"{go.name}-done")
+    first = go.name.endswith("-0")  # the launchers are still at work
+    if not first:
+        os.kill(other, signal.SIGSTOP)
+    try:
+        go.touch()
+        while not done.exists():
+            check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{go.name} did not end")
+            time.sleep(0.02)
+    finally:
+        if not first:
+            os.kill(other, signal.SIGCONT)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 COLUMNS = ("benchmark", "nbtrain against its peer", "nbtrain", "peer", "ratio", "spread", "target")
-MINUTE = 60.0
 
 
 @dataclass(frozen=True)
@@ -50,12 +49,12 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """Say whether the target is met, and where the spread leaves that open."""
+        """Say whether the median meets the target, and whether that is certain."""
         if self.target is None:
             return "for information"
         met = self.target.is_met_by(statistics.median(self.judged))
-        sides = {self.target.is_met_by(end) for end in middle_half(self.judged)}
-        return ("MET" if met else "MISSED") + (" (within the spread)" if len(sides) > 1 else "")
+        sides = {self.target.is_met_by(end) for end in around_median(self.judged)}
+        return ("MET" if met else "MISSED") + (" (not certain)" if len(sides) > 1 else "")
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -82,6 +81,13 @@ def middle_half(figures: Sequence[float]) -> tuple[float, float]:
         return figures[0], figures[0]
     first, _, third = statistics.quantiles(figures, n=4, method="inclusive")
     return first, third
+
+
+def around_median(figures: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % confidence interval of the median, by the binomial rule on the ranks."""
+    ordered, n = sorted(figures), len(figures)
+    below = max(0, int((n - 1.96 * n**0.5) / 2))
+    return ordered[below], ordered[n - 1 - below]
 
 
 def render(rows: Sequence[Row]) -> str:
