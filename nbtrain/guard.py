@@ -9,28 +9,20 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
+
+from . import loaded
 
 _SUCCESS = 0
 
 
 def cuda_is_initialized() -> bool:
     """Whether CUDA is initialised in this process; False wherever its driver is not even loaded."""
-    path = _loaded_driver()
-    if path is None:
+    paths = loaded.libraries("libcuda.so")
+    if not paths:
         return False
     try:
-        driver = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+        driver = ctypes.CDLL(paths[0], mode=os.RTLD_NOW | os.RTLD_NOLOAD)
         code: int = driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))
     except (OSError, AttributeError):  # unloaded meanwhile; not the driver it is named after
         return False
     return code == _SUCCESS
-
-
-def _loaded_driver() -> str | None:
-    try:
-        with open("/proc/self/maps") as maps:
-            found = re.search(r"(/\S*libcuda\.so\S*)$", maps.read(), re.MULTILINE)
-    except OSError:  # not Linux
-        return None
-    return found.group(1) if found else None

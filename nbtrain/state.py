@@ -103,14 +103,27 @@ class RunState:
 def fold(state: RunState, events: Iterable[ev.Event]) -> RunState:
     """Return the picture after `events`."""
     ranks = list(state.ranks)
+    metrics: dict[int, ev.Metrics] = {}
     for event in events:
         if event.rank < 0:
             state = _fold_run(state, event)
-        elif event.rank < len(ranks):
+        elif event.rank >= len(ranks):
+            continue
+        elif isinstance(event, ev.Metrics):  # the most frequent by far: all of a batch at once
+            metrics[event.rank] = _merged(metrics.get(event.rank), event)
+        else:
             ranks[event.rank] = _fold_rank(ranks[event.rank], event)
+    for rank, event in metrics.items():
+        ranks[rank] = _fold_rank(ranks[rank], event)
     if state.status == "starting" and any(r.status != "starting" for r in ranks):
         state = replace(state, status="running")
     return replace(state, ranks=tuple(ranks))
+
+
+def _merged(before: ev.Metrics | None, event: ev.Metrics) -> ev.Metrics:
+    if before is None:
+        return event
+    return ev.Metrics(event.time, event.rank, event.step, {**before.values, **event.values})
 
 
 def _fold_run(state: RunState, event: ev.Event) -> RunState:

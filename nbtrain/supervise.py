@@ -21,7 +21,7 @@ from .folder import RunFolder
 from .outcome import ranks_text
 from .state import RankState, RunState, fold
 
-TICK = 0.05
+TICK = 0.1
 """Seconds between two looks at the run folder, where no rank ends earlier."""
 
 

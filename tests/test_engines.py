@@ -17,7 +17,7 @@ import pytest
 from conftest import wait_until
 
 import nbtrain
-from nbtrain import engines
+from nbtrain import engines, loaded
 from nbtrain.engines import openmp, rendezvous
 from nbtrain.errors import LaunchError, PlanError, PreflightError, RankDied, ResultNotPicklable
 from nbtrain.run import Run
@@ -289,7 +289,7 @@ def test_openmp_pools_are_found() -> None:
     import torch
 
     torch.ones(8) @ torch.ones(8)
-    assert any("libgomp" in path for path in openmp._loaded_runtimes())
+    assert loaded.libraries("libgomp")
     openmp.release_thread_pools()
 
 

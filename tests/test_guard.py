@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nbtrain import guard
+from nbtrain import guard, loaded
 
 STUB = """
 static int initialized = 0, devices = 2;
@@ -58,4 +58,4 @@ def test_asking_is_clean_and_a_dirty_kernel_is_refused(stub: Path) -> None:
 
 
 def test_without_a_driver_nothing_was_touched() -> None:
-    assert guard._loaded_driver() is None or not guard.cuda_is_initialized()
+    assert loaded.libraries("libcuda.so") or not guard.cuda_is_initialized()

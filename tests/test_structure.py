@@ -11,8 +11,8 @@ import nbtrain
 
 PACKAGE = Path(nbtrain.__file__).parent
 LAYERS = [
-    {"errors", "plan", "events", "folder", "guard"},
-    {"serialize"},
+    {"errors", "plan", "events", "folder", "loaded"},
+    {"serialize", "guard"},
     {"exceptions", "devices", "report"},
     {"outcome", "telemetry", "preflight", "cell"},
     {"state", "worker"},

@@ -10,23 +10,16 @@ register their own fork handlers and need nothing.
 from __future__ import annotations
 
 import ctypes
-import re
+
+from .. import loaded
 
 _PAUSE_HARD = 2
 
 
 def release_thread_pools() -> None:
     """Give back the calling thread's pool in every GNU OpenMP that this process has loaded."""
-    for path in _loaded_runtimes():
+    for path in loaded.libraries("libgomp"):
         try:
             ctypes.CDLL(path).omp_pause_resource_all(_PAUSE_HARD)
         except (OSError, AttributeError):  # unmapped meanwhile; older than OpenMP 5 (GCC 9)
             continue
-
-
-def _loaded_runtimes() -> set[str]:
-    try:
-        with open("/proc/self/maps") as maps:
-            return set(re.findall(r"(/\S*libgomp\S*\.so\S*)", maps.read()))
-    except OSError:  # not Linux
-        return set()
