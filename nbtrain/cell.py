@@ -129,6 +129,8 @@ def split_options(line: str) -> tuple[str, str]:
     position, expects_value = 0, False
     for word in re.finditer(r"""(?:[^\s"']|"[^"]*"|'[^']*')+""", line):
         text = word.group()
+        if line[position : word.start()].strip():  # a quote that nobody closed
+            return line[:position], line[position:].strip()
         if expects_value:
             expects_value = False
         elif text == "--":
@@ -149,17 +151,17 @@ def split_words(line: str) -> list[str]:
         raise PlanError(f"%distributed: {str(error).lower()} in {line.strip()!r}") from None
 
 
-def read_cell(source: str, filename: str, namespace: dict[str, Any]) -> Cell:
+def read_cell(source: str, filename: str, namespace: dict[str, Any], flags: int = 0) -> Cell:
     """Read a cell: its training function if it ends in one. Raises the cell's own SyntaxError."""
     tree = ast.parse(source, filename)
     # Compiled here too: some errors ('return' outside a function) are not the parser's to find.
-    compile(tree, filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    compile(tree, filename, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | flags, dont_inherit=True)
     last = tree.body[-1] if tree.body else None
     if last is None:
         raise PlanError("the cell is empty: nothing to run")
     if not isinstance(last, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        return Cell(source, filename, namespace)
-    return Cell(source, filename, namespace, last.name, _parameters(last.args))
+        return Cell(source, filename, namespace, flags=flags)
+    return Cell(source, filename, namespace, last.name, _parameters(last.args), flags)
 
 
 def _parameters(args: ast.arguments) -> tuple[Parameter, ...]:
@@ -201,18 +203,22 @@ def _with_lookalikes(name: str, known: Iterable[str]) -> str:
 
 
 def bound_names(source: str, filename: str = "<cell>") -> set[str]:
-    """Return the names a cell's top level binds; contains ``*`` for a star import."""
+    """Return the names a cell may bind at its top level; contains ``*`` for a star import."""
     table = symtable.symtable(source, filename, "exec")
     names = {
         s.get_name()
         for s in table.get_symbols()
         if s.is_assigned() or s.is_imported() or s.is_namespace()
     }
-    star = any(
-        isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
-        for node in ast.walk(ast.parse(source))
-    )
-    return names | ({"*"} if star else set())
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.NamedExpr(target=ast.Name(id=name)):  # in a comprehension it binds outside
+                names.add(name)
+            case ast.Global(names=declared):  # a function that the cell may call
+                names.update(declared)
+            case ast.ImportFrom(names=[ast.alias(name="*")]):
+                names.add("*")
+    return names
 
 
 def title(cell: Cell) -> str:
@@ -229,7 +235,10 @@ def _filled(parameter: Parameter, namespace: dict[str, Any]) -> str:
     name, text = parameter.name, parameter.default or ""
     if name in namespace:
         value = namespace[name]
-        text = repr(value) if isinstance(value, (int, float, str, bool)) else ""
+        # Numbers only: a text may be a password, and titles are kept in notebooks.
+        text = f"{value:.6g}" if isinstance(value, float) else ""
+        if isinstance(value, int) and abs(value) < 10**15:
+            text = repr(value)
     return f"{name}={text}" if 0 < len(text) <= 24 else name
 
 

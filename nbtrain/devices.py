@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 CPU_DEFAULT = 2
 """Ranks on a host without an accelerator, where the user does not say."""
@@ -34,6 +35,8 @@ def visible(uuids: Sequence[str], setting: str | None) -> list[int]:
         return list(range(len(uuids)))
     found: list[int] = []
     for entry in (part.strip() for part in setting.split(",")):
+        if entry.startswith("MIG-"):  # a slice of a GPU: CUDA shows one of them, as one device
+            return found or [0]
         index = _index_of(entry, uuids)
         if index is None:
             break
@@ -60,11 +63,17 @@ def _uuids() -> list[str]:
     except pynvml.NVMLError:
         return []
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        names = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
-        return [name.decode() if isinstance(name, bytes) else name for name in names]
+        return [_uuid(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
     finally:
         pynvml.nvmlShutdown()
+
+
+def _uuid(pynvml: Any, index: int) -> str:
+    try:
+        name = pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index))
+    except pynvml.NVMLError:  # fallen off the bus: it keeps its place in the count
+        return f"lost-{index}"
+    return name.decode() if isinstance(name, bytes) else str(name)
 
 
 def usable_cpus() -> int:

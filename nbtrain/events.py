@@ -91,10 +91,10 @@ class Ended(Event):
 
 @dataclass(frozen=True)
 class Exited(Event):
-    """The rank's process is gone; `returncode` is negative for a signal."""
+    """The rank's process is gone; `returncode` is negative for a signal, None if unknown."""
 
     kind: ClassVar[str] = "exited"
-    returncode: int = 0
+    returncode: int | None = 0
     verdict: str = ""
 
 
@@ -133,7 +133,9 @@ def from_line(line: bytes) -> Event | None:
     try:
         record: dict[str, Any] = json.loads(line)
         cls = KINDS[record.pop("kind")]
-        return cls(**{k: v for k, v in record.items() if k in _FIELDS[cls]})
+        event = cls(**{k: v for k, v in record.items() if k in _FIELDS[cls]})
+        sound = isinstance(event.time, (int, float)) and isinstance(event.rank, int)
+        return event if sound else None
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -162,8 +164,9 @@ class EventWriter:
             pass
 
     def close(self) -> None:
-        """Close the file; later writes are an error."""
-        os.close(self._fd)
+        """Close the file; later writes go nowhere."""
+        descriptor, self._fd = self._fd, -1
+        os.close(descriptor)
 
 
 class Tail:

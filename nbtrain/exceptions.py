@@ -8,6 +8,7 @@ small stand-in frames that carry the file, the line and the name of the real one
 from __future__ import annotations
 
 import ast
+import os
 import pickle
 import sys
 import sysconfig
@@ -22,7 +23,7 @@ from . import serialize
 from .errors import RankError
 
 MARK = "__nbtrain_rank_frame__"
-_PACKAGE = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parent) + os.sep
 _WORKER = str(Path(__file__).with_name("worker.py"))
 _LIBRARIES = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -95,16 +96,17 @@ def capture(
         text=_text(error),
         pickled=_pickled(error, shared),
         frames=user_frames(_frames(error.__traceback__)),
-        notes=tuple(str(n) for n in getattr(error, "__notes__", ()) or ()),
+        notes=_notes(error),
         cause=chained(error.__cause__),
-        context=chained(error.__context__),
+        # `raise … from e` makes e both: sent twice, a chain would cost twice as much a link.
+        context=None if error.__context__ is error.__cause__ else chained(error.__context__),
         suppress_context=error.__suppress_context__,
     )
 
 
 def _frames(tb: TracebackType | None) -> Iterator[Frame]:
     while tb is not None:
-        code, line = tb.tb_frame.f_code, tb.tb_lineno
+        code, line = tb.tb_frame.f_code, tb.tb_lineno or 1
         span = (line, line, 0, 0)
         if sys.version_info >= (3, 11) and tb.tb_lasti >= 0:
             known = next(islice(code.co_positions(), tb.tb_lasti // 2, None), (None,) * 4)
@@ -112,6 +114,11 @@ def _frames(tb: TracebackType | None) -> Iterator[Frame]:
                 span = cast("tuple[int, int, int, int]", known)
         yield Frame(code.co_filename, span[0], code.co_name, code.co_firstlineno, *span[1:])
         tb = tb.tb_next
+
+
+def _notes(error: BaseException) -> tuple[str, ...]:
+    notes = getattr(error, "__notes__", ())
+    return tuple(str(note) for note in notes) if isinstance(notes, (list, tuple)) else ()
 
 
 def _text(error: BaseException) -> str:
@@ -122,13 +129,38 @@ def _text(error: BaseException) -> str:
 
 
 def _pickled(error: BaseException, shared: frozenset[type]) -> bytes | None:
-    try:
-        str(error)  # what cannot be shown is better told by a stand-in
-        data = serialize.dumps(error, shared)
-        rebuilt = serialize.loads(data)  # here, where failing costs the user nothing
-    except Exception:  # a user's exception may refuse pickling in any way
-        return None
-    return data if isinstance(rebuilt, BaseException) else None
+    """Pickle the instance as it wishes, else without its ``__init__``; None where neither works."""
+    for form in (error, _Parts(type(error), error.args, _state(error))):
+        try:
+            str(error)  # what cannot be shown is better told by a stand-in
+            data = serialize.dumps(form, shared)
+            if isinstance(_rebuilt(serialize.loads(data)), BaseException):  # tried out here
+                return data
+        except Exception:  # a user's exception may refuse pickling in any way
+            continue
+    return None
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What an exception is made of, where calling its class with its args does not remake it."""
+
+    cls: type[BaseException]
+    args: tuple[Any, ...]
+    state: dict[str, Any]
+
+
+def _state(error: BaseException) -> dict[str, Any]:
+    return {k: v for k, v in getattr(error, "__dict__", {}).items() if k != "__notes__"}
+
+
+def _rebuilt(value: Any) -> Any:
+    if not isinstance(value, _Parts):
+        return value
+    error = value.cls.__new__(value.cls, *value.args)
+    error.args = value.args
+    vars(error).update(value.state)
+    return error
 
 
 def restore(captured: Captured) -> BaseException:
@@ -137,7 +169,7 @@ def restore(captured: Captured) -> BaseException:
     if captured.notes:
         set_notes(error, list(captured.notes))
     error.__cause__ = restore(captured.cause) if captured.cause else None
-    error.__context__ = restore(captured.context) if captured.context else None
+    error.__context__ = restore(captured.context) if captured.context else error.__cause__
     error.__suppress_context__ = captured.suppress_context
     return error.with_traceback(_traceback(captured.frames))
 
@@ -150,7 +182,7 @@ def set_notes(error: BaseException, notes: list[str]) -> None:
 def _instance(captured: Captured) -> BaseException:
     if captured.pickled is not None:
         try:
-            error = serialize.loads(captured.pickled)
+            error = _rebuilt(serialize.loads(captured.pickled))
             if isinstance(error, BaseException):
                 return error
         except (pickle.UnpicklingError, ImportError, AttributeError, KeyError, TypeError):
@@ -183,7 +215,7 @@ def _stub_code(frame: Frame) -> CodeType:
     tree = ast.parse("def stub(): raise StopIteration")
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
-            node.lineno, node.end_lineno = frame.first_line, frame.end_line
+            node.lineno, node.end_lineno = min(frame.first_line, frame.line), frame.end_line
         elif isinstance(node, (ast.stmt, ast.expr)):
             node.lineno, node.end_lineno = frame.line, frame.end_line
             node.col_offset, node.end_col_offset = frame.column, frame.end_column

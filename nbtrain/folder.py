@@ -15,10 +15,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,9 +70,9 @@ def root() -> Path:
     """Return where run folders live: ``$NBTRAIN_HOME``, else the user's cache."""
     home = os.environ.get("NBTRAIN_HOME")
     if home:
-        return Path(home).expanduser() / "runs"
+        return Path(home).expanduser().absolute() / "runs"
     cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "nbtrain" / "runs"
+    return (Path(cache) if cache else Path.home() / ".cache").absolute() / "nbtrain" / "runs"
 
 
 def create(name: str, manifest: Mapping[str, Any]) -> RunFolder:
@@ -103,24 +104,31 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 def runs() -> list[RunFolder]:
     """Return the runs kept under the root, oldest first."""
+    found: list[tuple[int, RunFolder]] = []
     with contextlib.suppress(OSError):
-        return [RunFolder(path.parent) for path in sorted(root().glob("*/run.json"))]
-    return []
+        for path in root().glob("*/run.json"):
+            with contextlib.suppress(FileNotFoundError):  # another kernel prunes, too
+                found.append((path.stat().st_mtime_ns, RunFolder(path.parent)))
+    return [folder for _, folder in sorted(found, key=lambda pair: pair[0])]
 
 
-def prune(keep: int = KEEP) -> None:
-    """Delete all but the newest `keep` runs; one whose launcher still watches it stays."""
+def prune(keep: int = KEEP, in_use: Collection[Path] = ()) -> None:
+    """Delete all but the newest `keep` runs, those `in_use`, and those still watched."""
     for folder in runs()[:-keep]:
-        if not _watched(folder):
+        if folder.path not in in_use and not is_watched(folder):
             shutil.rmtree(folder.path, ignore_errors=True)
 
 
-def _watched(folder: RunFolder) -> bool:
+def is_watched(folder: RunFolder) -> bool:
     """Whether the process that launched the run lives, and has not written its end yet."""
     try:
-        os.kill(int(folder.read_manifest()["launcher"]), 0)
-        return '"kind":"finished"' not in folder.launcher_events.read_text()
+        manifest = folder.read_manifest()
+        if '"kind":"finished"' in folder.launcher_events.read_text():
+            return False
+        if manifest["host"] == platform.node():  # elsewhere, nobody here can tell
+            os.kill(int(manifest["launcher"]), 0)
     except FileNotFoundError:  # it is about to start
         return True
     except (OSError, ValueError, KeyError):
         return False
+    return True

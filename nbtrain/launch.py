@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from . import devices, engines, preflight, serialize
+from .engines import Engine
 from .errors import PlanError
 from .plan import Call, Plan
 from .run import Run, initial_state, new_folder, remember
@@ -127,9 +128,13 @@ def run_plan(plan: Plan) -> Run:
     """Carry a plan out to its end and return the run; raise what it ended with, if badly."""
     plan, device = _resolve(plan)
     preflight.check(plan, device)
-    run = _start(plan, device)
-    run.wait()
+    engine = engines.get(plan.engine)
+    with Interrupts(wanted=not engine.runs_here) as interrupts:
+        run = _prepare(plan, device, engine, interrupts)
+        run.wait()
     error = run.exception
+    if error is None and interrupts.count and run.state.status == "succeeded":
+        error = KeyboardInterrupt("the interrupt came when the run had ended")
     if error is not None:
         raise show_from_the_rank(error)
     return run
@@ -147,7 +152,8 @@ def _resolve(plan: Plan) -> tuple[Plan, str]:
     return resolved, "cuda" if gpus else "cpu"
 
 
-def _start(plan: Plan, device: str) -> Run:
+def _prepare(plan: Plan, device: str, engine: Engine, interrupts: Interrupts) -> Run:
+    """Make the run's folder and all that watches it; `Run.wait` then starts the ranks."""
     world_size = plan.num_processes or 1
     manifest = _manifest(plan, world_size, device)
     folder = new_folder(manifest)
@@ -165,11 +171,9 @@ def _start(plan: Plan, device: str) -> Run:
     )
 
     def drive() -> BaseException | None:
-        engine = engines.get(plan.engine)
-        with Interrupts(wanted=not engine.runs_here) as interrupts:
-            error = _carry_out(engine, job, supervisor, interrupts)
-            front.finish(supervisor.state, time.time())
-            return error
+        error = _carry_out(engine, job, supervisor, interrupts)
+        front.finish(supervisor.state, time.time())
+        return error
 
     run = Run(folder, supervisor.state, supervisor=supervisor, drive=drive)
     remember(run)
@@ -177,7 +181,7 @@ def _start(plan: Plan, device: str) -> Run:
 
 
 def _carry_out(
-    engine: engines.Engine, job: Job, supervisor: Supervisor, interrupts: Interrupts
+    engine: Engine, job: Job, supervisor: Supervisor, interrupts: Interrupts
 ) -> BaseException | None:
     """Start and watch; return an exception that is at hand as such, not in the run folder."""
     try:

@@ -1,7 +1,10 @@
 """``%%distributed`` and ``%distributed``: from what the user typed to a plan. Thin."""
 
 from __future__ import annotations
+import __future__
 
+import functools
+import operator
 from typing import Any
 
 from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
@@ -11,6 +14,10 @@ from .errors import CellSyntaxError, PlanError
 from .launch import run_plan
 from .plan import Plan
 from .run import Run, last_run
+
+FUTURES = functools.reduce(
+    operator.or_, (getattr(__future__, n).compiler_flag for n in __future__.all_feature_names)
+)
 
 _HELP = """Train on several ranks: run this cell, or an expression, in forked copies of the kernel.
 
@@ -50,7 +57,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
 
     def _run(self, options_text: str, source: str, offset: int) -> Run:
         before = last_run()
-        words = reading.split_words(self.shell.var_expand(options_text))
+        words = reading.split_words(_expanded(self.shell, options_text))
         options = reading.parse_options(words)
         try:
             plan = self._plan(options, source, offset)
@@ -70,7 +77,8 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         # The magic's own line is kept as an empty one: line numbers are those of the cell.
         transformed = "\n" * offset + self.shell.transform_cell(source)
         filename = self._register(transformed, source)
-        cell = reading.read_cell(transformed, filename, self.shell.user_ns)
+        flags = self.shell.compile.flags & FUTURES
+        cell = reading.read_cell(transformed, filename, self.shell.user_ns, flags)
         reading.check_parameters(cell)
         return Plan(
             task=cell,
@@ -90,6 +98,14 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         number = max(1, len(shell.history_manager.input_hist_parsed) - 1)
         name: str = shell.compile.cache(transformed, number, raw_code=raw)
         return name
+
+
+def _expanded(_shell: Any, _text: str) -> str:
+    """Fill ``{name}`` and ``$name`` from the notebook's variables, as IPython does in magics.
+
+    IPython looks at its caller's local names as well: here none has a name of a user's.
+    """
+    return str(_shell.var_expand(_text))
 
 
 def load(shell: Any) -> None:

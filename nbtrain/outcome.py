@@ -26,13 +26,18 @@ _ECHOES = (
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank's failure: an exception (`error`), or a death (`returncode`, negative: a signal)."""
+    """A rank's failure: an exception (`error`), or a death (`returncode`, negative: a signal).
+
+    `said` words a death where the return code would mislead: the rank was already failing, in the
+    way told there, when the launcher ended it.
+    """
 
     rank: int
     time: float
     error: Captured | None = None
     returncode: int | None = None
     log: str = ""
+    said: str = ""
 
     @property
     def is_echo(self) -> bool:
@@ -49,7 +54,7 @@ class Failure:
         """One line: what happened."""
         if self.error is not None:
             return self.error.headline
-        return describe_returncode(self.returncode)
+        return self.said or describe_returncode(self.returncode)
 
 
 def headline(failures: Iterable[Failure]) -> Failure:
@@ -60,7 +65,7 @@ def headline(failures: Iterable[Failure]) -> Failure:
 def describe_returncode(returncode: int | None) -> str:
     """Say in words how a process ended."""
     if returncode is None:
-        return "ended in an unknown way"
+        return "ended, and another part of this process took its exit code (os.wait, SIGCHLD)"
     if returncode == 0:
         return "exited with code 0 before its function had returned"
     if returncode > 0:

@@ -33,13 +33,17 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Cell:
-    """Run a notebook cell on every rank, then call its training function if it ends in one."""
+    """Run a notebook cell on every rank, then call its training function if it ends in one.
+
+    `flags` are the compiler's: the ``__future__`` imports of earlier cells.
+    """
 
     source: str
     filename: str
     namespace: dict[str, Any]
     function: str | None = None
     parameters: tuple[Parameter, ...] = ()
+    flags: int = 0
 
 
 Task = Call | Cell
@@ -62,7 +66,9 @@ class Plan:
     def __post_init__(self) -> None:
         n = self.num_processes
         if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
-            raise PlanError(f"the number of processes must be a whole number ≥ 1, not {n!r}")
+            raise PlanError(
+                f"the number of processes must be a whole number ≥ 1 (None: automatic), not {n!r}"
+            )
         for what, value, known in (
             ("engine", self.engine, ENGINES),
             ("mixed precision", self.mixed_precision, PRECISIONS),
@@ -70,10 +76,12 @@ class Plan:
         ):
             if value not in known:
                 raise PlanError(f"unknown {what} {value!r}: choose one of {', '.join(known)}")
-        if self.timeout is not None and not 0 < self.timeout < float("inf"):
+        limit = self.timeout
+        if limit is not None and not (isinstance(limit, (int, float)) and 0 < limit < 1e9):
             raise PlanError(f"the timeout must be a number of seconds > 0, not {self.timeout!r}")
         if self.port is not None and not 0 < self.port < 65536:
             raise PlanError(f"the port must be between 1 and 65535, not {self.port!r}")
         for key, value in self.env.items():
-            if not key or "=" in key or "\0" in key + value:
+            sound = isinstance(key, str) and isinstance(value, str)
+            if not sound or not key or "=" in key or "\0" in key + value:
                 raise PlanError(f"not an environment variable: {key!r}={value!r}")

@@ -38,7 +38,7 @@ def _accelerator_state(plan: Plan, device: str) -> Iterator[Finding]:
 
 
 def _cuda(plan: Plan, device: str) -> Iterator[Finding]:
-    if plan.engine != "inline" and guard.cuda_is_initialized():
+    if device == "cuda" and plan.engine != "inline" and guard.cuda_is_initialized():
         yield Finding(
             "CUDA is already initialised in this process: a fork of it cannot use a GPU.",
             "Restart the kernel, and keep what touches CUDA (a tensor on it, Accelerator(), even "
@@ -60,9 +60,15 @@ def _precision(plan: Plan, device: str) -> Iterator[Finding]:
         yield Finding("fp16 mixed precision needs a GPU, and there is none.", "Use -p bf16 or no.")
 
 
+def _inline_timeout(plan: Plan, device: str) -> Iterator[Finding]:
+    if plan.engine == "inline" and plan.timeout is not None:
+        yield Finding("The inline engine cannot enforce a timeout.", "Leave it out, or use fork.")
+
+
 _QUESTIONS: tuple[Callable[[Plan, str], Iterator[Finding]], ...] = (
     _cuda,
     _accelerator_state,
     _process_group,
     _precision,
+    _inline_timeout,
 )

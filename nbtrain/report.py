@@ -80,8 +80,8 @@ def log(step: int | None = None, **metrics: Any) -> None:
 def _metric(name: str, value: Any) -> float | str:
     if isinstance(value, str):
         return value if len(value) <= 200 else value[:199] + "…"
-    if isinstance(value, (bool, int)):
-        return value if abs(value) < 1 << 53 else float(value)
+    if isinstance(value, (bool, int)) and abs(value) < 1 << 53:
+        return value
     try:
         return float(value.detach() if hasattr(value, "detach") else value)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:

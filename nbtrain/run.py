@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from . import events as ev
 from . import serialize
-from .errors import RunTimeout
-from .folder import RunFolder, create, prune
+from .errors import LaunchError, NbtrainError, RunTimeout
+from .folder import RunFolder, create, is_watched, prune
 from .outcome import Failure, headline, ranks_text, to_exception
 from .state import RankState, RunState, fold
 from .supervise import Reader, Supervisor
 from .view import fronts, html
 
+SMALL = 1 << 20
+"""Bytes of a result that is held in memory as soon as its run is over."""
+
+TAIL_BYTES = 1 << 20
+"""Bytes at the end of a log among which its last lines are looked for."""
+
 _last: Run | None = None
+_last_pid: int | None = None
+_alive: weakref.WeakSet[Run] = weakref.WeakSet()
 
 
 class Run:
@@ -40,14 +52,20 @@ class Run:
         self._supervisor = supervisor
         self._drive = drive
         self._driving = threading.Lock()
+        self._driver: int | None = None
         self._results: dict[int, Any] = {}
+        self._small: dict[int, bytes] = {}
         self._error: BaseException | None = None
         self._drawn_in: int | None = None
 
     @classmethod
     def open(cls, folder: str | Path) -> Run:
-        """Reopen a run from its folder. Raises `FileNotFoundError` where there is none."""
-        return cls(RunFolder(Path(folder)), read_state(RunFolder(Path(folder))))
+        """Reopen a run from its folder, as it stands now.
+
+        Raises `FileNotFoundError` where there is none, `NbtrainError` for a damaged one.
+        """
+        found = RunFolder(Path(folder).absolute())
+        return cls(found, read_state(found))
 
     @property
     def folder(self) -> Path:
@@ -61,7 +79,10 @@ class Run:
 
     @property
     def results(self) -> list[Any]:
-        """What each rank returned, by rank; None for one that returned nothing or did not end."""
+        """What each rank returned, by rank; None for one that returned nothing or did not end.
+
+        Raises `NbtrainError` where the run's folder was deleted meanwhile.
+        """
         return [self._result(rank) for rank in range(self.state.world_size)]
 
     @property
@@ -71,12 +92,26 @@ class Run:
 
     def _result(self, rank: int) -> Any:
         if rank not in self._results:
-            try:
-                data = self._folder.result(rank).read_bytes()
-            except FileNotFoundError:
+            data = self._small.get(rank) or self._read_result(rank)
+            if data is None:
                 return None
             self._results[rank] = serialize.loads(data)
         return self._results[rank]
+
+    def _read_result(self, rank: int) -> bytes | None:
+        try:
+            return self._folder.result(rank).read_bytes()
+        except FileNotFoundError:
+            if not self.folder.exists():
+                raise NbtrainError(f"the folder of this run was deleted: {self.folder}") from None
+            return None
+
+    def _keep_small_results(self) -> None:
+        """Have small results at hand before other kernels' runs push this folder out."""
+        for rank in range(self.state.world_size):
+            with contextlib.suppress(OSError):
+                if self._folder.result(rank).stat().st_size <= SMALL:
+                    self._small[rank] = self._folder.result(rank).read_bytes()
 
     @property
     def exception(self) -> BaseException | None:
@@ -93,7 +128,7 @@ class Run:
             return RunTimeout(f"the run took longer than its timeout ({state.message})")
         failures = [self._failure(r) for r in state.ranks if r.status == "failed"]
         if not failures:
-            return None
+            return None if state.status == "succeeded" else LaunchError(state.message)
         cause = headline(failures)
         return to_exception(cause, _note(cause, failures, state))
 
@@ -102,7 +137,10 @@ class Run:
             failed_at, captured = serialize.loads(self._folder.failure(rank.rank).read_bytes())
         except FileNotFoundError:
             log = "\n".join(last_words(self._log_lines(rank.rank, tail=200)))
-            return Failure(rank.rank, rank.ended or 0.0, None, rank.returncode, log)
+            # Failing already, and ended by us for taking too long over it: the first is the cause.
+            said = f"failed with {rank.error}, and did not end by itself" if rank.error else ""
+            told = said if (rank.returncode or 0) < 0 else ""
+            return Failure(rank.rank, rank.ended or 0.0, None, rank.returncode, log, told)
         return Failure(rank.rank, failed_at, captured)
 
     def logs(self, rank: int | None = None, tail: int | None = None) -> str:
@@ -110,7 +148,7 @@ class Run:
 
         Args:
             rank: the rank; None for all, one after the other.
-            tail: only the last `tail` lines of each.
+            tail: only the last `tail` lines of each (at most the last MiB).
         """
         size = self.state.world_size
         if rank is not None and not 0 <= rank < size:
@@ -123,28 +161,41 @@ class Run:
 
     def _log_lines(self, rank: int, tail: int | None) -> list[str]:
         try:
-            lines = self._folder.log(rank).read_text("utf-8", "replace").splitlines()
+            with self._folder.log(rank).open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - TAIL_BYTES) if tail is not None else 0)
+                text = file.read().decode("utf-8", "replace")
         except FileNotFoundError:
             return []
+        lines = text.removesuffix("\n").split("\n") if text else []
         return lines if tail is None else lines[-tail:] if tail > 0 else []
 
     def wait(self) -> Run:
-        """Wait until every rank is gone; return the run. Does not raise what a rank raised."""
+        """Wait until every rank is gone; return the run. Does not raise what a rank raised.
+
+        Returns at once for a run that was reopened: it is watched where it was launched.
+        """
         if self._drive is not None:
             with self._driving:
                 drive, self._drive = self._drive, None
                 if drive is not None:
+                    self._driver = threading.get_ident()
                     self._error = drive()
                     self._drawn_in = _execution_count()
+                    self._keep_small_results()
         if self._supervisor is not None:
             self._supervisor.over.wait()
         return self
 
     def stop(self) -> None:
-        """End the run as an interrupt would, and wait until it has ended. May be repeated."""
+        """End the run as an interrupt would, and wait until it has ended. May be repeated.
+
+        In the thread that watches the run (a signal handler, a button's callback) it only asks.
+        """
         if self._supervisor is not None and not self.state.is_over:
-            self._supervisor.request_stop("stopped by run.stop()")
-            self.wait()
+            self._supervisor.request_stop()
+            if self._driver != threading.get_ident():
+                self.wait()
 
     def __repr__(self) -> str:
         state = self.state
@@ -201,11 +252,21 @@ def _was(words: str, ranks: list[int]) -> str:
 def read_state(folder: RunFolder) -> RunState:
     """Fold a run's picture from its files alone."""
     manifest = folder.read_manifest()
-    state = initial_state(manifest)
-    size = state.world_size
-    everything = [*ev.read_events(folder.launcher_events), *Reader(folder, size).read(flush=True)]
+    try:
+        state = initial_state(manifest)
+        ranks = range(state.world_size)
+        everything = [
+            *ev.read_events(folder.launcher_events),
+            *Reader(folder, len(ranks)).read(gone=ranks),
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise NbtrainError(f"{folder.path} is no run that can be read: {error!r}") from error
     order = {"exited": 1, "finished": 2}
-    return fold(state, sorted(everything, key=lambda e: (order.get(e.kind, 0), e.time)))
+    state = fold(state, sorted(everything, key=lambda e: (order.get(e.kind, 0), e.time)))
+    if state.is_over or is_watched(folder):
+        return state
+    last = max((event.time for event in everything), default=state.created)
+    return replace(state, status="lost", ended=last, message="its kernel ended before the run did")
 
 
 def initial_state(manifest: dict[str, Any]) -> RunState:
@@ -223,16 +284,17 @@ def initial_state(manifest: dict[str, Any]) -> RunState:
 def new_folder(manifest: dict[str, Any]) -> RunFolder:
     """Make a run's folder and let the oldest ones go."""
     folder = create(manifest["name"], manifest)
-    prune()
+    prune(in_use={run.folder for run in _alive})
     return folder
 
 
 def last_run() -> Run | None:
     """Return the last run launched from this process, however it ended; None before the first."""
-    return _last
+    return _last if _last_pid == os.getpid() else None  # a rank inherits the notebook's
 
 
 def remember(run: Run) -> None:
-    """Make `run` the one that `last_run` returns."""
-    global _last
-    _last = run
+    """Make `run` the one that `last_run` returns, and keep its folder while it is referred to."""
+    global _last, _last_pid
+    _last, _last_pid = run, os.getpid()
+    _alive.add(run)

@@ -30,7 +30,10 @@ def _is_main(cls: type, main: dict[str, Any]) -> bool:
 
 
 def _class_of_main(name: str) -> Any:
-    return vars(sys.modules["__main__"])[name]
+    try:
+        return vars(sys.modules["__main__"])[name]
+    except KeyError:
+        raise AttributeError(f"the notebook has no class {name} any more") from None
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]

@@ -13,7 +13,7 @@ LOG_LINES = 200
 """How many of a rank's last lines the picture keeps; the log file keeps all."""
 
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,9 @@ class RunState:
 
 def fold(state: RunState, events: Iterable[ev.Event]) -> RunState:
     """Return the picture after `events`."""
+    events = list(events)
+    if not events:
+        return state
     ranks = list(state.ranks)
     metrics: dict[int, ev.Metrics] = {}
     for event in events:
@@ -140,8 +143,8 @@ def _fold_rank(rank: RankState, event: ev.Event) -> RankState:
         case ev.Progress():
             return replace(rank, bars=MappingProxyType(_bars(rank.bars, event)))
         case ev.Metrics():
-            metrics = MappingProxyType({**rank.metrics, **event.values})
-            return replace(rank, metrics=metrics, step=event.step)
+            new = {plain(str(k)): plain(v) if isinstance(v, str) else v for k, v in _items(event)}
+            return replace(rank, metrics=MappingProxyType({**rank.metrics, **new}), step=event.step)
         case ev.Output():
             lines = tuple(plain(line) for line in event.lines[-LOG_LINES:])
             log = (rank.log + lines)[-LOG_LINES:]
@@ -168,13 +171,22 @@ def _fold_rank(rank: RankState, event: ev.Event) -> RankState:
     return rank
 
 
+def _items(event: ev.Metrics) -> Iterable[tuple[str, float | str]]:
+    return event.values.items() if isinstance(event.values, Mapping) else ()
+
+
 def _bars(bars: Mapping[int, Bar], event: ev.Progress) -> dict[int, Bar]:
     new = dict(bars)
     if event.closed and not event.kept:
         new.pop(event.bar, None)
         return new
     new[event.bar] = Bar(
-        event.n, event.total, event.elapsed, event.description, event.unit, event.closed
+        event.n,
+        event.total,
+        event.elapsed,
+        plain(event.description),
+        plain(event.unit),
+        event.closed,
     )
     closed = [key for key, bar in new.items() if bar.closed]
     for key in closed[:-1]:  # a bar an epoch, a hundred epochs: the last finished one tells enough

@@ -10,7 +10,7 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -46,6 +46,10 @@ REPORT_GRACE = 2.0
 """Seconds that a rank which is failing already has to tell why."""
 
 
+HOPELESS = 15.0
+"""Seconds after which a rank that not even SIGKILL ended is given up."""
+
+
 class Reader:
     """Reads what the ranks appended to their files since the last time."""
 
@@ -54,15 +58,15 @@ class Reader:
         self._events = [ev.Tail(folder.events(r)) for r in ranks]
         self._logs = [ev.Tail(folder.log(r), limit=1 << 16, skip=True) for r in ranks]
 
-    def read(self, *, flush: bool = False) -> list[ev.Event]:
-        """Return new events, lines of output among them; with `flush`, all there is."""
+    def read(self, *, gone: Collection[int] = ()) -> list[ev.Event]:
+        """Return new events, lines of output among them; all there is of ranks that are `gone`."""
         found: list[ev.Event] = []
         for rank, (tail, log) in enumerate(zip(self._events, self._logs, strict=True)):
             while True:
                 found.extend(e for line in tail.lines() if (e := ev.from_line(line)) is not None)
-                if not (flush and tail.behind):
+                if rank not in gone or not tail.behind:
                     break
-            lines = tuple(line.decode("utf-8", "replace") for line in log.lines(flush=flush))
+            lines = tuple(line.decode("utf-8", "replace") for line in log.lines(flush=rank in gone))
             if lines:
                 found.append(ev.Output(time.time(), rank, lines))
         return found
@@ -110,26 +114,30 @@ class Supervisor:
         self._show = show
         self._reader = Reader(folder, state.world_size)
         self._writer = ev.EventWriter(folder.launcher_events)
-        self._requested: str | None = None
+        self._requested = False
         self._cause: str | None = None
+        self._sent: dict[int, set[int]] = {}  # rank -> return codes that our signals give
+        # Monotonic, all of them: a clock that is set, or a laptop that slept, ends no run.
+        self._started = time.monotonic()
         self._stopping_since = 0.0
         self._rungs: list[Rung] = []
         self._presses = 0
 
-    def request_stop(self, reason: str) -> None:
+    def request_stop(self) -> None:
         """Ask the loop to end the run; from any thread, any number of times."""
-        self._requested = self._requested or reason
+        self._requested = True
 
     def watch(self, ranks: Ranks, interrupts: Interrupts) -> None:
         """Watch until every rank is gone, then write how it ended."""
         now = time.time()
         self._note(ev.Spawned(now, rank, pid) for rank, pid in ranks.pids.items())
-        while ranks.alive:
+        while ranks.alive and not self._is_hopeless():
             self._show(self.state, time.time())
             exits = ranks.wait(TICK)
             self._take(self._reader.read())
             self._take_exits(exits)
             self._decide(ranks, interrupts)
+        self._note(ev.Exited(time.time(), rank, -signal.SIGKILL, "stopped") for rank in ranks.alive)
         self._finish()
 
     def abort(self, message: str) -> None:
@@ -150,7 +158,7 @@ class Supervisor:
 
     def _take_exits(self, exits: list[Exit]) -> None:
         if exits:
-            self._take(self._reader.read(flush=True))
+            self._take(self._reader.read(gone={e.rank for e in exits}))
         self._note(ev.Exited(e.time, e.rank, e.returncode, self._verdict(e)) for e in exits)
 
     def _verdict(self, ended: Exit) -> str:
@@ -160,19 +168,20 @@ class Supervisor:
         if self._folder.failure(ended.rank).exists():
             error = self.state.ranks[ended.rank].error or ""
             return "stopped" if asked and error.startswith("KeyboardInterrupt") else "failed"
-        ended_by_us = ended.returncode in (-signal.SIGTERM, -signal.SIGKILL)
-        return "stopped" if self._cause is not None and ended_by_us else "failed"
+        was_failing = self._cause == "failed" and self.state.ranks[ended.rank].status == "failing"
+        ended_by_us = ended.returncode in self._sent.get(ended.rank, ())
+        return "stopped" if ended_by_us and not was_failing else "failed"
 
     def _decide(self, ranks: Ranks, interrupts: Interrupts) -> None:
-        now = time.time()
+        now = time.monotonic()
         pressed = interrupts.count > self._presses
         self._presses = interrupts.count
         if self._cause is None:
-            cause = self._cause_to_stop(pressed, now)
+            cause = self._cause_to_stop(pressed, now) if ranks.alive or pressed else None
             if cause is not None:
                 self._begin_stop(cause, now)
         elif pressed:  # a second time: no more patience
-            ranks.kill(ranks.alive)
+            self._signal(ranks, "kill", ranks.alive)
         if self._cause is not None:
             self._climb(ranks, now)
 
@@ -181,7 +190,7 @@ class Supervisor:
             return "failed"
         if pressed or self._requested:
             return "interrupted"
-        if self._timeout is not None and now - self.state.created > self._timeout:
+        if self._timeout is not None and now - self._started > self._timeout:
             return "timed out"
         return None
 
@@ -198,15 +207,27 @@ class Supervisor:
             if self._timeout
             else "",
         }[cause]
-        self._note([ev.Stopping(now, -1, reason)])
+        self._note([ev.Stopping(time.time(), -1, reason)])
 
     def _climb(self, ranks: Ranks, now: float) -> None:
         since = now - self._stopping_since
         while self._rungs and since >= self._rungs[0].after:
             rung = self._rungs.pop(0)
-            getattr(ranks, rung.action)(ranks.alive - self._reporting(since))
+            self._signal(ranks, rung.action, ranks.alive - self._reporting(since))
         if not self._rungs and since >= REPORT_GRACE:
-            ranks.kill(ranks.alive)
+            self._signal(ranks, "kill", ranks.alive)
+
+    def _signal(self, ranks: Ranks, action: str, targets: Collection[int]) -> None:
+        """Take an action on ranks, and remember what they will die of if they do."""
+        code = {"terminate": -signal.SIGTERM, "kill": -signal.SIGKILL}.get(action)
+        if code is not None:
+            for rank in targets:
+                self._sent.setdefault(rank, set()).add(code)
+        getattr(ranks, action)(frozenset(targets))
+
+    def _is_hopeless(self) -> bool:
+        """Whether ranks outlived SIGKILL for long: in the grip of a driver or a file system."""
+        return self._cause is not None and time.monotonic() - self._stopping_since > HOPELESS
 
     def _reporting(self, since: float) -> set[int]:
         """Return the ranks that are failing by themselves and are let tell why."""
@@ -215,10 +236,13 @@ class Supervisor:
         return {r.rank for r in self.state.ranks if r.status == "failing"}
 
     def _finish(self, message: str = "") -> None:
-        self._take(self._reader.read(flush=True))
+        self._take(self._reader.read(gone=range(self.state.world_size)))
         status = self._cause or "succeeded"
-        if self._cause is None and any(r.status == "failed" for r in self.state.ranks):
+        failed = [r for r in self.state.ranks if r.status == "failed"]
+        if self._cause is None and failed:
             status = "failed"
+        if failed and all((r.error or "").startswith("KeyboardInterrupt") for r in failed):
+            status = "interrupted"  # inline, the interrupt is the rank's own
         message = message or _closing_words(status, self.state.ranks)
         self._note([ev.Finished(time.time(), -1, status, message)])
         self._writer.close()

@@ -10,7 +10,9 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import count
 from types import ModuleType
@@ -80,6 +82,11 @@ _ids = count()
 
 def _catch_bars(cls: Any) -> None:
     """Make ``tqdm.std.tqdm`` report where it would draw. Written against tqdm 4.60 to 4.70."""
+    # The lock, its semaphore and the monitor's thread were the kernel's: a rank that is killed
+    # with the lock in its hands would leave every later bar of the notebook waiting.
+    cls.set_lock(threading.RLock())
+    cls.monitor = None
+    cls._instances = weakref.WeakSet()
     init, display, close = cls.__init__, cls.display, cls.close
 
     def catching_init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -121,20 +128,22 @@ def _report(bar: Any, *, closed: bool) -> None:
     if not hasattr(bar, "_nbtrain_id"):
         bar._nbtrain_id = next(_ids)
     now = time.time()
-    reporter.writer.write(
-        ev.Progress(
+    try:
+        event = ev.Progress(
             now,
             reporter.rank,
             bar=bar._nbtrain_id,
-            n=bar.n,
-            total=bar.total,
+            n=float(bar.n),
+            total=None if bar.total is None else float(bar.total),
             elapsed=max(0.0, now - getattr(bar, "start_t", now)),
-            description=(bar.desc or "").removesuffix(": "),
-            unit=bar.unit,
+            description=str(bar.desc or "").removesuffix(": "),
+            unit=str(bar.unit),
             closed=closed,
             kept=bool(bar.leave) or (bar.leave is None and bar.pos == 0),
         )
-    )
+    except (TypeError, ValueError, RuntimeError):  # a count that is no number: tqdm's, not ours
+        return
+    reporter.writer.write(event)
 
 
 def _draw_plainly(cls: Any) -> None:

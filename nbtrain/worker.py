@@ -12,10 +12,11 @@ import inspect
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from ast import Expr, Expression, Module, PyCF_ALLOW_TOP_LEVEL_AWAIT, parse
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from types import CodeType, FrameType
 from typing import Any
@@ -89,7 +90,9 @@ def environment(job: Job, rank: int, inherited: Mapping[str, str]) -> dict[str, 
 def main(job: Job, rank: int) -> int:
     """Run the plan's task as `rank`, report how it ended, and return the exit code."""
     os.environ.update(environment(job, rank, os.environ))
-    signal.signal(signal.SIGINT, _StopOnRequest(job.folder))
+    stop = _StopOnRequest(job.folder)
+    signal.signal(signal.SIGINT, stop)
+    sys.unraisablehook = stop.unraisable
     _set_threads()
     writer = ev.EventWriter(job.folder.events(rank))
     report.activate(report.Reporter(writer, rank, job.world_size))
@@ -108,8 +111,9 @@ def run_and_report(job: Job, rank: int, writer: ev.EventWriter) -> tuple[int, Ba
         value = run_task(job.plan.task)
         _leave_process_group()
         data = serialize.dump_result(value, job.shared_classes)
+        ended = ev.Ended(time.time(), rank, result=preview(value))
         write_atomically(folder.result(rank), data)
-        writer.write(ev.Ended(time.time(), rank, result=preview(value)))
+        writer.write(ended)
         return 0, None
     except SystemExit as leaving:
         return _leave(job, rank, writer, leaving), None
@@ -162,6 +166,16 @@ class _StopOnRequest:
             self._done = True
             raise KeyboardInterrupt
 
+    def unraisable(self, what: Any) -> None:
+        """Try again a moment later where Python could not raise it (in a finalizer, a fork)."""
+        if not (self._done and isinstance(what.exc_value, KeyboardInterrupt)):
+            sys.__unraisablehook__(what)
+            return
+        self._done = False
+        again = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT))
+        again.daemon = True
+        again.start()
+
 
 def _set_threads() -> None:
     """Apply OMP_NUM_THREADS to a torch that read the variable long ago, in the kernel."""
@@ -172,20 +186,69 @@ def _set_threads() -> None:
 
 
 def run_task(task: Call | Cell) -> Any:
-    """Do what the plan says and return its value."""
+    """Do what the plan says and return its value, awaited if it is a coroutine."""
     if isinstance(task, Call):
         value = task.function(*task.args, **task.kwargs)
-    else:
-        value = _run_cell(task)
-        if task.function is not None:
-            function = task.namespace[task.function]
-            args, kwargs = arguments(task)
-            value = function(*args, **kwargs)
-    return asyncio.run(_awaited(value)) if inspect.iscoroutine(value) else value
+        return _in_a_loop(_awaited(value)) if inspect.iscoroutine(value) else value
+    codes = _compiled(task)
+    if any(code.co_flags & inspect.CO_COROUTINE for code in codes):
+        return _in_a_loop(_run_cell_awaiting(task, codes))
+    value = None
+    for code in codes:
+        value = eval(code, task.namespace)
+    value = _call(task, value)
+    return _in_a_loop(_awaited(value)) if inspect.iscoroutine(value) else value
+
+
+async def _run_cell_awaiting(cell: Cell, codes: list[CodeType]) -> Any:
+    """Run a cell with a top-level await: all of it in one event loop."""
+    value = None
+    for code in codes:
+        value = eval(code, cell.namespace)
+        if code.co_flags & inspect.CO_COROUTINE:
+            value = await value
+    value = _call(cell, value)
+    return await value if inspect.iscoroutine(value) else value
+
+
+def _call(cell: Cell, value: Any) -> Any:
+    """Call the cell's training function; without one, the cell's value is the result."""
+    if cell.function is None:
+        return value
+    args, kwargs = arguments(cell)
+    return cell.namespace[cell.function](*args, **kwargs)
 
 
 async def _awaited(value: Any) -> Any:
     return await value
+
+
+def _in_a_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine to its end, also where a loop runs already (inline, in a kernel)."""
+    running = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        return asyncio.run(coroutine)
+    finally:
+        asyncio._set_running_loop(running)
+        if running is not None:
+            asyncio.set_event_loop(running)
+
+
+def _compiled(cell: Cell) -> list[CodeType]:
+    """Compile the cell's statements, and a trailing expression apart from them."""
+    tree = parse(cell.source, cell.filename)
+    last = tree.body[-1]
+    if not isinstance(last, Expr):
+        return [_compile(tree, cell, "exec")]
+    body = Module(tree.body[:-1], type_ignores=[])
+    return [_compile(body, cell, "exec"), _compile(Expression(last.value), cell, "eval")]
+
+
+def _compile(tree: Module | Expression, cell: Cell, mode: str) -> CodeType:
+    flags = PyCF_ALLOW_TOP_LEVEL_AWAIT | cell.flags
+    code: CodeType = compile(tree, cell.filename, mode, flags=flags, dont_inherit=True)
+    return code
 
 
 def arguments(cell: Cell) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -205,31 +268,6 @@ def arguments(cell: Cell) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(found[n] for n in filled), {n: v for n, v in found.items() if n not in positional}
 
 
-def _run_cell(cell: Cell) -> Any:
-    """Execute the cell in its namespace; return the value of a trailing expression."""
-    tree = parse(cell.source, cell.filename)
-    last = tree.body[-1]
-    if not isinstance(last, Expr):
-        _execute(_compile(tree, cell.filename, "exec"), cell.namespace)
-        return None
-    _execute(
-        _compile(Module(tree.body[:-1], type_ignores=[]), cell.filename, "exec"), cell.namespace
-    )
-    return _execute(_compile(Expression(last.value), cell.filename, "eval"), cell.namespace)
-
-
-def _compile(tree: Module | Expression, filename: str, mode: str) -> CodeType:
-    code: CodeType = compile(
-        tree, filename, mode, flags=PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True
-    )
-    return code
-
-
-def _execute(code: CodeType, namespace: dict[str, Any]) -> Any:
-    value = eval(code, namespace)
-    return asyncio.run(value) if code.co_flags & inspect.CO_COROUTINE else value
-
-
 def _leave_process_group() -> None:
     """Finish what is under way on the device and leave the default process group, if any."""
     torch = sys.modules.get("torch")
@@ -242,17 +280,26 @@ def _leave_process_group() -> None:
         dist.destroy_process_group()
 
 
-def preview(value: Any, width: int = 200) -> str:
-    """Return a short text for a result, without reading a large value or a device."""
+def preview(value: Any) -> str:
+    """Return a short text for a result, without reading a large value or a device; never raises."""
+    try:
+        return _preview(value, width=200, depth=3)
+    except Exception:  # a user's __repr__, a property that raises, a number of 5,000 digits
+        return f"<{type(value).__name__}>"
+
+
+def _preview(value: Any, width: int, depth: int) -> str:
     if value is None or isinstance(value, (bool, int, float, complex)):
-        return repr(value)
+        return _cut(repr(value), width)
     if isinstance(value, str):
-        return repr(value if len(value) <= width else value[:width] + "…")
+        return _cut(repr(value[: width + 1]), width)
+    if isinstance(value, (dict, list, tuple)) and depth == 0:
+        return "…"
     if isinstance(value, dict):
-        inner = ", ".join(f"{k!r}: {preview(v, 40)}" for k, v in list(value.items())[:8])
-        return _cut(f"{{{inner}{', …' if len(value) > 8 else ''}}}", width)
+        items = [f"{k!r}: {_preview(v, 40, depth - 1)}" for k, v in list(value.items())[:8]]
+        return _cut(f"{{{', '.join(items)}{', …' if len(value) > 8 else ''}}}", width)
     if isinstance(value, (list, tuple)):
-        inner = ", ".join(preview(v, 40) for v in value[:8])
+        inner = ", ".join(_preview(v, 40, depth - 1) for v in value[:8])
         inner += ", …" if len(value) > 8 else ""
         return _cut(f"[{inner}]" if isinstance(value, list) else f"({inner})", width)
     shape = getattr(value, "shape", None)

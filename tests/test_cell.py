@@ -80,8 +80,22 @@ def test_a_star_import_leaves_the_check_to_the_rank() -> None:
 
 
 def test_titles_show_small_values() -> None:
-    values = {"model": object(), "epochs": 3, "name": "x" * 99}
+    values = {"model": object(), "epochs": 3, "name": "x"}
     read = cell.read_cell("def train(model, epochs, name, k=1): ...", "c", values)
     assert cell.title(read) == "train(model, epochs=3, name, k=1)"
     assert cell.title(Cell("\n# why\n  x + 1\n", "c", {})) == "x + 1"
     assert len(cell.title(Cell("x" * 200, "c", {}))) == 60
+
+
+def test_names_bound_in_comprehensions_and_by_called_functions_count() -> None:
+    source = "[last := i for i in y]\ndef f():\n    global made\n    made = 1\nf()"
+    assert {"last", "made"} <= cell.bound_names(source)
+
+
+def test_an_open_quote_is_not_lost() -> None:
+    assert cell.split_options("-n 1 'abc") == ("-n 1", "'abc")
+
+
+def test_texts_are_kept_out_of_titles() -> None:
+    read = cell.read_cell("def train(key, n): ...", "c", {"key": "hunter2", "n": 10**5000})
+    assert cell.title(read) == "train(key, n)"

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -347,3 +348,206 @@ print(psutil.Process().children())
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert "LaunchError only 2 of 4 processes could be forked" in out.stdout, out.stderr
     assert out.stdout.endswith("[]\n")
+
+
+class _SlowToPickle(Exception):
+    def __reduce__(self) -> Any:
+        time.sleep(60)
+        return (_SlowToPickle, ())
+
+
+def test_a_rank_too_slow_to_tell_why_it_failed_is_a_failure_all_the_same() -> None:
+    def train() -> None:
+        raise _SlowToPickle
+
+    with pytest.raises(RankDied, match="failed with _SlowToPickle"):
+        launch("fork", train, n=2)
+
+
+def test_a_failed_exit_that_threads_hold_up_is_a_failure_all_the_same() -> None:
+    def train() -> None:
+        threading.Thread(target=time.sleep, args=(60,)).start()
+        sys.exit(3)
+
+    with pytest.raises(RankDied, match=r"failed with sys.exit\(3\)"):
+        launch("fork", train)
+
+
+def test_a_killed_rank_is_the_cause_not_the_collectives_echo() -> None:
+    def train() -> None:
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        for step in range(1000):
+            if step == 3 and nbtrain.rank() == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.all_reduce(torch.ones(1000))
+
+    for _ in range(6):
+        with pytest.raises(RankDied) as raised:
+            launch("fork", train, n=4)
+        assert (raised.value.rank, raised.value.signal) == (2, 9)
+
+
+def test_results_of_runs_at_hand_are_not_pruned() -> None:
+    runs = [launch("inline", lambda i=i: i) for i in range(23)]
+    assert [run.value for run in runs] == list(range(23))
+
+
+def test_a_deleted_run_says_so(tmp_path: Path) -> None:
+    import shutil
+
+    run = launch("fork", lambda: b"x" * (2 << 20))
+    shutil.rmtree(run.folder)
+    with pytest.raises(nbtrain.NbtrainError, match="was deleted"):
+        assert run.value
+
+
+def test_a_rank_killed_with_tqdms_lock_does_not_hang_the_notebook() -> None:
+    from tqdm import tqdm
+
+    with open(os.devnull, "w") as nowhere:
+        list(tqdm(range(2), file=nowhere))
+
+        def train() -> None:
+            tqdm.get_lock().acquire()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        with pytest.raises(RankDied):
+            launch("fork", train)
+        list(tqdm(range(2), file=nowhere))
+
+
+def test_a_bar_of_odd_numbers_is_drawn() -> None:
+    def train() -> None:
+        import numpy as np
+        import torch
+        from tqdm import tqdm
+
+        bar = tqdm(total=np.int64(10), desc="odd", mininterval=0)
+        bar.update(np.int64(3))
+        bar.update(torch.tensor(3))
+        bar.refresh()
+
+    bar = launch("fork", train).state.ranks[0].bar
+    assert bar is not None
+    assert (bar.n, bar.total) == (6, 10)
+
+
+def test_streams_held_from_before_lead_to_the_log() -> None:
+    held = sys.stdout
+
+    def train() -> None:
+        print("through the old stream", file=held)
+        print("through the new one")
+
+    assert launch("fork", train).logs(0) == "through the old stream\nthrough the new one"
+
+
+def test_files_left_open_are_written_out(tmp_path: Path) -> None:
+    def train() -> None:
+        global kept_file
+        kept_file = (tmp_path / "metrics.csv").open("w")
+        kept_file.write("step,loss\n")
+
+    launch("fork", train)
+    assert (tmp_path / "metrics.csv").read_text() == "step,loss\n"
+
+
+def test_a_relative_root_survives_a_change_of_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NBTRAIN_HOME", "home")
+    run = launch("fork", lambda: os.chdir("/"), n=2)
+    monkeypatch.chdir("/")
+    assert run.results == [None, None]
+    assert run.folder.is_absolute()
+
+
+def test_a_rank_has_no_last_run_and_may_launch_its_own() -> None:
+    launch("fork", lambda: 1)
+
+    def train() -> tuple[bool, int]:
+        return nbtrain.last_run() is None, launch("fork", lambda: 7).value
+
+    assert launch("fork", train).value == (True, 7)
+
+
+def test_stop_in_the_watching_thread_only_asks() -> None:
+    def stop(*_: object) -> None:
+        run = nbtrain.last_run()
+        assert run is not None
+        run.stop()
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    try:
+        timer = threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGUSR1))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            launch("fork", lambda: time.sleep(60), n=2)
+        timer.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_the_end_of_a_log_is_read_without_its_beginning() -> None:
+    def train() -> None:
+        os.write(1, b"x" * (30 << 20) + b"\n")
+        print("the end")
+
+    run = launch("fork", train)
+    assert run.logs(0, tail=1) == "the end"
+
+
+def test_shared_memory_of_a_failing_rank_is_given_back() -> None:
+    before = sorted(os.listdir("/dev/shm"))
+
+    def train() -> None:
+        from multiprocessing.shared_memory import SharedMemory
+
+        globals()["kept_memory"] = SharedMemory(create=True, size=100)
+        raise ValueError("forgot it")
+
+    with pytest.raises(ValueError, match="forgot it"):
+        launch("fork", train)
+    wait_until(lambda: sorted(os.listdir("/dev/shm")) == before)
+
+
+def test_inline_refuses_a_timeout_it_cannot_keep() -> None:
+    with pytest.raises(PreflightError, match="timeout"):
+        launch("inline", lambda: 1, timeout=5)
+
+
+def test_an_interrupt_of_an_inline_rank_is_an_interrupt() -> None:
+    def train() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+
+    with pytest.raises(KeyboardInterrupt):
+        launch("inline", train)
+    run = nbtrain.last_run()
+    assert run is not None
+    assert run.state.status == "interrupted"
+
+
+def test_interrupts_at_any_moment_leave_nothing_behind() -> None:
+    script = """
+import os, random, signal, sys, threading, time, nbtrain, psutil
+nbtrain.launch(lambda: 1, num_processes=1, view='none')
+before = sorted(os.listdir('/proc/self/fd')), signal.getsignal(signal.SIGINT)
+random.seed(0)
+for i in range(25):
+    timer = threading.Timer(random.random() * 0.12, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        nbtrain.launch(lambda: time.sleep(60), num_processes=3, view='none')
+    except KeyboardInterrupt:
+        pass
+    timer.join()
+assert (sorted(os.listdir('/proc/self/fd')), signal.getsignal(signal.SIGINT)) == before
+print('children', psutil.Process().children())
+"""
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90)
+    assert out.stdout == "children []\n", out.stderr

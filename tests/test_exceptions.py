@@ -126,7 +126,7 @@ def test_a_users_own_runtime_error_is_no_echo() -> None:
         (-9, "SIGKILL"),
         (-11, "SIGSEGV"),
         (-64, "killed by"),
-        (None, "unknown"),
+        (None, "took its exit code"),
     ],
 )
 def test_exit_codes_are_worded(code: int | None, words: str) -> None:
@@ -144,3 +144,39 @@ def test_a_death_becomes_rank_died() -> None:
 def test_ranks_are_named_shortly() -> None:
     assert ranks_text([3]) == "rank 3"
     assert ranks_text([7, 0, 4, 5, 6]) == "ranks 0, 4–7"
+
+
+class TwoArguments(Exception):
+    def __init__(self, step: int, loss: float) -> None:
+        super().__init__(f"loss {loss} at {step}")
+        self.step = step
+
+
+def test_a_class_whose_init_differs_from_its_args_keeps_its_type() -> None:
+    back = round_trip(TwoArguments(3, 0.5))
+    assert isinstance(back, TwoArguments)
+    assert (str(back), back.step) == ("loss 0.5 at 3", 3)
+
+
+def test_a_long_chain_costs_in_proportion() -> None:
+    def nest(depth: int) -> None:
+        if depth == 0:
+            raise ValueError("root")
+        try:
+            nest(depth - 1)
+        except ValueError as error:
+            raise ValueError(str(depth)) from error
+
+    captured = exceptions.capture(raised(lambda: nest(18)))
+    assert len(serialize.dumps(captured)) < 200_000
+    back, depth = exceptions.restore(captured), 0
+    while back.__cause__ is not None:
+        assert back.__context__ is back.__cause__
+        back, depth = back.__cause__, depth + 1
+    assert depth == 18
+
+
+def test_odd_notes_do_no_harm() -> None:
+    error = ValueError("x")
+    error.__notes__ = 5  # type: ignore[attr-defined]
+    assert isinstance(round_trip(error), ValueError)

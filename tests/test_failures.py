@@ -275,3 +275,41 @@ def _is_running(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_an_interrupt_is_not_lost_in_a_finalizer_or_a_fork(notebook: Notebook) -> None:
+    out = notebook.run(
+        "%%distributed -n 2\n"
+        "from torch.utils.data import DataLoader\n"
+        "def train():\n"
+        "    try:\n"
+        "        for i in range(10_000):\n"
+        "            next(iter(DataLoader([1, 2], num_workers=1)))\n"
+        "            if i == 3: print('ready')\n"
+        "    except KeyboardInterrupt:\n"
+        "        print('saved')\n"
+        "        raise\n",
+        interrupt_on="ready",
+    )
+    assert out.ename == "KeyboardInterrupt"
+    for rank in (0, 1):
+        assert "saved" in notebook.value(f"nbtrain.last_run().logs({rank})")
+
+
+def test_an_exception_that_cannot_travel_is_shown_with_its_line(notebook: Notebook) -> None:
+    out = notebook.run(
+        "%%distributed -n 1\n"
+        "import threading\n"
+        "class E(Exception): pass\n"
+        "error = E('one'); error.lock = threading.Lock()\n"
+        "raise error"
+    )
+    assert out.ename == "RankError"
+    assert "----> 5 raise error" in out.traceback
+
+
+def test_a_variable_of_any_name_may_give_an_option(notebook: Notebook) -> None:
+    notebook.run("offset = text = shell = line = 3\n")
+    for name in ("offset", "text", "shell", "line"):
+        notebook.run(f"%distributed -n {{{name}}} nbtrain.rank()")
+        assert notebook.value("nbtrain.last_run().results") == [0, 1, 2]

@@ -160,3 +160,23 @@ def test_numbers_are_worded() -> None:
         "text",
         "2e+06",
     ]
+
+
+def test_nothing_new_leaves_the_very_same_picture() -> None:
+    state = picture()
+    assert fold(state, []) is state
+
+
+def test_texts_of_ranks_cannot_steer_a_terminal() -> None:
+    said = "\x1b[2Jwipe\x9b2J\n\ud800"
+    state = fold(
+        picture(),
+        [
+            ev.Metrics(1, 0, 1, {said: said}),
+            ev.Progress(1, 0, n=1, total=2, description=said),
+            ev.Output(1, 0, (said,)),
+        ],
+    )
+    shown = text.summary(state, 2.0) + html.render(state, 2.0)
+    assert not any(bad in shown for bad in ("\x1b", "\x9b", "\ud800", "wipe\n"))
+    shown.encode()

@@ -11,10 +11,10 @@ from ..worker import Job
 
 @dataclass(frozen=True)
 class Exit:
-    """A rank that is gone; `returncode` is negative for a signal, as in `subprocess`."""
+    """A rank that is gone; `returncode` is negative for a signal, None where nobody knows it."""
 
     rank: int
-    returncode: int
+    returncode: int | None
     time: float
 
 
@@ -53,7 +53,7 @@ class Ranks(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what belongs to the launch. All ranks are gone by then, or are killed."""
+        """Give back what belongs to the launch; kill ranks that are not gone by then."""
         ...
 
 

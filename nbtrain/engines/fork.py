@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import io
 import os
 import select
 import signal
@@ -45,18 +46,23 @@ class ForkEngine:
         try:
             with _ready_to_fork():
                 for rank in range(job.world_size):
-                    ranks.add(rank, _fork(partial(_be_rank, job, rank, listener, os.getpid())))
+                    ranks.add(rank, _fork_rank(job, rank, listener))
             ranks.store = rendezvous.serve(listener)
-        except BaseException as error:
+        except BaseException:
             listener.close()
             ranks.close()
-            if isinstance(error, OSError):
-                raise LaunchError(
-                    f"only {len(ranks.pids)} of {job.world_size} processes could be forked "
-                    f"({error.strerror}). Ask for fewer ranks, or raise the limit (ulimit -u)."
-                ) from error
             raise
         return ranks
+
+
+def _fork_rank(job: Job, rank: int, listener: socket.socket) -> int:
+    try:
+        return _fork(partial(_be_rank, job, rank, listener, os.getpid()))
+    except OSError as error:
+        raise LaunchError(
+            f"only {rank} of {job.world_size} processes could be forked ({error.strerror}). "
+            "Ask for fewer ranks, or raise the limit (ulimit -u)."
+        ) from error
 
 
 @contextlib.contextmanager
@@ -65,10 +71,6 @@ def _ready_to_fork() -> Iterator[None]:
     sys.stdout.flush()
     sys.stderr.flush()
     openmp.release_thread_pools()
-    # Frozen objects are never visited by a collection, so a rank does not copy their pages.
-    froze = gc.get_freeze_count() == 0
-    if froze:
-        gc.freeze()
     # tokenizers announces at every fork that it gives up its own threads; say so beforehand.
     quiet = "tokenizers" in sys.modules and "TOKENIZERS_PARALLELISM" not in os.environ
     if quiet:
@@ -80,8 +82,6 @@ def _ready_to_fork() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if quiet:
             del os.environ["TOKENIZERS_PARALLELISM"]
-        if froze:
-            gc.unfreeze()
 
 
 def _fork(child: Callable[[], int]) -> int:
@@ -104,6 +104,8 @@ def _fork(child: Callable[[], int]) -> int:
 
 
 def _be_rank(job: Job, rank: int, listener: socket.socket, parent: int) -> int:
+    # Frozen objects are never visited by a collection, so the pages they are on stay shared.
+    gc.freeze()
     leave_kernel.become_rank(job.folder.log(rank), parent)
     listener.close()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -114,13 +116,31 @@ def _be_rank(job: Job, rank: int, listener: socket.socket, parent: int) -> int:
 
 def _finish_process() -> None:
     """Do what an ordinary interpreter does at its end, short of freeing memory."""
-    # As in multiprocessing's children: tells idle thread pools to end, joins what is no daemon.
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
+    # threading's: tells idle thread pools to end, and joins what is no daemon.
+    for step in (threading._shutdown, atexit._run_exitfuncs, _leave_multiprocessing, _flush_files):  # type: ignore[attr-defined]
+        try:
+            step()
+        except BaseException:  # each is owed its turn, whatever the one before met
+            traceback.print_exc()
+
+
+def _leave_multiprocessing() -> None:
+    """End the rank's own helper processes, as `multiprocessing` does at exit."""
     if "multiprocessing.util" in sys.modules:
         from multiprocessing import util
 
         util._exit_function()  # type: ignore[attr-defined]
+    tracker = leave_kernel.own_resource_tracker()
+    if tracker is not None:
+        tracker._stop()
+
+
+def _flush_files() -> None:
+    """Write out what the rank's own open files hold; the kernel's are frozen, and not listed."""
+    kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+    for file in [o for o in gc.get_objects() if isinstance(o, kinds)]:
+        with contextlib.suppress(ValueError, OSError):
+            file.flush()
     sys.stdout.flush()
     sys.stderr.flush()
 
@@ -157,24 +177,26 @@ class ForkedRanks:
         if self._watched:
             blind = -1 in self._watched.values()
             poller.poll(1000 * (min(timeout, 0.02) if blind else timeout))
-        now = time.time()
-        codes = {rank: self._reap(rank) for rank in tuple(self._watched)}
-        return [Exit(rank, code, now) for rank, code in codes.items() if code is not None]
+        ended = [self._reap(rank) for rank in tuple(self._watched)]
+        return [exited for exited in ended if exited is not None]
 
-    def _reap(self, rank: int) -> int | None:
+    def _reap(self, rank: int) -> Exit | None:
         pid = self._pids[rank]
-        try:
-            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        code: int | None = None
+        with contextlib.suppress(ChildProcessError):  # reaped elsewhere: SIGCHLD ignored, os.wait
+            if hasattr(os, "waitid"):
+                if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                    return None
+                # Before it is reaped, while its number cannot be anyone else's: end what it left.
+                _signal_group(pid, signal.SIGKILL)
+            reaped, status = os.waitpid(pid, os.WNOHANG)
+            if not reaped:
                 return None
-            # Before it is reaped, while its number cannot be anyone else's: end what it left.
-            _signal_group(pid, signal.SIGKILL)
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        except ChildProcessError:  # someone else reaped it: a handler of SIGCHLD, os.wait()
-            code = CRASHED
+            code = os.waitstatus_to_exitcode(status)
         pidfd = self._watched.pop(rank)
         if pidfd >= 0:
             os.close(pidfd)
-        return code
+        return Exit(rank, code, time.time())
 
     def interrupt(self, ranks: Collection[int]) -> None:
         """Send SIGINT to the ranks alone; a DataLoader worker does not know what it means."""
@@ -195,8 +217,13 @@ class ForkedRanks:
     def close(self) -> None:
         """Kill and reap whatever is left, and give the store's port back."""
         self.kill(self.alive)
-        while self._watched:
-            self.wait(0.5)
+        deadline = time.monotonic() + 1
+        while self._watched and time.monotonic() < deadline:
+            self.wait(0.1)
+        for pidfd in self._watched.values():  # beyond SIGKILL's reach: a driver, a file system
+            if pidfd >= 0:
+                os.close(pidfd)
+        self._watched.clear()
         self.store = None
 
 

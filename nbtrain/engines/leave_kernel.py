@@ -27,6 +27,10 @@ _keep: list[object] = []
 """Objects of the kernel whose finalizers must not run here: zmq sockets, old streams."""
 
 
+_inherited_tracker: int | None = None
+"""The process of the kernel's resource tracker, which is not this rank's to stop."""
+
+
 def become_rank(log: Path, parent: int) -> None:
     """Detach this forked process from the kernel; its output goes to `log` from now on."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -64,6 +68,8 @@ def _redirect_streams(log: Path) -> None:
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
     sys.stdout = sys.__stdout__ = _text_stream(1)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _text_stream(2)  # type: ignore[misc]
+    _lead(old[0], sys.stdout)
+    _lead(old[1], sys.stderr)
     sys.displayhook = sys.__displayhook__
     sys.excepthook = sys.__excepthook__
     for handler in _stream_handlers():
@@ -71,6 +77,12 @@ def _redirect_streams(log: Path) -> None:
             handler.stream = sys.stderr if handler.stream in (old[1], old[3]) else sys.stdout
     # A crash in native code leaves the Python stack of the moment in the log.
     faulthandler.enable(file=2)
+
+
+def _lead(old: Any, new: io.TextIOWrapper) -> None:
+    """Make a stream that somebody kept (a logger's sink, ``out = sys.stdout``) write to the log."""
+    with contextlib.suppress(AttributeError):  # a plain file: its descriptor leads there already
+        old.write, old.writelines, old.flush = new.write, new.writelines, new.flush
 
 
 def _text_stream(descriptor: int) -> io.TextIOWrapper:
@@ -122,12 +134,23 @@ def _belongs_to_the_kernel(descriptor: int) -> bool:
 
 def _forget_children() -> None:
     """Drop the parent's multiprocessing bookkeeping, as `multiprocessing` does in its children."""
+    global _inherited_tracker
+    tracker = sys.modules.get("multiprocessing.resource_tracker")
+    _inherited_tracker = getattr(getattr(tracker, "_resource_tracker", None), "_pid", None)
     if "multiprocessing.util" in sys.modules:
         from multiprocessing import process, util
 
         process._children = set()  # type: ignore[attr-defined]
         util._finalizer_registry.clear()  # type: ignore[attr-defined]
         util._run_after_forkers()  # type: ignore[attr-defined]
+
+
+def own_resource_tracker() -> Any:
+    """Return multiprocessing's tracker of shared memory, if this rank started one of its own."""
+    module = sys.modules.get("multiprocessing.resource_tracker")
+    tracker = getattr(module, "_resource_tracker", None)
+    pid = getattr(tracker, "_pid", None)
+    return tracker if pid is not None and pid != _inherited_tracker else None
 
 
 def _forget_event_loop() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from collections.abc import Callable
@@ -39,6 +40,8 @@ def choose(view: str) -> Front:
         return NoFront()
     shell = ipython_shell()
     kernel = getattr(shell, "kernel", None)
+    if shell is None:
+        return TextFront()
     if view == "widget":
         return WidgetFront()
     if view == "html" or (view == "auto" and kernel is not None and not _is_headless(shell)):
@@ -112,11 +115,12 @@ class Guarded:
             draw(state, now)
         except Exception as error:  # a lost front end, a library's change: not worth a training
             self._front = None
-            warnings.warn(
-                f"nbtrain: the view failed ({type(error).__name__}: {error}); the run goes on",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+            with contextlib.suppress(RuntimeWarning):  # warnings may be errors: not here
+                warnings.warn(
+                    f"nbtrain: the view failed ({type(error).__name__}: {error}); the run goes on",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
 
 
 class NoFront:

@@ -38,7 +38,8 @@ class _FromTheRank:
 
 def show_from_the_rank(error: BaseException) -> BaseException:
     """Make IPython draw `error` without the frames between the cell and the rank."""
-    if not isinstance(error, NbtrainError) and ipython_shell() is not None:
+    own = isinstance(error, NbtrainError) and rank_frames(error.__traceback__) is None
+    if not own and ipython_shell() is not None:
         with contextlib.suppress(AttributeError, TypeError):  # a class may forbid attributes
             error._render_traceback_ = _FromTheRank(error)  # type: ignore[attr-defined]
     return error
