@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(240)
 PATH = Path(__file__).parent.parent / "notebooks" / "quickstart.ipynb"
 
 MAGIC = "%%distributed -n 2\n"
-ONE_PROCESS = "%%distributed -n 1 --as one\n"
+ONE_PROCESS = "%%distributed -n 1 --as one --env OMP_NUM_THREADS=1\n"
 
 PROBE = """
 print({
