@@ -31,7 +31,7 @@ class Options:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise PlanError(f"%distributed: {message}")
+        raise PlanError(f"%distributed: {message} (%%distributed? shows the options)")
 
 
 def _count(text: str) -> int | None:

@@ -102,12 +102,12 @@ def _step(step: Any) -> int:
 
 
 def progress(
-    iterable: Iterable[T], total: float | None = None, description: str = ""
+    iterable: Iterable[T], total: float | None = None, description: str = "", unit: str = "it"
 ) -> Iterable[T]:
     """Iterate with a progress bar: on the board inside a run, an ordinary tqdm bar outside."""
     try:
         from tqdm.auto import tqdm
     except ImportError:  # accelerate brings tqdm; without it there is just no bar
         return iterable
-    bar: Iterable[T] = tqdm(iterable, total=total, desc=description or None)
+    bar: Iterable[T] = tqdm(iterable, total=total, desc=description or None, unit=unit)
     return bar

@@ -20,6 +20,7 @@ from .outcome import Failure, headline, ranks_text, to_exception
 from .state import RankState, RunState, fold
 from .supervise import Reader, Supervisor
 from .view import fronts, html
+from .view.wording import counted
 
 SMALL = 1 << 20
 """Bytes of a result that is held in memory as soon as its run is over."""
@@ -125,7 +126,7 @@ class Run:
         if state.status == "interrupted":
             return KeyboardInterrupt(f"the run was stopped ({state.message})")
         if state.status == "timed out":
-            return RunTimeout(f"the run took longer than its timeout ({state.message})")
+            return RunTimeout(f"the run took longer than its timeout: {state.message}")
         failures = [self._failure(r) for r in state.ranks if r.status == "failed"]
         if not failures:
             return None if state.status == "succeeded" else LaunchError(state.message)
@@ -200,7 +201,7 @@ class Run:
     def __repr__(self) -> str:
         state = self.state
         return (
-            f"<Run {state.name}: {state.status}, {state.world_size} ranks, "
+            f"<Run {state.name}: {state.status}, {counted(state.world_size, 'rank')}, "
             f"{state.elapsed(time.time()):.1f} s>"
         )
 
@@ -240,7 +241,7 @@ def _note(cause: Failure, failures: list[Failure], state: RunState) -> str:
         f"{ranks_text(ranks)} {_was(words, ranks)}" for words, ranks in became.items()
     )
     told = f"{where}; {others}." if others else f"{where}."
-    return f"{told} Its output: nbtrain.last_run().logs({cause.rank})"
+    return f"{told} What rank {cause.rank} printed: nbtrain.last_run().logs({cause.rank})"
 
 
 def _was(words: str, ranks: list[int]) -> str:

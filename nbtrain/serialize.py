@@ -80,9 +80,11 @@ def dump_result(value: Any, shared: frozenset[type] = frozenset()) -> bytes:
     except Exception as error:  # any reducer of any class may raise anything
         path, part = find_unpicklable(value, lambda v: dumps(v, shared))
         where = "it" if path == "result" else f"`{path}`, a {_type_name(part)},"
+        wrapped = type(value).__module__.startswith("torch.nn.parallel")
+        instead = "accelerator.unwrap_model(model)" if wrapped else "numbers, tensors, a state_dict"
         raise ResultNotPicklable(
             f"the function returned a {_type_name(value)} and {where} cannot be pickled "
-            f"({type(error).__name__}: {error}). Return numbers, tensors or a state_dict instead."
+            f"({type(error).__name__}: {error}). Return {instead} instead."
         ) from None
 
 

@@ -244,6 +244,8 @@ class Supervisor:
         if failed and all((r.error or "").startswith("KeyboardInterrupt") for r in failed):
             status = "interrupted"  # inline, the interrupt is the rank's own
         message = message or _closing_words(status, self.state.ranks)
+        if status == "timed out":
+            message = f"{self._timeout:g} s; {message}"
         self._note([ev.Finished(time.time(), -1, status, message)])
         self._writer.close()
         self.over.set()

@@ -143,11 +143,11 @@ def _leave(job: Job, rank: int, writer: ev.EventWriter, leaving: SystemExit) -> 
 
 def _print_traceback(error: BaseException) -> None:
     """Leave the whole traceback in the rank's log, the launcher's frames cut off."""
-    tb = error.__traceback__
-    while tb is not None and tb.tb_frame.f_code.co_filename == __file__:
-        tb = tb.tb_next
     with contextlib.suppress(Exception):  # a hostile __str__, a full disk: the report is out
-        traceback.print_exception(type(error), error, tb)
+        told = traceback.TracebackException.from_exception(error)
+        frames = [frame for frame in told.stack if frame.filename != __file__]
+        told.stack = traceback.StackSummary.from_list(frames)
+        sys.stderr.write("".join(told.format()))
 
 
 class _StopOnRequest:
@@ -289,12 +289,16 @@ def preview(value: Any) -> str:
 
 
 def _preview(value: Any, width: int, depth: int) -> str:
-    if value is None or isinstance(value, (bool, int, float, complex)):
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if value is None or isinstance(value, (bool, int, complex)):
         return _cut(repr(value), width)
     if isinstance(value, str):
         return _cut(repr(value[: width + 1]), width)
     if isinstance(value, (dict, list, tuple)) and depth == 0:
         return "…"
+    if isinstance(value, dict) and len(value) > 8 and all(map(_is_array, value.values())):
+        return f"<{len(value)} tensors>"
     if isinstance(value, dict):
         items = [f"{k!r}: {_preview(v, 40, depth - 1)}" for k, v in list(value.items())[:8]]
         return _cut(f"{{{', '.join(items)}{', …' if len(value) > 8 else ''}}}", width)
@@ -302,9 +306,16 @@ def _preview(value: Any, width: int, depth: int) -> str:
         inner = ", ".join(_preview(v, 40, depth - 1) for v in value[:8])
         inner += ", …" if len(value) > 8 else ""
         return _cut(f"[{inner}]" if isinstance(value, list) else f"({inner})", width)
-    shape = getattr(value, "shape", None)
     name = type(value).__name__
-    return f"{name}{list(shape)}" if isinstance(shape, tuple) else f"<{name}>"
+    if not _is_array(value):
+        return f"<{name}>"
+    if not value.shape and str(getattr(value, "device", "cpu")) == "cpu":
+        return f"{name}({_preview(value.item(), 40, 1)})"
+    return f"{name}{list(value.shape)}"
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(getattr(value, "shape", None), tuple)
 
 
 def _cut(text: str, width: int) -> str:

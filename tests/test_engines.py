@@ -551,3 +551,14 @@ print('children', psutil.Process().children())
 """
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90)
     assert out.stdout == "children []\n", out.stderr
+
+
+def test_a_fork_run_follows_an_inline_one_with_the_same_accelerate_loop() -> None:
+    def train() -> int:
+        from accelerate import Accelerator
+
+        count: int = Accelerator().num_processes
+        return count
+
+    assert launch("inline", train).value == 1
+    assert launch("fork", train, n=2).results == [2, 2]

@@ -180,3 +180,18 @@ def test_texts_of_ranks_cannot_steer_a_terminal() -> None:
     shown = text.summary(state, 2.0) + html.render(state, 2.0)
     assert not any(bad in shown for bad in ("\x1b", "\x9b", "\ud800", "wipe\n"))
     shown.encode()
+
+
+def test_nested_bars_are_worded_from_the_outside_in() -> None:
+    bars = [
+        ev.Progress(1, 0, bar=0, n=2, total=3, description="epoch"),
+        ev.Progress(1, 0, bar=1, n=20, total=45, elapsed=2, description="batch"),
+    ]
+    rank = fold(picture(), bars).ranks[0]
+    assert wording.position(rank) == "epoch: 2/3 › batch: 20/45 · 10 it/s · 2.5 s left"
+
+
+def test_a_killed_rank_says_so_on_its_line() -> None:
+    state = fold(picture(), [ev.Exited(1, 0, -9, "failed")])
+    assert "was killed by SIGKILL" in text.summary(state, 2.0)
+    assert "was killed by SIGKILL" in html.render(state, 2.0)

@@ -7,6 +7,7 @@ exist to avoid: what the function does to the kernel (a device, a seed, a proces
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Collection
 from dataclasses import replace
@@ -34,7 +35,7 @@ class InlineEngine:
         store = rendezvous.serve(listener)
         writer = EventWriter(job.folder.events(0))
         job.folder.log(0).touch(mode=0o600)
-        before = dict(os.environ)
+        before, had_accelerator = dict(os.environ), _has_accelerator()
         reporter = report.activate(report.Reporter(writer, 0, 1))
         try:
             os.environ.update(worker.environment(job, 0, before))
@@ -43,6 +44,8 @@ class InlineEngine:
             report.activate(reporter)
             writer.close()
             _restore_environment(before)
+            if not had_accelerator:
+                _forget_accelerator()
             del store
         return FinishedRanks(code, error)
 
@@ -54,6 +57,19 @@ def _with_own_namespace(job: Job) -> Job:
         return job
     own = replace(task, namespace=dict(task.namespace))
     return replace(job, plan=replace(job.plan, task=own))
+
+
+def _has_accelerator() -> bool:
+    state = sys.modules.get("accelerate.state")
+    return state is not None and bool(state.PartialState._shared_state)
+
+
+def _forget_accelerator() -> None:
+    """Clear the state of an Accelerator the rank made, so that the next launch may fork."""
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
 
 
 def _restore_environment(before: dict[str, str]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..state import RunState
-from . import html, text
+from . import html, text, wording
 
 INTERVAL = 0.2
 """Seconds between two updates of a display, at least."""
@@ -195,7 +195,7 @@ class TextFront:
         self._print_output(state)
         if self._due is None:
             self._due = now + TEXT_INTERVAL
-            print(f"● {state.name}: {state.world_size} ranks by {state.engine}", flush=True)
+            print(f"● {state.name}: {wording.facts(state, now)}", flush=True)
         elif now >= self._due:
             self._due = now + TEXT_INTERVAL
             self._print_progress(state)

@@ -79,15 +79,11 @@ def _ranks(state: RunState) -> str:
 
 
 def _row(rank: RankState) -> str:
-    bar = rank.bar
+    bar, trouble = rank.bar, wording.trouble(rank)
     said = [
-        f'<span style="{_SOFT}">{escape(wording.position(bar, rank.is_over))}</span>'
-        if bar
-        else "",
+        f'<span style="{_SOFT}">{escape(wording.position(rank))}</span>' if bar else "",
         _metrics(rank),
-        f'<span style="color:{_COLOURS["failed"]}">{escape(rank.error)}</span>'
-        if rank.error
-        else "",
+        f'<span style="color:{_COLOURS["failed"]}">{escape(trouble)}</span>' if trouble else "",
     ]
     cells = [
         f'<span style="{_SOFT}">rank {rank.rank}</span>',
@@ -123,7 +119,7 @@ def _bar(bar: Bar | None, rank: RankState) -> str:
         'style="display:inline-block;vertical-align:middle;width:140px;height:8px;'
         'border-radius:4px;background:rgba(128,128,128,.25);overflow:hidden">'
         f'<div style="width:{percent}%;height:100%;background:{colour}"></div></div>'
-        f'<span style="display:inline-block;width:44px;text-align:right;{_SOFT}">'
+        f'<span style="display:inline-block;width:50px;text-align:right;{_SOFT}">'
         f"{100 * bar.fraction:.0f}&nbsp;%</span>"
     )
 
@@ -150,7 +146,7 @@ def _log(state: RunState) -> str:
     )
     if not state.is_over:
         return shown
-    title = f"Log: {count} line{'s' if count != 1 else ''}"
+    title = f"Log: {wording.counted(count, 'line')}"
     return (
         f'<details style="margin-top:4px"><summary style="cursor:pointer;{_SOFT}">'
         f"{title}</summary>{shown}</details>"

@@ -29,10 +29,9 @@ def rank_line(rank: RankState) -> str:
         if bar.fraction is not None:
             done = round(bar.fraction * _WIDTH)
             parts.append(f"{'█' * done}{'·' * (_WIDTH - done)} {bar.fraction:4.0%}")
-        parts.append(wording.position(bar, rank.is_over))
+        parts.append(wording.position(rank))
     if rank.metrics:
         step = "" if rank.step is None else f"step {rank.step}: "
         parts.append(step + wording.metrics(rank))
-    if rank.error:
-        parts.append(rank.error)
-    return "  ".join(parts).rstrip()
+    parts.append(wording.trouble(rank))
+    return "  ".join(filter(None, parts)).rstrip()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from ..outcome import ranks_text
+from ..outcome import describe_returncode, ranks_text
 from ..state import Bar, RankState, RunState
 
 
@@ -39,24 +39,47 @@ def metrics(rank: RankState, limit: int = 6) -> str:
     return " · ".join([*shown, *([f"{left} more"] if left else [])])
 
 
-def position(bar: Bar, is_over: bool = False) -> str:
-    """Word where a bar stands: ``epoch 2: 20/45 · 12.3 it/s · 2.1 s left``."""
-    total = "" if bar.total is None else f"/{number(bar.total)}"
-    words = [f"{number(bar.n)}{total} {bar.unit if bar.total is None else ''}".strip()]
+def position(rank: RankState) -> str:
+    """Word where a rank stands: ``epoch: 2/3 › batch: 20/45 · 12.3 it/s · 2.1 s left``."""
+    bar = rank.bar
+    if bar is None:
+        return ""
+    outer = [other for other in rank.bars.values() if not other.closed and other is not bar]
+    words = [_count(bar)]
     if bar.rate:
-        fast = bar.rate >= 1
-        words.append(
-            f"{bar.rate:.3g} {bar.unit}/s" if fast else f"{duration(1 / bar.rate)}/{bar.unit}"
-        )
-    if bar.remaining and not is_over:
+        words.append(_rate(bar.rate, bar.unit))
+    if bar.remaining and not rank.is_over:
         words.append(f"{duration(bar.remaining)} left")
-    return (f"{bar.description}: " if bar.description else "") + " · ".join(words)
+    return " › ".join([*(_count(other) for other in outer), " · ".join(words)])
+
+
+def _count(bar: Bar) -> str:
+    total = f" {bar.unit}" if bar.total is None else f"/{number(bar.total)}"
+    return (f"{bar.description}: " if bar.description else "") + number(bar.n) + total
+
+
+def _rate(rate: float, unit: str) -> str:
+    if rate < 1:
+        return f"{duration(1 / rate)}/{unit}"
+    return f"{rate:,.0f} {unit}/s" if rate >= 100 else f"{rate:.3g} {unit}/s"
+
+
+def trouble(rank: RankState, width: int = 160) -> str:
+    """Word what went wrong in a rank, shortly; empty where nothing did."""
+    said = rank.error or ""
+    if not said and rank.status == "failed":
+        said = describe_returncode(rank.returncode)
+    return said if len(said) <= width else said[: width - 1] + "…"
+
+
+def counted(count: int, noun: str) -> str:
+    """Word a number of things: ``1 rank``, ``2 ranks``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def facts(state: RunState, now: float) -> str:
     """Word the circumstances of a run: ``2 ranks · fork · cpu · 12 s``."""
-    size = state.world_size
-    words = [f"{size} rank{'s' if size != 1 else ''}", state.engine, state.device]
+    words = [counted(state.world_size, "rank"), state.engine, state.device]
     if state.mixed_precision != "no":
         words.append(state.mixed_precision)
     return " · ".join([*words, duration(state.elapsed(now))])
