@@ -15,7 +15,7 @@ from typing import Any
 from . import events as ev
 from . import serialize
 from .errors import LaunchError, NbtrainError, RunTimeout
-from .folder import RunFolder, create, is_watched, prune
+from .folder import KEEP, RunFolder, create, is_watched, prune
 from .outcome import Failure, headline, ranks_text, to_exception
 from .state import RankState, RunState, fold
 from .supervise import Reader, Supervisor
@@ -30,7 +30,8 @@ TAIL_BYTES = 1 << 20
 
 _last: Run | None = None
 _last_pid: int | None = None
-_alive: weakref.WeakSet[Run] = weakref.WeakSet()
+_needed: weakref.WeakSet[Run] = weakref.WeakSet()
+"""Runs at hand whose results are in their folders alone."""
 
 
 class Run:
@@ -103,16 +104,23 @@ class Run:
         try:
             return self._folder.result(rank).read_bytes()
         except FileNotFoundError:
-            if not self.folder.exists():
-                raise NbtrainError(f"the folder of this run was deleted: {self.folder}") from None
+            self._check_folder()
             return None
 
-    def _keep_small_results(self) -> None:
-        """Have small results at hand before other kernels' runs push this folder out."""
+    def _check_folder(self) -> None:
+        if not self.folder.exists():
+            raise NbtrainError(
+                f"the folder of this run is gone ({self.folder}): the last {KEEP} runs are kept"
+            )
+
+    def _keep_results(self) -> None:
+        """Have small results in memory, so that the folder may go; keep it for large ones."""
         for rank in range(self.state.world_size):
             with contextlib.suppress(OSError):
                 if self._folder.result(rank).stat().st_size <= SMALL:
                     self._small[rank] = self._folder.result(rank).read_bytes()
+                else:
+                    _needed.add(self)
 
     @property
     def exception(self) -> BaseException | None:
@@ -167,6 +175,7 @@ class Run:
                 file.seek(max(0, size - TAIL_BYTES) if tail is not None else 0)
                 text = file.read().decode("utf-8", "replace")
         except FileNotFoundError:
+            self._check_folder()
             return []
         lines = text.removesuffix("\n").split("\n") if text else []
         return lines if tail is None else lines[-tail:] if tail > 0 else []
@@ -183,7 +192,7 @@ class Run:
                     self._driver = threading.get_ident()
                     self._error = drive()
                     self._drawn_in = _execution_count()
-                    self._keep_small_results()
+                    self._keep_results()
         if self._supervisor is not None:
             self._supervisor.over.wait()
         return self
@@ -285,7 +294,7 @@ def initial_state(manifest: dict[str, Any]) -> RunState:
 def new_folder(manifest: dict[str, Any]) -> RunFolder:
     """Make a run's folder and let the oldest ones go."""
     folder = create(manifest["name"], manifest)
-    prune(in_use={run.folder for run in _alive})
+    prune(in_use={run.folder for run in _needed})
     return folder
 
 
@@ -295,7 +304,6 @@ def last_run() -> Run | None:
 
 
 def remember(run: Run) -> None:
-    """Make `run` the one that `last_run` returns, and keep its folder while it is referred to."""
+    """Make `run` the one that `last_run` returns."""
     global _last, _last_pid
     _last, _last_pid = run, os.getpid()
-    _alive.add(run)

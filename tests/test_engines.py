@@ -391,8 +391,12 @@ def test_a_killed_rank_is_the_cause_not_the_collectives_echo() -> None:
 
 
 def test_results_of_runs_at_hand_are_not_pruned() -> None:
-    runs = [launch("inline", lambda i=i: i) for i in range(23)]
-    assert [run.value for run in runs] == list(range(23))
+    large = b"x" * (2 << 20)
+    runs = [launch("inline", lambda i=i: (i, large if i == 1 else b"")) for i in range(23)]
+    assert [run.value[0] for run in runs] == list(range(23))
+    assert [run.folder.exists() for run in runs[:4]] == [False, True, False, True]
+    with pytest.raises(nbtrain.NbtrainError, match="the last 20 runs"):
+        runs[0].logs()
 
 
 def test_a_deleted_run_says_so(tmp_path: Path) -> None:
@@ -400,7 +404,7 @@ def test_a_deleted_run_says_so(tmp_path: Path) -> None:
 
     run = launch("fork", lambda: b"x" * (2 << 20))
     shutil.rmtree(run.folder)
-    with pytest.raises(nbtrain.NbtrainError, match="was deleted"):
+    with pytest.raises(nbtrain.NbtrainError, match="is gone"):
         assert run.value
 
 
