@@ -48,7 +48,7 @@ class ForkEngine:
                 for rank in range(job.world_size):
                     ranks.add(rank, _fork_rank(job, rank, listener))
             ranks.store = rendezvous.serve(listener)
-        except BaseException:
+        except BaseException:  # whatever it was, an interrupt included: no rank stays behind
             listener.close()
             ranks.close()
             raise
