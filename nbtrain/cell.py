@@ -222,11 +222,12 @@ def bound_names(source: str, filename: str = "<cell>") -> set[str]:
 
 
 def title(cell: Cell) -> str:
-    """Return what to call the run: the function's head with its small values, or the first line."""
+    """Return what to call the run: the function's head with its numbers, or a telling line."""
     if cell.function is None:
         lines = [line for line in cell.source.splitlines() if line.strip()]
-        first = next((line for line in lines if not line.lstrip().startswith("#")), "cell")
-        return _shortened(first.strip(), 60)
+        dull = ("#", "import ", "from ", "%", "!")
+        telling = (line for line in lines if not line.lstrip().startswith(dull))
+        return _shortened(next(telling, lines[0]).strip(), 60)
     shown = (_filled(p, cell.namespace) for p in cell.parameters)
     return f"{cell.function}({', '.join(shown)})"
 

@@ -177,9 +177,10 @@ def _items(event: ev.Metrics) -> Iterable[tuple[str, float | str]]:
 
 def _bars(bars: Mapping[int, Bar], event: ev.Progress) -> dict[int, Bar]:
     new = dict(bars)
-    if event.closed and not event.kept:
-        new.pop(event.bar, None)
-        return new
+    if event.closed:
+        new.pop(event.bar, None)  # finished last, shown last
+        if not event.kept:
+            return new
     new[event.bar] = Bar(
         event.n,
         event.total,

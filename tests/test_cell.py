@@ -84,6 +84,8 @@ def test_titles_show_small_values() -> None:
     read = cell.read_cell("def train(model, epochs, name, k=1): ...", "c", values)
     assert cell.title(read) == "train(model, epochs=3, name, k=1)"
     assert cell.title(Cell("\n# why\n  x + 1\n", "c", {})) == "x + 1"
+    assert cell.title(Cell("import os\nfrom a import b\nwork()", "c", {})) == "work()"
+    assert cell.title(Cell("import os", "c", {})) == "import os"
     assert len(cell.title(Cell("x" * 200, "c", {}))) == 60
 
 

@@ -58,6 +58,10 @@ def test_the_innermost_moving_bar_is_shown_and_finished_ones_do_not_pile_up() ->
     assert state.ranks[0].bar == Bar(5, 9, 0.0, "batches")
     state = fold(state, [ev.Progress(2, 0, bar=1, n=9, total=9, closed=True, kept=False)])
     assert state.ranks[0].bar == Bar(0, 3, 0.0, "epochs")
+    done = [
+        ev.Progress(4, 0, bar=b, description=d, closed=True) for b, d in ((9, "in"), (0, "out"))
+    ]
+    assert fold(state, done).ranks[0].bar == Bar(description="out", closed=True)
     many = [ev.Progress(3, 0, bar=i, n=1, total=1, closed=True) for i in range(2, 99)]
     assert len(fold(state, many).ranks[0].bars) == 2
 
