@@ -4,6 +4,7 @@ NbtrainError
 ├── PlanError (ValueError)            an option, a cell or an argument that cannot be run as written
 │   └── CellSyntaxError               the cell's own syntax error
 ├── PreflightError (RuntimeError)     the kernel's state forbids this launch
+│   └── AcceleratorInitializedError   it has initialised an accelerator: no fork can use that
 ├── LaunchError (RuntimeError)        the ranks could not be started
 ├── RankDied (RuntimeError)           a rank ended by a signal or an exit code
 ├── RankError (RuntimeError)          stands for a rank's exception that could not travel
@@ -50,6 +51,10 @@ class CellSyntaxError(PlanError):
 
 class PreflightError(NbtrainError, RuntimeError):
     """The kernel is in a state in which this launch cannot work; nothing was started."""
+
+
+class AcceleratorInitializedError(PreflightError):
+    """An accelerator is initialised in the kernel: it cannot be forked into ranks that use it."""
 
 
 class LaunchError(NbtrainError, RuntimeError):

@@ -1,28 +1,134 @@
-"""Has this process touched an accelerator? Asked of the driver itself, without touching it.
+"""Has this process touched an accelerator, and what did it? Asked without touching one.
 
 A process in which ``cuInit`` has succeeded cannot be forked into one that uses CUDA, and torch's
 own flag misses half of the ways to get there. The driver knows: before ``cuInit`` each of its
 calls returns CUDA_ERROR_NOT_INITIALIZED, and asking changes nothing (measured on an H200).
+
+`look` is called around every cell, and between a cell's statements; the first time that the
+answer turns, it remembers where.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
-
-from . import loaded
+import sys
+from dataclasses import dataclass
+from typing import Any
 
 _SUCCESS = 0
+_count = ctypes.c_int()
+_driver: Any = None
+_loads_seen: int | None = None
+
+
+@dataclass(frozen=True)
+class Touch:
+    """What initialised an accelerator: a cell and the top-level statement in it.
+
+    Without a cell, it happened before anyone looked.
+    """
+
+    what: str
+    cell: int | None = None
+    line: int | None = None
+    statement: str = ""
+
+    @property
+    def where(self) -> str:
+        """Words for the place: ``In[3], line 2: `torch.cuda.is_available()` ``."""
+        if self.cell is None:
+            return "before nbtrain was loaded"
+        line = f", line {self.line}" if self.line is not None else ""
+        return f"In[{self.cell}]{line}" + (f": `{self.statement}`" if self.statement else "")
+
+
+_history: list[Touch] = []
+
+
+def initialized() -> frozenset[str]:
+    """Return which accelerators are initialised in this process: CUDA, ROCm, XPU, XLA."""
+    found = {"CUDA"} if cuda_is_initialized() else set()
+    torch = sys.modules.get("torch")
+    if torch is not None and getattr(getattr(torch, "version", None), "hip", None):
+        found |= {"ROCm"} if torch.cuda.is_initialized() else set()
+    xpu = getattr(torch, "xpu", None)
+    if xpu is not None and xpu.is_initialized():
+        found.add("XPU")
+    xla = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
+    if xla is not None and xla._xla_runtime_is_initialized():
+        found.add("XLA")
+    return frozenset(found)
 
 
 def cuda_is_initialized() -> bool:
     """Whether CUDA is initialised in this process; False wherever its driver is not even loaded."""
-    paths = loaded.libraries("libcuda.so")
-    if not paths:
-        return False
+    driver = _loaded_driver()
     try:
-        driver = ctypes.CDLL(paths[0], mode=os.RTLD_NOW | os.RTLD_NOLOAD)
-        code: int = driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))
-    except (OSError, AttributeError):  # unloaded meanwhile; not the driver it is named after
+        return driver is not None and driver.cuDeviceGetCount(ctypes.byref(_count)) == _SUCCESS
+    except AttributeError:  # not the driver it is named after
         return False
-    return code == _SUCCESS
+
+
+def _loaded_driver() -> Any:
+    """Return the CUDA driver if something has loaded it; ask the linker only if it loaded more."""
+    global _driver, _loads_seen
+    loads = _loads()
+    if _driver is None and (loads is None or loads != _loads_seen):
+        with contextlib.suppress(OSError, AttributeError):  # not loaded; no RTLD_NOLOAD here
+            _driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+        _loads_seen = loads
+    return _driver
+
+
+class _Object(ctypes.Structure):
+    """The beginning of ``struct dl_phdr_info``; `adds` counts the libraries ever loaded."""
+
+    _fields_ = (
+        ("address", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("headers", ctypes.c_void_p),
+        ("header_count", ctypes.c_uint16),
+        ("adds", ctypes.c_ulonglong),
+    )
+
+
+_Visitor = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.POINTER(_Object), ctypes.c_size_t, ctypes.POINTER(ctypes.c_ulonglong)
+)
+
+
+@_Visitor  # type: ignore[untyped-decorator]
+def _first(entry: Any, _size: int, result: Any) -> int:
+    result[0] = entry[0].adds
+    return 1  # the first entry tells: no need to visit the others
+
+
+def _loads() -> int | None:
+    """Return how many libraries this process has loaded so far; None where nobody counts."""
+    count = ctypes.c_ulonglong()
+    try:
+        ctypes.pythonapi.dl_iterate_phdr(_first, ctypes.byref(count))
+    except AttributeError:  # macOS
+        return None
+    return count.value
+
+
+def look(cell: int | None = None, line: int | None = None, statement: str = "") -> list[Touch]:
+    """Remember and return what was initialised since the last look; the place is the caller's."""
+    known = {touch.what for touch in _history}
+    new = [Touch(what, cell, line, statement) for what in sorted(initialized() - known)]
+    _history.extend(new)
+    return new
+
+
+def history() -> tuple[Touch, ...]:
+    """Return every first touch that was seen in this process, oldest first."""
+    return tuple(_history)
+
+
+def culprit(what: str) -> Touch:
+    """Return what initialised an accelerator that is initialised now, as far as it was seen."""
+    look()
+    return next((touch for touch in _history if touch.what == what), Touch(what))

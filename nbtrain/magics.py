@@ -7,8 +7,9 @@ import functools
 import operator
 from typing import Any
 
-from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
+from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class, no_var_expand
 
+from . import blame
 from . import cell as reading
 from .errors import CellSyntaxError, PlanError
 from .launch import run_plan
@@ -43,6 +44,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
     """The magics of nbtrain."""
 
     shell: Any
+    blame: blame.Blame
 
     @no_var_expand
     @line_cell_magic
@@ -54,6 +56,22 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         return None
 
     distributed.__doc__ = _HELP + reading.parser().format_help()
+
+    @line_magic
+    def nbtrain(self, line: str) -> None:
+        """Ask nbtrain about this kernel.
+
+        %nbtrain guard         has an accelerator been initialised here, and by which cell
+        %nbtrain guard warn    say so at the cell that does it (the default)
+        %nbtrain guard off     only remember the cell
+        """
+        match line.split():
+            case ["guard"]:
+                print(blame.report())
+            case ["guard", ("warn" | "off") as mode]:
+                self.blame.mode = mode
+            case _:
+                raise PlanError(f"%nbtrain: no such question: {line!r} (%nbtrain? shows them)")
 
     def _run(self, options_text: str, source: str, offset: int) -> Run:
         before = last_run()
@@ -109,11 +127,18 @@ def _expanded(_shell: Any, _text: str) -> str:
 
 
 def load(shell: Any) -> None:
-    """Register the magics with a shell; again, harmlessly."""
-    shell.register_magics(NbtrainMagics)
+    """Register the magics with a shell and watch its cells; again, harmlessly."""
+    unload(shell)
+    magics = NbtrainMagics(shell)
+    magics.blame = blame.Blame(shell)
+    magics.blame.start()
+    shell.register_magics(magics)
 
 
 def unload(shell: Any) -> None:
-    """Take the magics away."""
-    for kind in ("line", "cell"):
-        shell.magics_manager.magics[kind].pop("distributed", None)
+    """Take the magics and the watch away."""
+    magics = shell.magics_manager.registry.pop("NbtrainMagics", None)
+    if magics is not None:
+        magics.blame.stop()
+    for kind, name in (("line", "distributed"), ("cell", "distributed"), ("line", "nbtrain")):
+        shell.magics_manager.magics[kind].pop(name, None)

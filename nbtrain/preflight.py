@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from . import guard
-from .errors import PreflightError
+from .errors import AcceleratorInitializedError, PreflightError
 from .plan import Plan
 
 
@@ -17,13 +17,14 @@ class Finding:
 
     seen: str
     remedy: str
+    error: type[PreflightError] = PreflightError
 
 
 def check(plan: Plan, device: str) -> None:
     """Raise `PreflightError` with every reason why the ranks of this plan could not work."""
     findings = [finding for ask in _QUESTIONS for finding in ask(plan, device)]
     if findings:
-        raise PreflightError("\n".join(f"{f.seen} {f.remedy}" for f in findings))
+        raise findings[0].error("\n".join(f"{f.seen} {f.remedy}" for f in findings))
 
 
 def _accelerator_state(plan: Plan, device: str) -> Iterator[Finding]:
@@ -37,12 +38,15 @@ def _accelerator_state(plan: Plan, device: str) -> Iterator[Finding]:
         )
 
 
-def _cuda(plan: Plan, device: str) -> Iterator[Finding]:
-    if device == "cuda" and plan.engine != "inline" and guard.cuda_is_initialized():
+def _initialized(plan: Plan, device: str) -> Iterator[Finding]:
+    if device == "cpu" or plan.engine == "inline":
+        return
+    for what in sorted(guard.initialized()):
         yield Finding(
-            "CUDA is already initialised in this process: a fork of it cannot use a GPU.",
-            "Restart the kernel, and keep what touches CUDA (a tensor on it, Accelerator(), even "
-            "torch.cuda.is_available()) inside the training function.",
+            f"{what} is already initialised in this kernel, so ranks forked from it could not use "
+            f"it. It happened in {guard.culprit(what).where}.".replace("in before", "before"),
+            "Restart the kernel and keep that inside the training function.",
+            AcceleratorInitializedError,
         )
 
 
@@ -66,7 +70,7 @@ def _inline_timeout(plan: Plan, device: str) -> Iterator[Finding]:
 
 
 _QUESTIONS: tuple[Callable[[Plan, str], Iterator[Finding]], ...] = (
-    _cuda,
+    _initialized,
     _accelerator_state,
     _process_group,
     _precision,

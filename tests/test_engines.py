@@ -18,7 +18,7 @@ import pytest
 from conftest import wait_until
 
 import nbtrain
-from nbtrain import engines, loaded
+from nbtrain import engines
 from nbtrain.engines import openmp, rendezvous
 from nbtrain.errors import LaunchError, PlanError, PreflightError, RankDied, ResultNotPicklable
 from nbtrain.run import Run
@@ -290,7 +290,7 @@ def test_openmp_pools_are_found() -> None:
     import torch
 
     torch.ones(8) @ torch.ones(8)
-    assert loaded.libraries("libgomp")
+    assert openmp.loaded_libraries("libgomp")
     openmp.release_thread_pools()
 
 

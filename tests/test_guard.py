@@ -5,11 +5,13 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import Notebook
 
-from nbtrain import guard, loaded
+from nbtrain import guard
 
 STUB = """
 static int initialized = 0, devices = 2;
@@ -40,7 +42,7 @@ def stub(tmp_path: Path) -> Path:
         pytest.skip("needs a C compiler")
     library = tmp_path / "libcuda.so.1"
     subprocess.run(
-        [compiler, "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)],
+        [compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-xc", "-", "-o", str(library)],
         input=STUB,
         text=True,
         check=True,
@@ -54,9 +56,99 @@ def test_asking_is_clean_and_a_dirty_kernel_is_refused(stub: Path) -> None:
     )
     lines = out.stdout.splitlines()
     assert lines[:2] == ["False False", "True"], out.stderr
-    assert lines[2].startswith("PreflightError CUDA is already initialised in this process")
+    assert lines[2].startswith("AcceleratorInitializedError CUDA is already initialised")
     assert lines[3] == "1"
 
 
 def test_without_a_driver_nothing_was_touched() -> None:
-    assert loaded.libraries("libcuda.so") or not guard.cuda_is_initialized()
+    maps = Path("/proc/self/maps").read_text()
+    assert "libcuda.so" in maps or guard.initialized() == frozenset()
+
+
+def test_a_later_load_is_noticed(stub: Path) -> None:
+    script = (
+        "import ctypes, sys\nfrom nbtrain import guard\n"
+        "print(guard.look(), guard.look())\n"
+        "ctypes.CDLL(sys.argv[1]).cuInit(0)\n"
+        "print([t.what for t in guard.look(3, 7, 'here()')], guard.look(4))\n"
+        "print(guard.culprit('CUDA').where, '|', guard.culprit('XLA').where)\n"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", script, str(stub)], capture_output=True, text=True, timeout=60
+    )
+    assert out.stdout.splitlines() == [
+        "[] []",
+        "['CUDA'] []",
+        "In[3], line 7: `here()` | before nbtrain was loaded",
+    ], out.stderr
+
+
+def dirty(kernel: Notebook, stub: Path, *setup: str) -> Notebook:
+    kernel.run("import ctypes, nbtrain.devices\nnbtrain.devices.gpu_count = lambda: 2")
+    kernel.run(f"driver = ctypes.CDLL({str(stub)!r})")
+    for cell in setup:
+        kernel.run(cell)
+    return kernel
+
+
+def test_the_cell_and_its_statement_are_named_at_once_and_at_the_launch(
+    start_kernel: Callable[..., Notebook], stub: Path
+) -> None:
+    kernel = dirty(start_kernel(), stub, "%load_ext nbtrain")
+    assert "can be forked" in kernel.run("%nbtrain guard").stdout
+    assert kernel.run("%distributed -n 2 1").ename == ""
+    clean = kernel.run("x = 1\ny = 2\nx + y")
+    assert (clean.stdout, clean.results[0]["text/plain"]) == ("", "3")
+
+    out = kernel.run("a = 1\nfor i in range(2):\n    driver.cuInit(0)\nb = 2\nb + 1")
+    number = kernel.value("len(In) - 2")
+    assert out.stdout.count("\n") == 1
+    assert f"In[{number}], line 2: `for i in range(2):` initialised CUDA" in out.stdout
+    assert out.results[0]["text/plain"] == "3"
+    assert kernel.run("c = 3\nc").stdout == ""
+
+    refused = kernel.run("%%distributed -n 2\n1")
+    assert refused.ename == "AcceleratorInitializedError"
+    assert f"It happened in In[{number}], line 2" in refused.traceback
+    assert refused.displays == []
+    assert f"CUDA: initialised, In[{number}], line 2" in kernel.run("%nbtrain guard").stdout
+
+
+def test_a_cell_that_fails_is_blamed_too(start_kernel: Callable[..., Notebook], stub: Path) -> None:
+    kernel = dirty(start_kernel(), stub, "%load_ext nbtrain", "%nbtrain guard off")
+    out = kernel.run("z = 1\ndriver.cuInit(0); 1 / 0\nnever = 1")
+    assert out.ename == "ZeroDivisionError"
+    assert "----> 2" in out.traceback
+    assert out.stdout == ""
+    assert "driver.cuInit(0); 1 / 0" in kernel.run("%nbtrain guard").stdout
+
+
+def test_what_was_dirty_before_says_so(start_kernel: Callable[..., Notebook], stub: Path) -> None:
+    kernel = dirty(start_kernel(), stub, "driver.cuInit(0)", "%load_ext nbtrain")
+    out = kernel.run("%distributed -n 2 1")
+    assert out.ename == "AcceleratorInitializedError"
+    assert "It happened before nbtrain was loaded" in out.traceback
+
+
+def test_cells_that_time_themselves_are_not_slowed(notebook: Notebook) -> None:
+    out = notebook.run("%%timeit -n 3 -r 1\nx = 1\nassert '__nbtrain_look__' not in dir()\ny = 2")
+    assert out.ename == "", out.traceback
+    out = notebook.run(
+        "from __future__ import annotations\n'text'\nasync def f(): return 1\nawait f()"
+    )
+    assert out.results[0]["text/plain"] == "1"
+
+
+def test_unloading_leaves_no_watch(notebook: Notebook) -> None:
+    look = (
+        "(len(get_ipython().ast_transformers), sorted(k for k in globals() if 'nbtrain_' in k), "
+        "sum(map(len, get_ipython().events.callbacks.values())))"
+    )
+    loaded = notebook.value(look)
+    notebook.run("%reload_ext nbtrain")
+    assert notebook.value(look) == loaded
+    notebook.run("%unload_ext nbtrain")
+    transformers, names, callbacks = notebook.value(look)
+    assert (transformers, names, callbacks) == (loaded[0] - 1, [], loaded[2] - 2)
+    notebook.run("%load_ext nbtrain")
+    assert notebook.run("%nbtrain guard sideways").ename == "PlanError"

@@ -11,8 +11,8 @@ import nbtrain
 
 PACKAGE = Path(nbtrain.__file__).parent
 LAYERS = [
-    {"errors", "plan", "events", "folder", "loaded"},
-    {"serialize", "guard"},
+    {"errors", "plan", "events", "folder", "guard"},
+    {"serialize"},
     {"exceptions", "devices", "report"},
     {"outcome", "telemetry", "preflight", "cell"},
     {"state", "worker"},
@@ -20,6 +20,7 @@ LAYERS = [
     {"supervise"},
     {"run"},
     {"launch"},
+    {"blame"},
     {"magics"},
 ]
 
