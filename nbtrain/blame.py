@@ -30,13 +30,15 @@ class Blame:
     def start(self) -> None:
         """Watch from the next cell on."""
         guard.look()
+        guard.keep_checks_harmless()
         self._shell.events.register("pre_run_cell", self._before)
         self._shell.events.register("post_run_cell", self._after)
         self._shell.ast_transformers.append(self)
         self._shell.push({_MARK: self._between}, interactive=False)
 
     def stop(self) -> None:
-        """Leave the shell as it was before `start`."""
+        """Leave the shell and the environment as they were before `start`."""
+        guard.restore_checks()
         with contextlib.suppress(ValueError):
             self._shell.events.unregister("pre_run_cell", self._before)
             self._shell.events.unregister("post_run_cell", self._after)

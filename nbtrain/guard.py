@@ -17,6 +17,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+_NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+_check_is_ours = False
 _SUCCESS = 0
 _count = ctypes.c_int()
 _driver: Any = None
@@ -132,3 +134,19 @@ def culprit(what: str) -> Touch:
     """Return what initialised an accelerator that is initialised now, as far as it was seen."""
     look()
     return next((touch for touch in _history if touch.what == what), Touch(what))
+
+
+def keep_checks_harmless() -> None:
+    """Make ``torch.cuda.is_available()`` count through NVML, which leaves this process clean."""
+    global _check_is_ours
+    if _NVML_CHECK not in os.environ:
+        os.environ[_NVML_CHECK] = "1"
+        _check_is_ours = True
+
+
+def restore_checks() -> None:
+    """Take back what `keep_checks_harmless` set: in ranks, and when nbtrain is unloaded."""
+    global _check_is_ours
+    if _check_is_ours:
+        os.environ.pop(_NVML_CHECK, None)
+        _check_is_ours = False

@@ -139,6 +139,19 @@ def test_cells_that_time_themselves_are_not_slowed(notebook: Notebook) -> None:
     assert out.results[0]["text/plain"] == "1"
 
 
+def test_asking_torch_for_cuda_stays_harmless_in_the_notebook_only(notebook: Notebook) -> None:
+    name = "'PYTORCH_NVML_BASED_CUDA_CHECK'"
+    assert notebook.value(f"os.environ.get({name})") == "1"
+    notebook.run(f"%distributed -n 1 os.environ.get({name})")
+    assert notebook.value("nbtrain.last_run().value") is None
+    notebook.run("%unload_ext nbtrain")
+    assert notebook.value(f"os.environ.get({name})") is None
+    notebook.run(f"os.environ[{name}] = '0'\n%load_ext nbtrain")
+    notebook.run("%unload_ext nbtrain")
+    assert notebook.value(f"os.environ.pop({name})") == "0"
+    notebook.run("%load_ext nbtrain")
+
+
 def test_unloading_leaves_no_watch(notebook: Notebook) -> None:
     look = (
         "(len(get_ipython().ast_transformers), sorted(k for k in globals() if 'nbtrain_' in k), "

@@ -22,6 +22,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .. import guard
+
 _PR_SET_PDEATHSIG = 1
 _keep: list[object] = []
 """Objects of the kernel whose finalizers must not run here: zmq sockets, old streams."""
@@ -44,6 +46,7 @@ def become_rank(log: Path, parent: int) -> None:
     _forget_children()
     _silence_ipython()
     _forget_event_loop()
+    guard.restore_checks()
 
 
 def die_with(parent: int) -> None:
