@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from .errors import RankDied
 from .exceptions import Captured, restore, set_notes
 
-_ECHOING = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
+_ECHOING = ("runtimeerror", "distbackenderror", "distnetworkerror", "diststoreerror")
 # What a rank says when another one went away: the echo of a failure, not its cause.
 _ECHOES = (
     "connection closed by peer",
@@ -42,12 +42,7 @@ class Failure:
     @property
     def is_echo(self) -> bool:
         """Whether this looks like the consequence of another rank's failure."""
-        if self.error is None:
-            return False
-        if self.error.type_name not in _ECHOING:
-            return False
-        text = self.error.text.lower()
-        return any(echo in text for echo in _ECHOES)
+        return self.error is not None and is_echo(f"{self.error.type_name}: {self.error.text}")
 
     @property
     def summary(self) -> str:
@@ -55,6 +50,12 @@ class Failure:
         if self.error is not None:
             return self.error.headline
         return self.said or describe_returncode(self.returncode)
+
+
+def is_echo(error: str) -> bool:
+    """Whether an error, as ``Type: text``, is what a rank says when another one went away."""
+    kind, _, text = error.lower().partition(":")
+    return kind in _ECHOING and any(echo in text for echo in _ECHOES)
 
 
 def headline(failures: Iterable[Failure]) -> Failure:

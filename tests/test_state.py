@@ -134,6 +134,7 @@ def test_failing_ranks_are_shown_however_many_there_are() -> None:
         picture(500), [ev.Ended(1, 321, "ValueError: here"), ev.Exited(1, 321, 1, "failed")]
     )
     assert "ValueError: here" in html.render(state, 200.0)
+    assert "ValueError: here" in text.summary(state, 200.0)
 
 
 def test_equal_results_and_logs_are_folded() -> None:
@@ -199,3 +200,15 @@ def test_a_killed_rank_says_so_on_its_line() -> None:
     state = fold(picture(), [ev.Exited(1, 0, -9, "failed")])
     assert "was killed by SIGKILL" in text.summary(state, 2.0)
     assert "was killed by SIGKILL" in html.render(state, 2.0)
+
+
+def test_the_echo_of_a_failure_is_told_from_its_cause() -> None:
+    echo = "RuntimeError: [pair.cc:547] Connection closed by peer [127.0.0.1]:1"
+    gone = [ev.Ended(1, 0, echo), ev.Exited(1, 0, 1, "failed")]
+    alone = fold(picture(), gone)
+    assert "Connection closed" in html.render(alone, 2.0)
+    both = fold(alone, [ev.Ended(1, 1, "ValueError: bug"), ev.Exited(1, 1, 1, "failed")])
+    for drawn in (html.render(both, 2.0), text.summary(both, 2.0)):
+        assert "Connection closed" not in drawn
+        assert "lost its peers" in drawn
+        assert "ValueError: bug" in drawn

@@ -214,7 +214,7 @@ class TextFront:
 
     def _print_progress(self, state: RunState) -> None:
         for rank in state.ranks:
-            line = text.rank_line(rank)
+            line = text.rank_line(rank, state)
             if self._lines.get(rank.rank) != line and not rank.is_over:
                 self._lines[rank.rank] = line
                 print(line, flush=True)

@@ -66,10 +66,8 @@ def _badge(status: str) -> str:
 
 
 def _ranks(state: RunState) -> str:
-    urgent = [r for r in state.ranks if r.status in ("failing", "failed")]
-    others = [r for r in state.ranks if r.status not in ("failing", "failed")]
-    shown = sorted([*urgent, *others][:MAX_ROWS], key=lambda r: r.rank)
-    rows = "".join(_row(rank) for rank in shown)
+    shown = wording.shown(state, MAX_ROWS)
+    rows = "".join(_row(rank, state) for rank in shown)
     left = state.world_size - len(shown)
     more = f'<div style="{_SOFT}">… and {left} more ranks</div>' if left else ""
     return (
@@ -78,12 +76,13 @@ def _ranks(state: RunState) -> str:
     )
 
 
-def _row(rank: RankState) -> str:
-    bar, trouble = rank.bar, wording.trouble(rank)
+def _row(rank: RankState, state: RunState) -> str:
+    bar, trouble = rank.bar, wording.trouble(rank, state)
+    shade = _SOFT if wording.is_only_echo(rank, state) else f"color:{_COLOURS['failed']}"
     said = [
         f'<span style="{_SOFT}">{escape(wording.position(rank))}</span>' if bar else "",
         _metrics(rank),
-        f'<span style="color:{_COLOURS["failed"]}">{escape(trouble)}</span>' if trouble else "",
+        f'<span style="{shade}">{escape(trouble)}</span>' if trouble else "",
     ]
     cells = [
         f'<span style="{_SOFT}">rank {rank.rank}</span>',

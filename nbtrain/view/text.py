@@ -12,8 +12,8 @@ def summary(state: RunState, now: float) -> str:
     """Return the whole picture in a few lines."""
     mark = {"succeeded": "✓", "failed": "✗"}.get(state.status, "●")
     head = f"{mark} {state.name}: {state.status} · {wording.facts(state, now)}"
-    shown = state.ranks[:16]
-    rows = [rank_line(rank) for rank in shown]
+    shown = wording.shown(state, 16)
+    rows = [rank_line(rank, state) for rank in shown]
     if len(shown) < state.world_size:
         rows.append(f"  … and {state.world_size - len(shown)} more ranks")
     returned = [f"  {who} → {result}" for who, result in wording.results(state)]
@@ -21,7 +21,7 @@ def summary(state: RunState, now: float) -> str:
     return "\n".join([head, *rows, *returned, *said])
 
 
-def rank_line(rank: RankState) -> str:
+def rank_line(rank: RankState, state: RunState) -> str:
     """Return one rank's line: status, bar, metrics, error."""
     parts = [f"  rank {rank.rank}: {rank.status:<8}"]
     bar = rank.bar
@@ -33,5 +33,5 @@ def rank_line(rank: RankState) -> str:
     if rank.metrics:
         step = "" if rank.step is None else f"step {rank.step}: "
         parts.append(step + wording.metrics(rank))
-    parts.append(wording.trouble(rank))
+    parts.append(wording.trouble(rank, state))
     return "  ".join(filter(None, parts)).rstrip()

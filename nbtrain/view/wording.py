@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from ..outcome import describe_returncode, ranks_text
+from ..outcome import describe_returncode, is_echo, ranks_text
 from ..state import Bar, RankState, RunState
 
 
@@ -64,12 +64,27 @@ def _rate(rate: float, unit: str) -> str:
     return f"{rate:,.0f} {unit}/s" if rate >= 100 else f"{rate:.3g} {unit}/s"
 
 
-def trouble(rank: RankState, width: int = 160) -> str:
+def shown(state: RunState, limit: int) -> list[RankState]:
+    """Return the ranks to show where there is room for `limit`: those in trouble before others."""
+    urgent = [r for r in state.ranks if r.status in ("failing", "failed")]
+    others = [r for r in state.ranks if r.status not in ("failing", "failed")]
+    return sorted([*urgent, *others][:limit], key=lambda r: r.rank)
+
+
+def trouble(rank: RankState, state: RunState, width: int = 160) -> str:
     """Word what went wrong in a rank, shortly; empty where nothing did."""
+    if is_only_echo(rank, state):
+        return "lost its peers"
     said = rank.error or ""
     if not said and rank.status == "failed":
         said = describe_returncode(rank.returncode)
     return said if len(said) <= width else said[: width - 1] + "…"
+
+
+def is_only_echo(rank: RankState, state: RunState) -> bool:
+    """Whether a rank failed only because another one had."""
+    failed = (r for r in state.ranks if r.status in ("failing", "failed"))
+    return is_echo(rank.error or "") and any(not is_echo(r.error or "") for r in failed)
 
 
 def counted(count: int, noun: str) -> str:
