@@ -8,12 +8,27 @@ is taken back by `stop`.
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
+from dataclasses import dataclass, field
 from typing import Any
 
 from . import guard
 
 _MARK = "__nbtrain_look__"
+
+
+@dataclass
+class _Running:
+    """A cell while it runs: its number, the text of its statements by line, the one under way."""
+
+    raw: str
+    number: int | None = None
+    statements: dict[int, str] = field(default_factory=dict)
+    line: int | None = None
+
+    def look(self) -> list[guard.Touch]:
+        return guard.look(self.number, self.line, self.statements.get(self.line or 0, ""))
 
 
 class Blame:
@@ -23,9 +38,7 @@ class Blame:
         self.mode = "warn"
         self._shell = shell
         self._expecting = False
-        self._cell: int | None = None
-        self._lines: list[str] = []
-        self._last: int | None = None
+        self._stack: list[_Running] = []  # a cell may run another one
 
     def start(self) -> None:
         """Watch from the next cell on."""
@@ -34,7 +47,8 @@ class Blame:
         self._shell.events.register("pre_run_cell", self._before)
         self._shell.events.register("post_run_cell", self._after)
         self._shell.ast_transformers.append(self)
-        self._shell.push({_MARK: self._between}, interactive=False)
+        # Among the builtins, where no %reset reaches it.
+        setattr(builtins, _MARK, self._between)
 
     def stop(self) -> None:
         """Leave the shell and the environment as they were before `start`."""
@@ -44,12 +58,13 @@ class Blame:
             self._shell.events.unregister("post_run_cell", self._after)
         if self in self._shell.ast_transformers:
             self._shell.ast_transformers.remove(self)
-        self._shell.drop_by_id({_MARK: self._shell.user_ns.get(_MARK)})
+        # Not deleted: the rest of this very cell may hold marks.
+        setattr(builtins, _MARK, _nothing)
 
     def _before(self, info: Any) -> None:
-        self._expecting, self._cell, self._last = True, None, None
-        self._lines = (info.raw_cell or "").splitlines()
         self._tell(guard.look())  # by a thread or a callback, between two cells
+        self._expecting = True
+        self._stack.append(_Running(info.raw_cell or ""))
 
     def visit(self, tree: ast.Module) -> ast.Module:
         """Put a look between a cell's statements (IPython calls this with every cell's tree).
@@ -59,30 +74,30 @@ class Blame:
         if not self._expecting or not tree.body:
             return tree
         self._expecting = False
-        self._cell = max(1, len(self._shell.history_manager.input_hist_parsed) - 1)
-        body: list[ast.stmt] = []
-        for before, statement in zip([None, *tree.body], tree.body, strict=False):
-            if before is not None:
-                mark = ast.parse(f"{_MARK}({before.lineno}, {statement.lineno})").body[0]
-                body.append(ast.copy_location(mark, statement))
-            body.append(statement)
-        self._last = tree.body[0].lineno
+        cell = self._stack[-1]
+        cell.number = max(1, len(self._shell.history_manager.input_hist_parsed) - 1)
+        # IPython strips leading blank lines before it parses; people count them.
+        lines = cell.raw.splitlines()
+        skipped = len(lines) - len(cell.raw.lstrip("\n").splitlines())
+        places = [statement.lineno + skipped for statement in tree.body]
+        cell.statements = {n: _text(lines, n) for n in places}
+        cell.line = places[0]
+        body: list[ast.stmt] = tree.body[:1]
+        for place, statement in zip(places[1:], tree.body[1:], strict=True):
+            mark = ast.parse(f"{_MARK}({place})").body[0]
+            body += [ast.copy_location(mark, statement), statement]
         tree.body = body
         return ast.fix_missing_locations(tree)
 
-    def _between(self, line: int, following: int) -> None:
-        self._tell(guard.look(self._cell, line, self._statement(line)))
-        self._last = following
+    def _between(self, following: int) -> None:
+        """The statement under way has ended, the one at `following` begins."""
+        if self._stack:
+            self._tell(self._stack[-1].look())
+            self._stack[-1].line = following
 
     def _after(self, _result: Any) -> None:
-        line = self._last
-        self._tell(guard.look(self._cell, line, self._statement(line)))
-
-    def _statement(self, line: int | None) -> str:
-        if line is None or not 0 < line <= len(self._lines):
-            return ""
-        text = self._lines[line - 1].strip()
-        return text if len(text) <= 80 else text[:79] + "…"
+        if self._stack:
+            self._tell(self._stack.pop().look())
 
     def _tell(self, touches: list[guard.Touch]) -> None:
         for touch in touches if self.mode == "warn" else ():
@@ -91,6 +106,15 @@ class Blame:
                 f"nbtrain: {place} initialised {touch.what}. Ranks can no longer be forked from "
                 "this kernel to use it: keep that inside the training function, and restart."
             )
+
+
+def _nothing(_following: int) -> None:
+    """What a mark does when nobody watches any more."""
+
+
+def _text(lines: list[str], number: int) -> str:
+    text = lines[number - 1].strip() if 0 < number <= len(lines) else ""
+    return text if len(text) <= 80 else text[:79] + "…"
 
 
 def report() -> str:

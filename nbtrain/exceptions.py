@@ -132,9 +132,10 @@ def _pickled(error: BaseException, shared: frozenset[type]) -> bytes | None:
     """Pickle the instance as it wishes, else without its ``__init__``; None where neither works."""
     for form in (error, _Parts(type(error), error.args, _state(error))):
         try:
-            str(error)  # what cannot be shown is better told by a stand-in
+            text = str(error)  # what cannot be shown is better told by a stand-in
             data = serialize.dumps(form, shared)
-            if isinstance(_rebuilt(serialize.loads(data)), BaseException):  # tried out here
+            rebuilt = _rebuilt(serialize.loads(data))  # tried out here, where it costs nothing
+            if isinstance(rebuilt, BaseException) and str(rebuilt) == text:
                 return data
         except Exception:  # a user's exception may refuse pickling in any way
             continue

@@ -261,7 +261,7 @@ def _was(words: str, ranks: list[int]) -> str:
 
 def read_state(folder: RunFolder) -> RunState:
     """Fold a run's picture from its files alone."""
-    manifest = folder.read_manifest()
+    manifest, watched = folder.read_manifest(), is_watched(folder)
     try:
         state = initial_state(manifest)
         ranks = range(state.world_size)
@@ -273,7 +273,7 @@ def read_state(folder: RunFolder) -> RunState:
         raise NbtrainError(f"{folder.path} is no run that can be read: {error!r}") from error
     order = {"exited": 1, "finished": 2}
     state = fold(state, sorted(everything, key=lambda e: (order.get(e.kind, 0), e.time)))
-    if state.is_over or is_watched(folder):
+    if state.is_over or watched:
         return state
     last = max((event.time for event in everything), default=state.created)
     return replace(state, status="lost", ended=last, message="its kernel ended before the run did")

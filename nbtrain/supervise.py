@@ -169,7 +169,8 @@ class Supervisor:
             error = self.state.ranks[ended.rank].error or ""
             return "stopped" if asked and error.startswith("KeyboardInterrupt") else "failed"
         was_failing = self._cause == "failed" and self.state.ranks[ended.rank].status == "failing"
-        ended_by_us = ended.returncode in self._sent.get(ended.rank, ())
+        sent = self._sent.get(ended.rank, set())
+        ended_by_us = ended.returncode in sent or (ended.returncode is None and bool(sent))
         return "stopped" if ended_by_us and not was_failing else "failed"
 
     def _decide(self, ranks: Ranks, interrupts: Interrupts) -> None:
@@ -241,8 +242,9 @@ class Supervisor:
         failed = [r for r in self.state.ranks if r.status == "failed"]
         if self._cause is None and failed:
             status = "failed"
-        if failed and all((r.error or "").startswith("KeyboardInterrupt") for r in failed):
-            status = "interrupted"  # inline, the interrupt is the rank's own
+        here = self.state.engine == "inline"  # there, the interrupt is the rank's own
+        if here and any((r.error or "").startswith("KeyboardInterrupt") for r in failed):
+            status = "interrupted"
         message = message or _closing_words(status, self.state.ranks)
         if status == "timed out":
             message = f"{self._timeout:g} s; {message}"

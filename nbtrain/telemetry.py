@@ -24,7 +24,7 @@ from . import report
 
 def install() -> None:
     """Report this rank's bars, whether tqdm is imported already or later."""
-    when_imported("tqdm.std", lambda module: _catch_bars(module.tqdm))
+    when_imported("tqdm.std", _catch_all_bars)
     when_imported("tqdm.notebook", lambda module: _draw_plainly(module.tqdm_notebook))
 
 
@@ -80,11 +80,20 @@ _NOWHERE = _Nowhere()
 _ids = count()
 
 
-def _catch_bars(cls: Any) -> None:
+def _catch_all_bars(module: Any) -> None:
+    _catch_bars(module.tqdm, getattr(module, "TqdmDefaultWriteLock", None))
+
+
+def _catch_bars(cls: Any, lock: Any) -> None:
     """Make ``tqdm.std.tqdm`` report where it would draw. Written against tqdm 4.60 to 4.70."""
     # The lock, its semaphore and the monitor's thread were the kernel's: a rank that is killed
     # with the lock in its hands would leave every later bar of the notebook waiting.
-    cls.set_lock(threading.RLock())
+    if "_lock" in vars(cls):
+        del cls._lock  # the next bar makes another one
+    if lock is not None:
+        if "mp_lock" in vars(lock):
+            del lock.mp_lock
+        lock.th_lock = threading.RLock()
     cls.monitor = None
     cls._instances = weakref.WeakSet()
     init, display, close = cls.__init__, cls.display, cls.close
@@ -133,8 +142,8 @@ def _report(bar: Any, *, closed: bool) -> None:
             now,
             reporter.rank,
             bar=bar._nbtrain_id,
-            n=float(bar.n),
-            total=None if bar.total is None else float(bar.total),
+            n=_plain(bar.n),
+            total=None if bar.total is None else _plain(bar.total),
             elapsed=max(0.0, now - getattr(bar, "start_t", now)),
             description=str(bar.desc or "").removesuffix(": "),
             unit=str(bar.unit),
@@ -144,6 +153,11 @@ def _report(bar: Any, *, closed: bool) -> None:
     except (TypeError, ValueError, RuntimeError):  # a count that is no number: tqdm's, not ours
         return
     reporter.writer.write(event)
+
+
+def _plain(number: Any) -> float:
+    """Return a count as JSON can hold it: numpy's and torch's numbers are none of Python's."""
+    return number if type(number) is int else float(number)
 
 
 def _draw_plainly(cls: Any) -> None:

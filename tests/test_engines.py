@@ -566,3 +566,86 @@ def test_a_fork_run_follows_an_inline_one_with_the_same_accelerate_loop() -> Non
 
     assert launch("inline", train).value == 1
     assert launch("fork", train, n=2).results == [2, 2]
+
+
+def test_odd_objects_and_deaf_pipes_do_not_hold_up_the_end(tmp_path: Path) -> None:
+    def train() -> None:
+        import weakref
+
+        class Thing:
+            pass
+
+        thing = Thing()
+        globals()["kept_proxy"] = weakref.proxy(thing)
+        del thing
+        globals()["kept_file_2"] = file = (tmp_path / "out").open("w")
+        file.write("hello")
+        child = subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE)
+        globals()["kept_child"] = child
+        assert child.stdin is not None
+        threading.Thread(target=child.stdin.write, args=(b"x" * (1 << 20),), daemon=True).start()
+        time.sleep(0.05)
+
+    run = launch("fork", train)
+    assert (tmp_path / "out").read_text() == "hello"
+    assert run.state.elapsed(0) < 20
+
+
+def test_a_child_that_holds_the_trackers_pipe_is_not_waited_for() -> None:
+    def train() -> None:
+        from multiprocessing.shared_memory import SharedMemory
+
+        memory = SharedMemory(create=True, size=100)
+        if os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+        memory.close()
+        memory.unlink()
+
+    assert launch("fork", train).state.elapsed(0) < 20
+
+
+def test_helper_processes_with_bars_work_in_ranks() -> None:
+    def train() -> list[int]:
+        from tqdm import tqdm
+        from tqdm.contrib.concurrent import process_map
+
+        list(tqdm(range(2)))
+        assert tqdm.get_lock().mp_lock is not None
+        result: list[int] = process_map(abs, [-1, 2], max_workers=1)
+        return result
+
+    assert launch("fork", train).value == [1, 2]
+
+
+def test_a_failed_inline_run_leaves_no_process_group() -> None:
+    def train() -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        raise ValueError("after joining")
+
+    with pytest.raises(ValueError, match="after joining"):
+        launch("inline", train)
+    assert launch("fork", lambda: 1).value == 1
+
+
+def test_a_ranks_own_keyboard_interrupt_is_its_own() -> None:
+    def train() -> None:
+        raise KeyboardInterrupt("mine")
+
+    with pytest.raises(KeyboardInterrupt, match="mine"):
+        launch("fork", train)
+
+
+def test_large_counts_are_shown_in_full() -> None:
+    def train() -> None:
+        from tqdm import tqdm
+
+        bar = tqdm(total=2_000_000)
+        bar.update(1_234_567)
+        bar.refresh()
+
+    from nbtrain.view import wording
+
+    assert "1234567/2000000" in wording.position(launch("fork", train).state.ranks[0])

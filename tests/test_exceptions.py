@@ -158,6 +158,15 @@ def test_a_class_whose_init_differs_from_its_args_keeps_its_type() -> None:
     assert (str(back), back.step) == ("loss 0.5 at 3", 3)
 
 
+class Doubling(Exception):
+    def __init__(self, code: object) -> None:
+        super().__init__(f"code {code}")
+
+
+def test_a_message_is_not_made_twice() -> None:
+    assert str(round_trip(Doubling(5))) == "code 5"
+
+
 def test_a_long_chain_costs_in_proportion() -> None:
     def nest(depth: int) -> None:
         if depth == 0:

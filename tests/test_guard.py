@@ -152,9 +152,28 @@ def test_asking_torch_for_cuda_stays_harmless_in_the_notebook_only(notebook: Not
     notebook.run("%load_ext nbtrain")
 
 
+def test_a_reset_or_an_unload_in_the_middle_of_a_cell_breaks_nothing(
+    start_kernel: Callable[..., Notebook],
+) -> None:
+    kernel = start_kernel()
+    kernel.run("%load_ext nbtrain")
+    assert kernel.run("%reset -f\nx = 1\ny = 2").ename == ""
+    assert kernel.run("%unload_ext nbtrain\nx = 1\ny = 2").ename == ""
+    assert kernel.run("x = 1\ny = 2\n%load_ext nbtrain\nz = 3").ename == ""
+
+
+def test_lines_are_counted_as_people_do_also_in_cells_that_run_cells(
+    start_kernel: Callable[..., Notebook], stub: Path
+) -> None:
+    kernel = dirty(start_kernel(), stub, "%load_ext nbtrain")
+    inner = "get_ipython().run_cell('p = 1\\nq = 2')"
+    out = kernel.run(f"\n\na = 1\n{inner}\nb = driver.cuInit(0)\nc = 1")
+    assert "line 5: `b = driver.cuInit(0)`" in out.stdout
+
+
 def test_unloading_leaves_no_watch(notebook: Notebook) -> None:
     look = (
-        "(len(get_ipython().ast_transformers), sorted(k for k in globals() if 'nbtrain_' in k), "
+        "(len(get_ipython().ast_transformers), [k for k in globals() if 'nbtrain_' in k], "
         "sum(map(len, get_ipython().events.callbacks.values())))"
     )
     loaded = notebook.value(look)

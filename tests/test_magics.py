@@ -215,7 +215,7 @@ def test_bars_of_every_flavour_are_caught_and_nothing_is_printed_twice(notebook:
     assert "ours: 5/5" in out.board
     events = notebook.value("(nbtrain.last_run().folder / 'rank-0000.jsonl').read_text()")
     last = re.findall(r'.*"description":"by hand".*', events)[-1]
-    assert '"n":4.0,"total":10.0' in last
+    assert '"n":4,"total":10' in last
     assert '"closed":true' in last
 
 

@@ -113,4 +113,4 @@ bar = run.state.ranks[0].bar
 print(bar.description, bar.n, repr(run.logs(0)))
 """
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert out.stdout == "late 4.0 ''\n", out.stderr
+    assert out.stdout == "late 4 ''\n", out.stderr

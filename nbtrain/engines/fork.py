@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import socket
+import stat
 import sys
 import threading
 import time
@@ -130,19 +131,19 @@ def _leave_multiprocessing() -> None:
         from multiprocessing import util
 
         util._exit_function()  # type: ignore[attr-defined]
-    tracker = leave_kernel.own_resource_tracker()
-    if tracker is not None:
-        tracker._stop()
+    leave_kernel.stop_own_resource_tracker()
 
 
 def _flush_files() -> None:
     """Write out what the rank's own open files hold; the kernel's are frozen, and not listed."""
-    kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
-    for file in [o for o in gc.get_objects() if isinstance(o, kinds)]:
-        with contextlib.suppress(ValueError, OSError):
-            file.flush()
     sys.stdout.flush()
     sys.stderr.flush()
+    kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+    # type(o), not isinstance: that asks the object, and a proxy may answer with an exception.
+    for file in [o for o in gc.get_objects() if issubclass(type(o), kinds)]:
+        with contextlib.suppress(Exception):  # closed, detached, over a user's own raw stream
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a pipe's reader may be deaf
+                file.flush()
 
 
 class ForkedRanks:

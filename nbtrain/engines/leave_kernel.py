@@ -19,6 +19,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -148,12 +149,21 @@ def _forget_children() -> None:
         util._run_after_forkers()  # type: ignore[attr-defined]
 
 
-def own_resource_tracker() -> Any:
-    """Return multiprocessing's tracker of shared memory, if this rank started one of its own."""
+def stop_own_resource_tracker(patience: float = 1.0) -> None:
+    """Let multiprocessing's tracker give back shared memory, if this rank started one of its own.
+
+    It does so when its pipe is closed everywhere; a child that holds it is not waited for.
+    """
     module = sys.modules.get("multiprocessing.resource_tracker")
     tracker = getattr(module, "_resource_tracker", None)
-    pid = getattr(tracker, "_pid", None)
-    return tracker if pid is not None and pid != _inherited_tracker else None
+    pid, pipe = getattr(tracker, "_pid", None), getattr(tracker, "_fd", None)
+    if pid is None or pipe is None or pid == _inherited_tracker:
+        return
+    with contextlib.suppress(OSError):
+        os.close(pipe)
+        deadline = time.monotonic() + patience
+        while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
+            time.sleep(0.005)
 
 
 def _forget_event_loop() -> None:
