@@ -44,7 +44,7 @@ def _initialized(plan: Plan, device: str) -> Iterator[Finding]:
     for what in sorted(guard.initialized()):
         yield Finding(
             f"{what} is already initialised in this kernel, so ranks forked from it could not use "
-            f"it. It happened in {guard.culprit(what).where}.".replace("in before", "before"),
+            f"it. First seen: {guard.culprit(what).where}.",
             "Restart the kernel and keep that inside the training function.",
             AcceleratorInitializedError,
         )

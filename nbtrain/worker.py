@@ -109,7 +109,8 @@ def run_and_report(job: Job, rank: int, writer: ev.EventWriter) -> tuple[int, Ba
     try:
         writer.write(ev.Started(time.time(), rank, pid=os.getpid()))
         value = run_task(job.plan.task)
-        _leave_process_group()
+        _finish_device_work()
+        leave_process_group()
         data = serialize.dump_result(value, job.shared_classes)
         ended = ev.Ended(time.time(), rank, result=preview(value))
         write_atomically(folder.result(rank), data)
@@ -268,15 +269,17 @@ def arguments(cell: Cell) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(found[n] for n in filled), {n: v for n, v in found.items() if n not in positional}
 
 
-def _leave_process_group() -> None:
-    """Finish what is under way on the device and leave the default process group, if any."""
+def _finish_device_work() -> None:
+    """Let what was queued on a GPU end: a peer may be waiting for this rank's part of it."""
     torch = sys.modules.get("torch")
-    if torch is None:
-        return
-    if torch.cuda.is_initialized():
+    if torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    dist = torch.distributed
-    if dist.is_available() and dist.is_initialized():
+
+
+def leave_process_group() -> None:
+    """Leave the default process group, if this process is in one."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 

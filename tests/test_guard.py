@@ -109,7 +109,7 @@ def test_the_cell_and_its_statement_are_named_at_once_and_at_the_launch(
 
     refused = kernel.run("%%distributed -n 2\n1")
     assert refused.ename == "AcceleratorInitializedError"
-    assert f"It happened in In[{number}], line 2" in refused.traceback
+    assert f"First seen: In[{number}], line 2" in refused.traceback
     assert refused.displays == []
     assert f"CUDA: initialised, In[{number}], line 2" in kernel.run("%nbtrain guard").stdout
 
@@ -127,7 +127,7 @@ def test_what_was_dirty_before_says_so(start_kernel: Callable[..., Notebook], st
     kernel = dirty(start_kernel(), stub, "driver.cuInit(0)", "%load_ext nbtrain")
     out = kernel.run("%distributed -n 2 1")
     assert out.ename == "AcceleratorInitializedError"
-    assert "It happened before nbtrain was loaded" in out.traceback
+    assert "First seen: before nbtrain was loaded" in out.traceback
 
 
 def test_cells_that_time_themselves_are_not_slowed(notebook: Notebook) -> None:

@@ -46,7 +46,7 @@ class InlineEngine:
             _restore_environment(before)
             if not had_accelerator:
                 _forget_accelerator()
-            _leave_process_group()
+            worker.leave_process_group()  # after a failure too; preflight saw that none was there
             del store
         return FinishedRanks(code, error)
 
@@ -71,13 +71,6 @@ def _forget_accelerator() -> None:
     if state is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)
         state.GradientState._reset_state()
-
-
-def _leave_process_group() -> None:
-    """Leave the rank's process group, after a failure too (preflight saw that there was none)."""
-    dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _restore_environment(before: dict[str, str]) -> None:
