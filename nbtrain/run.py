@@ -245,7 +245,9 @@ def _note(cause: Failure, failures: list[Failure], state: RunState) -> str:
     for other in failures:
         if other is not cause:
             kind = other.error.type_name if other.error else other.summary
-            became.setdefault(f"failed too ({kind})", []).append(other.rank)
+            echo = other.is_echo and not cause.is_echo
+            words = "could not go on without it" if echo else f"failed too ({kind})"
+            became.setdefault(words, []).append(other.rank)
     others = "; ".join(
         f"{ranks_text(ranks)} {_was(words, ranks)}" for words, ranks in became.items()
     )

@@ -133,6 +133,8 @@ def test_the_cause_is_raised_not_the_echo_in_a_collective(notebook: Notebook, ho
     )
     assert out.ename in ("ValueError", "RankDied"), out.traceback
     assert "rank 2" in out.traceback
+    # The others met the echo, or were stopped before they could: never another failure.
+    assert "failed too" not in out.traceback
 
 
 def test_a_result_that_cannot_travel_is_named(notebook: Notebook) -> None:
