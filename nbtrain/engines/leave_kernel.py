@@ -19,7 +19,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,11 @@ _keep: list[object] = []
 """Objects of the kernel whose finalizers must not run here: zmq sockets, old streams."""
 
 
-_inherited_tracker: int | None = None
-"""The process of the kernel's resource tracker, which is not this rank's to stop."""
+def become_rank(log: Path, parent: int) -> int | None:
+    """Detach this forked process from the kernel; its output goes to `log` from now on.
 
-
-def become_rank(log: Path, parent: int) -> None:
-    """Detach this forked process from the kernel; its output goes to `log` from now on."""
+    Returns the process of the kernel's resource tracker, which is not this rank's to stop.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
@@ -44,10 +42,11 @@ def become_rank(log: Path, parent: int) -> None:
     _redirect_streams(log)
     _close_sockets()
     atexit._clear()
-    _forget_children()
+    tracker = _forget_children()
     _silence_ipython()
     _forget_event_loop()
     guard.restore_checks()
+    return tracker
 
 
 def die_with(parent: int) -> None:
@@ -136,34 +135,17 @@ def _belongs_to_the_kernel(descriptor: int) -> bool:
         return False
 
 
-def _forget_children() -> None:
+def _forget_children() -> int | None:
     """Drop the parent's multiprocessing bookkeeping, as `multiprocessing` does in its children."""
-    global _inherited_tracker
-    tracker = sys.modules.get("multiprocessing.resource_tracker")
-    _inherited_tracker = getattr(getattr(tracker, "_resource_tracker", None), "_pid", None)
+    module = sys.modules.get("multiprocessing.resource_tracker")
+    tracker: int | None = getattr(getattr(module, "_resource_tracker", None), "_pid", None)
     if "multiprocessing.util" in sys.modules:
         from multiprocessing import process, util
 
         process._children = set()  # type: ignore[attr-defined]
         util._finalizer_registry.clear()  # type: ignore[attr-defined]
         util._run_after_forkers()  # type: ignore[attr-defined]
-
-
-def stop_own_resource_tracker(patience: float = 1.0) -> None:
-    """Let multiprocessing's tracker give back shared memory, if this rank started one of its own.
-
-    It does so when its pipe is closed everywhere; a child that holds it is not waited for.
-    """
-    module = sys.modules.get("multiprocessing.resource_tracker")
-    tracker = getattr(module, "_resource_tracker", None)
-    pid, pipe = getattr(tracker, "_pid", None), getattr(tracker, "_fd", None)
-    if pid is None or pipe is None or pid == _inherited_tracker:
-        return
-    with contextlib.suppress(OSError):
-        os.close(pipe)
-        deadline = time.monotonic() + patience
-        while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
-            time.sleep(0.005)
+    return tracker
 
 
 def _forget_event_loop() -> None:
