@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,6 +143,12 @@ def keep_checks_harmless() -> None:
     if _NVML_CHECK not in os.environ:
         os.environ[_NVML_CHECK] = "1"
         _check_is_ours = True
+
+
+def without_our_checks(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment for a rank: without what `keep_checks_harmless` set."""
+    ours = {_NVML_CHECK} if _check_is_ours else set()
+    return {name: value for name, value in environment.items() if name not in ours}
 
 
 def restore_checks() -> None:

@@ -34,12 +34,13 @@ def launch(
 ) -> Run:
     """Run ``function(*args, **kwargs)`` on several ranks and return the finished `Run`.
 
-    The function may be a lambda or a closure; nothing of it is pickled. It runs in forked copies
-    of this process, and only what it returns comes back.
+    The function may be a lambda or a closure; by fork, nothing of it is pickled. It runs in
+    copies of this process, and only what it returns comes back.
 
     Args:
         num_processes: how many ranks; None: one a GPU, 2 on a host without.
-        engine: 'auto', 'fork', or 'inline' (one rank in this process, for debugging).
+        engine: 'auto', 'fork', 'spawn' (fresh processes, which get what the function refers to) or
+            'inline' (one rank in this process, for debugging).
         mixed_precision: 'no', 'fp16', 'bf16' or 'fp8', for a plain ``Accelerator()``.
         env: environment variables of the ranks.
         timeout: seconds after which the run is stopped.
@@ -129,6 +130,7 @@ def run_plan(plan: Plan) -> Run:
     plan, device = _resolve(plan)
     preflight.check(plan, device)
     engine = engines.get(plan.engine)
+    engine.prepare(plan)
     with Interrupts(wanted=not engine.runs_here) as interrupts:
         run = _prepare(plan, device, engine, interrupts)
         run.wait()

@@ -29,7 +29,7 @@ def check(plan: Plan, device: str) -> None:
 
 def _accelerator_state(plan: Plan, device: str) -> Iterator[Finding]:
     state = sys.modules.get("accelerate.state")
-    if plan.engine != "inline" and state is not None and state.PartialState._shared_state:
+    if plan.engine == "fork" and state is not None and state.PartialState._shared_state:
         yield Finding(
             "An Accelerator (or PartialState) was made in the notebook: forked ranks would "
             "inherit it and train alone instead of together.",
@@ -39,20 +39,26 @@ def _accelerator_state(plan: Plan, device: str) -> Iterator[Finding]:
 
 
 def _initialized(plan: Plan, device: str) -> Iterator[Finding]:
-    if device == "cpu" or plan.engine == "inline":
+    if device == "cpu" or plan.engine in ("inline", "spawn"):
         return
     for what in sorted(guard.initialized()):
         yield Finding(
             f"{what} is already initialised in this kernel, so ranks forked from it could not use "
             f"it. First seen: {guard.culprit(what).where}.",
-            "Restart the kernel and keep that inside the training function.",
+            "Restart the kernel and keep that inside the training function, or start this now in "
+            'fresh processes: --engine spawn (nbtrain.launch(..., engine="spawn")).',
             AcceleratorInitializedError,
         )
 
 
 def _process_group(plan: Plan, device: str) -> Iterator[Finding]:
     dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
+    if (
+        plan.engine != "spawn"
+        and dist is not None
+        and dist.is_available()
+        and dist.is_initialized()
+    ):
         yield Finding(
             "The notebook itself is in a process group (torch.distributed is initialized).",
             "Call torch.distributed.destroy_process_group() in a cell and launch again.",

@@ -8,9 +8,12 @@ the kernel. And what cannot be pickled is named by its path inside the value.
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import io
 import pickle
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -79,16 +82,16 @@ def dump_result(value: Any, shared: frozenset[type] = frozenset()) -> bytes:
         return dumps(value, shared)
     except Exception as error:  # any reducer of any class may raise anything
         path, part = find_unpicklable(value, lambda v: dumps(v, shared))
-        where = "it" if path == "result" else f"`{path}`, a {_type_name(part)},"
+        where = "it" if path == "result" else f"`{path}`, a {type_name(part)},"
         wrapped = type(value).__module__.startswith("torch.nn.parallel")
         instead = "accelerator.unwrap_model(model)" if wrapped else "numbers, tensors, a state_dict"
         raise ResultNotPicklable(
-            f"the function returned a {_type_name(value)} and {where} cannot be pickled "
+            f"the function returned a {type_name(value)} and {where} cannot be pickled "
             f"({type(error).__name__}: {error}). Return {instead} instead."
         ) from None
 
 
-def _type_name(value: Any) -> str:
+def type_name(value: Any) -> str:
     cls = type(value)
     return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__name__}"
 
@@ -110,11 +113,15 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{k!r}]", v) for k, v in value.items())
     elif isinstance(value, (list, tuple)):
         yield from ((f"[{i}]", v) for i, v in enumerate(value))
-    elif isinstance(getattr(value, "__closure__", None), tuple):
-        names = value.__code__.co_freevars
-        yield from (
-            (f".<{name}>", cell.cell_contents)
-            for name, cell in zip(names, value.__closure__, strict=True)
-        )
+    elif isinstance(value, types.FunctionType):
+        with contextlib.suppress(ValueError):  # a closure that is not filled yet
+            used = inspect.getclosurevars(value)
+            yield from ((f" → {k}", v) for k, v in {**used.nonlocals, **used.globals}.items())
+    elif isinstance(value, types.MethodType):
+        yield ".__self__", value.__self__
+    elif "_parameters" in getattr(value, "__dict__", ()):  # a torch module
+        for kind in ("_parameters", "_buffers", "_modules"):
+            yield from ((f".{k}", v) for k, v in vars(value).get(kind, {}).items())
+        yield from ((f".{k}", v) for k, v in vars(value).items())
     elif hasattr(value, "__dict__") and not isinstance(value, type):
         yield from ((f".{k}", v) for k, v in vars(value).items())

@@ -42,6 +42,11 @@ LADDERS = {
     "interrupted": _ON_REQUEST,
     "timed out": _ON_REQUEST,
 }
+_DEATH_BY = {
+    "interrupt": -signal.SIGINT,
+    "terminate": -signal.SIGTERM,
+    "kill": -signal.SIGKILL,
+}
 REPORT_GRACE = 2.0
 """Seconds that a rank which is failing already has to tell why."""
 
@@ -220,10 +225,8 @@ class Supervisor:
 
     def _signal(self, ranks: Ranks, action: str, targets: Collection[int]) -> None:
         """Take an action on ranks, and remember what they will die of if they do."""
-        code = {"terminate": -signal.SIGTERM, "kill": -signal.SIGKILL}.get(action)
-        if code is not None:
-            for rank in targets:
-                self._sent.setdefault(rank, set()).add(code)
+        for rank in targets:
+            self._sent.setdefault(rank, set()).add(_DEATH_BY[action])
         getattr(ranks, action)(frozenset(targets))
 
     def _is_hopeless(self) -> bool:

@@ -101,3 +101,31 @@ def test_an_open_quote_is_not_lost() -> None:
 def test_texts_are_kept_out_of_titles() -> None:
     read = cell.read_cell("def train(key, n): ...", "c", {"key": "hunter2", "n": 10**5000})
     assert cell.title(read) == "train(key, n)"
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("train(model, lr=rate)", {"train", "model", "rate"}),
+        ("x = 5\nprint(x)", {"print"}),
+        ("print(x)\nx = 5", {"print", "x"}),
+        ("x += 1", {"x"}),
+        ("for x in y: pass\nx", {"x", "y"}),
+        ("if a: x = 1\nx", {"a", "x"}),
+        ("def f(n):\n    return f(n - 1) + g(k)", {"g", "k"}),
+        ("def f(a=b, *, c: D = e) -> F: pass", {"b", "D", "e", "F"}),
+        ("def f():\n    model = 1\n    return model", set()),
+        ("def f():\n    def g():\n        return deep\n    return g", {"deep"}),
+        ("class K(Base):\n    a = b\n    def m(self): return K, c", {"Base", "b", "c"}),
+        ("class Net(Net): pass", {"Net"}),
+        ("import os.path\nos.sep", set()),
+        ("[i * k for i in data]", {"k", "data"}),
+        ("a, (b, *c) = t\na + b\nc", {"t"}),
+        ("def f():\n    global n\n    n += 1", {"n"}),
+        ("f'{v!r:>{w}}'", {"v", "w"}),
+        ("x: int = y\nx", {"int", "y"}),
+        ("d[k] = 1\no.a = 2", {"d", "k", "o"}),
+    ],
+)
+def test_the_names_that_a_cell_takes_from_the_notebook(source: str, names: set[str]) -> None:
+    assert cell.names_read(source) == names

@@ -23,7 +23,7 @@ from nbtrain.engines import openmp, rendezvous
 from nbtrain.errors import LaunchError, PlanError, PreflightError, RankDied, ResultNotPicklable
 from nbtrain.run import Run
 
-ENGINES = ["fork", "inline"]
+ENGINES = ["fork", "spawn", "inline"]
 
 
 def launch(engine: str, function: object, *args: object, n: int = 1, **options: object) -> Run:

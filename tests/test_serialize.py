@@ -43,7 +43,7 @@ def test_the_part_that_cannot_travel_is_named(value: Any, path: str) -> None:
 
 def test_a_closures_captured_lock_is_named() -> None:
     lock = threading.Lock()
-    with pytest.raises(ResultNotPicklable, match="<lock>"):
+    with pytest.raises(ResultNotPicklable, match="result → lock"):
         serialize.dump_result(lambda: lock)
 
 

@@ -15,7 +15,7 @@ LAYERS = [
     {"serialize"},
     {"exceptions", "devices", "report"},
     {"outcome", "telemetry", "preflight", "cell"},
-    {"state", "worker"},
+    {"state", "worker", "ship"},
     {"engines", "view"},
     {"supervise"},
     {"run"},

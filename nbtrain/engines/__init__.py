@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from .base import Engine, Exit, Ranks
 
-__all__ = ["Engine", "Exit", "Ranks", "get"]
+__all__ = ["CRASHED", "Engine", "Exit", "Ranks", "get"]
+
+CRASHED = 70
+"""Exit code of a rank whose worker itself failed (EX_SOFTWARE)."""
 
 
 def get(name: str) -> Engine:
-    """Return the engine of that name."""
+    """Return an engine of that name, for one run."""
     if name == "inline":
         from .inline import InlineEngine
 
         return InlineEngine()
+    if name == "spawn":
+        from .spawn import SpawnEngine
+
+        return SpawnEngine()
     from .fork import ForkEngine
 
     return ForkEngine()

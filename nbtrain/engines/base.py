@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..plan import Plan
 from ..worker import Job
 
 
@@ -63,6 +64,10 @@ class Engine(Protocol):
     @property
     def runs_here(self) -> bool:
         """Whether the rank is this very process: one rank, no forking, no watching."""
+        ...
+
+    def prepare(self, plan: Plan) -> None:
+        """Do what may refuse the plan. Raises `PlanError`; nothing was started."""
         ...
 
     def start(self, job: Job) -> Ranks:

@@ -15,20 +15,21 @@ from functools import partial
 
 from .. import worker
 from ..errors import LaunchError
+from ..plan import Plan
 from ..worker import Job
-from . import leave_kernel, openmp, rendezvous
+from . import CRASHED, leave_kernel, openmp, rendezvous
 from .base import Ranks
 from .finish import finish_process
 from .processes import ChildRanks
-
-CRASHED = 70
-"""Exit code of a rank whose worker itself failed (EX_SOFTWARE)."""
 
 
 class ForkEngine:
     """Forks one process a rank from the calling thread, which must live as long as they do."""
 
     runs_here = False
+
+    def prepare(self, plan: Plan) -> None:
+        """Do nothing: whatever the notebook holds is in a forked copy of it."""
 
     def start(self, job: Job) -> Ranks:
         """Fork every rank. Raises `LaunchError`, leaving none behind."""

@@ -15,7 +15,7 @@ from dataclasses import replace
 from .. import report, worker
 from ..errors import PlanError
 from ..events import EventWriter
-from ..plan import Cell
+from ..plan import Cell, Plan
 from ..worker import Job
 from . import rendezvous
 from .base import Exit, Ranks
@@ -25,6 +25,9 @@ class InlineEngine:
     """Runs the task during `start`; there is nothing left to wait for after it."""
 
     runs_here = True
+
+    def prepare(self, plan: Plan) -> None:
+        """Do nothing: the rank is at home."""
 
     def start(self, job: Job) -> Ranks:
         """Run the task in this process. Raises `PlanError` for more than one rank."""

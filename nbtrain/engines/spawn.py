@@ -1,0 +1,104 @@
+"""The spawn engine: ranks are fresh interpreters, for a kernel that cannot be forked any more.
+
+They get the cell and what it refers to (see `nbtrain.ship`); everything else of the notebook is
+not there, and each imports what it needs, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+from .. import guard, ship, worker
+from ..errors import LaunchError
+from ..plan import Plan
+from ..worker import Job
+from . import rendezvous
+from .base import Ranks
+from .processes import ChildRanks
+
+_BOOT = """
+import json, sys
+order = json.loads(sys.argv.pop())
+sys.path[:] = order["path"]
+from nbtrain.engines.spawned import main
+del json, sys
+main(globals().pop("order"))
+"""
+
+
+class SpawnEngine:
+    """Starts one interpreter a rank from the calling thread, which must live as long as they do."""
+
+    runs_here = False
+
+    def __init__(self) -> None:
+        self._parcel: ship.Parcel | None = None
+
+    def prepare(self, plan: Plan) -> None:
+        """Pack what the ranks will need. Raises `PlanError` naming what cannot be sent."""
+        self._parcel = ship.pack(plan)
+
+    def start(self, job: Job) -> Ranks:
+        """Start every rank. Raises `LaunchError`, leaving none behind."""
+        parcel = self._parcel or ship.pack(job.plan)
+        listener = rendezvous.bind(job.plan.port)
+        job = worker.with_port(job, listener.getsockname()[1])
+        ranks = ChildRanks()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            for rank in range(job.world_size):
+                ranks.add(rank, _spawn_rank(job, rank, parcel))
+            ranks.store = rendezvous.serve(listener)
+        except BaseException:  # whatever it was, an interrupt included: no rank stays behind
+            listener.close()
+            ranks.close()
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            parcel.close()  # the ranks have it
+        return ranks
+
+
+def _spawn_rank(job: Job, rank: int, parcel: ship.Parcel) -> int:
+    inherited = guard.without_our_checks(os.environ)
+    log = os.open(job.folder.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _BOOT, json.dumps(_order(job, rank, parcel))],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**inherited, **worker.environment(job, rank, inherited)},
+            pass_fds=parcel.descriptors,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise LaunchError(
+            f"only {rank} of {job.world_size} processes could be started ({error.strerror}). "
+            "Ask for fewer ranks, or raise the limit (ulimit -u)."
+        ) from error
+    finally:
+        os.close(log)
+    process.returncode = 0  # it is reaped by `ChildRanks`, not by subprocess
+    return process.pid
+
+
+def _order(job: Job, rank: int, parcel: ship.Parcel) -> dict[str, Any]:
+    """Return all that a rank must know before it can load the parcel."""
+    return {
+        "path": sys.path,
+        "parent": os.getpid(),
+        "folder": str(job.folder.path),
+        "rank": rank,
+        "world_size": job.world_size,
+        "device": job.device,
+        "threads": job.threads,
+        "port": job.port,
+        "parcel": parcel.path,
+        "descriptors": parcel.descriptors,
+    }

@@ -1,0 +1,85 @@
+"""What runs in a fresh interpreter before it is a rank: `main`, called by the spawn engine."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import io
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from .. import exceptions, ship, worker
+from ..folder import RunFolder
+from ..plan import Call, Plan
+from ..worker import Job
+from . import CRASHED
+from .finish import finish_process
+from .leave_kernel import die_with
+
+
+def main(order: dict[str, Any]) -> NoReturn:
+    """Load the parcel, be the rank, and end the process."""
+    code = CRASHED
+    try:
+        code = _be_rank(order)
+    except BaseException:  # nothing is left to return to
+        with contextlib.suppress(BaseException):
+            traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _be_rank(order: dict[str, Any]) -> int:
+    folder = RunFolder(Path(order["folder"]))
+    die_with(order["parent"])
+    _die_when_asked(folder)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    faulthandler.enable(file=2)
+    cargo = _load(order)
+    job = Job(
+        plan=cargo.plan,
+        folder=folder,
+        world_size=order["world_size"],
+        device=order["device"],
+        threads=order["threads"],
+        port=order["port"],
+        shared_classes=cargo.classes,
+    )
+    code = worker.main(job, order["rank"])
+    finish_process()
+    return code
+
+
+def _die_when_asked(folder: RunFolder) -> None:
+    """Until the rank has begun, an interrupt that the launcher sends ends it at once."""
+
+    def end(_signum: int, _frame: FrameType | None) -> None:
+        if folder.stop_request.exists():
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    signal.signal(signal.SIGINT, end)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _load(order: dict[str, Any]) -> ship.Cargo:
+    """Unpack the parcel; what goes wrong in it is the rank's own failure, told as any other."""
+    try:
+        return ship.unpack(order["parcel"])
+    except Exception as error:  # whatever the import of a user's module raises
+        exceptions.set_notes(error, ["while loading what the cell refers to, in a fresh process"])
+        return ship.Cargo(Plan(Call(_fail, (error,)), name="load"), frozenset())
+    finally:
+        for descriptor in order["descriptors"]:
+            os.close(descriptor)
+
+
+def _fail(error: Exception) -> NoReturn:
+    raise error
