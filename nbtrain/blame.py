@@ -13,7 +13,7 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import guard
+from . import gate, guard
 
 _MARK = "__nbtrain_look__"
 
@@ -32,7 +32,10 @@ class _Running:
 
 
 class Blame:
-    """Watches the cells of one shell. `mode` is 'warn' (say it at once) or 'off'."""
+    """Watches the cells of one shell.
+
+    `mode` is 'warn' (say it at once), 'block' (keep it from happening) or 'off' (only remember).
+    """
 
     def __init__(self, shell: Any) -> None:
         self.mode = "warn"
@@ -44,6 +47,7 @@ class Blame:
         """Watch from the next cell on."""
         guard.look()
         guard.keep_checks_harmless()
+        gate.open_()
         self._shell.events.register("pre_run_cell", self._before)
         self._shell.events.register("post_run_cell", self._after)
         self._shell.ast_transformers.append(self)
@@ -53,6 +57,7 @@ class Blame:
     def stop(self) -> None:
         """Leave the shell and the environment as they were before `start`."""
         guard.restore_checks()
+        gate.close()
         with contextlib.suppress(ValueError):
             self._shell.events.unregister("pre_run_cell", self._before)
             self._shell.events.unregister("post_run_cell", self._after)
@@ -60,6 +65,11 @@ class Blame:
             self._shell.ast_transformers.remove(self)
         # Not deleted: the rest of this very cell may hold marks.
         setattr(builtins, _MARK, _nothing)
+
+    def set_mode(self, mode: str) -> None:
+        """Change the mode: 'warn', 'block' or 'off'."""
+        self.mode = mode
+        gate.block(mode == "block")
 
     def _before(self, info: Any) -> None:
         self._tell(guard.look())  # by a thread or a callback, between two cells
@@ -100,7 +110,7 @@ class Blame:
             self._tell(self._stack.pop().look())
 
     def _tell(self, touches: list[guard.Touch]) -> None:
-        for touch in touches if self.mode == "warn" else ():
+        for touch in touches if self.mode != "off" else ():
             place = touch.where if touch.cell is not None else "something between two cells"
             print(
                 f"nbtrain: {place} initialised {touch.what}. Ranks can no longer be forked from "
@@ -122,5 +132,9 @@ def report() -> str:
     now = guard.initialized()
     if not now:
         return "No accelerator is initialised in this kernel: ranks can be forked from it."
-    lines = [f"{what}: initialised, {guard.culprit(what).where}" for what in sorted(now)]
+    lines = []
+    for what in sorted(now):
+        touch = guard.culprit(what)
+        lines.append(f"{what}: initialised, {touch.where}")
+        lines += [f"    {call}" for call in touch.calls]
     return "\n".join([*lines, "Ranks forked from this kernel cannot use that: restart it."])

@@ -5,6 +5,7 @@ NbtrainError
 │   └── CellSyntaxError               the cell's own syntax error
 ├── PreflightError (RuntimeError)     the kernel's state forbids this launch
 │   └── AcceleratorInitializedError   it has initialised an accelerator: no fork can use that
+├── AcceleratorBlockedError (RuntimeError)  ``%nbtrain guard block`` kept it from doing so
 ├── LaunchError (RuntimeError)        the ranks could not be started
 ├── RankDied (RuntimeError)           a rank ended by a signal or an exit code
 ├── RankError (RuntimeError)          stands for a rank's exception that could not travel
@@ -15,6 +16,8 @@ A rank's own exception is none of these: it is raised in the notebook with its o
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class NbtrainError(Exception):
@@ -55,6 +58,14 @@ class PreflightError(NbtrainError, RuntimeError):
 
 class AcceleratorInitializedError(PreflightError):
     """An accelerator is initialised in the kernel: it cannot be forked into ranks that use it."""
+
+
+class AcceleratorBlockedError(NbtrainError, RuntimeError):
+    """The notebook was about to initialise an accelerator, which ``guard block`` forbids."""
+
+    @property
+    def _render_traceback_(self) -> Any:
+        raise AttributeError  # it is raised in the user's own code: IPython shows where
 
 
 class LaunchError(NbtrainError, RuntimeError):

@@ -30,13 +30,15 @@ _loads_seen: int | None = None
 class Touch:
     """What initialised an accelerator: a cell and the top-level statement in it.
 
-    Without a cell, it happened before anyone looked.
+    Without a cell, it happened before anyone looked. `calls` are the frames on the way to it,
+    outermost first, where torch was asked in Python.
     """
 
     what: str
     cell: int | None = None
     line: int | None = None
     statement: str = ""
+    calls: tuple[str, ...] = ()
 
     @property
     def where(self) -> str:
@@ -48,6 +50,7 @@ class Touch:
 
 
 _history: list[Touch] = []
+_calls: tuple[str, ...] = ()
 
 
 def initialized() -> frozenset[str]:
@@ -121,9 +124,21 @@ def _loads() -> int | None:
 def look(cell: int | None = None, line: int | None = None, statement: str = "") -> list[Touch]:
     """Remember and return what was initialised since the last look; the place is the caller's."""
     known = {touch.what for touch in _history}
-    new = [Touch(what, cell, line, statement) for what in sorted(initialized() - known)]
+    found = initialized() - known
+    if not found:
+        return []
+    new = [
+        Touch(what, cell, line, statement, _calls if what in ("CUDA", "ROCm") else ())
+        for what in sorted(found)
+    ]
     _history.extend(new)
     return new
+
+
+def note_calls(calls: tuple[str, ...]) -> None:
+    """Remember who is about to initialise CUDA, for the next `look`."""
+    global _calls
+    _calls = calls
 
 
 def history() -> tuple[Touch, ...]:

@@ -63,13 +63,14 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
 
         %nbtrain guard         has an accelerator been initialised here, and by which cell
         %nbtrain guard warn    say so at the cell that does it (the default)
+        %nbtrain guard block   keep it from happening: raise before torch or Accelerate does it
         %nbtrain guard off     only remember the cell
         """
         match line.split():
             case ["guard"]:
                 print(blame.report())
-            case ["guard", ("warn" | "off") as mode]:
-                self.blame.mode = mode
+            case ["guard", ("warn" | "block" | "off") as mode]:
+                self.blame.set_mode(mode)
             case _:
                 raise PlanError(f"%nbtrain: no such question: {line!r} (%nbtrain? shows them)")
 

@@ -7,59 +7,22 @@ kernel, does not install it.)
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
 from itertools import count
-from types import ModuleType
 from typing import Any
 
 from . import events as ev
 from . import report
+from .imports import when_imported
 
 
 def install() -> None:
     """Report this rank's bars, whether tqdm is imported already or later."""
     when_imported("tqdm.std", _catch_all_bars)
     when_imported("tqdm.notebook", lambda module: _draw_plainly(module.tqdm_notebook))
-
-
-def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
-    """Run `action` on a module: now if it is imported, else right after it is."""
-    if name in sys.modules:
-        action(sys.modules[name])
-    else:
-        sys.meta_path.insert(0, _AfterImport(name, action))
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds one module by the other finders, and runs an action once it is loaded."""
-
-    def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
-        self._name, self._action = name, action
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            loader, action = spec.loader, self._action
-            execute = loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                action(module)
-
-            loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
 
 
 class _Nowhere:

@@ -11,10 +11,10 @@ import nbtrain
 
 PACKAGE = Path(nbtrain.__file__).parent
 LAYERS = [
-    {"errors", "plan", "events", "folder", "guard"},
+    {"errors", "plan", "events", "folder", "guard", "imports"},
     {"serialize"},
     {"exceptions", "devices", "report"},
-    {"outcome", "telemetry", "preflight", "cell"},
+    {"outcome", "telemetry", "preflight", "cell", "gate"},
     {"state", "worker", "ship"},
     {"engines", "view"},
     {"supervise"},

@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .. import guard
+from .. import gate, guard
 
 _PR_SET_PDEATHSIG = 1
 _keep: list[object] = []
@@ -46,6 +46,7 @@ def become_rank(log: Path, parent: int) -> int | None:
     _silence_ipython()
     _forget_event_loop()
     guard.restore_checks()
+    gate.close()
     return tracker
 
 

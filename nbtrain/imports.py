@@ -1,0 +1,53 @@
+"""Doing something to a module when it is imported, without importing it."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+
+def when_imported(name: str, action: Callable[[ModuleType], object]) -> Callable[[], None]:
+    """Run `action` on a module: now if it is imported, else right after it is.
+
+    Returns a function that takes the wish back, as long as it has not come true.
+    """
+    if name in sys.modules:
+        action(sys.modules[name])
+        return lambda: None
+    finder = _AfterImport(name, action)
+    sys.meta_path.insert(0, finder)
+
+    def cancel() -> None:
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
+
+    return cancel
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Finds one module by the other finders, and runs an action once it is loaded."""
+
+    def __init__(self, name: str, action: Callable[[ModuleType], object]) -> None:
+        self._name, self._action = name, action
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            loader, action = spec.loader, self._action
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                action(module)
+
+            loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
