@@ -110,7 +110,7 @@ def _calls() -> tuple[str, ...]:
 
 
 def _told(frame: traceback.FrameSummary) -> str:
-    function = "" if frame.name == "<module>" else f", in {frame.name}"
+    function = "" if frame.name.startswith(("<module", "<cell")) else f", in {frame.name}"
     return f"{_short(frame.filename)}, line {frame.lineno}{function}: {frame.line or ''}".rstrip()
 
 

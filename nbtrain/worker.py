@@ -81,6 +81,8 @@ def environment(job: Job, rank: int, inherited: Mapping[str, str]) -> dict[str, 
     for name, value in (
         ("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo"),
         ("OMP_NUM_THREADS", str(job.threads)),
+        # A rank that ends right after gloo connected it would cut off those still connecting.
+        ("TORCH_DIST_INIT_BARRIER", "1"),
     ):
         if name not in inherited:
             variables[name] = value

@@ -649,3 +649,14 @@ def test_large_counts_are_shown_in_full() -> None:
     from nbtrain.view import wording
 
     assert "1234567/2000000" in wording.position(launch("fork", train).state.ranks[0])
+
+
+def test_a_rank_that_ends_right_after_it_joined_the_group_cuts_nobody_off() -> None:
+    def train() -> int:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        return dist.get_world_size()
+
+    for _ in range(20):
+        assert launch("fork", train, n=3).results == [3, 3, 3]

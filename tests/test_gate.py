@@ -57,7 +57,8 @@ def test_block_raises_before_and_leaves_the_kernel_clean(
     ):
         assert kernel.run(cell).ename == "AcceleratorBlockedError", cell
     inside = "%%distributed -n 2 --env ACCELERATE_USE_CPU=true\nAccelerator().num_processes"
-    assert kernel.run(inside).ename == ""
+    out = kernel.run(inside)
+    assert out.ename == "", out.traceback
     assert kernel.value("nbtrain.last_run().value") == 2
 
     kernel.run("%nbtrain guard warn")
