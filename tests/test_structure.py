@@ -13,7 +13,7 @@ PACKAGE = Path(nbtrain.__file__).parent
 LAYERS = [
     {"errors", "plan", "events", "folder", "guard"},
     {"serialize"},
-    {"exceptions", "devices", "report"},
+    {"exceptions", "devices", "host", "report"},
     {"outcome", "telemetry", "preflight", "cell"},
     {"state", "worker"},
     {"engines", "view"},
