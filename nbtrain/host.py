@@ -134,20 +134,21 @@ def descriptors() -> Quota | None:
     return None
 
 
-def processes(needed: int, root: Path = _ROOT) -> Quota | None:
+def processes(needed: int, root: Path = _ROOT, user: int | None = None) -> Quota | None:
     """Return the tasks of this user and their limit (RLIMIT_NPROC, which counts threads).
 
     None where there is no such limit or it cannot matter: for root, and where the whole host has
     so few tasks that `needed` more fit anyway, so that they need not be counted by user.
     """
     limit = _soft_limit("RLIMIT_NPROC")
-    if limit is None or os.geteuid() == 0:
+    user = os.geteuid() if user is None and limit is not None else user
+    if limit is None or not user:
         return None
     everyone = _text(root / "proc/loadavg").split()
     with contextlib.suppress(IndexError, ValueError):
         if int(everyone[3].partition("/")[2]) + needed <= limit:
             return None
-    return Quota(_tasks_of(os.getuid(), root / "proc"), limit, "ulimit -u")
+    return Quota(_tasks_of(user, root / "proc"), limit, "ulimit -u")
 
 
 def _tasks_of(user: int, proc: Path) -> int:

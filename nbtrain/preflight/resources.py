@@ -18,6 +18,10 @@ the store. Its own process starts with the kernel's and opens about 13 for gloo 
 so 16 covers both."""
 
 
+def _ranks(facts: Facts) -> str:
+    return "1 rank" if facts.ranks == 1 else f"{facts.ranks} ranks"
+
+
 def port(facts: Facts) -> Iterator[Finding]:
     """A port that was asked for, rather than a free one, must be free."""
     if facts.port_trouble:
@@ -45,7 +49,7 @@ def memory(facts: Facts) -> Iterator[Finding]:
             f"{in_words(4 * weights)})"
         )
     yield Finding(
-        f"{ranks} ranks may need {in_words(most)} of memory and {in_words(available)} are "
+        f"{_ranks(facts)} may need {in_words(most)} of memory and {in_words(available)} are "
         f"available ({facts.memory.whose}): each {' and '.join(parts)}.",
         "Ask for fewer ranks, or train a smaller model; too much of it and the system kills a "
         "rank (SIGKILL).",
@@ -74,7 +78,7 @@ def descriptors(facts: Facts) -> Iterator[Finding]:
     if quota is None or facts.inline or quota.holds(needed):
         return
     yield Finding(
-        f"{facts.ranks} ranks need {needed} more open files, and {quota.used} of {quota.limit} "
+        f"{_ranks(facts)} need {needed} more open files, and {quota.used} of {quota.limit} "
         "are open (ulimit -n).",
         "Raise the limit before the kernel starts (`ulimit -n 4096`), or ask for fewer ranks.",
     )
@@ -86,7 +90,7 @@ def processes(facts: Facts) -> Iterator[Finding]:
     for quota in () if facts.inline else facts.quotas:
         if not quota.holds(needed):
             yield Finding(
-                f"{facts.ranks} ranks with {facts.threads} threads each need {needed} more "
+                f"{_ranks(facts)} with {facts.threads} threads each need {needed} more "
                 f"processes and threads, and {quota.used} of {quota.limit} are there "
                 f"({quota.whose}).",
                 "Raise that limit, or ask for fewer ranks.",
