@@ -137,10 +137,10 @@ def descriptors() -> Quota | None:
 def processes(needed: int, root: Path = _ROOT, user: int | None = None) -> Quota | None:
     """Return the tasks of this user and their limit (RLIMIT_NPROC, which counts threads).
 
-    None where there is no such limit or it cannot matter: for root, and where the whole host has
-    so few tasks that `needed` more fit anyway, so that they need not be counted by user.
+    None where there is no such limit, where nobody counts, and where it cannot matter: for root,
+    and where the whole host has so few tasks that `needed` more fit anyway (counting is slow).
     """
-    limit = _soft_limit("RLIMIT_NPROC")
+    limit = _soft_limit("RLIMIT_NPROC") if (root / "proc").is_dir() else None
     user = os.geteuid() if user is None and limit is not None else user
     if limit is None or not user:
         return None
@@ -224,11 +224,11 @@ def process_name(pid: int) -> str:
 
 
 def in_words(size: float) -> str:
-    """Word a number of bytes: ``64 MiB``, ``1.3 GiB``."""
+    """Word a number of bytes: ``3 KiB``, ``64 MiB``, ``1.3 GiB``."""
     for unit, power in (("TiB", 40), ("GiB", 30)):
         if size >= 1 << power:
             return f"{size / (1 << power):.1f} {unit}"
-    return f"{size / (1 << 20):.0f} MiB"
+    return f"{size / (1 << 20):.0f} MiB" if size >= 1 << 20 else f"{size / 1024:.0f} KiB"
 
 
 def _text(path: Path) -> str:

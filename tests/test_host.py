@@ -185,7 +185,8 @@ def test_processes_are_named_where_they_can_be() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "words"), [(0, "0 MiB"), (64 << 20, "64 MiB"), (GIB, "1.0 GiB"), (1 << 41, "2.0 TiB")]
+    ("size", "words"),
+    [(3072, "3 KiB"), (64 << 20, "64 MiB"), (GIB, "1.0 GiB"), (1 << 41, "2.0 TiB")],
 )
 def test_sizes_in_words(size: int, words: str) -> None:
     assert host.in_words(size) == words

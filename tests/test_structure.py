@@ -21,7 +21,8 @@ LAYERS = [
     {"run"},
     {"launch"},
     {"blame"},
-    {"magics"},
+    {"doctor"},
+    {"magics", "cli"},
 ]
 
 

@@ -37,6 +37,7 @@ class Facts:
     device: str = "cpu"
     env: Mapping[str, str] = field(default_factory=dict)
     kernel: int = -1
+    can_fork: bool = True
     touches: tuple[Touch, ...] = ()
     suspects: tuple[str, ...] = ()
     accelerator_alive: bool = False
@@ -92,6 +93,7 @@ def gather(plan: Plan, device: str, builds: int = 0) -> Facts:
         device,
         env,
         kernel=os.getpid(),
+        can_fork=hasattr(os, "fork"),
         touches=tuple(guard.culprit(what) for what in sorted(guard.initialized())),
         suspects=tuple(name for name in SUSPECTS if name in sys.modules),
         accelerator_alive=_accelerator_is_alive(),

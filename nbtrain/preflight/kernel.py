@@ -9,6 +9,12 @@ from .facts import Facts
 from .finding import Ask, Finding
 
 
+def fork(facts: Facts) -> Iterator[Finding]:
+    """Windows has no fork."""
+    if facts.forks and not facts.can_fork:
+        yield Finding("This system cannot fork.", "Use --engine inline, or Linux or macOS.")
+
+
 def initialized(facts: Facts) -> Iterator[Finding]:
     """An accelerator that is initialised here cannot be used by ranks forked from here."""
     if facts.device == "cpu" or not facts.forks:
@@ -59,6 +65,7 @@ def inline_timeout(facts: Facts) -> Iterator[Finding]:
 
 
 QUESTIONS: tuple[Ask, ...] = (
+    fork,
     initialized,
     accelerator_state,
     process_group,
