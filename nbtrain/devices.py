@@ -98,7 +98,7 @@ def visible(uuids: Sequence[str], setting: str | None) -> list[int]:
     found: list[int] = []
     for entry in (part.strip() for part in setting.split(",")):
         if entry.startswith("MIG-"):  # a slice of a GPU: CUDA shows one of them, as one device
-            return found or [0]
+            return found or list(range(len(uuids)))[:1]
         index = _index_of(entry, uuids)
         if index is None:
             break

@@ -26,6 +26,7 @@ UUIDS = ["GPU-aa11", "GPU-ab22", "GPU-cc33"]
         ("GPU-cc,0", [2, 0]),
         ("GPU-a", []),
         ("NoDevFiles", []),
+        ("MIG-1,MIG-2", [0]),
     ],
 )
 def test_visible_devices_follow_cudas_rule(setting: str | None, indices: list[int]) -> None:

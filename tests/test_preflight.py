@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -210,6 +211,14 @@ def test_a_busy_port_is_refused_with_the_one_who_has_it() -> None:
     assert "port 4711 cannot be used on this host (Address already in use, by python, pid 3)" in (
         line
     )
+
+
+def test_a_port_that_is_really_busy_leaves_no_run_behind(run_root: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(PreflightError, match=f"port {port} cannot be used"):
+            nbtrain.notebook_launcher(print, (), 2, use_port=port)
+    assert list(run_root.rglob("run.json")) == []
 
 
 # What the task says

@@ -118,7 +118,11 @@ def gather(plan: Plan, device: str, builds: int = 0) -> Facts:
 
 
 def _visible(device: str, env: Mapping[str, str]) -> tuple[int, tuple[Gpu, ...]]:
-    """Return how many GPUs the ranks will see, and NVIDIA's of them as NVML describes them."""
+    """Return how many GPUs the ranks will see, and NVIDIA's of them as NVML describes them.
+
+    NVML lists GPUs by their place on the bus, CUDA by default the fastest first: on a host with
+    GPUs of several kinds, an index may mean another GPU there.
+    """
     every = devices.gpus()
     order = devices.visible([gpu.uuid for gpu in every], env.get("CUDA_VISIBLE_DEVICES"))
     if every or device == "cpu":

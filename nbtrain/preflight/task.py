@@ -13,6 +13,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -33,7 +34,8 @@ def read(task: Task) -> Mentioned:
     source = task.source if isinstance(task, Cell) else _source(_function(task.function))
     tree = _tree(source)
     values = list(_values(task, tree))
-    workers = max([*_literal_workers(tree), *_loader_workers(values)], default=0)
+    literals = _literal_workers(tree) if "num_workers" in source else ()
+    workers = max([*literals, *_loader_workers(values)], default=0)
     return Mentioned(source, trainable_bytes(values), workers)
 
 
@@ -135,7 +137,7 @@ def _parameters(torch: Any, values: Iterable[Any]) -> Iterator[Any]:
             inside = vars(value)
             waiting += (inside.get("_modules") or {}).values()
             yield from (inside.get("_parameters") or {}).values()
-        elif type(value) in (list, tuple):
-            waiting += [item for item in value[:64] if issubclass(type(item), torch.nn.Module)]
-        elif type(value) is dict:
-            waiting += [v for v in value.values() if issubclass(type(v), torch.nn.Module)]
+        elif type(value) in (list, tuple, dict):
+            # The first few: a list may be a data set.
+            items = islice(value.values() if type(value) is dict else value, 64)
+            waiting += [item for item in items if issubclass(type(item), torch.nn.Module)]
