@@ -138,7 +138,11 @@ def _uuids() -> list[str]:
     with _nvml() as nvml:
         if nvml is None:
             return []
-        return [_uuid(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+        return [_uuid(nvml, index) for index in range(_count(nvml))]
+
+
+def _count(nvml: Any) -> int:
+    return int(_told(nvml, nvml.nvmlDeviceGetCount) or 0)
 
 
 def _uuid(nvml: Any, index: int) -> str:
@@ -161,7 +165,7 @@ def describe(nvml: Any) -> tuple[Gpu, ...]:
     answer is then left out, and the GPU keeps its place.
     """
     driver = _told(nvml, nvml.nvmlSystemGetDriverVersion) or ""
-    return tuple(_describe(nvml, i, _str(driver)) for i in range(nvml.nvmlDeviceGetCount()))
+    return tuple(_describe(nvml, i, _str(driver)) for i in range(_count(nvml)))
 
 
 def _describe(nvml: Any, index: int, driver: str) -> Gpu:

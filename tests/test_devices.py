@@ -168,3 +168,11 @@ def test_the_build_of_torch_is_read_off_its_constants() -> None:
     assert build.cuda == torch.version.cuda
     assert devices.Build("2").words == "CPU only"
     assert devices.Build("2", hip="6.2").words == "ROCm (HIP 6.2)"
+
+
+def test_an_nvml_that_answers_nothing_lists_nothing() -> None:
+    class Broken(Nvml):
+        def __getattr__(self, name: str) -> object:
+            return lambda *_: self.fail()
+
+    assert devices.describe(Broken()) == ()

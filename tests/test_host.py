@@ -151,6 +151,7 @@ def test_a_users_tasks_are_those_of_its_processes(tmp_path: Path) -> None:
     assert host._tasks_of(os.getuid(), tmp_path) == 2
     assert host._tasks_of(os.getuid() + 1, tmp_path) == 0
     assert host._tasks_of(os.getuid(), tmp_path / "nothing") == 0
+    assert host.processes(1, tmp_path / "nothing", 12345) is None
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")

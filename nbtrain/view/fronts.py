@@ -206,7 +206,7 @@ class TextFront:
     def _print_notes(self, state: RunState) -> None:
         if not self._noted:
             self._noted = True
-            print(*text.notes(state), sep="\n", end="\n" if state.notes else "", flush=True)
+            print(*wording.notes(state), sep="\n", end="\n" if state.notes else "", flush=True)
 
     def _print_output(self, state: RunState) -> None:
         for rank in state.ranks:

@@ -58,7 +58,7 @@ def _header(state: RunState, now: float) -> str:
 
 def _notes(state: RunState) -> str:
     """Draw what was seen before the run: amber, above everything, to be read once."""
-    lines = "".join(f"<div>⚠ {escape(note)}</div>" for note in wording.notes(state))
+    lines = "".join(f"<div>{escape(note)}</div>" for note in wording.notes(state))
     style = (
         f"margin-bottom:6px;padding:2px 8px;border-left:3px solid {_AMBER};"
         "background:rgba(201,138,0,.12);overflow-wrap:anywhere"

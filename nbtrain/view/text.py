@@ -18,12 +18,7 @@ def summary(state: RunState, now: float) -> str:
         rows.append(f"  … and {state.world_size - len(shown)} more ranks")
     returned = [f"  {who} → {result}" for who, result in wording.results(state)]
     said = [f"  {state.message}"] if state.message else []
-    return "\n".join([*notes(state), head, *rows, *returned, *said])
-
-
-def notes(state: RunState) -> list[str]:
-    """Return what was seen before the run, a line each."""
-    return [f"⚠ {note}" for note in wording.notes(state)]
+    return "\n".join([*wording.notes(state), head, *rows, *returned, *said])
 
 
 def rank_line(rank: RankState, state: RunState) -> str:

@@ -103,7 +103,8 @@ def facts(state: RunState, now: float) -> str:
 def notes(state: RunState, limit: int = 6) -> list[str]:
     """Return what was seen before the run, a line each; of more than `limit`, the number."""
     left = len(state.notes) - limit
-    return [*state.notes[:limit], *([f"… and {left} more"] if left > 0 else [])]
+    shown = [f"⚠ {note}" for note in state.notes[:limit]]
+    return [*shown, *([f"… and {left} more"] if left > 0 else [])]
 
 
 def results(state: RunState) -> list[tuple[str, str]]:
