@@ -244,7 +244,7 @@ def _section(title: str, rows: Sequence[tuple[str, str]]) -> Iterator[str]:
             text,
             WIDTH,
             initial_indent=f"  {label:<{_LABEL}}" if label else "  ",
-            subsequent_indent=" " * (2 + _LABEL if label else 2),
+            subsequent_indent=" " * (2 + _LABEL if label else 4),
             break_on_hyphens=False,
         )
 
@@ -315,12 +315,12 @@ def _title(seen: Examination) -> str:
 def _launch(seen: Examination) -> Iterator[tuple[str, str]]:
     for engine, findings in seen.verdicts.items():
         if seen.torch is None:
-            yield engine, f"refused: {seen.trouble}"
+            yield "", f"{engine} refused: {seen.trouble}"
         for finding in findings:
             verb = "refused" if finding.level == "refuse" else "warned"
-            yield engine, f"{verb}: {preflight.line(finding)}"
+            yield "", f"{engine} {verb}: {preflight.line(finding)}"
         if seen.torch is not None and not findings:
-            yield engine, "nothing against it"
+            yield "", f"{engine}: nothing against it"
 
 
 def _counted(count: int, noun: str) -> str:

@@ -72,8 +72,8 @@ def test_the_page_has_all_that_a_report_needs() -> None:
         "~/.cache/nbtrain/runs: 3 runs, 5 MiB, 1.0 GiB free",
         "CUDA: initialised, In[3], line 1: `x.cuda()`",
         "A launch now: 2 ranks on the GPUs (-n auto)",
-        "fork          refused: CUDA is already initialised in this kernel. Restart it.",
-        "spawn         warned: GPU 0 is in use. End it.",
+        "fork refused: CUDA is already initialised in this kernel. Restart it.",
+        "spawn warned: GPU 0 is in use. End it.",
     ):
         assert words in page, words
 
@@ -101,7 +101,7 @@ def test_a_broken_torch_and_an_empty_host_still_make_a_page() -> None:
         verdicts={"fork": ()},
     )
     page = doctor.render(bare)
-    assert "fork          refused: torch cannot be imported: OSError: libcudart.so.13" in page
+    assert "fork refused: torch cannot be imported: OSError: libcudart.so.13" in page
     assert "none that the NVIDIA driver" in page
     assert "no cgroup limit" in page
     assert "~/runs: 0 runs, 0 KiB\n" in page
@@ -109,7 +109,7 @@ def test_a_broken_torch_and_an_empty_host_still_make_a_page() -> None:
     assert "/dev/shm" not in page
     tpu = doctor.render(replace(bare, torch=Build("2.9"), others=("TPU (TPU_NAME)",)))
     assert "other         TPU (TPU_NAME)" in tpu
-    assert "fork          nothing against it" in tpu
+    assert "fork: nothing against it" in tpu
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_a_notebook_asks_the_doctor(notebook: Notebook) -> None:
     assert first.startswith("nbtrain ")
     assert first.endswith("Jupyter kernel")
     assert "No accelerator is initialised in this kernel" in out.stdout
-    assert "fork          nothing against it" in out.stdout
+    assert "fork: nothing against it" in out.stdout
     assert max(map(len, out.stdout.splitlines())) <= 80
     notebook.run("from accelerate import PartialState\nPartialState(cpu=True)")
     told = " ".join(notebook.run("%nbtrain doctor").stdout.split())
