@@ -4,25 +4,87 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 CPU_DEFAULT = 2
 """Ranks on a host without an accelerator, where the user does not say."""
 
+_MIB = 1 << 20
 
-def gpu_count() -> int:
-    """Return how many NVIDIA GPUs the ranks will see, counted through NVML.
 
-    ``CUDA_VISIBLE_DEVICES`` is honoured as CUDA does; a torch that was built without CUDA sees
-    none. The CUDA driver itself is not called: counting must leave the kernel fit to fork.
+@dataclass(frozen=True)
+class Holder:
+    """A process that is on a GPU, and the MiB it holds; None where the driver does not say."""
+
+    pid: int
+    mib: int | None = None
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """An NVIDIA GPU as NVML describes it; memory in MiB, 0 where it is not told.
+
+    `mode` is NVML's compute mode: 0 for everyone, 3 for one process at a time, 2 for none.
+    """
+
+    index: int
+    uuid: str
+    name: str = ""
+    total: int = 0
+    used: int = 0
+    holders: tuple[Holder, ...] = ()
+    mode: int = 0
+    driver: str = ""
+
+
+@dataclass(frozen=True)
+class Build:
+    """What a torch was built for: the versions of CUDA and HIP, and whether for XPU and MPS."""
+
+    version: str
+    cuda: str | None = None
+    hip: str | None = None
+    xpu: bool = False
+    mps: bool = False
+
+    @property
+    def words(self) -> str:
+        """Words for it: ``CUDA 13.0``, ``ROCm 6.2``, ``XPU``, ``CPU only``."""
+        if self.cuda or self.hip:
+            return f"CUDA {self.cuda}" if self.cuda else f"ROCm (HIP {self.hip})"
+        return "XPU" if self.xpu else "MPS" if self.mps else "CPU only"
+
+
+def gpu_count(env: Mapping[str, str] = os.environ) -> int:
+    """Return how many GPUs the ranks will see: NVIDIA's by NVML, AMD's by their kernel driver.
+
+    ``CUDA_VISIBLE_DEVICES`` and its kin are honoured as the runtimes do; a torch that was built
+    for neither sees none. No driver is called: counting must leave the kernel fit to fork.
     """
     import torch
 
+    if torch.version.hip is not None:
+        return len(rocm_visible(rocm_uuids(), env))
     if torch.version.cuda is None:
         return 0
-    return len(visible(_uuids(), os.environ.get("CUDA_VISIBLE_DEVICES")))
+    return len(visible(_uuids(), env.get("CUDA_VISIBLE_DEVICES")))
+
+
+def build_of(torch: Any) -> Build:
+    """Return what a torch module was built for; reads constants only."""
+    version = getattr(torch, "version", None)
+    compiled = getattr(torch, "_C", None)
+    return Build(
+        str(getattr(torch, "__version__", "?")),
+        getattr(version, "cuda", None),
+        getattr(version, "hip", None),
+        bool(getattr(compiled, "_has_xpu", False)),
+        bool(getattr(compiled, "_has_mps", False)),
+    )
 
 
 def visible(uuids: Sequence[str], setting: str | None) -> list[int]:
@@ -36,7 +98,7 @@ def visible(uuids: Sequence[str], setting: str | None) -> list[int]:
     found: list[int] = []
     for entry in (part.strip() for part in setting.split(",")):
         if entry.startswith("MIG-"):  # a slice of a GPU: CUDA shows one of them, as one device
-            return found or [0]
+            return found or list(range(len(uuids)))[:1]
         index = _index_of(entry, uuids)
         if index is None:
             break
@@ -53,27 +115,145 @@ def _index_of(entry: str, uuids: Sequence[str]) -> int | None:
     return matches[0] if len(matches) == 1 else None
 
 
-def _uuids() -> list[str]:
+@contextlib.contextmanager
+def _nvml() -> Iterator[Any]:
+    """Yield NVML while it is initialised; None where there is none. It is not CUDA's driver."""
     try:
         import pynvml
     except ImportError:
-        return []
+        yield None
+        return
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return []
+        yield None
+        return
     try:
-        return [_uuid(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+        yield pynvml
     finally:
         pynvml.nvmlShutdown()
 
 
-def _uuid(pynvml: Any, index: int) -> str:
+def _uuids() -> list[str]:
+    with _nvml() as nvml:
+        if nvml is None:
+            return []
+        return [_uuid(nvml, index) for index in range(_count(nvml))]
+
+
+def _count(nvml: Any) -> int:
+    return int(_told(nvml, nvml.nvmlDeviceGetCount) or 0)
+
+
+def _uuid(nvml: Any, index: int) -> str:
     try:
-        name = pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index))
-    except pynvml.NVMLError:  # fallen off the bus: it keeps its place in the count
+        return _str(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(index)))
+    except nvml.NVMLError:  # fallen off the bus: it keeps its place in the count
         return f"lost-{index}"
-    return name.decode() if isinstance(name, bytes) else str(name)
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """Return every NVIDIA GPU of this host, hidden ones included, from one session of NVML."""
+    with _nvml() as nvml:
+        return () if nvml is None else describe(nvml)
+
+
+def describe(nvml: Any) -> tuple[Gpu, ...]:
+    """Return what an initialised NVML tells of its GPUs.
+
+    Any single question may fail (a lost device, MIG, a container that hides processes): its
+    answer is then left out, and the GPU keeps its place.
+    """
+    driver = _told(nvml, nvml.nvmlSystemGetDriverVersion) or ""
+    return tuple(_describe(nvml, i, _str(driver)) for i in range(_count(nvml)))
+
+
+def _describe(nvml: Any, index: int, driver: str) -> Gpu:
+    handle = _told(nvml, nvml.nvmlDeviceGetHandleByIndex, index)
+    if handle is None:
+        return Gpu(index, f"lost-{index}", "lost", driver=driver)
+    memory = _told(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
+    running = [
+        *(_told(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()),
+        *(_told(nvml, nvml.nvmlDeviceGetGraphicsRunningProcesses, handle) or ()),
+    ]
+    held = {p.pid: None if p.usedGpuMemory is None else p.usedGpuMemory // _MIB for p in running}
+    return Gpu(
+        index,
+        _uuid(nvml, index),
+        _str(_told(nvml, nvml.nvmlDeviceGetName, handle) or "GPU"),
+        total=memory.total // _MIB if memory else 0,
+        used=memory.used // _MIB if memory else 0,
+        holders=tuple(Holder(pid, mib) for pid, mib in held.items()),
+        mode=_told(nvml, nvml.nvmlDeviceGetComputeMode, handle) or 0,
+        driver=driver,
+    )
+
+
+def _told(nvml: Any, ask: Any, *args: Any) -> Any:
+    """Return an answer of NVML; None for NotSupported, NoPermission, a lost GPU and the like."""
+    try:
+        return ask(*args)
+    except (nvml.NVMLError, UnicodeDecodeError):  # some drivers return names that are no text
+        return None
+
+
+def _str(text: str | bytes) -> str:
+    return text.decode(errors="replace") if isinstance(text, bytes) else str(text)
+
+
+def rocm_uuids(root: Path = Path("/")) -> list[str]:
+    """Return AMD's GPUs as their kernel driver lists them (KFD), without loading ROCm.
+
+    A node with SIMDs is a GPU, one without is a CPU. In a container, those that it may not use
+    are listed, but cannot be read.
+    """
+    nodes = (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")
+    found: list[str] = []
+    for path in sorted(nodes, key=lambda p: (len(p.parent.name), p.parent.name)):
+        with contextlib.suppress(OSError, ValueError):
+            lines = (line.split() for line in path.read_text().splitlines())
+            fields = {words[0]: int(words[1]) for words in lines if len(words) == 2}
+            if fields.get("simd_count", 0) > 0:
+                found.append(f"GPU-{fields.get('unique_id', 0):016x}")
+    return found
+
+
+def rocm_visible(uuids: Sequence[str], env: Mapping[str, str]) -> list[int]:
+    """Return the GPUs that ROCm's variables leave visible.
+
+    ROCR_VISIBLE_DEVICES comes first; HIP_VISIBLE_DEVICES, or CUDA_VISIBLE_DEVICES in its place,
+    then chooses among what that left.
+    """
+    first = visible(uuids, env.get("ROCR_VISIBLE_DEVICES"))
+    second = env.get("HIP_VISIBLE_DEVICES", env.get("CUDA_VISIBLE_DEVICES"))
+    return [first[i] for i in visible([uuids[i] for i in first], second)]
+
+
+def unused_accelerator(build: Build, root: Path = Path("/"), system: str | None = None) -> str:
+    """Name an accelerator that this torch could use and nbtrain does not yet; empty for none.
+
+    ``torch.xpu.device_count()`` may initialise the device when its management library is missing,
+    so the kernel's list of graphics devices is asked instead: Intel's, with a torch for them.
+    """
+    if (system or f"{platform.system()} {platform.machine()}") == "Darwin arm64" and build.mps:
+        return "MPS (Apple's GPU)"
+    if build.xpu:
+        for vendor in (root / "sys/class/drm").glob("renderD*/device/vendor"):
+            with contextlib.suppress(OSError):
+                if vendor.read_text().strip() == "0x8086":
+                    return "XPU (Intel's GPU)"
+    return ""
+
+
+def tpus(root: Path = Path("/"), env: Mapping[str, str] = os.environ) -> str:
+    """Say in words why this looks like a TPU host; empty where it does not."""
+    nodes = sorted(p.name for p in (root / "dev").glob("accel[0-9]*"))
+    signs = [n for n in ("TPU_NAME", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID") if env.get(n)]
+    if env.get("PJRT_DEVICE", "").upper() == "TPU":
+        signs.append("PJRT_DEVICE=TPU")
+    found = [f"{len(nodes)} x /dev/accel*"] if nodes else []
+    return ", ".join([*found, *signs])
 
 
 def usable_cpus() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -128,11 +128,11 @@ def _asked_port(use_port: str | int | None) -> int | None:
 def run_plan(plan: Plan) -> Run:
     """Carry a plan out to its end and return the run; raise what it ended with, if badly."""
     plan, device = _resolve(plan)
-    preflight.check(plan, device)
+    notes = preflight.check(plan, device)
     engine = engines.get(plan.engine)
     engine.prepare(plan)
     with Interrupts(wanted=not engine.runs_here) as interrupts:
-        run = _prepare(plan, device, engine, interrupts)
+        run = _prepare(plan, device, engine, interrupts, notes)
         run.wait()
     error = run.exception
     if error is None and interrupts.count and run.state.status == "succeeded":
@@ -144,7 +144,7 @@ def run_plan(plan: Plan) -> Run:
 
 def _resolve(plan: Plan) -> tuple[Plan, str]:
     """Replace every 'auto' by what this host offers; return the kind of device too."""
-    gpus = devices.gpu_count()
+    gpus = devices.gpu_count({**os.environ, **plan.env})
     engine = "fork" if plan.engine == "auto" else plan.engine
     inline = engine == "inline"
     default = 1 if inline else gpus or devices.CPU_DEFAULT
@@ -154,10 +154,12 @@ def _resolve(plan: Plan) -> tuple[Plan, str]:
     return resolved, "cuda" if gpus else "cpu"
 
 
-def _prepare(plan: Plan, device: str, engine: Engine, interrupts: Interrupts) -> Run:
+def _prepare(
+    plan: Plan, device: str, engine: Engine, interrupts: Interrupts, notes: Sequence[str] = ()
+) -> Run:
     """Make the run's folder and all that watches it; `Run.wait` then starts the ranks."""
     world_size = plan.num_processes or 1
-    manifest = _manifest(plan, world_size, device)
+    manifest = _manifest(plan, world_size, device, notes)
     folder = new_folder(manifest)
     front = fronts.Guarded(fronts.choose(plan.view))
     job = Job(
@@ -198,7 +200,7 @@ def _carry_out(
     return ranks.error
 
 
-def _manifest(plan: Plan, world_size: int, device: str) -> dict[str, Any]:
+def _manifest(plan: Plan, world_size: int, device: str, notes: Sequence[str]) -> dict[str, Any]:
     import torch
 
     return {
@@ -214,4 +216,5 @@ def _manifest(plan: Plan, world_size: int, device: str) -> dict[str, Any]:
         "host": platform.node(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "notes": list(notes),
     }

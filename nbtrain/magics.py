@@ -9,7 +9,7 @@ from typing import Any
 
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class, no_var_expand
 
-from . import blame
+from . import blame, doctor
 from . import cell as reading
 from .errors import CellSyntaxError, PlanError
 from .launch import run_plan
@@ -65,12 +65,15 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         %nbtrain guard warn    say so at the cell that does it (the default)
         %nbtrain guard block   keep it from happening: raise before torch or Accelerate does it
         %nbtrain guard off     only remember the cell
+        %nbtrain doctor        this host and kernel on a page, for you or for a bug report
         """
         match line.split():
             case ["guard"]:
                 print(blame.report())
             case ["guard", ("warn" | "block" | "off") as mode]:
                 self.blame.set_mode(mode)
+            case ["doctor"]:
+                print(doctor.page())
             case _:
                 raise PlanError(f"%nbtrain: no such question: {line!r} (%nbtrain? shows them)")
 

@@ -17,7 +17,7 @@ from . import serialize
 from .errors import LaunchError, NbtrainError, RunTimeout
 from .folder import KEEP, RunFolder, create, is_watched, prune
 from .outcome import Failure, headline, ranks_text, to_exception
-from .state import RankState, RunState, fold
+from .state import RankState, RunState, fold, plain
 from .supervise import Reader, Supervisor
 from .view import fronts, html
 from .view.wording import counted
@@ -27,6 +27,9 @@ SMALL = 1 << 20
 
 TAIL_BYTES = 1 << 20
 """Bytes at the end of a log among which its last lines are looked for."""
+
+NOTE = 1000
+"""Characters of a note that are shown; the manifest has all."""
 
 _last: Run | None = None
 _last_pid: int | None = None
@@ -290,6 +293,7 @@ def initial_state(manifest: dict[str, Any]) -> RunState:
         created=manifest["created"],
         mixed_precision=manifest["mixed_precision"],
         device=manifest["device"],
+        notes=tuple(plain(str(note), NOTE) for note in manifest.get("notes", ())),
     )
 
 

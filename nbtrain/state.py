@@ -75,7 +75,10 @@ class RankState:
 
 @dataclass(frozen=True)
 class RunState:
-    """A whole run: starting, running, stopping, succeeded, failed, interrupted, timed out."""
+    """A whole run: starting, running, stopping, succeeded, failed, interrupted, timed out.
+
+    `notes` are what was seen before it started, and may go wrong: one line each.
+    """
 
     name: str
     engine: str
@@ -86,6 +89,7 @@ class RunState:
     status: str = "starting"
     ended: float | None = None
     message: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def is_over(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,6 +26,7 @@ UUIDS = ["GPU-aa11", "GPU-ab22", "GPU-cc33"]
         ("GPU-cc,0", [2, 0]),
         ("GPU-a", []),
         ("NoDevFiles", []),
+        ("MIG-1,MIG-2", [0]),
     ],
 )
 def test_visible_devices_follow_cudas_rule(setting: str | None, indices: list[int]) -> None:
@@ -62,3 +64,115 @@ def test_ranks_share_the_cpus_this_process_may_use() -> None:
     assert 1 <= usable <= (os.cpu_count() or 1)
     assert devices.threads_per_rank(1) == usable
     assert devices.threads_per_rank(1000) == 1
+
+
+class Nvml:
+    """An NVML with four GPUs: a sound one, a lost one, one that tells little, one in MIG mode."""
+
+    class NVMLError(Exception): ...
+
+    def __getattr__(self, name: str) -> object:
+        answers = {
+            "nvmlSystemGetDriverVersion": lambda: b"550.54",
+            "nvmlDeviceGetCount": lambda: 4,
+            "nvmlDeviceGetHandleByIndex": lambda i: self.fail() if i == 1 else i,
+            "nvmlDeviceGetUUID": lambda i: f"GPU-{i}",
+            "nvmlDeviceGetName": lambda i: "Tesla",
+            "nvmlDeviceGetMemoryInfo": lambda i: SimpleNamespace(total=16 << 30, used=3 << 30),
+            "nvmlDeviceGetComputeRunningProcesses": self.running,
+            "nvmlDeviceGetGraphicsRunningProcesses": self.running,
+            "nvmlDeviceGetComputeMode": lambda i: self.fail() if i == 2 else 3,
+        }
+        return answers[name]
+
+    def fail(self) -> object:
+        raise self.NVMLError("Not Supported")
+
+    def running(self, index: int) -> object:
+        if index == 2:
+            self.fail()
+        held = None if index == 3 else 2 << 30
+        return [SimpleNamespace(pid=7, usedGpuMemory=held)]
+
+
+def test_a_gpu_is_described_as_far_as_nvml_tells() -> None:
+    sound, lost, silent, mig = devices.describe(Nvml())
+    assert (sound.name, sound.uuid, sound.driver) == ("Tesla", "GPU-0", "550.54")
+    assert (sound.total, sound.used, sound.mode) == (16384, 3072, 3)
+    assert sound.holders == (devices.Holder(7, 2048),)
+    assert (lost.index, lost.uuid, lost.total) == (1, "lost-1", 0)
+    assert (silent.used, silent.holders, silent.mode) == (3072, (), 0)
+    assert mig.holders == (devices.Holder(7, None),)
+
+
+def kfd(root: Path) -> Path:
+    """A host with a CPU node, two GPUs, and one that this container may not use."""
+    for node, lines in enumerate(["simd_count 0", "simd_count 256\nunique_id 171", "", None]):
+        folder = root / f"sys/class/kfd/kfd/topology/nodes/{node}"
+        folder.mkdir(parents=True)
+        (folder / "properties").write_text(
+            lines if lines is not None else "cpu_cores_count 0\nsimd_count 256\nunique_id 205\n"
+        )
+    return root
+
+
+def test_amds_gpus_are_counted_from_the_kernels_list(tmp_path: Path) -> None:
+    assert devices.rocm_uuids(kfd(tmp_path)) == ["GPU-00000000000000ab", "GPU-00000000000000cd"]
+    assert devices.rocm_uuids(tmp_path / "nothing") == []
+
+
+@pytest.mark.parametrize(
+    ("env", "indices"),
+    [
+        ({}, [0, 1, 2]),
+        ({"HIP_VISIBLE_DEVICES": "2,0"}, [2, 0]),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, [1]),
+        ({"HIP_VISIBLE_DEVICES": "2", "CUDA_VISIBLE_DEVICES": "1"}, [2]),
+        ({"ROCR_VISIBLE_DEVICES": "2,1", "HIP_VISIBLE_DEVICES": "1"}, [1]),
+        ({"ROCR_VISIBLE_DEVICES": "GPU-cc33"}, [2]),
+        ({"ROCR_VISIBLE_DEVICES": ""}, []),
+    ],
+)
+def test_rocms_variables_hide_devices_in_their_order(
+    env: dict[str, str], indices: list[int]
+) -> None:
+    assert devices.rocm_visible(UUIDS, env) == indices
+
+
+def test_accelerators_that_are_not_driven_yet_are_recognised_inertly(tmp_path: Path) -> None:
+    mac, intel = devices.Build("2", mps=True), devices.Build("2", xpu=True)
+    assert devices.unused_accelerator(mac, tmp_path, "Darwin arm64") == "MPS (Apple's GPU)"
+    assert devices.unused_accelerator(mac, tmp_path, "Linux x86_64") == ""
+    assert devices.unused_accelerator(intel, tmp_path) == ""
+    vendor = tmp_path / "sys/class/drm/renderD128/device/vendor"
+    vendor.parent.mkdir(parents=True)
+    vendor.write_text("0x8086\n")
+    assert devices.unused_accelerator(intel, tmp_path) == "XPU (Intel's GPU)"
+    assert devices.unused_accelerator(devices.Build("2", cuda="13.0"), tmp_path) == ""
+
+
+def test_a_tpu_host_is_recognised_by_its_devices_and_variables(tmp_path: Path) -> None:
+    assert devices.tpus(tmp_path, {}) == ""
+    (tmp_path / "dev").mkdir()
+    for node in range(4):
+        (tmp_path / f"dev/accel{node}").touch()
+    assert devices.tpus(tmp_path, {"TPU_NAME": "local"}) == "4 x /dev/accel*, TPU_NAME"
+    assert devices.tpus(tmp_path / "nothing", {"PJRT_DEVICE": "TPU"}) == "PJRT_DEVICE=TPU"
+
+
+def test_the_build_of_torch_is_read_off_its_constants() -> None:
+    import torch
+
+    build = devices.build_of(torch)
+    assert build.version == torch.__version__
+    assert build.cuda == torch.version.cuda
+    assert devices.Build("2").words == "CPU only"
+    assert devices.Build("2", hip="6.2").words == "ROCm (HIP 6.2)"
+
+
+def test_an_nvml_that_answers_nothing_lists_nothing() -> None:
+    class Broken(Nvml):
+        def __getattr__(self, name: str) -> object:
+            return lambda *_: self.fail()
+
+    assert devices.describe(Broken()) == ()

@@ -20,7 +20,7 @@ from conftest import wait_until
 import nbtrain
 from nbtrain import engines
 from nbtrain.engines import openmp, rendezvous
-from nbtrain.errors import LaunchError, PlanError, PreflightError, RankDied, ResultNotPicklable
+from nbtrain.errors import PlanError, PreflightError, RankDied, ResultNotPicklable
 from nbtrain.run import Run
 
 ENGINES = ["fork", "spawn", "inline"]
@@ -260,7 +260,7 @@ def test_a_busy_port_is_refused_before_any_process_starts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         before = psutil.Process().children()
-        with pytest.raises(LaunchError, match=f"port {port} cannot be used"):
+        with pytest.raises(PreflightError, match=f"port {port} cannot be used .*pid {os.getpid()}"):
             nbtrain.notebook_launcher(lambda: 1, (), 2, use_port=str(port))
         assert psutil.Process().children() == before
     run = nbtrain.notebook_launcher(lambda: os.environ["MASTER_PORT"], (), 2, use_port=str(port))

@@ -10,7 +10,7 @@ from test_guard import stub  # noqa: F401  (a fixture)
 
 STAND_IN = """
 import ctypes, nbtrain.devices, nbtrain.gate, torch
-nbtrain.devices.gpu_count = lambda: 2
+nbtrain.devices.gpu_count = lambda *_: 2
 nbtrain.gate._GPU_FILES = ("/dev/null",)
 driver = ctypes.CDLL({stub!r})
 torch._C._cuda_init = lambda: driver.cuInit(0)

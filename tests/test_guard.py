@@ -22,7 +22,7 @@ int cuDeviceGetCount(int *n) { if (!initialized) return 3; *n = devices; return 
 ASK = """
 import ctypes, sys, nbtrain
 from nbtrain import devices, guard
-devices.gpu_count = lambda: 2
+devices.gpu_count = lambda *_: 2
 driver = ctypes.CDLL(sys.argv[1])
 print(guard.cuda_is_initialized(), guard.cuda_is_initialized())
 driver.cuInit(0)
@@ -84,7 +84,7 @@ def test_a_later_load_is_noticed(stub: Path) -> None:
 
 
 def dirty(kernel: Notebook, stub: Path, *setup: str) -> Notebook:
-    kernel.run("import ctypes, nbtrain.devices\nnbtrain.devices.gpu_count = lambda: 2")
+    kernel.run("import ctypes, nbtrain.devices\nnbtrain.devices.gpu_count = lambda *_: 2")
     kernel.run(f"driver = ctypes.CDLL({str(stub)!r})")
     for cell in setup:
         kernel.run(cell)

@@ -29,7 +29,7 @@ SETUP = """
 %load_ext nbtrain
 import ctypes, torch, nbtrain, nbtrain.devices
 from torch import nn
-nbtrain.devices.gpu_count = lambda: 2
+nbtrain.devices.gpu_count = lambda *_: 2
 torch.manual_seed(5)
 factor = 0.5
 class Net(nn.Module):

@@ -91,7 +91,7 @@ def test_events_of_unknown_ranks_are_ignored() -> None:
 def hostile() -> RunState:
     nasty = "<script>alert('x')</script> & \ud800 \x1b[31m"
     return fold(
-        replace(picture(3), name=nasty),
+        replace(picture(3), name=nasty, notes=(nasty,)),
         [
             ev.Started(101, 0, 1),
             ev.Progress(101, 0, n=math.nan, total=10, elapsed=1, description=nasty),

@@ -13,7 +13,7 @@ PACKAGE = Path(nbtrain.__file__).parent
 LAYERS = [
     {"errors", "plan", "events", "folder", "guard", "imports"},
     {"serialize"},
-    {"exceptions", "devices", "report"},
+    {"exceptions", "devices", "host", "report"},
     {"outcome", "telemetry", "preflight", "cell", "gate"},
     {"state", "worker", "ship"},
     {"engines", "view"},
@@ -21,7 +21,8 @@ LAYERS = [
     {"run"},
     {"launch"},
     {"blame"},
-    {"magics"},
+    {"doctor"},
+    {"magics", "cli"},
 ]
 
 

@@ -6,6 +6,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 from ..state import RunState
@@ -190,8 +191,10 @@ class TextFront:
         self._printed: dict[int, int] = {}
         self._lines: dict[int, str] = {}
         self._due: float | None = None
+        self._noted = False
 
     def update(self, state: RunState, now: float) -> None:
+        self._print_notes(state)
         self._print_output(state)
         if self._due is None:
             self._due = now + TEXT_INTERVAL
@@ -199,6 +202,11 @@ class TextFront:
         elif now >= self._due:
             self._due = now + TEXT_INTERVAL
             self._print_progress(state)
+
+    def _print_notes(self, state: RunState) -> None:
+        if not self._noted:
+            self._noted = True
+            print(*wording.notes(state), sep="\n", end="\n" if state.notes else "", flush=True)
 
     def _print_output(self, state: RunState) -> None:
         for rank in state.ranks:
@@ -220,8 +228,9 @@ class TextFront:
                 print(line, flush=True)
 
     def finish(self, state: RunState, now: float) -> None:
+        self._print_notes(state)
         self._print_output(state)
         if self._keep_html:
             put(bundle(state, now))
-        else:
-            print(text.summary(state, now), flush=True)
+        else:  # the notes were printed at the start
+            print(text.summary(replace(state, notes=()), now), flush=True)

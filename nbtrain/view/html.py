@@ -15,17 +15,18 @@ MAX_ROWS = 32
 _LIVE_LINES = 8
 _KEPT_LINES = 60
 
+_AMBER = "#c98a00"
 _COLOURS = {
     "starting": "#8a8f98",
     "running": "#3b82c4",
-    "stopping": "#c98a00",
+    "stopping": _AMBER,
     "failing": "#d64545",
     "done": "#2e9e5b",
     "succeeded": "#2e9e5b",
     "failed": "#d64545",
     "stopped": "#8a8f98",
-    "interrupted": "#c98a00",
-    "timed out": "#c98a00",
+    "interrupted": _AMBER,
+    "timed out": _AMBER,
 }
 _CELL = "padding:2px 12px 2px 0;text-align:left;vertical-align:middle;white-space:nowrap"
 _MONO = "font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;font-size:12px"
@@ -38,7 +39,7 @@ def render(state: RunState, now: float) -> str:
         '<div style="font-family:system-ui,sans-serif;font-size:13px;line-height:1.5;'
         "border:1px solid rgba(128,128,128,.35);border-radius:6px;padding:8px 12px;"
         'max-width:1100px;font-variant-numeric:tabular-nums">'
-        f"{_header(state, now)}{_ranks(state)}{_results(state)}{_log(state)}</div>"
+        f"{_notes(state)}{_header(state, now)}{_ranks(state)}{_results(state)}{_log(state)}</div>"
     )
 
 
@@ -53,6 +54,16 @@ def _header(state: RunState, now: float) -> str:
         f'<b style="margin:0 10px;{_MONO};font-weight:600">{escape(state.name)}</b>'
         f'<span style="{_SOFT}">{escape(wording.facts(state, now))}</span>{message}</div>'
     )
+
+
+def _notes(state: RunState) -> str:
+    """Draw what was seen before the run: amber, above everything, to be read once."""
+    lines = "".join(f"<div>{escape(note)}</div>" for note in wording.notes(state))
+    style = (
+        f"margin-bottom:6px;padding:2px 8px;border-left:3px solid {_AMBER};"
+        "background:rgba(201,138,0,.12);overflow-wrap:anywhere"
+    )
+    return f'<div style="{style}">{lines}</div>' if lines else ""
 
 
 def _badge(status: str) -> str:

@@ -9,7 +9,7 @@ _WIDTH = 20
 
 
 def summary(state: RunState, now: float) -> str:
-    """Return the whole picture in a few lines."""
+    """Return the whole picture in a few lines, its notes first."""
     mark = {"succeeded": "✓", "failed": "✗"}.get(state.status, "●")
     head = f"{mark} {state.name}: {state.status} · {wording.facts(state, now)}"
     shown = wording.shown(state, 16)
@@ -18,7 +18,7 @@ def summary(state: RunState, now: float) -> str:
         rows.append(f"  … and {state.world_size - len(shown)} more ranks")
     returned = [f"  {who} → {result}" for who, result in wording.results(state)]
     said = [f"  {state.message}"] if state.message else []
-    return "\n".join([head, *rows, *returned, *said])
+    return "\n".join([*wording.notes(state), head, *rows, *returned, *said])
 
 
 def rank_line(rank: RankState, state: RunState) -> str:

@@ -100,6 +100,13 @@ def facts(state: RunState, now: float) -> str:
     return " · ".join([*words, duration(state.elapsed(now))])
 
 
+def notes(state: RunState, limit: int = 6) -> list[str]:
+    """Return what was seen before the run, a line each; of more than `limit`, the number."""
+    left = len(state.notes) - limit
+    shown = [f"⚠ {note}" for note in state.notes[:limit]]
+    return [*shown, *([f"… and {left} more"] if left > 0 else [])]
+
+
 def results(state: RunState) -> list[tuple[str, str]]:
     """Return who returned what, equal results in one row; empty where all returned None."""
     by_result: dict[str, list[int]] = {}
