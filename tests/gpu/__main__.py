@@ -1,0 +1,117 @@
+"""Everything that needs an NVIDIA GPU, in one call; the table is printed last.
+
+    python tests/gpu
+
+It needs IPython and what an install of nbtrain brings. Rows whose library is missing are left out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+
+from rows import ROWS, Row  # noqa: E402
+
+LAUNCHES = """
+import json, pynvml, sys, time, nbtrain
+from nbtrain import guard
+pynvml.nvmlInit()
+card = pynvml.nvmlDeviceGetHandleByIndex(0)
+used = lambda: pynvml.nvmlDeviceGetMemoryInfo(card).used >> 20
+def settled(idle):
+    end = time.monotonic() + 20
+    while used() > idle and time.monotonic() < end:
+        time.sleep(0.05)
+    return used()
+def train():
+    import torch
+    model = torch.nn.Linear(4096, 4096, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(20):
+        optimizer.zero_grad()
+        model(torch.randn(64, 4096, device="cuda")).square().mean().backward()
+        optimizer.step()
+    return torch.cuda.memory_reserved() >> 20
+idle = used()
+after = []
+for _ in range(10):
+    start = time.perf_counter()
+    run = nbtrain.launch(train, num_processes=1, view="none")
+    seconds = time.perf_counter() - start
+    after.append((run.value, settled(idle), seconds, sorted(guard.initialized())))
+print("\\x02" + json.dumps({"idle": idle, "after": after}))
+"""
+
+
+def probe(number: int) -> dict[str, Any] | None:
+    return answer([sys.executable, str(HERE / "probe.py"), str(number)])
+
+
+def answer(command: list[str]) -> dict[str, Any] | None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=HERE)
+    if "\x02" not in done.stdout:
+        print(done.stdout[-1000:], done.stderr[-2000:], file=sys.stderr)
+        return None
+    found: dict[str, Any] = json.loads(done.stdout.rpartition("\x02")[2])
+    return found
+
+
+def is_here(row: Row) -> bool:
+    return all(n == "a GPU" or importlib.util.find_spec(n) is not None for n in row.needs)
+
+
+def verdict(row: Row, found: dict[str, Any]) -> str:
+    expected = "AcceleratorInitializedError" if row.dirty else "works"
+    right = (
+        found["dirty"] == row.dirty == (found["child"] == "dead")
+        and found["fork"] == expected
+        and found["line"] == (row.line if row.dirty else None)
+        and found["spawn"] == ("works" if row.dirty else "")
+    )
+    return "right" if right else f"WRONG {found}"
+
+
+def main() -> None:
+    import torch
+
+    if not torch.cuda.device_count():
+        raise SystemExit("no NVIDIA GPU here: nothing to run")
+    lines = [
+        "| cell | driver | torch's flag | plain fork | nbtrain fork | culprit | |",
+        "|" + "---|" * 7,
+    ]
+    for number, row in enumerate(ROWS):
+        found = probe(number) if is_here(row) else None
+        if found is None:
+            lines.append(f"| `{row.name}` | not run | | | | | |")
+            continue
+        state = "dirty" if found["dirty"] else "clean"
+        cells = [state, found["flag"], found["child"], found["fork"], found["culprit"]]
+        lines.append(f"| `{row.name}` | {' | '.join(map(str, cells))} | {verdict(row, found)} |")
+    launches = answer([sys.executable, "-c", LAUNCHES])
+    import nbtrain
+
+    print(
+        f"\n{time.strftime('%d %B %Y')}: {torch.cuda.get_device_name()}, "
+        f"torch {torch.__version__}, Python {platform.python_version()}, "
+        f"nbtrain {nbtrain.__version__}\n"
+    )
+    print("\n".join(lines))
+    if launches is not None:
+        print(f"\nTen launches in one process; the card idle holds {launches['idle']} MiB:")
+        for reserved, used, seconds, dirty in launches["after"]:
+            state = ", ".join(dirty) or "clean"
+            print(f"  in the rank {reserved} MiB, after it {used} MiB; {seconds:.2f} s; {state}")
+
+
+if __name__ == "__main__":
+    main()
