@@ -1,8 +1,7 @@
 """Which cell initialised an accelerator: the guard's question, asked around every cell.
 
 A marker between the top-level statements of a cell tells the statement too, whatever library it
-called. Everything here is IPython's documented way to watch cells (events, AST transformers) and
-is taken back by `stop`.
+called. A cell is watched by IPython's events and by its parser, which is given back by `stop`.
 """
 
 from __future__ import annotations
@@ -16,19 +15,29 @@ from typing import Any
 from . import gate, guard
 
 _MARK = "__nbtrain_look__"
+_LOAD = ast.Load()
 
 
 @dataclass
 class _Running:
-    """A cell while it runs: its number, the text of its statements by line, the one under way."""
+    """A cell while it runs: its text as typed, its number, the lines where its statements begin.
+
+    `at` is the place, among these, of the statement under way.
+    """
 
     raw: str
     number: int | None = None
-    statements: dict[int, str] = field(default_factory=dict)
-    line: int | None = None
+    lines: list[int] = field(default_factory=list)
+    at: int = 0
 
     def look(self) -> list[guard.Touch]:
-        return guard.look(self.number, self.line, self.statements.get(self.line or 0, ""))
+        if not self.lines:
+            return guard.look(self.number)
+        # IPython strips leading blank lines before it parses; people count them.
+        typed = self.raw.splitlines()
+        skipped = len(typed) - len(self.raw.lstrip("\n").splitlines())
+        line = self.lines[self.at] + skipped
+        return guard.look(self.number, line, _text(typed, line))
 
 
 class Blame:
@@ -40,6 +49,7 @@ class Blame:
     def __init__(self, shell: Any) -> None:
         self.mode = "warn"
         self._shell = shell
+        self._parse: Any = shell.compile.ast_parse
         self._expecting = False
         self._stack: list[_Running] = []  # a cell may run another one
 
@@ -50,7 +60,8 @@ class Blame:
         gate.open_()
         self._shell.events.register("pre_run_cell", self._before)
         self._shell.events.register("post_run_cell", self._after)
-        self._shell.ast_transformers.append(self)
+        self._parse = self._shell.compile.ast_parse
+        self._shell.compile.ast_parse = self._parse_with_marks
         # Among the builtins, where no %reset reaches it.
         setattr(builtins, _MARK, self._between)
 
@@ -61,8 +72,8 @@ class Blame:
         with contextlib.suppress(ValueError):
             self._shell.events.unregister("pre_run_cell", self._before)
             self._shell.events.unregister("post_run_cell", self._after)
-        if self in self._shell.ast_transformers:
-            self._shell.ast_transformers.remove(self)
+        if vars(self._shell.compile).get("ast_parse") == self._parse_with_marks:
+            del self._shell.compile.ast_parse
         # Not deleted: the rest of this very cell may hold marks.
         setattr(builtins, _MARK, _nothing)
 
@@ -76,38 +87,38 @@ class Blame:
         self._expecting = True
         self._stack.append(_Running(info.raw_cell or ""))
 
-    def visit(self, tree: ast.Module) -> ast.Module:
-        """Put a look between a cell's statements (IPython calls this with every cell's tree).
+    def _parse_with_marks(self, *args: Any, **kwargs: Any) -> ast.Module:
+        """Parse as the shell does, and put looks between a cell's statements.
 
-        Only the first tree after `_before` is a cell; later ones are what ``%timeit`` times.
+        Only the first tree after `_before` is a cell; later ones are what ``%timeit`` times. The
+        documented way, an AST transformer, has IPython visit every node of every cell, which takes
+        longer than all the rest. Seen in IPython 7.34 to 9.18.
         """
+        tree: ast.Module = self._parse(*args, **kwargs)
         if not self._expecting or not tree.body:
             return tree
         self._expecting = False
         cell = self._stack[-1]
         cell.number = max(1, len(self._shell.history_manager.input_hist_parsed) - 1)
-        # IPython strips leading blank lines before it parses; people count them.
-        lines = cell.raw.splitlines()
-        skipped = len(lines) - len(cell.raw.lstrip("\n").splitlines())
-        places = [statement.lineno + skipped for statement in tree.body]
-        cell.statements = {n: _text(lines, n) for n in places}
-        cell.line = places[0]
-        body: list[ast.stmt] = tree.body[:1]
-        for place, statement in zip(places[1:], tree.body[1:], strict=True):
-            mark = ast.parse(f"{_MARK}({place})").body[0]
-            body += [ast.copy_location(mark, statement), statement]
-        tree.body = body
-        return ast.fix_missing_locations(tree)
+        # In the mode 'all' each expression is displayed, which one in a block would not be.
+        if len(tree.body) == 1 or self._shell.ast_node_interactivity != "all":
+            cell.lines = [statement.lineno for statement in tree.body]
+            tree.body = _with_marks(tree.body)
+        return tree
 
-    def _between(self, following: int) -> None:
-        """The statement under way has ended, the one at `following` begins."""
+    def _between(self) -> None:
+        """The statement under way has ended, the next one begins."""
         if self._stack:
-            self._tell(self._stack[-1].look())
-            self._stack[-1].line = following
+            cell = self._stack[-1]
+            if guard.has_news():
+                self._tell(cell.look())
+            cell.at += 1
 
     def _after(self, _result: Any) -> None:
         if self._stack:
-            self._tell(self._stack.pop().look())
+            cell = self._stack.pop()
+            if guard.has_news():
+                self._tell(cell.look())
 
     def _tell(self, touches: list[guard.Touch]) -> None:
         for touch in touches if self.mode != "off" else ():
@@ -118,7 +129,39 @@ class Blame:
             )
 
 
-def _nothing(_following: int) -> None:
+def _with_marks(statements: list[ast.stmt]) -> list[ast.stmt]:
+    """Return the statements in blocks, with a mark after each; the last one stays by itself.
+
+    IPython compiles and runs each top-level statement apart, which takes longer than a mark: in
+    blocks, a cell is hardly slower for being watched. It displays the last one only, if any.
+    """
+    found: list[ast.stmt] = []
+    block: list[ast.stmt] = []
+    for statement in statements[:-1]:
+        if isinstance(statement, ast.ImportFrom) and statement.module == "__future__":
+            found += [*_block(block), statement]  # not allowed in a block
+            block = [_mark(statement)]
+        else:
+            block += (statement, _mark(statement))
+    return [*found, *_block(block), statements[-1]]
+
+
+def _block(statements: list[ast.stmt]) -> list[ast.stmt]:
+    if not statements:
+        return []
+    line, column = statements[0].lineno, statements[0].col_offset
+    always = ast.Constant(True, lineno=line, col_offset=column)
+    return [ast.If(always, statements, [], lineno=line, col_offset=column)]
+
+
+def _mark(after: ast.stmt) -> ast.stmt:
+    line, column = after.lineno, after.col_offset  # no line of its own for a debugger to stop at
+    name = ast.Name(_MARK, _LOAD, lineno=line, col_offset=column)
+    call = ast.Call(name, [], [], lineno=line, col_offset=column)
+    return ast.Expr(call, lineno=line, col_offset=column)
+
+
+def _nothing() -> None:
     """What a mark does when nobody watches any more."""
 
 

@@ -1,7 +1,7 @@
 """How fast nbtrain is, next to what it is measured against. From the repository's root:
 
     python tests/benchmarks                      # everything, about five minutes on two cores
-    python tests/benchmarks --only noop          # one of: noop, steps, memory, log (repeatable)
+    python tests/benchmarks --only noop          # or steps, memory, log, guard (repeatable)
     python tests/benchmarks --rounds 30          # more rounds where the machine is noisy
 
 How to read the table. Nothing here is held against a wall time: each row compares nbtrain with a
@@ -27,6 +27,9 @@ memory  what 4 ranks of a 400 MB model cost in all, kernel included, over a run 
         (MB of PSS, library files left out): inherited from the notebook, and built by each rank.
 log     CPU time: µs of a `nbtrain.log` call next to a bare write of as many bytes, ns of a tqdm
         iteration in a rank next to one in a plain Python process.
+guard   CPU time that the looks around and inside a cell add to it; the time until a launch in a
+        kernel that is unfit for it is refused, next to Accelerate's refusal (which does not look at
+        CUDA); a whole empty run on two fresh interpreters, next to torch.multiprocessing's.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ from importlib.metadata import version
 import log
 import memory
 import noop
+import refusal
 import steps
 from table import Row, render
 
@@ -50,6 +54,7 @@ BENCHMARKS: dict[str, Callable[[int | None], list[Row]]] = {
     "steps": steps.rows,
     "memory": memory.rows,
     "log": log.rows,
+    "guard": refusal.rows,
 }
 
 
