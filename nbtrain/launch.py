@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from . import devices, engines, preflight, serialize
+from . import devices, engines, estimate, preflight, serialize
 from .engines import Engine
 from .errors import PlanError
+from .lint import lint
 from .plan import Call, Plan
 from .run import Run, initial_state, new_folder, remember
 from .supervise import Interrupts, Supervisor
@@ -128,7 +130,7 @@ def _asked_port(use_port: str | int | None) -> int | None:
 def run_plan(plan: Plan) -> Run:
     """Carry a plan out to its end and return the run; raise what it ended with, if badly."""
     plan, device = _resolve(plan)
-    notes = preflight.check(plan, device)
+    notes = _notes(plan, device)
     engine = engines.get(plan.engine)
     engine.prepare(plan)
     with Interrupts(wanted=not engine.runs_here) as interrupts:
@@ -152,6 +154,27 @@ def _resolve(plan: Plan) -> tuple[Plan, str]:
         raise PlanError(f"the inline engine runs one rank (-n 1), not {plan.num_processes}")
     resolved = replace(plan, engine=engine, num_processes=plan.num_processes or default)
     return resolved, "cuda" if gpus else "cpu"
+
+
+def _notes(plan: Plan, device: str) -> list[str]:
+    """Return what may go wrong, a line each. Raises `PreflightError` for what must."""
+    lines = preflight.check(plan, device)
+    try:
+        notes = lint(plan.task, device=device, ranks=plan.num_processes, name_cell=_cell_name)
+        built = estimate.bytes_built(plan.task)
+    except Exception:  # what reads any source may meet anything; advice is never worth a launch
+        return list(lines)
+    if built:
+        lines = preflight.check(plan, device, built)
+    return [*lines, *(note.text for note in notes)]
+
+
+def _cell_name(filename: str) -> str | None:
+    """Return ``In[3]`` for the file name of a cell, as IPython 8 and 9 remember it."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    number = getattr(getattr(shell, "compile", None), "_filename_map", {}).get(filename)
+    return None if number is None else f"In[{number}]"
 
 
 def _prepare(

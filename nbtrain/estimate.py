@@ -1,0 +1,78 @@
+"""How much memory a rank will take for the models that it builds itself, as far as one can tell.
+
+Told without loading one: the files of a checkpoint have a size, and a transformers model is built
+from its configuration on torch's ``meta`` device, which has no memory. A model of the user's own
+class is not built: that would run the user's code.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from .lint import Unit, models_built
+from .plan import Call, Cell
+
+
+def bytes_built(task: Call | Cell) -> int:
+    """Return the bytes of weights that each rank builds; 0 where that cannot be told."""
+    return sum(_bytes_of(unit, call) for unit, call in models_built(task))
+
+
+def _bytes_of(unit: Unit, call: ast.Call) -> int:
+    first = call.args[0] if call.args else next((k.value for k in call.keywords), None)
+    if first is None or isinstance(first, ast.Starred):
+        return 0
+    argument = _value(first, unit)
+    function = call.func
+    if isinstance(function, ast.Attribute) and function.attr == "from_pretrained":
+        return checkpoint_bytes(argument) if type(argument) is str else 0
+    if isinstance(function, ast.Attribute) and function.attr == "from_config":
+        return _built_on_meta(_value(function.value, unit), "from_config", argument)
+    return _built_on_meta(_value(function, unit), "__call__", argument)
+
+
+def _value(node: ast.expr, unit: Unit) -> Any:
+    """Return what a constant or a notebook variable is; None for any other expression."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    return unit.value(node.id, node) if isinstance(node, ast.Name) else None
+
+
+def checkpoint_bytes(name: str) -> int:
+    """Return the size of a checkpoint's weights: a folder, or a model of the hub that is here."""
+    folder = Path(name)
+    if not folder.is_dir():
+        hub = sys.modules.get("huggingface_hub")
+        found = None
+        with contextlib.suppress(Exception):  # not a repository's name, whatever the hub calls it
+            found = hub.try_to_load_from_cache(name, "config.json") if hub is not None else None
+        if not isinstance(found, str):
+            return 0
+        folder = Path(found).parent
+    for pattern in ("*.safetensors", "*.bin"):
+        sizes = [file.stat().st_size for file in folder.glob(pattern)]
+        if sizes:
+            return sum(sizes)
+    return 0
+
+
+def _built_on_meta(cls: Any, way: str, config: Any) -> int:
+    """Return the bytes of a transformers model of that configuration."""
+    torch, transformers = sys.modules.get("torch"), sys.modules.get("transformers")
+    known = getattr(transformers, "PreTrainedConfig", getattr(transformers, "PretrainedConfig", ()))
+    if torch is None or not isinstance(cls, type) or not isinstance(config, known):
+        return 0
+    if not cls.__module__.startswith("transformers."):
+        return 0
+    build = cls if way == "__call__" else getattr(cls, way, None)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            model = build(config)  # type: ignore[misc]
+            tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    except Exception:  # an estimate is never worth a launch
+        return 0
+    return sum(t.numel() * t.element_size() for t in tensors.values())

@@ -1,0 +1,82 @@
+"""How much a rank would build, told without building it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Notebook
+from transformers import AutoModel, BertConfig, BertModel
+
+from nbtrain import cell, estimate
+from nbtrain.plan import Call
+
+SMALL = BertConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=2)
+SIZE = sum(t.numel() * 4 for t in BertModel(SMALL).parameters())
+
+
+def built(source: str, **namespace: Any) -> int:
+    return estimate.bytes_built(cell.read_cell(source, "c", namespace))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "m = BertModel(config)",
+        "m = BertModel(config=config)",
+        "m = AutoModel.from_config(config)",
+        "m = BertModel(config).to('cuda')",
+    ],
+)
+def test_a_model_of_a_configuration_is_measured_on_no_device(line: str) -> None:
+    names = {
+        "BertModel": BertModel,
+        "AutoModel": AutoModel,
+        "config": SMALL,
+    }
+    before = torch.get_rng_state()
+    size = built(f"def train():\n    {line}", **names)
+    assert size == pytest.approx(SIZE, rel=0.01)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_checkpoint_is_as_large_as_its_files(tmp_path: Path) -> None:
+    BertModel(SMALL).save_pretrained(tmp_path)
+    source = "def train():\n    model = BertModel.from_pretrained(path)"
+    size = built(source, BertModel=BertModel, path=str(tmp_path))
+    assert size == pytest.approx(SIZE, rel=0.02)
+    assert built(source, BertModel=BertModel, path="no/such-model") == 0
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def train(model): model(1)",
+        "def train():\n    m = Own()",
+        "def train():\n    m = BertModel(make())",
+        "def train():\n    m = BertModel(*args)",
+        "def train():\n    m = BertModel()",
+        "x = 1",
+    ],
+)
+def test_what_cannot_be_told_is_nothing(source: str) -> None:
+    class Own(torch.nn.Module):
+        def __init__(self) -> None:
+            raise AssertionError("code of the user's was run")
+
+    assert built(source, Own=Own, BertModel=BertModel, config=SMALL) == 0
+    assert estimate.bytes_built(Call(len)) == 0
+
+
+def test_ranks_that_build_more_than_there_is_are_warned_of(notebook: Notebook) -> None:
+    notebook.run(
+        "from transformers import BertConfig, BertModel\n"
+        "huge = BertConfig(hidden_size=16384, intermediate_size=65536, num_hidden_layers=24,\n"
+        "                  num_attention_heads=16)"
+    )
+    out = notebook.run("%%distributed -n 2\ndef train(build=False):\n    build and BertModel(huge)")
+    assert out.ename == "", out.traceback
+    assert "2 ranks may need" in out.board
+    assert "each builds 2" in out.board  # some 290 GB
