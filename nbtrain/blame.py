@@ -125,7 +125,8 @@ class Blame:
             place = touch.where if touch.cell is not None else "something between two cells"
             print(
                 f"nbtrain: {place} initialised {touch.what}. Ranks can no longer be forked from "
-                "this kernel to use it: keep that inside the training function, and restart."
+                "this kernel to use it: keep that inside the training function and restart, or "
+                "launch with --engine spawn."
             )
 
 
@@ -180,4 +181,5 @@ def report() -> str:
         touch = guard.culprit(what)
         lines.append(f"{what}: initialised, {touch.where}")
         lines += [f"    {call}" for call in touch.calls]
-    return "\n".join([*lines, "Ranks forked from this kernel cannot use that: restart it."])
+    way_out = "restart it, or launch with --engine spawn"
+    return "\n".join([*lines, f"Ranks forked from this kernel cannot use that: {way_out}."])

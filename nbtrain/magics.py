@@ -9,7 +9,7 @@ from typing import Any
 
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class, no_var_expand
 
-from . import blame, doctor
+from . import blame, doctor, guard
 from . import cell as reading
 from .errors import CellSyntaxError, PlanError
 from .launch import run_plan
@@ -72,6 +72,8 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                 print(blame.report())
             case ["guard", ("warn" | "block" | "off") as mode]:
                 self.blame.set_mode(mode)
+                if mode == "block" and guard.initialized():
+                    print(blame.report())
             case ["doctor"]:
                 print(doctor.page())
             case _:

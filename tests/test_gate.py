@@ -36,6 +36,9 @@ def test_the_way_to_torchs_initialisation_is_told(
     assert "a cell, line 2: prepare()" in told
     assert "a cell, line 7, in prepare: torch._C._cuda_init()" in told
     assert "ipykernel" not in told
+    refused = kernel.run("%distributed -n 2 1").traceback
+    assert "Called from a cell, line 7, in prepare: torch._C._cuda_init()" in refused
+    assert "CUDA: initialised" in kernel.run("%nbtrain guard block").stdout
 
 
 def test_block_raises_before_and_leaves_the_kernel_clean(

@@ -22,9 +22,10 @@ def initialized(facts: Facts) -> Iterator[Finding]:
     for touch in facts.touches:
         named = ", ".join(facts.suspects) if touch.cell is None and touch.what == "CUDA" else ""
         hint = f" Imported here, and reported to do that on import: {named}." if named else ""
+        called = f" Called from {touch.calls[-1]}." if touch.calls else ""
         yield Finding(
             f"{touch.what} is already initialised in this kernel, so ranks forked from it could "
-            f"not use it. First seen: {touch.where}.{hint}",
+            f"not use it. First seen: {touch.where}.{called}{hint}",
             "Restart the kernel and keep that inside the training function, or start this now in "
             'fresh processes: `%%distributed --engine spawn` (`nbtrain.launch(..., engine="spawn")'
             "`).",
