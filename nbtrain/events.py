@@ -65,6 +65,68 @@ class Metrics(Event):
 
 
 @dataclass(frozen=True)
+class Training(Event):
+    """How the rank's training goes, seen without being told; counts are since its start.
+
+    `steps` are optimizer steps, `samples` what the batches held. `epoch` (from 1) and `batch` of
+    `batches` say where the loader that feeds the optimizer stands, `waited` how many of the
+    `elapsed` seconds since its first batch were spent waiting for it. `loss` is the last one
+    whose value is known. What is not known is None.
+    """
+
+    kind: ClassVar[str] = "training"
+    steps: int = 0
+    elapsed: float = 0.0
+    waited: float = 0.0
+    samples: int | None = None
+    loss: float | None = None
+    lr: float | None = None
+    epoch: int | None = None
+    batch: int | None = None
+    batches: int | None = None
+    allocated: int | None = None
+    reserved: int | None = None
+    peak: int | None = None
+
+
+@dataclass(frozen=True)
+class Phase(Event):
+    """What the rank is busy with, where it is not training: 'saving', 'compiling'; '' again."""
+
+    kind: ClassVar[str] = "phase"
+    phase: str = ""
+
+
+@dataclass(frozen=True)
+class Resources(Event):
+    """What a rank and its child processes take, seen from outside.
+
+    `cpu` in cores, `memory` in bytes of its own (USS, or RSS where that cannot be read), `gpu`
+    the index of its device and `gpu_memory` the bytes it holds there.
+    """
+
+    kind: ClassVar[str] = "resources"
+    cpu: float | None = None
+    memory: int | None = None
+    gpu: int | None = None
+    gpu_memory: int | None = None
+
+
+@dataclass(frozen=True)
+class Host(Event):
+    """What the host has left: bytes of memory used of the limit that counts (`whose`), and GPUs.
+
+    Each of `gpus` is (index, name, used bytes, total bytes, utilization in % or None).
+    """
+
+    kind: ClassVar[str] = "host"
+    used: int = 0
+    limit: int = 0
+    whose: str = ""
+    gpus: tuple[tuple[int, str, int, int, float | None], ...] = ()
+
+
+@dataclass(frozen=True)
 class Output(Event):
     """Lines the rank wrote to stdout or stderr. Read from its log, not stored as an event."""
 
@@ -117,7 +179,21 @@ class Finished(Event):
 
 KINDS: Mapping[str, type[Event]] = {
     cls.kind: cls
-    for cls in (Spawned, Started, Progress, Metrics, Failing, Ended, Exited, Stopping, Finished)
+    for cls in (
+        Spawned,
+        Started,
+        Progress,
+        Metrics,
+        Training,
+        Phase,
+        Resources,
+        Host,
+        Failing,
+        Ended,
+        Exited,
+        Stopping,
+        Finished,
+    )
 }
 _FIELDS = {cls: frozenset(f.name for f in fields(cls)) for cls in KINDS.values()}
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
