@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from .errors import PlanError
-from .plan import ENGINES, PRECISIONS, VIEWS, Cell, Parameter
+from .plan import ENGINES, PRECISIONS, SOURCES, VIEWS, Cell, Parameter
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Options:
     bind: str | None = None
     view: str = "auto"
     timeout: float | None = None
+    telemetry: tuple[str, ...] = SOURCES
 
 
 class _Parser(argparse.ArgumentParser):
@@ -111,7 +112,27 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--timeout", type=_seconds, metavar="SECONDS", help="stop the run if it takes longer"
     )
+    p.add_argument(
+        "--telemetry",
+        type=_sources,
+        default=SOURCES,
+        metavar="all|none|NAME,…|-NAME,…",
+        help="what ranks report unasked: " + ", ".join(SOURCES) + "; with a minus: all but these",
+    )
     return p
+
+
+def _sources(text: str) -> tuple[str, ...]:
+    if text == "all":
+        return SOURCES
+    names = tuple(filter(None, (part.strip() for part in text.split(","))))
+    unknown = [n for n in names if n.removeprefix("-") not in (*SOURCES, "none")]
+    if unknown or not names:
+        raise argparse.ArgumentTypeError(f"choose among all, none, {', '.join(SOURCES)}")
+    taken_out = {n[1:] for n in names if n.startswith("-")}
+    if taken_out and len(taken_out) == len(names):
+        return tuple(s for s in SOURCES if s not in taken_out)
+    return tuple(s for s in SOURCES if s in names)
 
 
 def parse_options(words: Sequence[str]) -> Options:

@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from . import devices, engines, estimate, preflight, serialize
 from .engines import Engine
 from .errors import PlanError
 from .lint import lint
-from .plan import Call, Plan
+from .plan import SOURCES, Call, Plan
 from .run import Run, initial_state, new_folder, remember
 from .supervise import Interrupts, Supervisor
 from .view import fronts
@@ -32,6 +32,7 @@ def launch(
     env: Mapping[str, str] | None = None,
     timeout: float | None = None,
     view: str = "auto",
+    telemetry: Iterable[str] = SOURCES,
     **kwargs: Any,
 ) -> Run:
     """Run ``function(*args, **kwargs)`` on several ranks and return the finished `Run`.
@@ -47,6 +48,7 @@ def launch(
         env: environment variables of the ranks.
         timeout: seconds after which the run is stopped.
         view: 'auto', 'widget', 'html', 'text' or 'none'.
+        telemetry: what the ranks report unasked, all of `nbtrain.plan.SOURCES` by default.
 
     Raises:
         PlanError: an argument that makes no sense; nothing was started.
@@ -68,6 +70,7 @@ def launch(
         env=dict(env or {}),
         timeout=timeout,
         view=view,
+        telemetry=tuple(telemetry),
     )
     return run_plan(plan)
 

@@ -113,6 +113,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
             env=options.env,
             timeout=options.timeout,
             view=options.view,
+            telemetry=options.telemetry,
         )
 
     def _register(self, transformed: str, raw: str) -> str:

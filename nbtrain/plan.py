@@ -11,6 +11,10 @@ from .errors import PlanError
 ENGINES = ("auto", "fork", "spawn", "inline")
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 VIEWS = ("auto", "widget", "html", "text", "none")
+SOURCES = ("bars", "steps", "loss", "data", "phases", "trainer", "tracker")
+"""What a rank reports unasked: tqdm bars; optimizer steps and learning rate; the loss that goes
+backward; batches and the time spent waiting for them; saving and compiling; the logs of
+transformers' Trainer; Accelerate's tracker."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class Plan:
     timeout: float | None = None
     view: str = "auto"
     port: int | None = None
+    telemetry: tuple[str, ...] = SOURCES
 
     def __post_init__(self) -> None:
         n = self.num_processes
@@ -81,6 +86,9 @@ class Plan:
             raise PlanError(f"the timeout must be a number of seconds > 0, not {self.timeout!r}")
         if self.port is not None and not 0 < self.port < 65536:
             raise PlanError(f"the port must be between 1 and 65535, not {self.port!r}")
+        for source in self.telemetry:
+            if source not in SOURCES:
+                raise PlanError(f"no telemetry {source!r}: choose among {', '.join(SOURCES)}")
         for key, value in self.env.items():
             sound = isinstance(key, str) and isinstance(value, str)
             if not sound or not key or "=" in key or "\0" in key + value:

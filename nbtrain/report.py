@@ -11,10 +11,11 @@ import math
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from .events import EventWriter
+from .late import LateValues
 
 T = TypeVar("T")
 
@@ -28,6 +29,7 @@ class Reporter:
     writer: EventWriter
     rank: int
     world_size: int
+    late: LateValues = field(default_factory=LateValues)
 
 
 _active: Reporter | None = None
@@ -58,23 +60,57 @@ def world_size() -> int:
 def log(step: int | None = None, **metrics: Any) -> None:
     """Report metrics of this rank, e.g. ``nbtrain.log(step=i, loss=loss)``.
 
-    A value is a number, a text or a tensor with one element. Outside a run the values go to the
-    logger ``nbtrain`` at level INFO.
+    A value is a number, a text or a tensor with one element; one on a GPU is read when the GPU
+    has got there, and nobody waits for it. Outside a run the values go to the logger ``nbtrain``
+    at level INFO.
 
     Raises:
         TypeError: for any other value, naming the metric.
     """
     reporter = _active
+    if step is not None and type(step) is not int:
+        step = _step(step)
+    if reporter is not None and any(map(_is_on_gpu, metrics.values())):
+        _log_late(reporter, step, metrics)
+        return
     values = {
         name: value if type(value) is float else _metric(name, value)
         for name, value in metrics.items()
     }
-    if step is not None and type(step) is not int:
-        step = _step(step)
     if reporter is None:
         _log.info("step %s: %s", step, values)
     else:
         reporter.writer.write_metrics(time.time(), reporter.rank, step, values)
+
+
+def _log_late(reporter: Reporter, step: int | None, metrics: dict[str, Any]) -> None:
+    """Report metrics some of which are on a GPU, once they have come from there."""
+    on_gpu = {name: value for name, value in metrics.items() if _is_on_gpu(value)}
+    here = {name: _metric(name, v) for name, v in metrics.items() if name not in on_gpu}
+    now = time.time()
+
+    def write(read: dict[str, Any]) -> None:
+        values = {name: _metric(name, read[name]) if name in read else here[name] for name in order}
+        reporter.writer.write_metrics(now, reporter.rank, step, values)
+
+    order = list(metrics)
+    reporter.late.submit(on_gpu, write)
+    reporter.late.deliver()
+
+
+def _is_on_gpu(value: Any) -> bool:
+    """Whether a value is a scalar tensor on a CUDA device."""
+    device = getattr(value, "device", None)
+    return getattr(device, "type", "") == "cuda" and value.numel() == 1
+
+
+def is_metric(value: Any) -> bool:
+    """Whether `log` would take a value."""
+    try:
+        _metric("", value)
+    except TypeError:
+        return False
+    return True
 
 
 def _metric(name: str, value: Any) -> float | str:

@@ -98,7 +98,7 @@ def main(job: Job, rank: int) -> int:
     _set_threads()
     writer = ev.EventWriter(job.folder.events(rank))
     report.activate(report.Reporter(writer, rank, job.world_size))
-    telemetry.install()
+    telemetry.install(job.plan.telemetry)
     code, error = run_and_report(job, rank, writer)
     if error is not None:
         _print_traceback(error)
@@ -110,7 +110,7 @@ def run_and_report(job: Job, rank: int, writer: ev.EventWriter) -> tuple[int, Ba
     folder = job.folder
     try:
         writer.write(ev.Started(time.time(), rank, pid=os.getpid()))
-        value = run_task(job.plan.task)
+        value = _run_watched(job.plan.task)
         _finish_device_work()
         leave_process_group()
         data = serialize.dump_result(value, job.shared_classes)
@@ -127,6 +127,15 @@ def run_and_report(job: Job, rank: int, writer: ev.EventWriter) -> tuple[int, Ba
         write_atomically(folder.failure(rank), serialize.dumps((now, captured)))
         writer.write(ev.Ended(time.time(), rank, error=captured.headline))
         return FAILED, error
+
+
+def _run_watched(task: Call | Cell) -> Any:
+    """Run the task, and have told at its end what was seen of it by then."""
+    try:
+        return run_task(task)
+    finally:
+        with contextlib.suppress(Exception):  # a GPU in trouble gives no last figures
+            telemetry.finish()
 
 
 def _leave(job: Job, rank: int, writer: ev.EventWriter, leaving: SystemExit) -> int:

@@ -11,7 +11,7 @@ import nbtrain
 
 PACKAGE = Path(nbtrain.__file__).parent
 LAYERS = [
-    {"errors", "plan", "events", "folder", "guard", "imports"},
+    {"errors", "plan", "events", "folder", "guard", "imports", "late"},
     {"serialize"},
     {"exceptions", "devices", "host", "report"},
     {"outcome", "telemetry", "preflight", "cell", "gate", "lint"},

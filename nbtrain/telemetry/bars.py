@@ -1,4 +1,4 @@
-"""What a rank reports without being asked: for now, every tqdm bar.
+"""Every tqdm bar of a rank, reported without being asked.
 
 tqdm counts as it always does; only its drawing is replaced, so an iteration costs what it costs
 anywhere. Nothing is undone: a rank keeps this for its life. (The inline engine, whose rank is the
@@ -14,15 +14,16 @@ import weakref
 from itertools import count
 from typing import Any
 
-from . import events as ev
-from . import report
-from .imports import when_imported
+from .. import events as ev
+from .. import report
+from ..imports import when_imported
 
 
 def install() -> None:
     """Report this rank's bars, whether tqdm is imported already or later."""
     when_imported("tqdm.std", _catch_all_bars)
     when_imported("tqdm.notebook", lambda module: _draw_plainly(module.tqdm_notebook))
+    when_imported("tqdm.rich", lambda module: _draw_plainly(module.tqdm_rich))
 
 
 class _Nowhere:
@@ -125,7 +126,7 @@ def _plain(number: Any) -> float:
 
 
 def _draw_plainly(cls: Any) -> None:
-    """Strip ``tqdm.notebook.tqdm`` of its widgets: it then is the standard bar, caught above."""
+    """Strip tqdm's notebook or rich bar of its drawing: it is then caught as the standard one."""
     for name in (
         "status_printer",
         "display",
@@ -139,7 +140,14 @@ def _draw_plainly(cls: Any) -> None:
         if name in vars(cls):
             delattr(cls, name)
 
-    def init(self: Any, *args: Any, display: bool = True, **kwargs: Any) -> None:
+    def init(
+        self: Any,
+        *args: Any,
+        display: bool = True,
+        progress: Any = None,
+        options: Any = None,
+        **kwargs: Any,
+    ) -> None:
         super(cls, self).__init__(*args, **kwargs)
 
     cls.__init__ = init

@@ -1,0 +1,42 @@
+"""What a rank reports without being asked. Each source can be left out.
+
+Installed in the rank, after it has become one; nothing is undone there but `finish`, which tells
+the last figures. (The inline engine, whose rank is the kernel, installs none.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from .. import report
+from ..plan import SOURCES
+from . import bars, libraries
+from .training import Meter
+
+_meter: Meter | None = None
+
+
+def install(sources: Collection[str] = SOURCES) -> None:
+    """Watch this rank's training, whether its libraries are imported already or later."""
+    global _meter
+    reporter = report.active()
+    if reporter is None:
+        return
+    if "bars" in sources:
+        bars.install()
+    if {"steps", "loss", "data", "phases"} & set(sources):
+        _meter = Meter(reporter.writer, reporter.rank)
+        _meter.install(sources)
+    if "trainer" in sources:
+        libraries.watch_trainer()
+    if "tracker" in sources:
+        libraries.offer_tracker()
+
+
+def finish() -> None:
+    """Tell the last figures: the training is over."""
+    reporter = report.active()
+    if reporter is not None:
+        reporter.late.finish()
+    if _meter is not None:
+        _meter.finish()
