@@ -28,7 +28,8 @@ class Holder:
 class Gpu:
     """An NVIDIA GPU as NVML describes it; memory in MiB, 0 where it is not told.
 
-    `mode` is NVML's compute mode: 0 for everyone, 3 for one process at a time, 2 for none.
+    `mode` is NVML's compute mode: 0 for everyone, 3 for one process at a time, 2 for none; `busy`
+    the percentage of the last moments in which it worked.
     """
 
     index: int
@@ -39,6 +40,7 @@ class Gpu:
     holders: tuple[Holder, ...] = ()
     mode: int = 0
     driver: str = ""
+    busy: float | None = None
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,7 @@ def _describe(nvml: Any, index: int, driver: str) -> Gpu:
         *(_told(nvml, nvml.nvmlDeviceGetGraphicsRunningProcesses, handle) or ()),
     ]
     held = {p.pid: None if p.usedGpuMemory is None else p.usedGpuMemory // _MIB for p in running}
+    rates = _told(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
     return Gpu(
         index,
         _uuid(nvml, index),
@@ -187,6 +190,7 @@ def _describe(nvml: Any, index: int, driver: str) -> Gpu:
         holders=tuple(Holder(pid, mib) for pid, mib in held.items()),
         mode=_told(nvml, nvml.nvmlDeviceGetComputeMode, handle) or 0,
         driver=driver,
+        busy=None if rates is None else float(rates.gpu),
     )
 
 

@@ -19,6 +19,7 @@ from . import events as ev
 from .engines import Exit, Ranks
 from .folder import RunFolder
 from .outcome import ranks_text
+from .resources import Sampler
 from .state import RankState, RunState, fold
 
 TICK = 0.1
@@ -136,9 +137,13 @@ class Supervisor:
         """Watch until every rank is gone, then write how it ended."""
         now = time.time()
         self._note(ev.Spawned(now, rank, pid) for rank, pid in ranks.pids.items())
+        sampler = Sampler(ranks.pids, self.state.device)
         while ranks.alive and not self._is_hopeless():
             self._show(self.state, time.time())
+            self._note(sampler.sample())
             exits = ranks.wait(TICK)
+            for ended in exits:
+                sampler.forget(ended.rank)
             self._take(self._reader.read())
             self._take_exits(exits)
             self._decide(ranks, interrupts)

@@ -81,6 +81,7 @@ class Nvml:
             "nvmlDeviceGetMemoryInfo": lambda i: SimpleNamespace(total=16 << 30, used=3 << 30),
             "nvmlDeviceGetComputeRunningProcesses": self.running,
             "nvmlDeviceGetGraphicsRunningProcesses": self.running,
+            "nvmlDeviceGetUtilizationRates": lambda i: SimpleNamespace(gpu=42),
             "nvmlDeviceGetComputeMode": lambda i: self.fail() if i == 2 else 3,
         }
         return answers[name]
