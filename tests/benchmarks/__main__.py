@@ -1,7 +1,7 @@
 """How fast nbtrain is, next to what it is measured against. From the repository's root:
 
     python tests/benchmarks                      # everything, about five minutes on two cores
-    python tests/benchmarks --only noop          # or steps, memory, log, guard (repeatable)
+    python tests/benchmarks --only noop          # or steps, memory, log, guard, …
     python tests/benchmarks --rounds 30          # more rounds where the machine is noisy
 
 How to read the table. Nothing here is held against a wall time: each row compares nbtrain with a
@@ -30,6 +30,7 @@ log     CPU time: µs of a `nbtrain.log` call next to a bare write of as many by
 guard   CPU time that the looks around and inside a cell add to it; the time until a launch in a
         kernel that is unfit for it is refused, next to Accelerate's refusal (which does not look at
         CUDA); a whole empty run on two fresh interpreters, next to torch.multiprocessing's.
+telemetry  CPU time that the watching of steps, loss and data adds to a step, as a part of 5 ms.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ import memory
 import noop
 import refusal
 import steps
+import telemetry
 from table import Row, render
 
 BENCHMARKS: dict[str, Callable[[int | None], list[Row]]] = {
@@ -55,6 +57,7 @@ BENCHMARKS: dict[str, Callable[[int | None], list[Row]]] = {
     "memory": memory.rows,
     "log": log.rows,
     "guard": refusal.rows,
+    "telemetry": telemetry.rows,
 }
 
 
