@@ -22,11 +22,13 @@ PATH = Path(__file__).parent.parent / "notebooks" / "quickstart.ipynb"
 
 MAGIC = "%%distributed -n 2\n"
 ONE_PROCESS = "%%distributed -n 1 --as one --env OMP_NUM_THREADS=1\n"
+SPAWNED = "%%distributed -n 2 --as spawned --engine spawn\n"
 
 PROBE = """
 print({
     "two": [{name: r[name] for name in ("accuracy", "checksum")} for r in run.results],
     "one": one.value["accuracy"],
+    "spawned": [r["checksum"] for r in spawned.results],
     "printed by two": run.logs(0),
     "printed by one": one.logs(0),
     "in the notebook": (accuracy_here(), checksum(model)),
@@ -55,13 +57,14 @@ def committed() -> NotebookNode:
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory: pytest.TempPathFactory) -> Executed:
-    """Run a copy in which the training cell also runs, before, in one process."""
+    """Run a copy in which the training cell also runs, before, in one process, and by spawn."""
     folder = tmp_path_factory.mktemp("quickstart")
     write_kernel_spec(folder / "kernels" / "python3")
     notebook = nbformat.read(PATH, as_version=4)
     (training,) = [i for i, c in enumerate(notebook.cells) if c.source.startswith(MAGIC)]
     body = notebook.cells[training].source.removeprefix(MAGIC)
     notebook.cells.insert(training, new_code_cell(ONE_PROCESS + body))
+    notebook.cells.insert(training, new_code_cell(SPAWNED + body))
     notebook.cells.append(new_code_cell(PROBE))
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -82,6 +85,11 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> Executed:
         )
         client.execute(env=environment)  # raises CellExecutionError where a cell fails
     return Executed(notebook, ast.literal_eval(notebook.cells[-1].outputs[0].text))
+
+
+def test_fresh_processes_train_to_the_same_bits_as_forked_ones(executed: Executed) -> None:
+    forked = [result["checksum"] for result in executed.found["two"]]
+    assert executed.found["spawned"] == forked
 
 
 def test_no_cell_fails_or_warns(executed: Executed) -> None:
