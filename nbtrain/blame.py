@@ -20,24 +20,28 @@ _LOAD = ast.Load()
 
 @dataclass
 class _Running:
-    """A cell while it runs: its text as typed, its number, the lines where its statements begin.
+    """A cell while it runs: its text as typed, its number, and where its statements begin.
 
-    `at` is the place, among these, of the statement under way.
+    `lines` are those of the statements that could initialise something, in the source as the
+    shell parsed it (`parsed`); `at` is the place, among these, of the one under way.
     """
 
     raw: str
     number: int | None = None
+    parsed: str = ""
     lines: list[int] = field(default_factory=list)
     at: int = 0
 
     def look(self) -> list[guard.Touch]:
         if not self.lines:
             return guard.look(self.number)
+        line = self.lines[min(self.at, len(self.lines) - 1)]
         # IPython strips leading blank lines before it parses; people count them.
-        typed = self.raw.splitlines()
+        typed, parsed = self.raw.splitlines(), self.parsed.splitlines()
         skipped = len(typed) - len(self.raw.lstrip("\n").splitlines())
-        line = self.lines[self.at] + skipped
-        return guard.look(self.number, line, _text(typed, line))
+        if len(typed) - skipped != len(parsed):  # a magic over several lines has become one
+            return guard.look(self.number, line, _text(parsed, line))
+        return guard.look(self.number, line + skipped, _text(typed, line + skipped))
 
 
 class Blame:
@@ -95,16 +99,29 @@ class Blame:
         longer than all the rest. Seen in IPython 7.34 to 9.18.
         """
         tree: ast.Module = self._parse(*args, **kwargs)
-        if not self._expecting or not tree.body:
+        if not (self._expecting and self._stack and tree.body):
             return tree
         self._expecting = False
         cell = self._stack[-1]
         cell.number = max(1, len(self._shell.history_manager.input_hist_parsed) - 1)
-        # In the mode 'all' each expression is displayed, which one in a block would not be.
-        if len(tree.body) == 1 or self._shell.ast_node_interactivity != "all":
-            cell.lines = [statement.lineno for statement in tree.body]
-            tree.body = _with_marks(tree.body)
+        cell.parsed = str(args[0]) if args else ""
+        if len(tree.body) == 1:
+            cell.lines = [tree.body[0].lineno]
+        # Another extension's transformers must find the statements where they look for them.
+        elif self._can_be_marked(tree):
+            tree.body, cell.lines = _with_marks(tree.body)
         return tree
+
+    def _can_be_marked(self, tree: ast.Module) -> bool:
+        """Whether a cell means the same with its statements in blocks.
+
+        Not where another extension's transformers look for them, where each expression is
+        displayed, or where a top-level ``global`` would come too late.
+        """
+        shell = self._shell
+        if shell.ast_transformers or shell.ast_node_interactivity == "all":
+            return False
+        return not any(type(statement) is ast.Global for statement in tree.body)
 
     def _between(self) -> None:
         """The statement under way has ended, the next one begins."""
@@ -115,6 +132,7 @@ class Blame:
             cell.at += 1
 
     def _after(self, _result: Any) -> None:
+        self._expecting = False
         if self._stack:
             cell = self._stack.pop()
             if guard.has_news():
@@ -130,36 +148,72 @@ class Blame:
             )
 
 
-def _with_marks(statements: list[ast.stmt]) -> list[ast.stmt]:
-    """Return the statements in blocks, with a mark after each; the last one stays by itself.
+def _with_marks(statements: list[ast.stmt]) -> tuple[list[ast.stmt], list[int]]:
+    """Return the statements in blocks, a mark after each, and the lines of those between marks.
 
     IPython compiles and runs each top-level statement apart, which takes longer than a mark: in
-    blocks, a cell is hardly slower for being watched. It displays the last one only, if any.
+    blocks, a cell is hardly slower for being watched. The last one stays by itself: it is
+    displayed.
     """
     found: list[ast.stmt] = []
     block: list[ast.stmt] = []
+    lines: list[int] = []
     for statement in statements[:-1]:
-        if isinstance(statement, ast.ImportFrom) and statement.module == "__future__":
-            found += [*_block(block), statement]  # not allowed in a block
-            block = [_mark(statement)]
+        if _is_harmless(statement):
+            if block:
+                found += _block(block)
+                block = []
+            found.append(statement)
         else:
             block += (statement, _mark(statement))
-    return [*found, *_block(block), statements[-1]]
+            lines.append(statement.lineno)
+    lines.append(statements[-1].lineno)
+    return [*found, *_block(block), statements[-1]], lines
+
+
+_FIXED = (ast.Constant, ast.Name, ast.UnaryOp)
+
+
+def _is_harmless(statement: ast.stmt) -> bool:
+    """Whether a statement calls nothing. Also those that mean something else in a block.
+
+    That is a docstring, a ``__future__`` import, and constants, which a block has only once each.
+    """
+    if isinstance(statement, (ast.Assign, ast.AnnAssign)):
+        value = statement.value
+        parts = value.elts if isinstance(value, (ast.Tuple, ast.List)) else (value,)
+        return all(isinstance(part, _FIXED) for part in parts)
+    if isinstance(statement, ast.FunctionDef):
+        args = statement.args
+        return not (statement.decorator_list or args.defaults or args.kw_defaults)
+    if isinstance(statement, ast.ImportFrom):
+        return statement.module == "__future__"
+    if isinstance(statement, ast.Expr):
+        return isinstance(statement.value, ast.Constant)
+    return isinstance(statement, ast.Pass)
 
 
 def _block(statements: list[ast.stmt]) -> list[ast.stmt]:
     if not statements:
         return []
-    line, column = statements[0].lineno, statements[0].col_offset
-    always = ast.Constant(True, lineno=line, col_offset=column)
-    return [ast.If(always, statements, [], lineno=line, col_offset=column)]
+    first, last = statements[0], statements[-1]
+    at: dict[str, Any] = {
+        "lineno": first.lineno,
+        "col_offset": first.col_offset,
+        "end_lineno": last.end_lineno,
+        "end_col_offset": last.end_col_offset,
+    }
+    return [ast.If(ast.Constant(True, **at), statements, [], **at)]
 
 
 def _mark(after: ast.stmt) -> ast.stmt:
-    line, column = after.lineno, after.col_offset  # no line of its own for a debugger to stop at
-    name = ast.Name(_MARK, _LOAD, lineno=line, col_offset=column)
-    call = ast.Call(name, [], [], lineno=line, col_offset=column)
-    return ast.Expr(call, lineno=line, col_offset=column)
+    at: dict[str, Any] = {  # no line of its own for a debugger to stop at
+        "lineno": after.lineno,
+        "col_offset": after.col_offset,
+        "end_lineno": after.lineno,
+        "end_col_offset": after.col_offset,
+    }
+    return ast.Expr(ast.Call(ast.Name(_MARK, _LOAD, **at), [], [], **at), **at)
 
 
 def _nothing() -> None:

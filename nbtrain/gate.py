@@ -40,10 +40,11 @@ def close() -> None:
         _undo.pop()()
 
 
-def block(wanted: bool) -> None:
-    """Refuse those calls from now on, or let them pass again."""
+def block(wanted: bool) -> bool:
+    """Refuse those calls from now on, or let them pass again; return what was before."""
     global _blocking
-    _blocking = wanted
+    before, _blocking = _blocking, wanted
+    return before
 
 
 def _watch_torch(torch: ModuleType) -> None:
@@ -61,7 +62,10 @@ def _watch_torch(torch: ModuleType) -> None:
 def _watch_accelerate(state: ModuleType) -> None:
     partial = state.PartialState
     _pass_through(
-        partial, "__init__", "An Accelerator (or PartialState)", lambda: not partial._shared_state
+        partial,
+        "__init__",
+        "An Accelerator (or PartialState)",
+        lambda: not partial._shared_state and (_blocking or _can_be_initialized()),
     )
 
 

@@ -129,11 +129,12 @@ def has_news() -> bool:
 
 def look(cell: int | None = None, line: int | None = None, statement: str = "") -> list[Touch]:
     """Remember and return what was initialised since the last look; the place is the caller's."""
-    global _known
+    global _known, _calls
     new = [
         Touch(what, cell, line, statement, _calls if what in ("CUDA", "ROCm") else ())
         for what in sorted(initialized() - _known)
     ]
+    _calls = ()
     _history.extend(new)
     _known |= {touch.what for touch in new}
     return new

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -33,21 +34,27 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
     def __init__(self, name: str, action: Callable[[ModuleType], object]) -> None:
         self._name, self._action = name, action
+        self._asking = False
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != self._name:
+        if name != self._name or self._asking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self._asking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._asking = False
         if spec is not None and spec.loader is not None:
-            loader, action = spec.loader, self._action
-            execute = loader.exec_module
+            loader, execute = spec.loader, spec.loader.exec_module
 
+            # Not when the spec is asked for: who asks may not import at all.
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                action(module)
+                with contextlib.suppress(ValueError):  # taken back meanwhile, or by another thread
+                    sys.meta_path.remove(self)
+                    self._action(module)
 
             loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -5,6 +5,7 @@ import __future__
 
 import functools
 import operator
+import weakref
 from typing import Any
 
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class, no_var_expand
@@ -133,12 +134,17 @@ def _expanded(_shell: Any, _text: str) -> str:
     return str(_shell.var_expand(_text))
 
 
+_modes: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+"""The guard's mode in each shell, which outlives a reload."""
+
+
 def load(shell: Any) -> None:
     """Register the magics with a shell and watch its cells; again, harmlessly."""
     unload(shell)
     magics = NbtrainMagics(shell)
     magics.blame = blame.Blame(shell)
     magics.blame.start()
+    magics.blame.set_mode(_modes.get(shell, "warn"))
     shell.register_magics(magics)
 
 
@@ -146,6 +152,7 @@ def unload(shell: Any) -> None:
     """Take the magics and the watch away."""
     magics = shell.magics_manager.registry.pop("NbtrainMagics", None)
     if magics is not None:
+        _modes[shell] = magics.blame.mode
         magics.blame.stop()
     for kind, name in (("line", "distributed"), ("cell", "distributed"), ("line", "nbtrain")):
         shell.magics_manager.magics[kind].pop(name, None)

@@ -660,3 +660,19 @@ def test_a_rank_that_ends_right_after_it_joined_the_group_cuts_nobody_off() -> N
 
     for _ in range(20):
         assert launch("fork", train, n=3).results == [3, 3, 3]
+
+
+@pytest.mark.parametrize("engine", ["fork", "spawn"])
+def test_random_numbers_are_those_the_notebook_would_have_drawn(engine: str) -> None:
+    import random
+
+    import numpy as np
+    import torch
+
+    def draw() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(1))
+
+    draw()  # numpy has no state before its first use
+    run = launch(engine, draw, n=2)
+    here = draw()
+    assert run.results == [here, here]

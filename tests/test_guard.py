@@ -203,6 +203,17 @@ def test_a_watched_cell_is_the_cell_it_was(start_kernel: Callable[..., Notebook]
         "import inspect\nprint(inspect.getsource(g))",
         "class K:\n    n: int = 3\nk: float = 1.5\nK.__annotations__, __annotations__",
         "x = 0\nreturn 5",
+        "zz = 1\nglobal zz\nzz",
+        "a = 257\nb = 257\na is b",
+        "t = (1, 2)\nu = (1, 2)\nt is u",
+        "'hello'\nx = 1\nprint(__doc__)",
+        "x = (",
+        "%timeit -n 1 -r 1 -q pass",
+        "import ast\nclass T(ast.NodeTransformer):\n"
+        "    def visit_Constant(self, node): return node\n"
+        "get_ipython().ast_transformers.append(T())",
+        "a = 5\nlen([])\nx = 1\nlen([])\nx",
+        "get_ipython().ast_transformers.clear()",
     )
     plain, watched = start_kernel(), start_kernel()
     watched.run("%load_ext nbtrain")
@@ -212,6 +223,31 @@ def test_a_watched_cell_is_the_cell_it_was(start_kernel: Callable[..., Notebook]
         for kind in ("stdout", "stderr", "results", "ename", "evalue"):
             assert getattr(seen, kind) == getattr(expected, kind), cell
         assert _steady(seen.traceback) == _steady(expected.traceback), cell
+
+
+def test_a_silent_cell_after_one_that_could_not_be_parsed_runs(
+    start_kernel: Callable[..., Notebook], tmp_path: Path
+) -> None:
+    kernel = start_kernel()
+    kernel.run("%load_ext nbtrain")
+    for before in ("x = (", "# nothing", ""):
+        kernel.run(before)
+        written = tmp_path / "written"
+        code = f"a = len([])\nb = len([])\nopen({str(written)!r}, 'w').close()"
+        kernel.client.execute(code, silent=True)
+        kernel.run("1")
+        assert written.exists()
+        written.unlink()
+    kernel.run("get_ipython().run_cell('q = (')\n%timeit -n 1 -r 1 -q pass\nlen([])\nz = 2")
+    assert kernel.value("z") == 2
+
+
+def test_the_text_of_a_magic_over_two_lines_shifts_nothing(
+    start_kernel: Callable[..., Notebook], stub: Path
+) -> None:
+    kernel = dirty(start_kernel(), stub, "%load_ext nbtrain")
+    out = kernel.run("x = !echo a \\\n  b\ny = len([])\ndriver.cuInit(0)\nz = 2")
+    assert "`driver.cuInit(0)` initialised CUDA" in out.stdout
 
 
 def _steady(traceback: str) -> str:

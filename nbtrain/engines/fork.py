@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import random
 import signal
 import socket
 import sys
@@ -12,6 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 from .. import worker
 from ..errors import LaunchError
@@ -40,10 +42,11 @@ class ForkEngine:
         listener = rendezvous.bind(job.plan.port)
         job = worker.with_port(job, listener.getsockname()[1])
         ranks = ChildRanks()
+        state = random.getstate()
         try:
             with _ready_to_fork():
                 for rank in range(job.world_size):
-                    ranks.add(rank, _fork_rank(job, rank, listener))
+                    ranks.add(rank, _fork_rank(job, rank, listener, state))
             ranks.store = rendezvous.serve(listener)
         except BaseException:  # whatever it was, an interrupt included: no rank stays behind
             listener.close()
@@ -52,9 +55,9 @@ class ForkEngine:
         return ranks
 
 
-def _fork_rank(job: Job, rank: int, listener: socket.socket) -> int:
+def _fork_rank(job: Job, rank: int, listener: socket.socket, state: Any) -> int:
     try:
-        return _fork(partial(_be_rank, job, rank, listener, os.getpid()))
+        return _fork(partial(_be_rank, job, rank, listener, state, os.getpid()))
     except OSError as error:
         raise LaunchError(
             f"only {rank} of {job.world_size} processes could be forked ({error.strerror}). "
@@ -100,7 +103,8 @@ def _fork(child: Callable[[], int]) -> int:
         os._exit(code)
 
 
-def _be_rank(job: Job, rank: int, listener: socket.socket, parent: int) -> int:
+def _be_rank(job: Job, rank: int, listener: socket.socket, state: Any, parent: int) -> int:
+    random.setstate(state)  # Python gives every forked process a new one
     # Frozen objects are never visited by a collection, so the pages they are on stay shared.
     gc.freeze()
     tracker = leave_kernel.become_rank(job.folder.log(rank), parent)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection
 from dataclasses import replace
 
-from .. import report, worker
+from .. import gate, report, worker
 from ..errors import PlanError
 from ..events import EventWriter
 from ..plan import Cell, Plan
@@ -40,11 +40,13 @@ class InlineEngine:
         job.folder.log(0).touch(mode=0o600)
         before, had_accelerator = dict(os.environ), _has_accelerator()
         reporter = report.activate(report.Reporter(writer, 0, 1))
+        blocked = gate.block(False)  # this is the training function, if not another process
         try:
             os.environ.update(worker.environment(job, 0, before))
             code, error = worker.run_and_report(_with_own_namespace(job), 0, writer)
         finally:
             report.activate(reporter)
+            gate.block(blocked)
             writer.close()
             _restore_environment(before)
             if not had_accelerator:
