@@ -261,11 +261,20 @@ def names_read(source: str, filename: str = "<cell>") -> set[str]:
 
 
 def _changed(statement: ast.AST) -> Iterator[str]:
-    """Yield the names that ``+=`` and the like read, which no symbol table tells."""
+    """Yield the names that are read where no symbol table tells.
+
+    By ``+=``, by ``del``, and by a magic: it gets its names in a text.
+    """
     for node in ast.walk(statement):
         match node:
-            case ast.AugAssign(target=ast.Name(id=name)):
+            case ast.AugAssign(target=ast.Name(id=name)) | ast.Name(id=name, ctx=ast.Del()):
                 yield name
+            case ast.Call(
+                func=ast.Attribute(value=ast.Call(func=ast.Name(id="get_ipython"))), args=args
+            ):
+                texts = [a.value for a in args if isinstance(a, ast.Constant)]
+                for text in texts:
+                    yield from re.findall(r"[A-Za-z_]\w*", str(text))
 
 
 def _bound_first(statements: Sequence[ast.stmt]) -> set[str]:

@@ -135,10 +135,13 @@ def run_plan(plan: Plan) -> Run:
     plan, device = _resolve(plan)
     notes = _notes(plan, device)
     engine = engines.get(plan.engine)
-    engine.prepare(plan)
-    with Interrupts(wanted=not engine.runs_here) as interrupts:
-        run = _prepare(plan, device, engine, interrupts, notes)
-        run.wait()
+    try:
+        engine.prepare(plan)
+        with Interrupts(wanted=not engine.runs_here) as interrupts:
+            run = _prepare(plan, device, engine, interrupts, notes)
+            run.wait()
+    finally:
+        engine.discard()
     error = run.exception
     if error is None and interrupts.count and run.state.status == "succeeded":
         error = KeyboardInterrupt("the interrupt came when the run had ended")

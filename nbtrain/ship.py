@@ -9,24 +9,25 @@ there are, the data is in memory once until one of them writes to it.
 
 from __future__ import annotations
 
+import ast
 import builtins
 import contextlib
+import importlib
 import linecache
 import os
-import random
 import sys
 import tempfile
 import types
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import cloudpickle
 
-from . import serialize
+from . import ambient, serialize
 from .cell import names_read
 from .errors import PlanError
+from .pickling import Nowhere, Packing, Pickler, Probe, bound
 from .plan import Call, Cell, Plan
 
 _KERNEL_ONLY = ("exit", "quit")  # IPython's hold the shell; an interpreter has its own
@@ -63,17 +64,23 @@ def pack(plan: Plan) -> Parcel:
     import torch
 
     main = vars(sys.modules["__main__"])
+    modules = _submodules(plan)
     plan = _with_needed_names(plan)
-    packing = _Packing(main, plan)
-    pickling: Any = types.SimpleNamespace(__name__=__name__, Pickler=_bound(_Pickler, packing))
+    packing = Packing(main, plan)
+    pickling: Any = types.SimpleNamespace(__name__=__name__, Pickler=bound(Pickler, packing))
+    # What comes late is known only when all before it is packed.
+    late = packing.late_classes, packing.late_sources, packing.late_grads
+    contents = (ambient.collect(), modules, _marked(plan), *late)
     parcel = Parcel()
     try:
-        # Last what is known only when all before it is packed.
-        contents = (_ambient(), plan, packing.late_classes, packing.late_sources)
-        torch.save(contents, parcel.path, pickle_module=pickling, pickle_protocol=5)
+        with _unchecked(torch):
+            torch.save(contents, parcel.path, pickle_module=pickling, pickle_protocol=5)
     except Exception as error:  # any reducer of any class may raise anything
         parcel.close()
         raise PlanError(_explained(plan, packing, error)) from error
+    except BaseException:
+        parcel.close()
+        raise
     return parcel
 
 
@@ -83,19 +90,22 @@ def unpack(path: str) -> Cargo:
 
     main = vars(sys.modules["__main__"])
     contents = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-    ambient, plan, classes, sources = cast("tuple[Any, Plan, list[type], dict[str, Any]]", contents)
+    around, modules, marked, classes, sources, grads = cast(
+        "tuple[Any, list[str], Any, list[type], dict[str, Any], list[Any]]", contents
+    )
+    for name in modules:
+        with contextlib.suppress(ImportError):  # it was made in the notebook's process
+            importlib.import_module(name)
+    for leaf, grad in grads:
+        leaf.grad = grad
     linecache.cache.update(sources)
     for cls in classes:
         main.setdefault(cls.__qualname__, cls)
-    task = plan.task
-    if isinstance(task, Cell):
-        builtins.__dict__.update(task.namespace.pop("__builtins__", {}))
-        main.update(task.namespace)
-        plan = replace(plan, task=replace(task, namespace=main))
+    plan = _unmarked(marked, main)
     # Else a class that goes back by value would be written into the notebook's own (cloudpickle).
     trackers = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", {})
     trackers.clear()
-    _restore(ambient)
+    ambient.restore(around)
     return Cargo(plan, frozenset(c for c in classes if main.get(c.__qualname__) is c))
 
 
@@ -106,6 +116,7 @@ def _with_needed_names(plan: Plan) -> Plan:
         return plan
     names = names_read(task.source, task.filename) | {p.name for p in task.parameters}
     needed = {n: task.namespace[n] for n in sorted(names & task.namespace.keys())}
+    _check_graphs(needed)
     for name in _KERNEL_ONLY:
         needed.pop(name, None)
     if "display" in names and hasattr(builtins, "display"):  # IPython's, among the builtins
@@ -113,138 +124,119 @@ def _with_needed_names(plan: Plan) -> Plan:
     return replace(plan, task=replace(task, namespace=needed))
 
 
-class _Packing:
-    """Makes picklers that know the notebook, and remembers what of it they met."""
+def _check_graphs(namespace: dict[str, Any]) -> None:
+    """Refuse a tensor that was computed from others that need gradients: it would not be here."""
+    torch = sys.modules["torch"]
+    for name, value in namespace.items():
+        if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf:
+            raise PlanError(
+                f"`{name}` is computed from tensors that need gradients, and a fresh process would "
+                f"get it without them. Send `{name}.detach()`, or compute it in the function."
+            )
 
-    def __init__(self, main: dict[str, Any], plan: Plan) -> None:
-        self.main = main
-        self.classes: dict[type, None] = {}
-        self.files: dict[str, None] = {}
-        if isinstance(plan.task, Cell):
-            self.files[plan.task.filename] = None
-        self.shared = serialize.notebook_classes()
-        ipython = sys.modules.get("IPython")
-        self.shell = ipython.get_ipython() if ipython is not None else None
-        self.late_classes: Any = _Late(lambda: list(self.classes))
-        self.late_sources: Any = _Late(self._sources)
 
-    def _sources(self) -> dict[str, Any]:
-        """The source of what was defined in cells, for tracebacks and `inspect.getsource`."""
-        found: dict[str, Any] = {}
-        for name in self.files:
-            lines = linecache.getlines(name)
-            if lines and not os.path.exists(name):
-                # Without a time: linecache would look for the file to compare it with.
-                found[name] = (sum(map(len, lines)), None, lines, name)
-        return found
+def _submodules(plan: Plan) -> list[str]:
+    """Return the submodules that a cell names (``xml.etree``): importing ``xml`` brings none."""
+    task = plan.task
+    if not isinstance(task, Cell):
+        return []
+    found: dict[str, None] = {}
+    for node in ast.walk(ast.parse(task.source)):
+        path: list[str] = []
+        while isinstance(node, ast.Attribute):
+            path.insert(0, node.attr)
+            node = node.value
+        root = task.namespace.get(node.id) if isinstance(node, ast.Name) and path else None
+        name = root.__name__ if type(root) is types.ModuleType else ""
+        for part in path if name else ():
+            name = f"{name}.{part}"
+            if name in sys.modules:
+                found[name] = None
+    return list(found)
+
+
+_loading = "what the cell refers to"
+
+
+def loading() -> str:
+    """Return which variable is being loaded, or was when loading failed."""
+    return _loading
 
 
 @dataclass(frozen=True)
-class _Late:
-    """Is pickled as what `value` returns when its turn comes."""
+class _Mark:
+    """Goes before a value, and tells by being loaded that the value is next."""
 
-    value: Callable[[], Any]
-
-
-class _Namespace(dict[str, Any]):
-    """Stands for the notebook's namespace: whatever was defined in it refers to it again."""
+    name: str
 
     def __reduce__(self) -> Any:
-        return _main_namespace, ()
+        return _now_loading, (self.name,)
 
 
-def _main_namespace() -> dict[str, Any]:
-    return vars(sys.modules["__main__"])
+def _now_loading(name: str) -> None:
+    global _loading
+    _loading = name
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    packing: _Packing
-
-    def __init__(self, file: Any, protocol: int = 5) -> None:
-        super().__init__(file, protocol=protocol)
-        # cloudpickle (2.2 to 3.1) gives the functions of one namespace a common new one; these
-        # get the rank's __main__, where the cell's own assignments reach them as in the notebook.
-        self.globals_ref[id(self.packing.main)] = _Namespace(__name__="__main__")
-
-    def reducer_override(self, obj: Any) -> Any:
-        packing = self.packing
-        if type(obj) is _Late:
-            return _same, (obj.value(),)
-        if packing.shell is not None and obj is packing.shell:
-            return _shell, ()
-        if isinstance(obj, type):
-            if obj in packing.shared:
-                packing.classes[obj] = None
-        elif type(obj) is types.FunctionType:
-            packing.files[obj.__code__.co_filename] = None
-        else:
-            _refuse_what_belongs_to_one_process(obj)
-            array = _array_as_tensor(obj)
-            if array is not None:
-                return _numpy_of, (array,)
-        return super().reducer_override(obj)
+def _marked(plan: Plan) -> tuple[Plan, list[tuple[_Mark, str, Any]]]:
+    """Return the plan without its values, and these, each behind a mark with its name."""
+    task = plan.task
+    if isinstance(task, Cell):
+        values = [(_Mark(f"`{n}`"), n, v) for n, v in task.namespace.items()]
+        return replace(plan, task=replace(task, namespace={})), values
+    names = (f"argument {i}" for i in range(len(task.args)))
+    values = [
+        (_Mark(f"`{_name_of(task.function)}`"), "function", task.function),
+        *((_Mark(n), "args", v) for n, v in zip(names, task.args, strict=True)),
+        *((_Mark(f"`{n}`"), f"kwargs {n}", v) for n, v in task.kwargs.items()),
+    ]
+    return replace(plan, task=Call(len)), values
 
 
-def _bound(cls: type[_Pickler], packing: _Packing) -> type[_Pickler]:
-    """Return the class as `torch.save` wants it: one that needs only a file."""
-    return type(cls.__name__, (cls,), {"packing": packing})
+def _unmarked(marked: tuple[Plan, list[Any]], main: dict[str, Any]) -> Plan:
+    """Return the plan with its values again; a cell's go into `main`."""
+    plan, values = marked
+    task = plan.task
+    if isinstance(task, Cell):
+        namespace = {name: value for _, name, value in values}
+        builtins.__dict__.update(namespace.pop("__builtins__", {}))
+        main.update(namespace)
+        return replace(plan, task=replace(task, namespace=main))
+    function = next(value for _, kind, value in values if kind == "function")
+    args = tuple(value for _, kind, value in values if kind == "args")
+    kwargs = {
+        kind.removeprefix("kwargs "): value
+        for _, kind, value in values
+        if kind.startswith("kwargs ")
+    }
+    return replace(plan, task=Call(function, args, kwargs))
 
 
-class _Probe(_Pickler):
-    """Pickles everything but the data of tensors, which always can be."""
-
-    def persistent_id(self, obj: Any) -> Any:
-        torch = sys.modules["torch"]
-        return "data" if torch.is_storage(obj) else None
+def _name_of(function: Any) -> str:
+    return str(getattr(function, "__name__", "the function"))
 
 
-_OF_ONE_PROCESS = ("accelerator", "state", "optimizer", "scheduler", "data_loader")
+@contextlib.contextmanager
+def _unchecked(torch: Any) -> Iterator[None]:
+    """Save without checksums, which take half of the time; memory needs none."""
+    options = torch.serialization
+    if not hasattr(options, "set_crc32_options"):  # torch 2.6 and later
+        yield
+        return
+    before = options.get_crc32_options()
+    options.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        options.set_crc32_options(before)
 
 
-def _refuse_what_belongs_to_one_process(obj: Any) -> None:
-    """Raise TypeError for what could be pickled, but would not work where it arrives."""
-    cls = type(obj)
-    if cls.__module__.startswith("accelerate."):
-        if cls.__module__.partition(".")[2] in _OF_ONE_PROCESS:
-            raise TypeError("it belongs to an Accelerator of the notebook's own process")
-    elif isinstance(obj, sys.modules["torch"].Tensor) and obj.device.type not in ("cpu", "meta"):
-        raise TypeError(f"it is on {obj.device}; move it to the CPU (.cpu()) first")
-
-
-def _array_as_tensor(obj: Any) -> Any:
-    """Return a numpy array as a tensor on the same memory: tensors are mapped, not copied."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None or type(obj) is not numpy.ndarray or obj.nbytes < 1 << 16:
-        return None
-    with warnings.catch_warnings(), contextlib.suppress(TypeError, ValueError):  # dtype, strides
-        warnings.simplefilter("ignore", UserWarning)  # of an array that is read only
-        return sys.modules["torch"].from_numpy(obj)
-    return None
-
-
-def _numpy_of(tensor: Any) -> Any:
-    return tensor.numpy()
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _shell() -> Any:
-    """Return an IPython shell for the rank, so that magics of the cell work there."""
-    from IPython.core.interactiveshell import InteractiveShell
-    from traitlets.config import Config
-
-    quiet = Config({"HistoryManager": {"enabled": False}})
-    return InteractiveShell.instance(config=quiet, user_module=sys.modules["__main__"])
-
-
-def _explained(plan: Plan, packing: _Packing, error: Exception) -> str:
+def _explained(plan: Plan, packing: Packing, error: Exception) -> str:
     """Say which variable cannot go to another process, and what to do."""
-    probe = _bound(_Probe, packing)
+    probe = bound(Probe, packing)
 
     def dump(value: Any) -> None:
-        probe(_Nowhere()).dump(value)
+        probe(Nowhere()).dump(value)
 
     for name, value in _candidates(plan.task):
         try:
@@ -262,46 +254,6 @@ def _candidates(task: Call | Cell) -> Iterator[tuple[str, Any]]:
     if isinstance(task, Cell):
         yield from task.namespace.items()
         return
-    yield getattr(task.function, "__name__", "the function"), task.function
+    yield _name_of(task.function), task.function
     yield from ((f"argument {i}", v) for i, v in enumerate(task.args))
     yield from task.kwargs.items()
-
-
-class _Nowhere:
-    def write(self, data: Any) -> int:
-        return len(data)
-
-
-def _ambient() -> dict[str, Any]:
-    """Return what a forked rank would inherit: random states, and torch's settings."""
-    import torch
-
-    numpy = sys.modules.get("numpy")
-    return {
-        "random": random.getstate(),
-        "numpy": numpy.random.get_state() if numpy is not None else None,
-        "torch": torch.get_rng_state(),
-        # Of a kernel that was seeded and has no CUDA yet, a forked rank's GPU gets this seed.
-        "seed": torch.initial_seed(),
-        "dtype": torch.get_default_dtype(),
-        "matmul": torch.get_float32_matmul_precision(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "benchmark": torch.backends.cudnn.benchmark,
-    }
-
-
-def _restore(ambient: dict[str, Any]) -> None:
-    import torch
-
-    random.setstate(ambient["random"])
-    if ambient["numpy"] is not None:
-        import numpy
-
-        numpy.random.set_state(ambient["numpy"])
-    torch.cuda.manual_seed_all(ambient["seed"])  # remembered until there is CUDA
-    torch.set_rng_state(ambient["torch"])
-    torch.set_default_dtype(ambient["dtype"])
-    torch.set_float32_matmul_precision(ambient["matmul"])
-    torch.use_deterministic_algorithms(ambient["deterministic"], warn_only=ambient["warn_only"])
-    torch.backends.cudnn.benchmark = ambient["benchmark"]

@@ -119,6 +119,11 @@ def test_texts_are_kept_out_of_titles() -> None:
         ("class K(Base):\n    a = b\n    def m(self): return K, c", {"Base", "b", "c"}),
         ("class Net(Net): pass", {"Net"}),
         ("import os.path\nos.sep", set()),
+        ("del big", {"big"}),
+        (
+            "get_ipython().run_line_magic('time', 'y = n + 1')",
+            {"get_ipython", "time", "y", "n"},
+        ),
         ("[i * k for i in data]", {"k", "data"}),
         ("a, (b, *c) = t\na + b\nc", {"t"}),
         ("def f():\n    global n\n    n += 1", {"n"}),

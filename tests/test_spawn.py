@@ -138,7 +138,11 @@ def test_an_interrupt_while_they_import_ends_them(notebook: Notebook) -> None:
 
 def test_an_interrupt_is_an_interrupt_in_the_rank(notebook: Notebook) -> None:
     out = notebook.run(
-        "%%distributed -n 2 -e spawn\nprint('be' + 'gun', flush=True)\n"
+        "%%distributed -n 2 -e spawn\n"
+        "folder = os.environ['NBTRAIN_RUN']\n"
+        "open(f'{folder}/here-{nbtrain.rank()}', 'w').close()\n"
+        "while not all(os.path.exists(f'{folder}/here-{r}') for r in (0, 1)): time.sleep(0.01)\n"
+        "print('be' + 'gun', flush=True)\n"
         "try: time.sleep(60)\nexcept KeyboardInterrupt: print('saved')",
         interrupt_on="begun",
     )
@@ -261,3 +265,140 @@ def test_a_run_leaves_nothing(notebook: Notebook) -> None:
     notebook.run("%distributed -n 2 -e spawn 1")
     notebook.run("%distributed -n 2 -e spawn 1 / 0")
     assert notebook.value(f"before == {look}")
+
+
+HOLDINGS = """
+import collections, dataclasses, enum, functools, logging, sys, typing, warnings
+import numpy as np, torch
+import email.mime.text, xml.dom.minidom, logging.handlers
+from torch import nn
+import torch.nn.functional as F
+
+@functools.lru_cache(maxsize=7)
+def cached(n): return n if n < 2 else cached(n - 1) + cached(n - 2)
+UserId = typing.NewType("UserId", int)
+class Colour(enum.Enum):
+    RED = 1
+@dataclasses.dataclass
+class Point:
+    x: int
+    colour: Colour = Colour.RED
+Pair = collections.namedtuple("Pair", "a b")
+class Base:
+    count = 0
+    def __init__(self): type(self).count += 1
+class Derived(Base):
+    def __init__(self):
+        super().__init__()
+        self.where = here()
+def here(): return place
+def reads(): return steps * 2
+place, steps = "notebook", 1
+derived, pair, point = Derived(), Pair(1, [2]), Point(3)
+leaf = torch.ones(3, requires_grad=True)
+(leaf * 2).sum().backward()
+words = torch.arange(6, dtype=torch.float32)
+as_ints, as_bytes = words.view(torch.int32), np.arange(40000.0)
+half = as_bytes.view(np.uint8)
+tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)); tied[1].weight = tied[0].weight
+complex_, real = torch.ones(2, dtype=torch.complex64), None
+real = torch.view_as_real(complex_)
+strided, scalar = torch.arange(12).reshape(3, 4).t(), torch.tensor(2.5)
+sparse = torch.eye(3).to_sparse()
+locked = np.zeros(20000); locked.flags.writeable = False
+log = logging.getLogger("mine"); log.setLevel(logging.INFO)
+warnings.filterwarnings("error", message="special")
+torch.set_default_dtype(torch.float64); torch.set_grad_enabled(False); sys.setrecursionlimit(2345)
+torch.backends.cudnn.deterministic = True
+big = [0] * 10
+"""
+
+LOOK = """
+steps = 5
+%time timed = steps + len(big)
+del big
+def look():
+    try: warnings.warn("special"); warned = False
+    except UserWarning: warned = True
+    try: locked[0] = 1; wrote = True
+    except ValueError: wrote = False
+    return repr({
+        "cached": (cached(20), cached.cache_parameters(), cached.cache_info().currsize),
+        "newtype": UserId(3), "enum": point.colour is Colour.RED, "point": point, "pair": pair,
+        "class": (Derived.count, Derived().where, type(derived) is Derived, Base.count),
+        "reads": reads(), "email": email.mime.text.MIMEText.__name__,
+        "dom": xml.dom.minidom.__name__, "handlers": logging.handlers.__name__,
+        "grad": (leaf.grad.tolist(), leaf.requires_grad), "views": (as_ints.tolist(), len(half)),
+        "tied": tied[0].weight is tied[1].weight, "complex": real.tolist(),
+        "strided": (strided.stride(), strided.tolist()), "scalar": scalar, "sparse": sparse,
+        "locked": wrote, "level": (log.level, logging.root.level), "warned": warned,
+        "settings": (torch.get_default_dtype(), torch.is_grad_enabled(), sys.getrecursionlimit(),
+                     torch.backends.cudnn.deterministic),
+        "F": F.relu(torch.tensor([-1.0])).tolist(), "timed": timed,
+    })
+"""
+
+
+def test_whatever_a_notebook_holds_is_what_a_forked_rank_would_find(
+    start_kernel: Callable[..., Notebook],
+) -> None:
+    kernel = start_kernel()
+    kernel.run("%load_ext nbtrain\nimport nbtrain")
+    out = kernel.run(HOLDINGS)
+    assert out.ename == "", out.traceback
+    found = {}
+    for engine in ("fork", "spawn"):
+        out = kernel.run(f"%%distributed -n 1 -e {engine}{LOOK}")
+        assert out.ename == "", out.traceback
+        found[engine] = kernel.value("nbtrain.last_run().value")
+    assert found["spawn"] == found["fork"]
+
+
+def test_what_would_arrive_as_something_else_is_refused(notebook: Notebook) -> None:
+    notebook.run(
+        "leaf = torch.ones(2, requires_grad=True)\ncomputed = leaf * 2\n"
+        "@torch.compile(backend='eager')\ndef compiled(x): return x"
+    )
+    for cell, said in (
+        ("computed.sum()", "`computed` is computed from tensors that need gradients"),
+        ("compiled(1)", "it is compiled; compile it inside the training function"),
+    ):
+        out = notebook.run(f"%%distributed -n 1 -e spawn\n{cell}")
+        assert out.ename == "PlanError"
+        assert said in out.traceback
+
+
+def test_a_variable_that_fails_to_load_is_named_without_a_library_s_frames(
+    notebook: Notebook,
+) -> None:
+    notebook.run(
+        "class Two(Exception):\n    def __init__(self, a, b): super().__init__(a)\n"
+        "fine, history = 1, [1, {'k': Two(1, 2)}]"
+    )
+    out = notebook.run("%%distributed -n 1 -e spawn\nfine, history")
+    assert out.ename == "TypeError"
+    assert "while loading `history` in a fresh process" in out.traceback
+    assert "serialization.py" not in out.traceback
+
+
+def test_a_module_of_the_folder_that_is_named_like_pythons_own_does_no_harm(
+    start_kernel: Callable[..., Notebook],
+) -> None:
+    kernel = start_kernel()
+    kernel.run("import nbtrain\n%load_ext nbtrain\nopen('json.py', 'w').close()")
+    out = kernel.run("%distributed -n 1 -e spawn 1 + 1")
+    assert out.ename == "", out.traceback
+
+
+def test_an_interrupt_while_packing_leaves_no_copy_behind(notebook: Notebook) -> None:
+    notebook.run(
+        "class Interrupting:\n    def __reduce__(self): raise KeyboardInterrupt\n"
+        "held = torch.zeros(100), Interrupting()"
+    )
+    memory = (
+        "([l for l in open('/proc/self/maps') if 'memfd:nbtrain' in l], "
+        "sorted(os.listdir('/proc/self/fd')))"
+    )
+    before = notebook.value(memory)
+    assert notebook.run("%distributed -n 1 -e spawn held").ename == "KeyboardInterrupt"
+    assert notebook.value(memory) == before

@@ -11,11 +11,12 @@ import nbtrain
 
 PACKAGE = Path(nbtrain.__file__).parent
 LAYERS = [
-    {"errors", "plan", "events", "folder", "guard", "imports", "late"},
+    {"errors", "plan", "events", "folder", "guard", "imports", "late", "ambient"},
     {"serialize"},
     {"exceptions", "devices", "host", "report"},
     {"outcome", "telemetry", "preflight", "cell", "gate", "lint", "resources"},
-    {"state", "worker", "ship", "estimate"},
+    {"state", "worker", "pickling", "estimate"},
+    {"ship"},
     {"engines", "view"},
     {"supervise"},
     {"run"},

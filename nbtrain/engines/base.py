@@ -70,6 +70,10 @@ class Engine(Protocol):
         """Do what may refuse the plan. Raises `PlanError`; nothing was started."""
         ...
 
+    def discard(self) -> None:
+        """Let go of what was prepared, whether it was started or not."""
+        ...
+
     def start(self, job: Job) -> Ranks:
         """Start every rank. Raises `LaunchError`, leaving none behind."""
         ...

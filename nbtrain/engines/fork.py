@@ -33,6 +33,9 @@ class ForkEngine:
     def prepare(self, plan: Plan) -> None:
         """Do nothing: whatever the notebook holds is in a forked copy of it."""
 
+    def discard(self) -> None:
+        """Do nothing: nothing was prepared."""
+
     def start(self, job: Job) -> Ranks:
         """Fork every rank. Raises `LaunchError`, leaving none behind."""
         if not hasattr(os, "fork"):

@@ -29,6 +29,9 @@ class InlineEngine:
     def prepare(self, plan: Plan) -> None:
         """Do nothing: the rank is at home."""
 
+    def discard(self) -> None:
+        """Do nothing: nothing was prepared."""
+
     def start(self, job: Job) -> Ranks:
         """Run the task in this process. Raises `PlanError` for more than one rank."""
         if job.world_size != 1:

@@ -22,7 +22,9 @@ from .base import Ranks
 from .processes import ChildRanks
 
 _BOOT = """
-import json, sys
+import sys
+sys.path[:] = [p for p in sys.path if p]  # no json.py of the notebook's folder
+import json
 order = json.loads(sys.argv.pop())
 sys.path[:] = order["path"]
 from nbtrain.engines.spawned import main
@@ -43,6 +45,11 @@ class SpawnEngine:
         """Pack what the ranks will need. Raises `PlanError` naming what cannot be sent."""
         self._parcel = ship.pack(plan)
 
+    def discard(self) -> None:
+        """Let go of the parcel; ranks that were started have it."""
+        if self._parcel is not None:
+            self._parcel.close()
+
     def start(self, job: Job) -> Ranks:
         """Start every rank. Raises `LaunchError`, leaving none behind."""
         parcel = self._parcel or ship.pack(job.plan)
@@ -60,7 +67,6 @@ class SpawnEngine:
             raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            parcel.close()  # the ranks have it
         return ranks
 
 

@@ -74,7 +74,8 @@ def _load(order: dict[str, Any]) -> ship.Cargo:
     try:
         return ship.unpack(order["parcel"])
     except Exception as error:  # whatever the import of a user's module raises
-        exceptions.set_notes(error, ["while loading what the cell refers to, in a fresh process"])
+        where = f"while loading {ship.loading()} in a fresh process"
+        exceptions.set_notes(error.with_traceback(None), [where])
         return ship.Cargo(Plan(Call(_fail, (error,)), name="load"), frozenset())
     finally:
         for descriptor in order["descriptors"]:
