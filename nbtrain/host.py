@@ -92,6 +92,19 @@ def _room(folder: Path) -> tuple[int, int] | None:
     return None
 
 
+def oom_kills(root: Path = _ROOT) -> int | None:
+    """Return how many processes the system has killed for want of memory: a count that rises.
+
+    In this process's own cgroup where that is told, else on the whole host.
+    """
+    for folder in _cgroups(root, "memory"):
+        for file in ("memory.events", "memory.oom_control"):
+            if (count := _field(folder / file, "oom_kill", missing=-1)) >= 0:
+                return count
+    count = _field(root / "proc/vmstat", "oom_kill", missing=-1)
+    return count if count >= 0 else None
+
+
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
     """Yield the folders of this process's cgroup and of those it is nested in, v2 and v1.
 
@@ -243,9 +256,9 @@ def _number(path: Path) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def _field(path: Path, name: str) -> int:
+def _field(path: Path, name: str, missing: int = 0) -> int:
     for line in _text(path).splitlines():
         key, _, value = line.partition(" ")
         if key == name and value.strip().isdecimal():
             return int(value)
-    return 0
+    return missing

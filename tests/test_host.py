@@ -191,3 +191,31 @@ def test_processes_are_named_where_they_can_be() -> None:
 )
 def test_sizes_in_words(size: int, words: str) -> None:
     assert host.in_words(size) == words
+
+
+def test_kills_for_want_of_memory_are_counted_where_the_process_belongs(tmp_path: Path) -> None:
+    def tree(**files: str) -> Path:
+        root = tmp_path / str(len(list(tmp_path.iterdir())))
+        for path, text in files.items():
+            file = root / path.replace("__", "/")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        return root
+
+    v2 = tree(
+        **{
+            "proc__self__cgroup": "0::/a/b\n",
+            "sys__fs__cgroup__a__b__memory.events": "low 0\noom 4\noom_kill 3\n",
+            "proc__vmstat": "oom_kill 9\n",
+        }
+    )
+    v1 = tree(
+        **{
+            "proc__self__cgroup": "4:memory:/c\n",
+            "sys__fs__cgroup__memory__c__memory.oom_control": "under_oom 0\noom_kill 2\n",
+        }
+    )
+    assert host.oom_kills(v2) == 3
+    assert host.oom_kills(v1) == 2
+    assert host.oom_kills(tree(**{"proc__vmstat": "pgfault 1\noom_kill 5\n"})) == 5
+    assert host.oom_kills(tree()) is None
