@@ -223,6 +223,10 @@ class Run:
     def _ipython_display_(self) -> None:
         if self._drawn_in is not None and self._drawn_in == _execution_count():
             return
+        self.show()
+
+    def show(self) -> None:
+        """Draw the run as it stands now, in the present cell."""
         screen.put(screen.bundle(self.state, time.time()))
 
 

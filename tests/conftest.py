@@ -16,6 +16,12 @@ import pytest
 from jupyter_client.manager import KernelManager
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave the browser tests, which take minutes, to those who ask for them."""
+    asked = any("browser" in str(word) for word in (*config.args, config.option.markexpr))
+    return True if collection_path.name == "browser" and not asked else None
+
+
 @pytest.fixture(autouse=True)
 def run_root(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Runs of a test live in a folder of its own."""

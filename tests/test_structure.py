@@ -19,7 +19,7 @@ LAYERS = [
     {"engines", "view"},
     {"supervise"},
     {"run"},
-    {"launch"},
+    {"launch", "kept"},
     {"blame"},
     {"doctor"},
     {"magics", "cli"},

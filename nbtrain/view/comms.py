@@ -13,7 +13,9 @@ pump: a run then has no button, and ■ ends it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
+import time
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -22,6 +24,7 @@ CONTROL = "jupyter.widget.control"
 
 _QUESTIONS = ("comm_info_request", "kernel_info_request")
 _LIMIT = 200
+_REMINDER = 2.0
 
 
 class Pump:
@@ -36,6 +39,7 @@ class Pump:
         self._stream = stream
         self._reply_to = reply_to
         self._control: set[str] = set()
+        self._reminder_due = 0.0
 
     def pump(self, comm_ids: Collection[str]) -> bool:
         """Handle what has come for these comms; False where that does not work (any more)."""
@@ -45,6 +49,8 @@ class Pump:
             return False
         for idents, message in taken:
             self._handle(idents, message)
+        if self.was_asked:
+            self._remind()
         return True
 
     def _take(self, comm_ids: Collection[str]) -> list[tuple[Any, Any]]:
@@ -97,6 +103,14 @@ class Pump:
         if content["comm_id"] in comm_ids or content["comm_id"] in self._control:
             return True
         return kind == "comm_msg" and content["data"].get("method") == "request_state"
+
+    def _remind(self) -> None:
+        """Say now and then that the kernel is busy: a reloaded page does not know of the cell."""
+        now = time.monotonic()
+        if now >= self._reminder_due:
+            self._reminder_due = now + _REMINDER
+            with contextlib.suppress(Exception):  # a nicety
+                self._kernel._publish_status("busy", "shell")
 
     def _handle(self, idents: Any, message: Any) -> None:
         """Have ipykernel's own handler answer; the cell stays the parent of what is shown."""
