@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from conftest import Notebook, Outputs
 
+from nbtrain.state import RunState
+from nbtrain.view import fronts
+from nbtrain.view.screen import BYTES_PER_SECOND, Pace, wire_size
 from nbtrain.view.widget import _VIEW
 
 WAITS = "%%distributed -n 2\nprint('ready', flush=True)\ntime.sleep(60)"
@@ -193,30 +198,44 @@ def test_other_widgets_wait_until_the_cell_is_over(notebook: Notebook) -> None:
     notebook.run("s.close(); s.layout.close(); s.style.close()")
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "stream.flush = 1 / 0 if False else None",
-        "stream.flush = lambda *a: 1 / 0",
-        "stream._recv_callback, kept = None, stream._recv_callback",
-    ],
-)
+DAMAGES = {
+    "no stream": "del comms._main_stream",
+    "another stream": "comms._main_stream = lambda kernel: (object(), None)",
+    "a stream that nobody reads": "stream._recv_callback = None",
+    "a stream that breaks later": "stream.flush = lambda *limits: 1 / 0",
+    "no handlers": "kernel.shell_handlers = {}",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_an_ipykernel_that_is_not_as_expected_costs_the_button_only(
-    start_kernel: Callable[..., Notebook], damage: str
+    notebook: Notebook, damage: str
 ) -> None:
-    kernel = start_kernel()
-    kernel.run("%load_ext nbtrain\nimport nbtrain, time\nfrom nbtrain.view import comms")
-    kernel.run("stream = comms._main_stream(get_ipython().kernel)[0]")
-    out = kernel.run(
-        f"{damage}\nrun = nbtrain.launch(print, 'ready', num_processes=1)\n"
-        "del stream.__dict__['flush']"
-        if "flush" in damage
-        else f"{damage}\nrun = nbtrain.launch(print, 'ready', num_processes=1)\n"
-        "stream._recv_callback = kept"
+    """In one cell, and put back in it: the kernel must go on."""
+    buttons: set[bool] = set()
+
+    def look(out: Outputs) -> None:
+        buttons.add(any(s.get("_model_name") == "ButtonModel" for s in out.models.values()))
+
+    out = notebook.run(
+        "from nbtrain.view import comms\n"
+        "find, kernel = comms._main_stream, get_ipython().kernel\n"
+        "stream, _ = find(kernel)\n"
+        "callback, handlers = stream._recv_callback, kernel.shell_handlers\n"
+        "try:\n"
+        f"    {DAMAGES[damage]}\n"
+        "    run = nbtrain.launch(time.sleep, 0.5, num_processes=1)\n"
+        "finally:\n"
+        "    comms._main_stream, stream._recv_callback = find, callback\n"
+        "    kernel.shell_handlers = handlers\n"
+        "    stream.__dict__.pop('flush', None)",
+        during=look,
     )
     assert out.ename == "", out.traceback
     assert "succeeded" in out.updates[-1]["text/html"]
-    assert kernel.value("run.state.status") == "succeeded"
+    assert buttons == ({True, False} if "later" in damage else {False})
+    assert out.models == {}
+    assert notebook.value("run.state.status") == "succeeded"
 
 
 def test_the_board_costs_few_messages_and_bytes_whatever_its_size(notebook: Notebook) -> None:
@@ -232,3 +251,78 @@ def test_the_board_costs_few_messages_and_bytes_whatever_its_size(notebook: Note
     overhead = 30  # opening and closing
     assert out.comm_count - overhead <= 20 * seconds
     assert out.comm_bytes <= 150_000 * (seconds + 1)
+
+
+def test_a_click_that_comes_through_a_subshell_is_heard_too(notebook: Notebook) -> None:
+    """JupyterLab sends comms through subshells where the kernel has them: ipykernel 7."""
+    features = notebook.client.kernel_info(reply=True)["content"].get("supported_features", [])
+    if "kernel subshells" not in features:
+        pytest.skip("this ipykernel has no subshells")
+    client = notebook.client
+    client.control_channel.send(client.session.msg("create_subshell_request", {}))
+    subshell = client.get_control_msg(timeout=30)["content"]["subshell_id"]
+
+    def click(out: Outputs) -> None:
+        data = {"method": "custom", "content": {"event": "click"}}
+        content = {"comm_id": out.widget("Button")[0], "data": data}
+        message = client.session.msg("comm_msg", content)
+        message["header"]["subshell_id"] = subshell
+        client.shell_channel.send(message)
+
+    out = notebook.run(WAITS, during=_once("ready", click))
+    assert out.ename == "KeyboardInterrupt"
+    assert "by the Stop button" in out.evalue
+    client.control_channel.send(
+        client.session.msg("delete_subshell_request", {"subshell_id": subshell})
+    )
+    client.get_control_msg(timeout=30)
+
+
+class _Shell:
+    """A stand-in for IPython's shell in a kernel."""
+
+    kernel = object()
+
+    def __init__(self, name: str = "ipykernel.zmqshell", allow_stdin: bool = True) -> None:
+        self._name = name
+        self._allow_stdin = allow_stdin
+
+    def __str__(self) -> str:
+        return f"<{self._name}.Shell>"
+
+    def get_parent(self) -> dict[str, Any]:
+        return {"content": {"allow_stdin": self._allow_stdin}}
+
+
+def test_the_front_is_chosen_by_what_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(shell: object, view: str = "auto", *, hears: bool = True, **options: bool) -> str:
+        monkeypatch.setattr(fronts, "ipython_shell", lambda: shell)
+        monkeypatch.setattr(fronts.comms, "find", lambda _shell: object() if hears else None)
+        return type(fronts.choose(view, **options)).__name__
+
+    assert chosen(_Shell()) == "WidgetFront"
+    assert chosen(_Shell(), hears=False) == "HtmlFront"
+    assert chosen(_Shell("google.colab._shell")) == "HtmlFront"
+    assert chosen(_Shell(), inline=True) == "HtmlFront"
+    assert chosen(_Shell(allow_stdin=False)) == "TextFront"
+    assert chosen(None) == "TextFront"
+    assert chosen(_Shell(), "html") == "HtmlFront"
+    assert chosen(_Shell(), "widget", hears=False) == "WidgetFront"
+    assert chosen(_Shell(), "text") == "TextFront"
+    assert chosen(_Shell(), "none") == "NoFront"
+    monkeypatch.setattr(fronts.importlib.util, "find_spec", lambda _name: None)
+    assert chosen(_Shell()) == "HtmlFront"
+
+
+def test_a_large_board_is_drawn_less_often() -> None:
+    pace, state = Pace(), RunState("name", "fork", (), 0.0)
+    assert pace.is_due(state, 0.0)
+    pace.spent(10)
+    assert not pace.is_due(replace(state), 0.19)
+    assert pace.is_due(replace(state), 0.21)
+    pace.spent(5 * BYTES_PER_SECOND)
+    assert not pace.is_due(replace(state), 5.0)
+    assert pace.is_due(replace(state), 5.3)
+    assert (
+        wire_size('<b class="é">\n') == len(json.dumps('<b class="é">\n', ensure_ascii=False)) - 1
+    )

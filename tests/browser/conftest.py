@@ -246,11 +246,10 @@ class Page:
         self.page.evaluate(f"void window.jupyterapp.commands.execute({call})")
 
     def save(self) -> None:
-        """Save the notebook; wait until the file has it."""
-        path = self.server.root / self.name
-        before = path.stat().st_mtime_ns
-        self.command("docmanager:save")
-        wait_until(lambda: path.stat().st_mtime_ns != before, timeout=20)
+        """Save the notebook; wait until that is done."""
+        self.page.evaluate(
+            "() => window.jupyterapp.commands.execute('docmanager:save').then(() => null)"
+        )
 
     @property
     def output(self) -> Any:

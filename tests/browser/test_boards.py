@@ -105,6 +105,7 @@ def test_a_reloaded_page_goes_on_showing_the_run(open_notebook: Open, server: Se
     page.wait_for("by the Stop button")
     page.button.wait_for(state="detached")
     wait_until(lambda: not server.ranks())
+    page.wait_for_kernel()
     page.shot("reloaded-stopped")
 
 
