@@ -238,6 +238,22 @@ def test_an_ipykernel_that_is_not_as_expected_costs_the_button_only(
     assert notebook.value("run.state.status") == "succeeded"
 
 
+def test_a_board_that_cannot_be_drawn_leaves_the_summary_and_no_dead_button(
+    notebook: Notebook,
+) -> None:
+    out = notebook.run(
+        "from nbtrain.view import html\n"
+        "render = html.render\n"
+        "html.render = lambda s, now: 1 / 0 if s.status == 'running' else render(s, now)\n"
+        "try: run = nbtrain.launch(time.sleep, 0.5, num_processes=1)\n"
+        "finally: html.render = render"
+    )
+    assert out.ename == "", out.traceback
+    assert out.stderr.count("the view failed (ZeroDivisionError") == 1
+    assert "succeeded" in out.updates[-1]["text/html"]
+    assert out.models == {}
+
+
 def test_the_board_costs_few_messages_and_bytes_whatever_its_size(notebook: Notebook) -> None:
     """At most 20 messages and 150 KB a second; by the run's own clock, so that a slow host is."""
     out = notebook.run(

@@ -66,20 +66,23 @@ def _has_widgets(shell: Any) -> bool:
 
 
 class Guarded:
-    """A front whose trouble is its own: drawing stops with a warning, the run goes on."""
+    """A front whose trouble is its own: drawing stops with a warning, the run goes on.
+
+    What stays of the run is attempted even so.
+    """
 
     def __init__(self, front: Front) -> None:
-        self._front: Front | None = front
+        self._front = front
+        self._failed = False
 
     def update(self, state: RunState, now: float) -> None:
         """Show the present state if that works."""
-        if self._front is not None:
+        if not self._failed:
             self._attempt(self._front.update, state, now)
 
     def finish(self, state: RunState, now: float) -> None:
         """Show the final state if that works."""
-        if self._front is not None:
-            self._attempt(self._front.finish, state, now)
+        self._attempt(self._front.finish, state, now)
 
     def _attempt(
         self, draw: Callable[[RunState, float], None], state: RunState, now: float
@@ -87,7 +90,9 @@ class Guarded:
         try:
             draw(state, now)
         except Exception as error:  # a lost front end, a library's change: not worth a training
-            self._front = None
+            if self._failed:
+                return
+            self._failed = True
             with contextlib.suppress(RuntimeWarning):  # warnings may be errors: not here
                 warnings.warn(
                     f"nbtrain: the view failed ({type(error).__name__}: {error}); the run goes on",

@@ -14,6 +14,13 @@ _VIEW = "application/vnd.jupyter.widget-view+json"
 _TOOLTIP = "End all ranks of this run, as ■ does: they have 2 s to save what they need"
 
 
+_NO_WIDGETS = (
+    '<div style="opacity:.7;font-size:12px">As it was when the run began: this page shows no '
+    "widgets. <code>--view html</code> keeps it up to date without them.</div>"
+)
+"""Stands in the HTML form, which a page shows that has no renderer for widgets."""
+
+
 class WidgetFront:
     """A Stop button above one HTML widget.
 
@@ -67,7 +74,8 @@ class WidgetFront:
         self._pace.is_due(state, now)
         self._draw(state, now)
         view = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
-        self._handle = put({_VIEW: view, **bundle(state, now)})
+        forms = bundle(state, now)
+        self._handle = put({_VIEW: view, **forms, "text/html": forms["text/html"] + _NO_WIDGETS})
 
     def _draw(self, state: RunState, now: float) -> None:
         drawn = html.render(state, now)
