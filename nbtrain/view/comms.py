@@ -43,19 +43,20 @@ class Pump:
 
     def pump(self, comm_ids: Collection[str]) -> bool:
         """Handle what has come for these comms; False where that does not work (any more)."""
+        taken: list[tuple[Any, Any]] = []
+        works = True
         try:
-            taken = self._take(comm_ids)
+            self._take(comm_ids, taken)
         except Exception:  # another version's stream: never the kernel's trouble
-            return False
+            works = False
         for idents, message in taken:
             self._handle(idents, message)
         if self.was_asked:
             self._remind()
-        return True
+        return works
 
-    def _take(self, comm_ids: Collection[str]) -> list[tuple[Any, Any]]:
-        """Return messages that are ours; pass the others on."""
-        taken: list[tuple[Any, Any]] = []
+    def _take(self, comm_ids: Collection[str], taken: list[tuple[Any, Any]]) -> None:
+        """Collect messages that are ours; pass the others on."""
         receiver = self._receiver()
 
         def sort(frames: Any) -> Any:
@@ -70,7 +71,6 @@ class Pump:
             self._stream.flush(_POLLIN, _LIMIT)
         finally:
             self._stream.on_recv(receiver, copy=False)
-        return taken
 
     def _receiver(self) -> Callable[[Any], Any]:
         """Return what ipykernel has set to receive messages. Raises `RuntimeError` if not so."""

@@ -81,12 +81,11 @@ class TableFront:
 
     def _put(self, above: list[str], table: list[str], wrap: bool = False) -> None:
         """Replace the table, with new lines above it, in one write: nothing flickers."""
-        drawn = [coloured(line) for line in table]
-        drawn = drawn if wrap else ["\x1b[?7l", *drawn]  # the terminal clips what is too wide
         up = f"\x1b[{self._height}F\x1b[0J" if self._height else ""
         head = "".join(f"{line}\n" for line in above)
-        body = "\n".join(drawn).replace("\x1b[?7l\n", "\x1b[?7l")
-        sys.stdout.write(f"{up}{head}{body}\n" + ("" if wrap else "\x1b[?7h"))
+        body = "\n".join(map(coloured, table))
+        clip, unclip = ("", "") if wrap else ("\x1b[?7l", "\x1b[?7h")
+        sys.stdout.write(f"{up}{head}{clip}{body}\n{unclip}")
         sys.stdout.flush()
         self._height = len(table)
 
