@@ -28,13 +28,10 @@ _REMINDER = 2.0
 
 
 class Pump:
-    """Handles messages for some widgets in the middle of a cell; main thread only.
-
-    `was_asked` tells whether a page asked, meanwhile, which widgets there are: it was reloaded.
-    """
+    """Handles messages for some widgets in the middle of a cell; main thread only."""
 
     def __init__(self, kernel: Any, stream: Any, reply_to: Any) -> None:
-        self.was_asked = False
+        self._was_reloaded = False
         self._kernel = kernel
         self._stream = stream
         self._reply_to = reply_to
@@ -51,7 +48,7 @@ class Pump:
             works = False
         for idents, message in taken:
             self._handle(idents, message)
-        if self.was_asked:
+        if self._was_reloaded:
             self._remind()
         return works
 
@@ -116,7 +113,7 @@ class Pump:
         """Have ipykernel's own handler answer; the cell stays the parent of what is shown."""
         kind, kernel = message["header"]["msg_type"], self._kernel
         asks = kind in _QUESTIONS
-        self.was_asked |= kind == "comm_info_request" or kind == "comm_open"
+        self._was_reloaded |= kind in ("comm_info_request", "comm_open")
         try:
             if asks:
                 kernel._publish_status("busy", "shell", message)

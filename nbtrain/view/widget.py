@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,8 +12,10 @@ from .comms import Pump
 from .screen import Pace, bundle, put, wire_size
 
 _VIEW = "application/vnd.jupyter.widget-view+json"
-_TOOLTIP = "End all ranks of this run, as ■ does: they have 2 s to save what they need"
+KEEP = 20
+"""Boards of runs that are over and stay open as widgets: as many as run folders are kept."""
 
+_TOOLTIP = "End all ranks of this run, as ■ does: they have 2 s to save what they need"
 
 _NO_WIDGETS = (
     '<div style="opacity:.7;font-size:12px">As it was when the run began: this page shows no '
@@ -22,11 +25,14 @@ _NO_WIDGETS = (
 
 
 class WidgetFront:
-    """A Stop button above one HTML widget.
+    """A Stop button above one HTML widget, and static HTML in their place at the end.
 
-    The click is taken in by `pump`, in the middle of the cell; without one there is no button. A
-    page that was reloaded meanwhile gets nothing through a display id any more, its widget alone
-    goes on: so then the widget stays, with the last picture and no button.
+    The click is taken in by `pump`, in the middle of the cell; without one there is no button.
+
+    A page that was reloaded, or closed and opened, since the run began gets nothing through a
+    display id: what it shows is the widget that was saved with the notebook, for as long as the
+    kernel has it. So the last boards stay, as widgets too, with no button and the last picture;
+    closed ones would be "Error displaying widget" to those who come back.
     """
 
     def __init__(self, pump: Pump | None, stop: Callable[[], None]) -> None:
@@ -53,12 +59,9 @@ class WidgetFront:
             put(data)
             return
         self._handle.update(data, raw=True)
-        if self._pump is not None and self._pump.was_asked:
-            self._board.value = data["text/html"]
-            self._drop_button()
-            return
-        for widget in _with_parts(self._box):
-            widget.close()
+        self._drop_button()
+        self._board.value = data["text/html"]
+        _keep(self._box)
 
     def _open(self, state: RunState, now: float) -> None:
         import ipywidgets
@@ -107,6 +110,17 @@ class WidgetFront:
         for widget in _with_parts(self._button):
             widget.close()
         self._button = None
+
+
+_kept: collections.deque[Any] = collections.deque()
+
+
+def _keep(box: Any) -> None:
+    """Leave a board open in the kernel, and close the oldest beyond `KEEP`."""
+    _kept.append(box)
+    while len(_kept) > KEEP:
+        for widget in _with_parts(_kept.popleft()):
+            widget.close()
 
 
 def _with_parts(widget: Any) -> Iterator[Any]:

@@ -296,7 +296,7 @@ def open_notebook(browser: Any, server: Server) -> Iterator[Callable[..., Page]]
         if cells is not None:
             server.write(name, cells)
         context = browser.new_context(viewport={"width": 1280, "height": 900}, **options)
-        context.set_default_timeout(60_000)
+        context.set_default_timeout(30_000)
         contexts.append(context)
         page = Page(context.new_page(), server, name)
         page.open()
