@@ -190,7 +190,6 @@ def _prepare(
     world_size = plan.num_processes or 1
     manifest = _manifest(plan, world_size, device, notes)
     folder = new_folder(manifest)
-    front = fronts.Guarded(fronts.choose(plan.view))
     job = Job(
         plan=plan,
         folder=folder,
@@ -199,9 +198,15 @@ def _prepare(
         threads=devices.threads_per_rank(world_size),
         shared_classes=serialize.notebook_classes(),
     )
-    supervisor = Supervisor(
-        folder, initial_state(manifest), timeout=plan.timeout, show=front.update
+    supervisor = Supervisor(folder, initial_state(manifest), timeout=plan.timeout)
+    front = fronts.Guarded(
+        fronts.choose(
+            plan.view,
+            stop=lambda: supervisor.request_stop("by the Stop button"),
+            inline=engine.runs_here,
+        )
     )
+    supervisor.show = front.update
 
     def drive() -> BaseException | None:
         error = _carry_out(engine, job, supervisor, interrupts)

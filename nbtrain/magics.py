@@ -5,12 +5,13 @@ import __future__
 
 import functools
 import operator
+import time
 import weakref
 from typing import Any
 
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class, no_var_expand
 
-from . import blame, doctor, guard
+from . import blame, doctor, guard, kept
 from . import cell as reading
 from .errors import CellSyntaxError, PlanError
 from .launch import run_plan
@@ -67,6 +68,8 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         %nbtrain guard block   keep it from happening: raise before torch or Accelerate does it
         %nbtrain guard off     only remember the cell
         %nbtrain doctor        this host and kernel on a page, for you or for a bug report
+        %nbtrain runs          the runs that are kept
+        %nbtrain show [RUN]    draw one here, running or not: by its name, or how that begins
         """
         match line.split():
             case ["guard"]:
@@ -77,6 +80,10 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                     print(blame.report())
             case ["doctor"]:
                 print(doctor.page())
+            case ["runs"]:
+                print(kept.page(kept.briefs(), time.time()))
+            case ["show", *which] if len(which) <= 1:
+                kept.find(*which).show()
             case _:
                 raise PlanError(f"%nbtrain: no such question: {line!r} (%nbtrain? shows them)")
 

@@ -19,7 +19,7 @@ from .folder import KEEP, RunFolder, create, is_watched, prune
 from .outcome import Failure, headline, ranks_text, to_exception
 from .state import RankState, RunState, fold, plain
 from .supervise import Reader, Supervisor
-from .view import fronts, html
+from .view import html, screen
 from .view.wording import counted
 
 SMALL = 1 << 20
@@ -206,7 +206,7 @@ class Run:
         In the thread that watches the run (a signal handler, a button's callback) it only asks.
         """
         if self._supervisor is not None and not self.state.is_over:
-            self._supervisor.request_stop()
+            self._supervisor.request_stop("by run.stop()")
             if self._driver != threading.get_ident():
                 self.wait()
 
@@ -223,11 +223,15 @@ class Run:
     def _ipython_display_(self) -> None:
         if self._drawn_in is not None and self._drawn_in == _execution_count():
             return
-        fronts.put(fronts.bundle(self.state, time.time()))
+        self.show()
+
+    def show(self) -> None:
+        """Draw the run as it stands now, in the present cell."""
+        screen.put(screen.bundle(self.state, time.time()))
 
 
 def _execution_count() -> int | None:
-    count: int | None = getattr(fronts.ipython_shell(), "execution_count", None)
+    count: int | None = getattr(screen.ipython_shell(), "execution_count", None)
     return count
 
 

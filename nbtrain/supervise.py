@@ -111,16 +111,16 @@ class Supervisor:
         state: RunState,
         *,
         timeout: float | None = None,
-        show: Callable[[RunState, float], None] = lambda _state, _now: None,
     ) -> None:
         self.state = state
+        self.show: Callable[[RunState, float], None] = lambda _state, _now: None
         self.over = threading.Event()
         self._folder = folder
         self._timeout = timeout
-        self._show = show
         self._reader = Reader(folder, state.world_size)
         self._writer = ev.EventWriter(folder.launcher_events)
-        self._requested = False
+        self._requested: str | None = None
+        self._stopped_how = ""
         self._cause: str | None = None
         self._sent: dict[int, set[int]] = {}  # rank -> return codes that our signals give
         # Monotonic, all of them: a clock that is set, or a laptop that slept, ends no run.
@@ -129,9 +129,12 @@ class Supervisor:
         self._rungs: list[Rung] = []
         self._presses = 0
 
-    def request_stop(self) -> None:
-        """Ask the loop to end the run; from any thread, any number of times."""
-        self._requested = True
+    def request_stop(self, how: str) -> None:
+        """Ask the loop to end the run; from any thread, any number of times. The first counts.
+
+        `how` is kept with the run, and shown: "by the Stop button".
+        """
+        self._requested = self._requested or how
 
     def watch(self, ranks: Ranks, interrupts: Interrupts) -> None:
         """Watch until every rank is gone, then write how it ended."""
@@ -139,7 +142,7 @@ class Supervisor:
         self._note(ev.Spawned(now, rank, pid) for rank, pid in ranks.pids.items())
         sampler = Sampler(ranks.pids, self.state.device)
         while ranks.alive and not self._is_hopeless():
-            self._show(self.state, time.time())
+            self.show(self.state, time.time())
             self._note(sampler.sample())
             exits = ranks.wait(TICK)
             for ended in exits:
@@ -200,6 +203,7 @@ class Supervisor:
         if any(r.status in ("failing", "failed") for r in self.state.ranks):
             return "failed"
         if pressed or self._requested:
+            self._stopped_how = "by an interrupt" if pressed else self._requested or ""
             return "interrupted"
         if self._timeout is not None and now - self._started > self._timeout:
             return "timed out"
@@ -213,7 +217,7 @@ class Supervisor:
                 self._folder.stop_request.touch(mode=0o600)
         reason = {
             "failed": "a rank failed; the others are being stopped",
-            "interrupted": "stopping: ranks have 2 s to save",
+            "interrupted": f"stopped {self._stopped_how}: ranks have 2 s to save",
             "timed out": f"{self._timeout:g} s are over; ranks have 2 s to save"
             if self._timeout
             else "",
@@ -254,6 +258,8 @@ class Supervisor:
         if here and any((r.error or "").startswith("KeyboardInterrupt") for r in failed):
             status = "interrupted"
         message = message or _closing_words(status, self.state.ranks)
+        if status == "interrupted" and self._stopped_how:
+            message = f"{self._stopped_how}; {message}"
         if status == "timed out":
             message = f"{self._timeout:g} s; {message}"
         self._note([ev.Finished(time.time(), -1, status, message)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import time
@@ -13,6 +14,12 @@ from typing import Any
 import psutil
 import pytest
 from jupyter_client.manager import KernelManager
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave the browser tests, which take minutes, to those who ask for them."""
+    asked = any("browser" in str(word) for word in (*config.args, config.option.markexpr))
+    return True if collection_path.name == "browser" and not asked else None
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +50,12 @@ class Outputs:
     updates: list[dict[str, Any]] = field(default_factory=list)
     results: list[dict[str, Any]] = field(default_factory=list)
     pages: list[str] = field(default_factory=list)
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Widgets that are open, by their id, each with its present state."""
+    custom: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What came last through comms that are no model's, by their id."""
+    comm_bytes: int = 0
+    comm_count: int = 0
     ename: str = ""
     evalue: str = ""
     traceback: str = ""
@@ -52,6 +65,12 @@ class Outputs:
     def board(self) -> str:
         """The text form of the last thing shown."""
         return str((self.updates or self.displays)[-1]["text/plain"])
+
+    def widget(self, kind: str) -> tuple[str, dict[str, Any]]:
+        """The id and the state of the one open widget of a kind: ``Button``, ``HTML``."""
+        found = [m for m in self.models.items() if m[1].get("_model_name") == f"{kind}Model"]
+        assert len(found) == 1, self.models
+        return found[0]
 
 
 class Notebook:
@@ -88,10 +107,14 @@ class Notebook:
         interrupt_on: str | None = None,
         during: Callable[[Outputs], None] | None = None,
         timeout: float = 60,
+        stop_on_error: bool = False,
+        replies: list[dict[str, Any]] | None = None,
     ) -> Outputs:
         """Execute a cell; interrupt it once when a display or the output contains a text."""
         out, started = Outputs(), time.monotonic()
-        request = self.client.execute(cell, allow_stdin=self.allow_stdin, stop_on_error=False)
+        request = self.client.execute(
+            cell, allow_stdin=self.allow_stdin, stop_on_error=stop_on_error
+        )
         while True:
             left = started + timeout - time.monotonic()
             try:
@@ -103,7 +126,7 @@ class Notebook:
                 continue
             content = message["content"]
             _record(out, message["msg_type"], content)
-            shown = message["msg_type"] in ("stream", "display_data", "update_display_data")
+            shown = message["msg_type"] in _SHOWN
             if shown and interrupt_on is not None and interrupt_on in str(content):
                 interrupt_on = None
                 self.manager.interrupt_kernel()
@@ -111,17 +134,39 @@ class Notebook:
                 during(out)
             if message["msg_type"] == "status" and content["execution_state"] == "idle":
                 break
-        self._read_reply(out, request)
+        self.read_reply(request, out, replies)
         out.seconds = time.monotonic() - started
         return out
 
-    def _read_reply(self, out: Outputs, request: str) -> None:
+    def send(
+        self, kind: str, content: dict[str, Any], metadata: dict[str, Any] | None = None
+    ) -> str:
+        """Send a message on the shell channel, as a page does; return its id."""
+        message = self.client.session.msg(kind, content, metadata=metadata)
+        self.client.shell_channel.send(message)
+        return str(message["header"]["msg_id"])
+
+    def click(self, model_id: str) -> str:
+        """Click a button."""
+        data = {"method": "custom", "content": {"event": "click"}}
+        return self.send("comm_msg", {"comm_id": model_id, "data": data})
+
+    def read_reply(
+        self,
+        request: str,
+        out: Outputs | None = None,
+        replies: list[dict[str, Any]] | None = None,
+    ) -> dict[str, Any]:
+        """Wait for the reply to a request; `replies` gets all that came up to it."""
         while True:
-            reply = self.client.get_shell_msg(timeout=10)
+            reply = self.client.get_shell_msg(timeout=30)
+            if replies is not None:
+                replies.append(reply)
             if reply["parent_header"].get("msg_id") == request:
                 pages = reply["content"].get("payload", [])
-                out.pages = [p["data"].get("text/plain", "") for p in pages if "data" in p]
-                return
+                if out is not None:
+                    out.pages = [p["data"].get("text/plain", "") for p in pages if "data" in p]
+                return dict(reply)
 
     def value(self, expression: str) -> Any:
         """Evaluate an expression in the kernel; its value must have a literal repr."""
@@ -140,7 +185,12 @@ class Notebook:
                 owner.context.destroy(linger=0)
 
 
+_SHOWN = ("stream", "display_data", "update_display_data", "comm_open", "comm_msg")
+
+
 def _record(out: Outputs, kind: str, content: dict[str, Any]) -> None:
+    if kind.startswith("comm_"):
+        _record_comm(out, kind, content)
     if kind == "stream":
         setattr(out, content["name"], getattr(out, content["name"]) + content["text"])
     elif kind == "display_data":
@@ -152,6 +202,19 @@ def _record(out: Outputs, kind: str, content: dict[str, Any]) -> None:
     elif kind == "error":
         out.ename, out.evalue = content["ename"], content["evalue"]
         out.traceback = _without_colours("\n".join(content["traceback"]))
+
+
+def _record_comm(out: Outputs, kind: str, content: dict[str, Any]) -> None:
+    out.comm_count += 1
+    out.comm_bytes += len(json.dumps(content, ensure_ascii=False))
+    if kind == "comm_open":
+        out.models[content["comm_id"]] = dict(content["data"].get("state", {}))
+    elif kind == "comm_msg" and content["data"].get("method") == "update":
+        out.models.setdefault(content["comm_id"], {}).update(content["data"]["state"])
+    elif kind == "comm_msg":
+        out.custom[content["comm_id"]] = content["data"]
+    elif kind == "comm_close":
+        out.models.pop(content["comm_id"], None)
 
 
 def _without_colours(text: str) -> str:

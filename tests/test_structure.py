@@ -20,7 +20,7 @@ LAYERS = [
     {"engines", "view"},
     {"supervise"},
     {"run"},
-    {"launch"},
+    {"launch", "kept"},
     {"blame"},
     {"doctor"},
     {"magics", "cli"},

@@ -1,1 +1,1 @@
-"""Drawing a run: `html` and `text` are pure, `fronts` puts what they make on a screen."""
+"""Drawing a run: `html` and `text` are pure; `fronts` chooses who puts it on which screen."""

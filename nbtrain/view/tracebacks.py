@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import NbtrainError
 from ..exceptions import rank_frames
-from .fronts import ipython_shell
+from .screen import ipython_shell
 
 
 class _FromTheRank:

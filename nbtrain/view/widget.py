@@ -1,0 +1,131 @@
+"""The board with a Stop button: widgets while the run goes on, static HTML once it is over."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..state import RunState
+from . import html
+from .comms import Pump
+from .screen import Pace, bundle, put, wire_size
+
+_VIEW = "application/vnd.jupyter.widget-view+json"
+KEEP = 20
+"""Boards of runs that are over and stay open as widgets: as many as run folders are kept."""
+
+_TOOLTIP = "End all ranks of this run, as ■ does: they have 2 s to save what they need"
+
+_NO_WIDGETS = (
+    '<div style="opacity:.7;font-size:12px">As it was when the run began: this page shows no '
+    "widgets. <code>--view html</code> keeps it up to date without them.</div>"
+)
+"""Stands in the HTML form, which a page shows that has no renderer for widgets."""
+
+
+class WidgetFront:
+    """A Stop button above one HTML widget, and static HTML in their place at the end.
+
+    The click is taken in by `pump`, in the middle of the cell; without one there is no button.
+
+    A page that was reloaded, or closed and opened, since the run began gets nothing through a
+    display id: what it shows is the widget that was saved with the notebook, for as long as the
+    kernel has it. So the last boards stay, as widgets too, with no button and the last picture;
+    closed ones would be "Error displaying widget" to those who come back.
+    """
+
+    def __init__(self, pump: Pump | None, stop: Callable[[], None]) -> None:
+        self._pump = pump
+        self._stop = stop
+        self._clicked = False
+        self._board: Any = None
+        self._button: Any = None
+        self._box: Any = None
+        self._handle: Any = None
+        self._pace = Pace()
+
+    def update(self, state: RunState, now: float) -> None:
+        if self._box is None:
+            self._open(state, now)
+        self._listen()
+        heard = self._clicked and self._button is not None and not self._button.disabled
+        if heard or self._pace.is_due(state, now):
+            self._draw(state, now)
+
+    def finish(self, state: RunState, now: float) -> None:
+        data = bundle(state, now)
+        if self._handle is None:
+            put(data)
+            return
+        self._handle.update(data, raw=True)
+        self._drop_button()
+        self._board.value = data["text/html"]
+        _keep(self._box)
+
+    def _open(self, state: RunState, now: float) -> None:
+        import ipywidgets
+
+        self._board = ipywidgets.HTML()
+        self._box = ipywidgets.VBox([self._board])
+        if self._pump is not None:
+            self._button = ipywidgets.Button(
+                description="Stop", icon="stop", tooltip=_TOOLTIP, layout={"width": "110px"}
+            )
+            self._button.on_click(self._on_click)
+            self._box.children = (self._button, self._board)
+        self._pace.is_due(state, now)
+        self._draw(state, now)
+        view = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
+        forms = bundle(state, now)
+        self._handle = put({_VIEW: view, **forms, "text/html": forms["text/html"] + _NO_WIDGETS})
+
+    def _draw(self, state: RunState, now: float) -> None:
+        drawn = html.render(state, now)
+        if drawn != self._board.value:
+            self._board.value = drawn
+            self._pace.spent(wire_size(drawn))
+        stopping = self._clicked or state.status == "stopping"
+        if stopping and self._button is not None and not self._button.disabled:
+            self._button.description, self._button.disabled = "stopping…", True
+
+    def _on_click(self, _button: Any) -> None:
+        """Hear a click, from whatever thread."""
+        if not self._clicked:
+            self._clicked = True
+            self._stop()
+
+    def _listen(self) -> None:
+        if self._pump is None:
+            return
+        ours = {widget.model_id for widget in _with_parts(self._box)}
+        if not self._pump.pump(ours):
+            self._pump = None
+            self._drop_button()
+
+    def _drop_button(self) -> None:
+        if self._button is None:
+            return
+        self._box.children = (self._board,)
+        for widget in _with_parts(self._button):
+            widget.close()
+        self._button = None
+
+
+_kept: collections.deque[Any] = collections.deque()
+
+
+def _keep(box: Any) -> None:
+    """Leave a board open in the kernel, and close the oldest beyond `KEEP`."""
+    _kept.append(box)
+    while len(_kept) > KEEP:
+        for widget in _with_parts(_kept.popleft()):
+            widget.close()
+
+
+def _with_parts(widget: Any) -> Iterator[Any]:
+    """Yield a widget, those in it, and their layouts and styles: each is open on the page."""
+    for inner in getattr(widget, "children", ()):
+        yield from _with_parts(inner)
+    yield from filter(None, (getattr(widget, part, None) for part in ("layout", "style")))
+    yield widget
