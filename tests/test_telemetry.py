@@ -273,3 +273,19 @@ def test_losses_and_metrics_on_a_gpu_are_read_late_and_none_is_lost() -> None:
     assert [e.step for e in logged] == list(range(200))
     assert last(run).loss == pytest.approx(logged[-1].values["loss"])
     assert (last(run).peak or 0) > 0
+
+
+def test_a_bar_made_in_the_notebook_can_be_closed_in_a_rank() -> None:
+    from tqdm import tqdm
+
+    outer = tqdm(total=3, disable=False, file=None)
+
+    def train() -> int:
+        outer.update(2)
+        outer.close()
+        return int(outer.n)
+
+    try:
+        assert launch(train).value == 2
+    finally:
+        outer.close()

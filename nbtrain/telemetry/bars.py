@@ -53,11 +53,11 @@ def _catch_bars(cls: Any, lock: Any) -> None:
     """Make ``tqdm.std.tqdm`` report where it would draw. Written against tqdm 4.60 to 4.70."""
     # The lock, its semaphore and the monitor's thread were the kernel's: a rank that is killed
     # with the lock in its hands would leave every later bar of the notebook waiting.
-    cls.set_lock(threading.RLock())
     if lock is not None:
         if "mp_lock" in vars(lock):
             del lock.mp_lock
         lock.th_lock = threading.RLock()
+        cls.set_lock(lock())
     cls.monitor = None
     cls._instances = weakref.WeakSet()
     init, display, close = cls.__init__, cls.display, cls.close
