@@ -14,7 +14,7 @@ LAYERS = [
     {"errors", "plan", "events", "folder", "guard", "imports"},
     {"serialize"},
     {"exceptions", "devices", "host", "report"},
-    {"outcome", "telemetry", "preflight", "cell", "gate", "lint"},
+    {"outcome", "telemetry", "preflight", "cell", "gate", "lint", "pace", "series"},
     {"state", "worker", "ship", "estimate"},
     {"engines", "view"},
     {"supervise"},

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from html import escape
 
-from ..state import Bar, RankState, RunState
+from ..pace import Bar
+from ..state import RankState, RunState
 from . import wording
 
 MAX_ROWS = 32

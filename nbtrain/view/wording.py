@@ -6,7 +6,8 @@ import math
 from collections.abc import Collection
 
 from ..outcome import describe_returncode, is_echo, ranks_text
-from ..state import Bar, RankState, RunState
+from ..pace import Bar
+from ..state import RankState, RunState
 
 
 def duration(seconds: float) -> str:
