@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -163,18 +163,20 @@ def _sound(host: ev.Host) -> ev.Host | None:
     """Return `host` with the GPUs that are told as it should be; JSON makes lists of tuples."""
     if number(host.used) is None or number(host.limit) is None:
         return None
-    lists: Any = host.gpus if isinstance(host.gpus, (list, tuple)) else ()
-    gpus = (tuple(g) for g in lists if isinstance(g, (list, tuple)) and len(g) == 5)
+    gpus = (tuple(g) for g in _listed(host.gpus) if len(_listed(g)) == 5)
     sound = tuple(g for g in gpus if None not in map(number, (g[0], g[2], g[3])))
     return replace(host, gpus=sound, whose=plain(str(host.whose), 80))
 
 
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else ()
+
+
 def _metrics(draft: _Draft, event: ev.Metrics, curves: CurvesDraft) -> None:
-    if not isinstance(event.values, Mapping):
-        return
+    values = event.values if isinstance(event.values, Mapping) else {}
     step = event.step if type(event.step) is int and abs(event.step) < 1 << 53 else None
     kept = dict(draft["metrics"])
-    for key, value in event.values.items():
+    for key, value in values.items():
         name = _name(key)
         curves.add_logged(event.rank, step, name, value)
         if name in kept or len(kept) < METRICS:

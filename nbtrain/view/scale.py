@@ -1,0 +1,99 @@
+"""Axes: limits that stay where they are while a curve grows, and few, round ticks. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+LOG_DECADES = 2.5
+"""Decades from which positive values get a logarithmic axis."""
+
+_HUGE = 1e300
+
+
+@dataclass(frozen=True)
+class Scale:
+    """An axis from `low` to `high` with `ticks` between."""
+
+    low: float
+    high: float
+    ticks: tuple[float, ...]
+    log: bool = False
+
+    def place(self, value: float) -> float:
+        """Return where a value lies, from 0 to 1."""
+        if self.log:
+            low, high = math.log10(self.low), math.log10(self.high)
+            at = (math.log10(max(value, self.low)) - low) / (high - low)
+        else:
+            at = (max(-_HUGE, min(_HUGE, value)) - self.low) / (self.high - self.low)
+        return min(1.0, max(0.0, at))
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return tuple(label(tick) for tick in self.ticks)
+
+
+def of_values(low: float, high: float, intervals: int) -> Scale:
+    """Return the axis for values from `low` to `high`: logarithmic where they span decades."""
+    low, high = max(-_HUGE, low), min(_HUGE, high)
+    if low > 0 and math.log10(high) - math.log10(low) > LOG_DECADES:
+        return _logarithmic(low, high, intervals)
+    if low == high:
+        pad = abs(low) / 10 or 1.0
+        low, high = low - pad, high + pad
+    elif 0 <= low < 0.4 * high:
+        low = 0.0
+    step = _round(1.0001 * (high - low) / intervals)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    ticks = tuple(_exact(i * step) for i in range(first, last + 1))
+    return Scale(ticks[0], ticks[-1], ticks)
+
+
+def of_steps(first: float, last: float, *, is_over: bool, intervals: int) -> Scale:
+    """Return the axis for steps: with room to grow, so that it changes seldom, until it is over."""
+    first, last = max(-_HUGE, first), min(_HUGE, last)
+    if 0 <= first <= 0.2 * last:
+        first = 0.0
+    if last <= first:
+        last = first + max(1.0, abs(first) * 1e-9)
+    span = last - first
+    high = last if is_over else first + _round(span)
+    step = _round((high - first) / intervals)
+    low = math.ceil(first / step - 1e-9)
+    ticks = tuple(_exact(i * step) for i in range(low, math.floor(high / step + 1e-9) + 1))
+    return Scale(first, high, ticks[: 2 * intervals + 2])
+
+
+def _logarithmic(low: float, high: float, intervals: int) -> Scale:
+    low, high = _down(low), 1 / _down(1 / high)
+    first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
+    every = max(1, math.ceil((last - first) / intervals))
+    return Scale(low, high, tuple(10.0**e for e in range(first, last + 1, every)), log=True)
+
+
+def _down(value: float) -> float:
+    """Return the next of 1, 2, 5 · 10ⁿ below."""
+    power = 10.0 ** math.floor(math.log10(value))
+    return max(f * power for f in (0.5, 1, 2, 5) if f * power <= value * (1 + 1e-9))
+
+
+def _round(span: float) -> float:
+    """Return the next of 1, 1.5, 2, 2.5, 3, 4, 5, 6, 8 · 10ⁿ above; they divide well by few."""
+    power = 10.0 ** math.floor(math.log10(span))
+    choices = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
+    return next((f * power for f in choices if f * power >= span * (1 - 1e-9)), 10 * power)
+
+
+def _exact(value: float) -> float:
+    return float(f"{value:.10g}")
+
+
+def label(value: float) -> str:
+    """Word a tick shortly: 0, 0.25, 1500, 20k, 3M, 1e-05."""
+    size = abs(value)
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if limit <= size < 1e12:
+            per = {"G": 1e9, "M": 1e6, "k": 1e3}[unit]
+            return f"{value / per:.4g}{unit}"
+    return f"{value:.4g}"

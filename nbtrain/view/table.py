@@ -1,0 +1,123 @@
+"""A row per rank: bar, position, rate, loss, memory, and what went wrong. Pure.
+
+Columns that no rank has anything for are left out; numbers are set right, in digits of one width,
+in columns that have room for more of them, so that nothing jumps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from ..state import RankState, RunState
+from . import colours, wording
+
+_CELL = "padding:1px 14px 1px 0;border:0;white-space:nowrap"
+_SOFT = "opacity:.7"
+_PLACE = 64
+"""Characters of a position that are shown."""
+
+Row = tuple[RankState, str]
+"""A rank, and why it is named among many."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: `cell` draws it for a row, already escaped; empty where there is nothing."""
+
+    heading: str
+    cell: Callable[[Row], str]
+    style: str = "text-align:left"
+
+
+def draw(rows: Sequence[Row], state: RunState) -> str:
+    """Draw the rows."""
+    drawn = [(column, [column.cell(row) for row in rows]) for column in _columns(state)]
+    drawn = [(column, cells) for column, cells in drawn if any(cells)]
+    headings = "".join(_heading(column) for column, _ in drawn)
+    lines = "".join(
+        "".join(
+            f'<td style="{_CELL};{column.style}">{cells[i]}</td>' for column, cells in drawn
+        ).join(('<tr style="background:none">', "</tr>"))
+        for i in range(len(rows))
+    )
+    return (
+        '<table style="border-collapse:collapse;border:none;margin:2px 0;background:none;'
+        f'font-size:13px"><thead><tr style="background:none;border:0">{headings}</tr></thead>'
+        f"<tbody>{lines}</tbody></table>"
+    )
+
+
+def _heading(column: Column) -> str:
+    style = f"{_CELL};{column.style};font-weight:400;font-size:11px;{_SOFT}"
+    return f'<th style="{style}">{column.heading}</th>'
+
+
+def _columns(state: RunState) -> list[Column]:
+    right = "text-align:right"
+    return [
+        Column("rank", lambda row: str(row[0].rank), f"{right};{_SOFT}"),
+        Column("", lambda row: badge(wording.badge(row[0]))),
+        Column("", lambda row: _bar(row[0])),
+        Column("at", lambda row: _place(row[0]), f"text-align:left;{_SOFT}"),
+        Column("rate", lambda row: escape(wording.rate(row[0])), f"{right};min-width:68px"),
+        Column("left", lambda row: wording.left(row[0]), f"{right};min-width:52px;{_SOFT}"),
+        Column("loss", lambda row: _loss(row[0]), f"{right};min-width:56px"),
+        Column("memory", lambda row: wording.holds(row[0]), f"{right};min-width:58px"),
+        Column("waits for data", lambda row: wording.waiting(row[0]), right),
+        Column("", lambda row: _said(row, state), "text-align:left;white-space:normal"),
+    ]
+
+
+def badge(status: str) -> str:
+    """Draw the word for a state behind a dot of its colour."""
+    colour = colours.of(status)
+    return (
+        f'<span style="display:inline-block;min-width:76px;color:{colour};font-weight:600">'
+        f"●&nbsp;{escape(status)}</span>"
+    )
+
+
+def _loss(rank: RankState) -> str:
+    return "" if rank.loss is None else wording.number(rank.loss)
+
+
+def _place(rank: RankState) -> str:
+    place = wording.place(rank)
+    if len(place) <= _PLACE:
+        return escape(place)
+    return f'<span title="{escape(place[:400])}">{escape(place[: _PLACE - 1])}…</span>'
+
+
+def _said(row: Row, state: RunState) -> str:
+    """Draw a rank's other metrics, and what went wrong."""
+    rank, why = row
+    trouble = wording.trouble(rank, state)
+    shade = _SOFT if wording.is_only_echo(rank, state) else f"color:{colours.RED}"
+    others = wording.metrics(rank, 3, but=("loss",))
+    words = [
+        f"<b>{why}</b>" if why else "",
+        f'<span style="{_SOFT}">{escape(others[:200])}</span>' if others else "",
+        f'<span style="{shade}">{escape(trouble)}</span>' if trouble else "",
+    ]
+    return "&ensp;".join(filter(None, words))
+
+
+def _bar(rank: RankState) -> str:
+    done = wording.fraction(rank)
+    if done is None or (not rank.bars and rank.bar is None):
+        return ""
+    percent = f"{100 * done:.1f}"
+    colour = colours.RED if rank.status == "failed" else colours.BLUE
+    if done == 1:
+        colour = colours.GREEN
+    return (
+        f'<div role="progressbar" aria-valuemin="0" aria-valuemax="100" '
+        f'aria-valuenow="{percent}" aria-label="rank {rank.rank}" '
+        'style="display:inline-block;vertical-align:middle;width:110px;height:7px;'
+        f'border-radius:4px;background:{colours.TRACK};overflow:hidden">'
+        f'<div style="width:{percent}%;height:100%;background:{colour}"></div></div>'
+        f'<span style="display:inline-block;width:46px;text-align:right">{int(100 * done)}&nbsp;%'
+        "</span>"
+    )
