@@ -8,8 +8,9 @@ takes as much as one of a minute, and is the same whether it was folded live or 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -37,8 +38,21 @@ class Bin(NamedTuple):
 
     @property
     def mean(self) -> float:
-        mean = self.total / self.size
-        return mean if self.low <= mean <= self.high else self.low / 2 + self.high / 2  # overflow
+        _, low, high, total, size = self
+        mean = total / size
+        return mean if low <= mean <= high else low / 2 + high / 2  # the sum was beyond any float
+
+
+def joined(bins: Sequence[Bin]) -> Bin:
+    """Return one bin for several."""
+    x, low, high, total, size = bins[0]
+    for other in bins[1:]:
+        x = max(x, other.x)
+        low = other.low if other.low < low else low
+        high = other.high if other.high > high else high
+        total += other.total
+        size += other.size
+    return Bin(x, low, high, total, size)
 
 
 class End(NamedTuple):
@@ -58,9 +72,10 @@ class Line(NamedTuple):
     seen: int
     last: tuple[float, float]
 
-    @property
-    def points(self) -> list[tuple[float, float]]:
-        points = list(zip(self.x, self.y, strict=True))
+    def sparse(self, limit: int) -> list[tuple[float, float]]:
+        """Return about `limit` of the points, the newest among them."""
+        every = -(-len(self.x) // limit) or 1
+        points = list(zip(self.x[::every], self.y[::every], strict=True))
         return points if points and points[-1] == self.last else [*points, self.last]
 
 
@@ -81,12 +96,35 @@ class Series:
 
     @property
     def band(self) -> list[Bin]:
-        """Return the bins in order, without the last ones where not every rank has come to yet."""
+        """Return the bins in order, without the last where most ranks have yet to come to."""
         band = [self.bins[key] for key in sorted(self.bins)]
-        enough = min(len(self.ends), max((b.size for b in band), default=0))
-        while len(band) > 2 and band[-1].size < enough:
-            band.pop()
+        usual = sorted(b.size for b in band[-8:])[len(band[-8:]) // 2] if band else 0
+        for _ in range(3):  # no more: ranks that died make bins small for good
+            if len(band) > 2 and band[-1].size < 0.75 * usual:
+                band.pop()
         return band
+
+    def thinned(self, points: int) -> list[Bin]:
+        """Return the band in at most `points` bins, neighbours joined."""
+        band = self.band
+        every = -(-len(band) // points) or 1
+        return (
+            band
+            if every == 1
+            else [joined(band[i : i + every]) for i in range(0, len(band), every)]
+        )
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The lowest and the highest value there was."""
+        bins = self.bins.values()
+        return min(map(itemgetter(1), bins)), max(map(itemgetter(2), bins))
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """The first and the last step."""
+        places = list(map(itemgetter(0), self.bins.values()))
+        return min(places), max(places)
 
     @property
     def last(self) -> float | None:
@@ -219,7 +257,7 @@ class _SeriesDraft:
         for found in old.values():
             key = int(found.x // self._width)
             same = self._bins.get(key)
-            self._bins[key] = found if same is None else _joined((found, same))
+            self._bins[key] = found if same is None else joined((found, same))
 
     def freeze(self) -> Series:
         lines = {**self._old_lines, **{rank: d.freeze() for rank, d in self._lines.items()}}
@@ -243,11 +281,6 @@ def _place(step: float | None, end: End | None) -> tuple[float, float]:
     if x >= end.x:
         return x, end.shift
     return end.x + 1, end.x + 1 - step  # counting began anew: the curve goes on
-
-
-def _joined(bins: Iterable[Bin]) -> Bin:
-    x, low, high, total, size = zip(*bins, strict=True)
-    return Bin(max(x), min(low), max(high), sum(total), sum(size))
 
 
 class _LineDraft:

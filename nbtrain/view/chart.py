@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from html import escape
 
 from ..series import Bin, Series
@@ -38,8 +39,8 @@ class Frame:
     bottom: int = 34
 
 
-LARGE = Frame(880, 320, left=84, intervals=4, points=640)
-LITTLE = Frame(424, 150, left=76, intervals=2, points=160)
+LARGE = Frame(880, 320, left=84, intervals=4, points=480)
+LITTLE = Frame(392, 150, left=76, intervals=2, points=112)
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,38 @@ class Chart:
     frame: Frame = LITTLE
     summed: bool = False
 
+    @cached_property
+    def band(self) -> list[Bin]:
+        """What is drawn of all ranks together."""
+        return self.series.thinned(128 if self.frame is LARGE else 48)
 
-def charts(state: RunState) -> str:
-    """Draw every curve there is room for; empty where there is none yet."""
-    shown, left = _chosen(state)
+    @cached_property
+    def axis(self) -> scale.Scale | None:
+        """The axis of values; None where there is no finite one."""
+        if not self.series.ends:
+            return None
+        means = [self.scaled(b.mean) for b in self.band]
+        low, high = (min(means), max(means)) if self.summed else self.series.bounds
+        return scale.of_values(low, high, self.frame.intervals, log=scale.spans_decades(means))
+
+    def scaled(self, value: float | None) -> float:
+        """Return a mean as it is shown."""
+        return (value or 0.0) * (len(self.series.ends) if self.summed else 1)
+
+
+def charts(state: RunState, room: int) -> str:
+    """Draw the curves that fit into `room` characters; empty where there is none yet."""
+    shown, beyond = _chosen(state)
     if not shown:
         return ""
-    figures = [_figure(chart, state) for chart in shown]
+    figures: list[str] = []
+    for chart in shown:
+        drawn = _figure(chart, state)
+        room -= len(drawn)
+        if room < 0 and figures:
+            break
+        figures.append(drawn)
+    left = wording.uncharted(beyond + len(shown) - len(figures), len(state.curves.uncharted))
     more = f'<div style="{_SOFT};width:100%">{left}</div>' if left else ""
     rest = "".join(figures[1:])
     beside = (
@@ -70,13 +96,13 @@ def charts(state: RunState) -> str:
     )
 
 
-def _chosen(state: RunState) -> tuple[list[Chart], str]:
-    """Return the charts to draw, the loss first and the throughput last, and what is left out."""
+def _chosen(state: RunState) -> tuple[list[Chart], int]:
+    """Return the charts to draw, the loss first, the throughput last; how many are left out."""
     curves = dict(state.curves.all)
     steps, samples = curves.pop("steps/s", None), curves.pop("samples/s", None)
     seen_lr = state.curves.seen.get("lr")
-    if seen_lr is not None and curves.get("lr") is seen_lr and is_constant(seen_lr):
-        del curves["lr"]  # it is in the rows
+    if seen_lr is not None and curves.get("lr") is seen_lr and not _changes(seen_lr):
+        del curves["lr"]
     main = wording.main_metric(curves)
     names = [name for name in state.curves.logged if name in curves and name != main]
     names += [name for name in curves if name not in names and name != main]
@@ -89,19 +115,18 @@ def _chosen(state: RunState) -> tuple[list[Chart], str]:
         shown.insert(0, Chart(main, curves[main]))
     if shown:
         shown[0] = replace(shown[0], frame=LARGE)
-    return shown, wording.uncharted(len(names) - SMALL, len(state.curves.uncharted))
+    return shown, max(0, len(names) - SMALL)
 
 
-def is_constant(series: Series) -> bool:
-    """Whether a curve has had one value only."""
-    return len({bin.low for bin in series.bins.values()} | {b.high for b in series.band}) == 1
+def _changes(series: Series) -> bool:
+    return bool(series.bins) and series.bounds[0] < series.bounds[1]
 
 
 def _figure(chart: Chart, state: RunState) -> str:
     """Draw a chart under a line that says its name, its newest value and how it is drawn."""
     width, height = chart.frame.width // 2, chart.frame.height // 2
-    value = wording.number(_scaled(chart, chart.series.last)) if chart.series.ends else "–"
-    axis = _value_axis(chart) if chart.series.ends else None
+    value = wording.number(chart.scaled(chart.series.last)) if chart.series.ends else "–"
+    axis = chart.axis
     apart = _remarks(chart, axis is not None and axis.log)
     said = escape(description(chart), quote=True)
     drawing = _svg(chart, axis, state)
@@ -123,7 +148,7 @@ def _figure(chart: Chart, state: RunState) -> str:
 
 def _remarks(chart: Chart, log: bool) -> str:
     series, words = chart.series, []
-    if len(series.ends) > 1 and not chart.summed:
+    if len(series.ends) > 1 and chart.frame is LARGE and not chart.summed:
         low = min(end.value for end in series.ends.values())
         high = max(end.value for end in series.ends.values())
         if wording.number(low) != wording.number(high):
@@ -139,26 +164,10 @@ def description(chart: Chart) -> str:
     series = chart.series
     if not series.ends:
         return f"{chart.name}: no finite value yet"
-    first = wording.number(_scaled(chart, series.band[0].mean))
-    last = wording.number(_scaled(chart, series.last))
+    first = wording.number(chart.scaled(chart.band[0].mean))
+    last = wording.number(chart.scaled(series.last))
     steps = wording.number(round(max(end.x for end in series.ends.values())))
     return f"{chart.name}: from {first} to {last} in {steps} steps"
-
-
-def _scaled(chart: Chart, value: float | None) -> float:
-    return (value or 0.0) * (len(chart.series.ends) if chart.summed else 1)
-
-
-def _bounds(chart: Chart) -> tuple[float, float]:
-    bins = chart.series.bins.values()
-    if chart.summed:
-        means = [_scaled(chart, b.mean) for b in bins]
-        return min(means), max(means)
-    return min(b.low for b in bins), max(b.high for b in bins)
-
-
-def _value_axis(chart: Chart) -> scale.Scale:
-    return scale.of_values(*_bounds(chart), chart.frame.intervals)
 
 
 def _svg(chart: Chart, axis: scale.Scale | None, state: RunState) -> str:
@@ -178,103 +187,91 @@ def _svg(chart: Chart, axis: scale.Scale | None, state: RunState) -> str:
 
 def _curves(chart: Chart, pen: _Pen) -> str:
     series, blue = chart.series, colours.BLUE
-    band = thinned(series.band, 128 if chart.frame is LARGE else 48)
-    mean = pen.path([(b.x, _scaled(chart, b.mean)) for b in band])
+    band = chart.band
+    mean = pen.path([(b.x, chart.scaled(b.mean)) for b in band])
     strong = f'<path d="{mean}" fill="none" stroke="{blue}" stroke-width="3.5"/>'
     end = ""
     if band:
-        x, y = pen.at(band[-1].x, _scaled(chart, band[-1].mean))
+        x, y = pen.at(band[-1].x, chart.scaled(band[-1].mean))
         end = f'<circle cx="{x}" cy="{y}" r="5" fill="{blue}"/>'
     if chart.summed or len(series.ends) < 2:
         return strong + end
-    if not series.lines:
+    if not series.lines or (chart.frame is LITTLE and len(series.lines) > 8):
         edge = [*((b.x, b.high) for b in band), *((b.x, b.low) for b in reversed(band))]
         return f'<path d="{pen.path(edge)}z" fill="{blue}" fill-opacity=".22"/>{strong}{end}'
     each = max(12, chart.frame.points // len(series.lines))
-    lines = "".join(pen.path(_sparse(line.points, each)) for line in series.lines.values())
+    lines = "".join(pen.path(line.sparse(each)) for line in series.lines.values())
     faint = f'<path d="{lines}" fill="none" stroke="{blue}" stroke-opacity=".32" stroke-width="2"/>'
     return faint + strong + end
 
 
-def thinned(band: Sequence[Bin], points: int) -> list[Bin]:
-    """Return at most `points` bins, neighbours joined."""
-    every = math.ceil(len(band) / points) or 1
-    if every == 1:
-        return list(band)
-    groups = (band[i : i + every] for i in range(0, len(band), every))
-    return [
-        Bin(
-            group[-1].x,
-            min(b.low for b in group),
-            max(b.high for b in group),
-            sum(b.total for b in group),
-            sum(b.size for b in group),
-        )
-        for group in groups
-    ]
-
-
-def _sparse(points: Sequence[tuple[float, float]], limit: int) -> Sequence[tuple[float, float]]:
-    every = math.ceil(len(points) / limit) or 1
-    return points if every == 1 else [*points[::every], points[-1]]
-
-
 @dataclass(frozen=True)
 class _Pen:
-    """Turns values into places on a chart."""
+    """Turns values into places on a chart: x · `per_x` + `left`, y the same downwards."""
 
     frame: Frame
     x: scale.Scale
     y: scale.Scale
+    left: float
+    per_x: float
+    low: float
+    per_y: float
 
     @classmethod
     def of(cls, chart: Chart, axis: scale.Scale, *, is_over: bool) -> _Pen:
-        xs = [b.x for b in chart.series.bins.values()]
-        few = 4 if chart.frame is LARGE else 2
-        return cls(
-            chart.frame, scale.of_steps(min(xs), max(xs), is_over=is_over, intervals=few), axis
-        )
+        frame = chart.frame
+        few = 4 if frame is LARGE else 2
+        steps = scale.of_steps(*chart.series.span, is_over=is_over, intervals=few)
+        low, high = axis.low, axis.high
+        if axis.log:
+            low, high = math.log10(low), math.log10(high)
+        per_x = (frame.width - frame.left - frame.right) / (steps.high - steps.low)
+        per_y = (frame.height - frame.top - frame.bottom) / (high - low)
+        return cls(frame, steps, axis, frame.left - per_x * steps.low, per_x, low, per_y)
 
     def at(self, x: float, y: float) -> tuple[int, int]:
-        frame = self.frame
-        wide = frame.width - frame.left - frame.right
-        high = frame.height - frame.top - frame.bottom
-        return (
-            round(frame.left + wide * self.x.place(x)),
-            round(frame.top + high * (1 - self.y.place(y))),
-        )
+        """Return where a point lies."""
+        if self.y.log:
+            y = math.log10(y) if y > 0 else self.low
+        floor = self.frame.height - self.frame.bottom
+        return round(self.left + self.per_x * x), round(floor - self.per_y * (y - self.low))
 
     def path(self, points: Iterable[tuple[float, float]]) -> str:
         """Return the path through points; NaN is a gap."""
         parts: list[str] = []
-        here: tuple[int, int] | None = None
-        for x, y in points:
-            if y != y:
-                here = None
+        last_x, last_y, is_down, at = 0, 0, False, self.at
+        for value_x, value_y in points:
+            if value_y != value_y:
+                is_down = False
                 continue
-            spot = self.at(x, y)
-            if here is None:
-                parts.append(f"M{spot[0]} {spot[1]}l0 0")
-            elif spot != here:
-                parts.append(f" {spot[0] - here[0]} {spot[1] - here[1]}")
-            here = spot
+            x, y = at(value_x, value_y)
+            if not is_down:
+                parts.append(f"M{x} {y}l0 0")
+                is_down = True
+            elif x != last_x or y != last_y:
+                parts.append(f" {x - last_x} {y - last_y}")
+            last_x, last_y = x, y
         return "".join(parts).replace(" -", "-")
 
     def axes(self, ink: str) -> str:
         """Draw ticks: a faint line across for values, a number below for steps."""
-        frame, parts = self.frame, []
-        for value, words in zip(self.y.ticks, self.y.labels, strict=True):
-            _, y = self.at(0, value)
-            parts.append(
-                f'<path d="M{frame.left} {y}H{frame.width - frame.right}" stroke="#888" '
-                f'stroke-opacity=".28"/><text x="{frame.left - 8}" y="{y + 7}" '
-                f'text-anchor="end">{words}</text>'
-            )
-        for value, words in zip(self.x.ticks, self.x.labels, strict=True):
-            x, _ = self.at(value, 0)
-            near_end = x > frame.width - frame.right - 20
-            anchor = "end" if near_end else "middle"
-            parts.append(
-                f'<text x="{x}" y="{frame.height - 6}" text-anchor="{anchor}">{words}</text>'
-            )
-        return f"<g {ink}>{''.join(parts)}</g>"
+        frame = self.frame
+        heights = [self.at(self.x.low, value)[1] for value in self.y.ticks]
+        lines = "".join(f"M{frame.left} {y}H{frame.width - frame.right}" for y in heights)
+        values = "".join(
+            f'<text x="{frame.left - 8}" y="{y + 7}">{words}</text>'
+            for y, words in zip(heights, self.y.labels, strict=True)
+        )
+        places = [round(self.left + self.per_x * value) for value in self.x.ticks]
+        places = [
+            min(x, frame.width - 12 - 6 * len(w))
+            for x, w in zip(places, self.x.labels, strict=True)
+        ]
+        steps = "".join(
+            f'<text x="{x}" y="{frame.height - 6}">{words}</text>'
+            for x, words in zip(places, self.x.labels, strict=True)
+        )
+        return (
+            f'<path d="{lines}" stroke="#888" stroke-opacity=".28"/><g {ink}>'
+            f'<g text-anchor="end">{values}</g><g text-anchor="middle">{steps}</g></g>'
+        )

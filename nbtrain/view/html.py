@@ -17,6 +17,12 @@ ROWS = 16
 """Ranks up to which each has a row; more are a grid, with the ranks to look at named in rows."""
 
 OUTLIERS = 8
+
+LIVE_BYTES = 30_000
+"""What a page that is sent several times a second aims at: charts that do not fit are left out."""
+
+STATIC_BYTES = 150_000
+
 _RESULTS = 32
 _MONO = log.MONO
 _SOFT = "opacity:.7"
@@ -24,12 +30,14 @@ _SOFT = "opacity:.7"
 
 def render(state: RunState, now: float) -> str:
     """Draw the board: live while the run goes on, a static summary once it is over."""
-    parts = (_notes(state), _header(state, now), _ranks(state), chart.charts(state))
+    above = f"{_notes(state)}{_header(state, now)}{_ranks(state, now)}"
+    below = f"{_results(state)}{log.draw(state)}"
+    room = (STATIC_BYTES if state.is_over else LIVE_BYTES) - len(above) - len(below) - 500
     return (
         '<div style="font-family:system-ui,sans-serif;font-size:13px;line-height:1.5;'
         "border:1px solid rgba(128,128,128,.35);border-radius:6px;padding:8px 12px;"
         'max-width:1100px;font-variant-numeric:tabular-nums">'
-        f"{''.join(parts)}{_results(state)}{log.draw(state)}</div>"
+        f"{above}{chart.charts(state, room)}{below}</div>"
     )
 
 
@@ -66,11 +74,11 @@ def cut(text: str, width: int) -> str:
     return escape(text if len(text) <= width else text[: width - 1] + "…")
 
 
-def _ranks(state: RunState) -> str:
+def _ranks(state: RunState, now: float) -> str:
     if state.world_size <= ROWS:
-        return table.draw([(rank, "") for rank in state.ranks], state)
+        return table.draw([(rank, "") for rank in state.ranks], state, now)
     named = wording.outliers(state, OUTLIERS)
-    rows = table.draw(named, state) if named else ""
+    rows = table.draw(named, state, now) if named else ""
     words = [wording.statuses(state)]
     words += [f"{what} {values}" for what, values in wording.spread(state)]
     lines = "".join(f'<div style="{_SOFT}">{escape(line)}</div>' for line in words)

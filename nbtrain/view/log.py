@@ -19,8 +19,9 @@ KEPT_LINES = 60
 GROUPS = 24
 """Ranks with logs of their own that are merged; of more, those in trouble and the first."""
 
-BYTES = 24_000
-"""What one panel may take, as HTML."""
+LIVE_BYTES = 4_000
+BYTES = 60_000
+"""What all panels may take together, as HTML."""
 
 _WIDTH = 160
 _SOFT = "opacity:.7"
@@ -34,13 +35,16 @@ def merged(state: RunState, count: int) -> list[tuple[str, str]]:
         if rank.log:
             tails.setdefault(rank.log[-2 * count :], []).append(rank.rank)
     stacks = [_Stack(list(tail), ranks) for tail, ranks in list(tails.items())[:GROUPS]]
+    others = [(frozenset(tail), ranks) for tail, ranks in list(tails.items())[GROUPS:]]
     found: list[tuple[list[int], str]] = []
     while len(found) < count and any(stack.lines for stack in stacks):
         line = _next(stacks)
         takers = [stack for stack in stacks if stack.lines and stack.lines[-1] == line]
         for stack in takers:
             stack.pop()
-        found.append((sorted(r for stack in takers for r in stack.ranks), line))
+        ranks = [r for stack in takers for r in stack.ranks]
+        ranks += [r for tail, beyond in others if line in tail for r in beyond]
+        found.append((sorted(ranks), line))
     return [(wording.who(ranks, state), line) for ranks, line in reversed(found)]
 
 
@@ -87,12 +91,15 @@ def draw(state: RunState) -> str:
     if not count:
         return ""
     if not state.is_over:
-        return _pre(merged(state, LIVE_LINES), f"max-height:220px;min-height:{LIVE_LINES + 5}px")
-    panels = [Panel(f"Log: {wording.counted(count, 'line')}", merged(state, KEPT_LINES))]
+        return _pre(merged(state, LIVE_LINES), "max-height:220px", LIVE_BYTES, brief=True)
+    panel = Panel(f"Log: {wording.counted(count, 'line')}", merged(state, KEPT_LINES))
     talkers = [rank for rank in state.ranks if rank.log]
+    single = ""
     if len(talkers) > 1 and state.world_size <= 8:
-        panels += [_alone(rank) for rank in talkers]
-    return f'<div style="margin-top:6px">{"".join(_details(panel) for panel in panels)}</div>'
+        each = BYTES // 2 // len(talkers)
+        alone = "".join(_details(_alone(rank), each) for rank in talkers)
+        single = _folded("Log by rank", f'<div style="margin-left:16px">{alone}</div>')
+    return f'<div style="margin-top:6px">{_details(panel, BYTES // 2)}{single}</div>'
 
 
 def _alone(rank: RankState) -> Panel:
@@ -100,17 +107,20 @@ def _alone(rank: RankState) -> Panel:
     return Panel(title, [("", line) for line in rank.log[-KEPT_LINES:]])
 
 
-def _details(panel: Panel) -> str:
-    shown = _pre(panel.lines, "max-height:320px")
+def _details(panel: Panel, limit: int) -> str:
+    return _folded(panel.title, _pre(panel.lines, "max-height:320px", limit))
+
+
+def _folded(title: str, shown: str) -> str:
     return (
-        f'<details style="margin:0"><summary style="cursor:pointer;{_SOFT}">{panel.title}'
-        f"</summary>{shown}</details>"
+        f'<details style="margin:0"><summary style="cursor:pointer;{_SOFT}">{title}</summary>'
+        f"{shown}</details>"
     )
 
 
-def _pre(lines: Sequence[tuple[str, str]], height: str) -> str:
+def _pre(lines: Sequence[tuple[str, str]], height: str, limit: int, *, brief: bool = False) -> str:
     width = max((len(who) for who, _ in lines), default=0)
-    drawn = list(_within(BYTES, (_line(who, line, width) for who, line in reversed(lines))))
+    drawn = list(_within(limit, (_line(who, line, width, brief) for who, line in reversed(lines))))
     cut = len(lines) - len(drawn)
     above = f"… {wording.counted(cut, 'line')} above: run.logs()\n" if cut else ""
     return (
@@ -120,15 +130,17 @@ def _pre(lines: Sequence[tuple[str, str]], height: str) -> str:
     )
 
 
-def _line(who: str, line: str, width: int) -> str:
+def _line(who: str, line: str, width: int, brief: bool) -> str:
     prefix = f'<span style="{_SOFT}">{escape(f"{who:<{width}}")} │</span> ' if width else ""
     if len(line) <= _WIDTH:
         return prefix + escape(line)
+    if brief:
+        return f"{prefix}{escape(line[: _WIDTH - 1])}…"
     return f'{prefix}<span title="{escape(line)}">{escape(line[: _WIDTH - 1])}…</span>'
 
 
 def _within(limit: int, drawn: Iterable[str]) -> Iterable[str]:
-    """Pass on what fits into `limit` characters, at least one."""
+    """Pass on what fits into `limit` bytes."""
     left = limit
     for text in drawn:
         left -= len(text.encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 LOG_DECADES = 2.5
@@ -34,17 +35,23 @@ class Scale:
         return tuple(label(tick) for tick in self.ticks)
 
 
-def of_values(low: float, high: float, intervals: int) -> Scale:
-    """Return the axis for values from `low` to `high`: logarithmic where they span decades."""
+def spans_decades(values: Sequence[float]) -> bool:
+    """Whether values are positive, and so far apart that they need a logarithmic axis."""
+    low, high = min(values), min(_HUGE, max(values))
+    return low > 0 and math.log10(high) - math.log10(low) > LOG_DECADES
+
+
+def of_values(low: float, high: float, intervals: int, *, log: bool = False) -> Scale:
+    """Return the axis for values from `low` to `high`."""
     low, high = max(-_HUGE, low), min(_HUGE, high)
-    if low > 0 and math.log10(high) - math.log10(low) > LOG_DECADES:
+    if log and 0 < low < high:
         return _logarithmic(low, high, intervals)
     if low == high:
         pad = abs(low) / 10 or 1.0
         low, high = low - pad, high + pad
     elif 0 <= low < 0.4 * high:
         low = 0.0
-    step = _round(1.0001 * (high - low) / intervals)
+    step = _round((high - low) / intervals, _STEPS)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     ticks = tuple(_exact(i * step) for i in range(first, last + 1))
     return Scale(ticks[0], ticks[-1], ticks)
@@ -59,7 +66,7 @@ def of_steps(first: float, last: float, *, is_over: bool, intervals: int) -> Sca
         last = first + max(1.0, abs(first) * 1e-9)
     span = last - first
     high = last if is_over else first + _round(span)
-    step = _round((high - first) / intervals)
+    step = _round((high - first) / intervals, _STEPS)
     low = math.ceil(first / step - 1e-9)
     ticks = tuple(_exact(i * step) for i in range(low, math.floor(high / step + 1e-9) + 1))
     return Scale(first, high, ticks[: 2 * intervals + 2])
@@ -78,10 +85,13 @@ def _down(value: float) -> float:
     return max(f * power for f in (0.5, 1, 2, 5) if f * power <= value * (1 + 1e-9))
 
 
-def _round(span: float) -> float:
-    """Return the next of 1, 1.5, 2, 2.5, 3, 4, 5, 6, 8 · 10ⁿ above; they divide well by few."""
+_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
+_LIMITS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
+
+
+def _round(span: float, choices: Sequence[float] = _LIMITS) -> float:
+    """Return the next of `choices` · 10ⁿ above."""
     power = 10.0 ** math.floor(math.log10(span))
-    choices = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
     return next((f * power for f in choices if f * power >= span * (1 - 1e-9)), 10 * power)
 
 
@@ -90,10 +100,12 @@ def _exact(value: float) -> float:
 
 
 def label(value: float) -> str:
-    """Word a tick shortly: 0, 0.25, 1500, 20k, 3M, 1e-05."""
+    """Word a tick shortly: 0, 0.25, 1500, 20k, 3M, 1e-5."""
     size = abs(value)
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+    for limit, per, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if limit <= size < 1e12:
-            per = {"G": 1e9, "M": 1e6, "k": 1e3}[unit]
             return f"{value / per:.4g}{unit}"
+    if 0 < size < 0.001 or size >= 1e12:
+        digits, _, power = f"{value:.3e}".partition("e")
+        return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
     return f"{value:.4g}"

@@ -7,7 +7,6 @@ import math
 from ..series import Series
 from ..state import RankState, RunState
 from . import wording
-from .chart import thinned
 
 _WIDTH = 20
 _ROWS = 16
@@ -64,7 +63,7 @@ def _curve(state: RunState) -> list[str]:
 
 def sparkline(series: Series, width: int = 24) -> str:
     """Return a curve as a line of ticks; by its logarithm where it spans decades."""
-    means = [b.mean for b in thinned(series.band, width)]
+    means = [b.mean for b in series.thinned(width)]
     if means and min(means) > 0 and max(means) / min(means) > 300:
         means = [math.log(mean) for mean in means]
     low, high = min(means, default=0.0), max(means, default=0.0)

@@ -31,7 +31,7 @@ def number(value: float | str) -> str:
         return str(value)
     if isinstance(value, int) or (float(value).is_integer() and abs(value) < 1e6):
         return f"{int(value):d}"
-    return f"{value:.4g}"
+    return f"{value:.0f}" if 1e4 <= abs(value) < 1e6 else f"{value:.4g}"
 
 
 def metrics(rank: RankState, limit: int = 6, *, but: Collection[str] = ()) -> str:
@@ -173,7 +173,7 @@ def holds(rank: RankState) -> str:
 def waiting(rank: RankState) -> str:
     """Word the share of its time that a rank waits for data, where that is worth a word."""
     share = rank.trained.waiting if rank.trained is not None else None
-    return f"{share:.0%}" if share is not None and share >= 0.1 and not rank.is_over else ""
+    return f"{100 * share:.0f} %" if share is not None and share >= 0.1 and not rank.is_over else ""
 
 
 def size(count: float) -> str:
@@ -195,7 +195,7 @@ def main_metric(names: Iterable[str]) -> str | None:
 
 def uncharted(kept: int, beyond: int) -> str:
     """Word how many metrics have no chart: ``… and 3 more metrics in run.history``."""
-    count = max(0, kept) + beyond
+    count = kept + beyond
     full = "+" if beyond >= UNCHARTED else ""
     more = f"{count:,}{full} more metric{'' if count == 1 else 's'}"
     return f"… and {more} in run.history" if count else ""
