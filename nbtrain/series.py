@@ -85,7 +85,7 @@ def _nothing() -> Mapping[Any, Any]:
 
 @dataclass(frozen=True)
 class Series:
-    """One number over the steps. `ends` has the newest value of each rank."""
+    """One number over the steps. `ends` has the newest value of each rank, NaN if not finite."""
 
     bins: Mapping[int, Bin] = field(default_factory=_nothing)
     width: float = 1.0
@@ -127,10 +127,15 @@ class Series:
         return min(places), max(places)
 
     @property
+    def newest(self) -> list[float]:
+        """The newest value of each rank, where it is finite."""
+        return [end.value for end in self.ends.values() if math.isfinite(end.value)]
+
+    @property
     def last(self) -> float | None:
-        """The mean of the ranks' newest values."""
-        ends = self.ends.values()
-        return sum(end.value for end in ends) / len(ends) if ends else None
+        """The mean of the ranks' newest values; None where there is none."""
+        newest = self.newest
+        return math.fsum(value / len(newest) for value in newest) if newest else None
 
 
 @dataclass(frozen=True)
@@ -216,6 +221,7 @@ class _SeriesDraft:
         end = self._ends.get(rank)
         x, shift = _place(step, end)
         if value - value != 0.0:  # NaN and both infinities, the quickest way to ask
+            self._ends[rank] = End(x, math.nan, shift)
             self._gap(rank, x, value)
             return
         self._ends[rank] = End(x, value, shift)

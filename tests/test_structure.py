@@ -15,7 +15,7 @@ LAYERS = [
     {"serialize"},
     {"exceptions", "devices", "host", "report"},
     {"outcome", "telemetry", "preflight", "cell", "gate", "lint", "pace", "series"},
-    {"state", "worker", "ship", "estimate"},
+    {"state", "worker", "ship", "estimate", "history"},
     {"engines", "view"},
     {"supervise"},
     {"run"},

@@ -55,20 +55,20 @@ class Chart:
     @cached_property
     def band(self) -> list[Bin]:
         """What is drawn of all ranks together."""
-        return self.series.thinned(128 if self.frame is LARGE else 48)
+        return self.series.thinned(128 if self.frame is LARGE else 64)
 
     @cached_property
     def axis(self) -> scale.Scale | None:
         """The axis of values; None where there is no finite one."""
-        if not self.series.ends:
+        if not self.series.bins:
             return None
         means = [self.scaled(b.mean) for b in self.band]
         low, high = (min(means), max(means)) if self.summed else self.series.bounds
         return scale.of_values(low, high, self.frame.intervals, log=scale.spans_decades(means))
 
-    def scaled(self, value: float | None) -> float:
+    def scaled(self, value: float) -> float:
         """Return a mean as it is shown."""
-        return (value or 0.0) * (len(self.series.ends) if self.summed else 1)
+        return value * (len(self.series.newest) if self.summed else 1)
 
 
 def charts(state: RunState, room: int) -> str:
@@ -107,9 +107,9 @@ def _chosen(state: RunState) -> tuple[list[Chart], int]:
     names = [name for name in state.curves.logged if name in curves and name != main]
     names += [name for name in curves if name not in names and name != main]
     shown = [Chart(name, curves[name]) for name in names[:SMALL]]
-    if samples is not None and samples.ends:
-        shown.append(Chart("samples/s, all ranks", samples, summed=True))
-    elif steps is not None and steps.ends:
+    if samples is not None and samples.bins:
+        shown.append(Chart("samples/s", samples, summed=True))
+    elif steps is not None and steps.bins:
         shown.append(Chart("steps/s", steps))
     if main is not None:
         shown.insert(0, Chart(main, curves[main]))
@@ -125,7 +125,8 @@ def _changes(series: Series) -> bool:
 def _figure(chart: Chart, state: RunState) -> str:
     """Draw a chart under a line that says its name, its newest value and how it is drawn."""
     width, height = chart.frame.width // 2, chart.frame.height // 2
-    value = wording.number(chart.scaled(chart.series.last)) if chart.series.ends else "–"
+    last = chart.series.last
+    value = "nan" if last is None else wording.number(chart.scaled(last))
     axis = chart.axis
     apart = _remarks(chart, axis is not None and axis.log)
     said = escape(description(chart), quote=True)
@@ -149,10 +150,9 @@ def _figure(chart: Chart, state: RunState) -> str:
 def _remarks(chart: Chart, log: bool) -> str:
     series, words = chart.series, []
     if len(series.ends) > 1 and chart.frame is LARGE and not chart.summed:
-        low = min(end.value for end in series.ends.values())
-        high = max(end.value for end in series.ends.values())
-        if wording.number(low) != wording.number(high):
-            words.append(f"{wording.number(low)}–{wording.number(high)}")
+        low, high = (wording.number(f(series.newest, default=0)) for f in (min, max))
+        words += [f"{low}–{high}"] if low != high else []
+    words += ["all ranks"] if chart.summed and len(series.ends) > 1 else []
     words += ["log"] if log else []
     words += [f"{series.nans} NaN"] if series.nans else []
     words += [f"{series.infinities} infinite"] if series.infinities else []
@@ -162,10 +162,10 @@ def _remarks(chart: Chart, log: bool) -> str:
 def description(chart: Chart) -> str:
     """Say in words what a chart shows: ``loss: from 2.31 to 0.02 in 450 steps``."""
     series = chart.series
-    if not series.ends:
+    if not series.bins:
         return f"{chart.name}: no finite value yet"
-    first = wording.number(chart.scaled(chart.band[0].mean))
-    last = wording.number(chart.scaled(series.last))
+    first = wording.number(chart.scaled(series.band[0].mean))
+    last = "nan" if series.last is None else wording.number(chart.scaled(series.last))
     steps = wording.number(round(max(end.x for end in series.ends.values())))
     return f"{chart.name}: from {first} to {last} in {steps} steps"
 
@@ -201,7 +201,7 @@ def _curves(chart: Chart, pen: _Pen) -> str:
         return f'<path d="{pen.path(edge)}z" fill="{blue}" fill-opacity=".22"/>{strong}{end}'
     each = max(12, chart.frame.points // len(series.lines))
     lines = "".join(pen.path(line.sparse(each)) for line in series.lines.values())
-    faint = f'<path d="{lines}" fill="none" stroke="{blue}" stroke-opacity=".32" stroke-width="2"/>'
+    faint = f'<path d="{lines}" fill="none" stroke="{blue}" stroke-opacity=".4" stroke-width="2"/>'
     return faint + strong + end
 
 

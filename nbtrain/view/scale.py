@@ -46,9 +46,9 @@ def of_values(low: float, high: float, intervals: int, *, log: bool = False) -> 
     low, high = max(-_HUGE, low), min(_HUGE, high)
     if log and 0 < low < high:
         return _logarithmic(low, high, intervals)
-    if low == high:
-        pad = abs(low) / 10 or 1.0
-        low, high = low - pad, high + pad
+    if high - low <= 1e-6 * max(abs(low), abs(high)) or high - low < 1 / _HUGE:
+        low, high = min(0.0, low), max(0.0, high)
+        high = high if high - low > 1 / _HUGE else 1.0
     elif 0 <= low < 0.4 * high:
         low = 0.0
     step = _round((high - low) / intervals, _STEPS)
@@ -64,9 +64,9 @@ def of_steps(first: float, last: float, *, is_over: bool, intervals: int) -> Sca
         first = 0.0
     if last <= first:
         last = first + max(1.0, abs(first) * 1e-9)
-    span = last - first
-    high = last if is_over else first + _round(span)
-    step = _round((high - first) / intervals, _STEPS)
+    high = last if is_over else first + max(10.0, _round(last - first))
+    step = max(1.0, _round((high - first) / intervals, _STEPS))
+    step = 5.0 if step == 2.5 else step  # there is no half a step
     low = math.ceil(first / step - 1e-9)
     ticks = tuple(_exact(i * step) for i in range(low, math.floor(high / step + 1e-9) + 1))
     return Scale(first, high, ticks[: 2 * intervals + 2])

@@ -6,6 +6,7 @@ in columns that have room for more of them, so that nothing jumps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -69,7 +70,7 @@ def _columns(state: RunState, *, told: bool, dense: bool) -> list[Column]:
         Column("rank", lambda row: str(row[0].rank), f"{right};{_SOFT}"),
         Column("", lambda row: badge(wording.badge(row[0])), left, 76),
         Column("", lambda row: row[1], f"{left};font-weight:600"),
-        Column("", lambda row: _bar(row[0]), left),
+        Column("", lambda row: _bar(row[0], state), left),
         Column("at", lambda row: "" if dense else _place(row[0]), f"{left};{_SOFT}"),
         Column("rate", lambda row: escape(wording.rate(row[0])), right, 64),
         Column("left", lambda row: "" if told else wording.left(row[0]), f"{right};{_SOFT}", 46),
@@ -87,7 +88,10 @@ def badge(status: str) -> str:
 
 
 def _loss(rank: RankState) -> str:
-    return "" if rank.loss is None else wording.number(rank.loss)
+    if rank.loss is None:
+        return ""
+    words = wording.number(rank.loss)
+    return words if math.isfinite(rank.loss) else f'<b style="color:{colours.RED}">{words}</b>'
 
 
 def _place(rank: RankState) -> str:
@@ -109,13 +113,14 @@ def _said(rank: RankState, state: RunState) -> str:
     return "&ensp;".join(filter(None, words))
 
 
-def _bar(rank: RankState) -> str:
+def _bar(rank: RankState, state: RunState) -> str:
     done = wording.fraction(rank)
     if done is None or (not rank.bars and rank.bar is None):
         return ""
     percent = f"{100 * done:.1f}"
-    colour = colours.RED if rank.status == "failed" else colours.BLUE
-    if done == 1:
+    echoes = rank.status == "stopped" or wording.is_only_echo(rank, state)
+    colour = colours.GREY if echoes else colours.of(rank.status)
+    if done == 1 and not echoes:
         colour = colours.GREEN
     return (
         f'<div role="progressbar" aria-valuenow="{percent}" aria-label="rank {rank.rank}" '

@@ -10,15 +10,19 @@ from . import wording
 
 _WIDTH = 20
 _ROWS = 16
+_RESULTS, _RESULT = 32, 2000
 _TICKS = "▁▂▃▄▅▆▇█"
 
 
 def summary(state: RunState, now: float) -> str:
     """Return the whole picture in a few lines, its notes first."""
     mark = {"succeeded": "✓", "failed": "✗"}.get(state.status, "●")
-    head = f"{mark} {state.name}: {state.status} · {wording.facts(state, now)}"
-    returned = [f"  {who} → {result}" for who, result in wording.results(state)]
-    said = [f"  {state.message}"] if state.message else []
+    head = f"{mark} {state.name[:200]}: {state.status} · {wording.facts(state, now)}"
+    found = wording.results(state)
+    returned = [f"  {who} → {result[:_RESULT]}" for who, result in found[:_RESULTS]]
+    if len(found) > _RESULTS:
+        returned.append(f"  … and {len(found) - _RESULTS} more results")
+    said = [f"  {state.message[:_RESULT]}"] if state.message else []
     rows = [*_ranks(state), *_curve(state), *returned, *said]
     return "\n".join([*wording.notes(state), head, *rows])
 
@@ -57,7 +61,10 @@ def _curve(state: RunState) -> list[str]:
     if name is None or len(curves[name].band) < 3:
         return []
     series = curves[name]
-    first, last = wording.number(series.band[0].mean), wording.number(series.last or 0.0)
+    first, last = (
+        wording.number(series.band[0].mean),
+        wording.number(math.nan if series.last is None else series.last),
+    )
     return [f"  {name} {sparkline(series)} {first} → {last}"]
 
 
