@@ -1,7 +1,7 @@
 """How fast nbtrain is, next to what it is measured against. From the repository's root:
 
     python tests/benchmarks                      # everything, about five minutes on two cores
-    python tests/benchmarks --only noop          # or steps, memory, log, guard (repeatable)
+    python tests/benchmarks --only noop          # or steps, memory, log, guard, board
     python tests/benchmarks --rounds 30          # more rounds where the machine is noisy
 
 How to read the table. Nothing here is held against a wall time: each row compares nbtrain with a
@@ -30,6 +30,9 @@ log     CPU time: µs of a `nbtrain.log` call next to a bare write of as many by
 guard   CPU time that the looks around and inside a cell add to it; the time until a launch in a
         kernel that is unfit for it is refused, next to Accelerate's refusal (which does not look at
         CUDA); a whole empty run on two fresh interpreters, next to torch.multiprocessing's.
+board   CPU time in the kernel: µs to fold an event of 1,024 ranks that say ten a second each, next
+        to decoding its line; ms to draw 8, 64 and 1,024 ranks, next to rich's table of as many
+        rows; bytes of the page. In this process, not in a kernel.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
+import board
 import log
 import memory
 import noop
@@ -55,6 +59,7 @@ BENCHMARKS: dict[str, Callable[[int | None], list[Row]]] = {
     "memory": memory.rows,
     "log": log.rows,
     "guard": refusal.rows,
+    "board": board.rows,
 }
 
 
