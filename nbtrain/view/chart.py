@@ -76,16 +76,16 @@ def charts(state: RunState, room: int) -> str:
     shown, beyond = _chosen(state)
     if not shown:
         return ""
-    figures: list[str] = []
-    for chart in shown:
-        drawn = _figure(chart, state)
+    figures: dict[int, str] = {}
+    for i in sorted(range(len(shown)), key=lambda i: 0 < i < len(shown) - 1):  # both ends first
+        drawn = _figure(shown[i], state)
         room -= len(drawn)
         if room < 0 and figures:
             break
-        figures.append(drawn)
+        figures[i] = drawn
     left = wording.uncharted(beyond + len(shown) - len(figures), len(state.curves.uncharted))
     more = f'<div style="{_SOFT};width:100%">{left}</div>' if left else ""
-    rest = "".join(figures[1:])
+    rest = "".join(figures[i] for i in sorted(figures) if i)
     beside = (
         f'<div style="flex:1 1 440px;display:flex;flex-wrap:wrap;align-content:flex-start;'
         f'gap:4px 12px">{rest}{more}</div>'
@@ -152,7 +152,7 @@ def _remarks(chart: Chart, log: bool) -> str:
     if len(series.ends) > 1 and chart.frame is LARGE and not chart.summed:
         low, high = (wording.number(f(series.newest, default=0)) for f in (min, max))
         words += [f"{low}–{high}"] if low != high else []
-    words += ["all ranks"] if chart.summed and len(series.ends) > 1 else []
+    words += ["sum"] if chart.summed and len(series.ends) > 1 else []
     words += ["log"] if log else []
     words += [f"{series.nans} NaN"] if series.nans else []
     words += [f"{series.infinities} infinite"] if series.infinities else []

@@ -44,10 +44,9 @@ def draw(rows: Sequence[Row], state: RunState, now: float) -> str:
     drawn = [(column, cells) for column, cells in drawn if any(cells)]
     headings = "".join(_heading(column) for column, _ in drawn)
     lines = "".join(
-        "".join(
-            f'<td style="{_CELL};{column.style}">{cells[i]}</td>' for column, cells in drawn
-        ).join(('<tr style="background:none">', "</tr>"))
-        for i in range(len(rows))
+        _line("".join(f'<td style="{_CELL};{c.style}">{cells[i]}</td>' for c, cells in drawn))
+        + _remark(row[0], state, len(drawn))
+        for i, row in enumerate(rows)
     )
     return (
         '<div style="overflow-x:auto"><table style="border-collapse:collapse;border:none;'
@@ -55,6 +54,25 @@ def draw(rows: Sequence[Row], state: RunState, now: float) -> str:
         f'<tr style="background:none;border:0">{headings}</tr></thead>'
         f"<tbody>{lines}</tbody></table></div>"
     )
+
+
+def _line(cells: str) -> str:
+    return f'<tr style="background:none">{cells}</tr>'
+
+
+def _remark(rank: RankState, state: RunState, columns: int) -> str:
+    """Draw what needs the width of the board, below a rank's row: an error, other metrics."""
+    words = []
+    if state.world_size <= _FEW and (others := wording.metrics(rank, but=("loss",))):
+        words.append(f'<span style="{_SOFT}">{escape(others[:300])}</span>')
+    trouble = wording.trouble(rank, state)
+    if trouble and not wording.is_only_echo(rank, state):
+        words.append(f'<span style="color:{colours.RED}">{escape(trouble)}</span>')
+    if not words:
+        return ""
+    style = f"{_CELL};text-align:left;white-space:normal;overflow-wrap:anywhere"
+    inner = "&ensp;".join(words)
+    return _line(f'<td></td><td colspan="{columns - 1}" style="{style}">{inner}</td>')
 
 
 def _heading(column: Column) -> str:
@@ -70,14 +88,15 @@ def _columns(state: RunState, *, told: bool, dense: bool) -> list[Column]:
         Column("rank", lambda row: str(row[0].rank), f"{right};{_SOFT}"),
         Column("", lambda row: badge(wording.badge(row[0])), left, 76),
         Column("", lambda row: row[1], f"{left};font-weight:600"),
-        Column("", lambda row: _bar(row[0], state), left),
+        Column("", lambda row: _bar(row[0], state), "min-width:72px"),
+        Column("", lambda row: _percent(row[0]), right, 42),
         Column("at", lambda row: "" if dense else _place(row[0]), f"{left};{_SOFT}"),
         Column("rate", lambda row: escape(wording.rate(row[0])), right, 64),
         Column("left", lambda row: "" if told else wording.left(row[0]), f"{right};{_SOFT}", 46),
         Column("loss", lambda row: _loss(row[0]), right, 52),
         Column("memory", lambda row: wording.holds(row[0]), right, 54),
         Column("data wait", lambda row: wording.waiting(row[0]), right),
-        Column("", lambda row: _said(row[0], state), left),
+        Column("", lambda row: _echo(row[0], state), f"{left};{_SOFT}"),
     ]
 
 
@@ -101,21 +120,18 @@ def _place(rank: RankState) -> str:
     return f'<span title="{escape(place[:400])}">{escape(place[: _PLACE - 1])}…</span>'
 
 
-def _said(rank: RankState, state: RunState) -> str:
-    """Draw what went wrong in a rank, and, where ranks are few, its other metrics."""
-    trouble = wording.trouble(rank, state)
-    shade = _SOFT if wording.is_only_echo(rank, state) else f"color:{colours.RED}"
-    others = wording.metrics(rank, 3, but=("loss",)) if state.world_size <= _FEW else ""
-    words = [
-        f'<span style="{_SOFT}">{escape(others[:200])}</span>' if others else "",
-        f'<span style="{shade};white-space:normal">{escape(trouble)}</span>' if trouble else "",
-    ]
-    return "&ensp;".join(filter(None, words))
+def _echo(rank: RankState, state: RunState) -> str:
+    return escape(wording.trouble(rank, state)) if wording.is_only_echo(rank, state) else ""
+
+
+def _percent(rank: RankState) -> str:
+    done = wording.fraction(rank)
+    return "" if done is None or rank.bar is None else f"{int(100 * done)} %"
 
 
 def _bar(rank: RankState, state: RunState) -> str:
     done = wording.fraction(rank)
-    if done is None or (not rank.bars and rank.bar is None):
+    if done is None or rank.bar is None:
         return ""
     percent = f"{100 * done:.1f}"
     echoes = rank.status == "stopped" or wording.is_only_echo(rank, state)
@@ -124,9 +140,7 @@ def _bar(rank: RankState, state: RunState) -> str:
         colour = colours.GREEN
     return (
         f'<div role="progressbar" aria-valuenow="{percent}" aria-label="rank {rank.rank}" '
-        'style="display:inline-block;vertical-align:middle;width:72px;height:7px;'
-        f'border-radius:4px;background:{colours.TRACK};overflow:hidden">'
-        f'<div style="width:{percent}%;height:100%;background:{colour}"></div></div>'
-        f'<span style="display:inline-block;width:46px;text-align:right">{int(100 * done)}&nbsp;%'
-        "</span>"
+        f'style="width:72px;height:7px;border-radius:4px;background:{colours.TRACK};'
+        f'overflow:hidden"><div style="width:{percent}%;height:100%;background:{colour}">'
+        "</div></div>"
     )
