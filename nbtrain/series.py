@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -94,7 +95,7 @@ class Series:
     nans: int = 0
     infinities: int = 0
 
-    @property
+    @cached_property
     def band(self) -> list[Bin]:
         """Return the bins in order, without the last where most ranks have yet to come to."""
         band = [self.bins[key] for key in sorted(self.bins)]
@@ -126,12 +127,12 @@ class Series:
         places = list(map(itemgetter(0), self.bins.values()))
         return min(places), max(places)
 
-    @property
+    @cached_property
     def newest(self) -> list[float]:
         """The newest value of each rank, where it is finite."""
         return [end.value for end in self.ends.values() if math.isfinite(end.value)]
 
-    @property
+    @cached_property
     def last(self) -> float | None:
         """The mean of the ranks' newest values; None where there is none."""
         newest = self.newest

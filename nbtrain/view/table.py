@@ -63,7 +63,7 @@ def _line(cells: str) -> str:
 def _remark(rank: RankState, state: RunState, columns: int) -> str:
     """Draw what needs the width of the board, below a rank's row: an error, other metrics."""
     words = []
-    if state.world_size <= _FEW and (others := wording.metrics(rank, but=("loss",))):
+    if state.world_size <= _FEW and (others := wording.metrics(rank, 5, but=("loss",))):
         words.append(f'<span style="{_SOFT}">{escape(others[:300])}</span>')
     trouble = wording.trouble(rank, state)
     if trouble and not wording.is_only_echo(rank, state):
@@ -78,7 +78,7 @@ def _remark(rank: RankState, state: RunState, columns: int) -> str:
 def _heading(column: Column) -> str:
     wide = f";min-width:{column.width}px" if column.width else ""
     style = f"{_CELL};{column.style};font-weight:400;font-size:11px;{_SOFT}{wide}"
-    return f'<th style="{style}">{column.heading}</th>'
+    return f'<th scope="col" style="{style}">{column.heading}</th>'
 
 
 def _columns(state: RunState, *, told: bool, dense: bool) -> list[Column]:
