@@ -39,7 +39,7 @@ class Frame:
     bottom: int = 34
 
 
-LARGE = Frame(880, 320, left=84, intervals=4, points=480)
+LARGE = Frame(752, 320, left=84, intervals=4, points=480)
 LITTLE = Frame(392, 150, left=76, intervals=2, points=112)
 
 
@@ -86,8 +86,9 @@ def charts(state: RunState, room: int) -> str:
     left = wording.uncharted(beyond + len(shown) - len(figures), len(state.curves.uncharted))
     more = f'<div style="{_SOFT};width:100%">{left}</div>' if left else ""
     rest = "".join(figures[i] for i in sorted(figures) if i)
+    basis = 404 if len(figures) > 2 else 196  # of two small ones, or one
     beside = (
-        f'<div style="flex:1 1 440px;display:flex;flex-wrap:wrap;align-content:flex-start;'
+        f'<div style="flex:1 1 {basis}px;display:flex;flex-wrap:wrap;align-content:flex-start;'
         f'gap:4px 12px">{rest}{more}</div>'
     )
     return (
