@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from . import events as ev
 from .errors import MissingExtra
 from .folder import RunFolder
-from .pace import number
+from .pace import number, whole
 
 KEYS = ("step", "rank", "time")
 
@@ -30,15 +30,21 @@ def rows(folder: RunFolder, world_size: int) -> list[Row]:
         seen.extend(_seen(said, rank))
     taken = {name for row in logged for name in row} - set(KEYS)
     left = ({k: v for k, v in row.items() if k not in taken} for row in seen)
-    found = [*logged, *(row for row in left if len(row) > len(KEYS))]
+    found = [*logged, *(row for row in left if not row.keys() <= set(KEYS))]
     return sorted(found, key=lambda row: float(row["time"]))
 
 
 def _logged(events: Iterable[ev.Event], rank: int) -> Iterator[Row]:
     for event in events:
         if isinstance(event, ev.Metrics):
-            values = {_column(name): value for name, value in dict(event.values).items()}
-            yield {"step": event.step, "rank": rank, "time": event.time, **values}
+            said = event.values if isinstance(event.values, Mapping) else {}
+            values = {_column(name): value for name, value in said.items()}
+            yield {"step": _step(event.step), "rank": rank, "time": event.time, **values}
+
+
+def _step(value: Any) -> int | None:
+    step = whole(value)
+    return step if step is not None and abs(step) < 1 << 53 else None
 
 
 def _column(name: str) -> str:
@@ -50,7 +56,7 @@ def _seen(events: Iterable[ev.Event], rank: int) -> Iterator[Row]:
     for event in events:
         if not isinstance(event, ev.Training):
             continue
-        row: Row = {"step": event.steps, "rank": rank, "time": event.time}
+        row: Row = {"step": _step(event.steps), "rank": rank, "time": event.time}
         row |= {"loss": event.loss, "lr": event.lr, "epoch": event.epoch}
         row |= {"samples": event.samples, "steps/s": _rate(before, event)}
         before = event
@@ -58,12 +64,12 @@ def _seen(events: Iterable[ev.Event], rank: int) -> Iterator[Row]:
 
 
 def _rate(before: ev.Training | None, event: ev.Training) -> float | None:
-    steps, elapsed = number(event.steps), number(event.elapsed)
-    if steps is None or elapsed is None:
+    done, gone = number(event.steps), number(event.elapsed)
+    if done is None or gone is None:
         return None
-    done, gone = steps, elapsed
     if before is not None:
-        done, gone = steps - before.steps, elapsed - before.elapsed
+        done -= number(before.steps) or 0
+        gone -= number(before.elapsed) or 0
     return done / gone if gone > 0 and done >= 0 else None
 
 

@@ -139,7 +139,7 @@ def fold(state: RunState, events: Iterable[ev.Event]) -> RunState:
             draft = drafts.get(event.rank)
             if draft is None:
                 draft = drafts[event.rank] = dict(vars(state.ranks[event.rank]))
-            _FOLDS[event.kind](draft, event, curves)
+            _FOLDS.get(event.kind, _ignored)(draft, event, curves)
     ranks = list(state.ranks)
     for rank, draft in drafts.items():
         ranks[rank] = RankState(**draft)
@@ -256,7 +256,6 @@ def _ignored(_draft: _Draft, _event: ev.Event, _curves: CurvesDraft) -> None:
 
 
 _FOLDS: Mapping[str, Callable[[_Draft, Any, CurvesDraft], None]] = {
-    **dict.fromkeys(ev.KINDS, _ignored),
     ev.Metrics.kind: _metrics,
     ev.Training.kind: _training,
     ev.Resources.kind: _resources,

@@ -118,3 +118,21 @@ def test_the_history_of_a_folder_that_is_gone_says_so() -> None:
     run.folder.rmdir()
     with pytest.raises(NbtrainError, match="is gone"):
         _ = run.history
+
+
+def test_lines_that_make_no_sense_leave_the_rest_of_the_history() -> None:
+    run = logging_run(2)
+    with (run.folder / "rank-0001.jsonl").open("a") as file:
+        for line in (
+            '{"kind":"metrics","time":1,"rank":1,"step":"x","values":{"loss":[1]}}',
+            '{"kind":"metrics","time":1,"rank":1,"step":1e3,"values":[1]}',
+            f'{{"kind":"metrics","time":1,"rank":1,"step":1{"0" * 99},"values":{{"loss":NaN}}}}',
+            '{"kind":"training","time":1,"rank":1,"steps":"x","elapsed":null,"lr":0.5}',
+            '{"kind":"training","time":2,"rank":1,"steps":4,"elapsed":2.0,"lr":0.5}',
+            "broken",
+        ):
+            file.write(line + "\n")
+    history = run.history
+    assert len(history) == 2 * 3 + 5
+    assert list(history["lr"].dropna()) == [0.5, 0.5]
+    assert nbtrain.Run.open(run.folder)._repr_html_()

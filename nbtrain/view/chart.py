@@ -235,7 +235,12 @@ class _Pen:
         if self.y.log:
             y = math.log10(y) if y > 0 else self.low
         floor = self.frame.height - self.frame.bottom
-        return round(self.left + self.per_x * x), round(floor - self.per_y * (y - self.low))
+        # Off the exact halves, where a sum's last digit would decide: it depends on the order of
+        # events, which a reopened run does not have.
+        return (
+            round(self.left + self.per_x * x + 1e-6),
+            round(floor - self.per_y * (y - self.low) + 1e-6),
+        )
 
     def path(self, points: Iterable[tuple[float, float]]) -> str:
         """Return the path through points; NaN is a gap."""

@@ -57,14 +57,14 @@ def _usual(rows: Sequence[Row]) -> list[str]:
 
 
 def _curves(rows: Sequence[Row], name: str) -> dict[int, Curve]:
-    """Return each rank's points; without a step, they are counted."""
+    """Return each rank's points, by rank; without a step, they are counted."""
     found: dict[int, Curve] = {}
     for row in rows:
         value = row.get(name)
         if isinstance(value, (int, float)):
             curve = found.setdefault(row["rank"], [])
             curve.append((len(curve) if row["step"] is None else row["step"], float(value)))
-    return found
+    return dict(sorted(found.items()))
 
 
 def _draw(panel: Any, name: str, curves: dict[int, Curve]) -> None:
