@@ -1,6 +1,6 @@
 """The board's colours: mid-tones that read on white and on black, and are told apart by all.
 
-Each has a contrast of more than 4 : 1 on #fff and on #111, but amber, which only backs words.
+Each has a contrast of more than 4 : 1 on #fff and on #111; no colour can have 4.5 on both.
 """
 
 BLUE = "#357fc0"
