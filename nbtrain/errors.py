@@ -6,6 +6,7 @@ NbtrainError
 ├── PreflightError (RuntimeError)     the kernel's state forbids this launch
 │   └── AcceleratorInitializedError   it has initialised an accelerator: no fork can use that
 ├── AcceleratorBlockedError (RuntimeError)  ``%nbtrain guard block`` kept it from doing so
+├── MissingExtra (ImportError)        what was asked for needs an optional package; says which
 ├── LaunchError (RuntimeError)        the ranks could not be started
 ├── RankDied (RuntimeError)           a rank ended by a signal or an exit code
 ├── RankError (RuntimeError)          stands for a rank's exception that could not travel
@@ -66,6 +67,10 @@ class AcceleratorBlockedError(NbtrainError, RuntimeError):
     @property
     def _render_traceback_(self) -> Any:
         raise AttributeError  # it is raised in the user's own code: IPython shows where
+
+
+class MissingExtra(NbtrainError, ImportError):
+    """An optional package is not installed; the message says how to install it."""
 
 
 class LaunchError(NbtrainError, RuntimeError):

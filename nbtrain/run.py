@@ -7,19 +7,20 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from . import events as ev
+from . import history as past
 from . import serialize
 from .errors import LaunchError, NbtrainError, RunTimeout
 from .folder import KEEP, RunFolder, create, is_watched, prune
 from .outcome import Failure, headline, ranks_text, to_exception
 from .state import RankState, RunState, fold, plain
 from .supervise import Reader, Supervisor
-from .view import html, screen
+from .view import html, plot, screen
 from .view.wording import counted
 
 SMALL = 1 << 20
@@ -182,6 +183,35 @@ class Run:
             return []
         lines = text.removesuffix("\n").split("\n") if text else []
         return lines if tail is None else lines[-tail:] if tail > 0 else []
+
+    @property
+    def history(self) -> Any:
+        """Everything logged and seen so far, as a tidy pandas DataFrame.
+
+        Columns are step, rank, time (seconds since the epoch) and one a metric; rows are in the
+        order of time. What a rank did not say in a row is missing there.
+
+        Raises:
+            MissingExtra: pandas is not installed.
+            NbtrainError: the run's folder was deleted meanwhile.
+        """
+        return past.frame(self._history_rows())
+
+    def _history_rows(self) -> list[past.Row]:
+        self._check_folder()
+        return past.rows(self._folder, self.state.world_size)
+
+    def plot(self, metric: str | Sequence[str] | None = None) -> Any:
+        """Return a matplotlib figure of a metric or several, else of the loss.
+
+        Every rank is faint, their mean strong. The figure is not registered with pyplot.
+
+        Raises:
+            MissingExtra: matplotlib is not installed.
+            NbtrainError: there is no number of that name.
+        """
+        metrics = [metric] if isinstance(metric, str) else list(metric or ())
+        return plot.figure(self._history_rows(), metrics, self.state.name)
 
     def wait(self) -> Run:
         """Wait until every rank is gone; return the run. Does not raise what a rank raised.

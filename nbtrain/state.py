@@ -3,58 +3,58 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from types import MappingProxyType
+from typing import Any
 
 from . import events as ev
+from .pace import Bar, Trained, after, number, whole
+from .series import Curves, CurvesDraft
 
 LOG_LINES = 200
 """How many of a rank's last lines the picture keeps; the log file keeps all."""
+
+METRICS = 32
+"""How many metrics of a rank keep their last value in the picture, the first that come."""
+
+OPEN_BARS = 16
+"""How many bars of a rank are kept; a loop that never closes its bars makes ever more."""
 
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
-class Bar:
-    """A progress bar: `n` of `total` units after `elapsed` seconds."""
+class Taken:
+    """What a rank takes: cores, bytes of memory, its GPU's index and the bytes it holds there."""
 
-    n: float = 0
-    total: float | None = None
-    elapsed: float = 0.0
-    description: str = ""
-    unit: str = "it"
-    closed: bool = False
-
-    @property
-    def fraction(self) -> float | None:
-        return min(1.0, max(0.0, self.n / self.total)) if self.total else None
-
-    @property
-    def rate(self) -> float | None:
-        return self.n / self.elapsed if self.elapsed > 0 and self.n > 0 else None
-
-    @property
-    def remaining(self) -> float | None:
-        """Seconds left at the mean rate so far."""
-        if self.closed or not self.rate or self.total is None:
-            return None
-        return max(0.0, self.total - self.n) / self.rate
+    cpu: float | None = None
+    memory: int | None = None
+    gpu: int | None = None
+    gpu_memory: int | None = None
 
 
 @dataclass(frozen=True)
 class RankState:
-    """One rank: starting, running, failing, done, failed or stopped."""
+    """One rank: starting, running, failing, done, failed or stopped.
+
+    `phase` says what a running one is busy with where that is not training. `metrics` are the
+    last values logged, at most `METRICS` of them.
+    """
 
     rank: int
     status: str = "starting"
+    phase: str = ""
     pid: int | None = None
     started: float | None = None
     ended: float | None = None
     bars: Mapping[int, Bar] = field(default_factory=lambda: MappingProxyType({}))
     metrics: Mapping[str, float | str] = field(default_factory=lambda: MappingProxyType({}))
     step: int | None = None
+    trained: Trained | None = None
+    taken: Taken = field(default_factory=Taken)
     log: tuple[str, ...] = ()
     log_count: int = 0
     error: str | None = None
@@ -67,17 +67,31 @@ class RankState:
 
     @property
     def bar(self) -> Bar | None:
-        """The bar to show where there is room for one: the innermost that moves, else the last."""
+        """The bar to show where there is room for one: the innermost that moves, else the last.
+
+        Without any, the one that the training itself makes.
+        """
         moving = [bar for bar in self.bars.values() if not bar.closed]
         every = list(self.bars.values())
-        return moving[-1] if moving else every[-1] if every else None
+        if not every:
+            return self.trained.bar if self.trained is not None else None
+        return moving[-1] if moving else every[-1]
+
+    @property
+    def loss(self) -> float | None:
+        """The last loss: the one that was logged, else the one that was seen."""
+        logged = self.metrics.get("loss")
+        if isinstance(logged, (int, float)):
+            return logged
+        return self.trained.loss if self.trained is not None else None
 
 
 @dataclass(frozen=True)
 class RunState:
     """A whole run: starting, running, stopping, succeeded, failed, interrupted, timed out.
 
-    `notes` are what was seen before it started, and may go wrong: one line each.
+    `notes` are what was seen before it started, and may go wrong: one line each. `host` is what
+    the ranks' host had left when it was last asked.
     """
 
     name: str
@@ -90,6 +104,8 @@ class RunState:
     ended: float | None = None
     message: str = ""
     notes: tuple[str, ...] = ()
+    curves: Curves = field(default_factory=Curves)
+    host: ev.Host | None = None
 
     @property
     def is_over(self) -> bool:
@@ -104,33 +120,32 @@ class RunState:
         return max(0.0, (self.ended if self.ended is not None else now) - self.created)
 
 
+_Draft = dict[str, Any]
+"""The fields of a `RankState` that is being changed, within one fold."""
+
+
 def fold(state: RunState, events: Iterable[ev.Event]) -> RunState:
     """Return the picture after `events`."""
     events = list(events)
     if not events:
         return state
-    ranks = list(state.ranks)
-    metrics: dict[int, ev.Metrics] = {}
+    size = len(state.ranks)
+    drafts: dict[int, _Draft] = {}
+    curves = CurvesDraft(state.curves, size)
     for event in events:
         if event.rank < 0:
             state = _fold_run(state, event)
-        elif event.rank >= len(ranks):
-            continue
-        elif isinstance(event, ev.Metrics):  # the most frequent by far: all of a batch at once
-            metrics[event.rank] = _merged(metrics.get(event.rank), event)
-        else:
-            ranks[event.rank] = _fold_rank(ranks[event.rank], event)
-    for rank, event in metrics.items():
-        ranks[rank] = _fold_rank(ranks[rank], event)
+        elif event.rank < size:
+            draft = drafts.get(event.rank)
+            if draft is None:
+                draft = drafts[event.rank] = dict(vars(state.ranks[event.rank]))
+            _FOLDS.get(event.kind, _ignored)(draft, event, curves)
+    ranks = list(state.ranks)
+    for rank, draft in drafts.items():
+        ranks[rank] = RankState(**draft)
     if state.status == "starting" and any(r.status != "starting" for r in ranks):
         state = replace(state, status="running")
-    return replace(state, ranks=tuple(ranks))
-
-
-def _merged(before: ev.Metrics | None, event: ev.Metrics) -> ev.Metrics:
-    if before is None:
-        return event
-    return ev.Metrics(event.time, event.rank, event.step, {**before.values, **event.values})
+    return replace(state, ranks=tuple(ranks), curves=curves.freeze())
 
 
 def _fold_run(state: RunState, event: ev.Event) -> RunState:
@@ -139,44 +154,120 @@ def _fold_run(state: RunState, event: ev.Event) -> RunState:
             return replace(state, status="stopping", message=event.reason)
         case ev.Finished():
             return replace(state, status=event.status, ended=event.time, message=event.message)
+        case ev.Host():
+            return replace(state, host=_sound(event))
     return state
 
 
-def _fold_rank(rank: RankState, event: ev.Event) -> RankState:
-    match event:
-        case ev.Progress():
-            return replace(rank, bars=MappingProxyType(_bars(rank.bars, event)))
-        case ev.Metrics():
-            new = {plain(str(k)): plain(v) if isinstance(v, str) else v for k, v in _items(event)}
-            return replace(rank, metrics=MappingProxyType({**rank.metrics, **new}), step=event.step)
-        case ev.Output():
-            lines = tuple(plain(line) for line in event.lines[-LOG_LINES:])
-            log = (rank.log + lines)[-LOG_LINES:]
-            return replace(rank, log=log, log_count=rank.log_count + len(event.lines))
-        case ev.Spawned():
-            return replace(rank, pid=event.pid)
-        case ev.Started():
-            return replace(rank, status="running", pid=event.pid, started=event.time)
-        case ev.Failing():
-            return replace(rank, status="failing", error=event.error)
-        case ev.Ended():
-            status = "done" if event.error is None else "failing"
-            return replace(
-                rank, status=status, error=event.error, result=event.result, ended=event.time
-            )
-        case ev.Exited():
-            return replace(
-                rank,
-                status=event.verdict,
-                ended=rank.ended or event.time,
-                returncode=event.returncode,
-                error=rank.error if event.verdict != "done" else None,
-            )
-    return rank
+def _sound(host: ev.Host) -> ev.Host | None:
+    """Return `host` with the GPUs that are told as it should be; JSON makes lists of tuples."""
+    if number(host.used) is None or number(host.limit) is None:
+        return None
+    gpus = (tuple(g) for g in _listed(host.gpus) if len(_listed(g)) == 5)
+    sound = tuple(g for g in gpus if None not in map(number, (g[0], g[2], g[3])))
+    return replace(host, gpus=sound, whose=plain(str(host.whose), 80))
 
 
-def _items(event: ev.Metrics) -> Iterable[tuple[str, float | str]]:
-    return event.values.items() if isinstance(event.values, Mapping) else ()
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else ()
+
+
+def _metrics(draft: _Draft, event: ev.Metrics, curves: CurvesDraft) -> None:
+    values = event.values if isinstance(event.values, Mapping) else {}
+    step = event.step if type(event.step) is int and abs(event.step) < 1 << 53 else None
+    kept = dict(draft["metrics"])
+    for key, value in values.items():
+        name = _name(key)
+        curves.add_logged(event.rank, step, name, value)
+        if name in kept or len(kept) < METRICS:
+            kept[name] = plain(value) if isinstance(value, str) else value
+    draft["metrics"], draft["step"] = MappingProxyType(kept), step
+
+
+def _name(key: str) -> str:
+    return _short_name(key) if len(key) < 200 else plain(key, 80)
+
+
+@lru_cache(4096)
+def _short_name(key: str) -> str:
+    return plain(key, 80)
+
+
+def _training(draft: _Draft, event: ev.Training, curves: CurvesDraft) -> None:
+    trained = after(draft["trained"], event)
+    if trained is None:
+        return
+    draft["trained"] = trained
+    seen = {"loss": event.loss, "lr": trained.lr}
+    rates = {"steps/s": trained.step_rate, "samples/s": trained.sample_rate}
+    for name, value in {**seen, **rates}.items():
+        if type(value) is float or type(value) is int:
+            curves.add_seen(event.rank, trained.steps, name, value)
+
+
+def _resources(draft: _Draft, event: ev.Resources, _curves: CurvesDraft) -> None:
+    draft["taken"] = Taken(
+        number(event.cpu), whole(event.memory), whole(event.gpu), whole(event.gpu_memory)
+    )
+
+
+def _progress(draft: _Draft, event: ev.Progress, _curves: CurvesDraft) -> None:
+    if all(type(value) in (int, float) for value in (event.n, event.total or 0, event.elapsed)):
+        draft["bars"] = MappingProxyType(_bars(draft["bars"], event))
+
+
+def _output(draft: _Draft, event: ev.Output, _curves: CurvesDraft) -> None:
+    lines = tuple(plain(line) for line in event.lines[-LOG_LINES:])
+    draft["log"] = (draft["log"] + lines)[-LOG_LINES:]
+    draft["log_count"] += len(event.lines)
+
+
+def _phase(draft: _Draft, event: ev.Phase, _curves: CurvesDraft) -> None:
+    draft["phase"] = plain(str(event.phase), 20)
+
+
+def _spawned(draft: _Draft, event: ev.Spawned, _curves: CurvesDraft) -> None:
+    draft["pid"] = event.pid
+
+
+def _started(draft: _Draft, event: ev.Started, _curves: CurvesDraft) -> None:
+    draft.update(status="running", pid=event.pid, started=event.time)
+
+
+def _failing(draft: _Draft, event: ev.Failing, _curves: CurvesDraft) -> None:
+    draft.update(status="failing", error=event.error)
+
+
+def _ended(draft: _Draft, event: ev.Ended, _curves: CurvesDraft) -> None:
+    status = "done" if event.error is None else "failing"
+    draft.update(status=status, error=event.error, result=event.result, ended=event.time)
+
+
+def _exited(draft: _Draft, event: ev.Exited, _curves: CurvesDraft) -> None:
+    draft.update(
+        status=event.verdict, ended=draft["ended"] or event.time, returncode=event.returncode
+    )
+    if event.verdict == "done":
+        draft["error"] = None
+
+
+def _ignored(_draft: _Draft, _event: ev.Event, _curves: CurvesDraft) -> None:
+    pass
+
+
+_FOLDS: Mapping[str, Callable[[_Draft, Any, CurvesDraft], None]] = {
+    ev.Metrics.kind: _metrics,
+    ev.Training.kind: _training,
+    ev.Resources.kind: _resources,
+    ev.Progress.kind: _progress,
+    ev.Output.kind: _output,
+    ev.Phase.kind: _phase,
+    ev.Spawned.kind: _spawned,
+    ev.Started.kind: _started,
+    ev.Failing.kind: _failing,
+    ev.Ended.kind: _ended,
+    ev.Exited.kind: _exited,
+}
 
 
 def _bars(bars: Mapping[int, Bar], event: ev.Progress) -> dict[int, Bar]:
@@ -192,7 +283,10 @@ def _bars(bars: Mapping[int, Bar], event: ev.Progress) -> dict[int, Bar]:
         plain(event.description),
         plain(event.unit),
         event.closed,
+        event.time,
     )
+    if len(new) > OPEN_BARS:
+        del new[list(new)[1]]  # never closed, most likely; the outermost stays
     closed = [key for key, bar in new.items() if bar.closed]
     for key in closed[:-1]:  # a bar an epoch, a hundred epochs: the last finished one tells enough
         del new[key]

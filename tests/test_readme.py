@@ -34,7 +34,10 @@ def test_the_file_tree_is_the_packages() -> None:
     } | {"test_engines.py"}
 
 
-@pytest.mark.parametrize("name", ["value", "results", "logs", "state", "exception", "stop", "wait"])
+@pytest.mark.parametrize(
+    "name",
+    ["value", "results", "logs", "state", "exception", "stop", "wait", "history", "plot"],
+)
 def test_what_it_says_of_a_run_exists(name: str) -> None:
     assert f"run.{name}" in README
     assert hasattr(nbtrain.Run, name)

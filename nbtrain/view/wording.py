@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from ..outcome import describe_returncode, is_echo, ranks_text
-from ..state import Bar, RankState, RunState
+from ..pace import Bar
+from ..series import UNCHARTED
+from ..state import METRICS, RankState, RunState
 
 
 def duration(seconds: float) -> str:
@@ -29,28 +31,45 @@ def number(value: float | str) -> str:
         return str(value)
     if isinstance(value, int) or (float(value).is_integer() and abs(value) < 1e6):
         return f"{int(value):d}"
-    return f"{value:.4g}"
+    return f"{value:.0f}" if 1e4 <= abs(value) < 1e6 else f"{value:.4g}"
 
 
-def metrics(rank: RankState, limit: int = 6) -> str:
+def metrics(rank: RankState, limit: int = 6, *, but: Collection[str] = ()) -> str:
     """Word the last metrics of a rank: ``loss 0.2315 · lr 0.001``."""
-    shown = [f"{name} {number(value)}" for name, value in list(rank.metrics.items())[:limit]]
-    left = len(rank.metrics) - len(shown)
-    return " · ".join([*shown, *([f"{left} more"] if left else [])])
+    rest = [(name, value) for name, value in rank.metrics.items() if name not in but]
+    shown = [f"{name} {number(value)}" for name, value in rest[:limit]]
+    more = len(rest) - len(shown)
+    full = "+" if len(rank.metrics) >= METRICS else ""
+    return " · ".join([*shown, *([f"{more}{full} more"] if more else [])])
 
 
 def position(rank: RankState) -> str:
     """Word where a rank stands: ``epoch: 2/3 › batch: 20/45 · 12.3 it/s · 2.1 s left``."""
+    words = [place(rank), rate(rank), f"{left(rank)} left" if left(rank) else ""]
+    return " · ".join(filter(None, words))
+
+
+def place(rank: RankState) -> str:
+    """Word the bars that move, from the outside in: ``epoch: 2/3 › batch: 20/45``."""
     bar = rank.bar
     if bar is None:
         return ""
     outer = [other for other in rank.bars.values() if not other.closed and other is not bar]
-    words = [_count(bar)]
-    if bar.rate:
-        words.append(_rate(bar.rate, bar.unit))
-    if bar.remaining and not rank.is_over:
-        words.append(f"{duration(bar.remaining)} left")
-    return " › ".join([*(_count(other) for other in outer), " · ".join(words)])
+    return " › ".join([*(_count(other) for other in outer[:3]), _count(bar)])
+
+
+def rate(rank: RankState) -> str:
+    """Word how fast the bar that is shown moves: ``12.3 it/s``."""
+    bar = rank.bar
+    return _rate(bar.rate, bar.unit) if bar is not None and bar.rate else ""
+
+
+def left(rank: RankState) -> str:
+    """Word how long the bar that is shown will still take."""
+    bar = rank.bar
+    if bar is None or not bar.remaining or rank.is_over:
+        return ""
+    return duration(bar.remaining)
 
 
 def _count(bar: Bar) -> str:
@@ -64,11 +83,122 @@ def _rate(rate: float, unit: str) -> str:
     return f"{rate:,.0f} {unit}/s" if rate >= 100 else f"{rate:.3g} {unit}/s"
 
 
-def shown(state: RunState, limit: int) -> list[RankState]:
-    """Return the ranks to show where there is room for `limit`: those in trouble before others."""
-    urgent = [r for r in state.ranks if r.status in ("failing", "failed")]
-    others = [r for r in state.ranks if r.status not in ("failing", "failed")]
-    return sorted([*urgent, *others][:limit], key=lambda r: r.rank)
+def outliers(state: RunState, limit: int) -> list[tuple[RankState, str]]:
+    """Return the ranks to name among many, each with why: in trouble, slowest, highest loss."""
+    order = {"failed": 0, "failing": 0, "stuck?": 1, "slow?": 2}
+    found = [r for r in state.ranks if badge(r) in order]
+    found.sort(key=lambda r: (order[badge(r)], is_echo(r.error or "")))
+    named = {r.rank: (r, "") for r in found[:limit]}
+    for rank, why in (_slowest(state), _highest_loss(state)):
+        if rank is not None and rank.rank not in named and len(named) < limit:
+            named[rank.rank] = (rank, why)
+    return list(named.values())
+
+
+def _slowest(state: RunState) -> tuple[RankState | None, str]:
+    moving = [(f, r) for r in state.ranks if not r.is_over and (f := fraction(r)) is not None]
+    slow, rank = min(moving, key=lambda pair: pair[0], default=(0.0, None))
+    ahead = max((f for f, _ in moving), default=0.0)
+    return (rank, "slowest") if ahead - slow >= 0.01 else (None, "")
+
+
+def _highest_loss(state: RunState) -> tuple[RankState | None, str]:
+    losses = [(r.loss, r) for r in state.ranks if r.loss is not None]
+    strange = [r for loss, r in losses if not math.isfinite(loss)]
+    if strange:
+        return strange[0], "loss is no number"
+    high, rank = max(losses, key=lambda pair: pair[0], default=(0.0, None))
+    low = min((loss for loss, _ in losses), default=0.0)
+    return (rank, "highest loss") if high > low else (None, "")
+
+
+def fraction(rank: RankState) -> float | None:
+    """Return how much of a rank's work is done, by its outermost bar and those inside it."""
+    if rank.status == "done":
+        return 1.0
+    bars = [b for b in rank.bars.values() if not b.closed and b.fraction is not None]
+    if not bars:
+        return rank.bar.fraction if rank.bar is not None else None
+    inner = 0.0
+    for bar in reversed(bars):
+        inner = min(1.0, ((bar.fraction or 0.0) * (bar.total or 1) + inner) / (bar.total or 1))
+    return inner
+
+
+def spread(state: RunState) -> list[tuple[str, str]]:
+    """Return what many ranks have in common, as (what, lowest – mean – highest)."""
+    done = [f for r in state.ranks if (f := fraction(r)) is not None]
+    losses = [v for r in state.ranks if (v := r.loss) is not None and math.isfinite(v)]
+    rows = []
+    if done:
+        rows.append(("progress", _low_mean_high([100 * f for f in done], " %")))
+    if losses:
+        rows.append(("loss", _low_mean_high(losses)))
+    return rows
+
+
+def _low_mean_high(values: Collection[float], unit: str = "") -> str:
+    low, mean, high = min(values), sum(values) / len(values), max(values)
+    words = [f"{v:.1f}" if unit else number(v) for v in (low, mean, high)]
+    if words[0] == words[2]:
+        return f"{words[0]}{unit}"
+    return f"min {words[0]}{unit} · mean {words[1]}{unit} · max {words[2]}{unit}"
+
+
+def statuses(state: RunState) -> str:
+    """Word how many ranks are in which state: ``1020 running, 3 done, 1 failed``."""
+    counts: dict[str, int] = {}
+    for rank in state.ranks:
+        counts[badge(rank)] = counts.get(badge(rank), 0) + 1
+    return ", ".join(f"{count} {word}" for word, count in counts.items())
+
+
+def badge(rank: RankState) -> str:
+    """Return the word for a rank's state: of a running one, its phase if it is in one."""
+    return rank.phase if rank.phase and rank.status == "running" else rank.status
+
+
+def holds(rank: RankState) -> str:
+    """Word a rank's device and the memory it takes: ``GPU 0 · 12.3 GB``, or ``1.2 GB`` of RAM."""
+    taken, trained = rank.taken, rank.trained
+    on_gpu = taken.gpu_memory
+    if on_gpu is None and trained is not None:
+        on_gpu = trained.reserved
+    if taken.gpu is not None or on_gpu is not None:
+        device = "GPU" if taken.gpu is None else f"GPU {taken.gpu}"
+        return device if on_gpu is None else f"{device} · {size(on_gpu)}"
+    return "" if taken.memory is None else size(taken.memory)
+
+
+def waiting(rank: RankState) -> str:
+    """Word the share of its time that a rank waits for data, where that is worth a word."""
+    share = rank.trained.waiting if rank.trained is not None else None
+    return f"{100 * share:.0f} %" if share is not None and share >= 0.1 and not rank.is_over else ""
+
+
+def size(count: float) -> str:
+    """Word a number of bytes: 12.3 GB, 850 MB (of 10⁹ and 10⁶)."""
+    if count >= 1e9:
+        return f"{count / 1e9:.1f} GB" if count < 1e11 else f"{count / 1e9:.0f} GB"
+    return f"{count / 1e6:.0f} MB"
+
+
+def main_metric(names: Iterable[str]) -> str | None:
+    """Return the metric to show large: the loss, by whatever name, else the first."""
+    known = list(names)
+    for wanted in ("loss", "train_loss", "train/loss"):
+        if wanted in known:
+            return wanted
+    lossy = [name for name in known if "loss" in name.lower()]
+    return next(iter(lossy or known), None)
+
+
+def uncharted(kept: int, beyond: int) -> str:
+    """Word how many metrics have no chart: ``… and 3 more metrics in run.history``."""
+    count = kept + beyond
+    full = "+" if beyond >= UNCHARTED else ""
+    more = f"{count:,}{full} more metric{'' if count == 1 else 's'}"
+    return f"… and {more} in run.history" if count else ""
 
 
 def trouble(rank: RankState, state: RunState, width: int = 160) -> str:
@@ -93,11 +223,87 @@ def counted(count: int, noun: str) -> str:
 
 
 def facts(state: RunState, now: float) -> str:
-    """Word the circumstances of a run: ``2 ranks · fork · cpu · 12 s``."""
-    words = [counted(state.world_size, "rank"), state.engine, state.device]
+    """Word the circumstances of a run: ``2 ranks · fork · cpu · 12 s · about 3 min left``."""
+    words = [counted(state.world_size, "rank"), state.engine, devices(state)]
     if state.mixed_precision != "no":
         words.append(state.mixed_precision)
-    return " · ".join([*words, duration(state.elapsed(now))])
+    words.append(duration(state.elapsed(now)))
+    seconds = eta(state, now)
+    return " · ".join([*words, *([f"{about(seconds)} left"] if seconds is not None else [])])
+
+
+def devices(state: RunState) -> str:
+    """Name what the ranks train on: ``cpu``, ``2 × NVIDIA H200``."""
+    if state.device == "cpu" or state.host is None or not state.host.gpus:
+        return state.device
+    used = {r.taken.gpu for r in state.ranks if r.taken.gpu is not None}
+    names = [str(g[1])[:40] for g in state.host.gpus if not used or g[0] in used]
+    kinds = {name: names.count(name) for name in names}
+    return ", ".join(f"{n} × {name}" if n > 1 else name for name, n in kinds.items()) or "gpu"
+
+
+def host(state: RunState) -> str:
+    """Word what the host has left: ``memory 41.2 of 64.0 GB · GPU 90–97 % busy, 60 of 141 GB``."""
+    told = state.host
+    if told is None:
+        return ""
+    whose = f" ({told.whose})" if told.whose else ""
+    words = [f"memory {_of(told.used, told.limit)}{whose}"] if told.limit else []
+    if told.gpus:
+        fullest = max(told.gpus, key=lambda gpu: gpu[2])
+        busy = [gpu[4] for gpu in told.gpus if isinstance(gpu[4], (int, float))]
+        shares = sorted({f"{share:.0f}" for share in busy}, key=float)
+        name = "GPU" if len(told.gpus) == 1 else "fullest GPU"
+        words.append(f"{name} {_of(fullest[2], fullest[3])}")
+        if shares:
+            words.append(f"{'–'.join(dict.fromkeys([shares[0], shares[-1]]))} % busy")
+    return " · ".join(words)
+
+
+def _of(used: float, limit: float) -> str:
+    return (
+        f"{used / 1e9:.1f} of {limit / 1e9:.0f} GB"
+        if limit >= 1e10
+        else (f"{used / 1e9:.1f} of {limit / 1e9:.1f} GB")
+    )
+
+
+def eta(state: RunState, now: float) -> float | None:
+    """Return the seconds a run will still take: the mean over its ranks' outermost bars.
+
+    None while there is too little to tell from, or no bar that knows its total.
+    """
+    if state.status not in ("starting", "running"):
+        return None
+    found = [left for r in state.ranks if not r.is_over and (left := _rank_eta(r, now)) is not None]
+    return sum(found) / len(found) if found else None
+
+
+def _rank_eta(rank: RankState, now: float) -> float | None:
+    bars = [b for b in rank.bars.values() if not b.closed and b.fraction is not None]
+    done = fraction(rank) if bars else None
+    if not done:
+        return None
+    heard = max(bar.time for bar in rank.bars.values())  # of the events' own clock, not of `now`
+    gone = heard - bars[0].time + bars[0].elapsed
+    if gone < 3 or done < 0.005:
+        return None
+    since = min(60.0, max(0.0, now - heard))
+    return max(0.0, gone * (1 - done) / done - since)
+
+
+def about(seconds: float) -> str:
+    """Word an estimate, coarsely, so that it is calm: about 25 s, about 7 min, about 1:20 h."""
+    if seconds < 10:
+        return "a few seconds"
+    if seconds < 100:
+        return f"about {5 * round(seconds / 5)} s"
+    if seconds < 3570:
+        return f"about {round(seconds / 60)} min"
+    minutes = 5 * round(seconds / 300)
+    if minutes < 60 * 48:
+        return f"about {minutes // 60}:{minutes % 60:02d} h"
+    return f"about {round(seconds / 86400)} days"
 
 
 def notes(state: RunState, limit: int = 6) -> list[str]:
@@ -122,18 +328,3 @@ def who(ranks: Collection[int], state: RunState) -> str:
     """Name ranks: ``all ranks``, ``rank 3``, ``ranks 0, 4–7``."""
     every = len(ranks) == state.world_size > 1
     return "all ranks" if every else ranks_text(ranks)
-
-
-def folded_log(state: RunState, lines: int) -> list[tuple[str, str]]:
-    """Return the last lines of every rank as (ranks, line); equal tails of ranks are folded."""
-
-    grouped: dict[tuple[str, ...], list[int]] = {}
-    for rank in state.ranks:
-        if rank.log:
-            grouped.setdefault(rank.log[-lines:], []).append(rank.rank)
-    share = max(3, lines // max(1, len(grouped)))
-    return [
-        (who(ranks, state), line)
-        for tail, ranks in list(grouped.items())[:lines]
-        for line in tail[-share:]
-    ]

@@ -31,6 +31,9 @@ guard   CPU time that the looks around and inside a cell add to it; the time unt
         kernel that is unfit for it is refused, next to Accelerate's refusal (which does not look at
         CUDA); a whole empty run on two fresh interpreters, next to torch.multiprocessing's.
 telemetry  CPU time that the watching of steps, loss and data adds to a step, as a part of 5 ms.
+board   CPU time in the kernel: µs to fold an event of 1,024 ranks that say ten a second each, next
+        to decoding its line; ms to draw 8, 64 and 1,024 ranks, next to rich's table of as many
+        rows; bytes of the page. In this process, not in a kernel.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
+import board
 import log
 import memory
 import noop
@@ -58,6 +62,7 @@ BENCHMARKS: dict[str, Callable[[int | None], list[Row]]] = {
     "log": log.rows,
     "guard": refusal.rows,
     "telemetry": telemetry.rows,
+    "board": board.rows,
 }
 
 

@@ -1,0 +1,313 @@
+"""Curves of a run's numbers, bounded whatever is logged: a band over all ranks, a line for few.
+
+A band is what the ranks said in a bin of steps: lowest, highest, mean. A line is one rank's own
+values, every n-th of them. Both halve their resolution when they are full, so a curve of a week
+takes as much as one of a minute, and is the same whether it was folded live or from files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import itemgetter
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+POINTS = 256
+"""Points of a line and bins of a band, at most."""
+
+LINES = 16
+"""Ranks up to which each has a line of its own."""
+
+NAMES = 24
+"""Metrics that are kept as curves, the first that come; the files have all."""
+
+UNCHARTED = 1000
+"""Further names that are told apart, to say how many there are."""
+
+
+class Bin(NamedTuple):
+    """Values of all ranks at neighbouring steps; `x` is the last of the steps."""
+
+    x: float
+    low: float
+    high: float
+    total: float
+    size: int
+
+    @property
+    def mean(self) -> float:
+        _, low, high, total, size = self
+        mean = total / size
+        return mean if low <= mean <= high else low / 2 + high / 2  # the sum was beyond any float
+
+
+def joined(bins: Sequence[Bin]) -> Bin:
+    """Return one bin for several."""
+    x, low, high, total, size = bins[0]
+    for other in bins[1:]:
+        x = max(x, other.x)
+        low = other.low if other.low < low else low
+        high = other.high if other.high > high else high
+        total += other.total
+        size += other.size
+    return Bin(x, low, high, total, size)
+
+
+class End(NamedTuple):
+    """The newest point of a rank; `shift` was added to its step, because steps had gone back."""
+
+    x: float
+    value: float
+    shift: float
+
+
+class Line(NamedTuple):
+    """One rank's values, every `stride`-th of `seen`, and the newest. NaN is a gap."""
+
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    stride: int
+    seen: int
+    last: tuple[float, float]
+
+    def sparse(self, limit: int) -> list[tuple[float, float]]:
+        """Return about `limit` of the points, the newest among them."""
+        every = -(-len(self.x) // limit) or 1
+        points = list(zip(self.x[::every], self.y[::every], strict=True))
+        return points if points and points[-1] == self.last else [*points, self.last]
+
+
+def _nothing() -> Mapping[Any, Any]:
+    return MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Series:
+    """One number over the steps. `ends` has the newest value of each rank, NaN if not finite."""
+
+    bins: Mapping[int, Bin] = field(default_factory=_nothing)
+    width: float = 1.0
+    lines: Mapping[int, Line] = field(default_factory=_nothing)
+    ends: Mapping[int, End] = field(default_factory=_nothing)
+    nans: int = 0
+    infinities: int = 0
+
+    @cached_property
+    def band(self) -> list[Bin]:
+        """Return the bins in order, without the last where most ranks have yet to come to."""
+        band = [self.bins[key] for key in sorted(self.bins)]
+        usual = sorted(b.size for b in band[-8:])[len(band[-8:]) // 2] if band else 0
+        for _ in range(3):  # no more: ranks that died make bins small for good
+            if len(band) > 2 and band[-1].size < 0.75 * usual:
+                band.pop()
+        return band
+
+    def thinned(self, points: int) -> list[Bin]:
+        """Return the band in at most `points` bins, neighbours joined."""
+        band = self.band
+        every = -(-len(band) // points) or 1
+        return (
+            band
+            if every == 1
+            else [joined(band[i : i + every]) for i in range(0, len(band), every)]
+        )
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The lowest and the highest value there was."""
+        bins = self.bins.values()
+        return min(map(itemgetter(1), bins)), max(map(itemgetter(2), bins))
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """The first and the last step."""
+        places = list(map(itemgetter(0), self.bins.values()))
+        return min(places), max(places)
+
+    @cached_property
+    def newest(self) -> list[float]:
+        """The newest value of each rank, where it is finite."""
+        return [end.value for end in self.ends.values() if math.isfinite(end.value)]
+
+    @cached_property
+    def last(self) -> float | None:
+        """The mean of the ranks' newest values; None where there is none."""
+        newest = self.newest
+        return math.fsum(value / len(newest) for value in newest) if newest else None
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Every curve of a run: what was `logged` by name, what was `seen` unasked."""
+
+    logged: Mapping[str, Series] = field(default_factory=_nothing)
+    seen: Mapping[str, Series] = field(default_factory=_nothing)
+    uncharted: frozenset[int] = frozenset()
+
+    @property
+    def all(self) -> dict[str, Series]:
+        """Return every curve by name: where the user logs one of what is seen too, the user's."""
+        return {**self.seen, **self.logged}
+
+
+class CurvesDraft:
+    """Curves that are being added to, within one fold."""
+
+    def __init__(self, curves: Curves, world_size: int) -> None:
+        self._curves = curves
+        self._lined = world_size <= LINES
+        self._logged: dict[str, _SeriesDraft] = {}
+        self._seen: dict[str, _SeriesDraft] = {}
+        self._uncharted: set[int] = set()
+
+    def add_logged(self, rank: int, step: float | None, name: str, value: Any) -> None:
+        """Add a value that the user logged, if it is a number and there is room for its name."""
+        if type(value) is not float and type(value) is not int:
+            return
+        draft = self._logged.get(name)
+        if draft is None:
+            known = self._curves.logged
+            if name not in known and len(known.keys() | self._logged.keys()) >= NAMES:
+                if len(self._uncharted) < UNCHARTED:
+                    self._uncharted.add(hash(name))
+                return
+            draft = self._logged[name] = _SeriesDraft(known.get(name), self._lined)
+        draft.add(rank, step, value)
+
+    def add_seen(self, rank: int, step: float, name: str, value: float) -> None:
+        """Add a value that was seen unasked; their names are few."""
+        draft = self._seen.get(name)
+        if draft is None:
+            draft = self._seen[name] = _SeriesDraft(self._curves.seen.get(name), self._lined)
+        draft.add(rank, step, value)
+
+    def freeze(self) -> Curves:
+        """Return the curves as they are now; the draft is used up."""
+        if not (self._logged or self._seen or self._uncharted):
+            return self._curves
+        old, new = self._curves.uncharted, frozenset(self._uncharted)
+        room = old if len(old) >= UNCHARTED or new <= old else old | new
+        return Curves(
+            _frozen(self._curves.logged, self._logged), _frozen(self._curves.seen, self._seen), room
+        )
+
+
+def _frozen(old: Mapping[str, Series], drafts: Mapping[str, _SeriesDraft]) -> Mapping[str, Series]:
+    if not drafts:
+        return old
+    return MappingProxyType({**old, **{name: draft.freeze() for name, draft in drafts.items()}})
+
+
+class _SeriesDraft:
+    """A series that is being added to."""
+
+    def __init__(self, series: Series | None, lined: bool) -> None:
+        series = series or Series()
+        self._bins = dict(series.bins)
+        self._width = series.width
+        self._ends = dict(series.ends)
+        self._nans, self._infinities = series.nans, series.infinities
+        self._lined = lined
+        self._old_lines = series.lines
+        self._lines: dict[int, _LineDraft] = {}
+
+    def add(self, rank: int, step: float | None, value: float) -> None:
+        try:
+            value = float(value)
+        except OverflowError:  # an integer beyond any float
+            value = math.inf
+        end = self._ends.get(rank)
+        x, shift = _place(step, end)
+        if value - value != 0.0:  # NaN and both infinities, the quickest way to ask
+            self._ends[rank] = End(x, math.nan, shift)
+            self._gap(rank, x, value)
+            return
+        self._ends[rank] = End(x, value, shift)
+        key = int(x // self._width)
+        found = self._bins.get(key)
+        if found is None:
+            self._bins[key] = Bin(x, value, value, value, 1)
+            while len(self._bins) > POINTS:
+                self._halve()
+        else:
+            at, low, high, total, size = found
+            self._bins[key] = Bin(
+                x if x > at else at,
+                value if value < low else low,
+                value if value > high else high,
+                total + value,
+                size + 1,
+            )
+        if self._lined:
+            self._line(rank).add(x, value)
+
+    def _gap(self, rank: int, x: float, value: float) -> None:
+        if math.isnan(value):
+            self._nans += 1
+        else:
+            self._infinities += 1
+        if self._lined:
+            self._line(rank).add(x, math.nan)
+
+    def _line(self, rank: int) -> _LineDraft:
+        line = self._lines.get(rank)
+        if line is None:
+            line = self._lines[rank] = _LineDraft(self._old_lines.get(rank))
+        return line
+
+    def _halve(self) -> None:
+        self._width *= 2
+        old, self._bins = self._bins, {}
+        for found in old.values():
+            key = int(found.x // self._width)
+            same = self._bins.get(key)
+            self._bins[key] = found if same is None else joined((found, same))
+
+    def freeze(self) -> Series:
+        lines = {**self._old_lines, **{rank: d.freeze() for rank, d in self._lines.items()}}
+        return Series(
+            MappingProxyType(self._bins),
+            self._width,
+            MappingProxyType(lines),
+            MappingProxyType(self._ends),
+            self._nans,
+            self._infinities,
+        )
+
+
+def _place(step: float | None, end: End | None) -> tuple[float, float]:
+    """Return where a value belongs, and by how much its step was shifted to go on after `end`."""
+    if step is None:
+        return (0.0, 0.0) if end is None else (end.x + 1, end.shift)
+    if end is None:
+        return step, 0.0
+    x = step + end.shift
+    if x >= end.x:
+        return x, end.shift
+    return end.x + 1, end.x + 1 - step  # counting began anew: the curve goes on
+
+
+class _LineDraft:
+    """A line that is being added to."""
+
+    def __init__(self, line: Line | None) -> None:
+        self._x = [] if line is None else list(line.x)
+        self._y = [] if line is None else list(line.y)
+        self._stride, self._count = (1, 0) if line is None else (line.stride, line.seen)
+        self._last = (0.0, math.nan) if line is None else line.last
+
+    def add(self, x: float, y: float) -> None:
+        self._last = (x, y)
+        if self._count % self._stride == 0:
+            self._x.append(x)
+            self._y.append(y)
+            if len(self._x) > POINTS:
+                del self._x[1::2], self._y[1::2]
+                self._stride *= 2
+        self._count += 1
+
+    def freeze(self) -> Line:
+        return Line(tuple(self._x), tuple(self._y), self._stride, self._count, self._last)

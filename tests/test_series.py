@@ -1,0 +1,130 @@
+"""Curves: bounded, in the right order, the same however they were folded."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from nbtrain import events as ev
+from nbtrain.series import LINES, POINTS, Series
+from nbtrain.state import RankState, RunState, fold
+
+
+def picture(ranks: int = 2) -> RunState:
+    return RunState("train()", "fork", tuple(RankState(r) for r in range(ranks)), created=100.0)
+
+
+def curve(events: list[ev.Event], ranks: int = 2, name: str = "loss") -> Series:
+    return fold(picture(ranks), events).curves.all[name]
+
+
+def losses(values: list[float], rank: int = 0) -> list[ev.Event]:
+    return [ev.Metrics(1.0, rank, i, {"loss": value}) for i, value in enumerate(values)]
+
+
+def test_a_short_curve_keeps_every_point() -> None:
+    series = curve(losses([3.0, 2.0, 1.0]))
+    assert [(b.x, b.mean) for b in series.band] == [(0, 3.0), (1, 2.0), (2, 1.0)]
+    assert series.lines[0].sparse(99) == [(0, 3.0), (1, 2.0), (2, 1.0)]
+    assert series.last == 1.0
+
+
+def test_a_long_curve_is_halved_and_keeps_its_last_point() -> None:
+    series = curve(losses([float(i) for i in range(10_001)]))
+    line = series.lines[0]
+    assert len(series.bins) <= POINTS
+    assert len(line.x) <= POINTS
+    assert line.sparse(POINTS)[-1] == (10_000, 10_000.0)
+    assert all(b.low <= b.mean <= b.high for b in series.band)
+    assert series.bounds == (0.0, 10_000.0)
+
+
+def test_folding_in_pieces_gives_the_same_curves_as_at_once() -> None:
+    events = [*losses([math.sin(i) for i in range(999)]), *losses([1.0] * 400, rank=1)]
+    at_once = fold(picture(), events)
+    state = picture()
+    for event in events:
+        state = fold(state, [event])
+    assert state == at_once
+
+
+def test_the_band_is_the_lowest_mean_and_highest_of_many_ranks() -> None:
+    events: list[ev.Event] = [
+        ev.Metrics(1.0, r, step, {"loss": float(r)}) for step in range(3) for r in range(100)
+    ]
+    series = curve(events, ranks=100)
+    assert not series.lines
+    assert [(b.low, b.mean, b.high) for b in series.band] == [(0.0, 49.5, 99.0)] * 3
+    assert len(series.ends) == 100
+
+
+def test_the_last_bin_waits_for_most_ranks() -> None:
+    events: list[ev.Event] = [
+        ev.Metrics(1.0, r, step, {"loss": 1.0}) for step in range(5) for r in range(8)
+    ]
+    ahead: list[ev.Event] = [ev.Metrics(1.0, 0, 5, {"loss": 9.0})]
+    assert [b.x for b in curve([*events, *ahead], 8).band] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("ranks", [2, LINES + 1])
+def test_values_that_are_no_numbers_are_gaps_with_a_count(ranks: int) -> None:
+    values = [1.0, math.nan, 2.0, math.inf, -math.inf, 3.0]
+    series = curve(losses(values), ranks)
+    assert (series.nans, series.infinities) == (1, 2)
+    assert [b.mean for b in series.band] == [1.0, 2.0, 3.0]
+    events: list[ev.Event] = [
+        ev.Metrics(1.0, 0, 1, {"text": "x", "flag": True, "none": None, "list": [1]})  # type: ignore[dict-item]
+    ]
+    assert fold(picture(ranks), events).curves.all == {}
+
+
+def test_values_beyond_any_sum_stay_within_their_bounds() -> None:
+    series = curve([ev.Metrics(1.0, 0, 1, {"loss": v}) for v in (1.7e308, 1.7e308, 10**400)])
+    assert series.infinities == 1
+    assert all(math.isfinite(b.mean) for b in series.band)
+    assert series.last is None
+
+
+def test_steps_that_go_back_go_on_behind() -> None:
+    twice = [*losses([3.0, 2.0, 1.0]), *losses([6.0, 5.0, 4.0])]
+    assert [b.x for b in curve(twice).band] == [0, 1, 2, 3, 4, 5]
+
+
+def test_metrics_with_steps_of_their_own_do_not_disturb_each_other() -> None:
+    events: list[ev.Event] = []
+    for epoch in range(3):
+        events += [ev.Metrics(1.0, 0, 10 * epoch + i, {"loss": 1.0}) for i in range(10)]
+        events += [ev.Metrics(1.0, 0, epoch, {"accuracy": 0.5})]
+    state = fold(picture(), events)
+    assert state.curves.logged["loss"].span == (0, 29)
+    assert state.curves.logged["accuracy"].span == (0, 2)
+
+
+def test_values_without_a_step_are_counted() -> None:
+    events: list[ev.Event] = [ev.Metrics(1.0, 0, None, {"loss": 1.0}) for _ in range(4)]
+    assert [b.x for b in curve(events).band] == [0, 1, 2, 3]
+
+
+def test_steps_that_leap_leave_the_curve_before_them() -> None:
+    series = curve([*losses([1.0] * 200), ev.Metrics(1.0, 0, 10**15, {"loss": 2.0})])
+    assert len(series.bins) > 100
+    assert series.span == (0, 10**15)
+    ev_huge = ev.Metrics(1.0, 0, 10**400, {"loss": 2.0})
+    assert curve([*losses([1.0]), ev_huge]).last == 2.0
+
+
+def test_ten_thousand_names_are_a_few_curves_and_a_number() -> None:
+    events: list[ev.Event] = [ev.Metrics(1.0, 0, 1, {f"m{i}": 1.0}) for i in range(10_000)]
+    curves = fold(picture(), events).curves
+    assert list(curves.logged) == [f"m{i}" for i in range(24)]
+    assert len(curves.uncharted) == 1000
+
+
+def test_what_the_user_logs_is_shown_instead_of_what_was_seen() -> None:
+    seen = ev.Training(1.0, 0, steps=5, elapsed=1.0, loss=9.0, samples=40)
+    state = fold(picture(), [seen])
+    assert state.curves.all["loss"].last == 9.0
+    state = fold(state, losses([1.0]))
+    assert state.curves.all["loss"].last == 1.0
+    assert state.curves.all["samples/s"].last == 40.0
