@@ -34,6 +34,8 @@ telemetry  CPU time that the watching of steps, loss and data adds to a step, as
 board   CPU time in the kernel: µs to fold an event of 1,024 ranks that say ten a second each, next
         to decoding its line; ms to draw 8, 64 and 1,024 ranks, next to rich's table of as many
         rows; bytes of the page. In this process, not in a kernel.
+live    cores of the kernel that a live board takes over the same run without one, at 8 and 64 ranks
+        that log ten times a second; its messages and bytes to the page.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
 import board
+import live
 import log
 import memory
 import noop
@@ -63,6 +66,7 @@ BENCHMARKS: dict[str, Callable[[int | None], list[Row]]] = {
     "guard": refusal.rows,
     "telemetry": telemetry.rows,
     "board": board.rows,
+    "live": live.rows,
 }
 
 

@@ -17,6 +17,9 @@ from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager, start_new_kernel
 
 HERE = Path(__file__).parent
+HEADERS = 600
+"""Bytes of a message beside its content: its own header, its parent's, a signature."""
+
 PATIENCE = 900.0
 """Seconds after which a benchmark is given up."""
 
@@ -29,6 +32,8 @@ class Notebook:
         self._asked = ""
         self._answer = folder / "answer.json"
         self.folder = folder
+        self.messages = 0
+        self.bytes = 0
         self.pid: int = manager.provisioner.pid  # type: ignore[union-attr]
         self._execute(f"import sys; sys.path.insert(0, {str(HERE)!r})")
         self._execute("import torch, accelerate, nbtrain")
@@ -73,7 +78,9 @@ class Notebook:
         Raises `RuntimeError` if the call has failed or the kernel is gone.
         """
         while self._client.iopub_channel.msg_ready():
-            self._client.get_iopub_msg(timeout=0)
+            message = self._client.get_iopub_msg(timeout=0)
+            self.messages += 1
+            self.bytes += len(json.dumps(message["content"], default=str)) + HEADERS
         if not self._manager.is_alive():
             raise RuntimeError("the kernel died")
         try:
