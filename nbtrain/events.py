@@ -153,11 +153,15 @@ class Ended(Event):
 
 @dataclass(frozen=True)
 class Exited(Event):
-    """The rank's process is gone; `returncode` is negative for a signal, None if unknown."""
+    """The rank's process is gone; `returncode` is negative for a signal, None if unknown.
+
+    `cause` says in words what it died of, where more is known than the return code tells.
+    """
 
     kind: ClassVar[str] = "exited"
     returncode: int | None = 0
     verdict: str = ""
+    cause: str = ""
 
 
 @dataclass(frozen=True)

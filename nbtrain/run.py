@@ -152,7 +152,7 @@ class Run:
             log = "\n".join(last_words(self._log_lines(rank.rank, tail=200)))
             # Failing already, and ended by us for taking too long over it: the first is the cause.
             said = f"failed with {rank.error}, and did not end by itself" if rank.error else ""
-            told = said if (rank.returncode or 0) < 0 else ""
+            told = rank.cause or (said if (rank.returncode or 0) < 0 else "")
             return Failure(rank.rank, rank.ended or 0.0, None, rank.returncode, log, told)
         return Failure(rank.rank, failed_at, captured)
 

@@ -60,6 +60,7 @@ class RankState:
     error: str | None = None
     result: str | None = None
     returncode: int | None = None
+    cause: str = ""
 
     @property
     def is_over(self) -> bool:
@@ -245,7 +246,10 @@ def _ended(draft: _Draft, event: ev.Ended, _curves: CurvesDraft) -> None:
 
 def _exited(draft: _Draft, event: ev.Exited, _curves: CurvesDraft) -> None:
     draft.update(
-        status=event.verdict, ended=draft["ended"] or event.time, returncode=event.returncode
+        status=event.verdict,
+        ended=draft["ended"] or event.time,
+        returncode=event.returncode,
+        cause=plain(str(event.cause)),
     )
     if event.verdict == "done":
         draft["error"] = None

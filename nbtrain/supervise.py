@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from . import events as ev
+from . import host
 from .engines import Exit, Ranks
 from .folder import RunFolder
 from .outcome import ranks_text
@@ -122,6 +123,7 @@ class Supervisor:
         self._requested: str | None = None
         self._stopped_how = ""
         self._cause: str | None = None
+        self._oom_kills = host.oom_kills()
         self._sent: dict[int, set[int]] = {}  # rank -> return codes that our signals give
         # Monotonic, all of them: a clock that is set, or a laptop that slept, ends no run.
         self._started = time.monotonic()
@@ -172,7 +174,25 @@ class Supervisor:
     def _take_exits(self, exits: list[Exit]) -> None:
         if exits:
             self._take(self._reader.read(gone={e.rank for e in exits}))
-        self._note(ev.Exited(e.time, e.rank, e.returncode, self._verdict(e)) for e in exits)
+        for e in exits:
+            verdict = self._verdict(e)
+            cause = self._killed(e) if verdict == "failed" else ""
+            self._note([ev.Exited(e.time, e.rank, e.returncode, verdict, cause)])
+
+    def _killed(self, ended: Exit) -> str:
+        """Say whether a rank was killed for want of memory: the system's count of that tells.
+
+        It counts for the whole cgroup: a kill explains one rank's death, not several.
+        """
+        ours = -signal.SIGKILL in self._sent.get(ended.rank, set())
+        if ended.returncode != -signal.SIGKILL or ours or self._oom_kills is None:
+            return ""
+        if (host.oom_kills() or 0) <= self._oom_kills:
+            return "was killed by SIGKILL, and not for want of memory"
+        self._oom_kills += 1
+        held = self.state.ranks[ended.rank].taken.memory
+        seen = f"; it held {host.in_words(held)} when last seen" if held else ""
+        return f"ran out of memory and was killed by the system ({host.memory().whose}{seen})"
 
     def _verdict(self, ended: Exit) -> str:
         if self._folder.result(ended.rank).exists():

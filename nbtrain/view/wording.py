@@ -207,7 +207,7 @@ def trouble(rank: RankState, state: RunState, width: int = 160) -> str:
         return "lost its peers"
     said = rank.error or ""
     if not said and rank.status == "failed":
-        said = describe_returncode(rank.returncode)
+        said = rank.cause or describe_returncode(rank.returncode)
     return said if len(said) <= width else said[: width - 1] + "…"
 
 
