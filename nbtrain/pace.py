@@ -42,10 +42,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Trained:
-    """How a rank's training goes, as seen unasked; rates and `waiting` (0 to 1) are smoothed.
-
-    The epoch began when `epoch_began` of the `elapsed` seconds were over.
-    """
+    """How a rank's training goes, as seen unasked; rates and `waiting` (0 to 1) are smoothed."""
 
     time: float = 0.0
     steps: int = 0
@@ -63,7 +60,7 @@ class Trained:
     step_rate: float | None = None
     sample_rate: float | None = None
     waiting: float | None = None
-    epoch_began: float = 0.0
+    batch_rate: float | None = None
 
     @property
     def bar(self) -> Bar | None:
@@ -72,7 +69,8 @@ class Trained:
             steps = Bar(self.steps, None, self.elapsed, "", "step", time=self.time)
             return steps if self.steps else None
         name = "" if self.epoch is None else f"epoch {self.epoch}"
-        gone = self.elapsed - self.epoch_began
+        # The rate of an epoch alone would begin anew with each.
+        gone = self.batch / self.batch_rate if self.batch_rate else 0.0
         return Bar(self.batch, self.batches, gone, name, "batch", time=self.time)
 
 
@@ -82,7 +80,6 @@ def after(old: Trained | None, event: ev.Training) -> Trained | None:
     if steps is None or elapsed is None or waited is None:
         return None
     old = old or Trained()
-    new_epoch = event.epoch != old.epoch and old.epoch is not None
     samples = whole(event.samples)
     return Trained(
         event.time,
@@ -98,18 +95,34 @@ def after(old: Trained | None, event: ev.Training) -> Trained | None:
         whole(event.allocated),
         whole(event.reserved),
         whole(event.peak),
-        *_rates(old, steps, elapsed, waited, samples),
-        old.elapsed if new_epoch else min(old.epoch_began, elapsed),
+        *_rates(old, steps, elapsed, waited, samples, _batches_since(old, event)),
     )
 
 
+def _batches_since(old: Trained, event: ev.Training) -> int | None:
+    """Return how many batches there were since `old`; None where that cannot be told."""
+    batch, epoch = whole(event.batch), whole(event.epoch)
+    if batch is None or epoch is None:
+        return None
+    if old.epoch is None or epoch == old.epoch:
+        return batch - (old.batch or 0)
+    if old.batch is None or old.batches is None:
+        return None
+    return old.batches - old.batch + (epoch - old.epoch - 1) * old.batches + batch
+
+
 def _rates(
-    old: Trained, steps: float, elapsed: float, waited: float, samples: int | None
-) -> tuple[float | None, float | None, float | None]:
-    """Return steps/s, samples/s and the share of waiting, averaged over the last seconds."""
+    old: Trained,
+    steps: float,
+    elapsed: float,
+    waited: float,
+    samples: int | None,
+    batches: int | None,
+) -> tuple[float | None, float | None, float | None, float | None]:
+    """Return steps/s, samples/s, the share of waiting and batches/s, over the last seconds."""
     gone = elapsed - old.elapsed
     if gone <= 0 or steps < old.steps or waited < old.waited:  # nothing new, or counted anew
-        return old.step_rate, old.sample_rate, old.waiting
+        return old.step_rate, old.sample_rate, old.waiting, old.batch_rate
     weight = 1 - math.exp(-gone / SMOOTHED)
 
     def smooth(before: float | None, now: float) -> float:
@@ -120,6 +133,9 @@ def _rates(
         smooth(old.step_rate, (steps - old.steps) / gone),
         old.sample_rate if fed is None else smooth(old.sample_rate, fed / gone),
         smooth(old.waiting, min(1.0, (waited - old.waited) / gone)),
+        old.batch_rate
+        if batches is None or batches < 0
+        else smooth(old.batch_rate, batches / gone),
     )
 
 

@@ -97,12 +97,23 @@ class Series:
 
     @cached_property
     def band(self) -> list[Bin]:
-        """Return the bins in order, without the last where most ranks have yet to come to."""
-        band = [self.bins[key] for key in sorted(self.bins)]
-        usual = sorted(b.size for b in band[-8:])[len(band[-8:]) // 2] if band else 0
-        for _ in range(3):  # no more: ranks that died make bins small for good
-            if len(band) > 2 and band[-1].size < 0.75 * usual:
-                band.pop()
+        """Return the band in order, each bin wide enough to have a value of every rank.
+
+        Ranks that report twice a second do so at steps of their own: a mean over those that
+        happened to meet in a bin would jump between them.
+        """
+        enough = 0.75 * len(self.ends)
+        band: list[Bin] = []
+        together: list[Bin] = []
+        size = 0
+        for key in sorted(self.bins):
+            together.append(self.bins[key])
+            size += self.bins[key].size
+            if size >= len(self.ends):
+                band.append(joined(together))
+                together, size = [], 0
+        if together and (size >= enough or not band):  # else most have yet to come to it
+            band.append(joined(together))
         return band
 
     def thinned(self, points: int) -> list[Bin]:

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from nbtrain import events as ev
-from nbtrain.series import LINES, POINTS, Series
+from nbtrain.series import LINES, POINTS, Curves, CurvesDraft, Series
 from nbtrain.state import RankState, RunState, fold
 
 
@@ -128,3 +128,16 @@ def test_what_the_user_logs_is_shown_instead_of_what_was_seen() -> None:
     state = fold(state, losses([1.0]))
     assert state.curves.all["loss"].last == 1.0
     assert state.curves.all["samples/s"].last == 40.0
+
+
+def test_the_mean_of_ranks_that_report_at_steps_of_their_own_does_not_jump() -> None:
+    draft = CurvesDraft(Curves(), 4)
+    for step in range(0, 400, 40):
+        for rank in range(4):  # rank 3 is ten times as high, and each reports a little later
+            x = step + 3 * rank
+            draft.add_seen(rank, x, "loss", (1000.0 - x) * (10 if rank == 3 else 1))
+    band = draft.freeze().seen["loss"].band
+    means = [b.mean for b in band]
+    assert len(band) == 10
+    assert means == sorted(means, reverse=True)
+    assert all(b.size == 4 for b in band)
