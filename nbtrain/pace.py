@@ -8,6 +8,9 @@ from typing import Any
 
 from . import events as ev
 
+SHORTEST = 0.1
+"""Seconds that a rate is taken over, at least."""
+
 SMOOTHED = 5.0
 """Seconds over which a rank's rates and its waiting are averaged."""
 
@@ -121,7 +124,8 @@ def _rates(
 ) -> tuple[float | None, float | None, float | None, float | None]:
     """Return steps/s, samples/s, the share of waiting and batches/s, over the last seconds."""
     gone = elapsed - old.elapsed
-    if gone <= 0 or steps < old.steps or waited < old.waited:  # nothing new, or counted anew
+    # Nothing new, or counted anew; or a first moment, which tells no rate.
+    if gone < SHORTEST or steps < old.steps or waited < old.waited:
         return old.step_rate, old.sample_rate, old.waiting, old.batch_rate
     weight = 1 - math.exp(-gone / SMOOTHED)
 

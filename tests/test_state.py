@@ -220,7 +220,7 @@ def test_a_run_without_any_bar_has_one_from_its_training() -> None:
     bar = state.ranks[0].bar
     assert bar is not None
     assert (bar.description, bar.n, bar.total, bar.rate) == ("epoch 2", 10, 50, 10.0)
-    assert wording.position(state.ranks[0]).startswith("epoch 2: 10/50 · 2 batch/s")
+    assert wording.position(state.ranks[0]).startswith("epoch 2: 10/50 · 10 batch/s")
     own = fold(state, [ev.Progress(7, 0, n=3, total=9, description="mine")])
     assert own.ranks[0].bar == Bar(3, 9, 0.0, "mine")
     unknown = fold(picture(), [trained(steps=7, elapsed=1.0)])
