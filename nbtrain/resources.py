@@ -1,7 +1,8 @@
 """What ranks and their host take, looked at from outside: a rank does nothing for it.
 
 Reading what memory a process has of its own (USS) takes milliseconds for one with torch in it, so
-ranks are looked at in turn, and no more often than a small share of the launcher's time allows.
+ranks are looked at in turn, and, once each was, no more often than a small share of the launcher's
+time allows.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Sampler:
             seen = self._look_at_rank(rank)
             if seen is not None:
                 yield seen
-            self._rank_due = _next_time(now, BETWEEN[0])
+            everyone_seen = len(self._cpu) >= len(self._order)
+            self._rank_due = _next_time(now, BETWEEN[0]) if everyone_seen else now + BETWEEN[0]
 
     def forget(self, rank: int) -> None:
         """Stop looking at a rank that has ended: its number may soon be another process's."""
