@@ -261,10 +261,10 @@ def test_a_board_that_cannot_be_drawn_leaves_the_summary_and_no_dead_button(
 ) -> None:
     out = notebook.run(
         "from nbtrain.view import html\n"
-        "render = html.render\n"
-        "html.render = lambda s, now: 1 / 0 if s.status == 'running' else render(s, now)\n"
+        "parts = html._parts\n"
+        "html._parts = lambda s, now: 1 / 0 if s.status == 'running' else parts(s, now)\n"
         "try: run = nbtrain.launch(time.sleep, 0.5, num_processes=1)\n"
-        "finally: html.render = render"
+        "finally: html._parts = parts"
     )
     assert out.ename == "", out.traceback
     assert out.stderr.count("the view failed (ZeroDivisionError") == 1

@@ -289,3 +289,22 @@ def test_a_bar_made_in_the_notebook_can_be_closed_in_a_rank() -> None:
         assert launch(train).value == 2
     finally:
         outer.close()
+
+
+@pytest.mark.parametrize("loop", [plain_loop, accelerated], ids=lambda f: f.__name__)
+def test_a_loop_without_a_call_of_ours_is_drawn_with_all_that_was_seen(
+    loop: Callable[..., Any],
+) -> None:
+    import time
+
+    from nbtrain.view import html, text
+
+    def train() -> None:
+        for _ in range(12):  # as slow as a training whose rate can be told
+            loop()
+            time.sleep(0.1)
+
+    run = launch(train, n=2)
+    for drawn in (html.render(run.state, time.time()), text.summary(run.state, time.time())):
+        for seen in ("loss", "epoch", "batch/s", "100"):
+            assert seen in drawn

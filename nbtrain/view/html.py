@@ -28,17 +28,37 @@ _MONO = log.MONO
 _SOFT = "opacity:.7"
 
 
+FRAME = {"border": "1px solid rgba(128,128,128,.35)", "padding": "8px 12px", "max-width": "1100px"}
+"""What is around a board, as CSS."""
+
+_FONT = (
+    "font-family:system-ui,sans-serif;font-size:13px;line-height:1.5;"
+    "font-variant-numeric:tabular-nums"
+)
+
+
 def render(state: RunState, now: float) -> str:
     """Draw the board: live while the run goes on, a static summary once it is over."""
-    above = f"{_notes(state)}{_header(state, now)}{_ranks(state, now)}"
-    below = f"{_results(state)}{log.draw(state)}"
-    room = (STATIC_BYTES if state.is_over else LIVE_BYTES) - len(above) - len(below) - 500
-    return (
-        '<div style="font-family:system-ui,sans-serif;font-size:13px;line-height:1.5;'
-        "border:1px solid rgba(128,128,128,.35);border-radius:6px;padding:8px 12px;"
-        'max-width:1100px;font-variant-numeric:tabular-nums">'
-        f"{above}{chart.charts(state, room)}{below}</div>"
-    )
+    frame = ";".join(f"{name}:{value}" for name, value in FRAME.items())
+    inner = "".join(_parts(state, now))
+    return f'<div style="{_FONT};{frame};border-radius:6px">{inner}</div>'
+
+
+def parts(state: RunState, now: float) -> list[str]:
+    """Draw the board without its frame in parts that change at paces of their own.
+
+    What was seen before the run, the run with its ranks and curves, and what ranks printed: a
+    page that redraws one of them keeps what is selected in the others.
+    """
+    return [f'<div style="{_FONT}">{part}</div>' if part else "" for part in _parts(state, now)]
+
+
+def _parts(state: RunState, now: float) -> tuple[str, str, str]:
+    notes, printed = _notes(state), f"{_results(state)}{log.draw(state)}"
+    above = f"{_header(state, now)}{_ranks(state, now)}"
+    taken = len(notes) + len(above) + len(printed) + 500
+    room = (STATIC_BYTES if state.is_over else LIVE_BYTES) - taken
+    return notes, f"{above}{chart.charts(state, room)}", printed
 
 
 def _header(state: RunState, now: float) -> str:

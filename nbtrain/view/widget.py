@@ -25,7 +25,10 @@ _NO_WIDGETS = (
 
 
 class WidgetFront:
-    """A Stop button above one HTML widget, and static HTML in their place at the end.
+    """A Stop button above the board's parts, and static HTML in their place at the end.
+
+    The parts are widgets of their own: a new number in the table takes away no text that somebody
+    has selected in the log.
 
     The click is taken in by `pump`, in the middle of the cell; without one there is no button.
 
@@ -39,7 +42,8 @@ class WidgetFront:
         self._pump = pump
         self._stop = stop
         self._clicked = False
-        self._board: Any = None
+        self._parts: list[Any] = []
+        self._frame: Any = None
         self._button: Any = None
         self._box: Any = None
         self._handle: Any = None
@@ -60,20 +64,31 @@ class WidgetFront:
             return
         self._handle.update(data, raw=True)
         self._drop_button()
-        self._board.value = data["text/html"]
+        self._stay(data["text/html"])
         _keep(self._box)
+
+    def _stay(self, drawn: str) -> None:
+        """Show the summary, which has a frame of its own, in place of the parts."""
+        import ipywidgets
+
+        last, old = ipywidgets.HTML(drawn), self._frame
+        self._box.children = (last,)
+        for widget in _with_parts(old):
+            widget.close()
 
     def _open(self, state: RunState, now: float) -> None:
         import ipywidgets
 
-        self._board = ipywidgets.HTML()
-        self._box = ipywidgets.VBox([self._board])
+        self._parts = [ipywidgets.HTML() for _ in html.parts(state, now)]
+        around = {name.replace("-", "_"): value for name, value in html.FRAME.items()}
+        self._frame = ipywidgets.VBox(self._parts, layout=around)
+        self._box = ipywidgets.VBox([self._frame])
         if self._pump is not None:
             self._button = ipywidgets.Button(
                 description="Stop", icon="stop", tooltip=_TOOLTIP, layout={"width": "110px"}
             )
             self._button.on_click(self._on_click)
-            self._box.children = (self._button, self._board)
+            self._box.children = (self._button, self._frame)
         self._pace.is_due(state, now)
         self._draw(state, now)
         view = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
@@ -81,10 +96,15 @@ class WidgetFront:
         self._handle = put({_VIEW: view, **forms, "text/html": forms["text/html"] + _NO_WIDGETS})
 
     def _draw(self, state: RunState, now: float) -> None:
-        drawn = html.render(state, now)
-        if drawn != self._board.value:
-            self._board.value = drawn
-            self._pace.spent(wire_size(drawn))
+        changed = [
+            (part, drawn)
+            for part, drawn in zip(self._parts, html.parts(state, now), strict=True)
+            if drawn != part.value
+        ]
+        for part, drawn in changed:
+            part.value = drawn
+        if changed:
+            self._pace.spent(wire_size(*(drawn for _, drawn in changed)))
         stopping = self._clicked or state.status == "stopping"
         if stopping and self._button is not None and not self._button.disabled:
             self._button.description, self._button.disabled = "stopping…", True
@@ -106,7 +126,7 @@ class WidgetFront:
     def _drop_button(self) -> None:
         if self._button is None:
             return
-        self._box.children = (self._board,)
+        self._box.children = (self._frame,)
         for widget in _with_parts(self._button):
             widget.close()
         self._button = None
