@@ -93,7 +93,8 @@ def charts(state: RunState, room: int) -> str:
     )
     return (
         '<div style="display:flex;flex-wrap:wrap;gap:4px 16px;margin-top:6px">'
-        f"<div>{figures[0]}</div>{beside if rest or more else ''}</div>"
+        f'<div style="min-width:0;max-width:100%">{figures[0]}</div>'
+        f"{beside if rest or more else ''}</div>"
     )
 
 
@@ -136,7 +137,7 @@ def _figure(chart: Chart, state: RunState) -> str:
         data = base64.b64encode(drawing.encode()).decode()
         picture = (
             f'<img src="data:image/svg+xml;base64,{data}" alt="{said}" '
-            f'width="{width}" height="{height}" style="display:block;max-width:100%;margin:0">'
+            f'width="{width}" height="{height}" style="display:block;max-width:100%;height:auto;margin:0">'
         )
     else:
         label = f'<svg role="img" aria-label="{said}" style="display:block;max-width:100%"'

@@ -205,7 +205,7 @@ def trouble(rank: RankState, state: RunState, width: int = 160) -> str:
     """Word what went wrong in a rank, shortly; empty where nothing did."""
     if is_only_echo(rank, state):
         return "lost its peers"
-    said = rank.error or ""
+    said = (rank.error or "") if rank.status != "stopped" else ""  # it did as it was told
     if not said and rank.status == "failed":
         said = rank.cause or describe_returncode(rank.returncode)
     return said if len(said) <= width else said[: width - 1] + "…"
