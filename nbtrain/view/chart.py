@@ -135,9 +135,10 @@ def _figure(chart: Chart, state: RunState) -> str:
     drawing = _svg(chart, axis, state)
     if state.is_over:
         data = base64.b64encode(drawing.encode()).decode()
+        fits = "display:block;max-width:100%;height:auto;margin:0"
         picture = (
             f'<img src="data:image/svg+xml;base64,{data}" alt="{said}" '
-            f'width="{width}" height="{height}" style="display:block;max-width:100%;height:auto;margin:0">'
+            f'width="{width}" height="{height}" style="{fits}">'
         )
     else:
         label = f'<svg role="img" aria-label="{said}" style="display:block;max-width:100%"'
