@@ -45,5 +45,5 @@ class LateValues:
 
 
 def _copied(torch: Any, tensor: Any) -> Any:
-    copy = torch.empty((), dtype=tensor.dtype, pin_memory=True)
+    copy = torch.empty((), dtype=tensor.dtype, device="cpu", pin_memory=True)
     return copy.copy_(tensor.detach().reshape(()), non_blocking=True)

@@ -67,6 +67,11 @@ def log(step: int | None = None, **metrics: Any) -> None:
     Raises:
         TypeError: for any other value, naming the metric.
     """
+    log_values(step, metrics)
+
+
+def log_values(step: Any, metrics: dict[str, Any]) -> None:
+    """Report metrics of any name, as `log` does."""
     reporter = _active
     if step is not None and type(step) is not int:
         step = _step(step)
@@ -105,7 +110,9 @@ def _is_on_gpu(value: Any) -> bool:
 
 
 def is_metric(value: Any) -> bool:
-    """Whether `log` would take a value."""
+    """Whether `log` would take a value; one on a GPU is not read for it."""
+    if _is_on_gpu(value):
+        return True
     try:
         _metric("", value)
     except TypeError:

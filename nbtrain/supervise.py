@@ -145,7 +145,7 @@ class Supervisor:
         sampler = Sampler(ranks.pids, self.state.device)
         while ranks.alive and not self._is_hopeless():
             self.show(self.state, time.time())
-            self._note(sampler.sample())
+            self._sample(sampler)
             exits = ranks.wait(TICK)
             for ended in exits:
                 sampler.forget(ended.rank)
@@ -154,6 +154,12 @@ class Supervisor:
             self._decide(ranks, interrupts)
         self._note(ev.Exited(time.time(), rank, -signal.SIGKILL, "stopped") for rank in ranks.alive)
         self._finish()
+
+    def _sample(self, sampler: Sampler) -> None:
+        try:
+            self._note(sampler.sample())
+        except Exception:  # a driver, a process list: not worth a training; the next look may do
+            return
 
     def abort(self, message: str) -> None:
         """Write that the run could not start, or not be watched."""

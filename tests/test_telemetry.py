@@ -217,8 +217,10 @@ def test_the_loader_that_feeds_the_optimizer_is_the_one_that_is_told() -> None:
 def test_saving_and_compiling_are_phases() -> None:
     def train() -> None:
         import io
+        import os
 
-        torch.save({"a": 1}, io.BytesIO())
+        torch.save({"a": 1}, io.BytesIO())  # so does every pickled tensor
+        torch.save({"a": 1}, os.path.join(os.environ["NBTRAIN_RUN"], "saved"))
 
     phases = [e.phase for e in events(launch(train)) if isinstance(e, ev.Phase)]
     assert phases == ["saving", ""]
@@ -308,3 +310,89 @@ def test_a_loop_without_a_call_of_ours_is_drawn_with_all_that_was_seen(
     for drawn in (html.render(run.state, time.time()), text.summary(run.state, time.time())):
         for seen in ("loss", "epoch", "batch/s", "100"):
             assert seen in drawn
+
+
+def test_what_telemetry_cannot_read_is_no_error_of_the_training() -> None:
+    def train() -> str:
+        import warnings
+
+        warnings.simplefilter("ignore")  # nested tensors are a prototype
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        for _batch in DataLoader([nested], batch_size=None):
+            pass
+        w = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        (w * w.conj()).sum().backward()
+        meta = nn.Linear(2, 2, device="meta")
+        optimizer = torch.optim.SGD(meta.parameters(), lr=0.1)
+        meta(torch.ones(1, 2, device="meta")).sum().backward()
+        optimizer.step()
+        plain_loop()
+        return "trained"
+
+    run = launch(train)
+    assert run.value == "trained"
+
+
+def test_nothing_of_the_training_is_kept_alive() -> None:
+    def train() -> list[bool]:
+        import gc
+        import weakref
+
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.Adam(model.parameters())
+        iterator = iter(DataLoader(DATA, batch_size=8))
+        x, y = next(iterator)
+        loss = (model(x) - y).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        refs = [weakref.ref(o) for o in (model, optimizer, iterator, loss)]
+        del model, optimizer, iterator, loss
+        gc.collect()
+        return [ref() is None for ref in refs]
+
+    assert launch(train).value == [True] * 4
+
+
+def test_folds_and_pairs_of_optimizers_are_counted_in_rounds() -> None:
+    def folds() -> None:
+        for _ in range(3):
+            plain_loop()
+
+    def pair() -> None:
+        w = nn.Parameter(torch.ones(2))
+        a, b = torch.optim.SGD([w], lr=0.1), torch.optim.SGD([w], lr=0.2)
+        for _ in range(10):
+            w.sum().backward()
+            a.step()
+            b.step()
+
+    # A new optimizer's first step looks like the second one of a pair.
+    assert 106 <= last(launch(folds)).steps <= 108
+    assert last(launch(pair)).steps == 10
+
+
+def test_metrics_of_any_name_are_taken_from_accelerate() -> None:
+    def train() -> None:
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(log_with="nbtrain")
+        accelerator.init_trackers("mine")
+        accelerator.log({"step": 3, "self": 1.0, 7: 2.0}, step=5)
+
+    (found,) = [e for e in events(launch(train)) if isinstance(e, ev.Metrics)]
+    assert (found.step, found.values) == (5, {"step": 3, "self": 1.0, "7": 2.0})
+
+
+def test_a_bar_that_draws_at_every_step_reports_ten_times_a_second_and_its_end() -> None:
+    def train() -> None:
+        from tqdm import tqdm
+
+        with tqdm(total=20_000) as bar:
+            for i in range(20_000):
+                bar.update()
+                bar.set_postfix(i=i)
+
+    run = launch(train)
+    told = [e for e in events(run) if isinstance(e, ev.Progress)]
+    assert (told[-1].n, told[-1].closed) == (20_000, True)
+    assert len(told) < 20 + 20 * run.state.elapsed(0)

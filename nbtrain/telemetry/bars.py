@@ -41,6 +41,9 @@ class _Nowhere:
         return False
 
 
+INTERVAL = 0.1
+"""Seconds between two reports of a bar, at least; its end is always told."""
+
 _NOWHERE = _Nowhere()
 _ids = count()
 
@@ -99,7 +102,11 @@ def _report(bar: Any, *, closed: bool) -> None:
     if reporter is None:
         return
     if not hasattr(bar, "_nbtrain_id"):
-        bar._nbtrain_id = next(_ids)
+        bar._nbtrain_id, bar._nbtrain_due = next(_ids), 0.0
+    # set_postfix() draws at every iteration, whatever the bar's own interval.
+    if not closed and time.monotonic() < bar._nbtrain_due:
+        return
+    bar._nbtrain_due = time.monotonic() + INTERVAL
     now = time.time()
     try:
         event = ev.Progress(

@@ -31,7 +31,7 @@ def _watch_trainer(module: Any) -> None:
         ) -> None:
             numbers = {k: v for k, v in (logs or {}).items() if isinstance(v, (int, float))}
             if numbers:
-                report.log(step=int(state.global_step), **numbers)
+                report.log_values(int(state.global_step), numbers)
 
     module.DEFAULT_CALLBACKS = [*module.DEFAULT_CALLBACKS, LogsBecomeMetrics]
 
@@ -70,6 +70,6 @@ def tracker_class(module: Any) -> type:
 
         def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
             """Report the values as metrics."""
-            report.log(step=step, **{k: v for k, v in values.items() if report.is_metric(v)})
+            report.log_values(step, {str(k): v for k, v in values.items() if report.is_metric(v)})
 
     return NbtrainTracker

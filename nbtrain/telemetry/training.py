@@ -8,12 +8,14 @@ gains no synchronisation, and on XLA not at all, where reading it would cut the 
 from __future__ import annotations
 
 import functools
+import io
+import os
 import sys
 import time
 import weakref
 from collections.abc import Callable, Collection
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple, TypeVar, cast
 
 from .. import events as ev
 from ..events import EventWriter
@@ -24,21 +26,60 @@ INTERVAL = 0.5
 """Seconds between two reports."""
 
 
+Hook = TypeVar("Hook", bound=Callable[..., None])
+
+
+def _harmless(hook: Hook) -> Hook:
+    """Let nothing out of a hook into the user's step: at its first error, telemetry stops.
+
+    Nor does it run in a process that the rank forked: that one is not the rank.
+    """
+
+    @functools.wraps(hook)
+    def guarded(self: Meter, *args: Any) -> None:
+        if self.broken or os.getpid() != self.pid:
+            return
+        try:
+            hook(self, *args)
+        except Exception as error:  # tensors and samplers of any kind may raise anything
+            self.broken = True
+            said = f"{type(error).__name__}: {error}"
+            print(f"nbtrain: telemetry stopped ({said}); the training goes on", file=sys.stderr)
+
+    return cast("Hook", guarded)
+
+
+class Place(NamedTuple):
+    """Where a loader stands: its data set, the number of this pass, batches so far and in all."""
+
+    data: int
+    number: int
+    batch: int
+    batches: int | None
+
+
 class Meter:
-    """Counts what a rank does, and reports it."""
+    """Counts what a rank does, and reports it. Keeps nothing of the user's alive."""
 
     def __init__(self, writer: EventWriter, rank: int) -> None:
         self._writer, self._rank = writer, rank
         self._late = LateValues()
-        self._steps: dict[int, int] = {}  # by optimizer: a GAN has two
-        self._optimizer: Any = None
-        self._loss: Any = None  # a detached tensor; read late
+        self.broken, self.pid = False, os.getpid()
+        self._steps = 0  # rounds of all optimizers: a GAN has two, a new fold a new one
+        self._round: set[int] = set()
+        self._lr: float | None = None
+        self._loss: Any = None  # the last one on a GPU, detached: for the end
+        self._loss_due = 0.0
         self._loss_value: float | None = None
+        self._told_loss: float | None = None
         self._quiet = False  # while Accelerate does with the loss what it does
         self._product: Callable[[], Any] = lambda: None  # a scaled loss: not the loss
-        self._passes: dict[int, int] = {}  # by data set: how often a pass over it has begun
-        self._batch: Any = None  # the iterator that gave the last batch
-        self._feeding: Any = None  # the one that gave the last batch before a step
+        self._iterator: Callable[[], Any] = lambda: None
+        self._number = 0  # of passes over any data
+        self._place: Place | None = None  # of the last batch
+        self._feeding: Place | None = None  # of the last one before a step
+        self._epochs: dict[int, tuple[int, int]] = {}  # by data set: passes that fed, the last
+        self._phases = 0
         self._began: float | None = None
         self._waited = 0.0
         self._samples: int | None = None
@@ -59,25 +100,34 @@ class Meter:
             when_imported("safetensors.torch", self._watch_safetensors)
             when_imported("torch._dynamo.callback", self._watch_compiling)
 
+    @_harmless
     def finish(self) -> None:
         """Report the last figures; wait for what is still on its way."""
         if self._began is not None:
-            self._read_loss()
+            if self._loss is not None:
+                self._late.submit({"loss": self._loss}, self._take_loss)
             self._late.finish()
-            self._report(time.monotonic())
+            self._report(time.monotonic(), self._loss_value or self._told_loss)
 
     # What torch does
 
     def _watch_optimizers(self, module: ModuleType) -> None:
         module.register_optimizer_step_post_hook(self._on_step)
 
+    @_harmless
     def _on_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
-        if self._optimizer is None:
-            self._optimizer = optimizer
-        if self._batch is not None:
-            self._feeding = self._batch
-        self._tick()
+        if not self._round or id(optimizer) in self._round:
+            self._steps += 1
+            self._round = set()
+            self._lr = _learning_rate(optimizer)
+        self._round.add(id(optimizer))
+        place = self._place
+        if place is not None and place is not self._feeding:
+            self._feeding = place
+            passes, number = self._epochs.get(place.data, (0, -1))
+            if number != place.number:
+                self._epochs[place.data] = passes + 1, place.number
+        self._tick(time.monotonic())
 
     def _watch_backward(self, torch: ModuleType) -> None:
         meter, original = self, torch.Tensor.backward
@@ -119,9 +169,21 @@ class Meter:
 
         module.GradScaler.scale = scaling
 
+    @_harmless
     def _saw_loss(self, loss: Any) -> None:
-        if getattr(loss, "ndim", 1) == 0 and loss.device.type != "xla":
+        """Take note of a loss: now, since who made it may change it in place."""
+        torch = sys.modules["torch"]
+        ordinary = type(loss) in (torch.Tensor, torch.nn.Parameter) and loss.is_floating_point()
+        if not ordinary or loss.ndim:
+            return
+        if loss.device.type == "cpu":
+            self._loss_value = loss.item()
+        elif loss.device.type == "cuda":  # XLA's graph would be cut, others would be waited for
             self._loss = loss.detach()
+            now = time.monotonic()
+            if now >= self._loss_due and not _is_capturing():
+                self._loss_due = now + INTERVAL
+                self._late.submit({"loss": self._loss}, self._take_loss)
 
     def _watch_loaders(self, module: ModuleType) -> None:
         iterator = module._BaseDataLoaderIter  # seen in torch 2.4 to 2.13
@@ -136,15 +198,18 @@ class Meter:
 
         iterator.__next__ = next_batch
 
+    @_harmless
     def _on_batch(self, iterator: Any, batch: Any, start: float) -> None:
         now = time.monotonic()
         if self._began is None:
             self._began = start
         self._waited += now - start
-        self._batch = iterator
-        if iterator._num_yielded == 1:
-            key = id(iterator._dataset)
-            self._passes[key] = self._passes.get(key, 0) + 1
+        known, count = self._place, iterator._num_yielded
+        if known is None or count == 1 or self._iterator() is not iterator:
+            self._iterator = weakref.ref(iterator)
+            self._number += 1
+            known = Place(id(iterator._dataset), self._number, count, _length(iterator))
+        self._place = known._replace(batch=count)
         size = _batch_size(batch)
         if size is not None:
             self._samples = (self._samples or 0) + size
@@ -162,6 +227,8 @@ class Meter:
 
         @functools.wraps(original)
         def around(*args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(a, io.BytesIO) for a in (*args, *kwargs.values())):  # a pickle
+                return original(*args, **kwargs)
             self._phase(phase)
             try:
                 return original(*args, **kwargs)
@@ -177,62 +244,55 @@ class Meter:
             handler.register_start_callback(lambda *_: self._phase("compiling"))
             handler.register_end_callback(lambda *_: self._phase(""))
 
+    @_harmless
     def _phase(self, phase: str) -> None:
-        self._writer.write(ev.Phase(time.time(), self._rank, phase))
+        self._phases += 1 if phase else -1
+        if self._phases == (1 if phase else 0):  # one save within another is one
+            self._writer.write(ev.Phase(time.time(), self._rank, phase))
 
     # What is told of it
 
-    def _tick(self, now: float | None = None) -> None:
-        now = time.monotonic() if now is None else now
+    def _tick(self, now: float) -> None:
         if self._began is None:
             self._began = now
         if now >= self._due and not _is_capturing():
             self._due = now + INTERVAL
-            self._read_loss()
             self._late.deliver()
-            self._report(now)
-
-    def _read_loss(self) -> None:
-        loss, self._loss = self._loss, None
-        if loss is None:
-            return
-        if loss.device.type == "cuda":
-            self._late.submit({"loss": loss}, self._take_loss)
-        else:
-            self._take_loss({"loss": loss.item()})
+            self._report(now, self._loss_value)
 
     def _take_loss(self, values: dict[str, Any]) -> None:
         self._loss_value = float(values["loss"])
 
-    def _report(self, now: float) -> None:
-        feeding = self._feeding if self._feeding is not None else self._batch
+    def _report(self, now: float, loss: float | None) -> None:
+        if loss is not None:  # told once: what stands still is no new point of a curve
+            self._told_loss, self._loss_value = loss, None
+        place = self._feeding or self._place
+        where: dict[str, Any] = {}
+        if place is not None:
+            epoch = self._epochs.get(place.data, (None,))[0]
+            where = {"epoch": epoch, "batch": place.batch, "batches": place.batches}
         self._writer.write(
             ev.Training(
                 time.time(),
                 self._rank,
-                steps=max(self._steps.values(), default=0),
+                steps=self._steps,
                 elapsed=now - (self._began or now),
                 waited=self._waited,
                 samples=self._samples,
-                loss=self._loss_value,
-                lr=_learning_rate(self._optimizer),
-                **self._position(feeding),
+                loss=loss,
+                lr=self._lr,
+                **where,
                 **_gpu_memory(),
             )
         )
 
-    def _position(self, iterator: Any) -> dict[str, int | None]:
-        if iterator is None:
-            return {}
-        try:
-            total = len(iterator) if iterator._dataset_kind == 0 else None
-        except (TypeError, AttributeError, NotImplementedError):  # a sampler without a length
-            total = None
-        return {
-            "epoch": self._passes.get(id(iterator._dataset)),
-            "batch": iterator._num_yielded,
-            "batches": total,
-        }
+
+def _length(iterator: Any) -> int | None:
+    """Return how many batches a loader will give; None where nobody knows."""
+    try:
+        return len(iterator) if iterator._dataset_kind == 0 else None
+    except Exception:  # a sampler without a length, or with one of its own making
+        return None
 
 
 def _is_capturing() -> bool:
@@ -245,11 +305,14 @@ def _gpu_memory() -> dict[str, int]:
     torch = _torch_with_cuda()
     if torch is None:
         return {}
-    return {
-        "allocated": torch.cuda.memory_allocated(),
-        "reserved": torch.cuda.memory_reserved(),
-        "peak": torch.cuda.max_memory_allocated(),
-    }
+    try:
+        return {
+            "allocated": torch.cuda.memory_allocated(),
+            "reserved": torch.cuda.memory_reserved(),
+            "peak": torch.cuda.max_memory_allocated(),
+        }
+    except RuntimeError:  # an allocator of another make keeps no count
+        return {}
 
 
 def _torch_with_cuda() -> Any:
