@@ -39,10 +39,6 @@ class LateValues:
             then({name: copy.item() for name, copy in copies.items()})
             at_least -= 1
 
-    def finish(self) -> None:
-        """Wait for everything and deliver it."""
-        self.deliver(at_least=len(self._waiting))
-
 
 def _copied(torch: Any, tensor: Any) -> Any:
     copy = torch.empty((), dtype=tensor.dtype, device="cpu", pin_memory=True)

@@ -131,11 +131,14 @@ def run_and_report(job: Job, rank: int, writer: ev.EventWriter) -> tuple[int, Ba
 
 def _run_watched(task: Call | Cell) -> Any:
     """Run the task, and have told at its end what was seen of it by then."""
+    ended = False
     try:
-        return run_task(task)
+        value = run_task(task)
+        ended = True
+        return value
     finally:
         with contextlib.suppress(Exception):  # a GPU in trouble gives no last figures
-            telemetry.finish()
+            telemetry.finish(wait=ended)  # after a failure, the GPU may never be done
 
 
 def _leave(job: Job, rank: int, writer: ev.EventWriter, leaving: SystemExit) -> int:

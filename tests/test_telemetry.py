@@ -321,7 +321,7 @@ def test_what_telemetry_cannot_read_is_no_error_of_the_training() -> None:
         for _batch in DataLoader([nested], batch_size=None):
             pass
         w = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-        (w * w.conj()).sum().backward()
+        (w * w.conj()).sum().backward(torch.tensor(1 + 0j))
         meta = nn.Linear(2, 2, device="meta")
         optimizer = torch.optim.SGD(meta.parameters(), lr=0.1)
         meta(torch.ones(1, 2, device="meta")).sum().backward()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from .. import report
+from ..late import READY
 from ..plan import SOURCES
 from . import bars, libraries
 from .training import Meter
@@ -33,10 +34,10 @@ def install(sources: Collection[str] = SOURCES) -> None:
         libraries.offer_tracker()
 
 
-def finish() -> None:
-    """Tell the last figures: the training is over."""
+def finish(wait: bool) -> None:
+    """Tell the last figures: the training is over. With `wait`, those on their way too."""
     reporter = report.active()
     if reporter is not None:
-        reporter.late.finish()
+        reporter.late.deliver(at_least=READY if wait else 0)
     if _meter is not None:
-        _meter.finish()
+        _meter.finish(wait)

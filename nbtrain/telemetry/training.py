@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from .. import events as ev
 from ..events import EventWriter
 from ..imports import when_imported
-from ..late import LateValues
+from ..late import READY, LateValues
 
 INTERVAL = 0.5
 """Seconds between two reports."""
@@ -101,12 +101,12 @@ class Meter:
             when_imported("torch._dynamo.callback", self._watch_compiling)
 
     @_harmless
-    def finish(self) -> None:
-        """Report the last figures; wait for what is still on its way."""
+    def finish(self, wait: bool) -> None:
+        """Report the last figures; with `wait`, also what is still on its way."""
         if self._began is not None:
-            if self._loss is not None:
+            if wait and self._loss is not None:
                 self._late.submit({"loss": self._loss}, self._take_loss)
-            self._late.finish()
+            self._late.deliver(at_least=READY if wait else 0)
             self._report(time.monotonic(), self._loss_value or self._told_loss)
 
     # What torch does
