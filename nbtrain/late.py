@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-READY = 1024
+MOST = 1024
 """Copies under way, at most: the oldest is waited for when there are more."""
 
 
@@ -29,7 +29,7 @@ class LateValues:
             arrived = torch.cuda.Event()
             arrived.record()
         self._waiting.append((copies, arrived, then))
-        self.deliver(at_least=len(self._waiting) - READY)
+        self.deliver(at_least=len(self._waiting) - MOST)
 
     def deliver(self, at_least: int = 0) -> None:
         """Deliver what has arrived, in order, waiting for the first `at_least`."""

@@ -75,11 +75,10 @@ def pack(plan: Plan) -> Parcel:
     try:
         with _unchecked(torch):
             torch.save(contents, parcel.path, pickle_module=pickling, pickle_protocol=5)
-    except Exception as error:  # any reducer of any class may raise anything
+    except BaseException as error:  # an interrupt too: no copy of the data stays behind
         parcel.close()
-        raise PlanError(_explained(plan, packing, error)) from error
-    except BaseException:
-        parcel.close()
+        if isinstance(error, Exception):  # any reducer of any class may raise anything
+            raise PlanError(_explained(plan, packing, error)) from error
         raise
     return parcel
 

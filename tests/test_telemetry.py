@@ -396,3 +396,15 @@ def test_a_bar_that_draws_at_every_step_reports_ten_times_a_second_and_its_end()
     told = [e for e in events(run) if isinstance(e, ev.Progress)]
     assert (told[-1].n, told[-1].closed) == (20_000, True)
     assert len(told) < 20 + 20 * run.state.elapsed(0)
+
+
+def test_a_loss_that_ends_at_zero_is_told_as_zero() -> None:
+    def train() -> None:
+        w = nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([w], lr=1.0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            w.sum().backward()
+            optimizer.step()
+
+    assert last(launch(train)).loss == 0.0

@@ -52,14 +52,16 @@ class SpawnEngine:
 
     def start(self, job: Job) -> Ranks:
         """Start every rank. Raises `LaunchError`, leaving none behind."""
-        parcel = self._parcel or ship.pack(job.plan)
+        if self._parcel is None:
+            self.prepare(job.plan)
+        assert self._parcel is not None
         listener = rendezvous.bind(job.plan.port)
         job = worker.with_port(job, listener.getsockname()[1])
         ranks = ChildRanks()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             for rank in range(job.world_size):
-                ranks.add(rank, _spawn_rank(job, rank, parcel))
+                ranks.add(rank, _spawn_rank(job, rank, self._parcel))
             ranks.store = rendezvous.serve(listener)
         except BaseException:  # whatever it was, an interrupt included: no rank stays behind
             listener.close()

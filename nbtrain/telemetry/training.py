@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from .. import events as ev
 from ..events import EventWriter
 from ..imports import when_imported
-from ..late import READY, LateValues
+from ..late import MOST, LateValues
 
 INTERVAL = 0.5
 """Seconds between two reports."""
@@ -106,8 +106,9 @@ class Meter:
         if self._began is not None:
             if wait and self._loss is not None:
                 self._late.submit({"loss": self._loss}, self._take_loss)
-            self._late.deliver(at_least=READY if wait else 0)
-            self._report(time.monotonic(), self._loss_value or self._told_loss)
+            self._late.deliver(at_least=MOST if wait else 0)
+            last = self._told_loss if self._loss_value is None else self._loss_value
+            self._report(time.monotonic(), last)
 
     # What torch does
 
