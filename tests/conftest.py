@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import queue
+import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -263,3 +265,33 @@ def wait_until(condition: Callable[[], object], timeout: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"
         time.sleep(0.01)
+
+
+STUB = """
+static int initialized = 0, devices = 2;
+int cuInit(unsigned flags) { initialized = 1; return 0; }
+int cuDeviceGetCount(int *n) { if (!initialized) return 3; *n = devices; return 0; }
+"""
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> Path:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-xc", "-", "-o", str(library)],
+        input=STUB,
+        text=True,
+        check=True,
+    )
+    return library
+
+
+def dirty(kernel: Notebook, stub: Path, *setup: str) -> Notebook:
+    kernel.run("import ctypes, nbtrain.devices\nnbtrain.devices.gpu_count = lambda *_: 2")
+    kernel.run(f"driver = ctypes.CDLL({str(stub)!r})")
+    for cell in setup:
+        kernel.run(cell)
+    return kernel

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Notebook, wait_until
-from test_guard import dirty, stub  # noqa: F401  (a fixture)
+from conftest import Notebook, dirty, wait_until
 
 HERE = Path(__file__).parent / "gpu"
 sys.path.insert(0, str(HERE))
@@ -43,7 +42,7 @@ def probe(row: Row, *library: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("row", [r for r in CLEAN if "a GPU" not in r.needs], ids=lambda r: r.name)
-def test_a_clean_cell_gives_no_alarm(row: Row, stub: Path) -> None:  # noqa: F811
+def test_a_clean_cell_gives_no_alarm(row: Row, stub: Path) -> None:
     found = probe(row, str(stub))
     assert (found["dirty"], found["culprit"], found["error"]) == (False, "", "''")
 
@@ -103,7 +102,7 @@ CELLS = {
 def test_the_culprit_is_right_however_it_was_done(
     kind: str,
     start_kernel: Callable[..., Notebook],
-    stub: Path,  # noqa: F811
+    stub: Path,
     tmp_path: Path,
 ) -> None:
     (tmp_path / "touching_module.py").write_text("import __main__\n__main__.touch()\n")
@@ -119,7 +118,7 @@ def test_the_culprit_is_right_however_it_was_done(
 
 def test_something_between_two_cells_is_told_as_that(
     start_kernel: Callable[..., Notebook],
-    stub: Path,  # noqa: F811
+    stub: Path,
 ) -> None:
     kernel = dirty(start_kernel(), stub, "%load_ext nbtrain\nimport threading")
     kernel.run("threading.Timer(0.1, driver.cuInit, (0,)).start()")

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from conftest import Notebook
-from test_guard import stub  # noqa: F401  (a fixture)
 
 STAND_IN = """
 import ctypes, nbtrain.devices, nbtrain.gate, torch
@@ -19,7 +18,7 @@ def prepare():
 """
 
 
-def prepared(kernel: Notebook, stub: Path) -> Notebook:  # noqa: F811
+def prepared(kernel: Notebook, stub: Path) -> Notebook:
     out = kernel.run(STAND_IN.format(stub=str(stub)) + "%load_ext nbtrain")
     assert out.ename == "", out.traceback
     return kernel
@@ -27,7 +26,7 @@ def prepared(kernel: Notebook, stub: Path) -> Notebook:  # noqa: F811
 
 def test_the_way_to_torchs_initialisation_is_told(
     start_kernel: Callable[..., Notebook],
-    stub: Path,  # noqa: F811
+    stub: Path,
 ) -> None:
     kernel = prepared(start_kernel(), stub)
     kernel.run("x = 1\nprepare()")
@@ -43,7 +42,7 @@ def test_the_way_to_torchs_initialisation_is_told(
 
 def test_block_raises_before_and_leaves_the_kernel_clean(
     start_kernel: Callable[..., Notebook],
-    stub: Path,  # noqa: F811
+    stub: Path,
 ) -> None:
     kernel = prepared(start_kernel(), stub)
     kernel.run("%nbtrain guard block")
@@ -71,7 +70,7 @@ def test_block_raises_before_and_leaves_the_kernel_clean(
 
 def test_unloading_puts_everything_back(
     start_kernel: Callable[..., Notebook],
-    stub: Path,  # noqa: F811
+    stub: Path,
 ) -> None:
     kernel = start_kernel()
     kernel.run("import sys\nbefore = [type(f).__name__ for f in sys.meta_path]")

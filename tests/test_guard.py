@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-from conftest import Notebook
+from conftest import Notebook, dirty
 
 from nbtrain import guard
-
-STUB = """
-static int initialized = 0, devices = 2;
-int cuInit(unsigned flags) { initialized = 1; return 0; }
-int cuDeviceGetCount(int *n) { if (!initialized) return 3; *n = devices; return 0; }
-"""
 
 ASK = """
 import ctypes, sys, nbtrain
@@ -34,21 +26,6 @@ except nbtrain.NbtrainError as error:
     print(type(error).__name__, error)
 print(nbtrain.launch(lambda: 1, engine='inline', view='none').value)
 """
-
-
-@pytest.fixture
-def stub(tmp_path: Path) -> Path:
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("needs a C compiler")
-    library = tmp_path / "libcuda.so.1"
-    subprocess.run(
-        [compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-xc", "-", "-o", str(library)],
-        input=STUB,
-        text=True,
-        check=True,
-    )
-    return library
 
 
 def test_asking_is_clean_and_a_dirty_kernel_is_refused(stub: Path) -> None:
@@ -82,14 +59,6 @@ def test_a_later_load_is_noticed(stub: Path) -> None:
         "['CUDA'] []",
         "In[3], line 7: `here()` | before nbtrain was loaded",
     ], out.stderr
-
-
-def dirty(kernel: Notebook, stub: Path, *setup: str) -> Notebook:
-    kernel.run("import ctypes, nbtrain.devices\nnbtrain.devices.gpu_count = lambda *_: 2")
-    kernel.run(f"driver = ctypes.CDLL({str(stub)!r})")
-    for cell in setup:
-        kernel.run(cell)
-    return kernel
 
 
 def test_the_cell_and_its_statement_are_named_at_once_and_at_the_launch(

@@ -14,7 +14,6 @@ import psutil
 import pytest
 import torch
 from conftest import Notebook, wait_until
-from test_guard import stub  # noqa: F401  (a fixture)
 
 import nbtrain
 from nbtrain import guard
@@ -66,7 +65,7 @@ def train(model, optimizer, data, steps=15):
 
 def test_a_dirty_kernel_trains_by_spawn_to_the_loss_of_a_clean_fork(
     start_kernel: Callable[..., Notebook],
-    stub: Path,  # noqa: F811
+    stub: Path,
 ) -> None:
     kernel = start_kernel()
     kernel.run(SETUP)
