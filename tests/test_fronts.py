@@ -84,6 +84,58 @@ def test_a_click_ends_the_run_and_says_so(notebook: Notebook) -> None:
     assert notebook.value("nbtrain.last_run().state.status") == "interrupted"
 
 
+CHOOSE = """%%distributed -n 2
+rank = int(os.environ["RANK"])
+for step in range(600):
+    nbtrain.log(step=step, loss=1 / (step + 1), accuracy=step / 600)
+    if step % 10 == 0: print(f"rank {rank} says {step}", flush=True)
+    time.sleep(0.1)
+"""
+
+
+def test_the_large_chart_and_the_log_are_of_what_is_chosen_in_the_menus(notebook: Notebook) -> None:
+    notebook.run("import os")
+    seen: list[str] = []
+
+    def menu(out: Outputs, name: str) -> tuple[str, dict[str, Any]]:
+        return next(m for m in out.models.items() if m[1].get("description") == f"{name}:")
+
+    def choose(out: Outputs, name: str, what: str) -> bool:
+        model, state = menu(out, name)
+        found: tuple[str, ...] = tuple(state["_options_labels"])
+        if what not in found:
+            return False
+        update = {"method": "update", "state": {"index": found.index(what)}, "buffer_paths": []}
+        notebook.send("comm_msg", {"comm_id": model, "data": update})
+        return True
+
+    steps = [
+        lambda out, board: choose(out, "chart", "accuracy"),
+        lambda out, board: board.index(">accuracy</b>") < board.index(">loss</b>"),
+        lambda out, board: "rank 0 says" in board and choose(out, "log", "rank 1"),
+        lambda out, board: "rank 1 says" in board and "rank 0 says" not in board,
+        lambda out, board: choose(out, "log", "all ranks"),
+        lambda out, board: "rank 0 says" in board and "rank 1 says" in board,
+    ]
+
+    def look(out: Outputs) -> None:
+        board = "".join(str(m.get("value", "")) for m in out.models.values())
+        if ">loss</b>" not in board or ">accuracy</b>" not in board:
+            return
+        if steps and steps[0](out, board):
+            steps.pop(0)
+            seen.append(board)
+            if not steps:
+                notebook.click(out.widget("Button")[0])
+
+    out = notebook.run(CHOOSE, during=look)
+    assert out.ename == "KeyboardInterrupt", out
+    assert seen[0].index(">loss</b>") < seen[0].index(">accuracy</b>")
+    final = out.updates[-1]["text/html"]
+    assert final.index(">loss</b>") < final.index(">accuracy</b>")  # what stays is for everyone
+    _check_what_is_left(out)
+
+
 def test_a_click_on_the_button_of_an_older_run_is_harmless(notebook: Notebook) -> None:
     buttons: list[str] = []
 
@@ -262,7 +314,7 @@ def test_a_board_that_cannot_be_drawn_leaves_the_summary_and_no_dead_button(
     out = notebook.run(
         "from nbtrain.view import html\n"
         "parts = html._parts\n"
-        "html._parts = lambda s, now: 1 / 0 if s.status == 'running' else parts(s, now)\n"
+        "html._parts = lambda s, *a: 1 / 0 if s.status == 'running' else parts(s, *a)\n"
         "try: run = nbtrain.launch(time.sleep, 0.5, num_processes=1)\n"
         "finally: html._parts = parts"
     )
@@ -270,6 +322,35 @@ def test_a_board_that_cannot_be_drawn_leaves_the_summary_and_no_dead_button(
     assert out.stderr.count("the view failed (ZeroDivisionError") == 1
     assert "succeeded" in out.updates[-1]["text/html"]
     _check_what_is_left(out)
+
+
+def test_a_board_that_fails_for_a_while_hears_clicks_and_comes_back(notebook: Notebook) -> None:
+    boards: list[str] = []
+
+    def click(out: Outputs) -> None:
+        values = [str(m.get("value", "")) for m in out.models.values()]
+        boards.extend(v for v in values if "healed" in v)
+        if boards and not clicked:
+            clicked.append(notebook.click(out.widget("Button")[0]))
+
+    clicked: list[str] = []
+    notebook.run("from nbtrain.view import html, fronts\nfronts.RETRY = 0.3\nparts = html._parts")
+    out = notebook.run(
+        "def failing(s, *a):\n"
+        "    if any('broken' in r.log for r in s.ranks) and calls.append(0) is None:\n"
+        "        if len(calls) < 3: 1 / 0\n"
+        "        return parts(s, *a)[:2] + ('healed',)\n"
+        "    return parts(s, *a)\n"
+        "calls = []\n"
+        "html._parts = failing\n"
+        "def train(): time.sleep(0.5); print('broken', flush=True); time.sleep(60)\n"
+        "try: nbtrain.launch(train, num_processes=1)\n"
+        "finally: html._parts = parts; fronts.RETRY = 5.0",
+        during=click,
+    )
+    assert out.ename == "KeyboardInterrupt", out
+    assert "by the Stop button" in out.evalue
+    assert out.stderr.count("the view failed") == 1
 
 
 def test_the_board_costs_few_messages_and_bytes_whatever_its_size(notebook: Notebook) -> None:

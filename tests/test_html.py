@@ -112,7 +112,7 @@ def test_everything_that_is_said_is_escaped(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 8, 16, 17, 64, 300])
 def test_what_stays_has_only_what_an_untrusted_notebook_keeps(ranks: int) -> None:
-    drawn = html.render(over(board(ranks)), 200.0)
+    drawn = html.render(over(board(ranks)), 200.0).replace(html._PLAIN, "")  # may go, too
     for lost in ("<style", "<svg", "<script", "class=", "<link", "href", "http:", "https:", "url("):
         assert lost not in drawn
     page = Page(drawn)
@@ -209,6 +209,25 @@ def test_code_in_notes_is_set_as_code() -> None:
     page = Page(html.render(state, 160.0))
     assert len(page.all("code")) == 2
     assert "use num_workers=0 & <b>x" in page.text
+
+
+def test_no_part_of_a_board_is_set_as_mathematics() -> None:
+    """JupyterLab's MathJax leaves these classes alone, nbconvert's too."""
+    state = board(2)
+    for drawn in (html.render(state, 1.0), *filter(None, html.parts(state, 1.0))):
+        assert drawn.startswith('<div class="tex2jax_ignore mathjax_ignore"')
+
+
+def test_what_was_chosen_is_drawn_large_and_the_log_is_of_one_rank() -> None:
+    state = board(2, *(ev.Output(151, r, (f"rank {r} here",)) for r in range(2)))
+    for name in ("accuracy", "loss", "samples/s", "steps/s"):
+        _, above, printed = html.parts(state, 160.0, html.Look(metric=name, rank=1))
+        labels = [a["aria-label"] for tag, a in Page(above).elements if tag == "svg"]
+        assert labels[0].startswith(f"{name}:")
+        assert len(labels) == len(set(labels))
+        assert "rank 1 here" in printed
+        assert "rank 0 here" not in printed
+    assert html.parts(state, 160.0, html.Look(metric="gone", rank=7)) == html.parts(state, 160.0)
 
 
 def test_lines_of_several_ranks_are_folded_though_they_interleave() -> None:

@@ -40,7 +40,7 @@ class Frame:
 
 
 LARGE = Frame(752, 320, left=84, intervals=4, points=480)
-LITTLE = Frame(392, 150, left=76, intervals=2, points=112)
+LITTLE = Frame(392, 150, left=86, intervals=2, points=112)
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,12 @@ class Chart:
         return value * (len(self.series.newest) if self.summed else 1)
 
 
-def charts(state: RunState, room: int) -> str:
-    """Draw the curves that fit into `room` characters; empty where there is none yet."""
-    shown, beyond = _chosen(state)
+def charts(state: RunState, room: int, large: str | None = None) -> str:
+    """Draw the curves that fit into `room` characters; empty where there is none yet.
+
+    The `large` one is of that metric if there is one, else of the loss.
+    """
+    shown, beyond = _chosen(state, large)
     if not shown:
         return ""
     figures: dict[int, str] = {}
@@ -98,26 +101,30 @@ def charts(state: RunState, room: int) -> str:
     )
 
 
-def _chosen(state: RunState) -> tuple[list[Chart], int]:
-    """Return the charts to draw, the loss first, the throughput last; how many are left out."""
+def _chosen(state: RunState, large: str | None) -> tuple[list[Chart], int]:
+    """Return the charts to draw, the large first, the throughput last; how many are left out."""
     curves = dict(state.curves.all)
+    asked = [_chart(large, curves.pop(large))] if large is not None and large in curves else []
     steps, samples = curves.pop("steps/s", None), curves.pop("samples/s", None)
     seen_lr = state.curves.seen.get("lr")
     if seen_lr is not None and curves.get("lr") is seen_lr and not _changes(seen_lr):
         del curves["lr"]
-    main = wording.main_metric(curves)
+    main = None if asked else wording.main_metric(curves)
     names = [name for name in state.curves.logged if name in curves and name != main]
     names += [name for name in curves if name not in names and name != main]
     shown = [Chart(name, curves[name]) for name in names[:SMALL]]
     if samples is not None and samples.bins:
-        shown.append(Chart("samples/s", samples, summed=True))
+        shown.append(_chart("samples/s", samples))
     elif steps is not None and steps.bins:
-        shown.append(Chart("steps/s", steps))
-    if main is not None:
-        shown.insert(0, Chart(main, curves[main]))
+        shown.append(_chart("steps/s", steps))
+    shown = asked + ([_chart(main, curves[main])] if main is not None else []) + shown
     if shown:
         shown[0] = replace(shown[0], frame=LARGE)
     return shown, max(0, len(names) - SMALL)
+
+
+def _chart(name: str, series: Series) -> Chart:
+    return Chart(name, series, summed=name == "samples/s")
 
 
 def _changes(series: Series) -> bool:

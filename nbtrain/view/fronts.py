@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import sys
+import time
 import warnings
 from collections.abc import Callable
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from ..state import RunState
 from . import comms
-from .screen import HtmlFront, ipython_shell
+from .screen import Front, HtmlFront, ipython_shell
 from .terminal import TableFront, TextFront, can_redraw
 from .widget import WidgetFront
-
-
-class Front(Protocol):
-    """Shows a run while it goes on, and what stays of it."""
-
-    def update(self, state: RunState, now: float) -> None:
-        """Show the present state; called often, draws when it is worth it."""
-        ...
-
-    def finish(self, state: RunState, now: float) -> None:
-        """Show the final state, to stay."""
-        ...
 
 
 def choose(view: str, stop: Callable[[], None] = lambda: None, *, inline: bool = False) -> Front:
@@ -62,46 +53,58 @@ def _is_headless(shell: Any) -> bool:
 
 def _has_widgets(shell: Any) -> bool:
     """Whether the page shows widgets, and sends their clicks: Colab does neither mid-cell."""
-    return "google.colab" not in str(shell) and importlib.util.find_spec("ipywidgets") is not None
+    if "google.colab" in str(shell):
+        return False
+    try:
+        return importlib.util.find_spec("ipywidgets") is not None
+    except ValueError:  # somebody put a module of that name there by hand
+        return False
+
+
+RETRY = 5.0
+"""Seconds after which a drawing that failed is tried again."""
 
 
 class Guarded:
-    """A front whose trouble is its own: drawing stops with a warning, the run goes on.
+    """A front whose trouble is its own: the run goes on, with one warning.
 
-    What stays of the run is attempted even so.
+    A drawing that failed is tried again later, and clicks are heard meanwhile: a browser that was
+    away comes back, and the figure that could not be drawn is followed by one that can.
     """
 
     def __init__(self, front: Front) -> None:
         self._front = front
-        self._failed = False
+        self._failed = -math.inf
+        self._warned = False
 
     def update(self, state: RunState, now: float) -> None:
-        """Show the present state if that works."""
-        if not self._failed:
-            self._attempt(self._front.update, state, now)
+        """Take in clicks, and show the present state if that works."""
+        self._attempt(self._front.listen)
+        gone = time.monotonic() - self._failed
+        if gone > RETRY and not self._attempt(partial(self._front.update, state, now)):
+            self._failed = time.monotonic()
 
     def finish(self, state: RunState, now: float) -> None:
         """Show the final state if that works."""
-        self._attempt(self._front.finish, state, now)
+        self._attempt(partial(self._front.finish, state, now))
 
-    def _attempt(
-        self, draw: Callable[[RunState, float], None], state: RunState, now: float
-    ) -> None:
+    def _attempt(self, act: Callable[[], None]) -> bool:
         try:
-            draw(state, now)
+            act()
         except Exception as error:  # a lost front end, a library's change: not worth a training
-            if self._failed:
-                return
-            self._failed = True
-            with contextlib.suppress(RuntimeWarning):  # warnings may be errors: not here
-                warnings.warn(
-                    f"nbtrain: the view failed ({type(error).__name__}: {error}); the run goes on",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
+            if not self._warned:
+                self._warned = True
+                _warn(f"the view failed ({type(error).__name__}: {error}); the run goes on")
+            return False
+        return True
 
 
-class NoFront:
+def _warn(what: str) -> None:
+    with contextlib.suppress(RuntimeWarning):  # warnings may be errors: not here
+        warnings.warn(f"nbtrain: {what}", RuntimeWarning, stacklevel=4)
+
+
+class NoFront(Front):
     """Shows nothing."""
 
     def update(self, state: RunState, now: float) -> None:

@@ -8,6 +8,7 @@ end has its drawings as images, since inline SVG would be dropped.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from html import escape
 
 from ..state import RunState
@@ -28,8 +29,19 @@ _MONO = log.MONO
 _SOFT = "opacity:.7"
 
 
+@dataclass(frozen=True)
+class Look:
+    """What somebody chose to see: a metric drawn large, the log of one rank; None: as always."""
+
+    metric: str | None = None
+    rank: int | None = None
+
+
 FRAME = {"border": "1px solid rgba(128,128,128,.35)", "padding": "8px 12px", "max-width": "1100px"}
 """What is around a board, as CSS."""
+
+_PLAIN = 'class="tex2jax_ignore mathjax_ignore"'
+"""Keeps a page from setting what stands between two dollars as mathematics."""
 
 _FONT = (
     "font-family:system-ui,sans-serif;font-size:13px;line-height:1.5;"
@@ -41,24 +53,27 @@ def render(state: RunState, now: float) -> str:
     """Draw the board: live while the run goes on, a static summary once it is over."""
     frame = ";".join(f"{name}:{value}" for name, value in FRAME.items())
     inner = "".join(_parts(state, now))
-    return f'<div style="{_FONT};{frame};border-radius:6px">{inner}</div>'
+    return f'<div {_PLAIN} style="{_FONT};{frame};border-radius:6px">{inner}</div>'
 
 
-def parts(state: RunState, now: float) -> list[str]:
+def parts(state: RunState, now: float, look: Look = Look()) -> list[str]:
     """Draw the board without its frame in parts that change at paces of their own.
 
     What was seen before the run, the run with its ranks and curves, and what ranks printed: a
     page that redraws one of them keeps what is selected in the others.
     """
-    return [f'<div style="{_FONT}">{part}</div>' if part else "" for part in _parts(state, now)]
+    return [
+        f'<div {_PLAIN} style="{_FONT}">{part}</div>' if part else ""
+        for part in _parts(state, now, look)
+    ]
 
 
-def _parts(state: RunState, now: float) -> tuple[str, str, str]:
-    notes, printed = _notes(state), f"{_results(state)}{log.draw(state)}"
+def _parts(state: RunState, now: float, look: Look = Look()) -> tuple[str, str, str]:
+    notes, printed = _notes(state), f"{_results(state)}{log.draw(state, look.rank)}"
     above = f"{_header(state, now)}{_ranks(state, now)}"
     taken = len(notes) + len(above) + len(printed) + 500
     room = (STATIC_BYTES if state.is_over else LIVE_BYTES) - taken
-    return notes, f"{above}{chart.charts(state, room)}", printed
+    return notes, f"{above}{chart.charts(state, room, look.metric)}", printed
 
 
 def _header(state: RunState, now: float) -> str:

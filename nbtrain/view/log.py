@@ -85,11 +85,17 @@ class Panel:
     lines: Sequence[tuple[str, str]]
 
 
-def draw(state: RunState) -> str:
-    """Draw the log: its last lines live; at the end all ranks together, and each, to unfold."""
+def draw(state: RunState, only: int | None = None) -> str:
+    """Draw the log: its last lines live, of one rank if `only` is given; at the end of all, folded.
+
+    Then it is all ranks together, and each of them, to unfold.
+    """
     count = sum(rank.log_count for rank in state.ranks)
     if not count:
         return ""
+    if not state.is_over and only is not None and only < state.world_size:
+        lines = [(f"rank {only}", line) for line in state.ranks[only].log[-LIVE_LINES:]]
+        return _pre(lines, "max-height:220px", LIVE_BYTES, brief=True)
     if not state.is_over:
         return _pre(merged(state, LIVE_LINES), "max-height:220px", LIVE_BYTES, brief=True)
     panel = Panel(f"Log: {wording.counted(count, 'line')}", merged(state, KEPT_LINES))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, Protocol
 
 from ..state import RunState
 from . import html, text
@@ -13,6 +13,22 @@ INTERVAL = 0.2
 
 BYTES_PER_SECOND = 120_000
 """What the updates of a display may cost: a large board is drawn less often."""
+
+
+class Front(Protocol):
+    """Shows a run while it goes on, and what stays of it."""
+
+    def listen(self) -> None:
+        """Take in what the user did on the page; called at each look, also where drawing fails."""
+        return
+
+    def update(self, state: RunState, now: float) -> None:
+        """Show the present state; called often, draws when it is worth it."""
+        ...
+
+    def finish(self, state: RunState, now: float) -> None:
+        """Show the final state, to stay."""
+        ...
 
 
 def ipython_shell() -> Any:
@@ -61,7 +77,7 @@ class Pace:
         self._interval = max(INTERVAL, size / BYTES_PER_SECOND)
 
 
-class HtmlFront:
+class HtmlFront(Front):
     """One HTML output, updated in place through its display id."""
 
     def __init__(self) -> None:

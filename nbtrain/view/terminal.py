@@ -12,7 +12,7 @@ from typing import TextIO
 
 from ..state import RunState
 from . import text, wording
-from .screen import Pace, bundle, put
+from .screen import Front, Pace, bundle, put
 
 TEXT_INTERVAL = 5.0
 """Seconds between two progress lines of a rank in plain text."""
@@ -22,7 +22,7 @@ _COLOURS |= {"stopping": 33, "interrupted": 33, "timed out": 33, "stopped": 33}
 _STATUS = re.compile(rf"(?<=: )(?:{'|'.join(_COLOURS)})\b")
 
 
-class TextFront:
+class TextFront(Front):
     """Lines of text: what ranks print as it comes, a line of progress a rank now and then."""
 
     def __init__(self, *, keep_html: bool = False) -> None:
@@ -36,7 +36,7 @@ class TextFront:
         if self._due is None:
             self._due = now + TEXT_INTERVAL
             _print([f"● {state.name}: {wording.facts(state, now)}"])
-        elif now >= self._due:
+        elif not 0 < self._due - now <= TEXT_INTERVAL:  # reached, or the clock was set
             self._due = now + TEXT_INTERVAL
             _print(self._progress(state))
 
@@ -58,7 +58,7 @@ class TextFront:
             _print([text.summary(replace(state, notes=()), now)])
 
 
-class TableFront:
+class TableFront(Front):
     """A table of the ranks, redrawn in place; what ranks print scrolls by above it."""
 
     def __init__(self) -> None:

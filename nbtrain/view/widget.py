@@ -1,4 +1,4 @@
-"""The board with a Stop button: widgets while the run goes on, static HTML once it is over."""
+"""The board with its controls: widgets while the run goes on, static HTML once it is over."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Any
 from ..state import RunState
 from . import html
 from .comms import Pump
-from .screen import Pace, bundle, put, wire_size
+from .controls import Controls
+from .screen import Front, Pace, bundle, put, wire_size
 
 _VIEW = "application/vnd.jupyter.widget-view+json"
 KEEP = 20
 """Boards of runs that are over and stay open as widgets: as many as run folders are kept."""
-
-_TOOLTIP = "End all ranks of this run, as ■ does: they have 2 s to save what they need"
 
 _NO_WIDGETS = (
     '<div style="opacity:.7;font-size:12px">As it was when the run began: this page shows no '
@@ -24,13 +23,14 @@ _NO_WIDGETS = (
 """Stands in the HTML form, which a page shows that has no renderer for widgets."""
 
 
-class WidgetFront:
-    """A Stop button above the board's parts, and static HTML in their place at the end.
+class WidgetFront(Front):
+    """Controls above the board's parts, and static HTML in their place at the end.
 
     The parts are widgets of their own: a new number in the table takes away no text that somebody
     has selected in the log.
 
-    The click is taken in by `pump`, in the middle of the cell; without one there is no button.
+    What a user does with the controls is taken in by `pump`, in the middle of the cell; without
+    one there are none.
 
     A page that was reloaded, or closed and opened, since the run began gets nothing through a
     display id: what it shows is the widget that was saved with the notebook, for as long as the
@@ -41,10 +41,9 @@ class WidgetFront:
     def __init__(self, pump: Pump | None, stop: Callable[[], None]) -> None:
         self._pump = pump
         self._stop = stop
-        self._clicked = False
         self._parts: list[Any] = []
         self._frame: Any = None
-        self._button: Any = None
+        self._controls: Controls | None = None
         self._box: Any = None
         self._handle: Any = None
         self._pace = Pace()
@@ -52,29 +51,30 @@ class WidgetFront:
     def update(self, state: RunState, now: float) -> None:
         if self._box is None:
             self._open(state, now)
-        self._listen()
-        heard = self._clicked and self._button is not None and not self._button.disabled
+        heard = self._controls is not None and self._controls.has_changed()
         if heard or self._pace.is_due(state, now):
             self._draw(state, now)
+            if self._handle is None:
+                self._show(state, now)
 
     def finish(self, state: RunState, now: float) -> None:
         data = bundle(state, now)
-        if self._handle is None:
-            put(data)
+        self._drop_controls()
+        if self._handle is not None:
+            self._handle.update(data, raw=True)
+            self._stay(data["text/html"])
+            _keep(self._box)
             return
-        self._handle.update(data, raw=True)
-        self._drop_button()
-        self._stay(data["text/html"])
-        _keep(self._box)
+        put(data)  # it never came to be shown
+        if self._box is not None:
+            _close(self._box)
 
     def _stay(self, drawn: str) -> None:
         """Show the summary, which has a frame of its own, in place of the parts."""
         import ipywidgets
 
-        last, old = ipywidgets.HTML(drawn), self._frame
-        self._box.children = (last,)
-        for widget in _with_parts(old):
-            widget.close()
+        self._box.children = (ipywidgets.HTML(drawn),)
+        _close(self._frame)
 
     def _open(self, state: RunState, now: float) -> None:
         import ipywidgets
@@ -84,52 +84,43 @@ class WidgetFront:
         self._frame = ipywidgets.VBox(self._parts, layout=around)
         self._box = ipywidgets.VBox([self._frame])
         if self._pump is not None:
-            self._button = ipywidgets.Button(
-                description="Stop", icon="stop", tooltip=_TOOLTIP, layout={"width": "110px"}
-            )
-            self._button.on_click(self._on_click)
-            self._box.children = (self._button, self._frame)
-        self._pace.is_due(state, now)
-        self._draw(state, now)
+            self._controls = Controls(self._stop)
+            self._box.children = (self._controls.row, self._frame)
+
+    def _show(self, state: RunState, now: float) -> None:
         view = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
         forms = bundle(state, now)
         self._handle = put({_VIEW: view, **forms, "text/html": forms["text/html"] + _NO_WIDGETS})
 
     def _draw(self, state: RunState, now: float) -> None:
+        look = html.Look() if self._controls is None else self._controls.look
         changed = [
             (part, drawn)
-            for part, drawn in zip(self._parts, html.parts(state, now), strict=True)
+            for part, drawn in zip(self._parts, html.parts(state, now, look), strict=True)
             if drawn != part.value
         ]
         for part, drawn in changed:
             part.value = drawn
         if changed:
             self._pace.spent(wire_size(*(drawn for _, drawn in changed)))
-        stopping = self._clicked or state.status == "stopping"
-        if stopping and self._button is not None and not self._button.disabled:
-            self._button.description, self._button.disabled = "stopping…", True
+        if self._controls is not None:
+            self._controls.follow(state)
 
-    def _on_click(self, _button: Any) -> None:
-        """Hear a click, from whatever thread."""
-        if not self._clicked:
-            self._clicked = True
-            self._stop()
-
-    def _listen(self) -> None:
-        if self._pump is None:
+    def listen(self) -> None:
+        if self._pump is None or self._controls is None:
             return
-        ours = {widget.model_id for widget in _with_parts(self._box)}
-        if not self._pump.pump(ours):
+        shown = [*_with_parts(self._box), *self._controls.widgets()]
+        if not self._pump.pump({widget.model_id for widget in shown}):
             self._pump = None
-            self._drop_button()
+            self._drop_controls()
 
-    def _drop_button(self) -> None:
-        if self._button is None:
+    def _drop_controls(self) -> None:
+        if self._controls is None:
             return
         self._box.children = (self._frame,)
-        for widget in _with_parts(self._button):
-            widget.close()
-        self._button = None
+        for control in self._controls.widgets():
+            _close(control)
+        self._controls = None
 
 
 _kept: collections.deque[Any] = collections.deque()
@@ -139,8 +130,12 @@ def _keep(box: Any) -> None:
     """Leave a board open in the kernel, and close the oldest beyond `KEEP`."""
     _kept.append(box)
     while len(_kept) > KEEP:
-        for widget in _with_parts(_kept.popleft()):
-            widget.close()
+        _close(_kept.popleft())
+
+
+def _close(widget: Any) -> None:
+    for each in _with_parts(widget):
+        each.close()
 
 
 def _with_parts(widget: Any) -> Iterator[Any]:

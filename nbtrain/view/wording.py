@@ -13,6 +13,8 @@ from ..state import METRICS, RankState, RunState
 
 def duration(seconds: float) -> str:
     """Word a duration: 0.4 s, 12 s, 3:07 min, 2:03:07 h."""
+    if not math.isfinite(seconds):
+        return "∞"
     if seconds < 10:
         return f"{seconds:.1f} s"
     whole = round(seconds)

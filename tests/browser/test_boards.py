@@ -116,6 +116,27 @@ def test_a_page_opened_later_shows_the_run_in_another_cell(open_notebook: Open) 
     wait_until(lambda: page.output.filter(has_text="succeeded").count() == 2, timeout=60)
 
 
+def test_menus_choose_the_large_chart_and_whose_log_is_shown(open_notebook: Open) -> None:
+    cell = (
+        "%%distributed -n 2\nimport os\nrank = int(os.environ['RANK'])\n"
+        "for i in range(4000):\n"
+        "    nbtrain.log(step=i, loss=1 / (i + 1), accuracy=i / 4000)\n"
+        "    time.sleep(0.05)\n"
+        "    if i % 20 == 0: print(f'rank {rank} paid at {i}')\n"
+    )
+    page = _start(open_notebook, "menus.ipynb", cell, shows="paid at")
+    charts, logs = page.output.locator("select").nth(0), page.output.locator("select").nth(1)
+    logs.select_option("rank 1")
+    wait_until(lambda: "rank 0 paid" not in page.board and "rank 1 paid" in page.board)
+    page.page.wait_for_function("document.querySelector('select option[value=accuracy]') !== null")
+    charts.select_option("accuracy")
+    page.output.locator("svg").first.and_(page.page.locator("[aria-label^=accuracy]")).wait_for()
+    page.shot("menus")
+    page.button.click()
+    page.wait_for("by the Stop button")
+    page.output.locator("select").nth(0).wait_for(state="detached")
+
+
 def test_a_dark_theme_and_64_ranks_stay_readable(open_notebook: Open) -> None:
     cell = LOOP.format(count=40).replace("-n 2", "-n 64")
     page = open_notebook("many.ipynb", [LOAD, cell])

@@ -1,0 +1,93 @@
+"""What a user can do on a live board: stop the run, choose the large chart, choose whose log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..state import RunState
+from . import html
+
+_TOOLTIP = "End all ranks of this run, as ■ does: they have 2 s to save what they need"
+_AUTOMATIC, _EVERY = "automatic", "all ranks"
+MENU = 64
+"""Entries of a menu, at most: of more ranks or metrics, the first."""
+
+
+class Controls:
+    """A Stop button, and a menu for each choice that there is; `row` is the widget that has them.
+
+    What was chosen is in `look`; `changed` is true once after the user did anything.
+    """
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        import ipywidgets
+
+        self._stop = stop
+        self._changed = self._stopping = False
+        self._button = ipywidgets.Button(
+            description="Stop", icon="stop", tooltip=_TOOLTIP, layout={"width": "110px"}
+        )
+        self._button.on_click(self._on_click)
+        self._chart = self._menu("chart", _AUTOMATIC)
+        self._log = self._menu("log", _EVERY)
+        self.row = ipywidgets.HBox([self._button], layout={"flex_flow": "row wrap"})
+
+    def _menu(self, what: str, first: str) -> Any:
+        import ipywidgets
+
+        style = {"description_width": "initial"}
+        menu = ipywidgets.Dropdown(
+            options=[first], description=f"{what}:", style=style, layout={"width": "190px"}
+        )
+        menu.observe(self._on_choice, "value")
+        return menu
+
+    @property
+    def look(self) -> html.Look:
+        """What the user chose to see."""
+        metric, log = self._chart.value, self._log.value
+        return html.Look(
+            metric=None if metric == _AUTOMATIC else metric,
+            rank=None if log == _EVERY else int(log.removeprefix("rank ")),
+        )
+
+    def has_changed(self) -> bool:
+        """Whether the user did anything since this was last asked."""
+        changed, self._changed = self._changed, False
+        return changed
+
+    def follow(self, state: RunState) -> None:
+        """Offer what there is to choose by now, and say when the run is stopping."""
+        talkers = [f"rank {rank.rank}" for rank in state.ranks if rank.log]
+        _offer(self._chart, [_AUTOMATIC, *list(state.curves.all)[:MENU]])
+        _offer(self._log, [_EVERY, *talkers[:MENU]])
+        wanted = [self._button]
+        wanted += [menu for menu in (self._chart, self._log) if len(menu.options) > 2]
+        if wanted != list(self.row.children):
+            self.row.children = wanted
+        stopping = self._stopping or state.status == "stopping"
+        if stopping and not self._button.disabled:
+            self._button.description, self._button.disabled = "stopping…", True
+
+    def widgets(self) -> list[Any]:
+        """Return the widgets, also those that are not shown yet."""
+        return [self.row, self._button, self._chart, self._log]
+
+    def _on_click(self, _button: Any) -> None:
+        """Hear a click, from whatever thread."""
+        if not self._stopping:
+            self._stopping = self._changed = True
+            self._stop()
+
+    def _on_choice(self, _change: Any) -> None:
+        self._changed = True
+
+
+def _offer(menu: Any, options: list[str]) -> None:
+    """Change what a menu offers, and keep what is chosen in it."""
+    if list(menu.options) != options and menu.value in options:
+        chosen = menu.value
+        with menu.hold_sync():
+            menu.options = options
+            menu.value = chosen
