@@ -8,21 +8,28 @@ from __future__ import annotations
 
 from typing import Any
 
+from .checkpoints import attempt, checkpoint, checkpoint_dir, last_checkpoint
 from .errors import NbtrainError, RankDied
 from .launch import launch, notebook_launcher
 from .report import log, progress, rank, world_size
 from .run import Run, last_run
+from .stopping import should_stop
 
 __all__ = [
     "NbtrainError",
     "RankDied",
     "Run",
+    "attempt",
+    "checkpoint",
+    "checkpoint_dir",
+    "last_checkpoint",
     "last_run",
     "launch",
     "log",
     "notebook_launcher",
     "progress",
     "rank",
+    "should_stop",
     "world_size",
 ]
 

@@ -27,6 +27,7 @@ class Options:
     bind: str | None = None
     view: str = "auto"
     timeout: float | None = None
+    max_restarts: int = 0
     telemetry: tuple[str, ...] = SOURCES
 
 
@@ -51,6 +52,12 @@ def _seconds(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds > 0")
     return value
+
+
+def _restarts(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of restarts")
+    return int(text)
 
 
 def _variable(text: str) -> tuple[str, str]:
@@ -109,9 +116,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--view", choices=VIEWS, default="auto", help="how progress is shown while the cell runs"
     )
-    p.add_argument(
-        "--timeout", type=_seconds, metavar="SECONDS", help="stop the run if it takes longer"
-    )
+    _add_limits(p)
     p.add_argument(
         "--telemetry",
         type=_sources,
@@ -120,6 +125,19 @@ def parser() -> argparse.ArgumentParser:
         help="what ranks report unasked: " + ", ".join(SOURCES) + "; with a minus: all but these",
     )
     return p
+
+
+def _add_limits(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--timeout", type=_seconds, metavar="SECONDS", help="stop the run if it takes longer"
+    )
+    p.add_argument(
+        "--max-restarts",
+        type=_restarts,
+        default=0,
+        metavar="N",
+        help="start all ranks again after one failed, up to N times (see nbtrain.checkpoint)",
+    )
 
 
 def _sources(text: str) -> tuple[str, ...]:

@@ -165,6 +165,15 @@ class Exited(Event):
 
 
 @dataclass(frozen=True)
+class Attempt(Event):
+    """All ranks start again: the `number`-th attempt (the first is 1), because of `reason`."""
+
+    kind: ClassVar[str] = "attempt"
+    number: int = 1
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class Stopping(Event):
     """The launcher began to end the ranks, because of `reason`."""
 
@@ -195,6 +204,7 @@ KINDS: Mapping[str, type[Event]] = {
         Failing,
         Ended,
         Exited,
+        Attempt,
         Stopping,
         Finished,
     )

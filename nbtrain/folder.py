@@ -7,6 +7,8 @@
     rank-0000.log        rank 0's raw stdout and stderr
     rank-0000.result     its return value   (cloudpickle, renamed into place)
     rank-0000.failure    or its exception   (cloudpickle, renamed into place)
+    *.attempt-1          those of an attempt that failed before another one
+    checkpoints/         what the function saves there, to go on from
     stop                 there once ranks were asked to stop
 """
 
@@ -43,6 +45,10 @@ class RunFolder:
     @property
     def launcher_events(self) -> Path:
         return self.path / "launcher.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
 
     @property
     def stop_request(self) -> Path:
@@ -91,6 +97,14 @@ def create(name: str, manifest: Mapping[str, Any]) -> RunFolder:
             "Set NBTRAIN_HOME to a folder that can."
         ) from error
     return folder
+
+
+def set_aside(folder: RunFolder, world_size: int, attempt: int) -> None:
+    """Rename the outcomes of an attempt, so that the next one has its own."""
+    for rank in range(world_size):
+        for path in (folder.result(rank), folder.failure(rank)):
+            with contextlib.suppress(FileNotFoundError):
+                path.rename(path.with_name(f"{path.name}.attempt-{attempt}"))
 
 
 def write_atomically(path: Path, data: bytes) -> None:

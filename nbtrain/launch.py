@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from . import devices, engines, estimate, preflight, serialize
+from .attempts import carry_out
 from .engines import Engine
 from .errors import PlanError
 from .lint import lint
@@ -31,6 +32,7 @@ def launch(
     mixed_precision: str = "no",
     env: Mapping[str, str] | None = None,
     timeout: float | None = None,
+    max_restarts: int = 0,
     view: str = "auto",
     telemetry: Iterable[str] = SOURCES,
     **kwargs: Any,
@@ -46,7 +48,9 @@ def launch(
             'inline' (one rank in this process, for debugging).
         mixed_precision: 'no', 'fp16', 'bf16' or 'fp8', for a plain ``Accelerator()``.
         env: environment variables of the ranks.
-        timeout: seconds after which the run is stopped.
+        timeout: seconds after which the run is stopped, restarts included.
+        max_restarts: how often all ranks start again after one failed, unless it is a mistake
+            that would only be repeated; see `nbtrain.last_checkpoint`.
         view: 'auto', 'widget', 'html', 'text' or 'none'.
         telemetry: what the ranks report unasked, all of `nbtrain.plan.SOURCES` by default.
 
@@ -69,6 +73,7 @@ def launch(
         mixed_precision=mixed_precision,
         env=dict(env or {}),
         timeout=timeout,
+        max_restarts=max_restarts,
         view=view,
         telemetry=tuple(telemetry),
     )
@@ -101,21 +106,20 @@ def notebook_launcher(
 
     Raises:
         PlanError: an argument that makes no sense, or asks for what nbtrain does not do yet
-            (several nodes, restarts); nothing was started.
+            (several nodes); nothing was started.
         PreflightError, LaunchError, RankDied, KeyboardInterrupt, Exception: see `launch`.
     """
     if not callable(function):
         raise PlanError(f"notebook_launcher needs a function, not a {type(function).__name__}")
     if num_nodes != 1 or node_rank != 0:
         raise PlanError("notebook_launcher: several nodes are not supported yet; use num_nodes=1")
-    if max_restarts:
-        raise PlanError("notebook_launcher: restarts are not supported yet; use max_restarts=0")
     plan = Plan(
         task=Call(function, tuple(args)),
         name=getattr(function, "__name__", type(function).__name__),
         num_processes=num_processes,
         mixed_precision=str(getattr(mixed_precision, "value", mixed_precision)).lower(),
         port=_asked_port(use_port),
+        max_restarts=max_restarts,
     )
     return run_plan(plan)
 
@@ -209,29 +213,13 @@ def _prepare(
     supervisor.show = front.update
 
     def drive() -> BaseException | None:
-        error = _carry_out(engine, job, supervisor, interrupts)
+        error = carry_out(engine, job, supervisor, interrupts)
         front.finish(supervisor.state, time.time())
         return error
 
     run = Run(folder, supervisor.state, supervisor=supervisor, drive=drive)
     remember(run)
     return run
-
-
-def _carry_out(
-    engine: Engine, job: Job, supervisor: Supervisor, interrupts: Interrupts
-) -> BaseException | None:
-    """Start and watch; return an exception that is at hand as such, not in the run folder."""
-    try:
-        ranks = engine.start(job)
-        try:
-            supervisor.watch(ranks, interrupts)
-        finally:
-            ranks.close()
-    except BaseException as error:
-        supervisor.abort(f"{type(error).__name__}: {error}")
-        return error
-    return ranks.error
 
 
 def _manifest(plan: Plan, world_size: int, device: str, notes: Sequence[str]) -> dict[str, Any]:
@@ -245,6 +233,7 @@ def _manifest(plan: Plan, world_size: int, device: str, notes: Sequence[str]) ->
         "mixed_precision": plan.mixed_precision,
         "device": device,
         "timeout": plan.timeout,
+        "max_restarts": plan.max_restarts,
         "env": sorted(plan.env),
         "launcher": os.getpid(),
         "host": platform.node(),

@@ -120,6 +120,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
             mixed_precision=options.mixed_precision,
             env=options.env,
             timeout=options.timeout,
+            max_restarts=options.max_restarts,
             view=options.view,
             telemetry=options.telemetry,
         )

@@ -64,6 +64,7 @@ class Plan:
     mixed_precision: str = "no"
     env: Mapping[str, str] = field(default_factory=dict)
     timeout: float | None = None
+    max_restarts: int = 0
     view: str = "auto"
     port: int | None = None
     telemetry: tuple[str, ...] = SOURCES
@@ -86,6 +87,10 @@ class Plan:
             raise PlanError(f"the timeout must be a number of seconds > 0, not {self.timeout!r}")
         if self.port is not None and not 0 < self.port < 65536:
             raise PlanError(f"the port must be between 1 and 65535, not {self.port!r}")
+        if type(self.max_restarts) is not int or not 0 <= self.max_restarts <= 1000:
+            raise PlanError(f"restarts must be a number ≥ 0, not {self.max_restarts!r}")
+        if self.max_restarts and self.engine == "inline":
+            raise PlanError("the inline engine runs in the kernel itself: it cannot restart ranks")
         for source in self.telemetry:
             if source not in SOURCES:
                 raise PlanError(f"no telemetry {source!r}: choose among {', '.join(SOURCES)}")

@@ -328,6 +328,7 @@ def initial_state(manifest: dict[str, Any]) -> RunState:
         mixed_precision=manifest["mixed_precision"],
         device=manifest["device"],
         notes=tuple(plain(str(note), NOTE) for note in manifest.get("notes", ())),
+        attempts=1 + int(manifest.get("max_restarts", 0)),
     )
 
 

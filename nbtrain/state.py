@@ -92,7 +92,7 @@ class RunState:
     """A whole run: starting, running, stopping, succeeded, failed, interrupted, timed out.
 
     `notes` are what was seen before it started, and may go wrong: one line each. `host` is what
-    the ranks' host had left when it was last asked.
+    the ranks' host had left when it was last asked. It is the `attempt`-th of at most `attempts`.
     """
 
     name: str
@@ -105,6 +105,8 @@ class RunState:
     ended: float | None = None
     message: str = ""
     notes: tuple[str, ...] = ()
+    attempt: int = 1
+    attempts: int = 1
     curves: Curves = field(default_factory=Curves)
     host: ev.Host | None = None
 
@@ -135,18 +137,35 @@ def fold(state: RunState, events: Iterable[ev.Event]) -> RunState:
     curves = CurvesDraft(state.curves, size)
     for event in events:
         if event.rank < 0:
-            state = _fold_run(state, event)
+            if isinstance(event, ev.Attempt):
+                state, drafts = _begin_again(_with(state, drafts), event), {}
+            else:
+                state = _fold_run(state, event)
         elif event.rank < size:
             draft = drafts.get(event.rank)
             if draft is None:
                 draft = drafts[event.rank] = dict(vars(state.ranks[event.rank]))
             _FOLDS.get(event.kind, _ignored)(draft, event, curves)
+    state = _with(state, drafts)
+    if state.status == "starting" and any(r.status != "starting" for r in state.ranks):
+        state = replace(state, status="running")
+    return replace(state, curves=curves.freeze())
+
+
+def _with(state: RunState, drafts: Mapping[int, _Draft]) -> RunState:
     ranks = list(state.ranks)
     for rank, draft in drafts.items():
         ranks[rank] = RankState(**draft)
-    if state.status == "starting" and any(r.status != "starting" for r in ranks):
-        state = replace(state, status="running")
-    return replace(state, ranks=tuple(ranks), curves=curves.freeze())
+    return replace(state, ranks=tuple(ranks))
+
+
+def _begin_again(state: RunState, event: ev.Attempt) -> RunState:
+    """Return the picture of ranks that start anew; what they printed and logged stays."""
+    ranks = tuple(
+        RankState(r.rank, metrics=r.metrics, log=r.log, log_count=r.log_count) for r in state.ranks
+    )
+    message = plain(event.reason)
+    return replace(state, ranks=ranks, status="starting", attempt=event.number, message=message)
 
 
 def _fold_run(state: RunState, event: ev.Event) -> RunState:

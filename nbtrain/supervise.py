@@ -19,7 +19,7 @@ from . import events as ev
 from . import host
 from .engines import Exit, Ranks
 from .folder import RunFolder
-from .outcome import ranks_text
+from .outcome import is_echo, ranks_text
 from .resources import Sampler
 from .state import RankState, RunState, fold
 
@@ -38,7 +38,13 @@ class Rung:
 # After a failure the others may report their own for a moment (the first seen need not be the
 # first that happened), then go. An interrupt leaves two seconds to save.
 _ON_FAILURE = (Rung(0.2, "terminate"), Rung(0.7, "kill"))
-_ON_REQUEST = (Rung(0.0, "interrupt"), Rung(2.0, "terminate"), Rung(2.5, "kill"))
+_ON_REQUEST = (
+    Rung(0.0, "interrupt"),  # heard at the end of a step, or by nbtrain.should_stop()
+    Rung(0.5, "interrupt"),  # heard anywhere, but where the code asks
+    Rung(1.5, "interrupt"),  # heard anywhere
+    Rung(2.0, "terminate"),
+    Rung(2.5, "kill"),
+)
 LADDERS = {
     "failed": _ON_FAILURE,
     "interrupted": _ON_REQUEST,
@@ -139,7 +145,7 @@ class Supervisor:
         self._requested = self._requested or how
 
     def watch(self, ranks: Ranks, interrupts: Interrupts) -> None:
-        """Watch until every rank is gone, then write how it ended."""
+        """Watch until every rank is gone, and what they wrote is read."""
         now = time.time()
         self._note(ev.Spawned(now, rank, pid) for rank, pid in ranks.pids.items())
         sampler = Sampler(ranks.pids, self.state.device)
@@ -153,7 +159,26 @@ class Supervisor:
             self._take_exits(exits)
             self._decide(ranks, interrupts)
         self._note(ev.Exited(time.time(), rank, -signal.SIGKILL, "stopped") for rank in ranks.alive)
-        self._finish()
+        self._take(self._reader.read(gone=range(self.state.world_size)))
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the ranks that were watched are gone because one of them failed."""
+        failed = any(r.status == "failed" for r in self.state.ranks)
+        return self._cause == "failed" or (self._cause is None and failed)
+
+    def begin_again(self, number: int, reason: str, wait: float, interrupts: Interrupts) -> bool:
+        """Get ready for another attempt, `wait` seconds from now; False if that was stopped."""
+        self._note([ev.Attempt(time.time(), -1, number, reason)])
+        self._cause, self._sent, self._rungs = None, {}, []
+        begins = time.monotonic() + wait
+        while self._cause is None and (now := time.monotonic()) < begins:
+            self.show(self.state, time.time())
+            time.sleep(min(TICK, begins - now))
+            cause = self._cause_to_stop(self._is_pressed(interrupts), time.monotonic())
+            if cause is not None:
+                self._begin_stop(cause, time.monotonic())
+        return self._cause is None
 
     def _sample(self, sampler: Sampler) -> None:
         try:
@@ -166,7 +191,7 @@ class Supervisor:
         if self.over.is_set():
             return
         self._cause = "failed"
-        self._finish(message)
+        self.finish(message)
 
     def _note(self, events: Iterable[ev.Event]) -> None:
         """Write events of the launcher's own, and fold them."""
@@ -206,7 +231,8 @@ class Supervisor:
         asked = self._cause in ("interrupted", "timed out")
         if self._folder.failure(ended.rank).exists():
             error = self.state.ranks[ended.rank].error or ""
-            return "stopped" if asked and error.startswith("KeyboardInterrupt") else "failed"
+            obeyed = error.startswith("KeyboardInterrupt") or is_echo(error)
+            return "stopped" if asked and obeyed else "failed"
         was_failing = self._cause == "failed" and self.state.ranks[ended.rank].status == "failing"
         sent = self._sent.get(ended.rank, set())
         ended_by_us = ended.returncode in sent or (ended.returncode is None and bool(sent))
@@ -214,8 +240,7 @@ class Supervisor:
 
     def _decide(self, ranks: Ranks, interrupts: Interrupts) -> None:
         now = time.monotonic()
-        pressed = interrupts.count > self._presses
-        self._presses = interrupts.count
+        pressed = self._is_pressed(interrupts)
         if self._cause is None:
             cause = self._cause_to_stop(pressed, now) if ranks.alive or pressed else None
             if cause is not None:
@@ -224,6 +249,11 @@ class Supervisor:
             self._signal(ranks, "kill", ranks.alive)
         if self._cause is not None:
             self._climb(ranks, now)
+
+    def _is_pressed(self, interrupts: Interrupts) -> bool:
+        """Whether ■ was pressed since this was last asked."""
+        before, self._presses = self._presses, interrupts.count
+        return interrupts.count > before
 
     def _cause_to_stop(self, pressed: bool, now: float) -> str | None:
         if any(r.status in ("failing", "failed") for r in self.state.ranks):
@@ -274,7 +304,8 @@ class Supervisor:
             return set()
         return {r.rank for r in self.state.ranks if r.status == "failing"}
 
-    def _finish(self, message: str = "") -> None:
+    def finish(self, message: str = "") -> None:
+        """Write how the run ended."""
         self._take(self._reader.read(gone=range(self.state.world_size)))
         status = self._cause or "succeeded"
         failed = [r for r in self.state.ranks if r.status == "failed"]
@@ -293,10 +324,11 @@ class Supervisor:
         self.over.set()
 
 
-def _closing_words(status: str, ranks: tuple[RankState, ...]) -> str:
-    if status in ("succeeded", "failed"):  # the ranks' own lines say it
+def _closing_words(ended: str, ranks: tuple[RankState, ...]) -> str:
+    if ended in ("succeeded", "failed"):  # the ranks' own lines say it
         return ""
     groups: dict[str, list[int]] = {}
     for rank in ranks:
-        groups.setdefault(rank.status, []).append(rank.rank)
+        status = "not started again" if rank.status == "starting" else rank.status
+        groups.setdefault(status, []).append(rank.rank)
     return ", ".join(f"{ranks_text(who)} {status}" for status, who in groups.items())

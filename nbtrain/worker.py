@@ -10,19 +10,17 @@ import asyncio
 import contextlib
 import inspect
 import os
-import signal
 import sys
-import threading
 import time
 import traceback
 from ast import Expr, Expression, Module, PyCF_ALLOW_TOP_LEVEL_AWAIT, parse
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field, replace
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 from . import events as ev
-from . import exceptions, report, serialize, telemetry
+from . import exceptions, report, serialize, stopping, telemetry
 from .folder import RunFolder, write_atomically
 from .plan import Call, Cell, Plan
 
@@ -40,6 +38,7 @@ class Job:
     device: str
     threads: int
     port: int = 0
+    attempt: int = 1
     shared_classes: frozenset[type] = field(default_factory=frozenset)
 
 
@@ -69,8 +68,8 @@ def environment(job: Job, rank: int, inherited: Mapping[str, str]) -> dict[str, 
         "MASTER_PORT": str(job.port),
         # The launcher keeps the store: no rank has to win a port.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RESTART_COUNT": str(job.attempt - 1),
+        "TORCHELASTIC_MAX_RESTARTS": str(job.plan.max_restarts),
         "TORCHELASTIC_RUN_ID": job.folder.path.name,
         "FORK_LAUNCHED": "1",
         "ACCELERATE_MIXED_PRECISION": job.plan.mixed_precision,
@@ -92,9 +91,7 @@ def environment(job: Job, rank: int, inherited: Mapping[str, str]) -> dict[str, 
 def main(job: Job, rank: int) -> int:
     """Run the plan's task as `rank`, report how it ended, and return the exit code."""
     os.environ.update(environment(job, rank, os.environ))
-    stop = _StopOnRequest(job.folder)
-    signal.signal(signal.SIGINT, stop)
-    sys.unraisablehook = stop.unraisable
+    stopping.activate(stopping.StopOnRequest(job.folder.stop_request))
     _set_threads()
     writer = ev.EventWriter(job.folder.events(rank))
     report.activate(report.Reporter(writer, rank, job.world_size))
@@ -163,33 +160,6 @@ def _print_traceback(error: BaseException) -> None:
         frames = [frame for frame in told.stack if frame.filename != __file__]
         told.stack = traceback.StackSummary.from_list(frames)
         sys.stderr.write("".join(told.format()))
-
-
-class _StopOnRequest:
-    """The SIGINT handler of a rank: KeyboardInterrupt, once, and only when the launcher asks.
-
-    Jupyter signals the kernel's whole process group and VS Code every descendant; the launcher
-    alone decides what an interrupt means for the ranks.
-    """
-
-    def __init__(self, folder: RunFolder) -> None:
-        self._request = str(folder.stop_request)
-        self._done = False
-
-    def __call__(self, _signum: int, _frame: FrameType | None) -> None:
-        if not self._done and os.path.exists(self._request):
-            self._done = True
-            raise KeyboardInterrupt
-
-    def unraisable(self, what: Any) -> None:
-        """Try again a moment later where Python could not raise it (in a finalizer, a fork)."""
-        if not (self._done and isinstance(what.exc_value, KeyboardInterrupt)):
-            sys.__unraisablehook__(what)
-            return
-        self._done = False
-        again = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT))
-        again.daemon = True
-        again.start()
 
 
 def _set_threads() -> None:

@@ -42,7 +42,7 @@ def test_one_process_is_forked_too_and_none_means_auto() -> None:
     ("options", "words"),
     [
         ({"num_nodes": 2}, "several nodes"),
-        ({"max_restarts": 1}, "restarts"),
+        ({"max_restarts": -1}, "restarts"),
         ({"num_processes": 0}, "≥ 1"),
         ({"num_processes": 2.5}, "≥ 1"),
         ({"mixed_precision": "fp4"}, "fp4"),

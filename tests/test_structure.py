@@ -11,7 +11,18 @@ import nbtrain
 
 PACKAGE = Path(nbtrain.__file__).parent
 LAYERS = [
-    {"errors", "plan", "events", "folder", "guard", "imports", "late", "ambient"},
+    {
+        "errors",
+        "plan",
+        "events",
+        "folder",
+        "guard",
+        "imports",
+        "late",
+        "ambient",
+        "stopping",
+        "checkpoints",
+    },
     {"serialize"},
     {"exceptions", "devices", "host", "report"},
     {"outcome", "telemetry", "preflight", "cell", "gate", "lint", "resources", "pace", "series"},
@@ -19,6 +30,7 @@ LAYERS = [
     {"ship"},
     {"engines", "view"},
     {"supervise"},
+    {"attempts"},
     {"run"},
     {"launch", "kept"},
     {"blame"},
@@ -57,12 +69,17 @@ def test_the_public_names_are_these() -> None:
         "NbtrainError",
         "RankDied",
         "Run",
+        "attempt",
+        "checkpoint",
+        "checkpoint_dir",
+        "last_checkpoint",
         "last_run",
         "launch",
         "log",
         "notebook_launcher",
         "progress",
         "rank",
+        "should_stop",
         "world_size",
     ]
     for name in nbtrain.__all__:

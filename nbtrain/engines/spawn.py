@@ -107,6 +107,7 @@ def _order(job: Job, rank: int, parcel: ship.Parcel) -> dict[str, Any]:
         "device": job.device,
         "threads": job.threads,
         "port": job.port,
+        "attempt": job.attempt,
         "parcel": parcel.path,
         "descriptors": parcel.descriptors,
     }

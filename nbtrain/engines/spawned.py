@@ -50,6 +50,7 @@ def _be_rank(order: dict[str, Any]) -> int:
         device=order["device"],
         threads=order["threads"],
         port=order["port"],
+        attempt=order["attempt"],
         shared_classes=cargo.classes,
     )
     code = worker.main(job, order["rank"])

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, TypeVar, cast
 
 from .. import events as ev
+from .. import stopping
 from ..events import EventWriter
 from ..imports import when_imported
 from ..late import MOST, LateValues
@@ -113,7 +114,11 @@ class Meter:
     # What torch does
 
     def _watch_optimizers(self, module: ModuleType) -> None:
-        module.register_optimizer_step_post_hook(self._on_step)
+        def stepped(*args: Any) -> None:
+            self._on_step(*args)
+            stopping.at_boundary()
+
+        module.register_optimizer_step_post_hook(stepped)
 
     @_harmless
     def _on_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:

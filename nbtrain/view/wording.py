@@ -229,6 +229,8 @@ def facts(state: RunState, now: float) -> str:
     words = [counted(state.world_size, "rank"), state.engine, devices(state)]
     if state.mixed_precision != "no":
         words.append(state.mixed_precision)
+    if state.attempt > 1:
+        words.append(f"attempt {state.attempt} of {state.attempts}")
     words.append(duration(state.elapsed(now)))
     seconds = eta(state, now)
     return " · ".join([*words, *([f"{about(seconds)} left"] if seconds is not None else [])])

@@ -1,0 +1,96 @@
+"""From the start of the ranks to their end, and again where another attempt may go better."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .engines import Engine
+from .folder import set_aside
+from .outcome import is_echo
+from .state import RankState, RunState
+from .supervise import Interrupts, Supervisor
+from .worker import Job
+
+FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0
+"""Seconds before the second attempt, twice as many before each further one, and at most."""
+
+_MISTAKES = (
+    "SyntaxError",
+    "IndentationError",
+    "NameError",
+    "UnboundLocalError",
+    "ImportError",
+    "ModuleNotFoundError",
+    "AttributeError",
+    "TypeError",
+    "ExceptionGroup",
+)
+"""What a function that never works raises before its first step, at every attempt."""
+
+
+def carry_out(
+    engine: Engine, job: Job, supervisor: Supervisor, interrupts: Interrupts
+) -> BaseException | None:
+    """Start and watch, attempt after attempt, until the run is over.
+
+    Returns an exception that is at hand as such, not in the run folder.
+    """
+    try:
+        while True:
+            ranks = engine.start(job)
+            try:
+                supervisor.watch(ranks, interrupts)
+            finally:
+                ranks.close()
+            state = supervisor.state
+            if not supervisor.has_failed or not may_go_better(state):
+                break
+            reason = f"attempt {state.attempt} of {state.attempts} failed: {told(state)}"
+            set_aside(job.folder, job.world_size, state.attempt)
+            number = state.attempt + 1
+            if not supervisor.begin_again(number, reason, wait_before(number), interrupts):
+                break
+            job = replace(job, attempt=number)
+    except BaseException as error:
+        supervisor.abort(f"{type(error).__name__}: {error}")
+        return error
+    supervisor.finish()
+    return ranks.error
+
+
+def wait_before(number: int) -> float:
+    """Return the seconds before the `number`-th attempt: what was in the way may be gone then."""
+    return min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** (number - 2))
+
+
+def may_go_better(state: RunState) -> bool:
+    """Whether there is another attempt, and the failure is none that it would only repeat."""
+    if state.attempt >= state.attempts:
+        return False
+    began = any(_has_begun(rank) for rank in state.ranks)
+    return began or not all(_is_mistake(rank) for rank in _causes(state))
+
+
+def told(state: RunState) -> str:
+    """Word why an attempt failed: the first failure that is no echo of another."""
+    causes = _causes(state)
+    if not causes:
+        return "no rank said why"
+    first = min(causes, key=lambda rank: rank.ended or 0.0)
+    said = first.error or first.cause or f"exit code {first.returncode}"
+    return f"rank {first.rank}: {said}"
+
+
+def _causes(state: RunState) -> list[RankState]:
+    failed = [rank for rank in state.ranks if rank.status == "failed"]
+    return [rank for rank in failed if not is_echo(rank.error or "")] or failed
+
+
+def _is_mistake(rank: RankState) -> bool:
+    return (rank.error or "").partition(":")[0] in _MISTAKES
+
+
+def _has_begun(rank: RankState) -> bool:
+    """Whether a rank got beyond its first step."""
+    steps = rank.trained.steps if rank.trained is not None else 0
+    return steps > 0 or any(bar.n > 0 for bar in rank.bars.values()) or rank.step is not None

@@ -1,0 +1,176 @@
+"""Runs that start again: with real ranks, real process groups, and checkpoints to go on from."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from conftest import wait_until
+
+import nbtrain
+from nbtrain import attempts
+from nbtrain import events as ev
+from nbtrain.errors import PlanError, RankDied
+from nbtrain.state import RankState, RunState, fold
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "FIRST_WAIT", 0.05)
+
+
+def fails_once(how: str, steps: int = 6, dies_at: int = 4) -> tuple[int, list[float], int]:
+    """Train a number for `steps`; in the first attempt, die of `how` on rank 1 at `dies_at`."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    value, first = torch.zeros(1), 0
+    last = nbtrain.last_checkpoint()
+    if last is not None:
+        state = torch.load(last / f"{nbtrain.rank()}.pt")
+        value, first = state["value"], state["step"] + 1
+    seen = []
+    for step in range(first, steps):
+        if nbtrain.attempt() == 1 and step == dies_at and nbtrain.rank() == 1:
+            if how == "raise":
+                raise ConnectionError("the storage was away")
+            os.kill(os.getpid(), signal.SIGKILL)
+        grad = torch.full((1,), float(step + nbtrain.rank()))
+        dist.all_reduce(grad)
+        value += grad
+        seen.append(float(value))
+        nbtrain.log(step=step, loss=value)
+        with nbtrain.checkpoint(step) as path:
+            torch.save({"value": value, "step": step}, path / f"{nbtrain.rank()}.pt")
+    return nbtrain.attempt(), seen, first
+
+
+@pytest.mark.parametrize(("engine", "how"), [("fork", "raise"), ("fork", "die"), ("spawn", "die")])
+def test_a_run_goes_on_from_its_last_whole_checkpoint(engine: str, how: str) -> None:
+    undisturbed = nbtrain.launch(fails_once, how, 6, 99, num_processes=2)
+    run = nbtrain.launch(fails_once, how, num_processes=2, max_restarts=2, engine=engine)
+    assert run.state.status == "succeeded"
+    for (number, seen, first), (_, whole, _) in zip(run.results, undisturbed.results, strict=True):
+        assert number == 2
+        assert 3 <= first <= 4  # the one that rank 1 left, or the one it did not come to
+        assert seen == whole[first:]
+    assert run.state.attempt == 2
+    again = nbtrain.Run.open(run.folder)
+    assert again.state.ranks == run.state.ranks
+    assert again.state.attempt == 2
+    history = run.history
+    assert set(history["step"].dropna()) == set(range(6))
+    failures = sorted(p.name for p in run.folder.glob("*.attempt-1"))
+    assert failures[-1:] == (["rank-0001.failure.attempt-1"] if how == "raise" else failures[-1:])
+
+
+def test_the_last_attempts_failure_is_raised_and_no_more_are_made() -> None:
+    def always() -> None:
+        nbtrain.log(step=1, loss=1.0)
+        raise OSError(f"attempt {nbtrain.attempt()}")
+
+    with pytest.raises(OSError, match="attempt 3"):
+        nbtrain.launch(always, num_processes=1, max_restarts=2)
+    run = nbtrain.last_run()
+    assert run is not None
+    assert (run.state.status, run.state.attempt, run.state.attempts) == ("failed", 3, 3)
+
+
+def test_ranks_that_are_killed_every_time_end_as_such() -> None:
+    def dies() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(RankDied, match="SIGKILL"):
+        nbtrain.launch(dies, num_processes=1, max_restarts=1)
+
+
+def test_a_mistake_is_not_repeated() -> None:
+    def mistaken() -> None:
+        undefined  # type: ignore[name-defined]  # noqa: B018, F821
+
+    with pytest.raises(NameError):
+        nbtrain.launch(mistaken, num_processes=2, max_restarts=5)
+    run = nbtrain.last_run()
+    assert run is not None
+    assert run.state.attempt == 1
+
+
+def test_a_stop_between_two_attempts_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "FIRST_WAIT", 60.0)
+
+    def fails() -> None:
+        raise OSError("away")
+
+    def stop() -> None:
+        wait_until(lambda: (run := nbtrain.last_run()) is not None and run.state.attempt == 2)
+        run = nbtrain.last_run()
+        assert run is not None
+        run._supervisor.request_stop("by the test")  # type: ignore[union-attr]
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    with pytest.raises(KeyboardInterrupt):
+        nbtrain.launch(fails, num_processes=1, max_restarts=1)
+    stopper.join()
+    run = nbtrain.last_run()
+    assert run is not None
+    assert run.state.status == "interrupted"
+    assert "rank 0 not started again" in run.state.message
+
+
+def test_notebook_launcher_restarts_too() -> None:
+    def fails() -> int:
+        if nbtrain.attempt() == 1:
+            raise OSError("away")
+        return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+    assert nbtrain.notebook_launcher(fails, (), 1, max_restarts=1).value == 1
+
+
+@pytest.mark.parametrize("options", [{"max_restarts": -1}, {"max_restarts": True}])
+def test_numbers_of_restarts_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match="restarts"):
+        nbtrain.launch(int, num_processes=1, **options)
+    with pytest.raises(PlanError, match="inline"):
+        nbtrain.launch(int, engine="inline", max_restarts=1)
+
+
+def failed(error: str, **more: Any) -> RunState:
+    rank = RankState(0, status="failed", error=error, ended=5.0, **more)
+    other = RankState(1, status="stopped")
+    return RunState("train()", "fork", (rank, other), created=1.0, attempts=3)
+
+
+def test_which_failures_are_worth_another_attempt() -> None:
+    assert attempts.may_go_better(failed("OSError: gone"))
+    assert not attempts.may_go_better(failed("TypeError: 3 arguments"))
+    assert attempts.may_go_better(failed("TypeError: None came from the network", step=7))
+    assert not attempts.may_go_better(replace(failed("OSError: gone"), attempt=3))
+    both = replace(
+        failed("TypeError: x"),
+        ranks=(
+            RankState(0, status="failed", error="TypeError: x"),
+            RankState(1, status="failed", error="RuntimeError: Connection closed by peer"),
+        ),
+    )
+    assert not attempts.may_go_better(both)
+    assert "rank 0: TypeError: x" in attempts.told(both)
+
+
+def test_the_wait_grows_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert [attempts.wait_before(n) for n in (2, 3, 4, 9, 99)] == [1.0, 2.0, 4.0, 30.0, 30.0]
+
+
+def test_a_new_attempt_keeps_what_was_printed_and_drops_how_it_ended() -> None:
+    state = failed("OSError: gone", log=("said",), log_count=1, metrics={"loss": 1.0})
+    state = fold(state, [ev.Attempt(6.0, -1, 2, "because"), ev.Started(7.0, 0, 11)])
+    rank = state.ranks[0]
+    assert (rank.status, rank.error, rank.ended) == ("running", None, None)
+    assert (rank.log, rank.log_count, rank.metrics) == (("said",), 1, {"loss": 1.0})
+    assert (state.status, state.attempt, state.message) == ("running", 2, "because")
