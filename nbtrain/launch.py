@@ -13,9 +13,11 @@ from typing import Any
 from . import devices, engines, estimate, preflight, serialize
 from .engines import Engine
 from .errors import PlanError
+from .folder import started
 from .lint import lint
 from .plan import SOURCES, Call, Plan
-from .run import Run, initial_state, new_folder, remember
+from .reopen import initial_state
+from .run import Run, new_folder, remember
 from .supervise import Interrupts, Supervisor
 from .view import fronts
 from .view.tracebacks import show_from_the_rank
@@ -247,6 +249,7 @@ def _manifest(plan: Plan, world_size: int, device: str, notes: Sequence[str]) ->
         "timeout": plan.timeout,
         "env": sorted(plan.env),
         "launcher": os.getpid(),
+        "launcher_started": started(os.getpid()),
         "host": platform.node(),
         "python": platform.python_version(),
         "torch": torch.__version__,

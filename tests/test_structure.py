@@ -16,7 +16,7 @@ LAYERS = [
     {"exceptions", "devices", "host", "report"},
     {"outcome", "telemetry", "preflight", "cell", "gate", "lint", "resources", "pace", "series"},
     {"state", "worker", "pickling", "estimate", "history"},
-    {"ship"},
+    {"ship", "reopen"},
     {"engines", "view"},
     {"supervise"},
     {"run"},
