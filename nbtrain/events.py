@@ -228,6 +228,7 @@ def _types(annotation: str) -> frozenset[type]:
 
 
 _FIELDS = {cls: {f.name: _types(str(f.type)) for f in fields(cls)} for cls in KINDS.values()}
+_decode = json.JSONDecoder().decode
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
@@ -242,7 +243,7 @@ def from_line(line: bytes) -> Event | None:
     A value of a wrong type is unknown, where its field may be; elsewhere the line makes no sense.
     """
     try:
-        record: dict[str, Any] = json.loads(line)
+        record: dict[str, Any] = _decode(line.decode())
         cls = KINDS[record.pop("kind")]
         event = cls(**_sound(record, _FIELDS[cls]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
