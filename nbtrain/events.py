@@ -316,9 +316,10 @@ class Tail:
     def lines(self, *, flush: bool = False) -> list[bytes]:
         """Return new complete lines; with `flush`, an incomplete last one as well."""
         try:
-            self._rest += self._appended()
+            data = self._appended()  # may have emptied the rest
         except FileNotFoundError:  # not yet there, or deleted meanwhile
             return []
+        self._rest += data
         *lines, self._rest = self._rest.split(b"\n")
         if (flush or len(self._rest) > self._longest) and self._rest:
             lines.append(self._rest)

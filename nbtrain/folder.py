@@ -159,14 +159,14 @@ def is_watched(folder: RunFolder) -> bool:
         if b'"kind":"finished"' in ev.last_bytes(folder.launcher_events):
             return False
         if manifest.get("host", platform.node()) != platform.node():
-            newest = max(path.stat().st_mtime for path in folder.path.iterdir())
+            newest = max((path.stat().st_mtime for path in folder.path.iterdir()), default=0.0)
             return time.time() - newest < QUIET
     except FileNotFoundError:  # it is about to start, or being deleted
         return True
     except (OSError, NbtrainError):
         return False
     found = started(manifest.get("launcher"))
-    return found is not None and manifest.get("launcher_started", found) == found
+    return found is not None and manifest.get("launcher_started") in (None, found)
 
 
 def started(pid: Any) -> str | None:

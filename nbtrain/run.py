@@ -63,7 +63,7 @@ class Run:
 
         Raises `FileNotFoundError` where there is none, `NbtrainError` for a damaged one.
         """
-        found = RunFolder(Path(folder).absolute())
+        found = RunFolder(Path(folder).expanduser().absolute())
         return cls(found, read_state(found))
 
     @property

@@ -95,6 +95,16 @@ def test_a_skipping_tail_passes_over_what_it_cannot_keep_up_with(tmp_path: Path)
     assert lines[-1] == b"000009999"
 
 
+def test_a_skipping_tail_forgets_the_beginning_of_a_line_it_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    tail = ev.Tail(path, limit=1000, skip=True)
+    path.write_bytes(b"beginning")
+    assert tail.lines() == []
+    with path.open("ab") as file:
+        file.write(b"".join(b"%09d\n" % i for i in range(10_000)))
+    assert b"beginning" not in tail.lines()[0]
+
+
 def test_a_line_without_end_does_not_fill_memory(tmp_path: Path) -> None:
     path = tmp_path / "f"
     tail = ev.Tail(path, limit=1000)
