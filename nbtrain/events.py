@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -128,10 +129,14 @@ class Host(Event):
 
 @dataclass(frozen=True)
 class Output(Event):
-    """Lines the rank wrote to stdout or stderr. Read from its log, not stored as an event."""
+    """Lines the rank wrote to stdout or stderr. Read from its log, not stored as an event.
+
+    `passed` is how many more lines there were before them.
+    """
 
     kind: ClassVar[str] = "output"
     lines: tuple[str, ...] = ()
+    passed: int = 0
 
 
 @dataclass(frozen=True)
@@ -209,7 +214,31 @@ KINDS: Mapping[str, type[Event]] = {
         Finished,
     )
 }
-_FIELDS = {cls: frozenset(f.name for f in fields(cls)) for cls in KINDS.values()}
+_JSON: Mapping[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "str": (str,),
+    "bool": (bool,),
+    "Mapping": (dict,),
+    "tuple": (list,),
+    "None": (type(None),),
+}
+_UNKNOWN = type(None)
+_HUGE = 1 << 63
+"""Whole numbers that no step, no byte count and no float arithmetic has to do with."""
+
+FOREVER = 1e11
+"""Seconds since the epoch that no clock tells."""
+
+
+def _types(annotation: str) -> frozenset[type]:
+    """Return what JSON makes of values of a type: ``"int | None"`` gives int and NoneType."""
+    names = re.sub(r"\[.*\]", "", annotation).split(" | ")
+    return frozenset(cls for name in names for cls in _JSON[name])
+
+
+_FIELDS = {cls: {f.name: _types(str(f.type)) for f in fields(cls)} for cls in KINDS.values()}
+_decode = json.JSONDecoder().decode
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
@@ -219,15 +248,34 @@ def to_line(event: Event) -> bytes:
 
 
 def from_line(line: bytes) -> Event | None:
-    """Decode one line; None for a broken one or for a kind that this version does not know."""
+    """Decode one line; None for a broken one or for a kind that this version does not know.
+
+    A value of a wrong type is unknown, where its field may be; elsewhere the line makes no sense.
+    """
     try:
-        record: dict[str, Any] = json.loads(line)
+        record: dict[str, Any] = _decode(line.decode())
         cls = KINDS[record.pop("kind")]
-        event = cls(**{k: v for k, v in record.items() if k in _FIELDS[cls]})
-        sound = isinstance(event.time, (int, float)) and isinstance(event.rank, int)
-        return event if sound else None
-    except (ValueError, KeyError, TypeError, AttributeError):
+        event = cls(**_sound(record, _FIELDS[cls]))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
+    return event if abs(event.time) < FOREVER else None  # neither does NaN
+
+
+def _sound(record: Mapping[str, Any], types: Mapping[str, frozenset[type]]) -> dict[str, Any]:
+    """Return the fields that are known, of their types. Raises `TypeError`."""
+    sound = {}
+    for name, value in record.items():
+        allowed = types.get(name)
+        if allowed is None:
+            continue
+        kind = type(value)
+        if kind in allowed and (kind is not int or -_HUGE < value < _HUGE):
+            sound[name] = value
+        elif _UNKNOWN in allowed:
+            sound[name] = None
+        else:
+            raise TypeError(name)
+    return sound
 
 
 class EventWriter:
@@ -263,33 +311,42 @@ class Tail:
     """Reads the complete lines that were appended to a file since the last call.
 
     At most `limit` bytes a call: where more was appended, and `skip` is true, the oldest are
-    passed over, so that a rank that prints without end costs its reader nothing.
+    passed over, so that a rank that prints without end costs its reader nothing. A line of more
+    than `longest` bytes, by default the limit, is broken.
     """
 
-    def __init__(self, path: Path, *, limit: int = 1 << 20, skip: bool = False) -> None:
+    def __init__(
+        self, path: Path, *, limit: int = 1 << 20, skip: bool = False, longest: int = 0
+    ) -> None:
         self._path, self._limit, self._skip = path, limit, skip
+        self._longest = longest or limit
         self._offset = 0
         self._rest = b""
 
     def lines(self, *, flush: bool = False) -> list[bytes]:
         """Return new complete lines; with `flush`, an incomplete last one as well."""
         try:
-            size = self._path.stat().st_size
-        except FileNotFoundError:
+            data = self._appended()  # may have emptied the rest
+        except FileNotFoundError:  # not yet there, or deleted meanwhile
             return []
-        if size > self._offset:
-            with self._path.open("rb") as file:
-                if self._skip and size - self._offset > self._limit:
-                    self._offset, self._rest = size - self._limit, b""
-                file.seek(self._offset)
-                data = file.read(self._limit)
-            self._offset += len(data)
-            self._rest += data
+        self._rest += data
         *lines, self._rest = self._rest.split(b"\n")
-        if (flush or len(self._rest) > self._limit) and self._rest:
+        if (flush or len(self._rest) > self._longest) and self._rest:
             lines.append(self._rest)
             self._rest = b""
         return lines
+
+    def _appended(self) -> bytes:
+        size = self._path.stat().st_size
+        if size <= self._offset:
+            return b""
+        with self._path.open("rb") as file:
+            if self._skip and size - self._offset > self._limit:
+                self._offset, self._rest = size - self._limit, b""
+            file.seek(self._offset)
+            data = file.read(self._limit)
+        self._offset += len(data)
+        return data
 
     @property
     def behind(self) -> bool:
@@ -301,8 +358,8 @@ class Tail:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Read every event of a finished file."""
-    tail = Tail(path)
+    """Read every event of a finished file, holding little of it: many may be read side by side."""
+    tail = Tail(path, limit=1 << 16, longest=1 << 20)
     while True:
         for line in tail.lines():
             event = from_line(line)
@@ -310,3 +367,13 @@ def read_events(path: Path) -> Iterator[Event]:
                 yield event
         if not tail.behind:
             return
+
+
+def last_bytes(path: Path, size: int = 1 << 16) -> bytes:
+    """Return the end of a file; nothing where there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - size))
+            return file.read(size)
+    except FileNotFoundError:
+        return b""

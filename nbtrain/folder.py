@@ -26,10 +26,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import LaunchError
+from . import events as ev
+from .errors import LaunchError, NbtrainError
 
 KEEP = 20
 FORMAT = 1
+
+QUIET = 60.0
+"""Seconds without a change after which a run of another host counts as gone."""
+
+_GOING = ".going-"
 
 
 @dataclass(frozen=True)
@@ -67,9 +73,26 @@ class RunFolder:
         return self.path / f"rank-{rank:04d}.failure"
 
     def read_manifest(self) -> dict[str, Any]:
-        """Return what `create` wrote."""
-        manifest: dict[str, Any] = json.loads(self.manifest.read_text())
+        """Return what `create` wrote.
+
+        Raises `FileNotFoundError` where there is none, `NbtrainError` for one that cannot be read.
+        """
+        try:
+            manifest = json.loads(self.manifest.read_bytes())
+        except FileNotFoundError:
+            raise
+        except (OSError, ValueError, RecursionError) as error:
+            raise NbtrainError(f"{self.manifest} cannot be read: {error}") from error
+        if not isinstance(manifest, dict):
+            raise NbtrainError(f"{self.manifest} is no manifest of a run, but {manifest!r:.40}")
         return manifest
+
+    def check_it_is_there(self) -> None:
+        """Raise `NbtrainError` if the folder was deleted."""
+        if not self.path.exists():
+            raise NbtrainError(
+                f"the folder of this run is gone ({self.path}): the last {KEEP} runs are kept"
+            )
 
 
 def root() -> Path:
@@ -122,27 +145,69 @@ def runs() -> list[RunFolder]:
     with contextlib.suppress(OSError):
         for path in root().glob("*/run.json"):
             with contextlib.suppress(FileNotFoundError):  # another kernel prunes, too
-                found.append((path.stat().st_mtime_ns, RunFolder(path.parent)))
+                if not path.parent.name.startswith(_GOING):
+                    found.append((path.stat().st_mtime_ns, RunFolder(path.parent)))
     return [folder for _, folder in sorted(found, key=lambda pair: pair[0])]
 
 
 def prune(keep: int = KEEP, in_use: Collection[Path] = ()) -> None:
-    """Delete all but the newest `keep` runs, those `in_use`, and those still watched."""
+    """Delete all but the newest `keep` runs, those `in_use`, and those still watched.
+
+    They are renamed first: who reads one finds it whole, or gone, and never half.
+    """
     for folder in runs()[:-keep]:
         if folder.path not in in_use and not is_watched(folder):
-            shutil.rmtree(folder.path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                folder.path.rename(folder.path.with_name(_GOING + folder.path.name))
+    for path in root().glob(f"{_GOING}*"):  # also of a kernel that ended while it deleted
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def is_watched(folder: RunFolder) -> bool:
-    """Whether the process that launched the run lives, and has not written its end yet."""
+    """Whether the process that launched the run lives, and has not written its end yet.
+
+    Of a run from another host nobody here can tell: it is watched as long as its files change.
+    """
     try:
         manifest = folder.read_manifest()
-        if '"kind":"finished"' in folder.launcher_events.read_text():
+        if b'"kind":"finished"' in ev.last_bytes(folder.launcher_events):
             return False
-        if manifest["host"] == platform.node():  # elsewhere, nobody here can tell
-            os.kill(int(manifest["launcher"]), 0)
-    except FileNotFoundError:  # it is about to start
+        if manifest.get("host", platform.node()) != platform.node():
+            newest = max((path.stat().st_mtime for path in folder.path.iterdir()), default=0.0)
+            return time.time() - newest < QUIET
+    except FileNotFoundError:  # it is about to start, or being deleted
         return True
-    except (OSError, ValueError, KeyError):
+    except (OSError, NbtrainError):
         return False
-    return True
+    found = started(manifest.get("launcher"))
+    return found is not None and manifest.get("launcher_started") in (None, found)
+
+
+def started(pid: Any) -> str | None:
+    """Return what tells a process from others that had its number, or will; None if it is gone.
+
+    On Linux that is the clock tick it started at, and the boot from which ticks are counted: the
+    time of day, which psutil makes of it, moves when the clock is set.
+    """
+    if type(pid) is not int:
+        return None
+    if Path("/proc/self/stat").exists():
+        try:
+            told = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+            gone = told[0] in (b"Z", b"X")  # a zombie watches nothing
+            return None if gone else f"{told[19].decode()} {_boot()}"
+        except (OSError, IndexError):
+            return None
+    import psutil
+
+    try:
+        return str(psutil.Process(pid).create_time())
+    except (psutil.Error, ValueError):
+        return None
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # a sandbox without it
+        return ""

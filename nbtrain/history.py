@@ -29,6 +29,7 @@ def rows(folder: RunFolder, world_size: int) -> list[Row]:
         logged.extend(_logged(said, rank))
         seen.extend(_seen(said, rank))
     taken = {name for row in logged for name in row} - set(KEYS)
+    folder.check_it_is_there()  # what was deleted meanwhile was read in part
     left = ({k: v for k, v in row.items() if k not in taken} for row in seen)
     found = [*logged, *(row for row in left if not row.keys() <= set(KEYS))]
     return sorted(found, key=lambda row: float(row["time"]))

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from . import events as ev
 from . import folder as folders
-from .errors import PlanError
+from .errors import NbtrainError, PlanError
+from .reopen import initial_state
 from .run import Run, last_run
 from .view.wording import counted, duration
 
@@ -29,21 +30,21 @@ def briefs() -> list[Brief]:
     for folder in folders.runs():
         try:
             found.append(_brief(folder))
-        except (OSError, ValueError, KeyError, TypeError):  # pruned meanwhile, or damaged
+        except (OSError, NbtrainError):  # pruned meanwhile, or damaged
             continue
     return found
 
 
 def _brief(folder: folders.RunFolder) -> Brief:
-    manifest = folder.read_manifest()
-    created = float(manifest["created"])
-    ended = [e for e in ev.read_events(folder.launcher_events) if isinstance(e, ev.Finished)]
+    state = initial_state(folder.read_manifest(), folder.manifest)
+    created = state.created
+    last = map(ev.from_line, ev.last_bytes(folder.launcher_events).split(b"\n"))
+    ended = [e for e in last if isinstance(e, ev.Finished)]
     if ended:
         status, seconds = ended[-1].status, max(0.0, ended[-1].time - created)
     else:
         status, seconds = "running" if folders.is_watched(folder) else "lost", None
-    ranks = int(manifest["num_processes"])
-    return Brief(folder.path.name, status, created, ranks, seconds)
+    return Brief(folder.path.name, status, created, state.world_size, seconds)
 
 
 def page(kept: list[Brief], now: float) -> str:

@@ -14,9 +14,11 @@ from . import devices, engines, estimate, preflight, serialize
 from .attempts import carry_out
 from .engines import Engine
 from .errors import PlanError
+from .folder import started
 from .lint import lint
 from .plan import SOURCES, Call, Plan
-from .run import Run, initial_state, new_folder, remember
+from .reopen import initial_state
+from .run import Run, new_folder, remember
 from .supervise import Interrupts, Supervisor
 from .view import fronts
 from .view.tracebacks import show_from_the_rank
@@ -236,6 +238,7 @@ def _manifest(plan: Plan, world_size: int, device: str, notes: Sequence[str]) ->
         "max_restarts": plan.max_restarts,
         "env": sorted(plan.env),
         "launcher": os.getpid(),
+        "launcher_started": started(os.getpid()),
         "host": platform.node(),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -8,29 +8,22 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import events as ev
 from . import history as past
 from . import serialize
-from .errors import LaunchError, NbtrainError, RunTimeout
-from .folder import KEEP, RunFolder, create, is_watched, prune
+from .errors import LaunchError, RunTimeout
+from .folder import RunFolder, create, prune
 from .outcome import Failure, headline, ranks_text, to_exception
-from .state import RankState, RunState, fold, plain
-from .supervise import Reader, Supervisor
+from .reopen import TAIL_BYTES, read_state
+from .state import RankState, RunState
+from .supervise import Supervisor
 from .view import html, plot, screen
 from .view.wording import counted
 
 SMALL = 1 << 20
 """Bytes of a result that is held in memory as soon as its run is over."""
-
-TAIL_BYTES = 1 << 20
-"""Bytes at the end of a log among which its last lines are looked for."""
-
-NOTE = 1000
-"""Characters of a note that are shown; the manifest has all."""
 
 _last: Run | None = None
 _last_pid: int | None = None
@@ -70,7 +63,7 @@ class Run:
 
         Raises `FileNotFoundError` where there is none, `NbtrainError` for a damaged one.
         """
-        found = RunFolder(Path(folder).absolute())
+        found = RunFolder(Path(folder).expanduser().absolute())
         return cls(found, read_state(found))
 
     @property
@@ -108,14 +101,8 @@ class Run:
         try:
             return self._folder.result(rank).read_bytes()
         except FileNotFoundError:
-            self._check_folder()
+            self._folder.check_it_is_there()
             return None
-
-    def _check_folder(self) -> None:
-        if not self.folder.exists():
-            raise NbtrainError(
-                f"the folder of this run is gone ({self.folder}): the last {KEEP} runs are kept"
-            )
 
     def _keep_results(self) -> None:
         """Have small results in memory, so that the folder may go; keep it for large ones."""
@@ -179,7 +166,7 @@ class Run:
                 file.seek(max(0, size - TAIL_BYTES) if tail is not None else 0)
                 text = file.read().decode("utf-8", "replace")
         except FileNotFoundError:
-            self._check_folder()
+            self._folder.check_it_is_there()
             return []
         lines = text.removesuffix("\n").split("\n") if text else []
         return lines if tail is None else lines[-tail:] if tail > 0 else []
@@ -198,7 +185,7 @@ class Run:
         return past.frame(self._history_rows())
 
     def _history_rows(self) -> list[past.Row]:
-        self._check_folder()
+        self._folder.check_it_is_there()
         return past.rows(self._folder, self.state.world_size)
 
     def plot(self, metric: str | Sequence[str] | None = None) -> Any:
@@ -296,40 +283,6 @@ def _was(words: str, ranks: list[int]) -> str:
     if words != "stopped":
         return words
     return "was stopped" if len(ranks) == 1 else "were stopped"
-
-
-def read_state(folder: RunFolder) -> RunState:
-    """Fold a run's picture from its files alone."""
-    manifest, watched = folder.read_manifest(), is_watched(folder)
-    try:
-        state = initial_state(manifest)
-        ranks = range(state.world_size)
-        everything = [
-            *ev.read_events(folder.launcher_events),
-            *Reader(folder, len(ranks)).read(gone=ranks),
-        ]
-    except (KeyError, TypeError, ValueError) as error:
-        raise NbtrainError(f"{folder.path} is no run that can be read: {error!r}") from error
-    order = {"exited": 1, "finished": 2}
-    state = fold(state, sorted(everything, key=lambda e: (order.get(e.kind, 0), e.time)))
-    if state.is_over or watched:
-        return state
-    last = max((event.time for event in everything), default=state.created)
-    return replace(state, status="lost", ended=last, message="its kernel ended before the run did")
-
-
-def initial_state(manifest: dict[str, Any]) -> RunState:
-    """Return the picture of a run of which nothing is known but its manifest."""
-    return RunState(
-        name=manifest["name"],
-        engine=manifest["engine"],
-        ranks=tuple(RankState(rank) for rank in range(manifest["num_processes"])),
-        created=manifest["created"],
-        mixed_precision=manifest["mixed_precision"],
-        device=manifest["device"],
-        notes=tuple(plain(str(note), NOTE) for note in manifest.get("notes", ())),
-        attempts=1 + int(manifest.get("max_restarts", 0)),
-    )
 
 
 def new_folder(manifest: dict[str, Any]) -> RunFolder:

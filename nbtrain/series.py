@@ -8,6 +8,7 @@ takes as much as one of a minute, and is the same whether it was folded live or 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -57,11 +58,18 @@ def joined(bins: Sequence[Bin]) -> Bin:
 
 
 class End(NamedTuple):
-    """The newest point of a rank; `shift` was added to its step, because steps had gone back."""
+    """The newest point of a rank; `shift` was added to its step, because steps had gone back.
+
+    `first` is where the present counting began. `before` is how it was before that, as long as
+    nothing but one value says that it began at all.
+    """
 
     x: float
     value: float
-    shift: float
+    shift: float = 0.0
+    first: float = 0.0
+    before: tuple[float, float, float] | None = None
+    """`x`, `shift` and `first` of then."""
 
 
 class Line(NamedTuple):
@@ -230,13 +238,11 @@ class _SeriesDraft:
             value = float(value)
         except OverflowError:  # an integer beyond any float
             value = math.inf
-        end = self._ends.get(rank)
-        x, shift = _place(step, end)
-        if value - value != 0.0:  # NaN and both infinities, the quickest way to ask
-            self._ends[rank] = End(x, math.nan, shift)
+        is_finite = value - value == 0.0  # no NaN, no infinity: the quickest way to ask
+        x, self._ends[rank] = _place(step, value if is_finite else math.nan, self._ends.get(rank))
+        if not is_finite:
             self._gap(rank, x, value)
             return
-        self._ends[rank] = End(x, value, shift)
         key = int(x // self._width)
         found = self._bins.get(key)
         if found is None:
@@ -289,16 +295,30 @@ class _SeriesDraft:
         )
 
 
-def _place(step: float | None, end: End | None) -> tuple[float, float]:
-    """Return where a value belongs, and by how much its step was shifted to go on after `end`."""
-    if step is None:
-        return (0.0, 0.0) if end is None else (end.x + 1, end.shift)
+def _place(step: float | None, value: float, end: End | None) -> tuple[float, End]:
+    """Return where a value belongs, and the newest point after it.
+
+    A step that goes back is either late, and belongs where it says, or begins to count anew, and
+    the curve goes on. Who is late is not far back; who counts anew does not go on where the
+    former counting ended.
+    """
     if end is None:
-        return step, 0.0
-    x = step + end.shift
-    if x >= end.x:
-        return x, end.shift
-    return end.x + 1, end.x + 1 - step  # counting began anew: the curve goes on
+        x = 0.0 if step is None else step
+        return x, End(x, value, first=x)
+    at, _, shift, first, before = end
+    if step is None:
+        return at + 1, End(at + 1, value, shift, first)
+    if before is not None and step + before[1] > before[0]:  # the one between was only late
+        _, shift, first = before
+        x = max(at, step + shift)
+        return x, End(x, value, shift, first)
+    x = step + shift
+    if x >= at:
+        return x, End(x, value, shift, first)
+    if x > (first + at) / 2:
+        return x, end
+    x = at + 1
+    return x, End(x, value, x - step, x, (at, shift, first))
 
 
 class _LineDraft:
@@ -311,10 +331,12 @@ class _LineDraft:
         self._last = (0.0, math.nan) if line is None else line.last
 
     def add(self, x: float, y: float) -> None:
-        self._last = (x, y)
+        if x >= self._last[0] or not self._count:
+            self._last = (x, y)
         if self._count % self._stride == 0:
-            self._x.append(x)
-            self._y.append(y)
+            where = bisect_right(self._x, x)  # the end, but for a late one
+            self._x.insert(where, x)
+            self._y.insert(where, y)
             if len(self._x) > POINTS:
                 del self._x[1::2], self._y[1::2]
                 self._stride *= 2

@@ -41,7 +41,8 @@ class RankState:
     """One rank: starting, running, failing, done, failed or stopped.
 
     `phase` says what a running one is busy with where that is not training. `metrics` are the
-    last values logged, at most `METRICS` of them.
+    last values logged, at most `METRICS` of them. `log_count` is how many lines were seen: a log
+    that grew faster than it could be read, or by tens of MiB, has more.
     """
 
     rank: int
@@ -193,7 +194,8 @@ def _listed(value: Any) -> Sequence[Any]:
 
 
 def _metrics(draft: _Draft, event: ev.Metrics, curves: CurvesDraft) -> None:
-    values = event.values if isinstance(event.values, Mapping) else {}
+    said = event.values if isinstance(event.values, Mapping) else {}
+    values = {k: v for k, v in said.items() if isinstance(v, (int, float, str))}
     step = event.step if type(event.step) is int and abs(event.step) < 1 << 53 else None
     kept = dict(draft["metrics"])
     for key, value in values.items():
@@ -239,7 +241,7 @@ def _progress(draft: _Draft, event: ev.Progress, _curves: CurvesDraft) -> None:
 def _output(draft: _Draft, event: ev.Output, _curves: CurvesDraft) -> None:
     lines = tuple(plain(line) for line in event.lines[-LOG_LINES:])
     draft["log"] = (draft["log"] + lines)[-LOG_LINES:]
-    draft["log_count"] += len(event.lines)
+    draft["log_count"] += event.passed + len(event.lines)
 
 
 def _phase(draft: _Draft, event: ev.Phase, _curves: CurvesDraft) -> None:

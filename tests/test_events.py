@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -39,6 +40,35 @@ def test_broken_and_unknown_lines_are_passed_over(line: bytes) -> None:
     assert ev.from_line(line) is None
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rank": "x"},
+        {"time": None},
+        {"time": math.nan},
+        {"time": math.inf},
+        {"time": 10**400},
+        {"time": True},
+        {"values": [1]},
+        {"values": None},
+    ],
+)
+def test_a_line_of_wrong_types_is_passed_over(fields: dict[str, object]) -> None:
+    sound = {"kind": "metrics", "time": 1.0, "rank": 0, "step": 1, "values": {}}
+    assert ev.from_line(json.dumps(sound).encode()) == ev.Metrics(1.0, 0, 1, {})
+    assert ev.from_line(json.dumps({**sound, **fields}).encode()) is None
+
+
+@pytest.mark.parametrize("step", ["x", [1], 1.5, True, 10**400])
+def test_what_may_be_unknown_is_unknown_where_its_type_is_wrong(step: object) -> None:
+    record = {"kind": "metrics", "time": 1.0, "rank": 0, "step": step, "values": {"loss": 1.0}}
+    assert ev.from_line(json.dumps(record).encode()) == ev.Metrics(1.0, 0, None, {"loss": 1.0})
+
+
+def test_lines_beyond_all_nesting_are_passed_over() -> None:
+    assert ev.from_line(b"[" * 200_000) is None
+
+
 def test_fields_of_a_later_version_are_ignored() -> None:
     line = b'{"kind":"started","time":1,"rank":0,"pid":5,"colour":"red"}'
     assert ev.from_line(line) == ev.Started(1, 0, 5)
@@ -63,6 +93,16 @@ def test_a_skipping_tail_passes_over_what_it_cannot_keep_up_with(tmp_path: Path)
     lines = ev.Tail(path, limit=1000, skip=True).lines()
     assert len(lines) <= 101
     assert lines[-1] == b"000009999"
+
+
+def test_a_skipping_tail_forgets_the_beginning_of_a_line_it_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    tail = ev.Tail(path, limit=1000, skip=True)
+    path.write_bytes(b"beginning")
+    assert tail.lines() == []
+    with path.open("ab") as file:
+        file.write(b"".join(b"%09d\n" % i for i in range(10_000)))
+    assert b"beginning" not in tail.lines()[0]
 
 
 def test_a_line_without_end_does_not_fill_memory(tmp_path: Path) -> None:
@@ -95,3 +135,21 @@ def test_lines_are_ordinary_json_and_files_private(tmp_path: Path) -> None:
 
 def test_a_full_disk_costs_the_report_not_the_training() -> None:
     ev.EventWriter(Path("/dev/full")).write(ev.Started(1, 0, 5))
+
+
+def test_a_file_that_is_deleted_between_two_looks_has_no_more_lines(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"one\n")
+    tail = ev.Tail(path)
+    path.unlink()
+    assert (tail.lines(flush=True), tail.behind) == ([], False)
+    assert ev.last_bytes(path) == b""
+
+
+def test_a_long_line_is_read_whole_by_small_steps(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    said = ev.Metrics(1.0, 0, 1, {f"metric {i}": float(i) for i in range(10_000)})
+    line = ev.to_line(said)
+    path.write_bytes(line + line)
+    assert len(line) > 3 << 16
+    assert list(ev.read_events(path)) == [said, said]

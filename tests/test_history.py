@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import nbtrain
+from nbtrain import events
 from nbtrain.errors import MissingExtra, NbtrainError
 from nbtrain.events import EventWriter, Training
 
@@ -121,6 +124,21 @@ def test_the_history_of_a_folder_that_is_gone_says_so() -> None:
         _ = run.history
 
 
+def test_a_folder_that_goes_while_it_is_read_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = logging_run(3)
+    whole = events.read_events
+
+    def deleted_between(path: Path) -> Iterator[events.Event]:
+        yield from whole(path)
+        shutil.rmtree(run.folder, ignore_errors=True)
+
+    monkeypatch.setattr(events, "read_events", deleted_between)
+    with pytest.raises(NbtrainError, match="is gone"):
+        _ = run.history
+    with pytest.raises(NbtrainError, match="is gone"):
+        run.logs()
+
+
 def test_lines_that_make_no_sense_leave_the_rest_of_the_history() -> None:
     run = logging_run(2)
     with (run.folder / "rank-0001.jsonl").open("a") as file:
@@ -134,6 +152,6 @@ def test_lines_that_make_no_sense_leave_the_rest_of_the_history() -> None:
         ):
             file.write(line + "\n")
     history = run.history
-    assert len(history) == 2 * 3 + 5
-    assert list(history["lr"].dropna()) == [0.5, 0.5]
+    assert len(history) == 2 * 3 + 3
+    assert list(history["lr"].dropna()) == [0.5]
     assert nbtrain.Run.open(run.folder)._repr_html_()

@@ -91,6 +91,41 @@ def test_steps_that_go_back_go_on_behind() -> None:
     assert [b.x for b in curve(twice).band] == [0, 1, 2, 3, 4, 5]
 
 
+def steps(said: list[int], ranks: int = 2) -> Series:
+    return curve([ev.Metrics(1.0, 0, step, {"loss": float(step)}) for step in said], ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, LINES + 1])
+def test_a_late_value_is_drawn_at_its_step_and_shifts_nothing(ranks: int) -> None:
+    series = steps([*range(10), 5, 10, 11, 8, 12], ranks)
+    assert [(b.x, b.mean) for b in series.band] == [(x, float(x)) for x in range(13)]
+    assert [series.bins[x].size for x in (5, 8)] == [2, 2]
+    assert (series.ends[0].x, series.last) == (12, 12.0)
+    for line in series.lines.values():
+        assert list(line.x) == sorted([*range(13), 5, 8])
+        assert line.last == (12, 12.0)
+
+
+def test_a_value_from_before_the_beginning_shifts_only_itself() -> None:
+    assert [b.x for b in steps([9, 5, 10, 11, 12]).band] == [9, 10, 11, 12]
+    assert [b.x for b in steps([1, 0, 2, 3, 4]).band] == [1, 2, 3, 4]
+
+
+def test_counting_that_begins_anew_elsewhere_goes_on_too() -> None:
+    assert steps([*range(3, 10), *range(4, 10)]).span == (3, 15)
+    assert steps([*range(5), *range(5), *range(9)]).span == (0, 18)
+
+
+def test_late_values_are_the_same_however_they_were_folded() -> None:
+    said: list[ev.Event] = [
+        ev.Metrics(1.0, 0, step, {"loss": float(step)}) for step in [*range(10), 5, 3, 10, 0, 11]
+    ]
+    state = picture()
+    for event in said:
+        state = fold(state, [event])
+    assert state == fold(picture(), said)
+
+
 def test_metrics_with_steps_of_their_own_do_not_disturb_each_other() -> None:
     events: list[ev.Event] = []
     for epoch in range(3):

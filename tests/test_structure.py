@@ -27,7 +27,7 @@ LAYERS = [
     {"exceptions", "devices", "host", "report"},
     {"outcome", "telemetry", "preflight", "cell", "gate", "lint", "resources", "pace", "series"},
     {"state", "worker", "pickling", "estimate", "history"},
-    {"ship"},
+    {"ship", "reopen"},
     {"engines", "view"},
     {"supervise"},
     {"attempts"},
