@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 
 @dataclass(frozen=True)
@@ -320,6 +320,8 @@ class Tail:
     ) -> None:
         self._path, self._limit, self._skip = path, limit, skip
         self._longest = longest or limit
+        self.passed = 0
+        """Lines that were passed over so far, as far as they were counted."""
         self._offset = 0
         self._rest = b""
 
@@ -341,7 +343,9 @@ class Tail:
         if size <= self._offset:
             return b""
         with self._path.open("rb") as file:
+            file.seek(self._offset)
             if self._skip and size - self._offset > self._limit:
+                self.passed += _newlines(file, min(size - self._limit - self._offset, _COUNTED))
                 self._offset, self._rest = size - self._limit, b""
             file.seek(self._offset)
             data = file.read(self._limit)
@@ -355,6 +359,18 @@ class Tail:
             return self._path.stat().st_size > self._offset
         except FileNotFoundError:
             return False
+
+
+_COUNTED = 1 << 26
+"""Bytes, of those that are passed over in a call, in which lines are counted."""
+
+
+def _newlines(file: BinaryIO, size: int) -> int:
+    found = 0
+    while size > 0 and (block := file.read(min(size, 1 << 20))):
+        found += block.count(b"\n")
+        size -= len(block)
+    return found
 
 
 def read_events(path: Path) -> Iterator[Event]:

@@ -81,7 +81,8 @@ class Reader:
                     break
             lines = tuple(line.decode("utf-8", "replace") for line in log.lines(flush=rank in gone))
             if lines:
-                found.append(ev.Output(time.time(), rank, lines))
+                passed, log.passed = log.passed, 0
+                found.append(ev.Output(time.time(), rank, lines, passed))
         return found
 
 

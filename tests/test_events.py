@@ -95,6 +95,17 @@ def test_a_skipping_tail_passes_over_what_it_cannot_keep_up_with(tmp_path: Path)
     assert lines[-1] == b"000009999"
 
 
+def test_lines_that_are_passed_over_are_counted(tmp_path: Path) -> None:
+    path, tail = tmp_path / "log", ev.Tail(tmp_path / "log", limit=1000, skip=True)
+    path.write_bytes(b"".join(b"line %d\n" % i for i in range(5000)) + b"the rest")
+    found = tail.lines()
+    assert tail.passed + len(found) == 5000
+    with path.open("ab") as file:
+        file.write(b" of it\n" + b"more\n" * 3000)
+    found += tail.lines(flush=True)
+    assert tail.passed + len(found) == 8001
+
+
 def test_a_skipping_tail_forgets_the_beginning_of_a_line_it_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "f"
     tail = ev.Tail(path, limit=1000, skip=True)
