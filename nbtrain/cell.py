@@ -28,6 +28,8 @@ class Options:
     view: str = "auto"
     timeout: float | None = None
     max_restarts: int = 0
+    background: bool = False
+    detach: bool = False
     telemetry: tuple[str, ...] = SOURCES
 
 
@@ -137,6 +139,16 @@ def _add_limits(p: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="start all ranks again after one failed, up to N times (see nbtrain.checkpoint)",
+    )
+    p.add_argument(
+        "--background",
+        action="store_true",
+        help="give the prompt back at once; the board stays live, run.wait() waits",
+    )
+    p.add_argument(
+        "--detach",
+        action="store_true",
+        help="the same, and the run survives the kernel: %%nbtrain show finds it again",
     )
 
 

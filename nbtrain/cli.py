@@ -4,13 +4,30 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 
-from . import doctor
+from . import doctor, kept
+from .errors import NbtrainError
+from .run import Run
+from .view import text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 0, or 2 for a command line that makes no sense."""
+    """Run the command and return its exit code: 0, 1 for what cannot be done, 2 for nonsense."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    try:
+        return _do(options, parser)
+    except (NbtrainError, FileNotFoundError, IndexError) as error:
+        print(f"nbtrain: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader, ``head`` say, has seen enough
+        sys.stderr.close()
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="nbtrain", description="Train on many devices from a notebook cell."
     )
@@ -19,12 +36,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser(
         "doctor", help="what this host offers, and what would be refused or warned of, on a page"
     )
-    options = parser.parse_args(argv)
-    if options.version:
-        print(f"nbtrain {vars(sys.modules['nbtrain'])['__version__']}")
-    elif options.command == "doctor":
-        print(doctor.page())
-        print("\nOf a notebook's own kernel, `%nbtrain doctor` in a cell tells the same.")
-    else:
-        parser.print_help()
+    commands.add_parser("runs", help="the runs that are kept")
+    for name, what in (
+        ("show", "a run as it stands now"),
+        ("logs", "what the ranks of a run printed"),
+        ("stop", "end a run, wherever it was started on this host, and wait until it has ended"),
+    ):
+        command = commands.add_parser(name, help=what)
+        command.add_argument(
+            "run",
+            nargs="?",
+            default="",
+            metavar="RUN",
+            help="its name, or how that begins; without one: the last",
+        )
+        if name == "logs":
+            command.add_argument("--rank", type=int, help="of this rank alone")
+            command.add_argument("--tail", type=int, metavar="N", help="the last N lines of each")
+    return parser
+
+
+def _do(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    match options.command:
+        case "doctor":
+            print(doctor.page())
+            print("\nOf a notebook's own kernel, `%nbtrain doctor` in a cell tells the same.")
+        case "runs":
+            print(kept.page(kept.briefs(), time.time()))
+        case "show":
+            print(text.summary(kept.find(options.run).state, time.time()))
+        case "logs":
+            print(kept.find(options.run).logs(options.rank, options.tail))
+        case "stop":
+            return _stop(kept.find(options.run))
+        case _ if options.version:
+            print(f"nbtrain {vars(sys.modules['nbtrain'])['__version__']}")
+        case _:
+            parser.print_help()
+    return 0
+
+
+def _stop(run: Run) -> int:
+    if run.state.is_over:
+        print(f"{run.folder.name} is over: {run.state.status}")
+        return 0
+    run.stop(how="by `nbtrain stop`")
+    print(f"{run.folder.name}: {run.state.status} {run.state.message}")
     return 0

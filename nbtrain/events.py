@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True)
@@ -305,91 +305,3 @@ class EventWriter:
         """Close the file; later writes go nowhere."""
         descriptor, self._fd = self._fd, -1
         os.close(descriptor)
-
-
-class Tail:
-    """Reads the complete lines that were appended to a file since the last call.
-
-    At most `limit` bytes a call: where more was appended, and `skip` is true, the oldest are
-    passed over, so that a rank that prints without end costs its reader nothing. A line of more
-    than `longest` bytes, by default the limit, is broken.
-    """
-
-    def __init__(
-        self, path: Path, *, limit: int = 1 << 20, skip: bool = False, longest: int = 0
-    ) -> None:
-        self._path, self._limit, self._skip = path, limit, skip
-        self._longest = longest or limit
-        self.passed = 0
-        """Lines that were passed over so far, as far as they were counted."""
-        self._offset = 0
-        self._rest = b""
-
-    def lines(self, *, flush: bool = False) -> list[bytes]:
-        """Return new complete lines; with `flush`, an incomplete last one as well."""
-        try:
-            data = self._appended()  # may have emptied the rest
-        except FileNotFoundError:  # not yet there, or deleted meanwhile
-            return []
-        self._rest += data
-        *lines, self._rest = self._rest.split(b"\n")
-        if (flush or len(self._rest) > self._longest) and self._rest:
-            lines.append(self._rest)
-            self._rest = b""
-        return lines
-
-    def _appended(self) -> bytes:
-        size = self._path.stat().st_size
-        if size <= self._offset:
-            return b""
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            if self._skip and size - self._offset > self._limit:
-                self.passed += _newlines(file, min(size - self._limit - self._offset, _COUNTED))
-                self._offset, self._rest = size - self._limit, b""
-            file.seek(self._offset)
-            data = file.read(self._limit)
-        self._offset += len(data)
-        return data
-
-    @property
-    def behind(self) -> bool:
-        """Whether more than the last call returned is already in the file."""
-        try:
-            return self._path.stat().st_size > self._offset
-        except FileNotFoundError:
-            return False
-
-
-_COUNTED = 1 << 26
-"""Bytes, of those that are passed over in a call, in which lines are counted."""
-
-
-def _newlines(file: BinaryIO, size: int) -> int:
-    found = 0
-    while size > 0 and (block := file.read(min(size, 1 << 20))):
-        found += block.count(b"\n")
-        size -= len(block)
-    return found
-
-
-def read_events(path: Path) -> Iterator[Event]:
-    """Read every event of a finished file, holding little of it: many may be read side by side."""
-    tail = Tail(path, limit=1 << 16, longest=1 << 20)
-    while True:
-        for line in tail.lines():
-            event = from_line(line)
-            if event is not None:
-                yield event
-        if not tail.behind:
-            return
-
-
-def last_bytes(path: Path, size: int = 1 << 16) -> bytes:
-    """Return the end of a file; nothing where there is none."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - size))
-            return file.read(size)
-    except FileNotFoundError:
-        return b""

@@ -9,6 +9,8 @@
     rank-0000.failure    or its exception   (cloudpickle, renamed into place)
     *.attempt-1          those of an attempt that failed before another one
     checkpoints/         what the function saves there, to go on from
+    launcher.log         what the process that watches a background run had to say
+    stop-wish            by whom the run is to be stopped: written by anyone, read by its launcher
     stop                 there once ranks were asked to stop
 """
 
@@ -26,8 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import events as ev
 from .errors import LaunchError, NbtrainError
+from .tail import last_bytes
 
 KEEP = 20
 FORMAT = 1
@@ -55,6 +57,14 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def stop_wish(self) -> Path:
+        return self.path / "stop-wish"
+
+    @property
+    def launcher_log(self) -> Path:
+        return self.path / "launcher.log"
 
     @property
     def stop_request(self) -> Path:
@@ -122,6 +132,29 @@ def create(name: str, manifest: Mapping[str, Any]) -> RunFolder:
     return folder
 
 
+def ask_to_stop(folder: RunFolder, how: str) -> None:
+    """Ask whoever watches the run to end it; `how` is kept with it. Raises `NbtrainError`."""
+    try:
+        write_atomically(folder.stop_wish, how.encode())
+    except OSError as error:
+        raise NbtrainError(f"{folder.stop_wish} cannot be written: {error.strerror}") from error
+
+
+def asked_to_stop(folder: RunFolder) -> str | None:
+    """Return how the run was asked to stop; None if it was not."""
+    try:
+        return folder.stop_wish.read_text("utf-8", "replace")[:200]
+    except OSError:
+        return None
+
+
+def hand_over(folder: RunFolder) -> None:
+    """Make this process the one that watches the run."""
+    mine = {"launcher": os.getpid(), "launcher_started": started(os.getpid())}
+    manifest = {**folder.read_manifest(), **mine}
+    write_atomically(folder.manifest, json.dumps(manifest).encode())
+
+
 def set_aside(folder: RunFolder, world_size: int, attempt: int) -> None:
     """Rename the outcomes of an attempt, so that the next one has its own."""
     for rank in range(world_size):
@@ -170,7 +203,7 @@ def is_watched(folder: RunFolder) -> bool:
     """
     try:
         manifest = folder.read_manifest()
-        if b'"kind":"finished"' in ev.last_bytes(folder.launcher_events):
+        if b'"kind":"finished"' in last_bytes(folder.launcher_events):
             return False
         if manifest.get("host", platform.node()) != platform.node():
             newest = max((path.stat().st_mtime for path in folder.path.iterdir()), default=0.0)

@@ -9,6 +9,7 @@ from . import events as ev
 from .errors import MissingExtra
 from .folder import RunFolder
 from .pace import number, whole
+from .tail import read_events
 
 KEYS = ("step", "rank", "time")
 
@@ -25,7 +26,7 @@ def rows(folder: RunFolder, world_size: int) -> list[Row]:
     logged: list[Row] = []
     seen: list[Row] = []
     for rank in range(world_size):
-        said = list(ev.read_events(folder.events(rank)))
+        said = list(read_events(folder.events(rank)))
         logged.extend(_logged(said, rank))
         seen.extend(_seen(said, rank))
     taken = {name for row in logged for name in row} - set(KEYS)

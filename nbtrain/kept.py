@@ -10,6 +10,7 @@ from . import folder as folders
 from .errors import NbtrainError, PlanError
 from .reopen import initial_state
 from .run import Run, last_run
+from .tail import last_bytes
 from .view.wording import counted, duration
 
 
@@ -38,7 +39,7 @@ def briefs() -> list[Brief]:
 def _brief(folder: folders.RunFolder) -> Brief:
     state = initial_state(folder.read_manifest(), folder.manifest)
     created = state.created
-    last = map(ev.from_line, ev.last_bytes(folder.launcher_events).split(b"\n"))
+    last = map(ev.from_line, last_bytes(folder.launcher_events).split(b"\n"))
     ended = [e for e in last if isinstance(e, ev.Finished)]
     if ended:
         status, seconds = ended[-1].status, max(0.0, ended[-1].time - created)
@@ -57,7 +58,8 @@ def page(kept: list[Brief], now: float) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-    return "\n".join([*lines, "", "%nbtrain show RUN draws one: its name here, or how it begins."])
+    told = "%nbtrain show RUN draws one, %nbtrain stop RUN ends it: its name, or how that begins."
+    return "\n".join([*lines, "", told])
 
 
 def _row(brief: Brief, now: float) -> tuple[str, str, str, str, str]:
@@ -89,6 +91,6 @@ def find(beginning: str = "") -> Run:
     if not exact and len(found) != 1:
         what = "no kept run begins" if not found else f"{len(found)} kept runs begin"
         what = f"{what} with {beginning!r}" if beginning else "no run is kept yet"
-        raise PlanError(f"%nbtrain show: {what}; %nbtrain runs lists them")
+        raise PlanError(f"{what}: `%nbtrain runs`, or `nbtrain runs` in a terminal, lists them")
     path = (exact or found)[0].path
     return last if last is not None and last.folder == path else Run.open(path)

@@ -8,21 +8,27 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from . import devices, engines, estimate, preflight, serialize
+from . import devices, engines, estimate, keeper, preflight, serialize
 from .attempts import carry_out
 from .engines import Engine
-from .errors import PlanError
+from .errors import LaunchError, PlanError, PreflightError
 from .folder import started
+from .follow import Follower
 from .lint import lint
 from .plan import SOURCES, Call, Plan
 from .reopen import initial_state
-from .run import Run, new_folder, remember
+from .run import Run, going_on, new_folder, remember
+from .state import RunState
 from .supervise import Interrupts, Supervisor
 from .view import fronts
 from .view.tracebacks import show_from_the_rank
 from .worker import Job
+
+START_PATIENCE = 20.0
+"""Seconds that a cell waits to hear whether the ranks of a run in the background were started."""
 
 
 def launch(
@@ -35,11 +41,16 @@ def launch(
     env: Mapping[str, str] | None = None,
     timeout: float | None = None,
     max_restarts: int = 0,
+    background: bool = False,
+    detach: bool = False,
     view: str = "auto",
     telemetry: Iterable[str] = SOURCES,
     **kwargs: Any,
 ) -> Run:
     """Run ``function(*args, **kwargs)`` on several ranks and return the finished `Run`.
+
+    In the `background` it is returned at once, and raises nothing of what the ranks raise:
+    ``run.wait()``, then ``run.exception`` and ``run.results``.
 
     The function may be a lambda or a closure; by fork, nothing of it is pickled. It runs in
     copies of this process, and only what it returns comes back.
@@ -53,6 +64,9 @@ def launch(
         timeout: seconds after which the run is stopped, restarts included.
         max_restarts: how often all ranks start again after one failed, unless it is a mistake
             that would only be repeated; see `nbtrain.last_checkpoint`.
+        background: give the run back as soon as its ranks were started; it ends with the kernel.
+        detach: the same, but it goes on whatever becomes of the kernel; ``%nbtrain show`` in
+            another one finds it again.
         view: 'auto', 'widget', 'html', 'text' or 'none'.
         telemetry: what the ranks report unasked, all of `nbtrain.plan.SOURCES` by default.
 
@@ -76,6 +90,8 @@ def launch(
         env=dict(env or {}),
         timeout=timeout,
         max_restarts=max_restarts,
+        background=background,
+        detach=detach,
         view=view,
         telemetry=tuple(telemetry),
     )
@@ -139,10 +155,12 @@ def _asked_port(use_port: str | int | None) -> int | None:
 def run_plan(plan: Plan) -> Run:
     """Carry a plan out to its end and return the run; raise what it ended with, if badly."""
     plan, device = _resolve(plan)
-    notes = _notes(plan, device)
+    notes = [*_check_alone(plan, device), *_notes(plan, device)]
     engine = engines.get(plan.engine)
     try:
         engine.prepare(plan)
+        if plan.goes_on:
+            return _leave(plan, device, engine, notes)
         with Interrupts(wanted=not engine.runs_here) as interrupts:
             run = _prepare(plan, device, engine, interrupts, notes)
             run.wait()
@@ -181,6 +199,24 @@ def _notes(plan: Plan, device: str) -> list[str]:
     return [*lines, *(note.text for note in notes)]
 
 
+def _check_alone(plan: Plan, device: str) -> list[str]:
+    """Return a note if another run of this kernel goes on. On the same GPUs it is refused.
+
+    Raises `PreflightError`.
+    """
+    others = [run.folder.name for run in going_on()]
+    if not others:
+        return []
+    seen = f"The run {others[-1]} of this notebook still goes on in the background"
+    if device == "cpu" or "CUDA_VISIBLE_DEVICES" in plan.env:
+        return [f"{seen}: both share this host."]
+    raise PreflightError(
+        f"{seen}, on the same GPUs. Wait for it (nbtrain.last_run().wait()), end it "
+        "(nbtrain.last_run().stop()), or give each run GPUs of its own: --env "
+        "CUDA_VISIBLE_DEVICES=0,1"
+    )
+
+
 def _cell_name(filename: str) -> str | None:
     """Return ``In[3]`` for the file name of a cell, as IPython 8 and 9 remember it."""
     ipython = sys.modules.get("IPython")
@@ -193,18 +229,8 @@ def _prepare(
     plan: Plan, device: str, engine: Engine, interrupts: Interrupts, notes: Sequence[str] = ()
 ) -> Run:
     """Make the run's folder and all that watches it; `Run.wait` then starts the ranks."""
-    world_size = plan.num_processes or 1
-    manifest = _manifest(plan, world_size, device, notes)
-    folder = new_folder(manifest)
-    job = Job(
-        plan=plan,
-        folder=folder,
-        world_size=world_size,
-        device=device,
-        threads=devices.threads_per_rank(world_size),
-        shared_classes=serialize.notebook_classes(),
-    )
-    supervisor = Supervisor(folder, initial_state(manifest), timeout=plan.timeout)
+    job, state = _job(plan, device, notes)
+    supervisor = Supervisor(job.folder, state, timeout=plan.timeout)
     front = fronts.Guarded(
         fronts.choose(
             plan.view,
@@ -219,9 +245,41 @@ def _prepare(
         front.finish(supervisor.state, time.time())
         return error
 
-    run = Run(folder, supervisor.state, supervisor=supervisor, drive=drive)
+    run = Run(job.folder, state, watcher=supervisor, drive=drive)
     remember(run)
     return run
+
+
+def _leave(plan: Plan, device: str, engine: Engine, notes: Sequence[str]) -> Run:
+    """Start a run that goes on behind the cell. Raises `LaunchError` if its ranks cannot start."""
+    job, state = _job(plan, device, notes)
+    follower = Follower(job.folder, keeper.start(engine, job, state, leash=not plan.detach))
+    follower.wait_for_ranks(START_PATIENCE)
+    run = Run(job.folder, state, watcher=follower)
+    remember(run, goes_on=True)
+    if all(rank.pid is None for rank in follower.state.ranks) and follower.state.is_over:
+        follower.start()
+        run.wait()
+        raise LaunchError(follower.state.message)
+    stop = partial(follower.request_stop, "by the Stop button")
+    run.draw_in(fronts.choose(plan.view, stop, behind=True))
+    follower.start()
+    return run
+
+
+def _job(plan: Plan, device: str, notes: Sequence[str]) -> tuple[Job, RunState]:
+    """Make the run's folder; return what its ranks need, and the picture before they start."""
+    world_size = plan.num_processes or 1
+    manifest = _manifest(plan, world_size, device, notes)
+    job = Job(
+        plan=plan,
+        folder=new_folder(manifest),
+        world_size=world_size,
+        device=device,
+        threads=devices.threads_per_rank(world_size),
+        shared_classes=serialize.notebook_classes(),
+    )
+    return job, initial_state(manifest)
 
 
 def _manifest(plan: Plan, world_size: int, device: str, notes: Sequence[str]) -> dict[str, Any]:

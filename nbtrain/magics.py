@@ -70,6 +70,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         %nbtrain doctor        this host and kernel on a page, for you or for a bug report
         %nbtrain runs          the runs that are kept
         %nbtrain show [RUN]    draw one here, running or not: by its name, or how that begins
+        %nbtrain stop [RUN]    end one, also one of another kernel
         """
         match line.split():
             case ["guard"]:
@@ -84,6 +85,8 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                 print(kept.page(kept.briefs(), time.time()))
             case ["show", *which] if len(which) <= 1:
                 kept.find(*which).show()
+            case ["stop", *which] if len(which) <= 1:
+                kept.find(*which).stop("by %nbtrain stop")
             case _:
                 raise PlanError(f"%nbtrain: no such question: {line!r} (%nbtrain? shows them)")
 
@@ -121,6 +124,8 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
             env=options.env,
             timeout=options.timeout,
             max_restarts=options.max_restarts,
+            background=options.background,
+            detach=options.detach,
             view=options.view,
             telemetry=options.telemetry,
         )

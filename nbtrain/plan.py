@@ -65,9 +65,16 @@ class Plan:
     env: Mapping[str, str] = field(default_factory=dict)
     timeout: float | None = None
     max_restarts: int = 0
+    background: bool = False
+    detach: bool = False
     view: str = "auto"
     port: int | None = None
     telemetry: tuple[str, ...] = SOURCES
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run goes on behind the cell: to the kernel's end, or beyond (`detach`)."""
+        return self.background or self.detach
 
     def __post_init__(self) -> None:
         n = self.num_processes
@@ -91,6 +98,8 @@ class Plan:
             raise PlanError(f"restarts must be a number ≥ 0, not {self.max_restarts!r}")
         if self.max_restarts and self.engine == "inline":
             raise PlanError("the inline engine runs in the kernel itself: it cannot restart ranks")
+        if self.goes_on and self.engine == "inline":
+            raise PlanError("the inline engine runs in the kernel itself: the cell has to wait")
         for source in self.telemetry:
             if source not in SOURCES:
                 raise PlanError(f"no telemetry {source!r}: choose among {', '.join(SOURCES)}")

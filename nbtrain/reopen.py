@@ -10,7 +10,7 @@ import heapq
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -20,7 +20,9 @@ from . import events as ev
 from .errors import NbtrainError
 from .folder import FORMAT, RunFolder, is_watched
 from .pace import number, whole
+from .reader import Reader
 from .state import LOG_LINES, RankState, RunState, fold, plain
+from .tail import Tail, all_events
 
 CHUNK = 4096
 """Events that are folded at a time."""
@@ -46,16 +48,28 @@ def read_state(folder: RunFolder) -> RunState:
 
     Raises `FileNotFoundError` where there is no run, `NbtrainError` where it cannot be read.
     """
-    state, watched = initial_state(folder.read_manifest(), folder.manifest), is_watched(folder)
-    try:
-        state, last = _folded(folder, state)
-    except OSError as error:
-        raise NbtrainError(f"{error.filename} cannot be read: {error.strerror}") from error
-    folder.check_it_is_there()  # what was deleted meanwhile was read in part
+    watched = is_watched(folder)
+    state, last, _ = catch_up(folder)
     if state.is_over or watched:
         return state
     ended = min(last, time.time())
     return replace(state, status="lost", ended=ended, message="its kernel ended before the run did")
+
+
+def catch_up(folder: RunFolder) -> tuple[RunState, float, Reader]:
+    """Fold all that was written so far.
+
+    Returns the picture, when the last of it was written, and a reader of what comes. Raises as
+    `read_state` does.
+    """
+    state = initial_state(folder.read_manifest(), folder.manifest)
+    reader = Reader(folder, state.world_size)
+    try:
+        state, last = _folded(folder, reader, state)
+    except OSError as error:
+        raise NbtrainError(f"{error.filename} cannot be read: {error.strerror}") from error
+    folder.check_it_is_there()  # what was deleted meanwhile was read in part
+    return state, last, reader
 
 
 def initial_state(manifest: Mapping[str, Any], where: Path | str = "the manifest") -> RunState:
@@ -88,49 +102,60 @@ def initial_state(manifest: Mapping[str, Any], where: Path | str = "the manifest
     )
 
 
-def _folded(folder: RunFolder, state: RunState) -> tuple[RunState, float]:
+def _folded(folder: RunFolder, reader: Reader, state: RunState) -> tuple[RunState, float]:
     """Return the picture after all there is, and when the last of it was written."""
     last, closing = state.created, list[ev.Event]()
     ranks = range(state.world_size)
-    paths = [folder.launcher_events, *map(folder.events, ranks)]
-    told = heapq.merge(*map(_timed, paths), key=lambda pair: pair[0])
+    told = heapq.merge(*map(_timed, [reader.launcher, *reader.ranks]), key=lambda pair: pair[0])
     while chunk := list(islice(told, CHUNK)):
         last = max(last, chunk[-1][0])
-        ready: list[ev.Event] = []
-        for _, event in chunk:
-            if event.kind in _CLOSING:
-                closing.append(event)
-            elif isinstance(event, ev.Attempt):  # what closed the one before it goes before it
-                ready += [*_in_order(closing), event]
-                closing = []
-            else:
-                ready.append(event)
+        ready, closing = in_order([event for _, event in chunk], closing)
         state = fold(state, ready)
     for rank in ranks:
-        printed = _printed(folder.log(rank), rank, COUNTED_BYTES // len(ranks))
+        printed, size = _printed(folder.log(rank), rank, COUNTED_BYTES // len(ranks))
+        reader.logs[rank].skip_to(size)
         if printed is not None:
             last = max(last, printed.time)
             state = fold(state, [printed])
     return fold(state, _in_order(closing)), last
 
 
+def in_order(
+    events: Iterable[ev.Event], closing: list[ev.Event]
+) -> tuple[list[ev.Event], list[ev.Event]]:
+    """Return what may be folded now, and what closes the ranks once all of theirs is.
+
+    What closed an attempt goes before the next.
+    """
+    ready: list[ev.Event] = []
+    for event in events:
+        if event.kind in _CLOSING:
+            closing.append(event)
+        elif isinstance(event, ev.Attempt):
+            ready += [*_in_order(closing), event]
+            closing = []
+        else:
+            ready.append(event)
+    return ready, closing
+
+
 def _in_order(closing: list[ev.Event]) -> list[ev.Event]:
     return sorted(closing, key=lambda event: (_CLOSING.index(event.kind), event.time))
 
 
-def _timed(path: Path) -> Iterator[tuple[float, ev.Event]]:
+def _timed(tail: Tail) -> Iterator[tuple[float, ev.Event]]:
     """Return a file's events in their order, each with the latest time so far.
 
     A clock that is set back neither reorders what one rank said nor what others did.
     """
     latest = -math.inf
-    for event in ev.read_events(path):
+    for event in all_events(tail):
         latest = max(latest, event.time)
         yield latest, event
 
 
-def _printed(path: Path, rank: int, counted: int) -> ev.Output | None:
-    """Return the last lines of a log, and how many more its last `counted` bytes have."""
+def _printed(path: Path, rank: int, counted: int) -> tuple[ev.Output | None, int]:
+    """Return the last lines of a log, how many more its last `counted` bytes have, and its size."""
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
@@ -143,9 +168,10 @@ def _printed(path: Path, rank: int, counted: int) -> ev.Output | None:
                 left -= len(block)
             tail = file.read(left)
     except FileNotFoundError:
-        return None
+        return None, 0
     if not tail:
-        return None
+        return None, status.st_size
     found = tail.removesuffix(b"\n").split(b"\n")
     shown = tuple(line.decode("utf-8", "replace") for line in found[-LOG_LINES:])
-    return ev.Output(status.st_mtime, rank, shown, lines + len(found) - len(shown))
+    passed = lines + len(found) - len(shown)
+    return ev.Output(status.st_mtime, rank, shown, passed), status.st_size

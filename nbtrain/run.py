@@ -15,11 +15,13 @@ from . import history as past
 from . import serialize
 from .errors import LaunchError, RunTimeout
 from .folder import RunFolder, create, prune
+from .follow import Follower
 from .outcome import Failure, headline, ranks_text, to_exception
 from .reopen import TAIL_BYTES, read_state
 from .state import RankState, RunState
 from .supervise import Supervisor
-from .view import html, plot, screen
+from .view import fronts, html, plot, screen
+from .view.screen import Front
 from .view.wording import counted
 
 SMALL = 1 << 20
@@ -29,6 +31,9 @@ _last: Run | None = None
 _last_pid: int | None = None
 _needed: weakref.WeakSet[Run] = weakref.WeakSet()
 """Runs at hand whose results are in their folders alone."""
+
+_behind: weakref.WeakSet[Run] = weakref.WeakSet()
+"""Runs at hand that went on behind their cells."""
 
 
 class Run:
@@ -43,12 +48,12 @@ class Run:
         folder: RunFolder,
         state: RunState,
         *,
-        supervisor: Supervisor | None = None,
+        watcher: Supervisor | Follower | None = None,
         drive: Callable[[], BaseException | None] | None = None,
     ) -> None:
         self._folder = folder
         self._state = state
-        self._supervisor = supervisor
+        self._watcher = watcher
         self._drive = drive
         self._driving = threading.Lock()
         self._driver: int | None = None
@@ -74,7 +79,7 @@ class Run:
     @property
     def state(self) -> RunState:
         """The present picture: `status`, `ranks`, `elapsed(now)`. Immutable."""
-        return self._supervisor.state if self._supervisor is not None else self._state
+        return self._watcher.state if self._watcher is not None else self._state
 
     @property
     def results(self) -> list[Any]:
@@ -203,7 +208,7 @@ class Run:
     def wait(self) -> Run:
         """Wait until every rank is gone; return the run. Does not raise what a rank raised.
 
-        Returns at once for a run that was reopened: it is watched where it was launched.
+        An interrupt ends the waiting for a run in the background, not the run.
         """
         if self._drive is not None:
             with self._driving:
@@ -213,17 +218,26 @@ class Run:
                     self._error = drive()
                     self._drawn_in = _execution_count()
                     self._keep_results()
-        if self._supervisor is not None:
-            self._supervisor.over.wait()
+        self._follow()
+        if self._watcher is not None:
+            self._watcher.over.wait()
         return self
 
-    def stop(self) -> None:
+    def _follow(self) -> None:
+        """Have the picture kept up to date, if the run goes on in another process."""
+        if self._watcher is None and not self._state.is_over:
+            self._watcher = Follower(self._folder)
+            self._watcher.start()
+
+    def stop(self, how: str = "by run.stop()") -> None:
         """End the run as an interrupt would, and wait until it has ended. May be repeated.
 
-        In the thread that watches the run (a signal handler, a button's callback) it only asks.
+        It need not be one of this kernel. In the thread that watches the run (a signal handler, a
+        button's callback) it only asks. `how` is kept with the run, and shown.
         """
-        if self._supervisor is not None and not self.state.is_over:
-            self._supervisor.request_stop("by run.stop()")
+        self._follow()
+        if self._watcher is not None and not self.state.is_over:
+            self._watcher.request_stop(how)
             if self._driver != threading.get_ident():
                 self.wait()
 
@@ -243,8 +257,24 @@ class Run:
         self.show()
 
     def show(self) -> None:
-        """Draw the run as it stands now, in the present cell."""
-        screen.put(screen.bundle(self.state, time.time()))
+        """Draw the run in the present cell; one that goes on in the background is drawn live."""
+        self._follow()
+        watcher, now = self._watcher, time.time()
+        if isinstance(watcher, Follower) and not watcher.state.is_over:
+            front = fronts.choose(
+                "auto", lambda: watcher.request_stop("by the Stop button"), behind=True
+            )
+            if not isinstance(front, fronts.NoFront):
+                self.draw_in(front)
+                return
+        screen.put(screen.bundle(self.state, now))
+
+    def draw_in(self, front: Front) -> None:
+        """Keep a front up to date, from here on to the run's end, behind the cell."""
+        guarded = fronts.Guarded(front)
+        guarded.update(self.state, time.time())
+        if isinstance(self._watcher, Follower):
+            self._watcher.show(guarded.update, guarded.finish)
 
 
 def _execution_count() -> int | None:
@@ -297,7 +327,15 @@ def last_run() -> Run | None:
     return _last if _last_pid == os.getpid() else None  # a rank inherits the notebook's
 
 
-def remember(run: Run) -> None:
-    """Make `run` the one that `last_run` returns."""
+def remember(run: Run, goes_on: bool = False) -> None:
+    """Make `run` the one that `last_run` returns; it may be one that goes on behind its cell."""
     global _last, _last_pid
     _last, _last_pid = run, os.getpid()
+    if goes_on:
+        _behind.add(run)
+        _needed.add(run)
+
+
+def going_on() -> list[Run]:
+    """Return the runs of this process that go on in the background."""
+    return [run for run in _behind if not run.state.is_over]

@@ -18,8 +18,9 @@ from typing import Any
 from . import events as ev
 from . import host
 from .engines import Exit, Ranks
-from .folder import RunFolder
+from .folder import RunFolder, asked_to_stop
 from .outcome import is_echo, ranks_text
+from .reader import Reader
 from .resources import Sampler
 from .state import RankState, RunState, fold
 
@@ -49,6 +50,7 @@ LADDERS = {
     "failed": _ON_FAILURE,
     "interrupted": _ON_REQUEST,
     "timed out": _ON_REQUEST,
+    "abandoned": (Rung(0.0, "interrupt"), Rung(0.7, "terminate"), Rung(1.0, "kill")),
 }
 _DEATH_BY = {
     "interrupt": -signal.SIGINT,
@@ -61,29 +63,6 @@ REPORT_GRACE = 2.0
 
 HOPELESS = 15.0
 """Seconds after which a rank that not even SIGKILL ended is given up."""
-
-
-class Reader:
-    """Reads what the ranks appended to their files since the last time."""
-
-    def __init__(self, folder: RunFolder, world_size: int) -> None:
-        ranks = range(world_size)
-        self._events = [ev.Tail(folder.events(r)) for r in ranks]
-        self._logs = [ev.Tail(folder.log(r), limit=1 << 16, skip=True) for r in ranks]
-
-    def read(self, *, gone: Collection[int] = ()) -> list[ev.Event]:
-        """Return new events, lines of output among them; all there is of ranks that are `gone`."""
-        found: list[ev.Event] = []
-        for rank, (tail, log) in enumerate(zip(self._events, self._logs, strict=True)):
-            while True:
-                found.extend(e for line in tail.lines() if (e := ev.from_line(line)) is not None)
-                if rank not in gone or not tail.behind:
-                    break
-            lines = tuple(line.decode("utf-8", "replace") for line in log.lines(flush=rank in gone))
-            if lines:
-                passed, log.passed = log.passed, 0
-                found.append(ev.Output(time.time(), rank, lines, passed))
-        return found
 
 
 class Interrupts:
@@ -128,6 +107,7 @@ class Supervisor:
         self._reader = Reader(folder, state.world_size)
         self._writer = ev.EventWriter(folder.launcher_events)
         self._requested: str | None = None
+        self._hasty = False
         self._stopped_how = ""
         self._cause: str | None = None
         self._oom_kills = host.oom_kills()
@@ -138,12 +118,14 @@ class Supervisor:
         self._rungs: list[Rung] = []
         self._presses = 0
 
-    def request_stop(self, how: str) -> None:
+    def request_stop(self, how: str, *, hasty: bool = False) -> None:
         """Ask the loop to end the run; from any thread, any number of times. The first counts.
 
-        `how` is kept with the run, and shown: "by the Stop button".
+        `how` is kept with the run, and shown: "by the Stop button". `hasty` leaves the ranks one
+        second, where nobody is there any more to wait for them.
         """
         self._requested = self._requested or how
+        self._hasty = self._hasty or hasty
 
     def watch(self, ranks: Ranks, interrupts: Interrupts) -> None:
         """Watch until every rank is gone, and what they wrote is read."""
@@ -259,6 +241,7 @@ class Supervisor:
     def _cause_to_stop(self, pressed: bool, now: float) -> str | None:
         if any(r.status in ("failing", "failed") for r in self.state.ranks):
             return "failed"
+        self._requested = self._requested or asked_to_stop(self._folder)
         if pressed or self._requested:
             self._stopped_how = "by an interrupt" if pressed else self._requested or ""
             return "interrupted"
@@ -268,7 +251,7 @@ class Supervisor:
 
     def _begin_stop(self, cause: str, now: float) -> None:
         self._cause, self._stopping_since = cause, now
-        self._rungs = list(LADDERS[cause])
+        self._rungs = list(LADDERS["abandoned" if self._hasty else cause])
         if cause != "failed":
             with contextlib.suppress(OSError):
                 self._folder.stop_request.touch(mode=0o600)

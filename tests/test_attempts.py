@@ -110,7 +110,7 @@ def test_a_stop_between_two_attempts_is_the_end(monkeypatch: pytest.MonkeyPatch)
         wait_until(lambda: (run := nbtrain.last_run()) is not None and run.state.attempt == 2)
         run = nbtrain.last_run()
         assert run is not None
-        run._supervisor.request_stop("by the test")  # type: ignore[union-attr]
+        run._watcher.request_stop("by the test")  # type: ignore[union-attr]
 
     stopper = threading.Thread(target=stop)
     stopper.start()

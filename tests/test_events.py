@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from nbtrain import events as ev
+from nbtrain.tail import Tail, last_bytes, read_events
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_fields_of_a_later_version_are_ignored() -> None:
 
 def test_a_tail_returns_whole_lines_only(tmp_path: Path) -> None:
     path = tmp_path / "f"
-    tail = ev.Tail(path)
+    tail = Tail(path)
     assert tail.lines() == []
     path.write_bytes(b"one\ntw")
     assert tail.lines() == [b"one"]
@@ -90,13 +91,13 @@ def test_a_tail_returns_whole_lines_only(tmp_path: Path) -> None:
 def test_a_skipping_tail_passes_over_what_it_cannot_keep_up_with(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(b"".join(b"%09d\n" % i for i in range(10_000)))
-    lines = ev.Tail(path, limit=1000, skip=True).lines()
+    lines = Tail(path, limit=1000, skip=True).lines()
     assert len(lines) <= 101
     assert lines[-1] == b"000009999"
 
 
 def test_lines_that_are_passed_over_are_counted(tmp_path: Path) -> None:
-    path, tail = tmp_path / "log", ev.Tail(tmp_path / "log", limit=1000, skip=True)
+    path, tail = tmp_path / "log", Tail(tmp_path / "log", limit=1000, skip=True)
     path.write_bytes(b"".join(b"line %d\n" % i for i in range(5000)) + b"the rest")
     found = tail.lines()
     assert tail.passed + len(found) == 5000
@@ -108,7 +109,7 @@ def test_lines_that_are_passed_over_are_counted(tmp_path: Path) -> None:
 
 def test_a_skipping_tail_forgets_the_beginning_of_a_line_it_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "f"
-    tail = ev.Tail(path, limit=1000, skip=True)
+    tail = Tail(path, limit=1000, skip=True)
     path.write_bytes(b"beginning")
     assert tail.lines() == []
     with path.open("ab") as file:
@@ -118,7 +119,7 @@ def test_a_skipping_tail_forgets_the_beginning_of_a_line_it_passed_over(tmp_path
 
 def test_a_line_without_end_does_not_fill_memory(tmp_path: Path) -> None:
     path = tmp_path / "f"
-    tail = ev.Tail(path, limit=1000)
+    tail = Tail(path, limit=1000)
     path.write_bytes(b"x" * 5000)
     pieces = [len(line) for _ in range(6) for line in tail.lines(flush=False)]
     assert sum(pieces) >= 3000
@@ -133,7 +134,7 @@ def test_what_was_written_survives_sigkill(tmp_path: Path) -> None:
             writer.write_metrics(1.0, 0, step, {"loss": 1.0})
         os.kill(os.getpid(), 9)
     os.waitpid(pid, 0)
-    assert [e.step for e in ev.read_events(path) if isinstance(e, ev.Metrics)] == list(range(100))
+    assert [e.step for e in read_events(path) if isinstance(e, ev.Metrics)] == list(range(100))
 
 
 def test_lines_are_ordinary_json_and_files_private(tmp_path: Path) -> None:
@@ -151,10 +152,10 @@ def test_a_full_disk_costs_the_report_not_the_training() -> None:
 def test_a_file_that_is_deleted_between_two_looks_has_no_more_lines(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(b"one\n")
-    tail = ev.Tail(path)
+    tail = Tail(path)
     path.unlink()
     assert (tail.lines(flush=True), tail.behind) == ([], False)
-    assert ev.last_bytes(path) == b""
+    assert last_bytes(path) == b""
 
 
 def test_a_long_line_is_read_whole_by_small_steps(tmp_path: Path) -> None:
@@ -163,4 +164,4 @@ def test_a_long_line_is_read_whole_by_small_steps(tmp_path: Path) -> None:
     line = ev.to_line(said)
     path.write_bytes(line + line)
     assert len(line) > 3 << 16
-    assert list(ev.read_events(path)) == [said, said]
+    assert list(read_events(path)) == [said, said]

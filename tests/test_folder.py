@@ -55,9 +55,9 @@ def test_only_the_end_of_what_the_launcher_wrote_is_read(monkeypatch: pytest.Mon
     end = b'{"kind":"finished","time":1,"rank":-1}\n'
     assert not folder.is_watched(made(HERE, b"x" * (8 << 20) + b"\n" + end))
     read: list[int] = []
-    whole = folder.ev.last_bytes
+    whole = folder.last_bytes
     monkeypatch.setattr(
-        folder.ev, "last_bytes", lambda path: [data := whole(path), read.append(len(data))][0]
+        folder, "last_bytes", lambda path: [data := whole(path), read.append(len(data))][0]
     )
     assert folder.is_watched(made(HERE, b"x" * (8 << 20)))
     assert max(read) <= 1 << 16

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import nbtrain
-from nbtrain import events
+from nbtrain import events, history
 from nbtrain.errors import MissingExtra, NbtrainError
 from nbtrain.events import EventWriter, Training
 
@@ -126,13 +126,13 @@ def test_the_history_of_a_folder_that_is_gone_says_so() -> None:
 
 def test_a_folder_that_goes_while_it_is_read_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     run = logging_run(3)
-    whole = events.read_events
+    whole = history.read_events
 
     def deleted_between(path: Path) -> Iterator[events.Event]:
         yield from whole(path)
         shutil.rmtree(run.folder, ignore_errors=True)
 
-    monkeypatch.setattr(events, "read_events", deleted_between)
+    monkeypatch.setattr(history, "read_events", deleted_between)
     with pytest.raises(NbtrainError, match="is gone"):
         _ = run.history
     with pytest.raises(NbtrainError, match="is gone"):

@@ -200,9 +200,13 @@ def test_a_file_that_is_none_is_named() -> None:
 
 def test_a_folder_that_goes_while_it_is_opened_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = written({0: training(0, 4)})
-    monkeypatch.setattr(
-        reopen, "is_watched", lambda f: f.path.rename(f.path.with_name(".going-run")) is None
-    )
+    original = reopen.initial_state
+
+    def goes(*args: Any) -> RunState:
+        folder.path.rename(folder.path.with_name(".going-run"))
+        return original(*args)
+
+    monkeypatch.setattr(reopen, "initial_state", goes)
     with pytest.raises(NbtrainError, match="is gone"):
         Run.open(folder.path)
 

@@ -10,6 +10,7 @@ import torch
 
 import nbtrain
 from nbtrain import events as ev
+from nbtrain.tail import read_events
 
 
 def logged(*calls: object) -> list[ev.Metrics]:
@@ -18,7 +19,7 @@ def logged(*calls: object) -> list[ev.Metrics]:
             call()  # type: ignore[operator]
 
     run = nbtrain.launch(train, num_processes=1, view="none")
-    events = ev.read_events(run.folder / "rank-0000.jsonl")
+    events = read_events(run.folder / "rank-0000.jsonl")
     return [e for e in events if isinstance(e, ev.Metrics)]
 
 
@@ -73,7 +74,7 @@ def test_progress_reports_every_bar_to_its_end() -> None:
                 pass
 
     run = nbtrain.launch(train, num_processes=1, view="none")
-    events = list(ev.read_events(run.folder / "rank-0000.jsonl"))
+    events = list(read_events(run.folder / "rank-0000.jsonl"))
     bars = [e for e in events if isinstance(e, ev.Progress)]
     outer = [e for e in bars if e.description == "outer"]
     assert (outer[-1].n, outer[-1].total, outer[-1].closed) == (3, 3, True)

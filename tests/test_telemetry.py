@@ -13,12 +13,13 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import nbtrain
 from nbtrain import events as ev
 from nbtrain.plan import SOURCES
+from nbtrain.tail import read_events
 
 DATA = TensorDataset(torch.randn(96, 4), torch.randn(96, 1))
 
 
 def events(run: nbtrain.Run, rank: int = 0) -> list[ev.Event]:
-    return list(ev.read_events(run.folder / f"rank-{rank:04d}.jsonl"))
+    return list(read_events(run.folder / f"rank-{rank:04d}.jsonl"))
 
 
 def last(run: nbtrain.Run, rank: int = 0) -> ev.Training:

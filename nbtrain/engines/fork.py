@@ -47,7 +47,7 @@ class ForkEngine:
         ranks = ChildRanks()
         state = random.getstate()
         try:
-            with _ready_to_fork():
+            with ready_to_fork():
                 for rank in range(job.world_size):
                     ranks.add(rank, _fork_rank(job, rank, listener, state))
             ranks.store = rendezvous.serve(listener)
@@ -60,7 +60,7 @@ class ForkEngine:
 
 def _fork_rank(job: Job, rank: int, listener: socket.socket, state: Any) -> int:
     try:
-        return _fork(partial(_be_rank, job, rank, listener, state, os.getpid()))
+        return fork_process(partial(_be_rank, job, rank, listener, state, os.getpid()))
     except OSError as error:
         raise LaunchError(
             f"only {rank} of {job.world_size} processes could be forked ({error.strerror}). "
@@ -69,7 +69,7 @@ def _fork_rank(job: Job, rank: int, listener: socket.socket, state: Any) -> int:
 
 
 @contextlib.contextmanager
-def _ready_to_fork() -> Iterator[None]:
+def ready_to_fork() -> Iterator[None]:
     """Bring the process into a state that a child may be copied from, and back."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -87,7 +87,7 @@ def _ready_to_fork() -> Iterator[None]:
             del os.environ["TOKENIZERS_PARALLELISM"]
 
 
-def _fork(child: Callable[[], int]) -> int:
+def fork_process(child: Callable[[], int]) -> int:
     """Fork; return the child's pid, and in the child never return."""
     with warnings.catch_warnings():
         # Python 3.12 warns of forking with threads, jax too; leave_kernel is the answer to both.

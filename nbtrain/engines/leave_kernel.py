@@ -34,26 +34,45 @@ def become_rank(log: Path, parent: int) -> int | None:
 
     Returns the process of the kernel's resource tracker, which is not this rank's to stop.
     """
+    _become_a_process_of_its_own(log)
+    die_with(parent)
+    guard.restore_checks()
+    gate.close()
+    return _forget_kernel()
+
+
+def become_keeper(log: Path, parent: int | None) -> None:
+    """Detach this forked process from the kernel, to watch a run that goes on behind the cell.
+
+    With a `parent` it is told by SIGTERM when that dies.
+    """
+    _become_a_process_of_its_own(log)
+    if parent is not None:
+        die_with(parent, signal.SIGTERM)
+    _forget_kernel()
+
+
+def _become_a_process_of_its_own(log: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
     os.setsid()
-    die_with(parent)
     _redirect_streams(log)
+
+
+def _forget_kernel() -> int | None:
     _close_sockets()
     atexit._clear()
     tracker = _forget_children()
     _silence_ipython()
     _forget_event_loop()
-    guard.restore_checks()
-    gate.close()
     return tracker
 
 
-def die_with(parent: int) -> None:
-    """Have the system kill this process when its parent dies (Linux)."""
+def die_with(parent: int, by: int = signal.SIGKILL) -> None:
+    """Have the system send this process a signal when its parent dies (Linux)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0)
     if os.getppid() != parent:  # it died before the request
         os._exit(1)
 

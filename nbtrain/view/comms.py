@@ -27,6 +27,14 @@ _LIMIT = 200
 _REMINDER = 2.0
 
 
+class Idle:
+    """Stands for a pump where no cell runs: ipykernel itself hears the clicks."""
+
+    def pump(self, _comm_ids: Collection[str]) -> bool:
+        """Do nothing."""
+        return True
+
+
 class Pump:
     """Handles messages for some widgets in the middle of a cell; main thread only."""
 

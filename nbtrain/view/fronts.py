@@ -19,26 +19,33 @@ from .terminal import TableFront, TextFront, can_redraw
 from .widget import WidgetFront
 
 
-def choose(view: str, stop: Callable[[], None] = lambda: None, *, inline: bool = False) -> Front:
+def choose(
+    view: str,
+    stop: Callable[[], None] = lambda: None,
+    *,
+    inline: bool = False,
+    behind: bool = False,
+) -> Front:
     """Return the front for ``--view``; `stop` is what its button calls, from any thread.
 
     'auto' is a board with a Stop button where a click can be heard while the cell runs, HTML in
     any other notebook, text in a terminal, and lines of text followed by the HTML summary in a
     headless run (``jupyter execute``, papermill), which keeps what it executes. An `inline` run
-    has the main thread to itself: nothing hears a click.
+    has the main thread to itself: nothing hears a click. A run that goes on `behind` its cell is
+    drawn in a notebook alone: a terminal's prompt is not to be written over.
     """
     shell = ipython_shell()
     kernel = getattr(shell, "kernel", None)
-    if view == "none":
+    if view == "none" or (behind and kernel is None):
         return NoFront()
     if shell is None or (kernel is None and view == "auto") or view == "text":
         redraws = view == "auto" and can_redraw(sys.stdout)
         return TableFront() if redraws else TextFront()
-    if view == "auto" and _is_headless(shell):
+    if view == "auto" and _is_headless(shell) and not behind:
         return TextFront(keep_html=True)
     if view == "html" or (view == "auto" and (inline or not _has_widgets(shell))):
         return HtmlFront()
-    pump = None if inline else comms.find(shell)
+    pump = comms.Idle() if behind else None if inline else comms.find(shell)
     return HtmlFront() if pump is None and view == "auto" else WidgetFront(pump, stop)
 
 

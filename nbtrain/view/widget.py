@@ -8,7 +8,7 @@ from typing import Any
 
 from ..state import RunState
 from . import html
-from .comms import Pump
+from .comms import Idle, Pump
 from .controls import Controls
 from .screen import Front, Pace, bundle, put, wire_size
 
@@ -38,7 +38,7 @@ class WidgetFront(Front):
     closed ones would be "Error displaying widget" to those who come back.
     """
 
-    def __init__(self, pump: Pump | None, stop: Callable[[], None]) -> None:
+    def __init__(self, pump: Pump | Idle | None, stop: Callable[[], None]) -> None:
         self._pump = pump
         self._stop = stop
         self._parts: list[Any] = []

@@ -1,0 +1,276 @@
+"""Runs that go on behind their cell, and runs that outlive their kernel: real kernels, killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import Notebook, Outputs, wait_until
+
+import nbtrain
+from nbtrain import folder as folders
+from nbtrain.errors import LaunchError, PlanError, PreflightError
+from nbtrain.run import Run
+
+LOAD = "%load_ext nbtrain\nimport os, time, nbtrain, torch"
+TRAIN = """%%distributed -n 2 {options}
+def train(steps={steps}):
+    torch.distributed.init_process_group("gloo")
+    weight = torch.zeros(1)
+    for step in range(steps):
+        grad = torch.full((1,), float(nbtrain.rank() + step))
+        torch.distributed.all_reduce(grad)
+        weight += grad
+        nbtrain.log(step=step, loss=float(weight))
+        print("step", step, flush=True)
+        while step == steps - 20 and not os.path.exists("go"):
+            time.sleep(0.02)
+    return float(weight)
+"""
+
+
+def train(options: str, steps: int = 50) -> str:
+    return TRAIN.format(options=options, steps=steps)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """End what a failing test left behind, detached runs included."""
+    yield
+    for home in tmp_path.rglob("runs"):
+        monkeypatch.setenv("NBTRAIN_HOME", str(home.parent))
+        for run in folders.runs():
+            if folders.is_watched(run):
+                folders.ask_to_stop(run, "by the test")
+                wait_until(lambda run=run: not folders.is_watched(run))
+
+
+def pids(run: Run) -> list[int]:
+    return [rank.pid for rank in run.state.ranks if rank.pid is not None]
+
+
+def kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """The newest run of a kernel whose home that is."""
+    monkeypatch.setenv("NBTRAIN_HOME", str(home))
+    return Run.open(folders.runs()[-1].path)
+
+
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_the_prompt_is_back_at_once_and_the_board_lives_on(notebook: Notebook) -> None:
+    out = notebook.run(train("--background"))
+    assert out.ename == "", out.traceback
+    assert notebook.value("nbtrain.last_run().state.status") in ("starting", "running")
+    notebook.run("open('go', 'w').close()")
+    boards: set[str] = set()
+
+    def look(later: Outputs) -> None:
+        boards.update(str(m["value"]) for m in later.models.values() if "value" in m)
+
+    later = notebook.run("run = nbtrain.last_run().wait()", during=look)
+    assert any("loss" in board for board in boards)
+    expected = sum(2 * step + 1 for step in range(50))
+    assert notebook.value("run.results") == [expected, expected]
+    assert notebook.value("run.exception is None")
+    assert notebook.value("run.history.step.nunique()") == 50
+    wait_until(lambda: not notebook.process.children())
+    assert "succeeded" in later.updates[-1]["text/html"]
+
+
+def test_the_kernel_is_as_it_was_and_what_a_rank_raised_is_told(notebook: Notebook) -> None:
+    notebook.run("%%distributed -n 2 --background\n1 / 0")
+    notebook.run("run = nbtrain.last_run().wait()")
+    assert notebook.value("type(run.exception).__name__, run.state.status") == (
+        "ZeroDivisionError",
+        "failed",
+    )
+    # ipykernel gives each thread that sends a socket with an eventfd, and closes it 10 s later.
+    notebook.run(
+        "import threading\nfds = '/proc/self/fd'\n"
+        "def look():\n"
+        "    found = [os.readlink(f'{fds}/{n}') for n in os.listdir(fds)[:-1]]\n"
+        "    return sorted(f for f in found if 'eventfd' not in f), len(threading.enumerate())\n"
+    )
+    before = notebook.value("look()")
+    for _ in range(3):
+        notebook.run("%%distributed -n 2 --background\n7")
+        notebook.run("run = nbtrain.last_run().wait()")
+    assert notebook.value("run.results") == [7, 7]
+    assert notebook.value("look()") == before
+    assert not notebook.process.children()
+
+
+def test_a_click_stops_it_though_no_cell_runs(notebook: Notebook) -> None:
+    out = notebook.run("%%distributed -n 2 --background\ntime.sleep(60)")
+    notebook.click(out.widget("Button")[0])
+    notebook.run("run = nbtrain.last_run().wait()")
+    assert "by the Stop button" in notebook.value("run.state.message")
+
+
+def test_another_cell_shows_it_live_and_stops_it(notebook: Notebook) -> None:
+    notebook.run("%%distributed -n 2 --background\nprint('ready', flush=True)\ntime.sleep(60)")
+    shown = notebook.run("%nbtrain show")
+    assert shown.widget("Button")
+    assert notebook.run("run = nbtrain.last_run()\nrun.stop()").ename == ""
+    assert notebook.value("run.state.status, run.state.message[:13]") == (
+        "interrupted",
+        "by run.stop()",
+    )
+
+
+def test_an_interrupt_ends_the_waiting_and_not_the_run(notebook: Notebook) -> None:
+    notebook.run("%%distributed -n 1 --background\nprint('ready', flush=True)\ntime.sleep(60)")
+    out = notebook.run("print('waits')\nnbtrain.last_run().wait()", interrupt_on="waits")
+    assert out.ename == "KeyboardInterrupt"
+    assert notebook.value("nbtrain.last_run().state.status") == "running"
+    notebook.run("nbtrain.last_run().stop()")
+
+
+def test_a_second_run_is_told_of_the_first(notebook: Notebook) -> None:
+    notebook.run("%%distributed -n 1 --background\ntime.sleep(60)")
+    notebook.run("first = nbtrain.last_run()")
+    out = notebook.run("%%distributed -n 1\n7")
+    assert "still goes on in the background" in out.displays[0]["text/plain"]
+    assert notebook.value("nbtrain.last_run().value") == 7
+    notebook.run("first.stop()")
+
+
+def test_on_gpus_a_second_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = nbtrain.launch(time.sleep, 60, num_processes=1, background=True, view="none")
+    try:
+        monkeypatch.setattr("nbtrain.devices.gpu_count", lambda *_: 1)
+        with pytest.raises(PreflightError, match=run.folder.name):
+            nbtrain.launch(int)
+    finally:
+        run.stop()
+
+
+def test_by_spawn_and_with_restarts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nbtrain.attempts.FIRST_WAIT", 0.05)
+
+    def fails_once() -> int:
+        if nbtrain.attempt() == 1:
+            raise OSError("away")
+        return nbtrain.attempt()
+
+    for engine in ("fork", "spawn"):
+        run = nbtrain.launch(
+            fails_once, num_processes=1, engine=engine, background=True, max_restarts=1, view="none"
+        )
+        assert run.wait().results == [2]
+        assert run.state.attempt == 2
+        assert run.state == Run.open(run.folder).state
+
+
+def test_ranks_that_cannot_start_are_an_error_of_the_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nbtrain.engines import fork
+
+    def refuse(*_: Any) -> int:
+        raise LaunchError("only 0 of 1 processes could be forked")
+
+    monkeypatch.setattr(fork, "_fork_rank", refuse)
+    with pytest.raises(LaunchError, match="only 0 of 1"):
+        nbtrain.launch(int, num_processes=1, background=True)
+    run = nbtrain.last_run()
+    assert run is not None
+    assert run.state.status == "failed"
+
+
+def test_inline_cannot_go_on_behind_the_cell() -> None:
+    with pytest.raises(PlanError, match="inline"):
+        nbtrain.launch(int, engine="inline", background=True)
+
+
+@pytest.mark.parametrize("leave", ["--background", "--background --engine spawn"])
+def test_it_ends_with_its_kernel_and_says_so(
+    start_kernel: Callable[..., Notebook],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    leave: str,
+) -> None:
+    kernel = start_kernel()
+    kernel.run(LOAD)
+    kernel.run(train(leave, steps=100_000))
+    run = kept(tmp_path / "home", monkeypatch)
+    wait_until(lambda: "step 3" in run.logs(0) and "step 3" in run.logs(1), timeout=60)
+    run = Run.open(run.folder)
+    killed = time.time()
+    kernel.process.send_signal(signal.SIGKILL)
+    wait_until(lambda: all(map(is_gone, pids(run))), timeout=10)
+    wait_until(lambda: Run.open(run.folder).state.is_over)
+    ended = Run.open(run.folder).state
+    assert ended.status == "interrupted"
+    assert "because its kernel ended" in ended.message
+    assert ended.ended is not None
+    assert ended.ended - killed < 6  # 1 s at most, on a machine that does nothing else
+
+
+def test_a_detached_run_outlives_its_kernel_and_is_found_again(
+    start_kernel: Callable[..., Notebook], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = 150
+    first, first_folder = start_kernel(), tmp_path / "kernel-0"
+    first.run(LOAD)
+    assert first.run(train("--detach", steps=steps)).ename == ""
+    assert not first.process.children()
+    run = kept(tmp_path / "home", monkeypatch)
+    wait_until(lambda: "step 3" in run.logs(0), timeout=30)
+    first.process.send_signal(signal.SIGKILL)
+
+    second = start_kernel()
+    second.run(LOAD)
+    assert "running" in second.run("%nbtrain runs").stdout
+    shown = second.run(f"%nbtrain show {run.folder.name}")
+    assert shown.widget("Button")
+    (first_folder / "go").touch()
+    later = second.run("from nbtrain import kept\nrun = kept.find().wait()", timeout=60)
+    undisturbed = float(sum(2 * step + 1 for step in range(steps)))
+    assert later.ename == "", later.traceback
+    assert second.value("run.results") == [undisturbed, undisturbed]
+    assert second.value("run.state.status") == "succeeded"
+    history = second.value("[[int(s) for s in of.step] for _, of in run.history.groupby('rank')]")
+    assert history == [list(range(steps))] * 2
+    wait_until(lambda: not folders.is_watched(folders.RunFolder(run.folder)))
+
+
+def test_a_terminal_lists_shows_and_stops_what_a_kernel_runs(
+    start_kernel: Callable[..., Notebook], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = start_kernel()
+    kernel.run(LOAD)
+    kernel.run(train("--detach", steps=100_000))
+    run = kept(tmp_path / "home", monkeypatch)
+    wait_until(lambda: "step 3" in run.logs(1), timeout=30)
+
+    def ask(*words: str) -> str:
+        command = [str(Path(sys.executable).with_name("nbtrain")), *words]
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert asked.returncode == 0, asked.stderr
+        return asked.stdout
+
+    name = run.folder.name
+    assert f"{name}  running" in ask("runs")
+    assert "rank 1: running" in ask("show", name)
+    assert ask("logs", name, "--rank", "1", "--tail", "1").startswith("step ")
+    assert f"{name}: interrupted by `nbtrain stop`" in ask("stop", name)
+    assert all(map(is_gone, pids(Run.open(run.folder))))
+    assert "is over: interrupted" in ask("stop", name)
+
+
+def test_a_keeper_that_is_killed_takes_its_ranks_with_it() -> None:
+    run = nbtrain.launch(time.sleep, 60, num_processes=2, background=True, view="none")
+    keeper = folders.RunFolder(run.folder).read_manifest()["launcher"]
+    os.kill(keeper, signal.SIGKILL)
+    run.wait()
+    assert run.state.status == "lost"
+    wait_until(lambda: all(map(is_gone, pids(run))))
