@@ -24,6 +24,7 @@ def install(sources: Collection[str] = SOURCES) -> None:
     if reporter is None:
         return
     hooks.stay_out_of_compiling()
+    libraries.leave_the_notebook()
     captures.watch()
     if "bars" in sources:
         bars.install()
