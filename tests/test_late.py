@@ -30,7 +30,9 @@ class Cuda:
     def is_current_stream_capturing(self) -> bool:
         return self.recording
 
-    def current_stream(self, device: str) -> Any:
+    def current_stream(self, on: torch.device) -> Any:
+        device = str(on)
+
         def event() -> Any:
             return SimpleNamespace(
                 query=lambda: device in self.done, synchronize=lambda: self.done.add(device)
@@ -49,7 +51,13 @@ class Cuda:
 
     def scalar(self, value: float, device: str = "cuda:0") -> Any:
         found = torch.tensor(value)
-        return SimpleNamespace(device=device, dtype=found.dtype, detach=lambda: found)
+        return SimpleNamespace(
+            device=torch.device(device),
+            dtype=found.dtype,
+            detach=lambda: found,
+            numel=lambda: 1,
+            is_complex=lambda: False,
+        )
 
 
 @pytest.fixture
@@ -145,6 +153,29 @@ def test_what_is_being_recorded_has_no_value(cuda: Cuda) -> None:
     cuda.recording = True
     values.submit({"a": cuda.scalar(1.0)}, keep(got))
     assert (got, cuda.copied) == ([{}], [])
+
+
+def test_what_was_logged_is_told_at_the_next_step_without_a_further_log(cuda: Cuda) -> None:
+    from nbtrain import report
+    from nbtrain.telemetry.training import Meter
+
+    told: list[Any] = []
+    writer: Any = SimpleNamespace(
+        write=lambda event: told.append(event.kind),
+        write_metrics=lambda time, rank, step, values: told.append((step, values)),
+    )
+    reporter = report.Reporter(writer, 0, 1)
+    meter = Meter(writer, 0, reporter.late)
+    cuda.done = set()
+    before = report.activate(reporter)
+    try:
+        report.log_values(3, {"loss": cuda.scalar(0.5), "note": "fine"})
+        meter._tick(0.0, 10.0)
+        cuda.done = {"cuda:0"}
+        meter._tick(0.0, 20.0)
+    finally:
+        report.activate(before)
+    assert told == ["training", (3, {"loss": 0.5, "note": "fine"}), "training"]
 
 
 def test_recordings_are_counted_from_their_begin_to_their_end() -> None:

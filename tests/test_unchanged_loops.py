@@ -1,4 +1,4 @@
-"""Loops as people write them, in a real kernel: the board shows where each rank is, its rate and loss.
+"""Loops as people write them, in a real kernel: the board shows all that is seen of each rank.
 
 Not one call of nbtrain's is in them. Their data take their time, or there were no rate to tell.
 """
