@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_telemetry import last, launch
 from torch import nn
+from torch.utils.data import DataLoader
 
 
 def told(train: Callable[..., Any], *arguments: Any) -> float | None:
@@ -91,6 +92,71 @@ def test_a_scaler_that_is_not_enabled_changes_nothing() -> None:
         optimizer.step()
 
     assert told(train) == 6.0
+
+
+@pytest.mark.parametrize("accumulated", [1, 4])
+def test_lightnings_loss_is_told_undivided(accumulated: int) -> None:
+    pytest.importorskip("lightning", reason="needs lightning")
+
+    def train() -> None:
+        import warnings
+
+        import lightning
+
+        warnings.simplefilter("ignore")  # its own, of torch's deprecations
+
+        class Module(lightning.LightningModule):
+            def __init__(self) -> None:
+                super().__init__()
+                self.w = nn.Parameter(torch.ones(3))
+
+            def training_step(self, batch: Any, _index: int) -> Any:
+                return {"loss": (self.w * batch).sum()}
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.SGD(self.parameters(), lr=0.0)
+
+        lightning.Trainer(
+            max_epochs=1,
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            enable_checkpointing=False,
+            accumulate_grad_batches=accumulated,
+        ).fit(Module(), DataLoader([torch.ones(3)] * 8, batch_size=None))
+
+    assert told(train) == 3.0
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_the_shares_of_a_loss_that_transformers_accumulates_are_not_told(accumulated: int) -> None:
+    def train() -> float:
+        from transformers import Trainer, TrainingArguments
+
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.w = nn.Parameter(torch.ones(3))
+
+            def forward(self, x: Any) -> Any:
+                return {"loss": (self.w * x).sum(1).mean()}
+
+        arguments = TrainingArguments(
+            output_dir="unused",
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=accumulated,
+            max_steps=2,
+            learning_rate=0.0,
+            dataloader_pin_memory=False,
+            save_strategy="no",
+            report_to="none",
+        )
+        rows = [{"x": torch.ones(3)}] * 8
+        return Trainer(Model(), arguments, train_dataset=rows).train().training_loss
+
+    run = launch(train)
+    assert run.value == pytest.approx(3.0)
+    assert last(run).loss == (3.0 if accumulated == 1 else None)
 
 
 def test_a_library_within_a_library_tells_one_loss() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import time
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -48,6 +49,9 @@ class Losses:
             ("torch.distributed.fsdp.sharded_grad_scaler", "ShardedGradScaler"),
         ):
             when_imported(module, functools.partial(self._watch_scaler, owner))
+        when_imported("transformers.trainer", self._watch_trainer)
+        for package in ("lightning.pytorch", "pytorch_lightning"):
+            when_imported(f"{package}.loops.optimization.automatic", self._watch_lightning)
 
     def take(self) -> float | None:
         """Return the loss that is known and was not taken yet.
@@ -114,6 +118,41 @@ class Losses:
 
         cls.scale = scale
 
+    def _watch_trainer(self, module: ModuleType) -> None:
+        """Where it accumulates, backward is called on shares of a loss; its own log tells that."""
+        original = module.Trainer.training_step
+
+        @functools.wraps(original)
+        def training_step(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            before = self._quiet
+            self._quiet = before or getattr(trainer, "current_gradient_accumulation_steps", 1) > 1
+            try:
+                return original(trainer, *args, **kwargs)
+            finally:
+                self._quiet = before
+
+        module.Trainer.training_step = training_step
+
+    def _watch_lightning(self, module: ModuleType) -> None:
+        """It divides the loss by the batches of an accumulation; seen in 2.0 to 2.6."""
+        cls = module.ClosureResult
+        original = cls.from_training_step_output
+        divided = self._hooks.harmless(self._divided)
+
+        @functools.wraps(original)
+        def from_output(output: Any, normalize: int = 1) -> Any:
+            result = original(output, normalize)
+            if normalize != 1:
+                divided(output, result.closure_loss)
+            return result
+
+        cls.from_training_step_output = staticmethod(from_output)
+
+    def _divided(self, output: Any, share: Any) -> None:
+        if share is not None:
+            whole = output["loss"] if isinstance(output, Mapping) else output
+            setattr(share, _UNSCALED, whole.detach())
+
     def _scaled(self, losses: Any, products: Any) -> None:
         self._scaling = True
         if hasattr(losses, "detach"):
@@ -121,7 +160,7 @@ class Losses:
         if isinstance(losses, (list, tuple)):  # an iterator's products are still to be made
             for loss, product in zip(losses, products, strict=True):
                 if hasattr(product, "detach"):  # not a list within the list
-                    setattr(product, _UNSCALED, loss.detach())
+                    setattr(product, _UNSCALED, getattr(loss, _UNSCALED, loss).detach())
 
     def _went_backward(self, tensor: Any) -> None:
         loss = getattr(tensor, _UNSCALED, None)
