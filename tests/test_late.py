@@ -205,3 +205,50 @@ def test_torchs_graphs_begin_and_end_where_they_are_watched() -> None:
 
     assert callable(CUDAGraph.capture_begin)
     assert callable(CUDAGraph.capture_end)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.device_count(), reason="needs an NVIDIA GPU")
+def test_what_other_threads_log_breaks_no_recording_and_is_told_after_it() -> None:
+    import nbtrain
+    from nbtrain import events as ev
+
+    def train() -> float:
+        loss, w = torch.full((), 0.5, device="cuda"), torch.ones(4, device="cuda")
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):  # in its strictest mode: any thread's mistake ends it
+            doubled = w * 2
+            nbtrain.log(step=1, loss=doubled.sum(), note="recorded")
+            other = threading.Thread(target=lambda: nbtrain.log(step=2, loss=loss))
+            other.start()
+            other.join()
+        graph.replay()
+        return float(doubled.sum())
+
+    run = nbtrain.launch(train, num_processes=1, view="none")
+    assert run.value == 8.0
+    told = [
+        (e.step, dict(e.values))
+        for e in ev.read_events(run.folder / "rank-0000.jsonl")
+        if isinstance(e, ev.Metrics)
+    ]
+    assert told == [(1, {"note": "recorded"}), (2, {"loss": 0.5})]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+def test_scalars_of_two_gpus_are_told_together() -> None:
+    import nbtrain
+    from nbtrain import events as ev
+
+    def train() -> None:
+        for step in range(50):
+            a, b = (torch.full((1 << 20,), float(step), device=d) for d in ("cuda:0", "cuda:1"))
+            nbtrain.log(step=step, a=a.mean(), b=b.mean())
+
+    run = nbtrain.launch(train, num_processes=1, view="none")
+    told = [e for e in ev.read_events(run.folder / "rank-0000.jsonl") if isinstance(e, ev.Metrics)]
+    assert [(e.step, e.values["a"], e.values["b"]) for e in told] == [
+        (i, float(i), float(i)) for i in range(50)
+    ]
