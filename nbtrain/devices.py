@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,7 +135,8 @@ def _nvml() -> Iterator[Any]:
     try:
         yield pynvml
     finally:
-        pynvml.nvmlShutdown()
+        with contextlib.suppress(pynvml.NVMLError):  # a driver in trouble; the answers are in
+            pynvml.nvmlShutdown()
 
 
 def _uuids() -> list[str]:
@@ -158,6 +161,41 @@ def gpus() -> tuple[Gpu, ...]:
     """Return every NVIDIA GPU of this host, hidden ones included, from one session of NVML."""
     with _nvml() as nvml:
         return () if nvml is None else describe(nvml)
+
+
+class GpuWatch:
+    """Asks NVML for this host's GPUs again and again, in a thread of its own, until closed.
+
+    NVML stays initialised meanwhile: that alone takes long on a host with many GPUs, and a driver
+    in trouble may not answer for minutes. A thread that it holds is left behind, which `is_over`
+    tells; a process should not fork before it is true.
+    """
+
+    def __init__(self, delay: float, pause: Callable[[float], float]) -> None:
+        """Begin after `delay` seconds; `pause` says how many to wait after a look of so many."""
+        self.seen: tuple[Gpu, ...] = ()
+        self._delay, self._pause = delay, pause
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="nbtrain-gpus", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def close(self, patience: float = 2.0) -> None:
+        """End it, and wait for that; no longer than `patience` seconds."""
+        self._closing.set()
+        self._thread.join(patience)
+
+    def _watch(self) -> None:
+        if self._closing.wait(self._delay):
+            return
+        with _nvml() as nvml:
+            while nvml is not None and not self._closing.is_set():
+                begun = time.monotonic()
+                self.seen = describe(nvml)
+                self._closing.wait(self._pause(time.monotonic() - begun))
 
 
 def describe(nvml: Any) -> tuple[Gpu, ...]:

@@ -6,40 +6,121 @@ behind the work that makes it, and taken when it has arrived.
 
 from __future__ import annotations
 
+import functools
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from .imports import when_imported
 
 MOST = 1024
 """Copies under way, at most: the oldest is waited for when there are more."""
 
+Then = Callable[[dict[str, Any]], None]
 
-class LateValues:
-    """Values on their way; `then` is called with them once all of a group have arrived."""
+
+class Captures:
+    """How many CUDA graphs this process is recording, by any thread.
+
+    Meanwhile no event may be asked for and nothing pinned: CUDA would give up the recording.
+    """
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[dict[str, Any], Any, Callable[[dict[str, Any]], None]]] = deque()
+        self.count = 0
 
-    def submit(self, tensors: Mapping[str, Any], then: Callable[[dict[str, Any]], None]) -> None:
-        """Begin to read scalar CUDA tensors."""
+    def watch(self) -> None:
+        """Count from now on, once torch's graphs are there."""
+        when_imported("torch.cuda.graphs", lambda module: self.watch_class(module.CUDAGraph))
+
+    def watch_class(self, graph: Any) -> None:
+        """Count what begins and ends on a class of graphs; seen in torch 2.4 to 2.13."""
+        begin, end = graph.capture_begin, graph.capture_end
+
+        @functools.wraps(begin)
+        def counted_begin(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            try:
+                return begin(*args, **kwargs)
+            except BaseException:
+                self.count -= 1
+                raise
+
+        @functools.wraps(end)
+        def counted_end(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return end(*args, **kwargs)
+            finally:
+                self.count = max(0, self.count - 1)
+
+        graph.capture_begin, graph.capture_end = counted_begin, counted_end
+
+    def under_way(self, torch: ModuleType | Any) -> bool:
+        """Whether one is being recorded, as far as is known; torch has a GPU in use."""
+        return self.count > 0 or bool(torch.cuda.is_current_stream_capturing())
+
+
+captures = Captures()
+
+
+class _Copies(NamedTuple):
+    """Copies on their way, and the events that say that they have arrived: one of each device."""
+
+    values: dict[str, Any]
+    arrived: list[Any]
+    then: Then
+
+    @property
+    def are_here(self) -> bool:
+        return all(event.query() for event in self.arrived)
+
+
+class LateValues:
+    """Values on their way; `then` is called with them once all of a group have arrived.
+
+    From any thread, in the order of `submit`. A `then` may submit and deliver itself.
+    """
+
+    def __init__(self) -> None:
+        self._submitted: deque[Callable[[], _Copies]] = deque()
+        self._waiting: deque[_Copies] = deque()
+        self._lock = threading.RLock()  # held over `then` too: two threads keep the order
+
+    def submit(self, tensors: Mapping[str, Any], then: Then) -> None:
+        """Begin to read scalar CUDA tensors; of those being recorded in a graph, none has one."""
         torch: Any = sys.modules["torch"]
-        with torch.cuda.device(next(iter(tensors.values())).device):
-            copies = {name: _copied(torch, tensor) for name, tensor in tensors.items()}
-            arrived = torch.cuda.Event()
-            arrived.record()
-        self._waiting.append((copies, arrived, then))
-        self.deliver(at_least=len(self._waiting) - MOST)
+        if torch.cuda.is_current_stream_capturing():
+            then({})
+            return
+        streams = {t.device: torch.cuda.current_stream(t.device) for t in tensors.values()}
+        with self._lock:
+            self._submitted.append(lambda: _begin(torch, tensors, streams, then))
+            self.deliver(at_least=len(self._waiting) + len(self._submitted) - MOST)
 
     def deliver(self, at_least: int = 0) -> None:
         """Deliver what has arrived, in order, waiting for the first `at_least`."""
-        while self._waiting and (at_least > 0 or self._waiting[0][1].query()):
-            copies, arrived, then = self._waiting.popleft()
-            arrived.synchronize()
-            then({name: copy.item() for name, copy in copies.items()})
-            at_least -= 1
+        if not (self._submitted or self._waiting) or captures.under_way(sys.modules["torch"]):
+            return
+        with self._lock:
+            while self._submitted:
+                self._waiting.append(self._submitted.popleft()())
+            while self._waiting and (at_least > 0 or self._waiting[0].are_here):
+                copies = self._waiting.popleft()
+                for event in copies.arrived:
+                    event.synchronize()
+                copies.then({name: copy.item() for name, copy in copies.values.items()})
+                at_least -= 1
 
 
-def _copied(torch: Any, tensor: Any) -> Any:
-    copy = torch.empty((), dtype=tensor.dtype, device="cpu", pin_memory=True)
-    return copy.copy_(tensor.detach().reshape(()), non_blocking=True)
+def _begin(
+    torch: Any, tensors: Mapping[str, Any], streams: Mapping[Any, Any], then: Then
+) -> _Copies:
+    """Copy each tensor behind the work that was on its device's stream when it was submitted."""
+    values: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        with torch.cuda.stream(streams[tensor.device]):
+            copy = torch.empty((), dtype=tensor.dtype, device="cpu", pin_memory=True)
+            values[name] = copy.copy_(tensor.detach().reshape(()), non_blocking=True)
+    return _Copies(values, [stream.record_event() for stream in streams.values()], then)

@@ -95,18 +95,21 @@ def _log_late(reporter: Reporter, step: int | None, metrics: dict[str, Any]) -> 
     now = time.time()
 
     def write(read: dict[str, Any]) -> None:
-        values = {name: _metric(name, read[name]) if name in read else here[name] for name in order}
+        found = {**here, **{name: _metric(name, value) for name, value in read.items()}}
+        values = {name: found[name] for name in order if name in found}
         reporter.writer.write_metrics(now, reporter.rank, step, values)
 
-    order = list(metrics)
+    order = list(metrics)  # the tensors themselves are not kept
     reporter.late.submit(on_gpu, write)
     reporter.late.deliver()
 
 
 def _is_on_gpu(value: Any) -> bool:
-    """Whether a value is a scalar tensor on a CUDA device."""
+    """Whether a value is a real scalar tensor on a CUDA device."""
     device = getattr(value, "device", None)
-    return getattr(device, "type", "") == "cuda" and value.numel() == 1
+    if getattr(device, "type", "") != "cuda":
+        return False
+    return bool(value.numel() == 1 and not value.is_complex())
 
 
 def is_metric(value: Any) -> bool:

@@ -2,14 +2,14 @@
 
 Reading what memory a process has of its own (USS) takes milliseconds for one with torch in it, so
 ranks are looked at in turn, and, once each was, no more often than a small share of the launcher's
-time allows.
+time allows. GPUs are looked at by a thread: their driver answers when it likes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from . import devices, events, host
@@ -22,21 +22,24 @@ BETWEEN = 0.5, 2.0
 
 
 class Sampler:
-    """Looks at the processes of ranks (`pids`, by rank) and at the host, one at a time."""
+    """Looks at the processes of ranks (`pids`, by rank) and at the host, one at a time.
+
+    To be made once the ranks are forked, and closed before this process forks again.
+    """
 
     def __init__(self, pids: Mapping[int, int], device: str) -> None:
         self._pids = dict(pids)
-        self._on_gpu = device == "cuda"
+        self._gpus = _gpu_watch() if device == "cuda" else None
         self._order = list(self._pids)
         self._processes: dict[int, Any] = {}
         self._cpu: dict[int, tuple[float, float]] = {}  # rank -> (when, CPU seconds by then)
         self._rank_due = self._host_due = time.monotonic()
-        self._held: dict[int, tuple[int, int]] = {}  # pid -> (device, bytes)
+        self._told: tuple[devices.Gpu, ...] = ()
 
     def sample(self) -> Iterator[events.Event]:
         """Yield what was seen in this turn: often nothing."""
         now = time.monotonic()
-        if now >= self._host_due:
+        if now >= self._host_due or (self._seen() and not self._told):
             yield self._look_at_host()
             self._host_due = _next_time(now, BETWEEN[1])
         elif now >= self._rank_due and self._order:
@@ -52,6 +55,14 @@ class Sampler:
         """Stop looking at a rank that has ended: its number may soon be another process's."""
         if rank in self._order:
             self._order.remove(rank)
+
+    def close(self) -> None:
+        """Look at no GPU any more."""
+        if self._gpus is not None:
+            self._gpus.close()
+
+    def _seen(self) -> tuple[devices.Gpu, ...]:
+        return self._gpus.seen if self._gpus is not None else ()
 
     def _look_at_rank(self, rank: int) -> events.Resources | None:
         import psutil
@@ -69,20 +80,14 @@ class Sampler:
         before, spent_before = self._cpu.get(rank, (now, spent))
         self._cpu[rank] = now, spent
         cpu = max(0.0, spent - spent_before) / (now - before) if now > before else None
-        gpu, held = self._held.get(self._pids[rank], (None, None))
+        gpu, held = holds(self._pids[rank], self._seen())
         return events.Resources(
             time.time(), rank, cpu=cpu, memory=memory or None, gpu=gpu, gpu_memory=held
         )
 
     def _look_at_host(self) -> events.Host:
         memory = host.memory()
-        gpus = devices.gpus() if self._on_gpu else ()
-        self._held = {
-            holder.pid: (gpu.index, holder.mib << 20)
-            for gpu in gpus
-            for holder in gpu.holders
-            if holder.mib is not None
-        }
+        self._told = gpus = self._seen()
         limit = memory.limit if memory.capped and memory.limit is not None else memory.total
         return events.Host(
             time.time(),
@@ -92,6 +97,38 @@ class Sampler:
             whose="container" if memory.capped else "host",
             gpus=tuple((g.index, g.name, g.used << 20, g.total << 20, g.busy) for g in gpus),
         )
+
+
+def holds(pid: int, gpus: Iterable[devices.Gpu]) -> tuple[int | None, int | None]:
+    """Return the GPU a process holds most memory of, and the bytes; nothing where in doubt.
+
+    In a container, some drivers tell the host's numbers of processes, others this container's.
+    Those of the host cannot be translated here (/proc tells the numbers of a process from one's
+    own namespace downwards), but they show: most are no process of this namespace.
+    """
+    import psutil
+
+    holders = [(holder, gpu.index) for gpu in gpus for holder in gpu.holders]
+    own = [(h.mib, index) for h, index in holders if h.pid == pid and h.mib is not None]
+    if not own or not all(psutil.pid_exists(holder.pid) for holder, _ in holders):
+        return None, None
+    mib, index = max(own)
+    return index, mib << 20
+
+
+_last_watch: devices.GpuWatch | None = None
+
+
+def _gpu_watch() -> devices.GpuWatch | None:
+    """Begin to watch the GPUs, unless the driver still holds the thread that did it before.
+
+    Not at once: a run that is over in a moment need not wait for a driver at its end.
+    """
+    global _last_watch
+    if _last_watch is None or _last_watch.is_over:
+        _last_watch = devices.GpuWatch(BETWEEN[0], lambda took: max(BETWEEN[1], took / SHARE))
+        return _last_watch
+    return None
 
 
 def _next_time(begun: float, between: float) -> float:

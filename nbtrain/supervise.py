@@ -131,16 +131,16 @@ class Supervisor:
         """Watch until every rank is gone, and what they wrote is read."""
         now = time.time()
         self._note(ev.Spawned(now, rank, pid) for rank, pid in ranks.pids.items())
-        sampler = Sampler(ranks.pids, self.state.device)
-        while ranks.alive and not self._is_hopeless():
-            self.show(self.state, time.time())
-            self._sample(sampler)
-            exits = ranks.wait(TICK)
-            for ended in exits:
-                sampler.forget(ended.rank)
-            self._take(self._reader.read())
-            self._take_exits(exits)
-            self._decide(ranks, interrupts)
+        with contextlib.closing(Sampler(ranks.pids, self.state.device)) as sampler:
+            while ranks.alive and not self._is_hopeless():
+                self.show(self.state, time.time())
+                self._sample(sampler)
+                exits = ranks.wait(TICK)
+                for ended in exits:
+                    sampler.forget(ended.rank)
+                self._take(self._reader.read())
+                self._take_exits(exits)
+                self._decide(ranks, interrupts)
         self._note(ev.Exited(time.time(), rank, -signal.SIGKILL, "stopped") for rank in ranks.alive)
         self._take(self._reader.read(gone=range(self.state.world_size)))
 

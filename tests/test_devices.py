@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from conftest import wait_until
 
 from nbtrain import devices
 
@@ -104,6 +107,57 @@ def test_a_gpu_is_described_as_far_as_nvml_tells() -> None:
     assert (lost.index, lost.uuid, lost.total) == (1, "lost-1", 0)
     assert (silent.used, silent.holders, silent.mode) == (3072, (), 0)
     assert mig.holders == (devices.Holder(7, None),)
+
+
+class Driver(Nvml):
+    """One that is initialised and shut down, and answers when it may."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.may_answer = threading.Event()
+
+    def __getattr__(self, name: str) -> object:
+        def counted() -> object:
+            self.may_answer.wait(30)
+            self.calls.append(name)
+            return 1
+
+        if name in ("nvmlInit", "nvmlShutdown", "nvmlDeviceGetCount"):
+            return counted
+        return super().__getattr__(name)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    found = Driver()
+    monkeypatch.setitem(sys.modules, "pynvml", found)
+    return found
+
+
+def test_gpus_are_watched_in_one_session_of_nvml(driver: Driver) -> None:
+    driver.may_answer.set()
+    before = threading.enumerate()
+    watch = devices.GpuWatch(0.0, lambda took: 0.0)
+    wait_until(lambda: driver.calls.count("nvmlDeviceGetCount") >= 3)
+    watch.close()
+    assert threading.enumerate() == before
+    assert [c for c in driver.calls if c != "nvmlDeviceGetCount"] == ["nvmlInit", "nvmlShutdown"]
+    assert [gpu.uuid for gpu in watch.seen] == ["GPU-0"]
+
+
+def test_a_driver_that_does_not_answer_holds_nobody(driver: Driver) -> None:
+    watch = devices.GpuWatch(0.0, lambda took: 0.0)
+    watch.close(patience=0.05)
+    assert (watch.seen, watch.is_over) == ((), False)
+    driver.may_answer.set()
+    watch.close()
+    assert watch.is_over
+    assert driver.calls == ["nvmlInit", "nvmlShutdown"]
+
+
+def test_a_watch_that_is_closed_early_asks_no_driver(driver: Driver) -> None:
+    devices.GpuWatch(60.0, lambda took: 0.0).close()
+    assert driver.calls == []
 
 
 def kfd(root: Path) -> Path:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,8 +15,9 @@ import pytest
 from conftest import wait_until
 
 import nbtrain
+from nbtrain import devices, resources
 from nbtrain import events as ev
-from nbtrain import resources
+from nbtrain.devices import Gpu, Holder
 from nbtrain.resources import Sampler
 from nbtrain.tail import read_events
 
@@ -101,6 +104,46 @@ def test_the_host_is_told_first_with_what_limits_it() -> None:
     assert 0 < seen.used < seen.limit
     assert seen.whose in ("host", "container")
     assert seen.gpus == ()
+
+
+@pytest.mark.usefixtures("eager")
+def test_gpus_are_told_as_soon_as_they_were_seen_and_nobody_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def slow_driver() -> Iterator[object]:
+        assert answers.wait(30)
+        yield object()
+
+    answers = threading.Event()
+    gpu = Gpu(1, "GPU-b", "Tesla", 16384, 3072, (Holder(os.getpid(), 2048),), busy=42.0)
+    monkeypatch.setattr(devices, "_nvml", contextlib.contextmanager(slow_driver))
+    monkeypatch.setattr(devices, "describe", lambda nvml: (gpu,))
+    with contextlib.closing(Sampler({0: os.getpid()}, "cuda")) as sampler:
+        (first,) = sampler.sample()
+        assert isinstance(first, ev.Host)
+        assert first.gpus == ()
+        assert Sampler({}, "cuda")._gpus is None  # the first is still at it
+        answers.set()
+        found: list[ev.Event] = []
+        wait_until(lambda: found.extend(sampler.sample()) or len(found) > 20)
+    (told,) = [e for e in found if isinstance(e, ev.Host)]
+    assert told.gpus == ((1, "Tesla", 3072 << 20, 16384 << 20, 42.0),)
+    seen = [e for e in found if isinstance(e, ev.Resources)][-1]
+    assert (seen.gpu, seen.gpu_memory) == (1, 2048 << 20)
+
+
+def test_what_a_process_holds_is_told_where_its_number_is_sure_to_be_its_own() -> None:
+    own, alive, foreign = os.getpid(), os.getppid(), 2**22 + 1  # the last: no process of here
+    stray, main = (
+        Gpu(0, "a", holders=(Holder(own, 300), Holder(alive, 9000))),
+        Gpu(1, "b", holders=(Holder(own, 2048),)),
+    )
+    assert resources.holds(own, [stray, main]) == (1, 2048 << 20)
+    assert resources.holds(own, [Gpu(0, "a", holders=(Holder(own, None),))]) == (None, None)
+    assert resources.holds(own, []) == (None, None)
+    # One that does not exist here: these are the host's numbers, and this one a coincidence.
+    other = Gpu(2, "c", holders=(Holder(foreign, 100),))
+    assert resources.holds(own, [stray, main, other]) == (None, None)
 
 
 def test_looking_takes_its_share_of_the_time_only() -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from .. import report
-from ..late import MOST
+from ..late import MOST, captures
 from ..plan import SOURCES
-from . import bars, libraries
+from . import bars, hooks, libraries
 from .training import Meter
 
 _meter: Meter | None = None
@@ -23,10 +23,13 @@ def install(sources: Collection[str] = SOURCES) -> None:
     reporter = report.active()
     if reporter is None:
         return
+    hooks.stay_out_of_compiling()
+    libraries.leave_the_notebook()
+    captures.watch()
     if "bars" in sources:
         bars.install()
     if {"steps", "loss", "data", "phases"} & set(sources):
-        _meter = Meter(reporter.writer, reporter.rank)
+        _meter = Meter(reporter.writer, reporter.rank, reporter.late)
         _meter.install(sources)
     if "trainer" in sources:
         libraries.watch_trainer()

@@ -8,6 +8,21 @@ from .. import report
 from ..imports import when_imported
 
 
+def leave_the_notebook() -> None:
+    """Have Lightning take a rank for what torchrun starts, and not for the notebook.
+
+    In a notebook it forks processes of its own where it is told of more than one device.
+    """
+    for name in (
+        "lightning.pytorch.trainer.connectors.accelerator_connector",
+        "lightning.fabric.connector",
+        "pytorch_lightning.trainer.connectors.accelerator_connector",
+        "lightning_fabric.connector",
+    ):
+        # Found out at its import, from sys.ps1; seen in 2.0 to 2.6.
+        when_imported(name, lambda module: vars(module).update(_IS_INTERACTIVE=False))
+
+
 def watch_trainer() -> None:
     """Make the logs of transformers' `Trainer` metrics; its bar, and Lightning's, ordinary ones."""
     when_imported("transformers.trainer", _watch_trainer)

@@ -1,0 +1,153 @@
+"""What feeds a training: where its loaders stand, how much they gave, how long it waited for it."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from ..imports import when_imported
+from .hooks import Hooks
+
+
+class Place(NamedTuple):
+    """Where a loader stands: its data set, the number of this pass, batches so far and in all."""
+
+    data: int
+    number: int
+    batch: int
+    batches: int | None
+
+
+class _Thread(threading.local):
+    inside = False  # a loader's `__next__`
+
+
+class Feed:
+    """Counts what loaders give: batches, samples, and the seconds that were waited for them.
+
+    Those that the training waited: not a loader that another one reads from, nor one that a
+    thread of the user's reads ahead.
+    """
+
+    def __init__(self, hooks: Hooks, tick: Callable[[float, float], None]) -> None:
+        self._hooks, self._tick = hooks, tick
+        self.waited = 0.0
+        self.samples: int | None = None
+        self._thread = _Thread()
+        self._trainers = {threading.main_thread().ident}  # and who took the last step
+        self._number = 0  # of passes over any data
+        self._place: Place | None = None  # of the last batch
+        self._feeding: Place | None = None  # of the last one before a step
+        self._epochs: dict[int, tuple[int, int]] = {}  # by data set: passes that fed, the last
+
+    def install(self) -> None:
+        """Watch torch's loaders, now or when they are imported."""
+        when_imported("torch.utils.data.dataloader", self._watch)
+
+    def stepped(self) -> None:
+        """Take note that a step was taken, by this thread, with the last batch."""
+        self._trainers = {threading.main_thread().ident, threading.get_ident()}
+        place = self._place
+        if place is not None and place is not self._feeding:
+            self._feeding = place
+            passes, number = self._epochs.get(place.data, (0, -1))
+            if place.number > number:
+                self._epochs[place.data] = passes + 1, place.number
+
+    def where(self) -> dict[str, int | None]:
+        """Return where the loader stands that feeds the steps: its epoch, batch and batches."""
+        place = self._feeding or self._place
+        if place is None:
+            return {}
+        epoch = self._epochs.get(place.data, (None,))[0]
+        return {"epoch": epoch, "batch": place.batch, "batches": place.batches}
+
+    def _watch(self, module: ModuleType) -> None:
+        iterator = module._BaseDataLoaderIter  # seen in torch 2.4 to 2.13
+        advance, choose = iterator.__next__, iterator._next_index
+        on_batch = self._hooks.harmless(self._on_batch)
+        on_index = self._hooks.harmless(self._on_index)
+
+        @functools.wraps(advance)
+        def next_batch(it: Any) -> Any:
+            if self._thread.inside:
+                return advance(it)
+            start = time.monotonic()
+            self._thread.inside = True
+            try:
+                batch = advance(it)
+            finally:
+                self._thread.inside = False
+            on_batch(it, batch, start)
+            return batch
+
+        @functools.wraps(choose)
+        def next_index(it: Any) -> Any:
+            index = choose(it)
+            on_index(it, index)
+            return index
+
+        iterator.__next__, iterator._next_index = next_batch, next_index
+
+    def _on_index(self, it: Any, index: Any) -> None:
+        """Remember of how many samples a batch will be made, whatever is made of them."""
+        if not it._auto_collation or it._dataset_kind != 0:
+            return
+        asked = vars(it).get("_nbtrain_asked")
+        if asked is None or asked[0] is not it._sampler_iter:  # the first, or of a new pass
+            asked = it._nbtrain_asked = it._sampler_iter, deque()
+        asked[1].append(len(index) if hasattr(index, "__len__") else None)
+
+    def _on_batch(self, it: Any, batch: Any, start: float) -> None:
+        now = time.monotonic()
+        if threading.get_ident() in self._trainers:
+            self.waited += now - start
+        place, count = vars(it).get("_nbtrain_place"), it._num_yielded
+        if place is None or count == 1:
+            self._number += 1
+            place = Place(id(it._dataset), self._number, count, _length(it))
+        self._place = it._nbtrain_place = Place(place.data, place.number, count, place.batches)
+        _, asked = vars(it).get("_nbtrain_asked", (None, ()))
+        size = asked.popleft() if asked else _batch_size(it, batch)
+        if size is not None:
+            self.samples = (self.samples or 0) + size
+        self._tick(start, now)
+
+
+def _length(iterator: Any) -> int | None:
+    """Return how many batches a loader will give; None where nobody knows."""
+    try:
+        return len(iterator) if iterator._dataset_kind == 0 else None
+    except Exception:  # a sampler without a length, or with one of its own making
+        return None
+
+
+def _batch_size(it: Any, batch: Any) -> int | None:
+    """Return how many samples a batch of a stream holds; None where that is not certain.
+
+    torch's own collating puts them in the first dimension. A user's may do anything with them:
+    but a batch is made of as many as were asked for, unless it is the last.
+    """
+    from torch.utils.data import default_collate
+
+    if not it._auto_collation:  # the data set makes its batches, if they are any
+        return None
+    sizes = (tensor.shape[0] for tensor in _tensors(batch) if len(tensor.shape))
+    if it._collate_fn is default_collate:
+        return next(sizes, None)
+    wanted = getattr(it._index_sampler, "batch_size", None)
+    return wanted if wanted in sizes else None
+
+
+def _tensors(batch: Any, depth: int = 4) -> Iterator[Any]:
+    """Yield the tensors of a batch, from the first on."""
+    if hasattr(batch, "shape"):
+        yield batch
+    elif depth and isinstance(batch, (list, tuple, Mapping)):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors(part, depth - 1)
