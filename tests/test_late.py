@@ -212,6 +212,7 @@ def test_torchs_graphs_begin_and_end_where_they_are_watched() -> None:
 def test_what_other_threads_log_breaks_no_recording_and_is_told_after_it() -> None:
     import nbtrain
     from nbtrain import events as ev
+    from nbtrain.tail import read_events
 
     def train() -> float:
         loss, w = torch.full((), 0.5, device="cuda"), torch.ones(4, device="cuda")
@@ -230,7 +231,7 @@ def test_what_other_threads_log_breaks_no_recording_and_is_told_after_it() -> No
     assert run.value == 8.0
     told = [
         (e.step, dict(e.values))
-        for e in ev.read_events(run.folder / "rank-0000.jsonl")
+        for e in read_events(run.folder / "rank-0000.jsonl")
         if isinstance(e, ev.Metrics)
     ]
     assert told == [(1, {"note": "recorded"}), (2, {"loss": 0.5})]
@@ -241,6 +242,7 @@ def test_what_other_threads_log_breaks_no_recording_and_is_told_after_it() -> No
 def test_scalars_of_two_gpus_are_told_together() -> None:
     import nbtrain
     from nbtrain import events as ev
+    from nbtrain.tail import read_events
 
     def train() -> None:
         for step in range(50):
@@ -248,7 +250,7 @@ def test_scalars_of_two_gpus_are_told_together() -> None:
             nbtrain.log(step=step, a=a.mean(), b=b.mean())
 
     run = nbtrain.launch(train, num_processes=1, view="none")
-    told = [e for e in ev.read_events(run.folder / "rank-0000.jsonl") if isinstance(e, ev.Metrics)]
+    told = [e for e in read_events(run.folder / "rank-0000.jsonl") if isinstance(e, ev.Metrics)]
     assert [(e.step, e.values["a"], e.values["b"]) for e in told] == [
         (i, float(i), float(i)) for i in range(50)
     ]

@@ -29,6 +29,7 @@ NOT_LOOPS = (  # wrong on purpose, plain on purpose, for one rank
     "loops.py",
     "test_lint.py",
     "test_telemetry.py",
+    "test_loaders.py",
     "telemetry.py",
     "gpu",
 )
