@@ -202,6 +202,9 @@ def test_the_environment_is_the_notebooks_and_the_ranks_own(
 ) -> None:
     monkeypatch.setenv("OF_THE_NOTEBOOK", "1")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(
+        "PYTORCH_NVML_BASED_CUDA_CHECK", raising=False
+    )  # importing lightning sets it
 
     def look() -> Any:
         import torch
