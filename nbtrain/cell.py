@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from .errors import PlanError
-from .plan import ENGINES, PRECISIONS, SOURCES, VIEWS, Cell, Parameter
+from .plan import ENGINES, HANG_AFTER, PRECISIONS, SOURCES, VIEWS, Cell, Parameter
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Options:
     view: str = "auto"
     timeout: float | None = None
     telemetry: tuple[str, ...] = SOURCES
+    hang_after: float | None = HANG_AFTER
 
 
 class _Parser(argparse.ArgumentParser):
@@ -51,6 +52,10 @@ def _seconds(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds > 0")
     return value
+
+
+def _seconds_or_off(text: str) -> float | None:
+    return None if text in ("0", "off") else _seconds(text)
 
 
 def _variable(text: str) -> tuple[str, str]:
@@ -111,6 +116,13 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--timeout", type=_seconds, metavar="SECONDS", help="stop the run if it takes longer"
+    )
+    p.add_argument(
+        "--hang-after",
+        type=_seconds_or_off,
+        default=HANG_AFTER,
+        metavar="SECONDS|off",
+        help="say who waits where once a rank shows no progress for so long (300)",
     )
     p.add_argument(
         "--telemetry",

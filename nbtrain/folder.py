@@ -7,6 +7,8 @@
     rank-0000.log        rank 0's raw stdout and stderr
     rank-0000.result     its return value   (cloudpickle, renamed into place)
     rank-0000.failure    or its exception   (cloudpickle, renamed into place)
+    rank-0000.stacks     its Python stacks, each time somebody asked
+    rank-0000.recorder   the socket of its flight recorder, while it runs
     stop                 there once ranks were asked to stop
 """
 
@@ -59,6 +61,12 @@ class RunFolder:
 
     def failure(self, rank: int) -> Path:
         return self.path / f"rank-{rank:04d}.failure"
+
+    def stacks(self, rank: int) -> Path:
+        return self.path / f"rank-{rank:04d}.stacks"
+
+    def recorder(self, rank: int) -> Path:
+        return self.path / f"rank-{rank:04d}.recorder"
 
     def read_manifest(self) -> dict[str, Any]:
         """Return what `create` wrote."""

@@ -14,12 +14,15 @@ from . import devices, engines, estimate, preflight, serialize
 from .engines import Engine
 from .errors import PlanError
 from .lint import lint
-from .plan import SOURCES, Call, Plan
+from .plan import HANG_AFTER, SOURCES, Call, Plan
 from .run import Run, initial_state, new_folder, remember
 from .supervise import Interrupts, Supervisor
 from .view import fronts
 from .view.tracebacks import show_from_the_rank
 from .worker import Job
+
+CELLS = 1000
+"""How many cells a run can name where its stacks are read, the last ones."""
 
 
 def launch(
@@ -33,6 +36,7 @@ def launch(
     timeout: float | None = None,
     view: str = "auto",
     telemetry: Iterable[str] = SOURCES,
+    hang_after: float | None = HANG_AFTER,
     **kwargs: Any,
 ) -> Run:
     """Run ``function(*args, **kwargs)`` on several ranks and return the finished `Run`.
@@ -49,6 +53,8 @@ def launch(
         timeout: seconds after which the run is stopped.
         view: 'auto', 'widget', 'html', 'text' or 'none'.
         telemetry: what the ranks report unasked, all of `nbtrain.plan.SOURCES` by default.
+        hang_after: seconds without progress of a rank after which the board says who waits where;
+            None or 0: never. It ends nothing.
 
     Raises:
         PlanError: an argument that makes no sense; nothing was started.
@@ -71,6 +77,7 @@ def launch(
         timeout=timeout,
         view=view,
         telemetry=tuple(telemetry),
+        hang_after=hang_after or None,
     )
     return run_plan(plan)
 
@@ -176,11 +183,17 @@ def _notes(plan: Plan, device: str) -> list[str]:
 
 
 def _cell_name(filename: str) -> str | None:
-    """Return ``In[3]`` for the file name of a cell, as IPython 8 and 9 remember it."""
+    """Return ``In[3]`` for the file name of a cell."""
+    number = _cell_numbers().get(filename)
+    return None if number is None else f"In[{number}]"
+
+
+def _cell_numbers() -> Mapping[str, int]:
+    """Return the numbers of cells by the names of their files, as IPython 8 and 9 keep them."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
-    number = getattr(getattr(shell, "compile", None), "_filename_map", {}).get(filename)
-    return None if number is None else f"In[{number}]"
+    numbers: Mapping[str, int] = getattr(getattr(shell, "compile", None), "_filename_map", {})
+    return numbers
 
 
 def _prepare(
@@ -198,7 +211,9 @@ def _prepare(
         threads=devices.threads_per_rank(world_size),
         shared_classes=serialize.notebook_classes(),
     )
-    supervisor = Supervisor(folder, initial_state(manifest), timeout=plan.timeout)
+    supervisor = Supervisor(
+        folder, initial_state(manifest), timeout=plan.timeout, hang_after=plan.hang_after
+    )
     front = fronts.Guarded(
         fronts.choose(
             plan.view,
@@ -251,4 +266,5 @@ def _manifest(plan: Plan, world_size: int, device: str, notes: Sequence[str]) ->
         "python": platform.python_version(),
         "torch": torch.__version__,
         "notes": list(notes),
+        "cells": {name: f"In[{n}]" for name, n in list(_cell_numbers().items())[-CELLS:]},
     }

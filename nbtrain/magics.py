@@ -70,6 +70,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         %nbtrain doctor        this host and kernel on a page, for you or for a bug report
         %nbtrain runs          the runs that are kept
         %nbtrain show [RUN]    draw one here, running or not: by its name, or how that begins
+        %nbtrain stacks [RUN]  where each of its ranks is now, line by line
         """
         match line.split():
             case ["guard"]:
@@ -84,6 +85,8 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                 print(kept.page(kept.briefs(), time.time()))
             case ["show", *which] if len(which) <= 1:
                 kept.find(*which).show()
+            case ["stacks", *which] if len(which) <= 1:
+                print(kept.find(*which).stacks())
             case _:
                 raise PlanError(f"%nbtrain: no such question: {line!r} (%nbtrain? shows them)")
 
@@ -122,6 +125,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
             timeout=options.timeout,
             view=options.view,
             telemetry=options.telemetry,
+            hang_after=options.hang_after,
         )
 
     def _register(self, transformed: str, raw: str) -> str:

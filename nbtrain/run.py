@@ -14,7 +14,7 @@ from typing import Any
 
 from . import events as ev
 from . import history as past
-from . import serialize
+from . import serialize, stacks
 from .errors import LaunchError, NbtrainError, RunTimeout
 from .folder import KEEP, RunFolder, create, is_watched, prune
 from .outcome import Failure, headline, ranks_text, to_exception
@@ -239,6 +239,15 @@ class Run:
             self._supervisor.request_stop("by run.stop()")
             if self._driver != threading.get_ident():
                 self.wait()
+
+    def stacks(self) -> stacks.Stacks:
+        """Return where each rank is now: its Python stacks, also of one that hangs.
+
+        Takes milliseconds; up to half a second where a rank cannot answer. Works for a run of
+        another kernel on this host, too. Print it to read it.
+        """
+        self._check_folder()
+        return stacks.ask(self._folder, range(self.state.world_size))
 
     def __repr__(self) -> str:
         state = self.state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -40,13 +40,14 @@ class Taken:
 class RankState:
     """One rank: starting, running, failing, done, failed or stopped.
 
-    `phase` says what a running one is busy with where that is not training. `metrics` are the
-    last values logged, at most `METRICS` of them.
+    `phase` says what a running one is busy with where that is not training, `hang` what it does
+    in a hang: 'stuck?' or 'waiting'. `metrics` are the last values logged, at most `METRICS`.
     """
 
     rank: int
     status: str = "starting"
     phase: str = ""
+    hang: str = ""
     pid: int | None = None
     started: float | None = None
     ended: float | None = None
@@ -92,7 +93,7 @@ class RunState:
     """A whole run: starting, running, stopping, succeeded, failed, interrupted, timed out.
 
     `notes` are what was seen before it started, and may go wrong: one line each. `host` is what
-    the ranks' host had left when it was last asked.
+    the ranks' host had left when it was last asked, `hang` who waits where, if nobody moves.
     """
 
     name: str
@@ -107,6 +108,7 @@ class RunState:
     notes: tuple[str, ...] = ()
     curves: Curves = field(default_factory=Curves)
     host: ev.Host | None = None
+    hang: str = ""
 
     @property
     def is_over(self) -> bool:
@@ -133,13 +135,22 @@ def fold(state: RunState, events: Iterable[ev.Event]) -> RunState:
     size = len(state.ranks)
     drafts: dict[int, _Draft] = {}
     curves = CurvesDraft(state.curves, size)
+
+    def draft_of(rank: int) -> _Draft:
+        draft = drafts.get(rank)
+        if draft is None:
+            draft = drafts[rank] = dict(vars(state.ranks[rank]))
+        return draft
+
     for event in events:
-        if event.rank < 0:
+        if isinstance(event, ev.Hang):
+            state = replace(state, hang=plain(str(event.text), 1000))
+            for rank, word in _roles(event, size):
+                draft_of(rank)["hang"] = word
+        elif event.rank < 0:
             state = _fold_run(state, event)
         elif event.rank < size:
-            draft = drafts.get(event.rank)
-            if draft is None:
-                draft = drafts[event.rank] = dict(vars(state.ranks[event.rank]))
+            draft = draft_of(event.rank)
             _FOLDS.get(event.kind, _ignored)(draft, event, curves)
     ranks = list(state.ranks)
     for rank, draft in drafts.items():
@@ -158,6 +169,13 @@ def _fold_run(state: RunState, event: ev.Event) -> RunState:
         case ev.Host():
             return replace(state, host=_sound(event))
     return state
+
+
+def _roles(event: ev.Hang, size: int) -> Iterator[tuple[int, str]]:
+    """Yield each rank with its part in a hang."""
+    stuck, waiting = _listed(event.stuck), _listed(event.waiting)
+    for rank in range(size):
+        yield rank, "stuck?" if rank in stuck else "waiting" if rank in waiting else ""
 
 
 def _sound(host: ev.Host) -> ev.Host | None:

@@ -10,7 +10,7 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -19,6 +19,7 @@ from . import events as ev
 from . import host
 from .engines import Exit, Ranks
 from .folder import RunFolder
+from .lookout import Lookout
 from .outcome import ranks_text
 from .resources import Sampler
 from .state import RankState, RunState, fold
@@ -112,6 +113,7 @@ class Supervisor:
         state: RunState,
         *,
         timeout: float | None = None,
+        hang_after: float | None = None,
     ) -> None:
         self.state = state
         self.show: Callable[[RunState, float], None] = lambda _state, _now: None
@@ -120,6 +122,7 @@ class Supervisor:
         self._timeout = timeout
         self._reader = Reader(folder, state.world_size)
         self._writer = ev.EventWriter(folder.launcher_events)
+        self._lookout = Lookout(folder, state.world_size, hang_after)
         self._requested: str | None = None
         self._stopped_how = ""
         self._cause: str | None = None
@@ -152,6 +155,8 @@ class Supervisor:
             self._take(self._reader.read())
             self._take_exits(exits)
             self._decide(ranks, interrupts)
+            if self._cause is None and ranks.alive:
+                self._note(self._lookout.look(self.state))
         self._note(ev.Exited(time.time(), rank, -signal.SIGKILL, "stopped") for rank in ranks.alive)
         self._finish()
 
@@ -174,7 +179,8 @@ class Supervisor:
             self._writer.write(event)
             self._take([event])
 
-    def _take(self, events: Iterable[ev.Event]) -> None:
+    def _take(self, events: Sequence[ev.Event]) -> None:
+        self._lookout.saw(events)
         self.state = fold(self.state, events)
 
     def _take_exits(self, exits: list[Exit]) -> None:
@@ -275,6 +281,10 @@ class Supervisor:
         return {r.rank for r in self.state.ranks if r.status == "failing"}
 
     def _finish(self, message: str = "") -> None:
+        self._lookout.close()
+        for rank in range(self.state.world_size):  # nobody answers there; copies trip over sockets
+            with contextlib.suppress(OSError):
+                self._folder.recorder(rank).unlink()
         self._take(self._reader.read(gone=range(self.state.world_size)))
         status = self._cause or "succeeded"
         failed = [r for r in self.state.ranks if r.status == "failed"]

@@ -22,7 +22,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from . import events as ev
-from . import exceptions, report, serialize, telemetry
+from . import exceptions, inspection, report, serialize, telemetry
 from .folder import RunFolder, write_atomically
 from .plan import Call, Cell, Plan
 
@@ -97,6 +97,7 @@ def main(job: Job, rank: int) -> int:
     sys.unraisablehook = stop.unraisable
     _set_threads()
     writer = ev.EventWriter(job.folder.events(rank))
+    inspection.install(job.folder, rank, writer)
     report.activate(report.Reporter(writer, rank, job.world_size))
     telemetry.install(job.plan.telemetry)
     code, error = run_and_report(job, rank, writer)
