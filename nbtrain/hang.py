@@ -20,8 +20,8 @@ SETTLED = 1.0
 class Seen:
     """What is known of the ranks at one moment, `now` (seconds since the epoch).
 
-    `silent` has for each rank that runs how many seconds it gave no sign of progress; those with
-    more than `after` are the ones to explain. `over` says in a word how each of the others ended;
+    `silent` has for each rank that runs how many seconds it gave no sign of progress; where that
+    is about `after`, it is to be explained. `over` says in a word how each of the others ended;
     `groups` has the members of process groups, the default one apart.
     """
 
@@ -35,7 +35,7 @@ class Seen:
 
     @property
     def stalled(self) -> list[int]:
-        return [rank for rank, seconds in self.silent.items() if seconds >= self.after]
+        return [rank for rank, seconds in self.silent.items() if seconds >= 0.8 * self.after]
 
     def members(self, group: str) -> Collection[int]:
         """Return the ranks of a group; those that are known to be in it, where nobody told."""
@@ -143,7 +143,8 @@ def _without_a_culprit(seen: Seen, waits: Mapping[int, Collective]) -> Verdict:
     said = _places(seen, others)
     if waits:
         said.append(_waiting(waits, ""))
-    going = "; the others go on" if len(stalled) < len(seen.silent) and not waits else ""
+    rest = [seconds for rank, seconds in seen.silent.items() if rank not in (*stalled, *waits)]
+    going = "; the others go on" if rest and max(rest) < seen.after / 2 else ""
     longest = max((seen.silent[rank] for rank in stalled), default=seen.after)
     text = f"no sign of progress for {_duration(longest)}: {'; '.join(said)}{going}"
     return Verdict(text, waiting=tuple(waits))
@@ -154,11 +155,13 @@ def _places(seen: Seen, ranks: Iterable[int]) -> list[str]:
     places: dict[tuple[str, bool], list[int]] = {}
     for rank in ranks:
         stack = seen.stacks.get(rank, RankStack(rank, trouble="was not asked"))
-        where = stack.where
-        place = (stack.trouble, False) if where is None else (f"at {where.place}", True)
-        places.setdefault(place, []).append(rank)
+        known = stack.where is not None
+        place = stack.where.place if stack.where is not None else stack.trouble
+        places.setdefault((place, known), []).append(rank)
     said = [
-        f"{ranks_text(who)} {f'{_are(who)} ' if known else ''}{place}"
+        f"{ranks_text(who)} {_are(who)} at {place}"
+        if known
+        else f"{ranks_text(who)}{' ' if len(who) == 1 else ': each '}{place}"
         for (place, known), who in places.items()
     ]
     left = len(said) - PLACES
@@ -188,4 +191,4 @@ def _wait(ranks: Collection[int]) -> str:
 
 
 def _duration(seconds: float) -> str:
-    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{max(1, seconds):.0f} s"

@@ -27,6 +27,9 @@ from .imports import when_imported
 _keep: list[object] = []
 """The recorder's server: nothing ends it but the end of the process."""
 
+_answering: int | None = None
+"""The process that has registered for the signal; a rank inherits its kernel's, or a rank's."""
+
 
 def signal_number() -> int:
     """Return the signal that asks a rank for its stacks.
@@ -40,14 +43,22 @@ def signal_number() -> int:
 
 def install(folder: RunFolder, rank: int, writer: ev.EventWriter) -> None:
     """Make this process answer; once in its life, and never in a kernel."""
-    with contextlib.suppress(Exception):  # a full disk, a system without: not worth a training
-        _answer_with_stacks(folder.stacks(rank))
+    answer_with_stacks(folder, rank)
     name = "torch.distributed.distributed_c10d"
     watch = functools.partial(_watch_groups, path=folder.recorder(rank), rank=rank, writer=writer)
     when_imported(name, watch)
 
 
-def _answer_with_stacks(path: Path) -> None:
+def answer_with_stacks(folder: RunFolder, rank: int) -> None:
+    """Make this process answer the signal, if it does not yet."""
+    global _answering
+    if _answering != os.getpid():
+        _answering = os.getpid()
+        with contextlib.suppress(Exception):  # a full disk, a system without: not worth a training
+            _register(folder.stacks(rank))
+
+
+def _register(path: Path) -> None:
     """Register for the signal; the file appears once it is safe to send it.
 
     Its first line that is JSON says whom to ask and how, and which line a whole answer ends with:

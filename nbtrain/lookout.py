@@ -24,11 +24,24 @@ ASKING = 0.8
 AGAIN = 1.0
 """Seconds between two rounds of asking, at least."""
 
-_SIGNS = (ev.Started, ev.Progress, ev.Metrics, ev.Output, ev.Phase, ev.Ended, ev.Failing, ev.Exited)
+_SIGNS = (
+    ev.Spawned,
+    ev.Started,
+    ev.Progress,
+    ev.Metrics,
+    ev.Output,
+    ev.Phase,
+    ev.Failing,
+    ev.Ended,
+    ev.Exited,
+)
 
 
 class Lookout:
-    """Keeps when each rank last gave a sign of progress. `look` never blocks."""
+    """Keeps when each rank last gave a sign of progress. `look` never blocks.
+
+    `now` is monotonic throughout: a clock that is set is no hang.
+    """
 
     def __init__(self, folder: RunFolder, world_size: int, after: float | None) -> None:
         self._folder, self._after = folder, after
@@ -41,9 +54,8 @@ class Lookout:
         self._thread: threading.Thread | None = None
         self._found: queue.SimpleQueue[tuple[frozenset[int], hang.Verdict]] = queue.SimpleQueue()
 
-    def saw(self, events: Iterable[ev.Event]) -> None:
+    def saw(self, events: Iterable[ev.Event], now: float) -> None:
         """Take note of signs of progress."""
-        now = time.monotonic()
         for event in events:
             if isinstance(event, _SIGNS) or (
                 isinstance(event, ev.Training) and self._is_new(event)
@@ -65,11 +77,10 @@ class Lookout:
             # What one of them waited for has come: the others will show it in a moment.
             self._last.update(dict.fromkeys((*told.stuck, *told.waiting), now))
 
-    def look(self, state: RunState) -> list[ev.Hang]:
+    def look(self, state: RunState, now: float) -> list[ev.Hang]:
         """Return a verdict that is new, or the end of one."""
         if self._after is None:
             return []
-        now = time.monotonic()
         running = [r for r in state.ranks if not r.is_over and r.status != "failing"]
         if any(r.phase == "compiling" for r in running):  # the others may wait for it, rightly
             self._last = dict.fromkeys(self._last, now)

@@ -47,7 +47,8 @@ class Frame:
     @property
     def place(self) -> str:
         """Return ``In[5], line 41: time.sleep(600)``."""
-        return f"{self.file}, line {self.line}" + (f": {self.source}" if self.source else "")
+        said = self.source if len(self.source) <= 80 else self.source[:79] + "…"
+        return f"{self.file}, line {self.line}" + (f": {said}" if said else "")
 
     def __str__(self) -> str:
         said = f": {self.source}" if self.source else ""
@@ -151,7 +152,7 @@ def _send(folder: RunFolder, rank: int) -> _Asked | RankStack:
             return RankStack(rank, pid, trouble="has ended")
         os.kill(pid, int(told["signal"]))
     except FileNotFoundError:
-        return RankStack(rank, trouble="is not ready to be asked: it has not begun, or cannot be")
+        return RankStack(rank, trouble="has not begun yet, or cannot be asked")
     except ProcessLookupError:
         return RankStack(rank, trouble="has ended")
     except (OSError, ValueError, KeyError) as error:
@@ -232,6 +233,8 @@ def _here(rank: int, manifest: Mapping[str, Any], cells: Mapping[str, str]) -> R
         return RankStack(rank, trouble="runs in another kernel (inline): ask it there")
     frames = sys._current_frames()
     main = frames.pop(threading.main_thread().ident or 0, None)
+    while main is not None and main.f_code.co_filename.startswith(_OWN):  # what asks
+        main = main.f_back
     stacks = [_named(_walk(frame), cells) for frame in (main, *frames.values())]
     return RankStack(rank, os.getpid(), _own_part(stacks[0]), tuple(stacks[1:]))
 

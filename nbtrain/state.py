@@ -165,7 +165,9 @@ def _fold_run(state: RunState, event: ev.Event) -> RunState:
         case ev.Stopping():
             return replace(state, status="stopping", message=event.reason)
         case ev.Finished():
-            return replace(state, status=event.status, ended=event.time, message=event.message)
+            hang = "" if event.status == "succeeded" else state.hang
+            ended = replace(state, status=event.status, ended=event.time, message=event.message)
+            return replace(ended, hang=hang)
         case ev.Host():
             return replace(state, host=_sound(event))
     return state

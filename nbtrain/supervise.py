@@ -156,7 +156,7 @@ class Supervisor:
             self._take_exits(exits)
             self._decide(ranks, interrupts)
             if self._cause is None and ranks.alive:
-                self._note(self._lookout.look(self.state))
+                self._note(self._lookout.look(self.state, time.monotonic()))
         self._note(ev.Exited(time.time(), rank, -signal.SIGKILL, "stopped") for rank in ranks.alive)
         self._finish()
 
@@ -180,7 +180,7 @@ class Supervisor:
             self._take([event])
 
     def _take(self, events: Sequence[ev.Event]) -> None:
-        self._lookout.saw(events)
+        self._lookout.saw(events, time.monotonic())
         self.state = fold(self.state, events)
 
     def _take_exits(self, exits: list[Exit]) -> None:
