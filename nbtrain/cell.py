@@ -114,6 +114,18 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--view", choices=VIEWS, default="auto", help="how progress is shown while the cell runs"
     )
+    _add_limits(p)
+    p.add_argument(
+        "--telemetry",
+        type=_sources,
+        default=SOURCES,
+        metavar="all|none|NAME,…|-NAME,…",
+        help="what ranks report unasked: " + ", ".join(SOURCES) + "; with a minus: all but these",
+    )
+    return p
+
+
+def _add_limits(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--timeout", type=_seconds, metavar="SECONDS", help="stop the run if it takes longer"
     )
@@ -124,14 +136,6 @@ def parser() -> argparse.ArgumentParser:
         metavar="SECONDS|off",
         help="say who waits where once a rank shows no progress for so long (300)",
     )
-    p.add_argument(
-        "--telemetry",
-        type=_sources,
-        default=SOURCES,
-        metavar="all|none|NAME,…|-NAME,…",
-        help="what ranks report unasked: " + ", ".join(SOURCES) + "; with a minus: all but these",
-    )
-    return p
 
 
 def _sources(text: str) -> tuple[str, ...]:

@@ -155,9 +155,7 @@ def _places(seen: Seen, ranks: Iterable[int]) -> list[str]:
     places: dict[tuple[str, bool], list[int]] = {}
     for rank in ranks:
         stack = seen.stacks.get(rank, RankStack(rank, trouble="was not asked"))
-        known = stack.where is not None
-        place = stack.where.place if stack.where is not None else stack.trouble
-        places.setdefault((place, known), []).append(rank)
+        places.setdefault((stack.place, stack.where is not None), []).append(rank)
     said = [
         f"{ranks_text(who)} {_are(who)} at {place}"
         if known

@@ -73,7 +73,7 @@ class Lookout:
     def _moved(self, rank: int, now: float) -> None:
         self._last[rank] = now
         told = self._told
-        if told is not None and rank in (*told.stuck, *told.waiting):
+        if told is not None and rank in self._about and rank in (*told.stuck, *told.waiting):
             # What one of them waited for has come: the others will show it in a moment.
             self._last.update(dict.fromkeys((*told.stuck, *told.waiting), now))
 

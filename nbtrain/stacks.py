@@ -6,6 +6,7 @@ with the GIL held, or waits in C, answers too.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import linecache
 import os
@@ -14,7 +15,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,10 @@ from .folder import RunFolder
 PATIENCE = 0.5
 """Seconds that ranks have to answer; most take a millisecond."""
 
+WORKERS = 16
+"""Processes of a rank's DataLoader that are asked."""
+
+_LOADER = "/torch/utils/data/dataloader.py"
 _THREAD = re.compile(r"(?:Current thread|Thread|Stack)\b ?(0x\w+)?.*\(most recent call first\):")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _OWN = str(Path(__file__).parent)
@@ -59,13 +64,15 @@ class Frame:
 class RankStack:
     """The Python stacks of one rank: `frames` of its main thread, innermost first.
 
-    `threads` are those of its others. `trouble` says why there is nothing, where that is so.
+    `threads` are those of its others, `workers` the main threads of its DataLoader's processes
+    where it waits for these. `trouble` says why there is nothing, where that is so.
     """
 
     rank: int
     pid: int | None = None
     frames: tuple[Frame, ...] = ()
     threads: tuple[tuple[Frame, ...], ...] = ()
+    workers: tuple[tuple[Frame, ...], ...] = ()
     trouble: str = ""
 
     @property
@@ -74,6 +81,16 @@ class RankStack:
         own = next((frame for frame in self.frames if not frame.is_library), None)
         return own or next(iter(self.frames), None)
 
+    @property
+    def place(self) -> str:
+        """Say where the rank is, or why that is not known; and the worker that it waits for."""
+        where = self.where
+        if where is None:
+            return self.trouble
+        inner = (next((f for f in frames if not f.is_library), where) for frames in self.workers)
+        busy = next((f for f in inner if f != where), None)  # an idle one has but the rank's lines
+        return where.place + (f"; a DataLoader worker is at {busy.place}" if busy else "")
+
     def __str__(self) -> str:
         head = f"rank {self.rank}" + (f" (pid {self.pid})" if self.pid else "")
         if self.trouble:
@@ -81,6 +98,8 @@ class RankStack:
         lines = [f"{head}:", *(f"  {frame}" for frame in self.frames)]
         for number, frames in enumerate(self.threads, 2):
             lines += [f"  thread {number}:", *(f"    {frame}" for frame in frames)]
+        for number, frames in enumerate(self.workers):
+            lines += [f"  DataLoader worker {number}:", *(f"    {frame}" for frame in frames)]
         return "\n".join(lines)
 
 
@@ -102,6 +121,7 @@ class _Asked:
     path: Path
     size: int
     last: str
+    signal: int
 
     def answer(self) -> str:
         with self.path.open("rb") as file:
@@ -126,17 +146,53 @@ def ask(folder: RunFolder, ranks: Iterable[int], patience: float = PATIENCE) -> 
         return Stacks(_here(rank, manifest, cells) for rank in ranks)
     deadline = time.monotonic() + patience
     asked = [_send(folder, rank) for rank in ranks]
-    waiting = {a.rank: a for a in asked if isinstance(a, _Asked)}
     found = {a.rank: a for a in asked if isinstance(a, RankStack)}
+    sent = [a for a in asked if isinstance(a, _Asked)]
+    for one, text in _answers(sent, deadline):
+        found[one.rank] = _told(one, text, cells)
+    for one in sent:
+        if any(_LOADER in frame.file for frame in found[one.rank].frames):
+            workers = tuple(_workers(one, cells, deadline))
+            found[one.rank] = replace(found[one.rank], workers=workers)
+    return Stacks(found[rank] for rank in sorted(found))
+
+
+def _answers(asked: Iterable[_Asked], deadline: float) -> Iterator[tuple[_Asked, str]]:
+    """Yield what each wrote, as it is whole, or as far as it is at the deadline."""
+    waiting = list(asked)
     while waiting:
         late = time.monotonic() >= deadline
-        for one in list(waiting.values()):
-            text = one.answer()
-            if late or one.is_whole(text):
-                found[one.rank] = _told(waiting.pop(one.rank), text, cells)
+        texts = [(one, one.answer()) for one in waiting]
+        ready = [(one, text) for one, text in texts if late or one.is_whole(text)]
+        yield from ready
+        waiting = [one for one, _ in texts if all(one is not other for other, _ in ready)]
         if waiting:
             time.sleep(0.002)
-    return Stacks(found[rank] for rank in sorted(found))
+
+
+def _workers(
+    rank: _Asked, cells: Mapping[str, str], deadline: float
+) -> Iterator[tuple[Frame, ...]]:
+    """Yield the stacks of a rank's own forks: they inherited its answer to the signal, and file.
+
+    A process that became another program did not, and would die of it.
+    """
+    import psutil
+
+    with contextlib.suppress(psutil.Error, OSError):
+        for child in psutil.Process(rank.pid).children()[:WORKERS]:
+            if not _catches(child.pid, rank.signal):
+                continue
+            one = replace(rank, pid=child.pid, size=rank.path.stat().st_size)
+            os.kill(child.pid, rank.signal)
+            for _, text in _answers([one], deadline):
+                yield from (_named(thread, cells) for thread in parse(text)[:1])
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal (Linux tells)."""
+    found = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.M)
+    return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)
 
 
 def _send(folder: RunFolder, rank: int) -> _Asked | RankStack:
@@ -147,17 +203,17 @@ def _send(folder: RunFolder, rank: int) -> _Asked | RankStack:
             head = next((line for line in file if line.startswith(b"{")), b"")
             size = file.seek(0, os.SEEK_END)
         told = json.loads(head)
-        pid, last = int(told["pid"]), str(told["last"])
+        pid, last, number = int(told["pid"]), str(told["last"]), int(told["signal"])
         if not _is(pid, told["began"]):
             return RankStack(rank, pid, trouble="has ended")
-        os.kill(pid, int(told["signal"]))
+        os.kill(pid, number)
     except FileNotFoundError:
         return RankStack(rank, trouble="has not begun yet, or cannot be asked")
     except ProcessLookupError:
         return RankStack(rank, trouble="has ended")
     except (OSError, ValueError, KeyError) as error:
         return RankStack(rank, trouble=f"cannot be asked ({error})")
-    return _Asked(rank, pid, path, size, last)
+    return _Asked(rank, pid, path, size, last, number)
 
 
 def _is(pid: int, began: float) -> bool:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import nbtrain
 from nbtrain import events as ev
-from nbtrain import supervise
+from nbtrain import hang, supervise
 from nbtrain.folder import RunFolder
 from nbtrain.lookout import Lookout
 from nbtrain.run import Run, initial_state
@@ -203,12 +203,12 @@ class Deaf(Dataset[int]):
         return 4
 
     def __getitem__(self, index: int) -> int:
-        threading.Event().wait()
+        threading.Event().wait()  # never answers
         return index
 
 
 def loads() -> None:
-    for _ in DataLoader(Deaf(), num_workers=1):  # loads
+    for _ in DataLoader(Deaf(), num_workers=2):  # loads
         pass
 
 
@@ -221,6 +221,8 @@ def test_ranks_that_wait_for_no_rank_are_told_where_they_are(
         assert found.text.startswith("no sign of progress for 1 s: rank")
         assert f"at {HERE}, line {line_of(mark)}" in found.text
         assert (list(found.stuck), list(found.waiting)) == ([], [])
+        worker = f"; a DataLoader worker is at {HERE}, line {line_of('never answers')}"
+        assert (worker in found.text) == (function is loads)
 
 
 def resumes(gate: Path) -> None:
@@ -330,6 +332,29 @@ def test_training_that_stands_still_is_no_progress(
         now += 5.0
         assert out.look(_state(1), now) == []
     wait_until(lambda: asked == [{0: 10.0}])
+
+
+def test_what_a_waiting_rank_prints_does_not_withdraw_what_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdict = hang.Verdict("rank 1 is at x; rank 0 waits for it", (1,), (0,))
+    monkeypatch.setattr(Lookout, "_ask", lambda self, about, *_: self._found.put((about, verdict)))
+    out = Lookout(RunFolder(tmp_path), 2, 10.0)
+    state, now = _state(2), time.monotonic() + 11
+
+    def look() -> list[str]:
+        return [told.text for told in out.look(state, now)]
+
+    out.saw([ev.Output(0.0, 0, ("still here",))], now)
+    told: list[str] = []
+    wait_until(lambda: told or told.extend(look()))
+    assert told == [verdict.text]
+    out.saw([ev.Output(0.0, 0, ("still here",))], now + 1)
+    now += 2
+    assert look() == []
+    out.saw([ev.Metrics(0.0, 1, 1, {})], now)
+    assert look() == [""]
+    out.close()
 
 
 def test_a_thousand_ranks_are_asked_by_one_thread(tmp_path: Path) -> None:
