@@ -66,9 +66,11 @@ class Recorded:
 def parse(text: str | bytes) -> Recorded | None:
     """Read a dump (``version`` 2.x, as torch 2.13 writes it); None for what is none."""
     try:
-        entries = json.loads(text)["entries"]
+        dump = json.loads(text)
+        if "version" not in dump:
+            return None
         found: dict[str, list[Collective]] = {}
-        for entry in entries:
+        for entry in dump.get("entries", ()):  # there are none before the first collective
             one = _collective(entry)
             found.setdefault(one.group, []).append(one)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):

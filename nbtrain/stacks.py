@@ -28,6 +28,7 @@ PATIENCE = 0.5
 WORKERS = 16
 """Processes of a rank's DataLoader that are asked."""
 
+_LINE = re.compile(r", line \d+ in ")
 _LOADER = "/torch/utils/data/dataloader.py"
 _THREAD = re.compile(r"(?:Current thread|Thread|Stack)\b ?(0x\w+)?.*\(most recent call first\):")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
@@ -132,7 +133,8 @@ class _Asked:
         """Whether the main thread, the last, is there down to its outermost frame."""
         lines = answer.splitlines()
         deep = bool(lines) and lines[-1] == "  ..."  # faulthandler stops at the hundredth frame
-        return answer.endswith("\n") and (lines[-1] == self.last or deep)
+        known = bool(lines) and _LINE.sub("", lines[-1]) == _LINE.sub("", self.last)
+        return answer.endswith("\n") and (known or deep)
 
 
 def ask(folder: RunFolder, ranks: Iterable[int], patience: float = PATIENCE) -> Stacks:

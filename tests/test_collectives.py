@@ -46,8 +46,13 @@ def test_a_dump_is_read_by_group() -> None:
 
 
 def test_what_is_no_dump_is_none() -> None:
-    for text in ("", "[]", "{}", '{"entries": [1]}', '{"entries": [{}]}', "<html>"):
+    for text in ("", "[]", "{}", '{"entries": [1], "version": ""}', "[{}]", "<html>"):
         assert collectives.parse(text) is None
+
+
+def test_a_rank_without_a_collective_has_a_recorder_too() -> None:
+    told = collectives.parse('{"version": "2.10", "pg_status": {}}')
+    assert told == collectives.Recorded()
 
 
 def test_parts_of_one_collective_are_alike() -> None:
@@ -74,7 +79,7 @@ def test_a_socket_may_lie_deeper_than_its_name_has_room_for(tmp_path: Path) -> N
 
     folder = tmp_path / ("deep" * 30)
     folder.mkdir()
-    body = json.dumps({"entries": [entry(5)]}).encode()
+    body = json.dumps({"entries": [entry(5)], "version": "2.10"}).encode()
 
     def answer(server: socket.socket) -> None:
         connection, _ = server.accept()
