@@ -79,8 +79,9 @@ class RankStack:
     @property
     def where(self) -> Frame | None:
         """The user's own line that the rank is at; the innermost of all where none is theirs."""
-        own = next((frame for frame in self.frames if not frame.is_library), None)
-        return own or next(iter(self.frames), None)
+        own = (frame for frame in self.frames if not frame.is_library)
+        named = (frame for frame in self.frames if not frame.file.startswith("<"))
+        return next(own, None) or next(named, None) or next(iter(self.frames), None)
 
     @property
     def place(self) -> str:
@@ -181,6 +182,8 @@ def _workers(
     """
     import psutil
 
+    if sys.platform != "linux":
+        return
     with contextlib.suppress(psutil.Error, OSError):
         for child in psutil.Process(rank.pid).children()[:WORKERS]:
             if not _catches(child.pid, rank.signal):
@@ -192,7 +195,9 @@ def _workers(
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal (Linux tells)."""
+    """Whether a process has a handler for a signal; only Linux tells, elsewhere a rank has."""
+    if sys.platform != "linux":
+        return True
     found = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.M)
     return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)
 
@@ -208,6 +213,8 @@ def _send(folder: RunFolder, rank: int) -> _Asked | RankStack:
         pid, last, number = int(told["pid"]), str(told["last"]), int(told["signal"])
         if not _is(pid, told["began"]):
             return RankStack(rank, pid, trouble="has ended")
+        if not _catches(pid, number):
+            return RankStack(rank, pid, trouble=f"does not listen to signal {number} any more")
         os.kill(pid, number)
     except FileNotFoundError:
         return RankStack(rank, trouble="has not begun yet, or cannot be asked")

@@ -115,15 +115,13 @@ def test_a_process_that_would_die_of_the_signal_is_not_sent_it(tmp_path: Path) -
         stranger.kill()
 
 
-def test_a_rank_that_is_stopped_is_told_as_such(tmp_path: Path) -> None:
+def test_a_rank_whose_handler_is_gone_is_not_sent_it_either(tmp_path: Path) -> None:
     folder = _folder(tmp_path)
-    with subprocess.Popen(["sleep", "60"]) as other:
-        process = psutil.Process(other.pid)
-        process.suspend()
-        wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
-        folder.stacks(0).write_text(_head(process, signal=0))
-        assert "is stopped" in stacks.ask(folder, [0], patience=0.05)[0].trouble
-        other.kill()
+    with subprocess.Popen(["sleep", "60"]) as rank:
+        folder.stacks(0).write_text(_head(psutil.Process(rank.pid)))
+        assert "does not listen" in stacks.ask(folder, [0])[0].trouble
+        assert rank.poll() is None
+        rank.kill()
 
 
 def test_a_run_of_another_host_is_not_asked_here(tmp_path: Path) -> None:
