@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from .errors import PlanError
-from .plan import ENGINES, PRECISIONS, SOURCES, VIEWS, Cell, Parameter
+from .plan import ENGINES, HANG_AFTER, PRECISIONS, SOURCES, VIEWS, Cell, Parameter
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Options:
     background: bool = False
     detach: bool = False
     telemetry: tuple[str, ...] = SOURCES
+    hang_after: float | None = HANG_AFTER
 
 
 class _Parser(argparse.ArgumentParser):
@@ -60,6 +61,10 @@ def _restarts(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of restarts")
     return int(text)
+
+
+def _seconds_or_off(text: str) -> float | None:
+    return None if text in ("0", "off") else _seconds(text)
 
 
 def _variable(text: str) -> tuple[str, str]:
@@ -149,6 +154,13 @@ def _add_limits(p: argparse.ArgumentParser) -> None:
         "--detach",
         action="store_true",
         help="the same, and the run survives the kernel: %%nbtrain show finds it again",
+    )
+    p.add_argument(
+        "--hang-after",
+        type=_seconds_or_off,
+        default=HANG_AFTER,
+        metavar="SECONDS|off",
+        help="say who waits where once a rank shows no progress for so long (300)",
     )
 
 

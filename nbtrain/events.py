@@ -99,6 +99,29 @@ class Phase(Event):
 
 
 @dataclass(frozen=True)
+class Group(Event):
+    """The rank is about to join a process group other than the default one."""
+
+    kind: ClassVar[str] = "group"
+    name: str = ""
+    members: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Hang(Event):
+    """What was found where ranks made no progress, in words; none once they make some again.
+
+    `stuck` are those that the others wait for, `waiting` these others. Both are empty where
+    nobody knows who waits for whom.
+    """
+
+    kind: ClassVar[str] = "hang"
+    text: str = ""
+    stuck: tuple[int, ...] = ()
+    waiting: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Resources(Event):
     """What a rank and its child processes take, seen from outside.
 
@@ -204,6 +227,8 @@ KINDS: Mapping[str, type[Event]] = {
         Metrics,
         Training,
         Phase,
+        Group,
+        Hang,
         Resources,
         Host,
         Failing,

@@ -11,6 +11,8 @@
     checkpoints/         what the function saves there, to go on from
     launcher.log         what the process that watches a background run had to say
     stop-wish            by whom the run is to be stopped: written by anyone, read by its launcher
+    rank-0000.stacks     its Python stacks, each time somebody asked
+    rank-0000.recorder   the socket of its flight recorder, while it runs
     stop                 there once ranks were asked to stop
 """
 
@@ -81,6 +83,12 @@ class RunFolder:
 
     def failure(self, rank: int) -> Path:
         return self.path / f"rank-{rank:04d}.failure"
+
+    def stacks(self, rank: int) -> Path:
+        return self.path / f"rank-{rank:04d}.stacks"
+
+    def recorder(self, rank: int) -> Path:
+        return self.path / f"rank-{rank:04d}.recorder"
 
     def read_manifest(self) -> dict[str, Any]:
         """Return what `create` wrote.

@@ -51,7 +51,7 @@ def _keep(engine: Engine, job: Job, state: RunState, kernel: int | None) -> int:
     gc.freeze()
     hand_over(job.folder)
     plan = job.plan
-    supervisor = Supervisor(job.folder, state, timeout=plan.timeout)
+    supervisor = Supervisor(job.folder, state, timeout=plan.timeout, hang_after=plan.hang_after)
 
     def end(_signum: int, _frame: object) -> None:
         supervisor.request_stop("because its kernel ended", hasty=True)

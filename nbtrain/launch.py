@@ -18,7 +18,7 @@ from .errors import LaunchError, PlanError, PreflightError
 from .folder import started
 from .follow import Follower
 from .lint import lint
-from .plan import SOURCES, Call, Plan
+from .plan import HANG_AFTER, SOURCES, Call, Plan
 from .reopen import initial_state
 from .run import Run, going_on, new_folder, remember
 from .state import RunState
@@ -29,6 +29,9 @@ from .worker import Job
 
 START_PATIENCE = 20.0
 """Seconds that a cell waits to hear whether the ranks of a run in the background were started."""
+
+CELLS = 1000
+"""How many cells a run can name where its stacks are read, the last ones."""
 
 
 def launch(
@@ -45,6 +48,7 @@ def launch(
     detach: bool = False,
     view: str = "auto",
     telemetry: Iterable[str] = SOURCES,
+    hang_after: float | None = HANG_AFTER,
     **kwargs: Any,
 ) -> Run:
     """Run ``function(*args, **kwargs)`` on several ranks and return the finished `Run`.
@@ -69,6 +73,8 @@ def launch(
             another one finds it again.
         view: 'auto', 'widget', 'html', 'text' or 'none'.
         telemetry: what the ranks report unasked, all of `nbtrain.plan.SOURCES` by default.
+        hang_after: seconds without progress of a rank after which the board says who waits where;
+            None or 0: never. It ends nothing.
 
     Raises:
         PlanError: an argument that makes no sense; nothing was started.
@@ -94,6 +100,7 @@ def launch(
         detach=detach,
         view=view,
         telemetry=tuple(telemetry),
+        hang_after=hang_after or None,
     )
     return run_plan(plan)
 
@@ -218,11 +225,17 @@ def _check_alone(plan: Plan, device: str) -> list[str]:
 
 
 def _cell_name(filename: str) -> str | None:
-    """Return ``In[3]`` for the file name of a cell, as IPython 8 and 9 remember it."""
+    """Return ``In[3]`` for the file name of a cell."""
+    number = _cell_numbers().get(filename)
+    return None if number is None else f"In[{number}]"
+
+
+def _cell_numbers() -> Mapping[str, int]:
+    """Return the numbers of cells by the names of their files, as IPython 8 and 9 keep them."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
-    number = getattr(getattr(shell, "compile", None), "_filename_map", {}).get(filename)
-    return None if number is None else f"In[{number}]"
+    numbers: Mapping[str, int] = getattr(getattr(shell, "compile", None), "_filename_map", {})
+    return numbers
 
 
 def _prepare(
@@ -230,7 +243,7 @@ def _prepare(
 ) -> Run:
     """Make the run's folder and all that watches it; `Run.wait` then starts the ranks."""
     job, state = _job(plan, device, notes)
-    supervisor = Supervisor(job.folder, state, timeout=plan.timeout)
+    supervisor = Supervisor(job.folder, state, timeout=plan.timeout, hang_after=plan.hang_after)
     front = fronts.Guarded(
         fronts.choose(
             plan.view,
@@ -301,4 +314,5 @@ def _manifest(plan: Plan, world_size: int, device: str, notes: Sequence[str]) ->
         "python": platform.python_version(),
         "torch": torch.__version__,
         "notes": list(notes),
+        "cells": {name: f"In[{n}]" for name, n in list(_cell_numbers().items())[-CELLS:]},
     }

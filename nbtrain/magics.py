@@ -71,6 +71,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         %nbtrain runs          the runs that are kept
         %nbtrain show [RUN]    draw one here, running or not: by its name, or how that begins
         %nbtrain stop [RUN]    end one, also one of another kernel
+        %nbtrain stacks [RUN]  where each of its ranks is now, line by line
         """
         match line.split():
             case ["guard"]:
@@ -87,6 +88,8 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                 kept.find(*which).show()
             case ["stop", *which] if len(which) <= 1:
                 kept.find(*which).stop("by %nbtrain stop")
+            case ["stacks", *which] if len(which) <= 1:
+                print(kept.find(*which).stacks())
             case _:
                 raise PlanError(f"%nbtrain: no such question: {line!r} (%nbtrain? shows them)")
 
@@ -128,6 +131,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
             detach=options.detach,
             view=options.view,
             telemetry=options.telemetry,
+            hang_after=options.hang_after,
         )
 
     def _register(self, transformed: str, raw: str) -> str:

@@ -16,6 +16,9 @@ SOURCES = ("bars", "steps", "loss", "data", "phases", "trainer", "tracker")
 backward; batches and the time spent waiting for them; saving and compiling; the logs of
 transformers' Trainer; Accelerate's tracker."""
 
+HANG_AFTER = 300.0
+"""Seconds without a sign of progress after which a rank is asked where it is; None: never."""
+
 
 @dataclass(frozen=True)
 class Call:
@@ -70,6 +73,7 @@ class Plan:
     view: str = "auto"
     port: int | None = None
     telemetry: tuple[str, ...] = SOURCES
+    hang_after: float | None = HANG_AFTER
 
     @property
     def goes_on(self) -> bool:
@@ -92,6 +96,9 @@ class Plan:
         limit = self.timeout
         if limit is not None and not (isinstance(limit, (int, float)) and 0 < limit < 1e9):
             raise PlanError(f"the timeout must be a number of seconds > 0, not {self.timeout!r}")
+        quiet = self.hang_after
+        if quiet is not None and not (isinstance(quiet, (int, float)) and 0 < quiet < 1e9):
+            raise PlanError(f"hang_after must be a number of seconds > 0 or None, not {quiet!r}")
         if self.port is not None and not 0 < self.port < 65536:
             raise PlanError(f"the port must be between 1 and 65535, not {self.port!r}")
         if type(self.max_restarts) is not int or not 0 <= self.max_restarts <= 1000:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from . import history as past
-from . import serialize
+from . import serialize, stacks
 from .errors import LaunchError, RunTimeout
 from .folder import RunFolder, create, prune
 from .follow import Follower
@@ -240,6 +240,15 @@ class Run:
             self._watcher.request_stop(how)
             if self._driver != threading.get_ident():
                 self.wait()
+
+    def stacks(self) -> stacks.Stacks:
+        """Return where each rank is now: its Python stacks, also of one that hangs.
+
+        Takes milliseconds; up to half a second where a rank cannot answer. Works for a run of
+        another kernel on this host, too. Print it to read it.
+        """
+        self._folder.check_it_is_there()
+        return stacks.ask(self._folder, range(self.state.world_size))
 
     def __repr__(self) -> str:
         state = self.state

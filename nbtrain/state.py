@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -40,14 +40,15 @@ class Taken:
 class RankState:
     """One rank: starting, running, failing, done, failed or stopped.
 
-    `phase` says what a running one is busy with where that is not training. `metrics` are the
-    last values logged, at most `METRICS` of them. `log_count` is how many lines were seen: a log
-    that grew faster than it could be read, or by tens of MiB, has more.
+    `phase` says what a running one is busy with where that is not training, `hang` what it does
+    in a hang: 'stuck?' or 'waiting'. `metrics` are the last values logged, at most `METRICS`.
+    `log_count` is how many lines were seen: a log that grew by tens of MiB at once has more.
     """
 
     rank: int
     status: str = "starting"
     phase: str = ""
+    hang: str = ""
     pid: int | None = None
     started: float | None = None
     ended: float | None = None
@@ -93,7 +94,8 @@ class RunState:
     """A whole run: starting, running, stopping, succeeded, failed, interrupted, timed out.
 
     `notes` are what was seen before it started, and may go wrong: one line each. `host` is what
-    the ranks' host had left when it was last asked. It is the `attempt`-th of at most `attempts`.
+    the ranks' host had left when it was last asked, `hang` who waits where, if nobody moves. It is
+    the `attempt`-th of at most `attempts`.
     """
 
     name: str
@@ -110,6 +112,7 @@ class RunState:
     attempts: int = 1
     curves: Curves = field(default_factory=Curves)
     host: ev.Host | None = None
+    hang: str = ""
 
     @property
     def is_over(self) -> bool:
@@ -136,16 +139,24 @@ def fold(state: RunState, events: Iterable[ev.Event]) -> RunState:
     size = len(state.ranks)
     drafts: dict[int, _Draft] = {}
     curves = CurvesDraft(state.curves, size)
+
+    def draft_of(rank: int) -> _Draft:
+        draft = drafts.get(rank)
+        if draft is None:
+            draft = drafts[rank] = dict(vars(state.ranks[rank]))
+        return draft
+
     for event in events:
-        if event.rank < 0:
-            if isinstance(event, ev.Attempt):
-                state, drafts = _begin_again(_with(state, drafts), event), {}
-            else:
-                state = _fold_run(state, event)
+        if isinstance(event, ev.Hang):
+            state = replace(state, hang=plain(str(event.text), 1000))
+            for rank, word in _roles(event, size):
+                draft_of(rank)["hang"] = word
+        elif isinstance(event, ev.Attempt):
+            state, drafts = _begin_again(_with(state, drafts), event), {}
+        elif event.rank < 0:
+            state = _fold_run(state, event)
         elif event.rank < size:
-            draft = drafts.get(event.rank)
-            if draft is None:
-                draft = drafts[event.rank] = dict(vars(state.ranks[event.rank]))
+            draft = draft_of(event.rank)
             _FOLDS.get(event.kind, _ignored)(draft, event, curves)
     state = _with(state, drafts)
     if state.status == "starting" and any(r.status != "starting" for r in state.ranks):
@@ -154,6 +165,8 @@ def fold(state: RunState, events: Iterable[ev.Event]) -> RunState:
 
 
 def _with(state: RunState, drafts: Mapping[int, _Draft]) -> RunState:
+    if not drafts:
+        return state
     ranks = list(state.ranks)
     for rank, draft in drafts.items():
         ranks[rank] = RankState(**draft)
@@ -165,8 +178,8 @@ def _begin_again(state: RunState, event: ev.Attempt) -> RunState:
     ranks = tuple(
         RankState(r.rank, metrics=r.metrics, log=r.log, log_count=r.log_count) for r in state.ranks
     )
-    message = plain(event.reason)
-    return replace(state, ranks=ranks, status="starting", attempt=event.number, message=message)
+    state = replace(state, ranks=ranks, attempt=event.number, message=plain(event.reason))
+    return replace(state, status="starting", hang="")
 
 
 def _fold_run(state: RunState, event: ev.Event) -> RunState:
@@ -174,10 +187,19 @@ def _fold_run(state: RunState, event: ev.Event) -> RunState:
         case ev.Stopping():
             return replace(state, status="stopping", message=event.reason)
         case ev.Finished():
-            return replace(state, status=event.status, ended=event.time, message=event.message)
+            hang = "" if event.status == "succeeded" else state.hang
+            ended = replace(state, status=event.status, ended=event.time, message=event.message)
+            return replace(ended, hang=hang)
         case ev.Host():
             return replace(state, host=_sound(event))
     return state
+
+
+def _roles(event: ev.Hang, size: int) -> Iterator[tuple[int, str]]:
+    """Yield each rank with its part in a hang."""
+    stuck, waiting = _listed(event.stuck), _listed(event.waiting)
+    for rank in range(size):
+        yield rank, "stuck?" if rank in stuck else "waiting" if rank in waiting else ""
 
 
 def _sound(host: ev.Host) -> ev.Host | None:

@@ -10,7 +10,7 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -19,6 +19,7 @@ from . import events as ev
 from . import host
 from .engines import Exit, Ranks
 from .folder import RunFolder, asked_to_stop
+from .lookout import Lookout
 from .outcome import is_echo, ranks_text
 from .reader import Reader
 from .resources import Sampler
@@ -98,6 +99,7 @@ class Supervisor:
         state: RunState,
         *,
         timeout: float | None = None,
+        hang_after: float | None = None,
     ) -> None:
         self.state = state
         self.show: Callable[[RunState, float], None] = lambda _state, _now: None
@@ -106,6 +108,8 @@ class Supervisor:
         self._timeout = timeout
         self._reader = Reader(folder, state.world_size)
         self._writer = ev.EventWriter(folder.launcher_events)
+        self._hang_after = hang_after
+        self._lookout = Lookout(folder, state.world_size, hang_after)
         self._requested: str | None = None
         self._hasty = False
         self._stopped_how = ""
@@ -141,6 +145,8 @@ class Supervisor:
                 self._take(self._reader.read())
                 self._take_exits(exits)
                 self._decide(ranks, interrupts)
+                if self._cause is None and ranks.alive:
+                    self._note(self._lookout.look(self.state, time.monotonic()))
         self._note(ev.Exited(time.time(), rank, -signal.SIGKILL, "stopped") for rank in ranks.alive)
         self._take(self._reader.read(gone=range(self.state.world_size)))
 
@@ -154,6 +160,8 @@ class Supervisor:
         """Get ready for another attempt, `wait` seconds from now; False if that was stopped."""
         self._note([ev.Attempt(time.time(), -1, number, reason)])
         self._cause, self._sent, self._rungs = None, {}, []
+        self._end_lookout()
+        self._lookout = Lookout(self._folder, self.state.world_size, self._hang_after)
         begins = time.monotonic() + wait
         while self._cause is None and (now := time.monotonic()) < begins:
             self.show(self.state, time.time())
@@ -162,6 +170,12 @@ class Supervisor:
             if cause is not None:
                 self._begin_stop(cause, time.monotonic())
         return self._cause is None
+
+    def _end_lookout(self) -> None:
+        self._lookout.close()
+        for rank in range(self.state.world_size):  # nobody answers there; copies trip over sockets
+            with contextlib.suppress(OSError):
+                self._folder.recorder(rank).unlink()
 
     def _sample(self, sampler: Sampler) -> None:
         try:
@@ -182,7 +196,8 @@ class Supervisor:
             self._writer.write(event)
             self._take([event])
 
-    def _take(self, events: Iterable[ev.Event]) -> None:
+    def _take(self, events: Sequence[ev.Event]) -> None:
+        self._lookout.saw(events, time.monotonic())
         self.state = fold(self.state, events)
 
     def _take_exits(self, exits: list[Exit]) -> None:
@@ -290,6 +305,7 @@ class Supervisor:
 
     def finish(self, message: str = "") -> None:
         """Write how the run ended."""
+        self._end_lookout()
         self._take(self._reader.read(gone=range(self.state.world_size)))
         status = self._cause or "succeeded"
         failed = [r for r in self.state.ranks if r.status == "failed"]

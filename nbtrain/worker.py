@@ -20,7 +20,7 @@ from types import CodeType
 from typing import Any
 
 from . import events as ev
-from . import exceptions, report, serialize, stopping, telemetry
+from . import exceptions, inspection, report, serialize, stopping, telemetry
 from .folder import RunFolder, write_atomically
 from .plan import Call, Cell, Plan
 
@@ -94,6 +94,7 @@ def main(job: Job, rank: int) -> int:
     stopping.activate(stopping.StopOnRequest(job.folder.stop_request))
     _set_threads()
     writer = ev.EventWriter(job.folder.events(rank))
+    inspection.install(job.folder, rank, writer)
     report.activate(report.Reporter(writer, rank, job.world_size))
     telemetry.install(job.plan.telemetry)
     code, error = run_and_report(job, rank, writer)

@@ -134,3 +134,12 @@ def test_texts_are_kept_out_of_titles() -> None:
 )
 def test_the_names_that_a_cell_takes_from_the_notebook(source: str, names: set[str]) -> None:
     assert cell.names_read(source) == names
+
+
+def test_when_a_silence_is_a_hang_can_be_said() -> None:
+    assert cell.parse_options([]).hang_after == 300
+    assert cell.parse_options(["--hang-after", "2.5"]).hang_after == 2.5
+    for off in ("off", "0"):
+        assert cell.parse_options(["--hang-after", off]).hang_after is None
+    with pytest.raises(PlanError, match="number of seconds"):
+        cell.parse_options(["--hang-after", "soon"])

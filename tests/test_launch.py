@@ -64,6 +64,7 @@ def test_notebook_launcher_refuses_what_it_cannot_do(
         ({"num_processes": True}, "≥ 1"),
         ({"engine": "thread"}, "thread"),
         ({"view": "3d"}, "3d"),
+        ({"hang_after": -1}, "hang_after"),
         ({"timeout": 0}, "timeout"),
         ({"env": {"A=B": "1"}}, "environment variable"),
     ],

@@ -88,6 +88,25 @@ def test_events_of_unknown_ranks_are_ignored() -> None:
     assert fold(picture(), [ev.Started(1, 99, 1)]) == picture()
 
 
+def test_a_hang_is_told_until_there_is_progress_again() -> None:
+    state = fold(picture(3), [ev.Started(101, rank) for rank in range(3)])
+    told = "rank 2 is at In[5], line 41: f(<x>); rank 0 waits for it"
+    hang = ev.Hang(102, -1, told, stuck=(2,), waiting=(0, 99))
+    # Read from a file, with what came before it and after it at the same time.
+    read = ev.from_line(ev.to_line(hang))
+    assert read is not None
+    state = fold(state, [ev.Phase(102, 1, "saving"), read, ev.Metrics(102, 0, 1, {"loss": 1.0})])
+    assert [wording.badge(r) for r in state.ranks] == ["waiting", "saving", "stuck?"]
+    assert state.hang == told
+    assert told in text.summary(state, 103)
+    assert html.escape(told) in html.render(state, 103)
+    ended = fold(state, [ev.Finished(104, -1, "interrupted")])
+    assert ended.hang == told
+    assert fold(state, [ev.Finished(104, -1, "succeeded")]).hang == ""
+    state = fold(state, [ev.Hang(103, -1)])
+    assert (state.hang, state.ranks[2].hang, state.ranks[0].loss) == ("", "", 1.0)
+
+
 def hostile() -> RunState:
     nasty = "<script>alert('x')</script> & \ud800 \x1b[31m"
     return fold(

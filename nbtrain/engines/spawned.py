@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from .. import exceptions, ship, worker
+from .. import exceptions, inspection, ship, worker
 from ..folder import RunFolder
 from ..plan import Call, Plan
 from ..worker import Job
@@ -42,6 +42,7 @@ def _be_rank(order: dict[str, Any]) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
     faulthandler.enable(file=2)
+    inspection.answer_with_stacks(folder, order["rank"])  # now: an import may hang, too
     cargo = _load(order)
     job = Job(
         plan=cargo.plan,

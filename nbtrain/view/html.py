@@ -70,7 +70,7 @@ def parts(state: RunState, now: float, look: Look = Look()) -> list[str]:
 
 def _parts(state: RunState, now: float, look: Look = Look()) -> tuple[str, str, str]:
     notes, printed = _notes(state), f"{_results(state)}{log.draw(state, look.rank)}"
-    above = f"{_header(state, now)}{_ranks(state, now)}"
+    above = f"{_header(state, now)}{_hang(state)}{_ranks(state, now)}"
     taken = len(notes) + len(above) + len(printed) + 500
     room = (STATIC_BYTES if state.is_over else LIVE_BYTES) - taken
     return notes, f"{above}{chart.charts(state, room, look.metric)}", printed
@@ -91,11 +91,20 @@ def _header(state: RunState, now: float) -> str:
 def _notes(state: RunState) -> str:
     """Draw what was seen before the run: amber, above everything, to be read once."""
     lines = "".join(f"<div>{coded(note)}</div>" for note in wording.notes(state))
+    return _amber(lines) if lines else ""
+
+
+def _hang(state: RunState) -> str:
+    """Draw who waits where, right above the ranks."""
+    return _amber(cut(state.hang, 1000)) if state.hang else ""
+
+
+def _amber(inner: str) -> str:
     style = (
         f"margin-bottom:6px;padding:2px 8px;border-left:3px solid {colours.AMBER};"
         "background:rgba(201,138,0,.12);overflow-wrap:anywhere"
     )
-    return f'<div style="{style}">{lines}</div>' if lines else ""
+    return f'<div style="{style}">{inner}</div>'
 
 
 def coded(text: str) -> str:

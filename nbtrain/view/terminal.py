@@ -30,9 +30,13 @@ class TextFront(Front):
         self._output = _Output()
         self._lines: dict[int, str] = {}
         self._due: float | None = None
+        self._hang = ""
 
     def update(self, state: RunState, now: float) -> None:
         _print(self._output.new(state))
+        if state.hang != self._hang:
+            self._hang = state.hang
+            _print([f"⚠ {state.hang}" if state.hang else "● it goes on again"])
         if self._due is None:
             self._due = now + TEXT_INTERVAL
             _print([f"● {state.name}: {wording.facts(state, now)}"])

@@ -24,7 +24,8 @@ def summary(state: RunState, now: float) -> str:
         returned.append(f"  … and {len(found) - _RESULTS} more results")
     said = [f"  {state.message[:_RESULT]}"] if state.message else []
     rows = [*_ranks(state), *_curve(state), *returned, *said]
-    return "\n".join([*wording.notes(state), head, *rows])
+    hang = [f"  ⚠ {state.hang}"] if state.hang else []
+    return "\n".join([*wording.notes(state), head, *hang, *rows])
 
 
 def _ranks(state: RunState) -> list[str]:

@@ -156,8 +156,8 @@ def statuses(state: RunState) -> str:
 
 
 def badge(rank: RankState) -> str:
-    """Return the word for a rank's state: of a running one, its phase if it is in one."""
-    return rank.phase if rank.phase and rank.status == "running" else rank.status
+    """Return the word for a rank's state: of a running one, its part in a hang, or its phase."""
+    return (rank.hang or rank.phase or rank.status) if rank.status == "running" else rank.status
 
 
 def holds(rank: RankState) -> str:

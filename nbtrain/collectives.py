@@ -1,0 +1,128 @@
+"""What PyTorch's flight recorder says of a rank: which collectives it is in, and was in."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+DEFAULT = "default_pg"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a rank: the `number`-th of its `group`, which is known by name only.
+
+    `shape` is that of the first input; `point` says that it is between two ranks alone.
+    """
+
+    group: str
+    number: int
+    name: str
+    shape: tuple[int, ...] | None = None
+    pending: bool = False
+    began: float = 0.0
+    point: bool = False
+
+    @property
+    def label(self) -> str:
+        """Return ``all_reduce #812``."""
+        return f"{self.name} #{self.number}"
+
+    def like(self, other: Collective) -> bool:
+        """Whether two ranks' parts may belong together."""
+        symmetric = self.name in ("all_reduce", "broadcast", "reduce", "allreduce")
+        same = self.shape == other.shape or None in (self.shape, other.shape)
+        return self.name == other.name and (same or not symmetric)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What one rank's recorder knows: its last collectives by group, oldest first."""
+
+    by_group: Mapping[str, tuple[Collective, ...]] = field(default_factory=dict)
+
+    def last(self, group: str) -> int:
+        """Return the number of the last one that the rank began in a group; 0: none."""
+        return max((c.number for c in self.by_group.get(group, ())), default=0)
+
+    def at(self, group: str, number: int) -> Collective | None:
+        """Return one by its number, if it is still remembered."""
+        return next((c for c in self.by_group.get(group, ()) if c.number == number), None)
+
+    @property
+    def pending(self) -> Collective | None:
+        """The collective that the rank has been in for longest."""
+        found = (c for cs in self.by_group.values() for c in cs if c.pending)
+        return min(found, key=lambda c: c.began, default=None)
+
+
+def parse(text: str | bytes) -> Recorded | None:
+    """Read a dump (``version`` 2.x, as torch 2.13 writes it); None for what is none."""
+    try:
+        dump = json.loads(text)
+        if "version" not in dump:
+            return None
+        found: dict[str, list[Collective]] = {}
+        for entry in dump.get("entries", ()):  # there are none before the first collective
+            one = _collective(entry)
+            found.setdefault(one.group, []).append(one)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return None
+    return Recorded({group: tuple(ones) for group, ones in found.items()})
+
+
+def _collective(entry: Mapping[str, Any]) -> Collective:
+    name, description = entry["process_group"]
+    point = bool(entry.get("is_p2p"))
+    group = DEFAULT if description == DEFAULT else str(name)
+    sizes = entry.get("input_sizes") or []
+    return Collective(
+        group=f"{group}, point to point" if point else group,
+        number=int(entry["p2p_seq_id" if point else "collective_seq_id"]),
+        name=str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"]),
+        shape=tuple(sizes[0]) if sizes else None,
+        pending=not entry["retired"],
+        began=int(entry["time_created_ns"]) / 1e9,
+        point=point,
+    )
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: Path, timeout: float) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        if sys.platform != "linux":
+            self.sock.connect(str(self._path))
+            return
+        folder = os.open(self._path.parent, os.O_RDONLY)  # its path may be too long for a socket
+        try:
+            self.sock.connect(f"/proc/self/fd/{folder}/{self._path.name}")
+        finally:
+            os.close(folder)
+
+
+def fetch(path: Path, timeout: float) -> Recorded | None:
+    """Ask a rank's recorder through its socket; None where there is no answer.
+
+    `timeout` seconds for each wait, of which there are two.
+    """
+    connection = _UnixConnection(path, timeout)
+    try:
+        connection.request("POST", "/handler/fr_trace_json")
+        reply = connection.getresponse()
+        return parse(reply.read()) if reply.status == 200 else None
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
