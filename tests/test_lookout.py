@@ -23,8 +23,10 @@ from nbtrain import events as ev
 from nbtrain import hang, supervise
 from nbtrain.folder import RunFolder
 from nbtrain.lookout import Lookout
-from nbtrain.run import Run, initial_state
+from nbtrain.reopen import initial_state
+from nbtrain.run import Run
 from nbtrain.state import RunState, fold
+from nbtrain.tail import read_events
 
 AFTER = 1.0
 HERE = str(Path(__file__))
@@ -67,7 +69,7 @@ def launched(function: Callable[..., Any], *args: Any, **options: Any) -> Iterat
 
 
 def verdicts(run: Run) -> list[ev.Hang]:
-    return [e for e in ev.read_events(run.folder / "launcher.jsonl") if isinstance(e, ev.Hang)]
+    return [e for e in read_events(run.folder / "launcher.jsonl") if isinstance(e, ev.Hang)]
 
 
 def first_verdict(run: Run, saying: str = "") -> ev.Hang:
@@ -150,7 +152,7 @@ def test_the_rank_that_hangs_is_named_with_its_line(
         last = max(
             event.time
             for rank in (0, 1)
-            for event in ev.read_events(run.folder / f"rank-{rank:04d}.jsonl")
+            for event in read_events(run.folder / f"rank-{rank:04d}.jsonl")
         )
         assert f"rank 1 is at {HERE}, line {line_of(mark)}" in found.text
         assert f"; rank 0 waits in {what} for it" in found.text
