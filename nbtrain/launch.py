@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from . import devices, engines, estimate, keeper, preflight, serialize
+from . import devices, engines, estimate, keeper, preflight, serialize, stacks
 from .attempts import carry_out
 from .engines import Engine
 from .errors import LaunchError, PlanError, PreflightError
@@ -247,7 +247,8 @@ def _prepare(
     front = fronts.Guarded(
         fronts.choose(
             plan.view,
-            stop=lambda: supervisor.request_stop("by the Stop button"),
+            partial(supervisor.request_stop, "by the Stop button"),
+            partial(stacks.ask, job.folder, range(job.world_size)),
             inline=engine.runs_here,
         )
     )
@@ -275,7 +276,7 @@ def _leave(plan: Plan, device: str, engine: Engine, notes: Sequence[str]) -> Run
         run.wait()
         raise LaunchError(follower.state.message)
     stop = partial(follower.request_stop, "by the Stop button")
-    run.draw_in(fronts.choose(plan.view, stop, behind=True))
+    run.draw_in(fronts.choose(plan.view, stop, run.stacks, behind=True))
     follower.start()
     return run
 

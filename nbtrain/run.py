@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -270,9 +271,8 @@ class Run:
         self._follow()
         watcher, now = self._watcher, time.time()
         if isinstance(watcher, Follower) and not watcher.state.is_over:
-            front = fronts.choose(
-                "auto", lambda: watcher.request_stop("by the Stop button"), behind=True
-            )
+            stop = partial(watcher.request_stop, "by the Stop button")
+            front = fronts.choose("auto", stop, self.stacks, behind=True)
             if not isinstance(front, fronts.NoFront):
                 self.draw_in(front)
                 return

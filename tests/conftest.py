@@ -68,6 +68,12 @@ class Outputs:
         """The text form of the last thing shown."""
         return str((self.updates or self.displays)[-1]["text/plain"])
 
+    def button(self, what: str = "stop") -> tuple[str, dict[str, Any]]:
+        """The id and the state of an open button: the one to stop by, or 'search': for stacks."""
+        found = [m for m in self.models.items() if m[1].get("icon") == what]
+        assert len(found) == 1, self.models
+        return found[0]
+
     def widget(self, kind: str) -> tuple[str, dict[str, Any]]:
         """The id and the state of the one open widget of a kind: ``Button``, ``HTML``."""
         found = [m for m in self.models.items() if m[1].get("_model_name") == f"{kind}Model"]

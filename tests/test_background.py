@@ -112,7 +112,7 @@ def test_the_kernel_is_as_it_was_and_what_a_rank_raised_is_told(notebook: Notebo
 
 def test_a_click_stops_it_though_no_cell_runs(notebook: Notebook) -> None:
     out = notebook.run("%%distributed -n 2 --background\ntime.sleep(60)")
-    notebook.click(out.widget("Button")[0])
+    notebook.click(out.button()[0])
     notebook.run("run = nbtrain.last_run().wait()")
     assert "by the Stop button" in notebook.value("run.state.message")
 
@@ -120,7 +120,7 @@ def test_a_click_stops_it_though_no_cell_runs(notebook: Notebook) -> None:
 def test_another_cell_shows_it_live_and_stops_it(notebook: Notebook) -> None:
     notebook.run("%%distributed -n 2 --background\nprint('ready', flush=True)\ntime.sleep(60)")
     shown = notebook.run("%nbtrain show")
-    assert shown.widget("Button")
+    assert shown.button()
     assert notebook.run("run = nbtrain.last_run()\nrun.stop()").ename == ""
     assert notebook.value("run.state.status, run.state.message[:13]") == (
         "interrupted",
@@ -231,7 +231,7 @@ def test_a_detached_run_outlives_its_kernel_and_is_found_again(
     second.run(LOAD)
     assert "running" in second.run("%nbtrain runs").stdout
     shown = second.run(f"%nbtrain show {run.folder.name}")
-    assert shown.widget("Button")
+    assert shown.button()
     (first_folder / "go").touch()
     later = second.run("from nbtrain import kept\nrun = kept.find().wait()", timeout=60)
     undisturbed = float(sum(2 * step + 1 for step in range(steps)))

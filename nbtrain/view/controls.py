@@ -1,7 +1,8 @@
-"""What a user can do on a live board: stop the run, choose the large chart, choose whose log."""
+"""What a user can do on a live board: stop the run, ask where it is, choose what is shown."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,29 +10,38 @@ from ..state import RunState
 from . import html
 
 _TOOLTIP = "End all ranks of this run, as ■ does: they have 2 s to save what they need"
+_WHERE = "Where each rank is now, line by line: press it when nothing moves"
 _AUTOMATIC, _EVERY = "automatic", "all ranks"
 MENU = 64
 """Entries of a menu, at most: of more ranks or metrics, the first."""
 
 
 class Controls:
-    """A Stop button, and a menu for each choice that there is; `row` is the widget that has them.
+    """Buttons, and a menu for each choice that there is.
 
-    What was chosen is in `look`; `changed` is true once after the user did anything.
+    `row` is the widget that has them, `panel` shows the stacks of the ranks once somebody asked.
+    What was chosen is in `look`.
     """
 
-    def __init__(self, stop: Callable[[], None]) -> None:
+    def __init__(self, stop: Callable[[], None], stacks: Callable[[], object]) -> None:
         import ipywidgets
 
         self._stop = stop
+        self._stacks = stacks
+        self._asking: threading.Thread | None = None
         self._changed = self._stopping = False
         self._button = ipywidgets.Button(
             description="Stop", icon="stop", tooltip=_TOOLTIP, layout={"width": "110px"}
         )
         self._button.on_click(self._on_click)
+        self._where = ipywidgets.Button(
+            description="Stacks", icon="search", tooltip=_WHERE, layout={"width": "110px"}
+        )
+        self._where.on_click(self._on_where)
+        self.panel = ipywidgets.HTML()
         self._chart = self._menu("chart", _AUTOMATIC)
         self._log = self._menu("log", _EVERY)
-        self.row = ipywidgets.HBox([self._button], layout={"flex_flow": "row wrap"})
+        self.row = ipywidgets.HBox([self._button, self._where], layout={"flex_flow": "row wrap"})
 
     def _menu(self, what: str, first: str) -> Any:
         import ipywidgets
@@ -62,7 +72,7 @@ class Controls:
         talkers = [f"rank {rank.rank}" for rank in state.ranks if rank.log]
         _offer(self._chart, [_AUTOMATIC, *list(state.curves.all)[:MENU]])
         _offer(self._log, [_EVERY, *talkers[:MENU]])
-        wanted = [self._button]
+        wanted = [self._button, self._where]
         wanted += [menu for menu in (self._chart, self._log) if len(menu.options) > 2]
         if wanted != list(self.row.children):
             self.row.children = wanted
@@ -72,13 +82,33 @@ class Controls:
 
     def widgets(self) -> list[Any]:
         """Return the widgets, also those that are not shown yet."""
-        return [self.row, self._button, self._chart, self._log]
+        return [self.row, self._button, self._where, self._chart, self._log, self.panel]
 
     def _on_click(self, _button: Any) -> None:
         """Hear a click, from whatever thread."""
         if not self._stopping:
             self._stopping = self._changed = True
             self._stop()
+
+    def _on_where(self, _button: Any) -> None:
+        """Show or hide where the ranks are; asking takes a moment, which nobody waits for."""
+        if self.panel.value:
+            self.panel.value = ""
+        elif self._asking is None or not self._asking.is_alive():
+            self._asking = threading.Thread(target=self._show_stacks, daemon=True)
+            self._asking.start()
+
+    def _show_stacks(self) -> None:
+        try:
+            told = str(self._stacks())
+        except Exception as error:  # the folder is gone, a process list cannot be read
+            told = f"{type(error).__name__}: {error}"
+        self.panel.value = html.preformatted(told)
+
+    def close(self) -> None:
+        """Take them off the page."""
+        if self._asking is not None:
+            self._asking.join()
 
     def _on_choice(self, _change: Any) -> None:
         self._changed = True

@@ -22,11 +22,12 @@ from .widget import WidgetFront
 def choose(
     view: str,
     stop: Callable[[], None] = lambda: None,
+    stacks: Callable[[], object] = lambda: "",
     *,
     inline: bool = False,
     behind: bool = False,
 ) -> Front:
-    """Return the front for ``--view``; `stop` is what its button calls, from any thread.
+    """Return the front for ``--view``; `stop` and `stacks` are what its buttons call.
 
     'auto' is a board with a Stop button where a click can be heard while the cell runs, HTML in
     any other notebook, text in a terminal, and lines of text followed by the HTML summary in a
@@ -46,7 +47,7 @@ def choose(
     if view == "html" or (view == "auto" and (inline or not _has_widgets(shell))):
         return HtmlFront()
     pump = comms.Idle() if behind else None if inline else comms.find(shell)
-    return HtmlFront() if pump is None and view == "auto" else WidgetFront(pump, stop)
+    return HtmlFront() if pump is None and view == "auto" else WidgetFront(pump, stop, stacks)
 
 
 def _is_headless(shell: Any) -> bool:

@@ -113,6 +113,12 @@ def coded(text: str) -> str:
     return re.sub(r"`([^`]+)`", rf'<code style="{style};color:inherit">\1</code>', escape(text))
 
 
+def preformatted(text: str) -> str:
+    """Draw a text as it is, lines and all."""
+    style = f"{_MONO};line-height:1.4;margin:4px 0;max-height:320px;overflow:auto;color:inherit"
+    return f'<pre {_PLAIN} style="{style};background:none;border:none">{escape(text)}</pre>'
+
+
 def cut(text: str, width: int) -> str:
     """Escape a text, of a long one its beginning."""
     return escape(text if len(text) <= width else text[: width - 1] + "…")

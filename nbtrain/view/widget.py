@@ -38,9 +38,11 @@ class WidgetFront(Front):
     closed ones would be "Error displaying widget" to those who come back.
     """
 
-    def __init__(self, pump: Pump | Idle | None, stop: Callable[[], None]) -> None:
+    def __init__(
+        self, pump: Pump | Idle | None, stop: Callable[[], None], stacks: Callable[[], object]
+    ) -> None:
         self._pump = pump
-        self._stop = stop
+        self._stop, self._stacks = stop, stacks
         self._parts: list[Any] = []
         self._frame: Any = None
         self._controls: Controls | None = None
@@ -84,8 +86,8 @@ class WidgetFront(Front):
         self._frame = ipywidgets.VBox(self._parts, layout=around)
         self._box = ipywidgets.VBox([self._frame])
         if self._pump is not None:
-            self._controls = Controls(self._stop)
-            self._box.children = (self._controls.row, self._frame)
+            self._controls = Controls(self._stop, self._stacks)
+            self._box.children = (self._controls.row, self._controls.panel, self._frame)
 
     def _show(self, state: RunState, now: float) -> None:
         view = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
@@ -118,6 +120,7 @@ class WidgetFront(Front):
         if self._controls is None:
             return
         self._box.children = (self._frame,)
+        self._controls.close()
         for control in self._controls.widgets():
             _close(control)
         self._controls = None

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -259,7 +260,7 @@ class Page:
     @property
     def button(self) -> Any:
         """The Stop button."""
-        return self.page.locator(f"{OUTPUT} button")
+        return self.page.locator(f"{OUTPUT} button", has_text=re.compile("(?i)stop"))
 
     @property
     def board(self) -> str:
