@@ -69,6 +69,38 @@ def test_a_run_goes_on_from_its_last_whole_checkpoint(engine: str, how: str) -> 
     assert failures[-1:] == (["rank-0001.failure.attempt-1"] if how == "raise" else failures[-1:])
 
 
+def accelerated(steps: int = 8, dies_at: int = 99) -> list[float]:
+    """What README shows: Accelerate's own state saved and loaded."""
+    import accelerate
+
+    accelerator = accelerate.Accelerator()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    first, done = 0, nbtrain.last_checkpoint()
+    if done:
+        accelerator.load_state(str(done))
+        first = int(done.name.removeprefix("step-")) + 1
+    for step in range(first, steps):
+        if step == dies_at and nbtrain.attempt() == 1 and nbtrain.rank() == 1:
+            os._exit(3)
+        data = torch.full((4, 3), float(step + nbtrain.rank()))
+        accelerator.backward(model(data).pow(2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        with nbtrain.checkpoint(step) as folder:
+            accelerator.save_state(str(folder))
+    return [float(p) for weight in model.parameters() for p in weight.flatten()]
+
+
+def test_accelerates_own_state_is_gone_on_from() -> None:
+    undisturbed = nbtrain.launch(accelerated, num_processes=2)
+    run = nbtrain.launch(accelerated, dies_at=5, num_processes=2, max_restarts=1)
+    assert run.state.attempt == 2
+    assert run.results == undisturbed.results
+
+
 def test_the_last_attempts_failure_is_raised_and_no_more_are_made() -> None:
     def always() -> None:
         nbtrain.log(step=1, loss=1.0)

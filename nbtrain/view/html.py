@@ -96,7 +96,7 @@ def _notes(state: RunState) -> str:
 
 def _hang(state: RunState) -> str:
     """Draw who waits where, right above the ranks."""
-    return _amber(cut(state.hang, 1000)) if state.hang else ""
+    return _amber(cut(wording.hang(state), 1000)) if state.hang else ""
 
 
 def _amber(inner: str) -> str:

@@ -24,7 +24,7 @@ def summary(state: RunState, now: float) -> str:
         returned.append(f"  … and {len(found) - _RESULTS} more results")
     said = [f"  {state.message[:_RESULT]}"] if state.message else []
     rows = [*_ranks(state), *_curve(state), *returned, *said]
-    hang = [f"  ⚠ {state.hang}"] if state.hang else []
+    hang = [f"  ⚠ {wording.hang(state)}"] if state.hang else []
     return "\n".join([*wording.notes(state), head, *hang, *rows])
 
 

@@ -160,6 +160,11 @@ def badge(rank: RankState) -> str:
     return (rank.hang or rank.phase or rank.status) if rank.status == "running" else rank.status
 
 
+def hang(state: RunState) -> str:
+    """Say who waits where; of a run that is over, who did."""
+    return f"when it ended: {state.hang}" if state.is_over and state.hang else state.hang
+
+
 def holds(rank: RankState) -> str:
     """Word a rank's device and the memory it takes: ``GPU 0 · 12.3 GB``, or ``1.2 GB`` of RAM."""
     taken, trained = rank.taken, rank.trained

@@ -260,7 +260,7 @@ class Page:
     @property
     def button(self) -> Any:
         """The Stop button."""
-        return self.page.locator(f"{OUTPUT} button", has_text=re.compile("(?i)stop"))
+        return self.page.locator(f"{OUTPUT} button", has_text=re.compile("stop", re.IGNORECASE))
 
     @property
     def board(self) -> str:
