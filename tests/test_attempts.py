@@ -91,7 +91,7 @@ def accelerated(steps: int = 8, dies_at: int = 99) -> list[float]:
         optimizer.zero_grad()
         with nbtrain.checkpoint(step) as folder:
             accelerator.save_state(str(folder))
-    return [float(p) for weight in model.parameters() for p in weight.flatten()]
+    return [p for weight in model.parameters() for p in weight.flatten().tolist()]
 
 
 def test_accelerates_own_state_is_gone_on_from() -> None:
