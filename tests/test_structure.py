@@ -29,7 +29,7 @@ LAYERS = [
     {"outcome", "telemetry", "preflight", "cell", "gate", "lint", "resources", "pace", "series"}
     | {"inspection", "stacks", "collectives"},
     {"state", "worker", "pickling", "estimate", "history", "hang"},
-    {"ship", "reopen"},
+    {"ship", "reopen", "stragglers"},
     {"engines", "view"},
     {"lookout"},
     {"supervise", "follow"},

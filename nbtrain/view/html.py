@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from html import escape
 
+from .. import stragglers
 from ..state import RunState
 from . import chart, colours, grid, log, table, wording
 
@@ -69,6 +70,7 @@ def parts(state: RunState, now: float, look: Look = Look()) -> list[str]:
 
 
 def _parts(state: RunState, now: float, look: Look = Look()) -> tuple[str, str, str]:
+    state = stragglers.marked(state)
     notes, printed = _notes(state), f"{_results(state)}{log.draw(state, look.rank)}"
     above = f"{_header(state, now)}{_hang(state)}{_ranks(state, now)}"
     taken = len(notes) + len(above) + len(printed) + 500

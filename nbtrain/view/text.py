@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from .. import stragglers
 from ..series import Series
 from ..state import RankState, RunState
 from . import wording
@@ -16,6 +17,7 @@ _TICKS = "▁▂▃▄▅▆▇█"
 
 def summary(state: RunState, now: float) -> str:
     """Return the whole picture in a few lines, its notes first."""
+    state = stragglers.marked(state)
     mark = {"succeeded": "✓", "failed": "✗"}.get(state.status, "●")
     head = f"{mark} {state.name[:200]}: {state.status} · {wording.facts(state, now)}"
     found = wording.results(state)
