@@ -134,9 +134,14 @@ def write_atomically(path: Path, data: bytes) -> None:
     """Write a file that is there whole or not at all."""
     partial = path.with_name(path.name + ".partial")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with open(descriptor, "wb") as file:
-        file.write(data)
-    partial.rename(path)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+        partial.rename(path)
+    except BaseException:  # a full disk, an interrupt: half of it serves nobody
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
 
 
 def runs() -> list[RunFolder]:

@@ -20,7 +20,7 @@ from types import CodeType
 from typing import Any
 
 from . import events as ev
-from . import exceptions, report, serialize, stopping, telemetry
+from . import exceptions, report, serialize, stopping, telemetry, witness
 from .folder import RunFolder, write_atomically
 from .plan import Call, Cell, Plan
 
@@ -118,12 +118,23 @@ def run_and_report(job: Job, rank: int, writer: ev.EventWriter) -> tuple[int, Ba
     except SystemExit as leaving:
         return _leave(job, rank, writer, leaving), None
     except BaseException as error:  # whatever the user's code raised is this rank's outcome
-        now = time.time()
-        writer.write(ev.Failing(now, rank, error=type(error).__name__))
-        captured = exceptions.capture(error, job.shared_classes)
-        write_atomically(folder.failure(rank), serialize.dumps((now, captured)))
-        writer.write(ev.Ended(time.time(), rank, error=captured.headline))
+        _report_failure(job, rank, writer, error)
         return FAILED, error
+
+
+def _report_failure(job: Job, rank: int, writer: ev.EventWriter, error: BaseException) -> None:
+    """Leave an exception in the run folder; where that fails too, its headline and both reasons."""
+    now, told = time.time(), type(error).__name__
+    seen: tuple[str, ...] = ()
+    writer.write(ev.Failing(now, rank, error=told))
+    with witness.undisturbed():
+        try:
+            captured = exceptions.capture(error, job.shared_classes)
+            told, seen = captured.headline, witness.seen(error)
+            write_atomically(job.folder.failure(rank), serialize.dumps((now, captured)))
+        except Exception as second:  # a full disk, no memory: the first failure is still the cause
+            seen = (*seen, f"its report could not be written: {type(second).__name__}: {second}")
+        writer.write(ev.Ended(time.time(), rank, error=told, evidence=seen))
 
 
 def _run_watched(task: Call | Cell) -> Any:

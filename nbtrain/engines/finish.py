@@ -15,6 +15,12 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 
+QUIET, LONGEST = 30.0, 600.0
+"""Seconds that threads which outlive the function may do nothing, and last in all."""
+
+BUSY = 0.005
+"""Seconds of CPU time, within about one, from which on a process does something."""
+
 
 def finish_process(inherited_tracker: int | None = None) -> None:
     """Do what an ordinary interpreter does at its end, short of freeing memory.
@@ -22,7 +28,7 @@ def finish_process(inherited_tracker: int | None = None) -> None:
     `inherited_tracker` is a resource tracker's process that is the launcher's, not this rank's.
     """
     steps: tuple[Callable[[], object], ...] = (
-        threading._shutdown,  # type: ignore[attr-defined]  # ends idle pools, joins non-daemons
+        _end_threads,
         atexit._run_exitfuncs,
         _leave_multiprocessing,
         partial(_stop_resource_tracker, inherited_tracker),
@@ -33,6 +39,36 @@ def finish_process(inherited_tracker: int | None = None) -> None:
             step()
         except BaseException:  # each is owed its turn, whatever the one before met
             traceback.print_exc()
+
+
+def _end_threads() -> None:
+    """End idle pools and join the threads that are no daemons, as long as they do anything.
+
+    An interpreter would wait for ever. One that writes a checkpoint has its time; one that only
+    waits, for `QUIET` seconds or in all for `LONGEST`, ends with the process.
+    """
+    shutdown = threading._shutdown  # type: ignore[attr-defined]
+    joining = threading.Thread(target=shutdown, name="nbtrain-shutdown", daemon=True)
+    joining.start()
+    joining.join(1)
+    if not joining.is_alive():
+        return
+    print(f"nbtrain: the function has returned; waiting for {_still_running()}", flush=True)
+    begun = busy = time.monotonic()
+    while joining.is_alive() and (now := time.monotonic()) < min(busy + QUIET, begun + LONGEST):
+        spent = time.process_time()
+        joining.join(min(1, QUIET))
+        if time.process_time() - spent > BUSY:
+            busy = now
+    if joining.is_alive():
+        print(f"nbtrain: ended without waiting any longer for {_still_running()}", flush=True)
+
+
+def _still_running() -> str:
+    threads = [
+        t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()
+    ]
+    return f"thread {', '.join(t.name for t in threads)} (make it a daemon if it need not end)"
 
 
 def _leave_multiprocessing() -> None:
