@@ -105,7 +105,7 @@ def _held_out(rank: RankState) -> str:
 def _of_rank(cause: Failure, failures: Sequence[Failure], state: RunState) -> Verdict:
     rank = state.ranks[cause.rank]
     told = _told(cause.error) if cause.error is not None else _native_words(cause)
-    died = cause.error is None
+    died = cause.error is None and (not rank.error or _is_exit(rank.error))
     kind, said = diagnose(cause.summary, told, rank.returncode, rank.evidence, died=died)
     if cause.is_echo:
         kind, said = "communication", lost(state, said)
@@ -142,7 +142,7 @@ def diagnose(
         return kind, ". ".join(said.split(". ")[:2])
     if kind or not died:
         return kind or "exception", said
-    if returncode is None or returncode >= 0:
+    if returncode is None or returncode >= 0 or "sys.exit(" in said:
         return "exit", said
     if returncode == -signal.SIGSEGV and (frame := _crashed_in(told)):
         return "segfault", f"{said}, in {frame.function} at {_place(frame)}"
@@ -171,10 +171,11 @@ def death(rank: RankState) -> str:
     how = describe_returncode(rank.returncode)
     if not rank.error:
         return how
+    if (rank.returncode or 0) < 0:  # ended by us for taking too long over it
+        left = "left by" if _is_exit(rank.error) else "failed with"
+        return f"{left} {rank.error}, and did not end by itself"
     if _is_exit(rank.error):
         return f"{how} ({rank.error})"
-    if (rank.returncode or 0) < 0:  # ended by us for taking too long over its report
-        return f"failed with {rank.error}, and did not end by itself"
     return f"failed with {rank.error}; its report could not be written"
 
 

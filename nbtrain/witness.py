@@ -21,7 +21,7 @@ from . import host
 
 _LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
 _SAVING = os.path.join("torch", "serialization.py")
-_STARTERS = {"fork", "_fork_exec", "fork_exec", "_launch", "_execute_child", "spawnv_passfds"}
+_STARTERS = {"fork", "forkpty", "fork_exec", "_fork_exec", "posix_spawn", "spawnv_passfds"}
 _NO_ROOM = re.compile(r"No space left on device|Disk quota exceeded")
 _HALF_WRITTEN = re.compile(r"PytorchStreamWriter|inline_container|iostream error")
 _NO_PROCESS = "can't start new thread"
@@ -163,7 +163,8 @@ def _descriptors(error: BaseException) -> Iterator[str]:
 
 def _no_process(error: BaseException) -> Iterator[str]:
     """Yield why a process or a thread could not be started."""
-    starting = {frame.f_code.co_name for frame in _frames(error)} & _STARTERS
+    *_, innermost = _frames(error)
+    starting = _STARTERS.intersection(innermost.f_code.co_names)
     refused = isinstance(error, OSError) and error.errno in (errno.EAGAIN, errno.ENOMEM)
     if not (refused and starting) and _NO_PROCESS not in _text(error):
         return

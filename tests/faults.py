@@ -82,7 +82,9 @@ FAULTS = {
         kept = [open(os.devnull) for _ in range(100)]""",
     "fork refused, report refused": """
         resource.setrlimit(resource.RLIMIT_NPROC, (1, 1)); os.setuid(65534); os.fork()""",
-    "disk full (write)": "open(os.environ['DISK'] + '/w', 'wb').write(bytes(8 << 20))",
+    "disk full (write)": """
+        with open(os.environ['DISK'] + '/w', 'wb') as file:
+            file.write(bytes(8 << 20))""",
     "disk full (torch.save)": """
         import torch; torch.save(torch.ones(2 << 20), os.environ['DISK'] + '/m.pt')""",
     "disk of the run folder full": """
@@ -216,15 +218,14 @@ ROWS = [
     Row("disk full (write)", "mid-run", "disk full", "no space left on", needs="disk"),
     Row("disk full (torch.save)", "end", "disk full", "no space left on", needs="disk"),
     Row("disk full (write)", "mid-run", "disk full", "no space left on", "spawn", needs="disk"),
-    Row("disk of the run folder full", "mid-run", "disk full", "full", needs="disk"),
+    Row("disk of the run folder full", "mid-run", "disk full", "no space left", needs="disk"),
     Row("a daemon thread that never ends", "end"),
     Row("a thread that never ends", "end"),
-    Row("a thread that never ends", "mid-run", engine="spawn"),
     Row("children left running", "end"),
     Row("children left running", "mid-run", engine="spawn"),
     Row("1 GB of output", "mid-run"),
-    Row("a result that cannot be pickled", "end", "exception", "Lock"),
-    Row("a result that cannot be pickled", "end", "exception", "Lock", "spawn"),
+    Row("a result that cannot be pickled", "end", "exception", "_thread.lock"),
+    Row("a result that cannot be pickled", "end", "exception", "_thread.lock", "spawn"),
     Row("an exit handler that exits", "end"),
     Row("an exit handler that raises", "end"),
 ]
@@ -342,7 +343,6 @@ def launched(row: Row) -> Outcome:
         engine=row.engine,
         timeout=row.timeout,
         view="none",
-        env={"PATIENCE": "0.3"},
     )
     raised = ""
     try:

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import io
 import os
+import signal
 import stat
 import sys
 import threading
@@ -19,7 +20,7 @@ QUIET, LONGEST = 30.0, 600.0
 """Seconds that threads which outlive the function may do nothing, and last in all."""
 
 BUSY = 0.005
-"""Seconds of CPU time, within about one, from which on a process does something."""
+"""Seconds of CPU time a second from which on a process does something."""
 
 
 def finish_process(inherited_tracker: int | None = None) -> None:
@@ -38,30 +39,50 @@ def finish_process(inherited_tracker: int | None = None) -> None:
         try:
             step()
         except BaseException:  # each is owed its turn, whatever the one before met
-            traceback.print_exc()
+            with contextlib.suppress(Exception):  # a full disk
+                traceback.print_exc()
 
 
 def _end_threads() -> None:
     """End idle pools and join the threads that are no daemons, as long as they do anything.
 
     An interpreter would wait for ever. One that writes a checkpoint has its time; one that only
-    waits, for `QUIET` seconds or in all for `LONGEST`, ends with the process.
+    waits, for `QUIET` seconds, or lasts for `LONGEST`, ends with the process.
     """
-    shutdown = threading._shutdown  # type: ignore[attr-defined]
-    joining = threading.Thread(target=shutdown, name="nbtrain-shutdown", daemon=True)
-    joining.start()
-    joining.join(1)
-    if not joining.is_alive():
-        return
-    print(f"nbtrain: the function has returned; waiting for {_still_running()}", flush=True)
-    begun = busy = time.monotonic()
-    while joining.is_alive() and (now := time.monotonic()) < min(busy + QUIET, begun + LONGEST):
-        spent = time.process_time()
-        joining.join(min(1, QUIET))
-        if time.process_time() - spent > BUSY:
-            busy = now
-    if joining.is_alive():
+    before = signal.signal(signal.SIGALRM, _Patience())
+    signal.setitimer(signal.ITIMER_REAL, 1, 0.2)
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+    except _Enough:  # Python 3.13 tells the unraisable hook instead, and returns
         print(f"nbtrain: ended without waiting any longer for {_still_running()}", flush=True)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class _Enough(BaseException):
+    """The threads that are left do nothing."""
+
+
+class _Patience:
+    """A handler that raises `_Enough` once the process has been idle, or lasted, for too long."""
+
+    def __init__(self) -> None:
+        self._begun = self._looked = self._busy = time.monotonic()
+        self._spent = time.process_time()
+        self._told = False
+
+    def __call__(self, *_signal: object) -> None:
+        if not self._told:
+            self._told = True
+            print(f"nbtrain: the function has returned; waiting for {_still_running()}", flush=True)
+        now, spent = time.monotonic(), time.process_time()
+        if spent - self._spent > BUSY * (now - self._looked):
+            self._busy = now
+        self._looked, self._spent = now, spent
+        if now > min(self._busy + QUIET, self._begun + LONGEST):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            raise _Enough
 
 
 def _still_running() -> str:

@@ -1,0 +1,119 @@
+"""The fault matrix: every row of `tests/faults.py` is told for what it is, and leaves nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import faults
+import psutil
+import pytest
+from conftest import wait_until
+from faults import ROWS, Outcome, Row, Unavailable
+from test_kernel_health import HEALTH
+
+from nbtrain import last_run
+from nbtrain.engines import finish
+
+ELSEWHERE = {"shared memory"}
+"""What other processes of this host change, too; looked at by name, below."""
+
+
+@pytest.fixture(scope="module")
+def health() -> Callable[[], dict[str, Any]]:
+    namespace: dict[str, Any] = {}
+    exec(HEALTH, namespace)
+    for warm_up in (Row("exception", "collective", "exception"), Row("SIGKILL", "end", "signal")):
+        faults.launched(warm_up)  # what is loaded once stays
+    found: Callable[[], dict[str, Any]] = namespace["health"]
+    return found
+
+
+@pytest.fixture
+def unharmed(health: Callable[[], dict[str, Any]]) -> Iterator[None]:
+    """This process stays as it was, as a kernel must."""
+    before = health()
+    yield
+    after = health()
+    for look in (before, after):
+        look["environment"].pop("PYTEST_CURRENT_TEST", None)
+    for item in before.keys() - ELSEWHERE:
+        assert after[item] == before[item], item
+    run = last_run()
+    pids = [str(r.pid) for r in run.state.ranks] if run is not None else []
+    left = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    assert not [name for name in left if name.startswith("torch_") and name.split("_")[1] in pids]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_fault_is_told_for_what_it_is_and_leaves_nothing(
+    row: Row, unharmed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finish, "QUIET", 0.3)
+    try:
+        out = faults.carry_out(row)
+    except Unavailable as why:
+        pytest.skip(str(why))
+    _check_verdict(row, out)
+    _check_order(row, out)
+
+
+def _check_verdict(row: Row, out: Outcome) -> None:
+    found = out.verdict
+    if not row.kind:
+        assert found is None, found
+        assert out.raised == ""
+        return
+    assert found is not None, out
+    assert (found.kind, row.word in found.headline) == (row.kind, True), found
+    assert row.rank in (None, found.rank), found
+    assert "\n" not in found.headline
+    assert found.headline in str(found)
+    assert out.raised
+    if "run folder" not in row.fault:  # on a full disk, the launcher's word of it fits no more
+        assert out.reopened == found
+
+
+def _check_order(row: Row, out: Outcome) -> None:
+    exits = [rank for kind, rank in out.order if kind == "exited"]
+    if "run folder" not in row.fault:
+        assert sorted(exits) == list(range(row.ranks)), out.order
+    if row.timeout is None and out.gone_after is not None:
+        assert out.gone_after < 15, out  # promised: a second; here: that nothing hangs
+    if row.kind in ("exit", "signal", "segfault") and row.when != "collective":
+        assert exits[0] == row.culprit, out.order
+
+
+def test_no_child_of_a_rank_is_left(unharmed: None) -> None:
+    faults.launched(Row("children left running", "end"))
+    run = last_run()
+    assert run is not None
+    sessions = {r.pid for r in run.state.ranks}
+    wait_until(lambda: not _of_sessions(sessions))
+
+
+def _of_sessions(leaders: set[int | None]) -> list[int]:
+    found = []
+    for pid in psutil.pids():
+        try:
+            if os.getsid(pid) in leaders:
+                found.append(pid)
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def test_deaths_are_seen_at_once() -> None:
+    seen = sorted(faults.deaths(5))
+    assert 0 < seen[2] < 0.3, seen  # promised: 0.1 s
+
+
+@pytest.mark.parametrize("deaf", [False, True], ids=["behaving", "deaf"])
+@pytest.mark.parametrize("door", faults.DOORS)
+def test_every_door_stops_a_run(door: str, deaf: bool, unharmed: None) -> None:
+    assert faults.stopped(door, deaf) < (12 if deaf else 3)  # promised: 4 s and 1 s
+    run = last_run()
+    assert run is not None
+    assert run.state.status == ("timed out" if door == "timeout" else "interrupted")
+    assert (run.failure is None) == (door != "timeout")
