@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from dataclasses import replace
 
 from .engines import Engine
@@ -35,6 +37,7 @@ def carry_out(
 
     Returns an exception that is at hand as such, not in the run folder.
     """
+    job = replace(job, scratch=_scratch())
     try:
         while True:
             ranks = engine.start(job)
@@ -54,8 +57,18 @@ def carry_out(
     except BaseException as error:
         supervisor.abort(f"{type(error).__name__}: {error}")
         return error
+    finally:
+        if job.scratch:
+            shutil.rmtree(job.scratch, ignore_errors=True)
     supervisor.finish()
     return ranks.error
+
+
+def _scratch() -> str:
+    try:
+        return tempfile.mkdtemp(prefix="nbtrain-")
+    except OSError:  # a full disk: the run may not need it
+        return ""
 
 
 def wait_before(number: int) -> float:

@@ -273,7 +273,7 @@ def _sound(record: Mapping[str, Any], types: Mapping[str, frozenset[type]]) -> d
             continue
         kind = type(value)
         if kind in allowed and (kind is not int or -_HUGE < value < _HUGE):
-            sound[name] = value
+            sound[name] = tuple(value) if kind is list else value
         elif _UNKNOWN in allowed:
             sound[name] = None
         else:

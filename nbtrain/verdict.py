@@ -172,8 +172,7 @@ def death(rank: RankState) -> str:
     if not rank.error:
         return how
     if (rank.returncode or 0) < 0:  # ended by us for taking too long over it
-        left = "left by" if _is_exit(rank.error) else "failed with"
-        return f"{left} {rank.error}, and did not end by itself"
+        return f"failed with {rank.error}, and did not end by itself"
     if _is_exit(rank.error):
         return f"{how} ({rank.error})"
     return f"failed with {rank.error}; its report could not be written"

@@ -30,7 +30,10 @@ FAILED = 1
 
 @dataclass(frozen=True)
 class Job:
-    """One run, ready to start: the plan with every 'auto' resolved, and where it reports."""
+    """One run, ready to start: the plan with every 'auto' resolved, and where it reports.
+
+    `scratch` is a folder for sockets of the ranks' own workers; the launcher deletes it.
+    """
 
     plan: Plan
     folder: RunFolder
@@ -39,6 +42,7 @@ class Job:
     threads: int
     port: int = 0
     attempt: int = 1
+    scratch: str = ""
     shared_classes: frozenset[type] = field(default_factory=frozenset)
 
 
@@ -93,6 +97,7 @@ def main(job: Job, rank: int) -> int:
     os.environ.update(environment(job, rank, os.environ))
     stopping.activate(stopping.StopOnRequest(job.folder.stop_request))
     _set_threads()
+    _use_scratch(job.scratch)
     writer = ev.EventWriter(job.folder.events(rank))
     report.activate(report.Reporter(writer, rank, job.world_size))
     telemetry.install(job.plan.telemetry)
@@ -179,6 +184,17 @@ def _set_threads() -> None:
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     if torch is not None and wanted.isdecimal() and int(wanted) > 0:
         torch.set_num_threads(int(wanted))
+
+
+def _use_scratch(folder: str) -> None:
+    """Have `multiprocessing` leave its sockets in `folder`.
+
+    Each worker of a DataLoader makes a folder for them, and leaves it behind when it is killed.
+    """
+    if folder:
+        from multiprocessing import process
+
+        process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
 
 
 def run_task(task: Call | Cell) -> Any:

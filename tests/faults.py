@@ -333,7 +333,7 @@ def _inside(group: Path, row: Row) -> Outcome:
     return Outcome(**{**told, "order": [tuple(pair) for pair in told["order"]]})
 
 
-def launched(row: Row) -> Outcome:
+def launched(row: Row, view: str = "none") -> Outcome:
     """Run a row here, and read what its files tell."""
     cell = read_cell(row.source, "<fault>", {"nbtrain": nbtrain, "__name__": "__main__"})
     plan = Plan(
@@ -342,7 +342,7 @@ def launched(row: Row) -> Outcome:
         num_processes=row.ranks,
         engine=row.engine,
         timeout=row.timeout,
-        view="none",
+        view=view,
     )
     raised = ""
     try:
