@@ -11,6 +11,7 @@ from .folder import set_aside
 from .outcome import is_echo
 from .state import RankState, RunState
 from .supervise import Interrupts, Supervisor
+from .verdict import line
 from .worker import Job
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0
@@ -90,8 +91,7 @@ def told(state: RunState) -> str:
     if not causes:
         return "no rank said why"
     first = min(causes, key=lambda rank: rank.ended or 0.0)
-    said = first.error or first.cause or f"exit code {first.returncode}"
-    return f"rank {first.rank}: {said}"
+    return f"rank {first.rank}: {line(first)}"
 
 
 def _causes(state: RunState) -> list[RankState]:

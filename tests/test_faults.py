@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import faults
@@ -132,3 +134,11 @@ def test_every_door_stops_a_run(door: str, deaf: bool, unharmed: None) -> None:
     assert run is not None
     assert run.state.status == ("timed out" if door == "timeout" else "interrupted")
     assert (run.failure is None) == (door != "timeout")
+
+
+def test_sockets_of_killed_workers_go_with_their_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    faults.launched(Row("DataLoader worker killed", "mid-run", "data loader worker"))
+    assert list(tmp_path.iterdir()) == []

@@ -49,14 +49,15 @@ def _end_threads() -> None:
     An interpreter would wait for ever. One that writes a checkpoint has its time; one that only
     waits, for `QUIET` seconds, or lasts for `LONGEST`, ends with the process.
     """
-    before = signal.signal(signal.SIGALRM, _Patience())
+    before, hook = signal.signal(signal.SIGALRM, _Patience()), sys.unraisablehook
+    sys.unraisablehook = lambda _what: None  # Python 3.13 tells that, instead of raising
     signal.setitimer(signal.ITIMER_REAL, 1, 0.2)
     try:
-        threading._shutdown()  # type: ignore[attr-defined]
-    except _Enough:  # Python 3.13 tells the unraisable hook instead, and returns
-        print(f"nbtrain: ended without waiting any longer for {_still_running()}", flush=True)
+        with contextlib.suppress(_Enough):
+            threading._shutdown()  # type: ignore[attr-defined]
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.unraisablehook = hook
         signal.signal(signal.SIGALRM, before)
 
 
@@ -82,6 +83,7 @@ class _Patience:
         self._looked, self._spent = now, spent
         if now > min(self._busy + QUIET, self._begun + LONGEST):
             signal.setitimer(signal.ITIMER_REAL, 0)
+            print(f"nbtrain: waits no longer for {_still_running()}", flush=True)
             raise _Enough
 
 
