@@ -10,6 +10,7 @@
     *.attempt-1          those of an attempt that failed before another one
     checkpoints/         what the function saves there, to go on from
     stop                 there once ranks were asked to stop
+    reserve              room on the disk, given back where a failure finds it full
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ from .errors import LaunchError, NbtrainError
 
 KEEP = 20
 FORMAT = 1
+
+RESERVE = 1 << 18
+"""Bytes of disk that a run holds for the report of its failure."""
 
 QUIET = 60.0
 """Seconds without a change after which a run of another host counts as gone."""
@@ -59,6 +63,23 @@ class RunFolder:
     @property
     def stop_request(self) -> Path:
         return self.path / "stop"
+
+    @property
+    def reserve(self) -> Path:
+        return self.path / "reserve"
+
+    def hold_room(self) -> None:
+        """Keep some of the disk, so that a failure for want of it can be told."""
+        with contextlib.suppress(OSError), self.reserve.open("wb") as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, RESERVE)
+            else:
+                file.write(bytes(RESERVE))
+
+    def give_room(self) -> None:
+        """Give back what `hold_room` kept; once, whoever comes first."""
+        with contextlib.suppress(OSError):
+            self.reserve.unlink()
 
     def events(self, rank: int) -> Path:
         return self.path / f"rank-{rank:04d}.jsonl"
@@ -114,6 +135,7 @@ def create(name: str, manifest: Mapping[str, Any]) -> RunFolder:
         path.mkdir(mode=0o700)
         folder = RunFolder(path)
         write_atomically(folder.manifest, json.dumps({"format": FORMAT, **manifest}).encode())
+        folder.hold_room()
     except OSError as error:
         raise LaunchError(
             f"the run folder cannot be written under {root()}: {error.strerror or error}. "

@@ -223,6 +223,8 @@ class Supervisor:
         folder = self._folder
         if ended.returncode != -signal.SIGKILL:
             room = host.space(folder.path)
+            if room is not None and room.free <= FULL:
+                folder.give_room()  # for the launcher's own words
             told = folder.failure(ended.rank).exists() or self.state.ranks[ended.rank].error
             if told or room is None or room.free > FULL or (ended.returncode or 0) < 0:
                 return "", ()
@@ -351,6 +353,7 @@ class Supervisor:
             message = f"{self._stopped_how}; {message}"
         if status == "timed out":
             message = f"{self._timeout:g} s; {message}"
+        self._folder.give_room()
         self._note([ev.Finished(time.time(), -1, status, message)])
         self._writer.close()
         self.over.set()

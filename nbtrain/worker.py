@@ -136,10 +136,18 @@ def _report_failure(job: Job, rank: int, writer: ev.EventWriter, error: BaseExce
         try:
             captured = exceptions.capture(error, job.shared_classes)
             told, seen = captured.headline, witness.seen(error)
-            write_atomically(job.folder.failure(rank), serialize.dumps((now, captured)))
+            _write_failure(job.folder, rank, serialize.dumps((now, captured)))
         except Exception as second:  # a full disk, no memory: the first failure is still the cause
             seen = (*seen, f"its report could not be written: {type(second).__name__}: {second}")
         writer.write(ev.Ended(time.time(), rank, error=told, evidence=seen))
+
+
+def _write_failure(folder: RunFolder, rank: int, report: bytes) -> None:
+    try:
+        write_atomically(folder.failure(rank), report)
+    except OSError:  # a full disk, most likely: there is some room for that
+        folder.give_room()
+        write_atomically(folder.failure(rank), report)
 
 
 def _run_watched(task: Call | Cell) -> Any:

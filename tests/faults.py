@@ -88,7 +88,7 @@ FAULTS = {
     "disk full (torch.save)": """
         import torch; torch.save(torch.ones(2 << 20), os.environ['DISK'] + '/m.pt')""",
     "disk of the run folder full": """
-        nbtrain.log(fault=1.0); fill = open(os.environ['DISK'] + '/fill', 'wb', buffering=0)
+        fill = open(os.environ['DISK'] + '/fill', 'wb', buffering=0)
         while fill.write(bytes(1 << 12)): pass""",
     "a daemon thread that never ends": """
         threading.Thread(target=time.sleep, args=(600,), daemon=True).start(); return 'done'""",
