@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from dataclasses import replace
 
 from .engines import Engine
@@ -9,6 +11,7 @@ from .folder import set_aside
 from .outcome import is_echo
 from .state import RankState, RunState
 from .supervise import Interrupts, Supervisor
+from .verdict import line
 from .worker import Job
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0
@@ -35,6 +38,7 @@ def carry_out(
 
     Returns an exception that is at hand as such, not in the run folder.
     """
+    job = replace(job, scratch=_scratch())
     try:
         while True:
             ranks = engine.start(job)
@@ -54,8 +58,18 @@ def carry_out(
     except BaseException as error:
         supervisor.abort(f"{type(error).__name__}: {error}")
         return error
+    finally:
+        if job.scratch:
+            shutil.rmtree(job.scratch, ignore_errors=True)
     supervisor.finish()
     return ranks.error
+
+
+def _scratch() -> str:
+    try:
+        return tempfile.mkdtemp(prefix="nbtrain-")
+    except OSError:  # a full disk: the run may not need it
+        return ""
 
 
 def wait_before(number: int) -> float:
@@ -77,8 +91,7 @@ def told(state: RunState) -> str:
     if not causes:
         return "no rank said why"
     first = min(causes, key=lambda rank: rank.ended or 0.0)
-    said = first.error or first.cause or f"exit code {first.returncode}"
-    return f"rank {first.rank}: {said}"
+    return f"rank {first.rank}: {line(first)}"
 
 
 def _causes(state: RunState) -> list[RankState]:

@@ -172,24 +172,27 @@ class Failing(Event):
 
 @dataclass(frozen=True)
 class Ended(Event):
-    """The user's code ended, by its return (`error` is None) or by an exception."""
+    """The user's code ended: it returned (`error` is None), or raised. `evidence`: `witness`."""
 
     kind: ClassVar[str] = "ended"
     error: str | None = None
     result: str | None = None
+    evidence: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Exited(Event):
     """The rank's process is gone; `returncode` is negative for a signal, None if unknown.
 
-    `cause` says in words what it died of, where more is known than the return code tells.
+    `cause` says in words what it died of, where more is known than the return code tells, and
+    `evidence` what speaks for it.
     """
 
     kind: ClassVar[str] = "exited"
     returncode: int | None = 0
     verdict: str = ""
     cause: str = ""
+    evidence: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -295,7 +298,7 @@ def _sound(record: Mapping[str, Any], types: Mapping[str, frozenset[type]]) -> d
             continue
         kind = type(value)
         if kind in allowed and (kind is not int or -_HUGE < value < _HUGE):
-            sound[name] = value
+            sound[name] = tuple(value) if kind is list else value
         elif _UNKNOWN in allowed:
             sound[name] = None
         else:

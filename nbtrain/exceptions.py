@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import os
 import pickle
+import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -25,6 +26,7 @@ from .errors import RankError
 MARK = "__nbtrain_rank_frame__"
 _PACKAGE = str(Path(__file__).parent) + os.sep
 _WORKER = str(Path(__file__).with_name("worker.py"))
+_ELSEWHERE = re.compile(r"Caught \w+ in (DataLoader worker process \d+)\.")
 _LIBRARIES = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
@@ -66,8 +68,10 @@ class Captured:
 
     @property
     def headline(self) -> str:
-        first = self.text.strip().splitlines()[:1]
-        return f"{self.type_name}: {first[0]}" if first else self.type_name
+        lines = self.text.strip().splitlines()
+        if lines and (caught := _ELSEWHERE.fullmatch(lines[0])):  # torch: its own text comes last
+            return f"{lines[-1].strip()} (in {caught[1]})"
+        return f"{self.type_name}: {lines[0]}" if lines else self.type_name
 
 
 def user_frames(frames: Iterable[Frame]) -> tuple[Frame, ...]:

@@ -14,6 +14,7 @@
     rank-0000.stacks     its Python stacks, each time somebody asked
     rank-0000.recorder   the socket of its flight recorder, while it runs
     stop                 there once ranks were asked to stop
+    reserve              room on the disk, given back where a failure finds it full
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ from .tail import last_bytes
 
 KEEP = 20
 FORMAT = 1
+
+RESERVE = 1 << 18
+"""Bytes of disk that a run holds for the report of its failure."""
 
 QUIET = 60.0
 """Seconds without a change after which a run of another host counts as gone."""
@@ -71,6 +75,23 @@ class RunFolder:
     @property
     def stop_request(self) -> Path:
         return self.path / "stop"
+
+    @property
+    def reserve(self) -> Path:
+        return self.path / "reserve"
+
+    def hold_room(self) -> None:
+        """Keep some of the disk, so that a failure for want of it can be told."""
+        with contextlib.suppress(OSError), self.reserve.open("wb") as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, RESERVE)
+            else:
+                file.write(bytes(RESERVE))
+
+    def give_room(self) -> None:
+        """Give back what `hold_room` kept; once, whoever comes first."""
+        with contextlib.suppress(OSError):
+            self.reserve.unlink()
 
     def events(self, rank: int) -> Path:
         return self.path / f"rank-{rank:04d}.jsonl"
@@ -132,6 +153,7 @@ def create(name: str, manifest: Mapping[str, Any]) -> RunFolder:
         path.mkdir(mode=0o700)
         folder = RunFolder(path)
         write_atomically(folder.manifest, json.dumps({"format": FORMAT, **manifest}).encode())
+        folder.hold_room()
     except OSError as error:
         raise LaunchError(
             f"the run folder cannot be written under {root()}: {error.strerror or error}. "
@@ -175,9 +197,14 @@ def write_atomically(path: Path, data: bytes) -> None:
     """Write a file that is there whole or not at all."""
     partial = path.with_name(path.name + ".partial")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with open(descriptor, "wb") as file:
-        file.write(data)
-    partial.rename(path)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+        partial.rename(path)
+    except BaseException:  # a full disk, an interrupt: half of it serves nobody
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
 
 
 def runs() -> list[RunFolder]:

@@ -21,6 +21,10 @@ _ECHOES = (
     "timed out waiting",
     "nccl communicator was aborted",
     "remote process exited",
+    "failed to recv, got 0 bytes",
+    "socket timeout",
+    "client socket has timed out",
+    "watchdog caught collective operation timeout",
 )
 
 
@@ -42,7 +46,9 @@ class Failure:
     @property
     def is_echo(self) -> bool:
         """Whether this looks like the consequence of another rank's failure."""
-        return self.error is not None and is_echo(f"{self.error.type_name}: {self.error.text}")
+        if self.error is None:  # native code may end a rank over it
+            return self.returncode == -signal.SIGABRT and _is_native_echo(self.log)
+        return is_echo(f"{self.error.type_name}: {self.error.text}")
 
     @property
     def summary(self) -> str:
@@ -56,6 +62,12 @@ def is_echo(error: str) -> bool:
     """Whether an error, as ``Type: text``, is what a rank says when another one went away."""
     kind, _, text = error.lower().partition(":")
     return kind in _ECHOING and any(echo in text for echo in _ECHOES)
+
+
+def _is_native_echo(log: str) -> bool:
+    said = log.lower()
+    thrown = "terminate called" in said or "watchdog" in said
+    return thrown and any(echo in said for echo in _ECHOES)
 
 
 def headline(failures: Iterable[Failure]) -> Failure:

@@ -8,16 +8,17 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from . import history as past
-from . import serialize, stacks
+from . import serialize, stacks, verdict
 from .errors import LaunchError, RunTimeout
 from .folder import RunFolder, create, prune
 from .follow import Follower
-from .outcome import Failure, headline, ranks_text, to_exception
+from .outcome import Failure, headline, to_exception
 from .reopen import TAIL_BYTES, read_state
 from .state import RankState, RunState
 from .supervise import Supervisor
@@ -135,18 +136,24 @@ class Run:
         failures = [self._failure(r) for r in state.ranks if r.status == "failed"]
         if not failures:
             return None if state.status == "succeeded" else LaunchError(state.message)
-        cause = headline(failures)
-        return to_exception(cause, _note(cause, failures, state))
+        why, cause = verdict.of(state, failures), headline(failures)
+        assert why is not None
+        note = _note(cause, state, why)
+        return to_exception(replace(cause, said=why.headline), note)
+
+    @property
+    def failure(self) -> verdict.Verdict | None:
+        """Why the run failed: kind, rank, headline, evidence; None if it did not (yet)."""
+        state = self.state
+        return verdict.of(state, [self._failure(r) for r in state.ranks if r.status == "failed"])
 
     def _failure(self, rank: RankState) -> Failure:
         try:
             failed_at, captured = serialize.loads(self._folder.failure(rank.rank).read_bytes())
         except FileNotFoundError:
             log = "\n".join(last_words(self._log_lines(rank.rank, tail=200)))
-            # Failing already, and ended by us for taking too long over it: the first is the cause.
-            said = f"failed with {rank.error}, and did not end by itself" if rank.error else ""
-            told = rank.cause or (said if (rank.returncode or 0) < 0 else "")
-            return Failure(rank.rank, rank.ended or 0.0, None, rank.returncode, log, told)
+            told, ended = verdict.death(rank), rank.ended or 0.0
+            return Failure(rank.rank, ended, None, rank.returncode, log, told)
         return Failure(rank.rank, failed_at, captured)
 
     def logs(self, rank: int | None = None, tail: int | None = None) -> str:
@@ -297,31 +304,14 @@ def last_words(lines: list[str], count: int = 12) -> list[str]:
     return lines[max(0, crash[-1] - 4) :][:count] if crash else lines[-count:]
 
 
-def _note(cause: Failure, failures: list[Failure], state: RunState) -> str:
-    """Say which rank the exception is from and what became of the others."""
+def _note(cause: Failure, state: RunState, why: verdict.Verdict) -> str:
+    """Say which rank the exception is from, what became of the others, and what it does not say."""
     where = f"nbtrain: this is from rank {cause.rank} of {state.world_size}"
-    became: dict[str, list[int]] = {}
-    for rank in state.ranks:
-        if rank.rank != cause.rank and rank.status != "failed":
-            words = "had finished" if rank.status == "done" else "stopped"
-            became.setdefault(words, []).append(rank.rank)
-    for other in failures:
-        if other is not cause:
-            kind = other.error.type_name if other.error else other.summary
-            echo = other.is_echo and not cause.is_echo
-            words = "could not go on without it" if echo else f"failed too ({kind})"
-            became.setdefault(words, []).append(other.rank)
-    others = "; ".join(
-        f"{ranks_text(ranks)} {_was(words, ranks)}" for words, ranks in became.items()
-    )
-    told = f"{where}; {others}." if others else f"{where}."
-    return f"{told} What rank {cause.rank} printed: nbtrain.last_run().logs({cause.rank})"
-
-
-def _was(words: str, ranks: list[int]) -> str:
-    if words != "stopped":
-        return words
-    return "was stopped" if len(ranks) == 1 else "were stopped"
+    told = f"{where}; {why.others}." if why.others else f"{where}."
+    note = f"{told} What rank {cause.rank} printed: nbtrain.last_run().logs({cause.rank})"
+    if cause.error is None or why.kind == "exception" or why.headline == cause.summary:
+        return note
+    return "\n".join([note, f"nbtrain: {why.headline}", *why.advice])
 
 
 def new_folder(manifest: dict[str, Any]) -> RunFolder:

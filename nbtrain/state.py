@@ -63,6 +63,7 @@ class RankState:
     result: str | None = None
     returncode: int | None = None
     cause: str = ""
+    evidence: tuple[str, ...] = ()
 
     @property
     def is_over(self) -> bool:
@@ -285,6 +286,7 @@ def _failing(draft: _Draft, event: ev.Failing, _curves: CurvesDraft) -> None:
 def _ended(draft: _Draft, event: ev.Ended, _curves: CurvesDraft) -> None:
     status = "done" if event.error is None else "failing"
     draft.update(status=status, error=event.error, result=event.result, ended=event.time)
+    draft["evidence"] = _said(event.evidence)
 
 
 def _exited(draft: _Draft, event: ev.Exited, _curves: CurvesDraft) -> None:
@@ -293,9 +295,14 @@ def _exited(draft: _Draft, event: ev.Exited, _curves: CurvesDraft) -> None:
         ended=draft["ended"] or event.time,
         returncode=event.returncode,
         cause=plain(str(event.cause)),
+        evidence=(*draft["evidence"], *_said(event.evidence)),
     )
     if event.verdict == "done":
         draft["error"] = None
+
+
+def _said(lines: Any) -> tuple[str, ...]:
+    return tuple(plain(str(line)) for line in _listed(lines)[:16])
 
 
 def _ignored(_draft: _Draft, _event: ev.Event, _curves: CurvesDraft) -> None:

@@ -20,7 +20,7 @@ from . import host
 from .engines import Exit, Ranks
 from .folder import RunFolder, asked_to_stop
 from .lookout import Lookout
-from .outcome import is_echo, ranks_text
+from .outcome import describe_returncode, is_echo, ranks_text
 from .reader import Reader
 from .resources import Sampler
 from .state import RankState, RunState, fold
@@ -61,6 +61,12 @@ _DEATH_BY = {
 REPORT_GRACE = 2.0
 """Seconds that a rank which is failing already has to tell why."""
 
+ECHO_GRACE = 1.5
+"""Seconds that the others have to fail, while all that is heard is that a rank lost its peers."""
+
+
+FULL = 1 << 16
+"""Bytes free at which the run folder's file system is full: no report fits."""
 
 HOPELESS = 15.0
 """Seconds after which a rank that not even SIGKILL ended is given up."""
@@ -119,6 +125,7 @@ class Supervisor:
         # Monotonic, all of them: a clock that is set, or a laptop that slept, ends no run.
         self._started = time.monotonic()
         self._stopping_since = 0.0
+        self._held_back = 0.0  # seconds by which the ladder is late
         self._rungs: list[Rung] = []
         self._presses = 0
 
@@ -205,23 +212,41 @@ class Supervisor:
             self._take(self._reader.read(gone={e.rank for e in exits}))
         for e in exits:
             verdict = self._verdict(e)
-            cause = self._killed(e) if verdict == "failed" else ""
-            self._note([ev.Exited(e.time, e.rank, e.returncode, verdict, cause)])
+            cause, why = self._cause_of(e) if verdict == "failed" else ("", ())
+            self._note([ev.Exited(e.time, e.rank, e.returncode, verdict, cause, why)])
 
-    def _killed(self, ended: Exit) -> str:
+    def _cause_of(self, ended: Exit) -> tuple[str, tuple[str, ...]]:
+        """Say what a rank died of where its return code misleads, and what speaks for that."""
+        folder = self._folder
+        if ended.returncode != -signal.SIGKILL:
+            room = host.space(folder.path)
+            if room is not None and room.free <= FULL:
+                folder.give_room()  # for the launcher's own words
+            told = folder.failure(ended.rank).exists() or self.state.ranks[ended.rank].error
+            if told or room is None or room.free > FULL or (ended.returncode or 0) < 0:
+                return "", ()
+            how = describe_returncode(ended.returncode)
+            return f"{how}, and the disk of the run folder ({folder.path}) is full", ()
+        return self._killed(ended)
+
+    def _killed(self, ended: Exit) -> tuple[str, tuple[str, ...]]:
         """Say whether a rank was killed for want of memory: the system's count of that tells.
 
         It counts for the whole cgroup: a kill explains one rank's death, not several.
         """
         ours = -signal.SIGKILL in self._sent.get(ended.rank, set())
-        if ended.returncode != -signal.SIGKILL or ours or self._oom_kills is None:
-            return ""
-        if (host.oom_kills() or 0) <= self._oom_kills:
-            return "was killed by SIGKILL, and not for want of memory"
-        self._oom_kills += 1
+        before = self._oom_kills
+        if ours or before is None:
+            return "", ()
+        if (count := host.oom_kills() or 0) <= before:
+            why = f"the system's count of processes killed for want of memory is still {count}"
+            return "was killed by SIGKILL, and not for want of memory", (why,)
+        self._oom_kills = before + 1
+        why = f"the system's count of those went from {before} to {count}"
         held = self.state.ranks[ended.rank].taken.memory
         seen = f"; it held {host.in_words(held)} when last seen" if held else ""
-        return f"ran out of memory and was killed by the system ({host.memory().whose}{seen})"
+        whose = host.memory().whose
+        return f"ran out of memory and was killed by the system ({whose}{seen})", (why,)
 
     def _verdict(self, ended: Exit) -> str:
         if self._folder.result(ended.rank).exists():
@@ -267,6 +292,7 @@ class Supervisor:
     def _begin_stop(self, cause: str, now: float) -> None:
         self._cause, self._stopping_since = cause, now
         self._rungs = list(LADDERS["abandoned" if self._hasty else cause])
+        self._held_back = 0.0
         if cause != "failed":
             with contextlib.suppress(OSError):
                 self._folder.stop_request.touch(mode=0o600)
@@ -281,11 +307,19 @@ class Supervisor:
 
     def _climb(self, ranks: Ranks, now: float) -> None:
         since = now - self._stopping_since
+        if since < ECHO_GRACE and self._hears_only_echoes():
+            self._held_back = since
+        since -= self._held_back
         while self._rungs and since >= self._rungs[0].after:
             rung = self._rungs.pop(0)
             self._signal(ranks, rung.action, ranks.alive - self._reporting(since))
         if not self._rungs and since >= REPORT_GRACE:
             self._signal(ranks, "kill", ranks.alive)
+
+    def _hears_only_echoes(self) -> bool:
+        """Whether every rank that failed says it lost another, and none of those said why yet."""
+        failed = [r for r in self.state.ranks if r.status in ("failing", "failed")]
+        return self._cause == "failed" and all(is_echo(r.error or "") for r in failed)
 
     def _signal(self, ranks: Ranks, action: str, targets: Collection[int]) -> None:
         """Take an action on ranks, and remember what they will die of if they do."""
@@ -319,6 +353,7 @@ class Supervisor:
             message = f"{self._stopped_how}; {message}"
         if status == "timed out":
             message = f"{self._timeout:g} s; {message}"
+        self._folder.give_room()
         self._note([ev.Finished(time.time(), -1, status, message)])
         self._writer.close()
         self.over.set()

@@ -20,7 +20,7 @@ from types import CodeType
 from typing import Any
 
 from . import events as ev
-from . import exceptions, inspection, report, serialize, stopping, telemetry
+from . import exceptions, inspection, report, serialize, stopping, telemetry, witness
 from .folder import RunFolder, write_atomically
 from .plan import Call, Cell, Plan
 
@@ -30,7 +30,10 @@ FAILED = 1
 
 @dataclass(frozen=True)
 class Job:
-    """One run, ready to start: the plan with every 'auto' resolved, and where it reports."""
+    """One run, ready to start: the plan with every 'auto' resolved, and where it reports.
+
+    `scratch` is a folder for sockets of the ranks' own workers; the launcher deletes it.
+    """
 
     plan: Plan
     folder: RunFolder
@@ -39,6 +42,7 @@ class Job:
     threads: int
     port: int = 0
     attempt: int = 1
+    scratch: str = ""
     shared_classes: frozenset[type] = field(default_factory=frozenset)
 
 
@@ -93,6 +97,7 @@ def main(job: Job, rank: int) -> int:
     os.environ.update(environment(job, rank, os.environ))
     stopping.activate(stopping.StopOnRequest(job.folder.stop_request))
     _set_threads()
+    _use_scratch(job.scratch)
     writer = ev.EventWriter(job.folder.events(rank))
     inspection.install(job.folder, rank, writer)
     report.activate(report.Reporter(writer, rank, job.world_size))
@@ -119,12 +124,31 @@ def run_and_report(job: Job, rank: int, writer: ev.EventWriter) -> tuple[int, Ba
     except SystemExit as leaving:
         return _leave(job, rank, writer, leaving), None
     except BaseException as error:  # whatever the user's code raised is this rank's outcome
-        now = time.time()
-        writer.write(ev.Failing(now, rank, error=type(error).__name__))
-        captured = exceptions.capture(error, job.shared_classes)
-        write_atomically(folder.failure(rank), serialize.dumps((now, captured)))
-        writer.write(ev.Ended(time.time(), rank, error=captured.headline))
+        _report_failure(job, rank, writer, error)
         return FAILED, error
+
+
+def _report_failure(job: Job, rank: int, writer: ev.EventWriter, error: BaseException) -> None:
+    """Leave an exception in the run folder; where that fails too, its headline and both reasons."""
+    now, told = time.time(), type(error).__name__
+    seen: tuple[str, ...] = ()
+    writer.write(ev.Failing(now, rank, error=told))
+    with witness.undisturbed():
+        try:
+            captured = exceptions.capture(error, job.shared_classes)
+            told, seen = captured.headline, witness.seen(error)
+            _write_failure(job.folder, rank, serialize.dumps((now, captured)))
+        except Exception as second:  # a full disk, no memory: the first failure is still the cause
+            seen = (*seen, f"its report could not be written: {type(second).__name__}: {second}")
+        writer.write(ev.Ended(time.time(), rank, error=told, evidence=seen))
+
+
+def _write_failure(folder: RunFolder, rank: int, report: bytes) -> None:
+    try:
+        write_atomically(folder.failure(rank), report)
+    except OSError:  # a full disk, most likely: there is some room for that
+        folder.give_room()
+        write_atomically(folder.failure(rank), report)
 
 
 def _run_watched(task: Call | Cell) -> Any:
@@ -169,6 +193,17 @@ def _set_threads() -> None:
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     if torch is not None and wanted.isdecimal() and int(wanted) > 0:
         torch.set_num_threads(int(wanted))
+
+
+def _use_scratch(folder: str) -> None:
+    """Have `multiprocessing` leave its sockets in `folder`.
+
+    Each worker of a DataLoader makes a folder for them, and leaves it behind when it is killed.
+    """
+    if folder:
+        from multiprocessing import process
+
+        process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
 
 
 def run_task(task: Call | Cell) -> Any:

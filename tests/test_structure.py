@@ -27,9 +27,9 @@ LAYERS = [
     {"serialize", "reader"},
     {"exceptions", "devices", "host", "report"},
     {"outcome", "telemetry", "preflight", "cell", "gate", "lint", "resources", "pace", "series"}
-    | {"inspection", "stacks", "collectives"},
+    | {"inspection", "stacks", "collectives", "witness"},
     {"state", "worker", "pickling", "estimate", "history", "hang"},
-    {"ship", "reopen", "stragglers"},
+    {"ship", "reopen", "stragglers", "verdict"},
     {"engines", "view"},
     {"lookout"},
     {"supervise", "follow"},

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import io
 import os
+import signal
 import stat
 import sys
 import threading
@@ -15,6 +16,12 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 
+QUIET, LONGEST = 30.0, 600.0
+"""Seconds that threads which outlive the function may do nothing, and last in all."""
+
+BUSY = 0.005
+"""Seconds of CPU time a second from which on a process does something."""
+
 
 def finish_process(inherited_tracker: int | None = None) -> None:
     """Do what an ordinary interpreter does at its end, short of freeing memory.
@@ -22,7 +29,7 @@ def finish_process(inherited_tracker: int | None = None) -> None:
     `inherited_tracker` is a resource tracker's process that is the launcher's, not this rank's.
     """
     steps: tuple[Callable[[], object], ...] = (
-        threading._shutdown,  # type: ignore[attr-defined]  # ends idle pools, joins non-daemons
+        _end_threads,
         atexit._run_exitfuncs,
         _leave_multiprocessing,
         partial(_stop_resource_tracker, inherited_tracker),
@@ -32,7 +39,59 @@ def finish_process(inherited_tracker: int | None = None) -> None:
         try:
             step()
         except BaseException:  # each is owed its turn, whatever the one before met
-            traceback.print_exc()
+            with contextlib.suppress(Exception):  # a full disk
+                traceback.print_exc()
+
+
+def _end_threads() -> None:
+    """End idle pools and join the threads that are no daemons, as long as they do anything.
+
+    An interpreter would wait for ever. One that writes a checkpoint has its time; one that only
+    waits, for `QUIET` seconds, or lasts for `LONGEST`, ends with the process.
+    """
+    before, hook = signal.signal(signal.SIGALRM, _Patience()), sys.unraisablehook
+    sys.unraisablehook = lambda _what: None  # Python 3.13 tells that, instead of raising
+    signal.setitimer(signal.ITIMER_REAL, 1, 0.2)
+    try:
+        with contextlib.suppress(_Enough):
+            threading._shutdown()  # type: ignore[attr-defined]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.unraisablehook = hook
+        signal.signal(signal.SIGALRM, before)
+
+
+class _Enough(BaseException):
+    """The threads that are left do nothing."""
+
+
+class _Patience:
+    """A handler that raises `_Enough` once the process has been idle, or lasted, for too long."""
+
+    def __init__(self) -> None:
+        self._begun = self._looked = self._busy = time.monotonic()
+        self._spent = time.process_time()
+        self._told = False
+
+    def __call__(self, *_signal: object) -> None:
+        if not self._told:
+            self._told = True
+            print(f"nbtrain: the function has returned; waiting for {_still_running()}", flush=True)
+        now, spent = time.monotonic(), time.process_time()
+        if spent - self._spent > BUSY * (now - self._looked):
+            self._busy = now
+        self._looked, self._spent = now, spent
+        if now > min(self._busy + QUIET, self._begun + LONGEST):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            print(f"nbtrain: waits no longer for {_still_running()}", flush=True)
+            raise _Enough
+
+
+def _still_running() -> str:
+    threads = [
+        t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()
+    ]
+    return f"thread {', '.join(t.name for t in threads)} (make it a daemon if it need not end)"
 
 
 def _leave_multiprocessing() -> None:

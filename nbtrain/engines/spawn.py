@@ -108,6 +108,7 @@ def _order(job: Job, rank: int, parcel: ship.Parcel) -> dict[str, Any]:
         "threads": job.threads,
         "port": job.port,
         "attempt": job.attempt,
+        "scratch": job.scratch,
         "parcel": parcel.path,
         "descriptors": parcel.descriptors,
     }

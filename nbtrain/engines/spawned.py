@@ -52,6 +52,7 @@ def _be_rank(order: dict[str, Any]) -> int:
         threads=order["threads"],
         port=order["port"],
         attempt=order["attempt"],
+        scratch=order["scratch"],
         shared_classes=cargo.classes,
     )
     code = worker.main(job, order["rank"])

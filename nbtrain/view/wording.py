@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 
-from ..outcome import describe_returncode, is_echo, ranks_text
+from .. import verdict
+from ..outcome import is_echo, ranks_text
 from ..pace import Bar
 from ..series import UNCHARTED
 from ..state import METRICS, RankState, RunState
@@ -212,9 +213,9 @@ def trouble(rank: RankState, state: RunState, width: int = 160) -> str:
     """Word what went wrong in a rank, shortly; empty where nothing did."""
     if is_only_echo(rank, state):
         return "lost its peers"
-    said = (rank.error or "") if rank.status != "stopped" else ""  # it did as it was told
-    if not said and rank.status == "failed":
-        said = rank.cause or describe_returncode(rank.returncode)
+    said = verdict.line(rank) if rank.status in ("failed", "failing") else ""
+    if is_echo(rank.error or "") and said:
+        said = verdict.lost(state, said)
     return said if len(said) <= width else said[: width - 1] + "…"
 
 
