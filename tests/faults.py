@@ -35,6 +35,7 @@ from nbtrain.engines import finish
 from nbtrain.launch import run_plan
 from nbtrain.plan import Plan
 from nbtrain.run import Run, last_run
+from nbtrain.tail import read_events
 from nbtrain.verdict import Verdict
 
 FAULTS = {
@@ -356,8 +357,8 @@ def launched(row: Row, view: str = "none") -> Outcome:
 
 
 def _read(run: Run, row: Row, raised: str) -> Outcome:
-    told = list(events.read_events(run.folder / "launcher.jsonl"))
-    own = events.read_events(run.folder / f"rank-{row.culprit:04d}.jsonl")
+    told = list(read_events(run.folder / "launcher.jsonl"))
+    own = read_events(run.folder / f"rank-{row.culprit:04d}.jsonl")
     marks = [e.time for e in own if isinstance(e, events.Metrics) and "fault" in e.values]
     exits = [(e.time, e.rank) for e in told if isinstance(e, events.Exited)]
     seen = [e.time for e in told if isinstance(e, events.Stopping)] or [min(exits, default=(0,))[0]]
@@ -430,7 +431,7 @@ def stopped(door: str, deaf: bool) -> float:
         nbtrain.launch(train, deaf, num_processes=2, view="none", timeout=limit)
     ended = time.time()
     if door == "timeout":
-        told = events.read_events(last_run().folder / "launcher.jsonl")
+        told = read_events(last_run().folder / "launcher.jsonl")
         return ended - next(e.time for e in told if isinstance(e, events.Stopping))
     asker.join()
     return ended - asked[0]
