@@ -412,7 +412,7 @@ def stopped(door: str, deaf: bool) -> float:
     asked: list[float] = []
     pull: dict[str, Callable[[Run], object]] = {
         "SIGINT": lambda _run: os.kill(os.getpid(), signal.SIGINT),
-        "Stop button": lambda run: run._supervisor.request_stop("by the Stop button"),
+        "Stop button": lambda run: run._watcher.request_stop("by the Stop button"),
         "run.stop()": lambda run: run.stop(),
     }
     before = last_run()
