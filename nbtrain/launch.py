@@ -18,7 +18,7 @@ from .errors import LaunchError, PlanError, PreflightError
 from .folder import started
 from .follow import Follower
 from .lint import lint
-from .plan import HANG_AFTER, SOURCES, Call, Plan
+from .plan import HANG_AFTER, SOURCES, Call, Cell, Plan
 from .reopen import initial_state
 from .run import Run, going_on, new_folder, remember
 from .state import RunState
@@ -315,5 +315,13 @@ def _manifest(plan: Plan, world_size: int, device: str, notes: Sequence[str]) ->
         "python": platform.python_version(),
         "torch": torch.__version__,
         "notes": list(notes),
-        "cells": {name: f"In[{n}]" for name, n in list(_cell_numbers().items())[-CELLS:]},
+        "cells": _cells(plan),
     }
+
+
+def _cells(plan: Plan) -> dict[str, str]:
+    """Return the names of cells by those of their files; IPython 7 keeps none, but this one's."""
+    numbers = dict(list(_cell_numbers().items())[-CELLS:])
+    if isinstance(plan.task, Cell) and plan.task.number is not None:
+        numbers[plan.task.filename] = plan.task.number
+    return {file: f"In[{number}]" for file, number in numbers.items()}

@@ -7,6 +7,7 @@ import functools
 import operator
 import time
 import weakref
+from dataclasses import replace
 from typing import Any
 
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class, no_var_expand
@@ -114,9 +115,10 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
             raise PlanError("%distributed: nothing to run; give a cell or an expression")
         # The magic's own line is kept as an empty one: line numbers are those of the cell.
         transformed = "\n" * offset + self.shell.transform_cell(source)
-        filename = self._register(transformed, source)
+        filename, number = self._register(transformed, source)
         flags = self.shell.compile.flags & FUTURES
         cell = reading.read_cell(transformed, filename, self.shell.user_ns, flags)
+        cell = replace(cell, number=number)
         reading.check_parameters(cell)
         return Plan(
             task=cell,
@@ -134,13 +136,12 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
             hang_after=options.hang_after,
         )
 
-    def _register(self, transformed: str, raw: str) -> str:
-        """Tell IPython the source, so that tracebacks show it as ``Cell In[n]``."""
+    def _register(self, transformed: str, raw: str) -> tuple[str, int]:
+        """Tell IPython the source, so that tracebacks show it as ``Cell In[n]``; return both."""
         shell = self.shell
         # Not execution_count: IPython 9 counts up before the cell runs, 7 and 8 after it.
         number = max(1, len(shell.history_manager.input_hist_parsed) - 1)
-        name: str = shell.compile.cache(transformed, number, raw_code=raw)
-        return name
+        return str(shell.compile.cache(transformed, number, raw_code=raw)), number
 
 
 def _expanded(_shell: Any, _text: str) -> str:

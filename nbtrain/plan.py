@@ -42,7 +42,8 @@ class Parameter:
 class Cell:
     """Run a notebook cell on every rank, then call its training function if it ends in one.
 
-    `flags` are the compiler's: the ``__future__`` imports of earlier cells.
+    `flags` are the compiler's: the ``__future__`` imports of earlier cells. `number` is that of
+    ``In[number]``.
     """
 
     source: str
@@ -51,6 +52,7 @@ class Cell:
     function: str | None = None
     parameters: tuple[Parameter, ...] = ()
     flags: int = 0
+    number: int | None = None
 
 
 Task = Call | Cell
