@@ -53,7 +53,7 @@ def read_state(folder: RunFolder) -> RunState:
     if state.is_over or watched:
         return state
     ended = min(last, time.time())
-    return replace(state, status="lost", ended=ended, message="its kernel ended before the run did")
+    return replace(state, status="lost", ended=ended, message="what watched it ended before it did")
 
 
 def catch_up(folder: RunFolder) -> tuple[RunState, float, Reader]:

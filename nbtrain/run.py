@@ -32,8 +32,8 @@ _last_pid: int | None = None
 _needed: weakref.WeakSet[Run] = weakref.WeakSet()
 """Runs at hand whose results are in their folders alone."""
 
-_behind: weakref.WeakSet[Run] = weakref.WeakSet()
-"""Runs at hand that went on behind their cells."""
+_behind: list[Run] = []
+"""Runs that go on behind their cells, or did when last looked at: also those nobody holds."""
 
 
 class Run:
@@ -341,10 +341,11 @@ def remember(run: Run, goes_on: bool = False) -> None:
     global _last, _last_pid
     _last, _last_pid = run, os.getpid()
     if goes_on:
-        _behind.add(run)
+        _behind.append(run)
         _needed.add(run)
 
 
 def going_on() -> list[Run]:
     """Return the runs of this process that go on in the background."""
-    return [run for run in _behind if not run.state.is_over]
+    _behind[:] = [run for run in _behind if not run.state.is_over]
+    return list(_behind)

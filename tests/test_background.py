@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +21,11 @@ from conftest import Notebook, Outputs, wait_until
 
 import nbtrain
 from nbtrain import folder as folders
+from nbtrain import keeper
 from nbtrain.errors import LaunchError, PlanError, PreflightError
-from nbtrain.run import Run
+from nbtrain.follow import Follower
+from nbtrain.launch import START_PATIENCE
+from nbtrain.run import Run, going_on
 
 LOAD = "%load_ext nbtrain\nimport os, time, nbtrain, torch"
 TRAIN = """%%distributed -n 2 {options}
@@ -274,3 +281,88 @@ def test_a_keeper_that_is_killed_takes_its_ranks_with_it() -> None:
     run.wait()
     assert run.state.status == "lost"
     wait_until(lambda: all(map(is_gone, pids(run))))
+
+
+def test_one_whose_folder_is_deleted_is_lost_and_waited_for_no_longer() -> None:
+    run = nbtrain.launch(time.sleep, 0.5, num_processes=1, background=True, view="none")
+    shutil.rmtree(run.folder)
+    assert run.wait().state.status == "lost"
+    assert run not in going_on()
+
+
+def test_the_thread_that_launched_it_may_end() -> None:
+    launched: list[Run] = []
+
+    def launch() -> None:
+        launched.append(
+            nbtrain.launch(time.sleep, 1, num_processes=1, background=True, view="none")
+        )
+
+    thread = threading.Thread(target=launch)
+    thread.start()
+    thread.join()
+    assert launched[0].wait().state.status == "succeeded"
+
+
+def test_random_numbers_are_those_of_a_run_that_is_waited_for() -> None:
+    random.seed(42)
+    expected = random.Random(42).random()
+    run = nbtrain.launch(random.random, num_processes=1, background=True, view="none")
+    assert run.wait().value == expected
+
+
+def test_one_that_nobody_holds_still_counts_as_going_on() -> None:
+    name = nbtrain.launch(time.sleep, 60, num_processes=1, background=True, view="none").folder
+    nbtrain.launch(int, num_processes=1, background=True, view="none").wait()
+    gc.collect()
+    (run,) = going_on()
+    assert run.folder == name
+    run.stop()
+
+
+@pytest.mark.parametrize("how", ["background", "detach"])
+def test_a_keeper_that_cannot_be_made_is_an_error_at_once(
+    monkeypatch: pytest.MonkeyPatch, how: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(keeper, "hand_over", full)
+    with pytest.raises(LaunchError, match="No space left on device"):
+        nbtrain.launch(int, num_processes=1, **{how: True})
+    assert not folders.is_watched(folders.runs()[-1])
+    assert capfd.readouterr().err == ""
+
+
+def test_a_keeper_that_dies_at_once_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "Supervisor", None)
+    for how in ({"background": True}, {"detach": True}):
+        began = time.monotonic()
+        with pytest.raises(LaunchError, match="what watched it ended"):
+            nbtrain.launch(int, num_processes=1, **how)
+        assert time.monotonic() - began < START_PATIENCE
+
+
+def test_an_interrupt_while_the_ranks_are_being_started_ends_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = Follower.wait_for_ranks
+
+    def interrupted(self: Follower, patience: float) -> bool:
+        real(self, patience)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Follower, "wait_for_ranks", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        nbtrain.launch(time.sleep, 60, num_processes=1, background=True, view="none")
+    run = nbtrain.last_run()
+    assert run is not None
+    assert run.state.status == "interrupted"
+
+
+def test_what_is_shown_once_the_run_has_ended_is_finished_at_once() -> None:
+    run = nbtrain.launch(int, num_processes=1, background=True, view="none").wait()
+    follower, shown = run._watcher, list[str]()
+    assert isinstance(follower, Follower)
+    follower.show(lambda *_: None, lambda state, _now: shown.append(state.status))
+    assert shown == ["succeeded"]

@@ -41,14 +41,9 @@ def become_rank(log: Path, parent: int) -> int | None:
     return _forget_kernel()
 
 
-def become_keeper(log: Path, parent: int | None) -> None:
-    """Detach this forked process from the kernel, to watch a run that goes on behind the cell.
-
-    With a `parent` it is told by SIGTERM when that dies.
-    """
+def become_keeper(log: Path) -> None:
+    """Detach this forked process from the kernel, to watch a run that goes on behind the cell."""
     _become_a_process_of_its_own(log)
-    if parent is not None:
-        die_with(parent, signal.SIGTERM)
     _forget_kernel()
 
 
@@ -69,10 +64,10 @@ def _forget_kernel() -> int | None:
     return tracker
 
 
-def die_with(parent: int, by: int = signal.SIGKILL) -> None:
-    """Have the system send this process a signal when its parent dies (Linux)."""
+def die_with(parent: int) -> None:
+    """Have the system kill this process when its parent, or the thread that forked it, ends."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before the request
         os._exit(1)
 
