@@ -79,9 +79,13 @@ def _redirect_streams(log: Path) -> None:
     os.dup2(null, 0)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    old = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__, sys.stdin)
+    for stream in old[:2]:  # ipykernel's copy of its own: who reads that would wait for our end
+        copy = getattr(stream, "_original_stdstream_copy", None)
+        if type(copy) is int:
+            os.dup2(file, copy, inheritable=False)
     os.close(null)
     os.close(file)
-    old = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__, sys.stdin)
     _keep.extend(old)
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
     sys.stdout = sys.__stdout__ = _text_stream(1)  # type: ignore[misc]
