@@ -15,11 +15,11 @@ from . import history as past
 from . import serialize, stacks
 from .errors import LaunchError, RunTimeout
 from .folder import RunFolder, create, prune
-from .follow import Follower
+from .follow import TICK, Follower
 from .outcome import Failure, headline, ranks_text, to_exception
 from .reopen import TAIL_BYTES, read_state
 from .state import RankState, RunState
-from .supervise import Supervisor
+from .supervise import Interrupts, Supervisor
 from .view import fronts, html, plot, screen
 from .view.screen import Front
 from .view.wording import counted
@@ -219,8 +219,8 @@ class Run:
                     self._drawn_in = _execution_count()
                     self._keep_results()
         self._follow()
-        if self._watcher is not None:
-            self._watcher.over.wait()
+        if self._watcher is not None and not self._watcher.over.is_set():
+            _wait(self._watcher.over)
         return self
 
     def _follow(self) -> None:
@@ -284,6 +284,16 @@ class Run:
         guarded.update(self.state, time.time())
         if isinstance(self._watcher, Follower):
             self._watcher.show(guarded.update, guarded.finish)
+
+
+def _wait(over: threading.Event) -> None:
+    """Wait for a run behind the cell, its buttons alive. Raises `KeyboardInterrupt`."""
+    with Interrupts() as interrupts:
+        hear = fronts.ears()
+        while not over.wait(TICK) and not interrupts.count:
+            hear()
+    if interrupts.count:
+        raise KeyboardInterrupt
 
 
 def _execution_count() -> int | None:

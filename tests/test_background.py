@@ -124,6 +124,29 @@ def test_a_click_stops_it_though_no_cell_runs(notebook: Notebook) -> None:
     assert "by the Stop button" in notebook.value("run.state.message")
 
 
+WAITS_FOR_THE_FIRST = """%%distributed -n 1
+from nbtrain.run import Run
+while not Run.open(first.folder).state.is_over:
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.parametrize("cell", ["print('waits')\nfirst.wait()", WAITS_FOR_THE_FIRST])
+def test_a_click_is_heard_while_another_cell_runs(notebook: Notebook, cell: str) -> None:
+    out = notebook.run("%%distributed -n 1 --background\ntime.sleep(60)")
+    button = out.widget("Button")[0]
+    notebook.run("first = nbtrain.last_run()")
+    clicked: list[str] = []
+
+    def click(later: Outputs) -> None:
+        shown = later.displays or "waits" in later.stdout
+        if shown and not clicked:
+            clicked.append(notebook.click(button))
+
+    assert notebook.run(cell, during=click).ename == ""
+    assert "by the Stop button" in notebook.value("first.state.message")
+
+
 def test_another_cell_shows_it_live_and_stops_it(notebook: Notebook) -> None:
     notebook.run("%%distributed -n 2 --background\nprint('ready', flush=True)\ntime.sleep(60)")
     shown = notebook.run("%nbtrain show")
