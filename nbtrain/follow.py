@@ -103,18 +103,18 @@ class Follower:
         """Whether the process that watches the run is there; a child that ended is let go."""
         if self._keeper is not None:
             with contextlib.suppress(ChildProcessError):
-                if os.waitpid(self._keeper, os.WNOHANG)[0]:
-                    self._keeper = None
-                    return False
+                if os.waitpid(self._keeper, os.WNOHANG)[0] == 0:
+                    return True
+                self._keeper = None
+                return False
         return self._folder.path.exists() and is_watched(self._folder)
 
     def _end(self) -> None:
         try:
             self.state = read_state(self._folder)
-        except Exception:  # its folder was deleted: the picture we have stays
-            lost = replace(
-                self.state, status="lost", ended=time.time(), message="its folder is gone"
-            )
+        except Exception as error:  # its folder was deleted: the picture we have stays
+            why = f"its folder cannot be read ({error})"
+            lost = replace(self.state, status="lost", ended=time.time(), message=why)
             self.state = self.state if self.state.is_over else lost
         if self._keeper is not None:
             with contextlib.suppress(ChildProcessError):

@@ -410,3 +410,23 @@ def test_a_detached_run_does_not_hold_the_kernels_output(
     assert notebook.value("bool(output) and output <= held(os.getpid())")
     assert notebook.value("sorted(output & (held(watcher) | held(run.state.ranks[0].pid)))") == []
     notebook.run("run.stop()")
+
+
+def test_a_kernel_that_has_no_descriptor_left_for_a_while_goes_on_following(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    run = nbtrain.launch(time.sleep, 3, num_processes=1, background=True, view="none")
+    follower, failed = run._watcher, threading.Event()
+    assert isinstance(follower, Follower)
+
+    def refuse(**_: Any) -> Any:
+        failed.set()
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(follower._reader, "read", refuse)
+        patch.setattr("nbtrain.follow.is_watched", lambda _folder: False)  # what it says of EMFILE
+        assert failed.wait(10)
+        assert not follower.over.wait(1.5)
+    assert run.wait().state.status == "succeeded"
+    assert not recwarn.list
