@@ -26,10 +26,14 @@ def checkpoint_dir() -> Path:
 
     It goes when the run's folder goes (the last 20 are kept). Outside a run: ``./checkpoints``.
     """
-    run = os.environ.get("NBTRAIN_RUN")
-    folder = Path(run) / "checkpoints" if run else Path("checkpoints").absolute()
+    folder = _dir()
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def _dir() -> Path:
+    run = os.environ.get("NBTRAIN_RUN")
+    return Path(run) / "checkpoints" if run else Path("checkpoints").absolute()
 
 
 @contextlib.contextmanager
@@ -68,7 +72,7 @@ def last_checkpoint() -> Path | None:
 
 
 def _found() -> list[Path]:
-    return sorted(path for path in checkpoint_dir().iterdir() if _NAME.fullmatch(path.name))
+    return sorted(path for path in _dir().glob("step-*") if _NAME.fullmatch(path.name))
 
 
 def _stamp() -> str:

@@ -47,7 +47,12 @@ class StopOnRequest:
         return bool(self._heard) and not self._raised
 
     def at_boundary(self) -> None:
-        """Raise KeyboardInterrupt if it is due: a step has ended. Not in code that asks itself."""
+        """Raise KeyboardInterrupt if it is due: a step has ended. Not in code that asks itself.
+
+        Nor in another thread than the main one: there it would end that thread alone.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
         self.is_stepping = True
         if self._heard and not self._raised and not self.is_asked:
             self._raise()

@@ -24,6 +24,7 @@ from nbtrain import folder as folders
 from nbtrain import keeper
 from nbtrain.errors import LaunchError, PlanError, PreflightError
 from nbtrain.follow import Follower
+from nbtrain.kept import find
 from nbtrain.launch import START_PATIENCE
 from nbtrain.run import Run, going_on
 
@@ -340,6 +341,7 @@ def test_one_that_nobody_holds_still_counts_as_going_on() -> None:
     gc.collect()
     (run,) = going_on()
     assert run.folder == name
+    assert find(name.name) is run  # it is followed once, however often it is shown
     run.stop()
 
 

@@ -27,6 +27,7 @@ def test_a_checkpoint_is_whole_when_all_ranks_have_left_it(
     monkeypatch: pytest.MonkeyPatch, run: Path
 ) -> None:
     assert nbtrain.last_checkpoint() is None
+    assert not (run / "checkpoints").exists()  # who asks changes nothing
     first = save(10, 0, monkeypatch)
     assert nbtrain.last_checkpoint() is None
     assert save(10, 1, monkeypatch) == first

@@ -121,3 +121,27 @@ def test_an_interrupt_without_a_request_of_the_launcher_is_none(tmp_path: Path) 
         handler.at_boundary()
     handler(signal.SIGINT, None)  # once is enough
     handler.at_boundary()
+
+
+def test_a_step_in_another_thread_leaves_the_interrupt_to_the_main_one(tmp_path: Path) -> None:
+    (tmp_path / "stop").touch()
+    handler = StopOnRequest(tmp_path / "stop")
+    raised: list[BaseException] = []
+
+    def step() -> None:
+        try:
+            handler.at_boundary()
+        except KeyboardInterrupt as error:
+            raised.append(error)
+
+    def step_elsewhere() -> None:
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join()
+
+    handler.at_boundary()
+    handler(signal.SIGINT, None)
+    step_elsewhere()
+    assert not raised
+    with pytest.raises(KeyboardInterrupt):
+        handler.at_boundary()
