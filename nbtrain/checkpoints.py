@@ -26,10 +26,14 @@ def checkpoint_dir() -> Path:
 
     It goes when the run's folder goes (the last 20 are kept). Outside a run: ``./checkpoints``.
     """
-    run = os.environ.get("NBTRAIN_RUN")
-    folder = Path(run) / "checkpoints" if run else Path("checkpoints").absolute()
+    folder = _dir()
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def _dir() -> Path:
+    run = os.environ.get("NBTRAIN_RUN")
+    return Path(run) / "checkpoints" if run else Path("checkpoints").absolute()
 
 
 @contextlib.contextmanager
@@ -51,7 +55,7 @@ def checkpoint(step: int, keep: int | None = 2) -> Iterator[Path]:
     mine = folder / f".done-{rank}"
     mine.unlink(missing_ok=True)  # of an earlier attempt at this step: from here on, it is not
     yield folder
-    mine.touch()
+    mine.write_text(_stamp())
     if keep is not None and rank == "0":
         newest = [found for found in _found() if _is_whole(found)][-keep:]
         for found in _found():
@@ -68,9 +72,21 @@ def last_checkpoint() -> Path | None:
 
 
 def _found() -> list[Path]:
-    return sorted(path for path in checkpoint_dir().iterdir() if _NAME.fullmatch(path.name))
+    return sorted(path for path in _dir().glob("step-*") if _NAME.fullmatch(path.name))
+
+
+def _stamp() -> str:
+    """Tell what the parts of one checkpoint share: those of two attempts at a step are none."""
+    return f"attempt {attempt()}, {_ranks()} ranks"
+
+
+def _ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def _is_whole(folder: Path) -> bool:
-    ranks = int(os.environ.get("WORLD_SIZE") or 1)
-    return all((folder / f".done-{rank}").exists() for rank in range(ranks))
+    try:
+        stamps = {(folder / f".done-{rank}").read_text() for rank in range(_ranks())}
+    except FileNotFoundError:
+        return False
+    return len(stamps) == 1 and stamps.pop().endswith(f", {_ranks()} ranks")

@@ -25,6 +25,7 @@ import os
 import platform
 import re
 import shutil
+import threading
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -178,10 +179,13 @@ def asked_to_stop(folder: RunFolder) -> str | None:
         return None
 
 
-def hand_over(folder: RunFolder) -> None:
-    """Make this process the one that watches the run."""
-    mine = {"launcher": os.getpid(), "launcher_started": started(os.getpid())}
-    manifest = {**folder.read_manifest(), **mine}
+def hand_over(folder: RunFolder, keeper: int) -> None:
+    """Make a process the one that watches the run."""
+    manifest = {
+        **folder.read_manifest(),
+        "launcher": keeper,
+        "launcher_started": started(keeper),
+    }
     write_atomically(folder.manifest, json.dumps(manifest).encode())
 
 
@@ -195,7 +199,8 @@ def set_aside(folder: RunFolder, world_size: int, attempt: int) -> None:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file that is there whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
+    # A name of its own: two may ask a run to stop at once.
+    partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         with open(descriptor, "wb") as file:

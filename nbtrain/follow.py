@@ -11,7 +11,7 @@ from collections.abc import Callable
 from . import events as ev
 from .folder import RunFolder, ask_to_stop, is_watched
 from .reopen import catch_up, in_order, read_state
-from .state import RunState, fold
+from .state import RunState, ended, fold
 from .tail import new_events
 
 TICK = 0.1
@@ -19,6 +19,9 @@ TICK = 0.1
 
 PATIENCE = 1.0
 """Seconds between two looks at whether anybody watches the run still."""
+
+BOARDS = 3
+"""Boards of one run that are drawn live: each costs as much as the first."""
 
 Show = Callable[[RunState, float], None]
 
@@ -36,24 +39,35 @@ class Follower:
         self._folder = folder
         self._keeper = keeper
         self._shows: list[tuple[Show, Show]] = []
+        self._has_ended = False
+        self._ending = threading.Lock()
         self._thread = threading.Thread(target=self._follow, name="nbtrain-follow", daemon=True)
 
     def start(self) -> None:
         """Begin to follow."""
         self._thread.start()
 
-    def wait_for_ranks(self, patience: float) -> None:
-        """Wait until the ranks were started, or could not be; before `start`."""
-        deadline = time.monotonic() + patience
+    def wait_for_ranks(self, patience: float) -> bool:
+        """Wait until the ranks were started; False if they will not be. Before `start`."""
+        deadline, due = time.monotonic() + patience, 0.0
         while time.monotonic() < deadline and not self.state.is_over:
             if all(rank.pid is not None for rank in self.state.ranks):
-                return
+                return True
+            if time.monotonic() >= due:
+                due = time.monotonic() + TICK
+                if not self._is_kept():
+                    return False
             time.sleep(TICK / 10)
             self._look()
+        return not self.state.is_over or any(rank.pid is not None for rank in self.state.ranks)
 
     def show(self, update: Show, finish: Show) -> None:
         """Have `update` called at each look, in the follower's thread, and `finish` at the end."""
-        self._shows.append((update, finish))
+        with self._ending:
+            if not self._has_ended:
+                self._shows.append((update, finish))
+                return
+        finish(self.state, time.time())
 
     def request_stop(self, how: str) -> None:
         """Ask whoever watches the run to end it."""
@@ -63,9 +77,9 @@ class Follower:
         due = 0.0
         try:
             while not self.state.is_over:
-                self._look()
-                for update, _ in tuple(self._shows):
-                    update(self.state, time.time())
+                with contextlib.suppress(OSError):  # no descriptor left here: the next look may do
+                    self._look()
+                self._draw()
                 if time.monotonic() >= due:
                     due = time.monotonic() + PATIENCE
                     if not self._is_kept():
@@ -73,6 +87,14 @@ class Follower:
                 self.over.wait(TICK)
         finally:
             self._end()
+
+    def _draw(self) -> None:
+        """Draw every board; of one run that was shown again and again, the oldest no more."""
+        while len(self._shows) > BOARDS:
+            _, finish = self._shows.pop(0)
+            finish(self.state, time.time())
+        for update, _ in tuple(self._shows):
+            update(self.state, time.time())
 
     def _look(self) -> None:
         told = list(new_events(self._reader.launcher))
@@ -90,16 +112,24 @@ class Follower:
         """Whether the process that watches the run is there; a child that ended is let go."""
         if self._keeper is not None:
             with contextlib.suppress(ChildProcessError):
-                if os.waitpid(self._keeper, os.WNOHANG)[0]:
-                    self._keeper = None
-        return is_watched(self._folder)
+                if os.waitpid(self._keeper, os.WNOHANG)[0] == 0:
+                    return True
+                self._keeper = None
+                return False
+        return self._folder.path.exists() and is_watched(self._folder)
 
     def _end(self) -> None:
-        with contextlib.suppress(Exception):  # its folder was deleted: the picture we have stays
+        try:
             self.state = read_state(self._folder)
+        except Exception as error:  # its folder was deleted: the picture we have stays
+            why = f"its folder cannot be read ({error})"
+            if not self.state.is_over:
+                self.state = ended(self.state, "lost", time.time(), why)
         if self._keeper is not None:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(self._keeper, 0)
-        for _, finish in tuple(self._shows):
+        with self._ending:
+            self._has_ended = True
+        for _, finish in self._shows:
             finish(self.state, time.time())
         self.over.set()

@@ -9,7 +9,7 @@ from . import events as ev
 from . import folder as folders
 from .errors import NbtrainError, PlanError
 from .reopen import initial_state
-from .run import Run, last_run
+from .run import Run, going_on, last_run
 from .tail import last_bytes
 from .view.wording import counted, duration
 
@@ -93,4 +93,5 @@ def find(beginning: str = "") -> Run:
         what = f"{what} with {beginning!r}" if beginning else "no run is kept yet"
         raise PlanError(f"{what}: `%nbtrain runs`, or `nbtrain runs` in a terminal, lists them")
     path = (exact or found)[0].path
-    return last if last is not None and last.folder == path else Run.open(path)
+    known = [run for run in (last, *going_on()) if run is not None and run.folder == path]
+    return known[0] if known else Run.open(path)

@@ -268,10 +268,15 @@ def _leave(plan: Plan, device: str, engine: Engine, notes: Sequence[str]) -> Run
     """Start a run that goes on behind the cell. Raises `LaunchError` if its ranks cannot start."""
     job, state = _job(plan, device, notes)
     follower = Follower(job.folder, keeper.start(engine, job, state, leash=not plan.detach))
-    follower.wait_for_ranks(START_PATIENCE)
     run = Run(job.folder, state, watcher=follower)
     remember(run, goes_on=True)
-    if all(rank.pid is None for rank in follower.state.ranks) and follower.state.is_over:
+    try:
+        begun = follower.wait_for_ranks(START_PATIENCE)
+    except KeyboardInterrupt:
+        follower.start()
+        run.stop("by an interrupt")
+        raise
+    if not begun:
         follower.start()
         run.wait()
         raise LaunchError(follower.state.message)

@@ -11,7 +11,6 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from .errors import NbtrainError
 from .folder import FORMAT, RunFolder, is_watched
 from .pace import number, whole
 from .reader import Reader
-from .state import LOG_LINES, RankState, RunState, fold, plain
+from .state import LOG_LINES, RankState, RunState, ended, fold, plain
 from .tail import Tail, all_events
 
 CHUNK = 4096
@@ -52,8 +51,7 @@ def read_state(folder: RunFolder) -> RunState:
     state, last, _ = catch_up(folder)
     if state.is_over or watched:
         return state
-    ended = min(last, time.time())
-    return replace(state, status="lost", ended=ended, message="its kernel ended before the run did")
+    return ended(state, "lost", min(last, time.time()), "what watched it ended before it did")
 
 
 def catch_up(folder: RunFolder) -> tuple[RunState, float, Reader]:

@@ -17,11 +17,11 @@ from . import history as past
 from . import serialize, stacks, verdict
 from .errors import LaunchError, RunTimeout
 from .folder import RunFolder, create, prune
-from .follow import Follower
+from .follow import TICK, Follower
 from .outcome import Failure, headline, to_exception
 from .reopen import TAIL_BYTES, read_state
 from .state import RankState, RunState
-from .supervise import Supervisor
+from .supervise import Interrupts, Supervisor
 from .view import fronts, html, plot, screen
 from .view.screen import Front
 from .view.wording import counted
@@ -34,8 +34,8 @@ _last_pid: int | None = None
 _needed: weakref.WeakSet[Run] = weakref.WeakSet()
 """Runs at hand whose results are in their folders alone."""
 
-_behind: weakref.WeakSet[Run] = weakref.WeakSet()
-"""Runs at hand that went on behind their cells."""
+_behind: list[Run] = []
+"""Runs that go on behind their cells, or did when last looked at: also those nobody holds."""
 
 
 class Run:
@@ -227,15 +227,14 @@ class Run:
                     self._drawn_in = _execution_count()
                     self._keep_results()
         self._follow()
-        if self._watcher is not None:
-            self._watcher.over.wait()
+        if self._watcher is not None and not self._watcher.over.is_set():
+            _wait(self._watcher.over)
         return self
 
     def _follow(self) -> None:
         """Have the picture kept up to date, if the run goes on in another process."""
         if self._watcher is None and not self._state.is_over:
-            self._watcher = Follower(self._folder)
-            self._watcher.start()
+            self._watcher = _follower(self._folder)
 
     def stop(self, how: str = "by run.stop()") -> None:
         """End the run as an interrupt would, and wait until it has ended. May be repeated.
@@ -293,6 +292,28 @@ class Run:
             self._watcher.show(guarded.update, guarded.finish)
 
 
+def _wait(over: threading.Event) -> None:
+    """Wait for a run behind the cell, its buttons alive. Raises `KeyboardInterrupt`."""
+    with Interrupts() as interrupts:
+        hear = fronts.ears()
+        while not over.wait(TICK) and not interrupts.count:
+            hear()
+    if interrupts.count:
+        raise KeyboardInterrupt
+
+
+_followers: weakref.WeakValueDictionary[Path, Follower] = weakref.WeakValueDictionary()
+
+
+def _follower(folder: RunFolder) -> Follower:
+    """Return who follows that run already, or begin to."""
+    found = _followers.get(folder.path)
+    if found is None or found.over.is_set():
+        found = _followers[folder.path] = Follower(folder)
+        found.start()
+    return found
+
+
 def _execution_count() -> int | None:
     count: int | None = getattr(screen.ipython_shell(), "execution_count", None)
     return count
@@ -331,10 +352,11 @@ def remember(run: Run, goes_on: bool = False) -> None:
     global _last, _last_pid
     _last, _last_pid = run, os.getpid()
     if goes_on:
-        _behind.add(run)
+        _behind.append(run)
         _needed.add(run)
 
 
 def going_on() -> list[Run]:
     """Return the runs of this process that go on in the background."""
-    return [run for run in _behind if not run.state.is_over]
+    _behind[:] = [run for run in _behind if not run.state.is_over]
+    return list(_behind)

@@ -154,6 +154,8 @@ def fold(state: RunState, events: Iterable[ev.Event]) -> RunState:
                 draft_of(rank)["hang"] = word
         elif isinstance(event, ev.Attempt):
             state, drafts = _begin_again(_with(state, drafts), event), {}
+        elif isinstance(event, ev.Finished):
+            state, drafts = _fold_run(_with(state, drafts), event), {}
         elif event.rank < 0:
             state = _fold_run(state, event)
         elif event.rank < size:
@@ -189,11 +191,16 @@ def _fold_run(state: RunState, event: ev.Event) -> RunState:
             return replace(state, status="stopping", message=event.reason)
         case ev.Finished():
             hang = "" if event.status == "succeeded" else state.hang
-            ended = replace(state, status=event.status, ended=event.time, message=event.message)
-            return replace(ended, hang=hang)
+            return replace(ended(state, event.status, event.time, event.message), hang=hang)
         case ev.Host():
             return replace(state, host=_sound(event))
     return state
+
+
+def ended(state: RunState, status: str, at: float, message: str) -> RunState:
+    """Return the picture of a run that is over: nobody in it goes on."""
+    ranks = tuple(r if r.is_over else replace(r, status="stopped") for r in state.ranks)
+    return replace(state, ranks=ranks, status=status, ended=at, message=message)
 
 
 def _roles(event: ev.Hang, size: int) -> Iterator[tuple[int, str]]:

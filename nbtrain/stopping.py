@@ -1,7 +1,8 @@
 """How a rank hears that it is to stop: a question it may ask, then KeyboardInterrupt.
 
 The launcher sends SIGINT up to three times. At the first, a training whose optimizer steps are
-seen goes on to the end of its step, so that nobody saves half of one; at the second
+seen goes on to the end of its step, and of what it does after it (a scheduler, a counter): up to
+where it asks for the next batch, or without a loader goes backward again. At the second
 KeyboardInterrupt is raised wherever it is. Code that asks `should_stop` is let alone until the
 third.
 """
@@ -32,6 +33,7 @@ class StopOnRequest:
         self._heard = 0
         self._raised = False
         self.is_asked = self.is_stepping = False
+        self._has_stepped = self._is_fed = False
 
     def __call__(self, _signum: int, _frame: FrameType | None) -> None:
         if self._raised or not os.path.exists(self._request):
@@ -46,11 +48,23 @@ class StopOnRequest:
         """Whether the rank was asked to stop and goes on."""
         return bool(self._heard) and not self._raised
 
-    def at_boundary(self) -> None:
-        """Raise KeyboardInterrupt if it is due: a step has ended. Not in code that asks itself."""
-        self.is_stepping = True
-        if self._heard and not self._raised and not self.is_asked:
-            self._raise()
+    def stepped(self) -> None:
+        """Take note that an optimizer has stepped."""
+        self.is_stepping = self._has_stepped = True
+
+    def before_next(self, *, fetch: bool) -> None:
+        """Raise KeyboardInterrupt if it is due, and a step lies behind: the next one begins here.
+
+        It begins where its batch is fetched, else where it goes backward. Not in code that asks
+        itself, nor in another thread than the main one: there it would end that thread alone.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._is_fed = self._is_fed or fetch
+        if fetch == self._is_fed and self._has_stepped:
+            self._has_stepped = False
+            if self.is_due and not self.is_asked:
+                self._raise()
 
     def _raise(self) -> None:
         self._raised = True
@@ -78,10 +92,19 @@ def activate(handler: StopOnRequest) -> None:
     sys.unraisablehook = handler.unraisable
 
 
-def at_boundary() -> None:
-    """Say that an optimizer step has ended. Raises `KeyboardInterrupt` if the rank is to stop."""
+def stepped() -> None:
+    """Say that an optimizer has stepped."""
     if _active is not None:
-        _active.at_boundary()
+        _active.stepped()
+
+
+def before_next(*, fetch: bool) -> None:
+    """Say that a batch is fetched, or a loss goes backward.
+
+    Raises `KeyboardInterrupt` between two steps, if the rank is to stop.
+    """
+    if _active is not None:
+        _active.before_next(fetch=fetch)
 
 
 def should_stop() -> bool:

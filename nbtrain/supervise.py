@@ -268,7 +268,8 @@ class Supervisor:
             cause = self._cause_to_stop(pressed, now) if ranks.alive or pressed else None
             if cause is not None:
                 self._begin_stop(cause, now)
-        elif pressed:  # a second time: no more patience
+        elif pressed:  # a second time: no more patience; after a failure: and no other attempt
+            self._requested = self._requested or "by an interrupt"
             self._signal(ranks, "kill", ranks.alive)
         if self._cause is not None:
             self._climb(ranks, now)

@@ -17,6 +17,7 @@ from nbtrain import attempts
 from nbtrain import events as ev
 from nbtrain.errors import PlanError, RankDied
 from nbtrain.state import RankState, RunState, fold
+from nbtrain.supervise import Supervisor
 
 
 @pytest.fixture(autouse=True)
@@ -206,3 +207,26 @@ def test_a_new_attempt_keeps_what_was_printed_and_drops_how_it_ended() -> None:
     assert (rank.status, rank.error, rank.ended) == ("running", None, None)
     assert (rank.log, rank.log_count, rank.metrics) == (("said",), 1, {"loss": 1.0})
     assert (state.status, state.attempt, state.message) == ("running", 2, "because")
+
+
+def test_an_interrupt_while_an_attempt_fails_lets_no_other_begin() -> None:
+    def slow_to_fail() -> None:
+        nbtrain.log(step=1, loss=1.0)
+        if nbtrain.rank() == 1:
+            raise OSError("away")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        threading.Event().wait(60)
+
+    def press(supervisor: Supervisor, *args: Any) -> None:
+        begin(supervisor, *args)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    begin = Supervisor._begin_stop
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Supervisor, "_begin_stop", press)
+        with pytest.raises(KeyboardInterrupt):
+            nbtrain.launch(slow_to_fail, num_processes=2, max_restarts=3)
+    run = nbtrain.last_run()
+    assert run is not None
+    assert run.state.status == "interrupted"
+    assert run.state.attempt <= 2

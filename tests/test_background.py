@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +21,12 @@ from conftest import Notebook, Outputs, wait_until
 
 import nbtrain
 from nbtrain import folder as folders
+from nbtrain import keeper
 from nbtrain.errors import LaunchError, PlanError, PreflightError
-from nbtrain.run import Run
+from nbtrain.follow import Follower
+from nbtrain.kept import find
+from nbtrain.launch import START_PATIENCE
+from nbtrain.run import Run, going_on
 
 LOAD = "%load_ext nbtrain\nimport os, time, nbtrain, torch"
 TRAIN = """%%distributed -n 2 {options}
@@ -115,6 +123,29 @@ def test_a_click_stops_it_though_no_cell_runs(notebook: Notebook) -> None:
     notebook.click(out.button()[0])
     notebook.run("run = nbtrain.last_run().wait()")
     assert "by the Stop button" in notebook.value("run.state.message")
+
+
+WAITS_FOR_THE_FIRST = """%%distributed -n 1
+from nbtrain.run import Run
+while not Run.open(first.folder).state.is_over:
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.parametrize("cell", ["print('waits')\nfirst.wait()", WAITS_FOR_THE_FIRST])
+def test_a_click_is_heard_while_another_cell_runs(notebook: Notebook, cell: str) -> None:
+    out = notebook.run("%%distributed -n 1 --background\ntime.sleep(60)")
+    button = out.button()[0]
+    notebook.run("first = nbtrain.last_run()")
+    clicked: list[str] = []
+
+    def click(later: Outputs) -> None:
+        shown = later.displays or "waits" in later.stdout
+        if shown and not clicked:
+            clicked.append(notebook.click(button))
+
+    assert notebook.run(cell, during=click).ename == ""
+    assert "by the Stop button" in notebook.value("first.state.message")
 
 
 def test_another_cell_shows_it_live_and_stops_it(notebook: Notebook) -> None:
@@ -274,3 +305,130 @@ def test_a_keeper_that_is_killed_takes_its_ranks_with_it() -> None:
     run.wait()
     assert run.state.status == "lost"
     wait_until(lambda: all(map(is_gone, pids(run))))
+
+
+def test_one_whose_folder_is_deleted_is_lost_and_waited_for_no_longer() -> None:
+    run = nbtrain.launch(time.sleep, 0.5, num_processes=1, background=True, view="none")
+    shutil.rmtree(run.folder)
+    assert run.wait().state.status == "lost"
+    assert run not in going_on()
+
+
+def test_the_thread_that_launched_it_may_end() -> None:
+    launched: list[Run] = []
+
+    def launch() -> None:
+        launched.append(
+            nbtrain.launch(time.sleep, 1, num_processes=1, background=True, view="none")
+        )
+
+    thread = threading.Thread(target=launch)
+    thread.start()
+    thread.join()
+    assert launched[0].wait().state.status == "succeeded"
+
+
+def test_random_numbers_are_those_of_a_run_that_is_waited_for() -> None:
+    random.seed(42)
+    expected = random.Random(42).random()
+    run = nbtrain.launch(random.random, num_processes=1, background=True, view="none")
+    assert run.wait().value == expected
+
+
+def test_one_that_nobody_holds_still_counts_as_going_on() -> None:
+    name = nbtrain.launch(time.sleep, 60, num_processes=1, background=True, view="none").folder
+    nbtrain.launch(int, num_processes=1, background=True, view="none").wait()
+    gc.collect()
+    (run,) = going_on()
+    assert run.folder == name
+    assert find(name.name) is run  # it is followed once, however often it is shown
+    run.stop()
+
+
+@pytest.mark.parametrize("how", ["background", "detach"])
+def test_a_keeper_that_cannot_be_made_is_an_error_at_once(
+    monkeypatch: pytest.MonkeyPatch, how: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(keeper, "hand_over", full)
+    with pytest.raises(LaunchError, match="No space left on device"):
+        nbtrain.launch(int, num_processes=1, **{how: True})
+    assert not folders.is_watched(folders.runs()[-1])
+    assert capfd.readouterr().err == ""
+
+
+def test_a_keeper_that_dies_at_once_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "Supervisor", None)
+    for how in ({"background": True}, {"detach": True}):
+        began = time.monotonic()
+        with pytest.raises(LaunchError, match="what watched it ended"):
+            nbtrain.launch(int, num_processes=1, **how)
+        assert time.monotonic() - began < START_PATIENCE
+
+
+def test_an_interrupt_while_the_ranks_are_being_started_ends_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = Follower.wait_for_ranks
+
+    def interrupted(self: Follower, patience: float) -> bool:
+        real(self, patience)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Follower, "wait_for_ranks", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        nbtrain.launch(time.sleep, 60, num_processes=1, background=True, view="none")
+    run = nbtrain.last_run()
+    assert run is not None
+    assert run.state.status == "interrupted"
+
+
+def test_what_is_shown_once_the_run_has_ended_is_finished_at_once() -> None:
+    run = nbtrain.launch(int, num_processes=1, background=True, view="none").wait()
+    follower, shown = run._watcher, list[str]()
+    assert isinstance(follower, Follower)
+    follower.show(lambda *_: None, lambda state, _now: shown.append(state.status))
+    assert shown == ["succeeded"]
+
+
+def test_a_detached_run_does_not_hold_the_kernels_output(
+    start_kernel: Callable[..., Notebook], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")  # else ipykernel makes no copies of its output
+    notebook = start_kernel()
+    notebook.run(LOAD)
+    notebook.run("%%distributed -n 1 --detach\ntime.sleep(60)")
+    notebook.run(
+        "import sys\nfrom nbtrain.folder import runs\nrun = nbtrain.last_run()\n"
+        "def held(pid):\n"
+        "    fds = f'/proc/{pid}/fd'\n"
+        "    return {os.path.realpath(f'{fds}/{n}') for n in os.listdir(fds)}\n"
+        "copies = [s._original_stdstream_copy for s in (sys.stdout, sys.stderr)]\n"
+        "output = {os.path.realpath(f'/proc/self/fd/{n}') for n in copies} - {'/dev/null'}\n"
+        "watcher = runs()[-1].read_manifest()['launcher']\n"
+    )
+    assert notebook.value("bool(output) and output <= held(os.getpid())")
+    assert notebook.value("sorted(output & (held(watcher) | held(run.state.ranks[0].pid)))") == []
+    notebook.run("run.stop()")
+
+
+def test_a_kernel_that_has_no_descriptor_left_for_a_while_goes_on_following(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    run = nbtrain.launch(time.sleep, 3, num_processes=1, background=True, view="none")
+    follower, failed = run._watcher, threading.Event()
+    assert isinstance(follower, Follower)
+
+    def refuse(**_: Any) -> Any:
+        failed.set()
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(follower._reader, "read", refuse)
+        patch.setattr("nbtrain.follow.is_watched", lambda _folder: False)  # what it says of EMFILE
+        assert failed.wait(10)
+        assert not follower.over.wait(1.5)
+    assert run.wait().state.status == "succeeded"
+    assert not recwarn.list

@@ -27,6 +27,7 @@ def test_a_checkpoint_is_whole_when_all_ranks_have_left_it(
     monkeypatch: pytest.MonkeyPatch, run: Path
 ) -> None:
     assert nbtrain.last_checkpoint() is None
+    assert not (run / "checkpoints").exists()  # who asks changes nothing
     first = save(10, 0, monkeypatch)
     assert nbtrain.last_checkpoint() is None
     assert save(10, 1, monkeypatch) == first
@@ -48,6 +49,19 @@ def test_one_that_a_rank_died_in_is_not_and_nor_is_one_begun_again(
     found = nbtrain.last_checkpoint()
     assert found is not None
     assert found.name == "step-00000001"
+
+
+def test_parts_of_two_attempts_or_of_another_number_of_ranks_are_no_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    save(1, 1, monkeypatch)  # rank 0 died before it came to that
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    again = save(1, 0, monkeypatch)
+    assert nbtrain.last_checkpoint() is None
+    save(1, 1, monkeypatch)
+    assert nbtrain.last_checkpoint() == again
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert nbtrain.last_checkpoint() is None
 
 
 def test_older_ones_go_once_newer_ones_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:

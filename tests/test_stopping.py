@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -57,31 +56,36 @@ def test_a_loop_that_asks_ends_by_itself_and_its_result_is_there(stopper: thread
     assert [r.status for r in run.state.ranks] == ["done", "done"]
 
 
-def test_a_training_is_interrupted_between_two_steps(stopper: threading.Thread) -> None:
-    def train() -> Any:
-        weight = torch.nn.Parameter(torch.zeros(1))
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_training_is_interrupted_between_two_steps(
+    stopper: threading.Thread, loads: bool
+) -> None:
+    """Also what it does after its optimizer's step is done by then."""
+
+    def train() -> tuple[float, int]:
+        weight, steps = torch.nn.Parameter(torch.zeros(1)), 0
         optimizer = torch.optim.SGD([weight], lr=1.0)
-        half = False
+        loader = torch.utils.data.DataLoader(torch.ones(10_000, 1)) if loads else range(10_000)
         try:
-            for step in range(10_000):
-                half = True
-                if step == 2:
+            for _ in loader:
+                if steps == 2:
                     print("ready", flush=True)
+                weight.sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
                 for _ in range(20):
                     time.sleep(0.01)
-                weight.sum().backward()
-                half = False
-                optimizer.step()
+                steps += 1
         except KeyboardInterrupt:
-            return half
-        return None
+            return -weight.item(), steps
+        return 0.0, -1
 
     stopper.start()
     with pytest.raises(KeyboardInterrupt):
         nbtrain.launch(train, num_processes=2)
     run = nbtrain.last_run()
     assert run is not None
-    assert run.results == [False, False]
+    assert all(stepped == counted > 2 for stepped, counted in run.results)
 
 
 def test_a_loop_that_asks_and_then_does_not_listen_is_interrupted_all_the_same(
@@ -108,16 +112,54 @@ def test_outside_a_run_nobody_asks_to_stop() -> None:
     assert nbtrain.should_stop() is False
 
 
+def handler_of(folder: Path) -> StopOnRequest:
+    """A handler whose rank was asked to stop, and heard it once."""
+    (folder / "stop").touch()
+    handler = StopOnRequest(folder / "stop")
+    handler.stepped()
+    handler(signal.SIGINT, None)
+    return handler
+
+
 def test_an_interrupt_without_a_request_of_the_launcher_is_none(tmp_path: Path) -> None:
-    request = tmp_path / "stop"
-    handler = StopOnRequest(request)
+    handler = StopOnRequest(tmp_path / "stop")
+    handler.stepped()
     handler(signal.SIGINT, None)
-    handler.at_boundary()
+    handler.before_next(fetch=False)
     assert not handler.is_due
-    request.touch()
+    with pytest.raises(KeyboardInterrupt):
+        handler_of(tmp_path).before_next(fetch=False)
+
+
+def test_it_is_raised_where_the_next_step_begins_and_once(tmp_path: Path) -> None:
+    handler = handler_of(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        handler.before_next(fetch=True)
     handler(signal.SIGINT, None)
+    handler.stepped()
+    handler.before_next(fetch=True)
+
+
+def test_between_two_optimizers_and_within_an_accumulation_it_waits(tmp_path: Path) -> None:
+    handler = StopOnRequest(tmp_path / "stop")
+    (tmp_path / "stop").touch()
+    handler.before_next(fetch=True)
+    handler.stepped()
+    handler.before_next(fetch=True)
+    handler(signal.SIGINT, None)
+    handler.before_next(fetch=True)  # the second part of a batch: no step since
+    handler.stepped()
+    handler.before_next(fetch=False)  # the generator's turn: its batch is the same
+    handler.stepped()
+    with pytest.raises(KeyboardInterrupt):
+        handler.before_next(fetch=True)
+
+
+def test_a_step_in_another_thread_leaves_the_interrupt_to_the_main_one(tmp_path: Path) -> None:
+    handler = handler_of(tmp_path)
+    thread = threading.Thread(target=handler.before_next, kwargs={"fetch": True})
+    thread.start()
+    thread.join()
     assert handler.is_due
     with pytest.raises(KeyboardInterrupt):
-        handler.at_boundary()
-    handler(signal.SIGINT, None)  # once is enough
-    handler.at_boundary()
+        handler.before_next(fetch=False)

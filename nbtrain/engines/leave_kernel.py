@@ -41,14 +41,9 @@ def become_rank(log: Path, parent: int) -> int | None:
     return _forget_kernel()
 
 
-def become_keeper(log: Path, parent: int | None) -> None:
-    """Detach this forked process from the kernel, to watch a run that goes on behind the cell.
-
-    With a `parent` it is told by SIGTERM when that dies.
-    """
+def become_keeper(log: Path) -> None:
+    """Detach this forked process from the kernel, to watch a run that goes on behind the cell."""
     _become_a_process_of_its_own(log)
-    if parent is not None:
-        die_with(parent, signal.SIGTERM)
     _forget_kernel()
 
 
@@ -69,10 +64,10 @@ def _forget_kernel() -> int | None:
     return tracker
 
 
-def die_with(parent: int, by: int = signal.SIGKILL) -> None:
-    """Have the system send this process a signal when its parent dies (Linux)."""
+def die_with(parent: int) -> None:
+    """Have the system kill this process when its parent, or the thread that forked it, ends."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before the request
         os._exit(1)
 
@@ -84,9 +79,13 @@ def _redirect_streams(log: Path) -> None:
     os.dup2(null, 0)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    old = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__, sys.stdin)
+    for stream in old[:2]:  # ipykernel's copy of its own: who reads that would wait for our end
+        copy = getattr(stream, "_original_stdstream_copy", None)
+        if type(copy) is int:
+            os.dup2(file, copy, inheritable=False)
     os.close(null)
     os.close(file)
-    old = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__, sys.stdin)
     _keep.extend(old)
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
     sys.stdout = sys.__stdout__ = _text_stream(1)  # type: ignore[misc]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from .. import stopping
 from ..imports import when_imported
 from .hooks import Hooks
 
@@ -77,6 +78,7 @@ class Feed:
         def next_batch(it: Any) -> Any:
             if self._thread.inside:
                 return advance(it)
+            stopping.before_next(fetch=True)
             start = time.monotonic()
             self._thread.inside = True
             try:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
+from .. import stopping
 from ..imports import when_imported
 from ..late import LateValues, captures
 from .hooks import Hooks
@@ -81,6 +82,7 @@ class Losses:
 
         @functools.wraps(original)
         def backward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            stopping.before_next(fetch=False)
             if not losses._quiet:
                 seen(self)
             return original(self, *args, **kwargs)

@@ -85,7 +85,7 @@ class Meter:
         self._losses.stepped()
         now = time.monotonic()
         self._tick(now, now)
-        stopping.at_boundary()
+        stopping.stepped()
 
     def _watch_saving(self, module: ModuleType) -> None:
         torch_save = self._phase_around(module, "save", "saving")

@@ -87,8 +87,8 @@ class Controls:
     def _on_click(self, _button: Any) -> None:
         """Hear a click, from whatever thread."""
         if not self._stopping:
-            self._stopping = self._changed = True
             self._stop()
+            self._stopping = self._changed = True
 
     def _on_where(self, _button: Any) -> None:
         """Show or hide where the ranks are; asking takes a moment, which nobody waits for."""

@@ -16,7 +16,7 @@ from ..state import RunState
 from . import comms
 from .screen import Front, HtmlFront, ipython_shell
 from .terminal import TableFront, TextFront, can_redraw
-from .widget import WidgetFront
+from .widget import WidgetFront, heard
 
 
 def choose(
@@ -48,6 +48,21 @@ def choose(
         return HtmlFront()
     pump = comms.Idle() if behind else None if inline else comms.find(shell)
     return HtmlFront() if pump is None and view == "auto" else WidgetFront(pump, stop, stacks)
+
+
+def ears() -> Callable[[], None]:
+    """Return what hears the clicks on boards while a cell waits for a run behind it.
+
+    A KeyboardInterrupt must not be raised in it: a message of another cell's could be lost.
+    """
+    pump = comms.find(ipython_shell())
+
+    def hear() -> None:
+        nonlocal pump
+        if pump is not None and not pump.pump(heard()):
+            pump = None
+
+    return hear
 
 
 def _is_headless(shell: Any) -> bool:

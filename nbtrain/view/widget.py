@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -88,6 +89,7 @@ class WidgetFront(Front):
         if self._pump is not None:
             self._controls = Controls(self._stop, self._stacks)
             self._box.children = (self._controls.row, self._controls.panel, self._frame)
+            _listening.add(self)
 
     def _show(self, state: RunState, now: float) -> None:
         view = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
@@ -111,19 +113,33 @@ class WidgetFront(Front):
     def listen(self) -> None:
         if self._pump is None or self._controls is None:
             return
-        shown = [*_with_parts(self._box), *self._controls.widgets()]
-        if not self._pump.pump({widget.model_id for widget in shown}):
+        if not self._pump.pump(heard()):
             self._pump = None
             self._drop_controls()
 
     def _drop_controls(self) -> None:
         if self._controls is None:
             return
+        _listening.discard(self)
         self._box.children = (self._frame,)
         self._controls.close()
         for control in self._controls.widgets():
             _close(control)
         self._controls = None
+
+    def ids(self) -> set[str]:
+        """Return which widgets on the page are this board's."""
+        controls = self._controls
+        shown = [] if controls is None else [*_with_parts(self._box), *controls.widgets()]
+        return {widget.model_id for widget in shown if widget.model_id is not None}
+
+
+_listening: weakref.WeakSet[WidgetFront] = weakref.WeakSet()
+
+
+def heard() -> set[str]:
+    """Return the widgets of all boards that have controls: a cell may wait for another run."""
+    return {name for front in tuple(_listening) for name in front.ids()}
 
 
 _kept: collections.deque[Any] = collections.deque()
