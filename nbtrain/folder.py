@@ -19,6 +19,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import platform
@@ -40,6 +41,7 @@ QUIET = 60.0
 """Seconds without a change after which a run of another host counts as gone."""
 
 _GOING = ".going-"
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
 @dataclass(frozen=True)
@@ -143,15 +145,27 @@ def create(name: str, manifest: Mapping[str, Any]) -> RunFolder:
 def ask_to_stop(folder: RunFolder, how: str) -> None:
     """Ask whoever watches the run to end it; `how` is kept with it. Raises `NbtrainError`."""
     try:
-        write_atomically(folder.stop_wish, how.encode())
+        try:
+            write_atomically(folder.stop_wish, how.encode())
+        except OSError:  # a full disk has room for a name still
+            folder.stop_wish.touch(mode=0o600)
     except OSError as error:
         raise NbtrainError(f"{folder.stop_wish} cannot be written: {error.strerror}") from error
+
+
+def leave_stop_request(folder: RunFolder) -> None:
+    """Leave the file that makes an interrupt of the ranks one."""
+    with contextlib.suppress(OSError, AttributeError):
+        try:
+            folder.stop_request.touch(mode=0o600)
+        except OSError:  # this one takes no descriptor
+            os.mknod(folder.stop_request, 0o600)
 
 
 def asked_to_stop(folder: RunFolder) -> str | None:
     """Return how the run was asked to stop; None if it was not."""
     try:
-        return folder.stop_wish.read_text("utf-8", "replace")[:200]
+        return folder.stop_wish.read_text("utf-8", "replace")[:200] or "by a request"
     except OSError:
         return None
 
@@ -175,9 +189,14 @@ def write_atomically(path: Path, data: bytes) -> None:
     """Write a file that is there whole or not at all."""
     partial = path.with_name(path.name + ".partial")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with open(descriptor, "wb") as file:
-        file.write(data)
-    partial.rename(path)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+        partial.rename(path)
+    except BaseException:  # a full disk, an interrupt: half a file is in the way of others
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
 
 
 def runs() -> list[RunFolder]:
@@ -218,9 +237,11 @@ def is_watched(folder: RunFolder) -> bool:
             return time.time() - newest < QUIET
     except FileNotFoundError:  # it is about to start, or being deleted
         return True
-    except (OSError, NbtrainError):
-        return False
-    found = started(manifest.get("launcher"))
+        found = started(manifest.get("launcher"))
+    except OSError as error:
+        return error.errno in _OUT_OF_DESCRIPTORS  # then nobody can tell
+    except NbtrainError as error:
+        return getattr(error.__cause__, "errno", None) in _OUT_OF_DESCRIPTORS
     return found is not None and manifest.get("launcher_started") in (None, found)
 
 
@@ -228,7 +249,8 @@ def started(pid: Any) -> str | None:
     """Return what tells a process from others that had its number, or will; None if it is gone.
 
     On Linux that is the clock tick it started at, and the boot from which ticks are counted: the
-    time of day, which psutil makes of it, moves when the clock is set.
+    time of day, which psutil makes of it, moves when the clock is set. Raises `OSError` where this
+    process is out of descriptors, and cannot ask.
     """
     if type(pid) is not int:
         return None
@@ -237,7 +259,9 @@ def started(pid: Any) -> str | None:
             told = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
             gone = told[0] in (b"Z", b"X")  # a zombie watches nothing
             return None if gone else f"{told[19].decode()} {_boot()}"
-        except (OSError, IndexError):
+        except (OSError, IndexError) as error:
+            if getattr(error, "errno", None) in _OUT_OF_DESCRIPTORS:
+                raise
             return None
     import psutil
 

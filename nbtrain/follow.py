@@ -63,7 +63,8 @@ class Follower:
         due = 0.0
         try:
             while not self.state.is_over:
-                self._look()
+                with contextlib.suppress(OSError):  # out of descriptors: the next look may do
+                    self._look()
                 for update, _ in tuple(self._shows):
                     update(self.state, time.time())
                 if time.monotonic() >= due:

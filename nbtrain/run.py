@@ -23,6 +23,7 @@ from .supervise import Supervisor
 from .view import fronts, html, plot, screen
 from .view.screen import Front
 from .view.wording import counted
+from .worker import FAILED
 
 SMALL = 1 << 20
 """Bytes of a result that is held in memory as soon as its run is over."""
@@ -143,8 +144,12 @@ class Run:
         except FileNotFoundError:
             log = "\n".join(last_words(self._log_lines(rank.rank, tail=200)))
             # Failing already, and ended by us for taking too long over it: the first is the cause.
-            said = f"failed with {rank.error}, and did not end by itself" if rank.error else ""
-            told = rank.cause or (said if (rank.returncode or 0) < 0 else "")
+            said = f"failed with {rank.error}" if rank.error else ""
+            if (rank.returncode or 0) < 0:
+                said = said and f"{said}, and did not end by itself"
+            elif rank.returncode != FAILED or said.startswith("failed with sys.exit("):
+                said = ""
+            told = rank.cause or said  # said: a full disk had no room for more
             return Failure(rank.rank, rank.ended or 0.0, None, rank.returncode, log, told)
         return Failure(rank.rank, failed_at, captured)
 

@@ -16,6 +16,7 @@ import traceback
 from ast import Expr, Expression, Module, PyCF_ALLOW_TOP_LEVEL_AWAIT, parse
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -113,7 +114,7 @@ def run_and_report(job: Job, rank: int, writer: ev.EventWriter) -> tuple[int, Ba
         leave_process_group()
         data = serialize.dump_result(value, job.shared_classes)
         ended = ev.Ended(time.time(), rank, result=preview(value))
-        write_atomically(folder.result(rank), data)
+        _save_result(folder.result(rank), data)
         writer.write(ended)
         return 0, None
     except SystemExit as leaving:
@@ -122,9 +123,18 @@ def run_and_report(job: Job, rank: int, writer: ev.EventWriter) -> tuple[int, Ba
         now = time.time()
         writer.write(ev.Failing(now, rank, error=type(error).__name__))
         captured = exceptions.capture(error, job.shared_classes)
-        write_atomically(folder.failure(rank), serialize.dumps((now, captured)))
+        with contextlib.suppress(OSError):  # a full disk: the event and the exit code tell it
+            write_atomically(folder.failure(rank), serialize.dumps((now, captured)))
         writer.write(ev.Ended(time.time(), rank, error=captured.headline))
         return FAILED, error
+
+
+def _save_result(path: Path, data: bytes) -> None:
+    try:
+        write_atomically(path, data)
+    except OSError as error:
+        size = f"{len(data):,} bytes of what the rank returned do not fit into the run folder"
+        raise OSError(error.errno, f"{size} ({error.strerror})", str(path)) from None
 
 
 def _run_watched(task: Call | Cell) -> Any:
