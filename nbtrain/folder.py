@@ -235,9 +235,9 @@ def is_watched(folder: RunFolder) -> bool:
         if manifest.get("host", platform.node()) != platform.node():
             newest = max((path.stat().st_mtime for path in folder.path.iterdir()), default=0.0)
             return time.time() - newest < QUIET
+        found = started(manifest.get("launcher"))
     except FileNotFoundError:  # it is about to start, or being deleted
         return True
-        found = started(manifest.get("launcher"))
     except OSError as error:
         return error.errno in _OUT_OF_DESCRIPTORS  # then nobody can tell
     except NbtrainError as error:
