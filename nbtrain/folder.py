@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import LaunchError, NbtrainError
+from .events import reserve_beyond_end
 from .tail import last_bytes
 
 KEEP = 20
@@ -197,6 +198,49 @@ def write_atomically(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
+
+
+class Spare:
+    """Room for one small file, kept free in a folder until it is closed or its process ends.
+
+    Linux has it (O_TMPFILE, fallocate), on most file systems; elsewhere there is none.
+    """
+
+    def __init__(self, folder: Path, size: int = 1 << 16) -> None:
+        self._descriptor = -1
+        with contextlib.suppress(OSError, AttributeError):
+            flags = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC
+            self._descriptor = os.open(folder, flags, 0o600)
+            reserve_beyond_end(self._descriptor, size)
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Write a file atomically, on a full disk too if there is room for it. Raises `OSError`."""
+        try:
+            write_atomically(path, data)
+        except OSError as error:
+            try:
+                has_it = self._write_here(path, data)
+            except OSError:
+                has_it = False
+            if not has_it:
+                raise error from None
+
+    def _write_here(self, path: Path, data: bytes) -> bool:
+        mine = self._descriptor
+        if os.fstat(mine).st_nlink:  # the user closed it, and another file has its number
+            return False
+        if os.pwrite(mine, data, 0) < len(data):
+            return False
+        os.ftruncate(mine, len(data))
+        # Python follows this symbolic link only where a folder's descriptor is named, too.
+        os.link(f"/proc/self/fd/{mine}", path, src_dir_fd=mine)
+        return True
+
+    def close(self) -> None:
+        """Give the room back."""
+        descriptor, self._descriptor = self._descriptor, -1
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
 
 
 def runs() -> list[RunFolder]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from . import events as ev
 from . import exceptions, inspection, report, serialize, stopping, telemetry
-from .folder import RunFolder, write_atomically
+from .folder import RunFolder, Spare
 from .plan import Call, Cell, Plan
 
 FAILED = 1
@@ -106,7 +106,7 @@ def main(job: Job, rank: int) -> int:
 
 def run_and_report(job: Job, rank: int, writer: ev.EventWriter) -> tuple[int, BaseException | None]:
     """Run the task and leave its outcome in the run folder; return exit code and exception."""
-    folder = job.folder
+    folder, spare = job.folder, Spare(job.folder.path)
     try:
         writer.write(ev.Started(time.time(), rank, pid=os.getpid()))
         value = _run_watched(job.plan.task)
@@ -114,24 +114,26 @@ def run_and_report(job: Job, rank: int, writer: ev.EventWriter) -> tuple[int, Ba
         leave_process_group()
         data = serialize.dump_result(value, job.shared_classes)
         ended = ev.Ended(time.time(), rank, result=preview(value))
-        _save_result(folder.result(rank), data)
+        _save_result(spare, folder.result(rank), data)
         writer.write(ended)
         return 0, None
     except SystemExit as leaving:
-        return _leave(job, rank, writer, leaving), None
+        return _leave(job, rank, writer, spare, leaving), None
     except BaseException as error:  # whatever the user's code raised is this rank's outcome
         now = time.time()
         writer.write(ev.Failing(now, rank, error=type(error).__name__))
         captured = exceptions.capture(error, job.shared_classes)
         with contextlib.suppress(OSError):  # a full disk: the event and the exit code tell it
-            write_atomically(folder.failure(rank), serialize.dumps((now, captured)))
+            spare.write(folder.failure(rank), serialize.dumps((now, captured)))
         writer.write(ev.Ended(time.time(), rank, error=captured.headline))
         return FAILED, error
+    finally:
+        spare.close()
 
 
-def _save_result(path: Path, data: bytes) -> None:
+def _save_result(spare: Spare, path: Path, data: bytes) -> None:
     try:
-        write_atomically(path, data)
+        spare.write(path, data)
     except OSError as error:
         size = f"{len(data):,} bytes of what the rank returned do not fit into the run folder"
         raise OSError(error.errno, f"{size} ({error.strerror})", str(path)) from None
@@ -149,11 +151,11 @@ def _run_watched(task: Call | Cell) -> Any:
             telemetry.finish(wait=ended)  # after a failure, the GPU may never be done
 
 
-def _leave(job: Job, rank: int, writer: ev.EventWriter, leaving: SystemExit) -> int:
+def _leave(job: Job, rank: int, writer: ev.EventWriter, spare: Spare, leaving: SystemExit) -> int:
     """Treat ``sys.exit()`` as the interpreter would: a message goes to stderr and means 1."""
     code = leaving.code
     if code is None or code == 0:
-        write_atomically(job.folder.result(rank), serialize.dumps(None))
+        spare.write(job.folder.result(rank), serialize.dumps(None))
         writer.write(ev.Ended(time.time(), rank, result="None"))
         return 0
     if not isinstance(code, int):
