@@ -171,6 +171,8 @@ def run_plan(plan: Plan) -> Run:
         with Interrupts(wanted=not engine.runs_here) as interrupts:
             run = _prepare(plan, device, engine, interrupts, notes)
             run.wait()
+    except OSError as trouble:  # out of descriptors, most likely
+        raise LaunchError(f"the run could not be started: {trouble}") from trouble
     finally:
         engine.discard()
     error = run.exception
