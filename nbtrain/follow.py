@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable
 
 from . import events as ev
+from .errors import LaunchError
 from .folder import RunFolder, ask_to_stop, is_watched
 from .reopen import catch_up, in_order, read_state
 from .state import RunState, fold
-from .tail import new_events
+from .tail import last_bytes, new_events
 
 TICK = 0.1
 """Seconds between two looks at the folder."""
@@ -43,13 +44,38 @@ class Follower:
         self._thread.start()
 
     def wait_for_ranks(self, patience: float) -> None:
-        """Wait until the ranks were started, or could not be; before `start`."""
+        """Wait until the ranks were started, or could not be; before `start`.
+
+        Raises `LaunchError` if the keeper ended without a word: it may be out of descriptors.
+        """
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline and not self.state.is_over:
             if all(rank.pid is not None for rank in self.state.ranks):
                 return
             time.sleep(TICK / 10)
+            ended = self._has_lost_its_keeper()
             self._look()
+            if ended and not self.state.is_over:
+                why = "the process that was to watch the run ended before it began"
+                said = last_bytes(self._folder.launcher_log, 500).decode("utf-8", "replace")
+                self._write_end(why)
+                raise LaunchError(f"{why}. {said.strip()}")
+
+    def _has_lost_its_keeper(self) -> bool:
+        """Whether the process that watches the run, a child of this one, has just ended."""
+        if self._keeper is not None:
+            with contextlib.suppress(ChildProcessError):
+                if os.waitpid(self._keeper, os.WNOHANG)[0]:
+                    self._keeper = None
+                    return True
+        return False
+
+    def _write_end(self, message: str) -> None:
+        with (
+            contextlib.suppress(OSError),
+            contextlib.closing(ev.EventWriter(self._folder.launcher_events)) as writer,
+        ):
+            writer.write(ev.Finished(time.time(), -1, "failed", message))
 
     def show(self, update: Show, finish: Show) -> None:
         """Have `update` called at each look, in the follower's thread, and `finish` at the end."""
@@ -63,8 +89,7 @@ class Follower:
         due = 0.0
         try:
             while not self.state.is_over:
-                with contextlib.suppress(OSError):  # out of descriptors: the next look may do
-                    self._look()
+                self._look()
                 for update, _ in tuple(self._shows):
                     update(self.state, time.time())
                 if time.monotonic() >= due:
@@ -76,7 +101,9 @@ class Follower:
             self._end()
 
     def _look(self) -> None:
-        told = list(new_events(self._reader.launcher))
+        told: list[ev.Event] = []
+        with contextlib.suppress(OSError):  # out of descriptors: the next look may do
+            told += new_events(self._reader.launcher)
         ready, closing = in_order(told, [])
         gone = {event.rank for event in closing if event.rank >= 0}
         if any(isinstance(event, ev.Attempt) for event in ready):  # theirs first, then the next
@@ -89,10 +116,7 @@ class Follower:
 
     def _is_kept(self) -> bool:
         """Whether the process that watches the run is there; a child that ended is let go."""
-        if self._keeper is not None:
-            with contextlib.suppress(ChildProcessError):
-                if os.waitpid(self._keeper, os.WNOHANG)[0]:
-                    self._keeper = None
+        self._has_lost_its_keeper()
         return is_watched(self._folder)
 
     def _end(self) -> None:
