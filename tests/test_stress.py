@@ -1,4 +1,9 @@
-"""The kernel under stress: no descriptors, no processes, no disk, two kernels, stops, sleep."""
+"""The kernel under stress: no descriptors, no processes, no disk, two kernels, stops, sleep.
+
+How long each kind of rank takes to end, from every door (two minutes):
+
+    NBTRAIN_EVERY_DOOR=1 pytest -s tests/test_stress.py -k "reaches or behind or outlives"
+"""
 
 from __future__ import annotations
 
@@ -29,6 +34,7 @@ from nbtrain.reader import Reader
 from nbtrain.run import Run
 from nbtrain.tail import last_bytes, read_events
 
+slow = pytest.mark.skipif("NBTRAIN_EVERY_DOOR" not in os.environ, reason="takes a while")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 
@@ -235,8 +241,9 @@ def chatter() -> str:
     return f"rank {nbtrain.rank()} got to its end"
 
 
-@pytest.mark.parametrize("engine", ["fork", "spawn"])
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(
+    ("engine", "background"), [("fork", False), ("fork", True), ("spawn", False)]
+)
 def test_a_full_disk_costs_logs_and_no_training(
     engine: str, background: bool, small_disk: Path
 ) -> None:
@@ -395,7 +402,7 @@ for line in sys.stdin:
     for process in two:
         ask(process, "together")
     made += [answer(process) for process in two]
-    for _ in range(20):
+    for _ in range(12):
         for process in two:
             ask(process, "again")
         made += [answer(process) for process in two]
@@ -416,7 +423,7 @@ RANKS = {
     "deaf to SIGINT": "deaf(signal.SIGINT)",
     "deaf to SIGTERM, too": "deaf(signal.SIGINT, signal.SIGTERM)",
     "with children": "it = helpers()",
-    "in a collective": "print('ready', flush=True); dist.recv(torch.zeros(1), src=0)",
+    "in a collective": "print('ready', flush=True); dist.recv(torch.zeros(1), src=2)",
 }
 MIXED = """%%distributed -n 5 {options}
 import signal, subprocess
@@ -512,8 +519,8 @@ def home(notebook: Notebook) -> Path:
     [
         ("interrupt", "by an interrupt"),
         ("button", "by the Stop button"),
-        ("thread", "by run.stop()"),
-        ("terminal", "by `nbtrain stop`"),
+        pytest.param("thread", "by run.stop()", marks=slow),
+        pytest.param("terminal", "by `nbtrain stop`", marks=slow),
         ("two at once", "by "),
     ],
 )
@@ -553,6 +560,7 @@ def test_a_stop_reaches_every_kind_of_rank(
     assert again.ename == ""
 
 
+@slow
 def test_a_timeout_reaches_every_kind_of_rank(notebook: Notebook, home: Path) -> None:
     notebook.run(LOAD)
     cell = mixed("--timeout 6")
@@ -586,8 +594,19 @@ def test_a_run_behind_its_cell_is_stopped_from_two_cells_and_a_terminal(
     way.check("by ")
 
 
-@pytest.mark.parametrize("how", ["shut down", "restart", "SIGTERM", "SIGKILL"])
-@pytest.mark.parametrize("options", ["", "--background"])
+@pytest.mark.parametrize(
+    ("how", "options"),
+    [
+        ("shut down", ""),
+        ("SIGTERM", ""),
+        ("restart", "--background"),
+        ("SIGTERM", "--background"),
+        pytest.param("restart", "", marks=slow),
+        pytest.param("SIGKILL", "", marks=slow),
+        pytest.param("shut down", "--background", marks=slow),
+        pytest.param("SIGKILL", "--background", marks=slow),
+    ],
+)
 def test_no_rank_outlives_its_kernel(
     how: str, options: str, start_kernel: Callable[..., Notebook], tmp_path: Path
 ) -> None:
@@ -619,14 +638,20 @@ def test_no_rank_outlives_its_kernel(
     else:
         with contextlib.suppress(Ended):
             kernel.run(mixed(), during=way)
-    wait_until(lambda: all(map(is_gone, way.family)))
+    run = way.run()
+    assert run is not None
+    ranks = [psutil.Process(r.pid) for r in run.state.ranks if psutil.pid_exists(r.pid or -1)]
+    # What a rank started outlives it where nobody is left to end it: the kernel died at once.
+    died = not options and how.startswith("SIG")
+    wait_until(lambda: all(map(is_gone, ranks if died else way.family)))
+    for left in way.family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            left.kill()
     now = time.time()
     told = f"kernel {ended[0] - way.stopped:.2f} s, ranks {now - ended[0]:.2f} s later"
     print(f"\n{how:10} {options:13} {told}")
     assert now - ended[0] < 6  # promised: 2 s
-    run = way.run()
-    assert run is not None
-    wait_until(lambda: run.__class__.open(run.folder).state.is_over)
+    wait_until(lambda: Run.open(run.folder).state.is_over)
     state = Run.open(run.folder).state
     assert state.status == ("interrupted" if options else "lost")
     assert "its kernel ended" in state.message
@@ -680,7 +705,7 @@ def test_a_laptop_that_sleeps_ends_no_run_and_is_no_hang(
         "print('ready', flush=True)\n"
         "began = time.time()\n"
         "step = 0\n"
-        "while time.time() - began < 5 or step < 50:\n"
+        "while time.time() - began < 3.5 or step < 50:\n"
         "    nbtrain.log(step=step, loss=1.0); step += 1; time.sleep(0.02)\n"
         "step",
         during=sleep,
