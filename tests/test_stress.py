@@ -49,9 +49,11 @@ def no_descriptors(left: int = 0) -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(descriptors()) + 50, before[1]))
     held: list[int] = []
     try:
-        with contextlib.suppress(OSError):
-            while True:
-                held.append(os.open("/dev/null", os.O_RDONLY))
+        for _ in range(20):  # another thread may have had some open, and closed them since
+            with contextlib.suppress(OSError):
+                while True:
+                    held.append(os.open("/dev/null", os.O_RDONLY))
+            time.sleep(0.002)
         for _ in range(left):
             os.close(held.pop())
         yield
@@ -300,6 +302,7 @@ def test_a_run_on_a_full_disk_can_be_stopped(small_disk: Path) -> None:
     run = nbtrain.launch(wait, num_processes=1, background=True, view="none")
     wait_until(lambda: "ready" in run.logs(0))
     fill(small_disk)
+    wait_until(lambda: any("the disk is full" in note for note in run.state.notes))
     run.stop()
     assert run.state.status == "interrupted"
 
@@ -599,8 +602,8 @@ def test_a_run_behind_its_cell_is_stopped_from_two_cells_and_a_terminal(
     [
         ("shut down", ""),
         ("SIGTERM", ""),
-        ("restart", "--background"),
         ("SIGTERM", "--background"),
+        pytest.param("restart", "--background", marks=slow),
         pytest.param("restart", "", marks=slow),
         pytest.param("SIGKILL", "", marks=slow),
         pytest.param("shut down", "--background", marks=slow),
@@ -696,7 +699,7 @@ def test_a_laptop_that_sleeps_ends_no_run_and_is_no_hang(
         for one in asleep:
             one.suspend()
         slept.append(time.time())
-        time.sleep(2.5)  # it is the length of the sleep that is tried
+        time.sleep(2)  # it is the length of the sleep that is tried
         for one in asleep:
             one.resume()
 
@@ -705,7 +708,7 @@ def test_a_laptop_that_sleeps_ends_no_run_and_is_no_hang(
         "print('ready', flush=True)\n"
         "began = time.time()\n"
         "step = 0\n"
-        "while time.time() - began < 3.5 or step < 50:\n"
+        "while time.time() - began < 3 or step < 50:\n"
         "    nbtrain.log(step=step, loss=1.0); step += 1; time.sleep(0.02)\n"
         "step",
         during=sleep,
