@@ -723,3 +723,13 @@ def test_a_laptop_that_sleeps_ends_no_run_and_is_no_hang(
     assert [hang.text for hang in hangs] == []
     assert run.history.step.max() == run.results[0] - 1 or run.results[0] != run.results[1]
     assert run.state.status == "succeeded"
+
+
+@linux
+def test_who_is_out_of_descriptors_takes_no_run_for_unwatched() -> None:
+    folder = folders.create("run", {"launcher": os.getpid(), "num_processes": 1})
+    with no_descriptors():
+        watched = folders.is_watched(folder)
+        with pytest.raises(OSError, match="Too many open files"):
+            folders.started(os.getpid())
+    assert watched
