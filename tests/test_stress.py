@@ -520,7 +520,7 @@ def home(notebook: Notebook) -> Path:
 @pytest.mark.parametrize(
     ("door", "reason"),
     [
-        ("interrupt", "by an interrupt"),
+        pytest.param("interrupt", "by an interrupt", marks=slow),
         ("button", "by the Stop button"),
         pytest.param("thread", "by run.stop()", marks=slow),
         pytest.param("terminal", "by `nbtrain stop`", marks=slow),
