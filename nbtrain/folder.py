@@ -14,12 +14,12 @@
     rank-0000.stacks     its Python stacks, each time somebody asked
     rank-0000.recorder   the socket of its flight recorder, while it runs
     stop                 there once ranks were asked to stop
-    reserve              room on the disk, given back where a failure finds it full
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import platform
@@ -33,18 +33,17 @@ from pathlib import Path
 from typing import Any
 
 from .errors import LaunchError, NbtrainError
+from .events import reserve_beyond_end
 from .tail import last_bytes
 
 KEEP = 20
 FORMAT = 1
 
-RESERVE = 1 << 18
-"""Bytes of disk that a run holds for the report of its failure."""
-
 QUIET = 60.0
 """Seconds without a change after which a run of another host counts as gone."""
 
 _GOING = ".going-"
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
 @dataclass(frozen=True)
@@ -76,23 +75,6 @@ class RunFolder:
     @property
     def stop_request(self) -> Path:
         return self.path / "stop"
-
-    @property
-    def reserve(self) -> Path:
-        return self.path / "reserve"
-
-    def hold_room(self) -> None:
-        """Keep some of the disk, so that a failure for want of it can be told."""
-        with contextlib.suppress(OSError), self.reserve.open("wb") as file:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, RESERVE)
-            else:
-                file.write(bytes(RESERVE))
-
-    def give_room(self) -> None:
-        """Give back what `hold_room` kept; once, whoever comes first."""
-        with contextlib.suppress(OSError):
-            self.reserve.unlink()
 
     def events(self, rank: int) -> Path:
         return self.path / f"rank-{rank:04d}.jsonl"
@@ -154,7 +136,6 @@ def create(name: str, manifest: Mapping[str, Any]) -> RunFolder:
         path.mkdir(mode=0o700)
         folder = RunFolder(path)
         write_atomically(folder.manifest, json.dumps({"format": FORMAT, **manifest}).encode())
-        folder.hold_room()
     except OSError as error:
         raise LaunchError(
             f"the run folder cannot be written under {root()}: {error.strerror or error}. "
@@ -166,15 +147,27 @@ def create(name: str, manifest: Mapping[str, Any]) -> RunFolder:
 def ask_to_stop(folder: RunFolder, how: str) -> None:
     """Ask whoever watches the run to end it; `how` is kept with it. Raises `NbtrainError`."""
     try:
-        write_atomically(folder.stop_wish, how.encode())
+        try:
+            write_atomically(folder.stop_wish, how.encode())
+        except OSError:  # a full disk has room for a name still
+            folder.stop_wish.touch(mode=0o600)
     except OSError as error:
         raise NbtrainError(f"{folder.stop_wish} cannot be written: {error.strerror}") from error
+
+
+def leave_stop_request(folder: RunFolder) -> None:
+    """Leave the file that makes an interrupt of the ranks one."""
+    with contextlib.suppress(OSError, AttributeError):
+        try:
+            folder.stop_request.touch(mode=0o600)
+        except OSError:  # this one takes no descriptor
+            os.mknod(folder.stop_request, 0o600)
 
 
 def asked_to_stop(folder: RunFolder) -> str | None:
     """Return how the run was asked to stop; None if it was not."""
     try:
-        return folder.stop_wish.read_text("utf-8", "replace")[:200]
+        return folder.stop_wish.read_text("utf-8", "replace")[:200] or "by a request"
     except OSError:
         return None
 
@@ -206,10 +199,53 @@ def write_atomically(path: Path, data: bytes) -> None:
         with open(descriptor, "wb") as file:
             file.write(data)
         partial.rename(path)
-    except BaseException:  # a full disk, an interrupt: half of it serves nobody
+    except BaseException:  # a full disk, an interrupt: half a file is in the way of others
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
+
+
+class Spare:
+    """Room for one small file, kept free in a folder until it is closed or its process ends.
+
+    Linux has it (O_TMPFILE, fallocate), on most file systems; elsewhere there is none.
+    """
+
+    def __init__(self, folder: Path, size: int = 1 << 16) -> None:
+        self._descriptor = -1
+        with contextlib.suppress(OSError, AttributeError):
+            flags = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC
+            self._descriptor = os.open(folder, flags, 0o600)
+            reserve_beyond_end(self._descriptor, size)
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Write a file atomically, on a full disk too if there is room for it. Raises `OSError`."""
+        try:
+            write_atomically(path, data)
+        except OSError as error:
+            try:
+                has_it = self._write_here(path, data)
+            except OSError:
+                has_it = False
+            if not has_it:
+                raise error from None
+
+    def _write_here(self, path: Path, data: bytes) -> bool:
+        mine = self._descriptor
+        if os.fstat(mine).st_nlink:  # the user closed it, and another file has its number
+            return False
+        if os.pwrite(mine, data, 0) < len(data):
+            return False
+        os.ftruncate(mine, len(data))
+        # Python follows this symbolic link only where a folder's descriptor is named, too.
+        os.link(f"/proc/self/fd/{mine}", path, src_dir_fd=mine)
+        return True
+
+    def close(self) -> None:
+        """Give the room back."""
+        descriptor, self._descriptor = self._descriptor, -1
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
 
 
 def runs() -> list[RunFolder]:
@@ -248,11 +284,13 @@ def is_watched(folder: RunFolder) -> bool:
         if manifest.get("host", platform.node()) != platform.node():
             newest = max((path.stat().st_mtime for path in folder.path.iterdir()), default=0.0)
             return time.time() - newest < QUIET
+        found = started(manifest.get("launcher"))
     except FileNotFoundError:  # it is about to start, or being deleted
         return True
-    except (OSError, NbtrainError):
-        return False
-    found = started(manifest.get("launcher"))
+    except OSError as error:
+        return error.errno in _OUT_OF_DESCRIPTORS  # then nobody can tell
+    except NbtrainError as error:
+        return getattr(error.__cause__, "errno", None) in _OUT_OF_DESCRIPTORS
     return found is not None and manifest.get("launcher_started") in (None, found)
 
 
@@ -260,7 +298,8 @@ def started(pid: Any) -> str | None:
     """Return what tells a process from others that had its number, or will; None if it is gone.
 
     On Linux that is the clock tick it started at, and the boot from which ticks are counted: the
-    time of day, which psutil makes of it, moves when the clock is set.
+    time of day, which psutil makes of it, moves when the clock is set. Raises `OSError` where this
+    process is out of descriptors, and cannot ask.
     """
     if type(pid) is not int:
         return None
@@ -269,7 +308,9 @@ def started(pid: Any) -> str | None:
             told = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
             gone = told[0] in (b"Z", b"X")  # a zombie watches nothing
             return None if gone else f"{told[19].decode()} {_boot()}"
-        except (OSError, IndexError):
+        except (OSError, IndexError) as error:
+            if getattr(error, "errno", None) in _OUT_OF_DESCRIPTORS:
+                raise
             return None
     import psutil
 

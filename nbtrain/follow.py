@@ -97,7 +97,9 @@ class Follower:
             update(self.state, time.time())
 
     def _look(self) -> None:
-        told = list(new_events(self._reader.launcher))
+        told: list[ev.Event] = []
+        with contextlib.suppress(OSError):  # out of descriptors: the next look may do
+            told += new_events(self._reader.launcher)
         ready, closing = in_order(told, [])
         gone = {event.rank for event in closing if event.rank >= 0}
         if any(isinstance(event, ev.Attempt) for event in ready):  # theirs first, then the next

@@ -23,6 +23,7 @@ from .reopen import initial_state
 from .run import Run, going_on, new_folder, remember
 from .state import RunState
 from .supervise import Interrupts, Supervisor
+from .tail import last_bytes
 from .view import fronts
 from .view.tracebacks import show_from_the_rank
 from .worker import Job
@@ -171,6 +172,8 @@ def run_plan(plan: Plan) -> Run:
         with Interrupts(wanted=not engine.runs_here) as interrupts:
             run = _prepare(plan, device, engine, interrupts, notes)
             run.wait()
+    except OSError as trouble:  # out of descriptors, most likely
+        raise LaunchError(f"the run could not be started: {trouble}") from trouble
     finally:
         engine.discard()
     error = run.exception
@@ -279,7 +282,8 @@ def _leave(plan: Plan, device: str, engine: Engine, notes: Sequence[str]) -> Run
     if not begun:
         follower.start()
         run.wait()
-        raise LaunchError(follower.state.message)
+        said = last_bytes(job.folder.launcher_log, 500).decode("utf-8", "replace").strip()
+        raise LaunchError(". ".join(filter(None, (follower.state.message, said))))
     stop = partial(follower.request_stop, "by the Stop button")
     run.draw_in(fronts.choose(plan.view, stop, run.stacks, behind=True))
     follower.start()

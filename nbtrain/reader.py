@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Collection
 
@@ -26,15 +27,24 @@ class Reader:
         self.logs = [Tail(folder.log(r), limit=LOG_BYTES, skip=True) for r in ranks]
 
     def read(self, *, gone: Collection[int] = ()) -> list[ev.Event]:
-        """Return new events of ranks, lines of output among them; all there is of those `gone`."""
+        """Return new events of ranks, lines of output among them; all there is of those `gone`.
+
+        What cannot be read now (this process is out of descriptors, a file system is away) is
+        there for the next time.
+        """
         found: list[ev.Event] = []
-        for rank, (tail, log) in enumerate(zip(self.ranks, self.logs, strict=True)):
-            while True:
-                found.extend(new_events(tail))
-                if rank not in gone or not tail.behind:
-                    break
-            lines = tuple(line.decode("utf-8", "replace") for line in log.lines(flush=rank in gone))
-            if lines:
-                passed, log.passed = log.passed, 0
-                found.append(ev.Output(time.time(), rank, lines, passed))
+        for rank in range(len(self.ranks)):
+            with contextlib.suppress(OSError):
+                self._read_rank(rank, rank in gone, found)
         return found
+
+    def _read_rank(self, rank: int, is_gone: bool, found: list[ev.Event]) -> None:
+        tail, log = self.ranks[rank], self.logs[rank]
+        while True:
+            found.extend(new_events(tail))
+            if not is_gone or not tail.behind:
+                break
+        lines = tuple(line.decode("utf-8", "replace") for line in log.lines(flush=is_gone))
+        if lines:
+            passed, log.passed = log.passed, 0
+            found.append(ev.Output(time.time(), rank, lines, passed))

@@ -94,7 +94,7 @@ class RankState:
 class RunState:
     """A whole run: starting, running, stopping, succeeded, failed, interrupted, timed out.
 
-    `notes` are what was seen before it started, and may go wrong: one line each. `host` is what
+    `notes` are what may go wrong, seen before it started or since: one line each. `host` is what
     the ranks' host had left when it was last asked, `hang` who waits where, if nobody moves. It is
     the `attempt`-th of at most `attempts`.
     """
@@ -192,6 +192,8 @@ def _fold_run(state: RunState, event: ev.Event) -> RunState:
         case ev.Finished():
             hang = "" if event.status == "succeeded" else state.hang
             return replace(ended(state, event.status, event.time, event.message), hang=hang)
+        case ev.Note():
+            return replace(state, notes=(plain(str(event.text), 1000), *state.notes))
         case ev.Host():
             return replace(state, host=_sound(event))
     return state

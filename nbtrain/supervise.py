@@ -18,7 +18,7 @@ from typing import Any
 from . import events as ev
 from . import host
 from .engines import Exit, Ranks
-from .folder import RunFolder, asked_to_stop
+from .folder import RunFolder, asked_to_stop, leave_stop_request
 from .lookout import Lookout
 from .outcome import describe_returncode, is_echo, ranks_text
 from .reader import Reader
@@ -71,6 +71,14 @@ FULL = 1 << 16
 HOPELESS = 15.0
 """Seconds after which a rank that not even SIGKILL ended is given up."""
 
+RESERVED = 1 << 16
+"""Bytes that are kept free for what the launcher has to say."""
+
+_LOST = (
+    "What ranks print and report is lost as long as there is no room, and what they return may "
+    "be; the training goes on."
+)
+
 
 class Interrupts:
     """Counts SIGINTs instead of raising KeyboardInterrupt somewhere; puts the old handler back.
@@ -113,7 +121,8 @@ class Supervisor:
         self._folder = folder
         self._timeout = timeout
         self._reader = Reader(folder, state.world_size)
-        self._writer = ev.EventWriter(folder.launcher_events)
+        self._writer = ev.EventWriter(folder.launcher_events, RESERVED)
+        self._warned = False
         self._hang_after = hang_after
         self._lookout = Lookout(folder, state.world_size, hang_after)
         self._requested: str | None = None
@@ -186,9 +195,22 @@ class Supervisor:
 
     def _sample(self, sampler: Sampler) -> None:
         try:
-            self._note(sampler.sample())
+            for event in sampler.sample():
+                self._note([event])
+                if isinstance(event, ev.Host):
+                    self._look_at_disk()
         except Exception:  # a driver, a process list: not worth a training; the next look may do
             return
+
+    def _look_at_disk(self) -> None:
+        """Warn, once, when what the ranks write is lost."""
+        if self._warned:
+            return
+        left, trouble = host.space(self._folder.path), self._writer.trouble
+        if trouble is not None or (left is not None and left.free < RESERVED):
+            self._warned = True
+            why = trouble.strerror if trouble is not None else "the disk is full"
+            self._note([ev.Note(time.time(), -1, f"{self._folder.path}: {why}. {_LOST}")])
 
     def abort(self, message: str) -> None:
         """Write that the run could not start, or not be watched."""
@@ -220,8 +242,6 @@ class Supervisor:
         folder = self._folder
         if ended.returncode != -signal.SIGKILL:
             room = host.space(folder.path)
-            if room is not None and room.free <= FULL:
-                folder.give_room()  # for the launcher's own words
             told = folder.failure(ended.rank).exists() or self.state.ranks[ended.rank].error
             if told or room is None or room.free > FULL or (ended.returncode or 0) < 0:
                 return "", ()
@@ -295,8 +315,7 @@ class Supervisor:
         self._rungs = list(LADDERS["abandoned" if self._hasty else cause])
         self._held_back = 0.0
         if cause != "failed":
-            with contextlib.suppress(OSError):
-                self._folder.stop_request.touch(mode=0o600)
+            leave_stop_request(self._folder)
         reason = {
             "failed": "a rank failed; the others are being stopped",
             "interrupted": f"stopped {self._stopped_how}: ranks have 2 s to save",
@@ -346,6 +365,7 @@ class Supervisor:
         failed = [r for r in self.state.ranks if r.status == "failed"]
         if self._cause is None and failed:
             status = "failed"
+        self._look_at_disk()
         here = self.state.engine == "inline"  # there, the interrupt is the rank's own
         if here and any((r.error or "").startswith("KeyboardInterrupt") for r in failed):
             status = "interrupted"
@@ -354,7 +374,6 @@ class Supervisor:
             message = f"{self._stopped_how}; {message}"
         if status == "timed out":
             message = f"{self._timeout:g} s; {message}"
-        self._folder.give_room()
         self._note([ev.Finished(time.time(), -1, status, message)])
         self._writer.close()
         self.over.set()

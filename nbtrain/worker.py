@@ -16,12 +16,13 @@ import traceback
 from ast import Expr, Expression, Module, PyCF_ALLOW_TOP_LEVEL_AWAIT, parse
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
 from . import events as ev
 from . import exceptions, inspection, report, serialize, stopping, telemetry, witness
-from .folder import RunFolder, write_atomically
+from .folder import RunFolder, Spare
 from .plan import Call, Cell, Plan
 
 FAILED = 1
@@ -110,7 +111,7 @@ def main(job: Job, rank: int) -> int:
 
 def run_and_report(job: Job, rank: int, writer: ev.EventWriter) -> tuple[int, BaseException | None]:
     """Run the task and leave its outcome in the run folder; return exit code and exception."""
-    folder = job.folder
+    folder, spare = job.folder, Spare(job.folder.path)
     try:
         writer.write(ev.Started(time.time(), rank, pid=os.getpid()))
         value = _run_watched(job.plan.task)
@@ -118,17 +119,29 @@ def run_and_report(job: Job, rank: int, writer: ev.EventWriter) -> tuple[int, Ba
         leave_process_group()
         data = serialize.dump_result(value, job.shared_classes)
         ended = ev.Ended(time.time(), rank, result=preview(value))
-        write_atomically(folder.result(rank), data)
+        _save_result(spare, folder.result(rank), data)
         writer.write(ended)
         return 0, None
     except SystemExit as leaving:
-        return _leave(job, rank, writer, leaving), None
+        return _leave(job, rank, writer, spare, leaving), None
     except BaseException as error:  # whatever the user's code raised is this rank's outcome
-        _report_failure(job, rank, writer, error)
+        _report_failure(job, rank, writer, spare, error)
         return FAILED, error
+    finally:
+        spare.close()
 
 
-def _report_failure(job: Job, rank: int, writer: ev.EventWriter, error: BaseException) -> None:
+def _save_result(spare: Spare, path: Path, data: bytes) -> None:
+    try:
+        spare.write(path, data)
+    except OSError as error:
+        size = f"{len(data):,} bytes of what the rank returned do not fit into the run folder"
+        raise OSError(error.errno, f"{size} ({error.strerror})", str(path)) from None
+
+
+def _report_failure(
+    job: Job, rank: int, writer: ev.EventWriter, spare: Spare, error: BaseException
+) -> None:
     """Leave an exception in the run folder; where that fails too, its headline and both reasons."""
     now, told = time.time(), type(error).__name__
     seen: tuple[str, ...] = ()
@@ -137,18 +150,10 @@ def _report_failure(job: Job, rank: int, writer: ev.EventWriter, error: BaseExce
         try:
             captured = exceptions.capture(error, job.shared_classes)
             told, seen = captured.headline, witness.seen(error)
-            _write_failure(job.folder, rank, serialize.dumps((now, captured)))
+            spare.write(job.folder.failure(rank), serialize.dumps((now, captured)))
         except Exception as second:  # a full disk, no memory: the first failure is still the cause
             seen = (*seen, f"its report could not be written: {type(second).__name__}: {second}")
         writer.write(ev.Ended(time.time(), rank, error=told, evidence=seen))
-
-
-def _write_failure(folder: RunFolder, rank: int, report: bytes) -> None:
-    try:
-        write_atomically(folder.failure(rank), report)
-    except OSError:  # a full disk, most likely: there is some room for that
-        folder.give_room()
-        write_atomically(folder.failure(rank), report)
 
 
 def _run_watched(task: Call | Cell) -> Any:
@@ -163,11 +168,11 @@ def _run_watched(task: Call | Cell) -> Any:
             telemetry.finish(wait=ended)  # after a failure, the GPU may never be done
 
 
-def _leave(job: Job, rank: int, writer: ev.EventWriter, leaving: SystemExit) -> int:
+def _leave(job: Job, rank: int, writer: ev.EventWriter, spare: Spare, leaving: SystemExit) -> int:
     """Treat ``sys.exit()`` as the interpreter would: a message goes to stderr and means 1."""
     code = leaving.code
     if code is None or code == 0:
-        write_atomically(job.folder.result(rank), serialize.dumps(None))
+        spare.write(job.folder.result(rank), serialize.dumps(None))
         writer.write(ev.Ended(time.time(), rank, result="None"))
         return 0
     if not isinstance(code, int):

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-import nbtrain
 from nbtrain import folder
 from nbtrain.errors import NbtrainError
 
@@ -95,13 +94,3 @@ def test_old_runs_leave_the_list_at_once_and_what_a_crash_left_goes_too(run_root
     assert [r.path for r in folder.runs()] == [r.path for r in (old, *new)]
     folder.prune(keep=2)
     assert sorted(run_root.joinpath("runs").iterdir()) == sorted(r.path for r in new)
-
-
-def test_some_of_the_disk_is_held_until_it_is_needed_or_over() -> None:
-    kept = made({})
-    assert kept.reserve.stat().st_size == folder.RESERVE
-    kept.give_room()
-    kept.give_room()
-    assert not kept.reserve.exists()
-    run = nbtrain.launch(lambda: None, num_processes=1, engine="inline", view="none")
-    assert not (run.folder / "reserve").exists()

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import gate, guard
+from .streams import text_stream
 
 _PR_SET_PDEATHSIG = 1
 _keep: list[object] = []
@@ -88,8 +89,8 @@ def _redirect_streams(log: Path) -> None:
     os.close(file)
     _keep.extend(old)
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
-    sys.stdout = sys.__stdout__ = _text_stream(1)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = _text_stream(2)  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = text_stream(1)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = text_stream(2)  # type: ignore[misc]
     _lead(old[0], sys.stdout)
     _lead(old[1], sys.stderr)
     sys.displayhook = sys.__displayhook__
@@ -105,17 +106,6 @@ def _lead(old: Any, new: io.TextIOWrapper) -> None:
     """Make a stream that somebody kept (a logger's sink, ``out = sys.stdout``) write to the log."""
     with contextlib.suppress(AttributeError):  # a plain file: its descriptor leads there already
         old.write, old.writelines, old.flush = new.write, new.writelines, new.flush
-
-
-def _text_stream(descriptor: int) -> io.TextIOWrapper:
-    return open(
-        descriptor,
-        "w",
-        buffering=1,
-        encoding="utf-8",
-        errors="backslashreplace",
-        closefd=False,
-    )
 
 
 def _stream_handlers() -> list[logging.StreamHandler[Any]]:

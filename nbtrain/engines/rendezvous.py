@@ -8,14 +8,23 @@ must not inherit its thread's bookkeeping.
 from __future__ import annotations
 
 import socket
+from datetime import timedelta
 from typing import Any
 
 from ..errors import LaunchError
 
+_PATIENCE = timedelta(seconds=5)
+"""For the launcher's own connection to its store, to which it says nothing more."""
+
+_LIMIT = "Raise the limit of open files (ulimit -n), or close some."
+
 
 def bind(port: int | None) -> socket.socket:
     """Return a listening loopback socket. Raises `LaunchError` for a port that is taken."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    except OSError as error:
+        raise LaunchError(f"no socket could be opened ({error.strerror}). {_LIMIT}") from error
     try:
         if port is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -31,16 +40,24 @@ def bind(port: int | None) -> socket.socket:
 
 
 def serve(listener: socket.socket) -> Any:
-    """Serve the store on `listener`, which it takes over, until the returned object is dropped."""
+    """Serve the store on `listener`, which it takes over, until the returned object is dropped.
+
+    Raises `LaunchError` where it cannot: it takes a few descriptors.
+    """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     port: int = listener.getsockname()[1]
-    return TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        # libuv would leave a pair of descriptors in the kernel for good.
-        use_libuv=False,
-        master_listen_fd=listener.detach(),
-    )
+    try:
+        return TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            timeout=_PATIENCE,
+            wait_for_workers=False,
+            # libuv would leave a pair of descriptors in the kernel for good.
+            use_libuv=False,
+            master_listen_fd=listener.detach(),
+        )
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+        raise LaunchError(f"the ranks' store could not be served: {why} {_LIMIT}") from error

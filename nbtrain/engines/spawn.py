@@ -6,6 +6,7 @@ not there, and each imports what it needs, which takes seconds.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -86,9 +87,10 @@ def _spawn_rank(job: Job, rank: int, parcel: ship.Parcel) -> int:
             start_new_session=True,
         )
     except OSError as error:
+        limit = "-n" if error.errno in (errno.EMFILE, errno.ENFILE) else "-u"
         raise LaunchError(
             f"only {rank} of {job.world_size} processes could be started ({error.strerror}). "
-            "Ask for fewer ranks, or raise the limit (ulimit -u)."
+            f"Ask for fewer ranks, or raise the limit (ulimit {limit})."
         ) from error
     finally:
         os.close(log)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import io
 import os
 import signal
 import sys
@@ -20,6 +19,7 @@ from ..worker import Job
 from . import CRASHED
 from .finish import finish_process
 from .leave_kernel import die_with
+from .streams import text_stream
 
 
 def main(order: dict[str, Any]) -> NoReturn:
@@ -38,9 +38,8 @@ def _be_rank(order: dict[str, Any]) -> int:
     folder = RunFolder(Path(order["folder"]))
     die_with(order["parent"])
     _die_when_asked(folder)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    sys.stdout = sys.__stdout__ = text_stream(1)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = text_stream(2)  # type: ignore[misc]
     faulthandler.enable(file=2)
     inspection.answer_with_stacks(folder, order["rank"])  # now: an import may hang, too
     cargo = _load(order)

@@ -99,12 +99,12 @@ class _Output:
 
     def __init__(self) -> None:
         self._printed: dict[int, int] = {}
-        self._noted = False
+        self._noted: set[str] = set()
 
     def new(self, state: RunState) -> list[str]:
         """Return the lines not returned before."""
-        lines = [] if self._noted else wording.notes(state)
-        self._noted = True
+        lines = [note for note in wording.notes(state) if note not in self._noted]
+        self._noted.update(lines)
         for rank in state.ranks:
             new = rank.log_count - self._printed.get(rank.rank, 0)
             if new <= 0:

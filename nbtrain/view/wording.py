@@ -317,7 +317,7 @@ def about(seconds: float) -> str:
 
 
 def notes(state: RunState, limit: int = 6) -> list[str]:
-    """Return what was seen before the run, a line each; of more than `limit`, the number."""
+    """Return what may go wrong, a line each; of more than `limit`, the number."""
     left = len(state.notes) - limit
     shown = [f"⚠ {note}" for note in state.notes[:limit]]
     return [*shown, *([f"… and {left} more"] if left > 0 else [])]
