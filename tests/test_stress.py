@@ -635,10 +635,10 @@ def test_no_rank_outlives_its_kernel(
 
     way = Door(kernel, tmp_path / "home", end)
     if options:
-        kernel.run(mixed(options))
+        shown = kernel.run(mixed(options))
         wait_until(lambda: _is_ready(way), 30)
         with contextlib.suppress(Ended):
-            way(Outputs())
+            way(shown)
     else:
         with contextlib.suppress(Ended):
             kernel.run(mixed(), during=way)
