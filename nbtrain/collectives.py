@@ -63,8 +63,11 @@ class Recorded:
         return min(found, key=lambda c: c.began, default=None)
 
 
-def parse(text: str | bytes) -> Recorded | None:
-    """Read a dump (``version`` 2.x, as torch 2.13 writes it); None for what is none."""
+def parse(text: str | bytes, since: float = 0.0) -> Recorded | None:
+    """Read a dump (``version`` 2.x, as torch 2.13 writes it); None for what is none.
+
+    What was recorded before `since` is not the rank's: it inherited it with the kernel's memory.
+    """
     try:
         dump = json.loads(text)
         if "version" not in dump:
@@ -72,7 +75,8 @@ def parse(text: str | bytes) -> Recorded | None:
         found: dict[str, list[Collective]] = {}
         for entry in dump.get("entries", ()):  # there are none before the first collective
             one = _collective(entry)
-            found.setdefault(one.group, []).append(one)
+            if one.began >= since:
+                found.setdefault(one.group, []).append(one)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
         return None
     return Recorded({group: tuple(ones) for group, ones in found.items()})
@@ -121,7 +125,8 @@ def fetch(path: Path, timeout: float) -> Recorded | None:
     try:
         connection.request("POST", "/handler/fr_trace_json")
         reply = connection.getresponse()
-        return parse(reply.read()) if reply.status == 200 else None
+        begun = path.stat().st_mtime  # with the rank's first group
+        return parse(reply.read(), begun) if reply.status == 200 else None
     except (OSError, http.client.HTTPException):
         return None
     finally:

@@ -207,7 +207,8 @@ class Supervisor:
         if self._warned:
             return
         left, trouble = host.space(self._folder.path), self._writer.trouble
-        if trouble is not None or (left is not None and left.free < RESERVED):
+        spare = RESERVED * (1 + self.state.world_size)  # what each gives back when it ends
+        if trouble is not None or (left is not None and left.free < spare):
             self._warned = True
             why = trouble.strerror if trouble is not None else "the disk is full"
             self._note([ev.Note(time.time(), -1, f"{self._folder.path}: {why}. {_LOST}")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,8 @@ def test_a_socket_may_lie_deeper_than_its_name_has_room_for(tmp_path: Path) -> N
 
     folder = tmp_path / ("deep" * 30)
     folder.mkdir()
-    body = json.dumps({"entries": [entry(5)], "version": "2.10"}).encode()
+    later = entry(5, time_created_ns=time.time_ns() + 10**9)  # `entry` alone is older than it
+    body = json.dumps({"entries": [entry(4), later], "version": "2.10"}).encode()
 
     def answer(server: socket.socket) -> None:
         connection, _ = server.accept()
@@ -99,3 +101,4 @@ def test_a_socket_may_lie_deeper_than_its_name_has_room_for(tmp_path: Path) -> N
     os.close(descriptor)
     assert told is not None
     assert told.last(DEFAULT) == 5
+    assert [len(ones) for ones in told.by_group.values()] == [1]

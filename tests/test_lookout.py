@@ -185,6 +185,20 @@ def mismatches() -> None:
         dist.broadcast(x, 0)  # broadcasts
 
 
+def reduces_here() -> None:
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+
+
+def test_what_the_kernel_itself_reduced_before_is_not_the_ranks() -> None:
+    """A forked rank inherits torch's record of it, under the same number."""
+    nbtrain.launch(reduces_here, engine="inline", view="none")
+    with launched(spins) as run:
+        found = first_verdict(run, saying="for it")
+    assert f"rank 1 is at {HERE}, line {line_of('spins')}" in found.text
+    assert "; rank 0 waits in barrier #1 for it" in found.text
+
+
 def test_collectives_that_do_not_match_are_both_named() -> None:
     with launched(mismatches) as run:
         found = first_verdict(run)
