@@ -683,7 +683,7 @@ def test_a_detached_run_is_found_again_by_its_restarted_kernel(
 
 
 @linux
-@pytest.mark.parametrize("who", ["kernel", "all"])
+@pytest.mark.parametrize("who", ["kernel", pytest.param("all", marks=slow)])
 def test_a_laptop_that_sleeps_ends_no_run_and_is_no_hang(
     who: str, start_kernel: Callable[..., Notebook], tmp_path: Path
 ) -> None:
