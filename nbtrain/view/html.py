@@ -44,6 +44,9 @@ FRAME = {"border": "1px solid rgba(128,128,128,.35)", "padding": "8px 12px", "ma
 _PLAIN = 'class="tex2jax_ignore mathjax_ignore"'
 """Keeps a page from setting what stands between two dollars as mathematics."""
 
+_FITS = "width:0;min-width:100%"
+"""Within a widget, which is as wide as what is in it wants to be: as wide as the page has room."""
+
 _FONT = (
     "font-family:system-ui,sans-serif;font-size:13px;line-height:1.5;"
     "font-variant-numeric:tabular-nums"
@@ -64,7 +67,7 @@ def parts(state: RunState, now: float, look: Look = Look()) -> list[str]:
     page that redraws one of them keeps what is selected in the others.
     """
     return [
-        f'<div {_PLAIN} style="{_FONT}">{part}</div>' if part else ""
+        f'<div {_PLAIN} style="{_FONT};{_FITS}">{part}</div>' if part else ""
         for part in _parts(state, now, look)
     ]
 
@@ -118,7 +121,7 @@ def coded(text: str) -> str:
 def preformatted(text: str) -> str:
     """Draw a text as it is, lines and all."""
     style = f"{_MONO};line-height:1.4;margin:4px 0;max-height:320px;overflow:auto;color:inherit"
-    return f'<pre {_PLAIN} style="{style};background:none;border:none">{escape(text)}</pre>'
+    return f'<pre {_PLAIN} style="{style};{_FITS};background:none;border:none">{escape(text)}</pre>'
 
 
 def cut(text: str, width: int) -> str:

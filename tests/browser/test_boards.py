@@ -18,6 +18,11 @@ for i in nbtrain.progress(range({count})):
     nbtrain.log(step=i, loss=1 / (i + 1)); time.sleep(0.05)
 """
 LONG = LOOP.format(count=4000)
+FITS = """
+const right = element => element.getBoundingClientRect().right;
+const frame = document.querySelector('.jp-OutputArea-output');
+[...frame.querySelectorAll('.widget-html-content > div')].every(e => right(e) <= right(frame));
+"""
 
 
 def _stored(page: Page) -> dict[str, Any]:
@@ -146,6 +151,9 @@ def test_a_dark_theme_and_64_ranks_stay_readable(open_notebook: Open) -> None:
     page.run_all()
     page.wait_for("it/s")
     page.shot("dark-64-live")
+    page.page.set_viewport_size({"width": 800, "height": 900})
+    assert page.page.evaluate(FITS)
+    page.page.set_viewport_size({"width": 1280, "height": 900})
     page.wait_for("succeeded")
     page.shot("dark-64")
     page.command("apputils:change-theme", theme="JupyterLab Light")
