@@ -26,7 +26,6 @@ _MISTAKES = (
     "ModuleNotFoundError",
     "AttributeError",
     "TypeError",
-    "ExceptionGroup",
 )
 """What a function that never works raises before its first step, at every attempt."""
 
@@ -55,7 +54,9 @@ def carry_out(
             if not supervisor.begin_again(number, reason, wait_before(number), interrupts):
                 break
             job = replace(job, attempt=number)
-    except BaseException as error:
+    except (
+        BaseException
+    ) as error:  # it is the run's end, an interrupt too: written, then raised by the caller
         supervisor.abort(f"{type(error).__name__}: {error}")
         return error
     finally:

@@ -13,6 +13,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from .folder import RunFolder
+
 _NAME = re.compile(r"step-\d{8}")
 
 
@@ -33,7 +35,7 @@ def checkpoint_dir() -> Path:
 
 def _dir() -> Path:
     run = os.environ.get("NBTRAIN_RUN")
-    return Path(run) / "checkpoints" if run else Path("checkpoints").absolute()
+    return RunFolder(Path(run)).checkpoints if run else Path("checkpoints").absolute()
 
 
 @contextlib.contextmanager

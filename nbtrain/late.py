@@ -44,7 +44,7 @@ class Captures:
             self.count += 1
             try:
                 return begin(*args, **kwargs)
-            except BaseException:
+            except BaseException:  # whatever it was, nothing is being recorded
                 self.count -= 1
                 raise
 

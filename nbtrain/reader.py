@@ -10,8 +10,8 @@ from . import events as ev
 from .folder import RunFolder
 from .tail import Tail, event_tail, new_events
 
-EVENT_BYTES = LOG_BYTES = 1 << 16
-"""Read of a file in one call: many are read side by side. Of a log, the last of what is new."""
+LOG_BYTES = 1 << 16
+"""Read of a log in one call: the last of what is new."""
 
 
 class Reader:

@@ -285,6 +285,7 @@ def memory_cgroup(limit: int) -> Iterator[Path]:
         while folder.is_dir() and time.monotonic() < deadline:
             with contextlib.suppress(OSError):  # its processes are on their way out
                 folder.rmdir()
+        assert not folder.is_dir(), "the cgroup could not be removed"
 
 
 def carry_out(row: Row) -> Outcome:

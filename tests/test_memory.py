@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from faults import Unavailable, memory_cgroup
 
 LIMIT = 700 << 20
 EATER = """
@@ -40,25 +39,11 @@ except nbtrain.RankDied as error:
 @pytest.fixture
 def group() -> Iterator[Path]:
     """A real cgroup with a memory limit, where this system lets us make one (root, v1 or v2)."""
-    v1, v2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
-    top, limit = (v1, "memory.limit_in_bytes") if v1.is_dir() else (v2, "memory.max")
-    folder = top / f"nbtrain-test-{os.getpid()}"
     try:
-        folder.mkdir()
-        (folder / limit).write_text(str(LIMIT))
-    except OSError as error:
-        if folder.is_dir():
-            folder.rmdir()
-        pytest.skip(f"needs the right to make a cgroup with a memory limit ({error.strerror})")
-    yield folder
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        try:
-            folder.rmdir()
-            return
-        except OSError:  # its processes are on their way out
-            time.sleep(0.05)
-    raise AssertionError("the cgroup could not be removed")
+        with memory_cgroup(LIMIT) as folder:
+            yield folder
+    except Unavailable as why:
+        pytest.skip(str(why))
 
 
 def died(group: Path, how: str) -> str:
