@@ -54,9 +54,7 @@ def carry_out(
             if not supervisor.begin_again(number, reason, wait_before(number), interrupts):
                 break
             job = replace(job, attempt=number)
-    except (
-        BaseException
-    ) as error:  # it is the run's end, an interrupt too: written, then raised by the caller
+    except BaseException as error:  # an interrupt too: written here, raised by the caller
         supervisor.abort(f"{type(error).__name__}: {error}")
         return error
     finally:
