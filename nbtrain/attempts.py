@@ -7,6 +7,7 @@ import tempfile
 from dataclasses import replace
 
 from .engines import Engine
+from .engines.janitor import Janitor
 from .folder import set_aside
 from .outcome import is_echo
 from .state import RankState, RunState
@@ -16,6 +17,10 @@ from .worker import Job
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0
 """Seconds before the second attempt, twice as many before each further one, and at most."""
+
+ROOM = 66
+"""The longest folder of temporary files in which sockets can be made: a path of one has 107 bytes,
+103 on macOS, and a run's folder with a socket of nbtrain or `multiprocessing` adds 37."""
 
 _MISTAKES = (
     "SyntaxError",
@@ -38,6 +43,7 @@ def carry_out(
     Returns an exception that is at hand as such, not in the run folder.
     """
     job = replace(job, scratch=_scratch())
+    janitor = Janitor(job.scratch) if job.scratch and not engine.runs_here else None
     try:
         while True:
             ranks = engine.start(job)
@@ -58,6 +64,8 @@ def carry_out(
         supervisor.abort(f"{type(error).__name__}: {error}")
         return error
     finally:
+        if janitor is not None:
+            janitor.close()
         if job.scratch:
             shutil.rmtree(job.scratch, ignore_errors=True)
     supervisor.finish()
@@ -65,8 +73,9 @@ def carry_out(
 
 
 def _scratch() -> str:
+    usual = tempfile.gettempdir()
     try:
-        return tempfile.mkdtemp(prefix="nbtrain-")
+        return tempfile.mkdtemp(prefix="nbtrain-", dir=usual if len(usual) <= ROOM else "/tmp")
     except OSError:  # a full disk: the run may not need it
         return ""
 

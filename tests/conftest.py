@@ -7,6 +7,7 @@ import os
 import queue
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -263,6 +264,14 @@ def start_kernel(tmp_path: Path) -> Iterator[Callable[..., Notebook]]:
     yield start
     for kernel in kernels:
         kernel.close()
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where this process makes temporary files: a folder with a name short enough for sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
 
 
 def wait_until(condition: Callable[[], object], timeout: float = 10.0) -> None:

@@ -298,18 +298,27 @@ def test_a_terminal_lists_shows_and_stops_what_a_kernel_runs(
     assert "is over: interrupted" in ask("stop", name)
 
 
-def test_a_keeper_that_is_killed_takes_its_ranks_with_it() -> None:
-    run = nbtrain.launch(time.sleep, 60, num_processes=2, background=True, view="none")
-    keeper = folders.RunFolder(run.folder).read_manifest()["launcher"]
-    os.kill(keeper, signal.SIGKILL)
+def test_a_keeper_that_is_killed_takes_its_ranks_and_theirs_with_it(temporary: Path) -> None:
+    def train() -> None:
+        child = subprocess.Popen(["sleep", "600"])
+        print(child.pid, flush=True)
+        child.wait()
+
+    run = nbtrain.launch(train, num_processes=2, background=True, view="none")
+    wait_until(lambda: run.logs(0) and run.logs(1))
+    assert list(temporary.glob("nbtrain-*"))
+    children = [int(run.logs(rank)) for rank in (0, 1)]
+    os.kill(folders.RunFolder(run.folder).read_manifest()["launcher"], signal.SIGKILL)
     run.wait()
     assert run.state.status == "lost"
-    wait_until(lambda: all(map(is_gone, pids(run))))
+    wait_until(lambda: all(map(is_gone, [*pids(run), *children])))
+    wait_until(lambda: not list(temporary.glob("nbtrain-*")))
 
 
 def test_one_whose_folder_is_deleted_is_lost_and_waited_for_no_longer() -> None:
     run = nbtrain.launch(time.sleep, 0.5, num_processes=1, background=True, view="none")
-    shutil.rmtree(run.folder)
+    run.folder.rename(run.folder.with_name("elsewhere"))  # at once: its rank still writes
+    shutil.rmtree(run.folder.with_name("elsewhere"), ignore_errors=True)
     assert run.wait().state.status == "lost"
     assert run not in going_on()
 

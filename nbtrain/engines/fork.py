@@ -44,7 +44,7 @@ class ForkEngine:
 
         listener = rendezvous.bind(job.plan.port)
         job = worker.with_port(job, listener.getsockname()[1])
-        ranks = ChildRanks()
+        ranks = ChildRanks(job.scratch)
         state = random.getstate()
         try:
             with ready_to_fork():

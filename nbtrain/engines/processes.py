@@ -11,6 +11,7 @@ from collections.abc import Collection
 from typing import Any
 
 from .base import Exit
+from .janitor import signal_sessions, write_ledger
 
 
 class ChildRanks:
@@ -18,8 +19,9 @@ class ChildRanks:
 
     error: BaseException | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, scratch: str = "") -> None:
         self.store: Any = None
+        self._scratch = scratch
         self._pids: dict[int, int] = {}
         self._watched: dict[int, int] = {}  # rank -> pidfd, or -1 where there are none
 
@@ -27,6 +29,11 @@ class ChildRanks:
         """Watch a process that was just started."""
         self._pids[rank] = pid
         self._watched[rank] = _open_pidfd(pid)
+        self._note()
+
+    def _note(self) -> None:
+        if self._scratch:
+            write_ledger(self._scratch, [self._pids[rank] for rank in self._watched])
 
     @property
     def pids(self) -> dict[int, int]:
@@ -46,7 +53,10 @@ class ChildRanks:
             blind = -1 in self._watched.values()
             poller.poll(1000 * (min(timeout, 0.02) if blind else timeout))
         ended = [self._reap(rank) for rank in tuple(self._watched)]
-        return [exited for exited in ended if exited is not None]
+        found = [exited for exited in ended if exited is not None]
+        if found:
+            self._note()
+        return found
 
     def _reap(self, rank: int) -> Exit | None:
         pid = self._pids[rank]
@@ -56,7 +66,7 @@ class ChildRanks:
                 if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                     return None
                 # Before it is reaped, while its number cannot be anyone else's: end what it left.
-                _signal_group(pid, signal.SIGKILL)
+                signal_sessions([pid], signal.SIGKILL)
             reaped, status = os.waitpid(pid, os.WNOHANG)
             if not reaped:
                 return None
@@ -74,13 +84,14 @@ class ChildRanks:
 
     def terminate(self, ranks: Collection[int]) -> None:
         """Send SIGTERM to the ranks and their children."""
-        for rank in self.alive.intersection(ranks):
-            _signal_group(self._pids[rank], signal.SIGTERM)
+        signal_sessions(self._leaders(ranks), signal.SIGTERM)
 
     def kill(self, ranks: Collection[int]) -> None:
         """Send SIGKILL to the ranks and their children."""
-        for rank in self.alive.intersection(ranks):
-            _signal_group(self._pids[rank], signal.SIGKILL)
+        signal_sessions(self._leaders(ranks), signal.SIGKILL)
+
+    def _leaders(self, ranks: Collection[int]) -> list[int]:
+        return [self._pids[rank] for rank in self.alive.intersection(ranks)]
 
     def close(self) -> None:
         """Kill and reap whatever is left, and give the store's port back."""
@@ -100,12 +111,3 @@ def _open_pidfd(pid: int) -> int:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):  # not Linux ≥ 5.3; out of descriptors
         return -1
-
-
-def _signal_group(pid: int, number: int) -> None:
-    """Signal a rank and all of its process group; just the rank, before it leads one."""
-    try:
-        os.killpg(pid, number)
-    except (ProcessLookupError, PermissionError):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)

@@ -58,7 +58,7 @@ class SpawnEngine:
         assert self._parcel is not None
         listener = rendezvous.bind(job.plan.port)
         job = worker.with_port(job, listener.getsockname()[1])
-        ranks = ChildRanks()
+        ranks = ChildRanks(job.scratch)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             for rank in range(job.world_size):
