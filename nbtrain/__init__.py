@@ -10,6 +10,7 @@ from typing import Any
 
 from .checkpoints import attempt, checkpoint, checkpoint_dir, last_checkpoint
 from .errors import NbtrainError, RankDied
+from .kept import runs
 from .launch import launch, notebook_launcher
 from .report import log, progress, rank, world_size
 from .run import Run, last_run
@@ -29,6 +30,7 @@ __all__ = [
     "notebook_launcher",
     "progress",
     "rank",
+    "runs",
     "should_stop",
     "world_size",
 ]

@@ -62,7 +62,7 @@ def _do(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             print(doctor.page())
             print("\nOf a notebook's own kernel, `%nbtrain doctor` in a cell tells the same.")
         case "runs":
-            print(kept.page(kept.briefs(), time.time()))
+            print(kept.page(kept.digests(), time.time()))
         case "show":
             print(text.summary(kept.find(options.run).state, time.time()))
         case "logs":

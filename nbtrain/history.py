@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from . import events as ev
 from .errors import MissingExtra
@@ -12,6 +12,8 @@ from .pace import number, whole
 from .tail import read_events
 
 KEYS = ("step", "rank", "time")
+
+Curve = list[tuple[float, float]]
 
 Row = dict[str, Any]
 """A step, a rank, a time in seconds since the epoch, and the values said then, by name."""
@@ -23,17 +25,54 @@ def rows(folder: RunFolder, world_size: int) -> list[Row]:
     What is seen unasked (loss, lr, epoch, steps/s, samples) is in rows of its own. Where the user
     logs a metric of the same name, the user's is the one that stays.
     """
+    found = merged(list(read_events(folder.events(rank))) for rank in range(world_size))
+    folder.check_it_is_there()  # what was deleted meanwhile was read in part
+    return found
+
+
+def merged(said: Iterable[Sequence[ev.Event]]) -> list[Row]:
+    """Return the rows of what ranks said, given rank by rank."""
     logged: list[Row] = []
     seen: list[Row] = []
-    for rank in range(world_size):
-        said = list(read_events(folder.events(rank)))
-        logged.extend(_logged(said, rank))
-        seen.extend(_seen(said, rank))
+    for rank, events in enumerate(said):
+        logged.extend(_logged(events, rank))
+        seen.extend(_seen(events, rank))
     taken = {name for row in logged for name in row} - set(KEYS)
-    folder.check_it_is_there()  # what was deleted meanwhile was read in part
     left = ({k: v for k, v in row.items() if k not in taken} for row in seen)
     found = [*logged, *(row for row in left if not row.keys() <= set(KEYS))]
     return sorted(found, key=lambda row: float(row["time"]))
+
+
+def last(found: Iterable[Row]) -> dict[str, float]:
+    """Return the mean over ranks of the number each said last, by name."""
+    said: dict[str, dict[int, float]] = {}
+    for row in found:
+        for name, value in row.items():
+            if name not in KEYS and is_number(value):
+                said.setdefault(name, {})[row["rank"]] = float(value)
+    return {name: sum(ranks.values()) / len(ranks) for name, ranks in said.items()}
+
+
+def names(found: Sequence[Row]) -> list[str]:
+    """Return the names that have numbers, in the order in which they came up."""
+    said = dict.fromkeys(name for row in found for name, value in row.items() if is_number(value))
+    return [name for name in said if name not in KEYS]
+
+
+def curves(found: Sequence[Row], name: str) -> dict[int, Curve]:
+    """Return each rank's points (step, value), by rank; without a step, they are counted."""
+    drawn: dict[int, Curve] = {}
+    for row in found:
+        value = row.get(name)
+        if is_number(value):
+            curve = drawn.setdefault(row["rank"], [])
+            curve.append((len(curve) if row["step"] is None else row["step"], float(value)))
+    return dict(sorted(drawn.items()))
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Whether a value can be drawn or averaged; a bool can."""
+    return isinstance(value, (int, float))
 
 
 def _logged(events: Iterable[ev.Event], rank: int) -> Iterator[Row]:
@@ -83,9 +122,9 @@ def frame(found: Sequence[Row]) -> Any:
         raise MissingExtra(
             'run.history is a DataFrame and needs pandas: pip install "nbtrain[history]"'
         ) from error
-    names = dict.fromkeys(name for row in found for name in row if name not in KEYS)
+    said = dict.fromkeys(name for row in found for name in row if name not in KEYS)
     columns: dict[str, list[Any]] = {
-        name: [row.get(name) for row in found] for name in (*KEYS, *names)
+        name: [row.get(name) for row in found] for name in (*KEYS, *said)
     }
     table = pd.DataFrame(columns)
     return table.astype({"step": "Int64", "rank": "int64", "time": "float64"})

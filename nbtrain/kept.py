@@ -3,57 +3,46 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from typing import Any
 
-from . import events as ev
 from . import folder as folders
+from .digest import Digest, digest, frame
 from .errors import NbtrainError, PlanError
-from .reopen import initial_state
 from .run import Run, going_on, last_run
-from .tail import last_bytes
-from .view.wording import counted, duration
+from .view.wording import counted, duration, main_metric
+
+HEAD = ("run", "status", "when", "ranks", "took", "last")
 
 
-@dataclass(frozen=True)
-class Brief:
-    """A kept run in a line; `seconds` is None while nobody knows how long it took."""
-
-    name: str
-    status: str
-    created: float
-    ranks: int
-    seconds: float | None
-
-
-def briefs() -> list[Brief]:
+def digests() -> list[Digest]:
     """Return the kept runs, the newest last; those whose manifest cannot be read are left out."""
     found = []
     for folder in folders.runs():
         try:
-            found.append(_brief(folder))
+            found.append(digest(folder))
         except (OSError, NbtrainError):  # pruned meanwhile, or damaged
             continue
     return found
 
 
-def _brief(folder: folders.RunFolder) -> Brief:
-    state = initial_state(folder.read_manifest(), folder.manifest)
-    created = state.created
-    last = map(ev.from_line, last_bytes(folder.launcher_events).split(b"\n"))
-    ended = [e for e in last if isinstance(e, ev.Finished)]
-    if ended:
-        status, seconds = ended[-1].status, max(0.0, ended[-1].time - created)
-    else:
-        status, seconds = "running" if folders.is_watched(folder) else "lost", None
-    return Brief(folder.path.name, status, created, state.world_size, seconds)
+def runs() -> Any:
+    """Return the kept runs as a pandas DataFrame, a row each, the newest last.
+
+    Columns are run, status, created (UTC), seconds, ranks, engine, mixed_precision, then a column
+    for each plain argument of the training functions, and for each metric: the mean over ranks of
+    what was said last.
+
+    Raises `MissingExtra` where pandas is not installed.
+    """
+    return frame(digests())
 
 
-def page(kept: list[Brief], now: float) -> str:
+def page(kept: list[Digest], now: float) -> str:
     """Return a table of runs, with how to see one."""
     if not kept:
         return f"No run is kept in {folders.root()}."
-    rows = [("run", "status", "when", "ranks", "took"), *(_row(brief, now) for brief in kept)]
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    rows = [HEAD, *(_row(brief, now) for brief in kept)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
@@ -62,7 +51,7 @@ def page(kept: list[Brief], now: float) -> str:
     return "\n".join([*lines, "", told])
 
 
-def _row(brief: Brief, now: float) -> tuple[str, str, str, str, str]:
+def _row(brief: Digest, now: float) -> tuple[str, ...]:
     seconds = brief.seconds
     if seconds is None and brief.status == "running":
         seconds = max(0.0, now - brief.created)
@@ -72,7 +61,13 @@ def _row(brief: Brief, now: float) -> tuple[str, str, str, str, str]:
         time.strftime("%a %d %b %H:%M", time.localtime(brief.created)),
         counted(brief.ranks, "rank"),
         "" if seconds is None else duration(seconds),
+        _last(brief),
     )
+
+
+def _last(brief: Digest) -> str:
+    name = main_metric(brief.metrics)
+    return "" if name is None else f"{name} {brief.metrics[name]:.4g}"
 
 
 def find(beginning: str = "") -> Run:

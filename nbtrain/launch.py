@@ -13,6 +13,7 @@ from typing import Any
 
 from . import devices, engines, estimate, keeper, preflight, serialize, stacks
 from .attempts import carry_out
+from .digest import parameters
 from .engines import Engine
 from .errors import LaunchError, PlanError, PreflightError
 from .folder import started
@@ -325,6 +326,7 @@ def _manifest(plan: Plan, world_size: int, device: str, notes: Sequence[str]) ->
         "torch": torch.__version__,
         "notes": list(notes),
         "cells": _cells(plan),
+        "parameters": parameters(plan.task),
     }
 
 

@@ -84,7 +84,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
             case ["doctor"]:
                 print(doctor.page())
             case ["runs"]:
-                print(kept.page(kept.briefs(), time.time()))
+                print(kept.page(kept.digests(), time.time()))
             case ["show", *which] if len(which) <= 1:
                 kept.find(*which).show()
             case ["stop", *which] if len(which) <= 1:

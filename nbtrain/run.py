@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from . import history as past
-from . import serialize, stacks, verdict
+from . import serialize, stacks, tensorboard, verdict
+from .digest import digest, frame
 from .errors import LaunchError, RunTimeout
 from .folder import RunFolder, create, prune
 from .follow import TICK, Follower
@@ -201,17 +202,44 @@ class Run:
         self._folder.check_it_is_there()
         return past.rows(self._folder, self.state.world_size)
 
-    def plot(self, metric: str | Sequence[str] | None = None) -> Any:
+    def plot(self, metric: str | Sequence[str] | None = None, *others: Run) -> Any:
         """Return a matplotlib figure of a metric or several, else of the loss.
 
-        Every rank is faint, their mean strong. The figure is not registered with pyplot.
+        Every rank is faint, their mean strong; `others` are drawn over it, each in a colour of its
+        own. The figure is not registered with pyplot.
 
         Raises:
             MissingExtra: matplotlib is not installed.
             NbtrainError: there is no number of that name.
         """
         metrics = [metric] if isinstance(metric, str) else list(metric or ())
-        return plot.figure(self._history_rows(), metrics, self.state.name)
+        if not others:
+            return plot.figure({self.state.name: self._history_rows()}, metrics)
+        return plot.figure({r.folder.name: r._history_rows() for r in (self, *others)}, metrics)
+
+    def compare(self, *others: Run) -> Any:
+        """Return what runs were given and what came of it, side by side: a column a run.
+
+        A pandas DataFrame; its rows are those of `nbtrain.runs`.
+
+        Raises:
+            MissingExtra: pandas is not installed.
+            NbtrainError: the folder of one of the runs was deleted meanwhile.
+        """
+        for run in (self, *others):
+            run._folder.check_it_is_there()
+        return frame([digest(run._folder) for run in (self, *others)]).set_index("run").T
+
+    def to_tensorboard(self, folder: str | Path) -> Path:
+        """Write every number that was logged or seen as TensorBoard's event files; return where.
+
+        They are in ``folder/RUN/rank-N``, each number at its step and its time.
+
+        Raises:
+            MissingExtra: tensorboard is not installed.
+            NbtrainError: the run's folder was deleted meanwhile.
+        """
+        return tensorboard.write(self._history_rows(), Path(folder) / self.folder.name)
 
     def wait(self) -> Run:
         """Wait until every rank is gone; return the run. Does not raise what a rank raised.

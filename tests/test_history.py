@@ -103,6 +103,75 @@ def test_plot_is_a_figure_of_the_loss_or_of_what_is_named() -> None:
         run.plot("lss")
 
 
+def test_runs_are_drawn_over_each_other() -> None:
+    pytest.importorskip("matplotlib")
+    one, other = logging_run(10), logging_run(5)
+    drawn = one.plot("loss", other)
+    (panel,) = drawn.axes
+    assert panel.get_legend_handles_labels()[1] == [one.folder.name, other.folder.name]
+    assert len(panel.lines) == 2 * 3  # a mean and two ranks each
+    assert len({line.get_color() for line in panel.lines}) == 2
+
+
+def test_runs_are_compared_by_what_they_were_given_and_what_came_of_it() -> None:
+    def train(lr: float, epochs: int = 3, data: object = None) -> None:
+        nbtrain.log(loss=lr + nbtrain.rank(), epochs=epochs - 1)
+
+    first = nbtrain.launch(train, 0.5, data=[1, 2], num_processes=2, view="none")
+    second = nbtrain.launch(train, lr=0.25, num_processes=1, view="none", mixed_precision="bf16")
+    table = first.compare(second)
+    assert list(table.columns) == [first.folder.name, second.folder.name]
+    assert table.loc["lr"].tolist() == [0.5, 0.25]
+    assert table.loc["epochs"].tolist() == [3, 3]
+    assert table.loc["epochs (last)"].tolist() == [2, 2]
+    assert table.loc["loss"].tolist() == [1.0, 0.25]  # the mean of 0.5 and 1.5
+    assert table.loc["mixed_precision"].tolist() == ["no", "bf16"]
+    assert table.loc["ranks"].tolist() == [2, 1]
+    runs = nbtrain.runs()
+    assert runs["run"].tolist() == list(table.columns)
+    assert runs["status"].tolist() == ["succeeded"] * 2
+    assert (runs["seconds"] > 0).all()
+    assert abs(runs["created"].iloc[0].timestamp() - first.state.created) < 1e-3
+    shutil.rmtree(second.folder)
+    with pytest.raises(NbtrainError, match="is gone"):
+        first.compare(second)
+
+
+def test_no_runs_is_an_empty_table() -> None:
+    assert list(nbtrain.runs().columns)[:3] == ["run", "status", "created"]
+    assert len(nbtrain.runs()) == 0
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"n": 10**5000}, {"n": "x" * 1000}, {"n": float}, {"n": "\ud800", "x": math.nan}],
+    ids=["a number of 5,000 digits", "data", "a class", "half a character"],
+)
+def test_no_argument_is_in_the_way_of_a_launch(given: dict[str, object]) -> None:
+    run = nbtrain.launch(lambda **_: 1, num_processes=1, view="none", **given)  # type: ignore[arg-type]
+    assert run.value == 1
+    assert len(nbtrain.runs()) == 1
+
+
+def test_tensorboard_reads_every_number_at_its_step_and_time(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = logging_run(50)
+    where = run.to_tensorboard(tmp_path / "logs")
+    assert where == tmp_path / "logs" / run.folder.name
+    history = run.history
+    for rank in range(2):
+        read = EventAccumulator(str(where / f"rank-{rank}")).Reload()
+        said = read.Scalars("loss")
+        own = history[(history["rank"] == rank) & history["loss"].notna()]
+        assert [point.step for point in said] == list(own["step"])
+        assert [point.value for point in said] == pytest.approx(list(own["loss"]))
+        assert [point.wall_time for point in said] == pytest.approx(list(own["time"]))
+        assert math.isnan(read.Scalars("accuracy")[0].value)
+        assert "note" not in read.Tags()["scalars"]
+
+
 @pytest.mark.parametrize(("package", "extra"), [("pandas", "history"), ("matplotlib", "plot")])
 def test_a_missing_package_is_named_with_its_extra(
     package: str, extra: str, monkeypatch: pytest.MonkeyPatch

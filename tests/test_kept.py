@@ -26,24 +26,24 @@ def runs() -> list[nbtrain.Run]:
 
 
 def test_the_list_tells_of_each_run_in_a_line(runs: list[nbtrain.Run]) -> None:
-    briefs = kept.briefs()
+    briefs = kept.digests()
     assert [b.name for b in briefs] == [r.folder.name for r in runs]
     assert [(b.status, b.ranks) for b in briefs] == [("succeeded", 1), ("failed", 2)]
     assert all(b.seconds is not None for b in briefs)
     lines = kept.page(briefs, briefs[0].created).splitlines()
-    assert lines[0].split() == ["run", "status", "when", "ranks", "took"]
+    assert lines[0].split() == ["run", "status", "when", "ranks", "took", "last"]
     assert "succeeded" in lines[1]
     assert "1 rank " in lines[1]
     assert "2 ranks" in lines[2]
 
 
 def test_no_runs_and_damaged_ones_are_no_trouble(run_root: Path) -> None:
-    assert "No run is kept" in kept.page(kept.briefs(), 0.0)
+    assert "No run is kept" in kept.page(kept.digests(), 0.0)
     for name, text in [("a", "{"), ("b", "[]"), ("c", '{"created": "x", "num_processes": 1}')]:
         folder = run_root / "runs" / name
         folder.mkdir(parents=True)
         (folder / "run.json").write_text(text)
-    assert kept.briefs() == []
+    assert kept.digests() == []
 
 
 def test_a_run_whose_kernel_is_gone_is_lost_and_one_that_is_watched_runs(
@@ -54,7 +54,7 @@ def test_a_run_whose_kernel_is_gone_is_lost_and_one_that_is_watched_runs(
     (folder / "launcher.jsonl").write_text("")
     for pid, status in [(os.getpid(), "running"), (2**22 + 1, "lost")]:
         (folder / "run.json").write_text(json.dumps({**manifest, "launcher": pid}))
-        (brief,) = [b for b in kept.briefs() if b.name == folder.name]
+        (brief,) = [b for b in kept.digests() if b.name == folder.name]
         assert (brief.status, brief.seconds) == (status, None)
         assert status in kept.page([brief], brief.created + 3)
 

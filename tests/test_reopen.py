@@ -175,7 +175,7 @@ def test_a_damaged_manifest_says_what_is_wrong_and_is_not_listed(
     folder.manifest.write_text(json.dumps({**MANIFEST, **change}))
     with pytest.raises(NbtrainError, match=words):
         Run.open(folder.path)
-    assert kept.briefs() == []
+    assert kept.digests() == []
 
 
 def test_a_manifest_of_an_older_version_or_with_odd_texts_opens() -> None:
@@ -186,7 +186,7 @@ def test_a_manifest_of_an_older_version_or_with_odd_texts_opens() -> None:
     odd = {**MANIFEST, "name": 3, "engine": None, "device": [], "notes": 7, "host": [], "env": 1}
     folder.manifest.write_text(json.dumps(odd))
     assert "3" in Run.open(folder.path)._repr_html_()
-    assert len(kept.briefs()) == 1
+    assert len(kept.digests()) == 1
 
 
 def test_a_file_that_is_none_is_named() -> None:
@@ -266,7 +266,7 @@ def test_lines_of_any_kind_open_draw_and_are_told(seed: int) -> None:
     run = Run.open(folder.path)
     assert run._repr_html_()
     assert repr(run)
-    assert kept.page(kept.briefs(), time.time())
+    assert kept.page(kept.digests(), time.time())
     pytest.importorskip("pandas")
     assert len(run.history) >= 0
 
@@ -287,7 +287,7 @@ def test_a_mutated_manifest_opens_or_says_what_is_wrong(seed: int) -> None:
         told = str(error)
     assert not told or "run.json" in told
     assert "\n" not in told
-    assert kept.page(kept.briefs(), time.time())
+    assert kept.page(kept.digests(), time.time())
 
 
 def test_a_bare_folder_is_no_run(tmp_path: Path) -> None:

@@ -29,8 +29,8 @@ LAYERS = [
     {"outcome", "telemetry", "preflight", "cell", "gate", "lint", "resources", "pace", "series"}
     | {"inspection", "stacks", "collectives", "witness"},
     {"state", "worker", "pickling", "estimate", "history", "hang"},
-    {"ship", "reopen", "stragglers", "verdict"},
-    {"engines", "view"},
+    {"ship", "reopen", "stragglers", "verdict", "tensorboard"},
+    {"engines", "view", "digest"},
     {"lookout"},
     {"supervise", "follow"},
     {"attempts"},
@@ -83,6 +83,7 @@ def test_the_public_names_are_these() -> None:
         "notebook_launcher",
         "progress",
         "rank",
+        "runs",
         "should_stop",
         "world_size",
     ]
