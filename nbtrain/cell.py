@@ -88,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
         "--num-processes",
         type=_count,
         metavar="N|auto",
-        help="ranks to start; auto (the default): one a GPU, 2 on a host without",
+        help="ranks to start; auto (the default): one a GPU or TPU chip, 2 on a host without",
     )
     p.add_argument(
         "-e",
@@ -96,7 +96,8 @@ def parser() -> argparse.ArgumentParser:
         choices=ENGINES,
         default="auto",
         help="how ranks come to life: fork (auto); spawn: fresh processes that get what the cell "
-        "refers to; inline: one rank in the kernel itself, for debugging",
+        "refers to; xla: forked, on a TPU (auto there); inline: one rank in the kernel itself, "
+        "for debugging",
     )
     p.add_argument(
         "-p",

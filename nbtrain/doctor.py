@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from . import blame, devices, folder, host, plan, preflight
+from . import blame, devices, folder, host, plan, preflight, tpus
 from .devices import Build, Gpu
 from .host import Memory, Quota, Space, in_words
 from .preflight import Finding
@@ -94,7 +94,7 @@ def examine() -> Examination:
     ranks = visible or devices.CPU_DEFAULT
     build = devices.build_of(torch) if torch is not None else None
     gpus = devices.gpus()
-    tpu = devices.tpus()
+    tpu = tpus.signs()
     unused = devices.unused_accelerator(build) if build is not None else ""
     return Examination(
         version=str(vars(sys.modules["nbtrain"])["__version__"]),

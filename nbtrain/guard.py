@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from . import xla
+
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _check_is_ours = False
 _SUCCESS = 0
@@ -63,8 +65,7 @@ def initialized() -> frozenset[str]:
     xpu = getattr(torch, "xpu", None)
     if xpu is not None and xpu.is_initialized():
         found.add("XPU")
-    xla = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
-    if xla is not None and xla._xla_runtime_is_initialized():
+    if xla.is_initialized():
         found.add("XLA")
     return frozenset(found)
 

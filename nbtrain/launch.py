@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from . import devices, engines, estimate, keeper, preflight, serialize, stacks
+from . import devices, engines, estimate, keeper, preflight, serialize, stacks, tpus
 from .attempts import carry_out
 from .engines import Engine
 from .errors import LaunchError, PlanError, PreflightError
@@ -61,9 +61,9 @@ def launch(
     copies of this process, and only what it returns comes back.
 
     Args:
-        num_processes: how many ranks; None: one a GPU, 2 on a host without.
-        engine: 'auto', 'fork', 'spawn' (fresh processes, which get what the function refers to) or
-            'inline' (one rank in this process, for debugging).
+        num_processes: how many ranks; None: one a GPU or TPU chip, 2 on a host without.
+        engine: 'auto', 'fork', 'spawn' (fresh processes, which get what the function refers to),
+            'xla' (forked, on a TPU) or 'inline' (one rank in this process, for debugging).
         mixed_precision: 'no', 'fp16', 'bf16' or 'fp8', for a plain ``Accelerator()``.
         env: environment variables of the ranks.
         timeout: seconds after which the run is stopped, restarts included.
@@ -186,8 +186,16 @@ def run_plan(plan: Plan) -> Run:
 
 def _resolve(plan: Plan) -> tuple[Plan, str]:
     """Replace every 'auto' by what this host offers; return the kind of device too."""
-    gpus = devices.gpu_count({**os.environ, **plan.env})
-    engine = "fork" if plan.engine == "auto" else plan.engine
+    env = {**os.environ, **plan.env}
+    tpu = tpus.found(env=env)
+    engine = plan.engine
+    if engine == "auto":
+        drives = tpu is not None and tpus.is_wanted(env) and tpus.has_torch_xla()
+        engine = "xla" if drives else "fork"
+    if engine == "xla":
+        ranks = tpus.ranks(tpu, plan.num_processes, env)
+        return replace(plan, engine=engine, num_processes=ranks), "xla"
+    gpus = devices.gpu_count(env)
     inline = engine == "inline"
     default = 1 if inline else gpus or devices.CPU_DEFAULT
     if inline and plan.num_processes not in (None, 1):
@@ -209,8 +217,11 @@ def _notes(plan: Plan, device: str) -> list[str]:
     return [*lines, *(note.text for note in notes)]
 
 
+_SHARE = ", or give each run GPUs of its own: --env CUDA_VISIBLE_DEVICES=0,1"
+
+
 def _check_alone(plan: Plan, device: str) -> list[str]:
-    """Return a note if another run of this kernel goes on. On the same GPUs it is refused.
+    """Return a note if another run of this kernel goes on. On the same devices it is refused.
 
     Raises `PreflightError`.
     """
@@ -218,12 +229,12 @@ def _check_alone(plan: Plan, device: str) -> list[str]:
     if not others:
         return []
     seen = f"The run {others[-1]} of this notebook still goes on in the background"
-    if device == "cpu" or "CUDA_VISIBLE_DEVICES" in plan.env:
+    if device == "cpu" or (device == "cuda" and "CUDA_VISIBLE_DEVICES" in plan.env):
         return [f"{seen}: both share this host."]
     raise PreflightError(
-        f"{seen}, on the same GPUs. Wait for it (nbtrain.last_run().wait()), end it "
-        "(nbtrain.last_run().stop()), or give each run GPUs of its own: --env "
-        "CUDA_VISIBLE_DEVICES=0,1"
+        f"{seen}, on the same {'TPU' if device == 'xla' else 'GPUs'}. Wait for it "
+        "(nbtrain.last_run().wait()), or end it (nbtrain.last_run().stop())"
+        + ("." if device == "xla" else _SHARE)
     )
 
 

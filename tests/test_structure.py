@@ -23,9 +23,10 @@ LAYERS = [
         "ambient",
         "stopping",
         "checkpoints",
+        "xla",
     },
     {"serialize", "reader"},
-    {"exceptions", "devices", "host", "report"},
+    {"exceptions", "devices", "tpus", "host", "report"},
     {"outcome", "telemetry", "preflight", "cell", "gate", "lint", "resources", "pace", "series"}
     | {"inspection", "stacks", "collectives", "witness"},
     {"state", "worker", "pickling", "estimate", "history", "hang"},

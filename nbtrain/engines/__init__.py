@@ -20,6 +20,10 @@ def get(name: str) -> Engine:
         from .spawn import SpawnEngine
 
         return SpawnEngine()
+    if name == "xla":
+        from .xla import XlaEngine
+
+        return XlaEngine()
     from .fork import ForkEngine
 
     return ForkEngine()

@@ -70,7 +70,7 @@ class Facts:
     @property
     def forks(self) -> bool:
         """Whether the ranks inherit this process's state; spawned ones start afresh."""
-        return self.plan.engine == "fork"
+        return self.plan.engine in ("fork", "xla")
 
     @property
     def on_cpu(self) -> bool:

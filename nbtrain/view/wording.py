@@ -243,7 +243,9 @@ def facts(state: RunState, now: float) -> str:
 
 
 def devices(state: RunState) -> str:
-    """Name what the ranks train on: ``cpu``, ``2 × NVIDIA H200``."""
+    """Name what the ranks train on: ``cpu``, ``TPU``, ``2 × NVIDIA H200``."""
+    if state.device == "xla":
+        return "TPU"
     if state.device == "cpu" or state.host is None or not state.host.gpus:
         return state.device
     used = {r.taken.gpu for r in state.ranks if r.taken.gpu is not None}
