@@ -96,8 +96,8 @@ def parser() -> argparse.ArgumentParser:
         choices=ENGINES,
         default="auto",
         help="how ranks come to life: fork (auto); spawn: fresh processes that get what the cell "
-        "refers to; xla: forked, on a TPU (auto there); inline: one rank in the kernel itself, "
-        "for debugging",
+        "refers to; tpu (auto on one): xla (torch_xla, forked) or torch_tpu (its successor, fresh "
+        "processes), by what is installed; inline: one rank in the kernel itself, for debugging",
     )
     p.add_argument(
         "-p",

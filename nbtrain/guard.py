@@ -57,7 +57,7 @@ _calls: tuple[str, ...] = ()
 
 
 def initialized() -> frozenset[str]:
-    """Return which accelerators are initialised in this process: CUDA, ROCm, XPU, XLA."""
+    """Return which accelerators are initialised in this process: CUDA, ROCm, XPU, XLA, TPU."""
     found = {"CUDA"} if cuda_is_initialized() else set()
     torch = sys.modules.get("torch")
     if torch is not None and getattr(getattr(torch, "version", None), "hip", None):
@@ -67,6 +67,9 @@ def initialized() -> frozenset[str]:
         found.add("XPU")
     if xla.is_initialized():
         found.add("XLA")
+    tpu = sys.modules.get("torch_tpu._internal.device._device_ops_backend")
+    if tpu is not None and tpu._is_initialized():
+        found.add("TPU")
     return frozenset(found)
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from . import devices, engines, estimate, keeper, preflight, serialize, stacks, tpus
+from . import devices, engines, estimate, keeper, preflight, serialize, stacks, tpus, xla
 from .attempts import carry_out
 from .engines import Engine
 from .errors import LaunchError, PlanError, PreflightError
@@ -63,7 +63,8 @@ def launch(
     Args:
         num_processes: how many ranks; None: one a GPU or TPU chip, 2 on a host without.
         engine: 'auto', 'fork', 'spawn' (fresh processes, which get what the function refers to),
-            'xla' (forked, on a TPU) or 'inline' (one rank in this process, for debugging).
+            'tpu' (by what is installed 'xla', forked, or 'torch_tpu', fresh processes) or 'inline'
+            (one rank in this process, for debugging).
         mixed_precision: 'no', 'fp16', 'bf16' or 'fp8', for a plain ``Accelerator()``.
         env: environment variables of the ranks.
         timeout: seconds after which the run is stopped, restarts included.
@@ -189,12 +190,14 @@ def _resolve(plan: Plan) -> tuple[Plan, str]:
     env = {**os.environ, **plan.env}
     tpu = tpus.found(env=env)
     engine = plan.engine
-    if engine == "auto":
-        drives = tpu is not None and tpus.is_wanted(env) and tpus.has_torch_xla()
-        engine = "xla" if drives else "fork"
-    if engine == "xla":
-        ranks = tpus.ranks(tpu, plan.num_processes, env)
-        return replace(plan, engine=engine, num_processes=ranks), "xla"
+    if engine == "tpu" or (engine == "auto" and tpu is not None and tpus.is_wanted(env)):
+        engine = tpus.engine(_torch_version()) or engine
+    if engine in tpus.ENGINES:
+        ranks = tpus.ranks(tpu, plan.num_processes, env, some=engine == "torch_tpu")
+        return replace(plan, engine=engine, num_processes=ranks), tpus.ENGINES[engine]
+    if engine == "tpu":
+        raise PlanError(f"nothing is installed that drives a TPU: {xla.INSTALL}, or {tpus.INSTALL}")
+    engine = "fork" if engine == "auto" else engine
     gpus = devices.gpu_count(env)
     inline = engine == "inline"
     default = 1 if inline else gpus or devices.CPU_DEFAULT
@@ -202,6 +205,12 @@ def _resolve(plan: Plan) -> tuple[Plan, str]:
         raise PlanError(f"the inline engine runs one rank (-n 1), not {plan.num_processes}")
     resolved = replace(plan, engine=engine, num_processes=plan.num_processes or default)
     return resolved, "cuda" if gpus else "cpu"
+
+
+def _torch_version() -> str:
+    import torch
+
+    return str(torch.__version__)
 
 
 def _notes(plan: Plan, device: str) -> list[str]:
@@ -232,9 +241,9 @@ def _check_alone(plan: Plan, device: str) -> list[str]:
     if device == "cpu" or (device == "cuda" and "CUDA_VISIBLE_DEVICES" in plan.env):
         return [f"{seen}: both share this host."]
     raise PreflightError(
-        f"{seen}, on the same {'TPU' if device == 'xla' else 'GPUs'}. Wait for it "
+        f"{seen}, on the same {'GPUs' if device == 'cuda' else 'TPU'}. Wait for it "
         "(nbtrain.last_run().wait()), or end it (nbtrain.last_run().stop())"
-        + ("." if device == "xla" else _SHARE)
+        + (_SHARE if device == "cuda" else ".")
     )
 
 
@@ -317,8 +326,6 @@ def _job(plan: Plan, device: str, notes: Sequence[str]) -> tuple[Job, RunState]:
 
 
 def _manifest(plan: Plan, world_size: int, device: str, notes: Sequence[str]) -> dict[str, Any]:
-    import torch
-
     return {
         "name": plan.name,
         "created": time.time(),
@@ -333,7 +340,7 @@ def _manifest(plan: Plan, world_size: int, device: str, notes: Sequence[str]) ->
         "launcher_started": started(os.getpid()),
         "host": platform.node(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": _torch_version(),
         "notes": list(notes),
         "cells": _cells(plan),
     }

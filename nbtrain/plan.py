@@ -8,7 +8,7 @@ from typing import Any
 
 from .errors import PlanError
 
-ENGINES = ("auto", "fork", "spawn", "xla", "inline")
+ENGINES = ("auto", "fork", "spawn", "tpu", "xla", "torch_tpu", "inline")
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 VIEWS = ("auto", "widget", "html", "text", "none")
 SOURCES = ("bars", "steps", "loss", "data", "phases", "trainer", "tracker")

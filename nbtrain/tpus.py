@@ -31,6 +31,15 @@ _GENERATIONS = {
 _NAMES = {"v5litepod": "v5e", "v5lite": "v5e", "tpu7x": "v7"}
 
 
+ENGINES = {"xla": "xla", "torch_tpu": "tpu"}
+"""The engines that drive a TPU, each with torch's name of the device."""
+
+INSTALL = "pip install torch_tpu (with torch 2.11 or newer)"
+
+_LAST_OF_XLA = (2, 9)
+"""The last torch that torch_xla was built for; torch_tpu needs a newer one."""
+
+
 @dataclass(frozen=True)
 class Tpu:
     """This host's TPU: its generation ('' where nobody says), and its chips.
@@ -95,21 +104,38 @@ def has_torch_xla() -> bool:
     return importlib.util.find_spec("torch_xla") is not None
 
 
-def ranks(tpu: Tpu | None, asked: int | None, env: Mapping[str, str]) -> int:
+def has_torch_tpu() -> bool:
+    """Whether torch_tpu is installed; it is not imported."""
+    return importlib.util.find_spec("torch_tpu") is not None
+
+
+def engine(torch_version: str) -> str:
+    """Return the engine for what is installed: torch_xla, or its successor; '' for neither.
+
+    Where both are, the version of torch says which of them can be loaded.
+    """
+    numbers = tuple(int(n) for n in re.findall(r"\d+", torch_version)[:2])
+    found = {"xla": has_torch_xla(), "torch_tpu": has_torch_tpu()}
+    first = ("xla", "torch_tpu") if numbers <= _LAST_OF_XLA else ("torch_tpu", "xla")
+    return next((name for name in first if found[name]), "")
+
+
+def ranks(tpu: Tpu | None, asked: int | None, env: Mapping[str, str], *, some: bool = False) -> int:
     """Return how many processes to start. Raises `PlanError`, naming what can be had.
 
-    One, on one chip, or all: torch_xla knows nothing in between.
+    One, on one chip, or all: torch_xla knows nothing in between. Where `some` chips can be used,
+    torch_tpu says which numbers of them it can connect.
     """
     if tpu is None:
         told = signs(env=env)
         hint = f" ({told} says otherwise, but no chip is attached to it)" if told else ""
-        raise PlanError(f"the xla engine needs a TPU, and this host has none{hint}")
+        raise PlanError(f"that engine drives a TPU, and this host has none{hint}")
     if tpu.hosts > 1:
         raise PlanError(
             f"this host is one of {tpu.hosts} of a TPU slice (TPU_WORKER_HOSTNAMES): nbtrain "
             "trains on the chips of one host only"
         )
-    if asked in (None, 1, tpu.chips):
+    if asked in (None, 1, tpu.chips) or (some and asked < tpu.chips):
         return asked or tpu.chips
     if asked == tpu.devices:  # what Accelerate would call it
         return tpu.chips

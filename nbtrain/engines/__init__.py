@@ -24,6 +24,10 @@ def get(name: str) -> Engine:
         from .xla import XlaEngine
 
         return XlaEngine()
+    if name == "torch_tpu":
+        from .torch_tpu import TorchTpuEngine
+
+        return TorchTpuEngine()
     from .fork import ForkEngine
 
     return ForkEngine()
