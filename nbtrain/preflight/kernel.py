@@ -19,18 +19,26 @@ def initialized(facts: Facts) -> Iterator[Finding]:
     """An accelerator that is initialised here cannot be used by ranks forked from here."""
     if facts.device == "cpu" or not facts.forks:
         return
+    on_tpu = facts.device == "xla"
+    remedy = "Restart the kernel and keep that inside the training function"
     for touch in facts.touches:
+        if on_tpu and touch.what != "XLA":
+            continue
         named = ", ".join(facts.suspects) if touch.cell is None and touch.what == "CUDA" else ""
         hint = f" Imported here, and reported to do that on import: {named}." if named else ""
         called = f" Called from {touch.calls[-1]}." if touch.calls else ""
         yield Finding(
             f"{touch.what} is already initialised in this kernel, so ranks forked from it could "
             f"not use it. First seen: {touch.where}.{called}{hint}",
-            "Restart the kernel and keep that inside the training function, or start this now in "
-            'fresh processes: `%%distributed --engine spawn` (`nbtrain.launch(..., engine="spawn")'
-            "`).",
+            f"{remedy}." if on_tpu else f"{remedy}, {_SPAWN}",
             error=AcceleratorInitializedError,
         )
+
+
+_SPAWN = (
+    "or start this now in fresh processes: `%%distributed --engine spawn` "
+    '(`nbtrain.launch(..., engine="spawn")`).'
+)
 
 
 def accelerator_state(facts: Facts) -> Iterator[Finding]:

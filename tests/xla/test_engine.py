@@ -106,11 +106,7 @@ def test_a_rank_that_dies_is_told_and_the_others_are_ended(
     kernel: Notebook, how: str, words: str
 ) -> None:
     out = kernel.run(
-        "%%distributed\n"
-        "def train():\n"
-        "    step()\n"
-        f"    if nbtrain.rank() == 1: {how}\n"
-        "    step()\n"
+        f"%%distributed\ndef train():\n    step()\n    if nbtrain.rank() == 1: {how}\n    step()\n"
     )
     assert out.ename == "RankDied"
     assert words in out.evalue
@@ -166,13 +162,15 @@ def test_two_devices_of_a_process_are_driven_by_threads_with_equal_models_of_the
         "            threading.current_thread().name)\n"
     )
     assert not out.ename, out.traceback
-    assert kernel.value("run.results") == [
-        [(f"xla:{index}", True, 4.0, f"xla:{index}") for index in range(2)]
-    ] * 2
+    assert (
+        kernel.value("run.results")
+        == [[(f"xla:{index}", True, 4.0, f"xla:{index}") for index in range(2)]] * 2
+    )
     out = kernel.run(
         "%%distributed\n"
         "def train(model):\n"
-        "    if str(torch_xla.device()) == 'xla:1' and nbtrain.rank() == 1: raise KeyError('here')\n"
+        "    if str(torch_xla.device()) == 'xla:1' and nbtrain.rank() == 1:\n"
+        "        raise KeyError('here')\n"
         "    time.sleep(60)\n"
         "import torch_xla\n"
         "train(model)"
