@@ -11,11 +11,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .. import devices, guard, host
+from .. import devices, guard, host, tpus
 from ..devices import Build, Gpu
 from ..guard import Touch
 from ..host import Memory, Quota, Space
 from ..plan import Plan
+from ..tpus import Tpu
 from . import task
 
 SUSPECTS = ("bitsandbytes", "xformers", "transformer_engine", "peft", "unsloth")
@@ -47,6 +48,8 @@ class Facts:
     gpus: tuple[Gpu, ...] = ()
     holder_names: Mapping[int, str] = field(default_factory=dict)
     unused_accelerator: str = ""
+    tpu: Tpu | None = None
+    has_torch_xla: bool = False
     source: str = ""
     weights: int = 0
     workers: int = 0
@@ -103,6 +106,8 @@ def gather(plan: Plan, device: str, builds: int = 0) -> Facts:
         gpus=gpus,
         holder_names={h.pid: host.process_name(h.pid) for gpu in gpus for h in gpu.holders},
         unused_accelerator=devices.unused_accelerator(build) if build is not None else "",
+        tpu=tpus.found(env=env),
+        has_torch_xla=tpus.has_torch_xla(),
         source=mentioned.source,
         weights=mentioned.weights,
         workers=mentioned.workers,

@@ -17,25 +17,30 @@ def fork(facts: Facts) -> Iterator[Finding]:
 
 _RESTART = "Restart the kernel and keep that inside the training function"
 _SPAWN = (
-    "start this now in fresh processes: `%%distributed --engine spawn` "
+    "or start this now in fresh processes: `%%distributed --engine spawn` "
     '(`nbtrain.launch(..., engine="spawn")`).'
 )
 
 
 def initialized(facts: Facts) -> Iterator[Finding]:
-    """An accelerator that is initialised here cannot be used by ranks forked from here."""
-    alone = facts.device in ("xla", "tpu")  # a TPU's chips belong to one process at a time
-    if facts.device == "cpu" or not (facts.forks or alone):
+    """An accelerator that is initialised here cannot be used by ranks forked from here.
+
+    A TPU belongs to one process at a time: not even by fresh ones.
+    """
+    on_tpu = facts.device in ("xla", "tpu")
+    if facts.device == "cpu" or not (facts.forks or on_tpu):
         return
     for touch in facts.touches:
+        if on_tpu and touch.what not in ("XLA", "TPU"):
+            continue
         named = ", ".join(facts.suspects) if touch.cell is None and touch.what == "CUDA" else ""
         hint = f" Imported here, and reported to do that on import: {named}." if named else ""
         called = f" Called from {touch.calls[-1]}." if touch.calls else ""
+        whose = "ranks" if on_tpu else "ranks forked from it"
         yield Finding(
-            f"{touch.what} is already initialised in this kernel, so ranks "
-            f"{'' if alone else 'forked from it '}could not use it. First seen: "
-            f"{touch.where}.{called}{hint}",
-            f"{_RESTART}." if alone else f"{_RESTART}, or {_SPAWN}",
+            f"{touch.what} is already initialised in this kernel, so {whose} could not use it. "
+            f"First seen: {touch.where}.{called}{hint}",
+            f"{_RESTART}." if on_tpu else f"{_RESTART}, {_SPAWN}",
             error=AcceleratorInitializedError,
         )
 

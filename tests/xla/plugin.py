@@ -56,6 +56,7 @@ class PretendedTpu(plugins.DevicePlugin):
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"pretended-tpu-{attempt}", store)
         _group = dist.ProcessGroupGloo(store, local_rank, local_world_size, timedelta(seconds=60))
+        _group.barrier().wait()  # one that ends at once would cut off those still connecting
         xr._WORLD_SIZE, xr._ORDINAL = local_world_size, local_rank
 
 
@@ -89,8 +90,12 @@ def all_reduce(
     if _group is not None:
         options = dist.AllreduceOptions()
         options.reduceOp = _REDUCTIONS[reduce_type]
-        for tensor in reduced:
-            _group.allreduce([tensor], options).wait()
+        for kind in {tensor.dtype for tensor in reduced}:  # one message, not one a tensor
+            alike = [tensor for tensor in reduced if tensor.dtype == kind]
+            flat = torch.cat([tensor.flatten() for tensor in alike])
+            _group.allreduce([flat], options).wait()
+            for tensor, part in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
+                tensor.copy_(part.view_as(tensor))
     reduced = [t if scale == 1.0 else t * scale for t in reduced]
     if single:
         return reduced[0].to(tensors[0].device)
