@@ -32,6 +32,7 @@ class Options:
     detach: bool = False
     telemetry: tuple[str, ...] = SOURCES
     hang_after: float | None = HANG_AFTER
+    downcast_bf16: bool = False
 
 
 class _Parser(argparse.ArgumentParser):
@@ -104,7 +105,13 @@ def parser() -> argparse.ArgumentParser:
         "--mixed-precision",
         choices=PRECISIONS,
         default="no",
-        help="what a plain Accelerator() in the ranks uses",
+        help="what a plain Accelerator() in the ranks uses; on a TPU, bf16 is the kind of every "
+        "float",
+    )
+    p.add_argument(
+        "--downcast-bf16",
+        action="store_true",
+        help="on a TPU with -p bf16: float is bf16, and double stays a 32-bit float",
     )
     p.add_argument(
         "--env",

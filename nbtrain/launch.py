@@ -42,6 +42,7 @@ def launch(
     num_processes: int | None = None,
     engine: str = "auto",
     mixed_precision: str = "no",
+    downcast_bf16: bool = False,
     env: Mapping[str, str] | None = None,
     timeout: float | None = None,
     max_restarts: int = 0,
@@ -65,7 +66,9 @@ def launch(
         engine: 'auto', 'fork', 'spawn' (fresh processes, which get what the function refers to),
             'tpu' (by what is installed 'xla', forked, or 'torch_tpu', fresh processes) or 'inline'
             (one rank in this process, for debugging).
-        mixed_precision: 'no', 'fp16', 'bf16' or 'fp8', for a plain ``Accelerator()``.
+        mixed_precision: 'no', 'fp16', 'bf16' or 'fp8', for a plain ``Accelerator()``. On a TPU,
+            with bf16, every float is one.
+        downcast_bf16: with bf16 on a TPU: torch.float is bf16, torch.double a 32-bit float.
         env: environment variables of the ranks.
         timeout: seconds after which the run is stopped, restarts included.
         max_restarts: how often all ranks start again after one failed, unless it is a mistake
@@ -95,6 +98,7 @@ def launch(
         num_processes=num_processes,
         engine=engine,
         mixed_precision=mixed_precision,
+        downcast_bf16=downcast_bf16,
         env=dict(env or {}),
         timeout=timeout,
         max_restarts=max_restarts,
@@ -192,6 +196,8 @@ def _resolve(plan: Plan) -> tuple[Plan, str]:
     engine = plan.engine
     if engine == "tpu" or (engine == "auto" and tpu is not None and tpus.is_wanted(env)):
         engine = tpus.engine(_torch_version()) or engine
+    if plan.downcast_bf16 and engine != "xla":
+        raise PlanError("downcast_bf16 is for a TPU with torch_xla; leave it out here")
     if engine in tpus.ENGINES:
         ranks = tpus.ranks(tpu, plan.num_processes, env, some=engine == "torch_tpu")
         return replace(plan, engine=engine, num_processes=ranks), tpus.ENGINES[engine]

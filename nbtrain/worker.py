@@ -86,6 +86,7 @@ def environment(job: Job, rank: int, inherited: Mapping[str, str]) -> dict[str, 
         # transformers takes it, beside torch_xla, for torchrun on another maker's chips.
         del variables["TORCHELASTIC_RUN_ID"]
         variables["PJRT_DEVICE"] = inherited.get("PJRT_DEVICE", "TPU")
+        variables |= _xla_precision(job.plan, inherited)
     for name, value in (
         ("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo"),
         ("OMP_NUM_THREADS", str(job.threads)),
@@ -95,6 +96,23 @@ def environment(job: Job, rank: int, inherited: Mapping[str, str]) -> dict[str, 
         if name not in inherited:
             variables[name] = value
     return {**variables, **job.plan.env}
+
+
+def _xla_precision(plan: Plan, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return what makes torch_xla compute in bf16.
+
+    Accelerate sets the same when an Accelerator is made; but torch_xla reads it once, at the
+    first float tensor, and Accelerate takes ``ACCELERATE_DOWNCAST_BF16=false`` for a yes.
+    """
+    asked = inherited.get("ACCELERATE_DOWNCAST_BF16", "").lower() in ("1", "true", "yes", "on")
+    downcast = plan.downcast_bf16 or asked
+    variables = {"ACCELERATE_DOWNCAST_BF16": "true" if downcast else ""}
+    if plan.mixed_precision == "bf16":
+        variables |= {
+            "XLA_USE_BF16": str(int(not downcast)),
+            "XLA_DOWNCAST_BF16": str(int(downcast)),
+        }
+    return variables
 
 
 def main(job: Job, rank: int, call: Callable[[Task], Any] | None = None) -> int:

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from .. import worker, xla
@@ -45,6 +46,8 @@ class XlaEngine(ForkEngine):
 def _as_one_of_many(job: Job, rank: int, task: Task) -> Any:
     xla.forget_place(os.environ, keep=job.plan.env)
     devices = xla.join(rank, job.world_size)
+    if job.scratch:
+        xla.move_in_turn(Path(job.scratch, "move"))
     if len(devices) > 1:
         value: Any = _on_each(devices, task)
     else:
