@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import sys
-from collections.abc import Collection, MutableMapping
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from typing import Any
 
 from .errors import LaunchError, MissingExtra
@@ -141,6 +141,33 @@ def settle() -> None:
     _model().wait_device_ops()
     # The kernel's own registration went with its other exit handlers when it was forked.
     atexit.register(torch_xla._prepare_to_exit)
+
+
+def after_step(call: Callable[..., None], *args: Any) -> None:
+    """Have `call` called once, in this thread, when the step that is under way has been handed
+    to the device: by ``torch_xla.sync()``, a loader, an optimizer that does it."""
+    _model().add_step_closure(call, args)
+
+
+def on_cpu(tensors: Sequence[Any]) -> list[Any]:
+    """Return copies of tensors on the CPU, fetched at once; those not computed yet now are."""
+    library = loaded()
+    return list(library._xla_get_cpu_tensors(list(tensors))) if tensors else []
+
+
+def compilations() -> tuple[int, int, float] | None:
+    """Return how many programs this process began to compile, how many it has, and the seconds.
+
+    None where torch_xla does not count.
+    """
+    library = loaded()
+    if library is None:
+        return None
+    begun = library._xla_counter_value("UncachedCompile")
+    done = library._xla_metric_data("CompileTime")
+    if begun is None:
+        return None
+    return (begun, done[0], done[1] / 1e9) if done else (begun, 0, 0.0)
 
 
 def _model() -> Any:

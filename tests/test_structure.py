@@ -20,6 +20,7 @@ LAYERS = [
         "guard",
         "imports",
         "late",
+        "lazy",
         "ambient",
         "stopping",
         "checkpoints",
