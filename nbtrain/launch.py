@@ -199,7 +199,7 @@ def _resolve(plan: Plan) -> tuple[Plan, str]:
     if plan.downcast_bf16 and engine != "xla":
         raise PlanError("downcast_bf16 is for a TPU with torch_xla; leave it out here")
     if engine in tpus.ENGINES:
-        ranks = tpus.ranks(tpu, plan.num_processes, env, some=engine == "torch_tpu")
+        ranks = tpus.ranks(tpu, plan.num_processes, env, engine)
         return replace(plan, engine=engine, num_processes=ranks), tpus.ENGINES[engine]
     if engine == "tpu":
         raise PlanError(f"nothing is installed that drives a TPU: {xla.INSTALL}, or {tpus.INSTALL}")

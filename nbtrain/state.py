@@ -41,7 +41,8 @@ class RankState:
     """One rank: starting, running, failing, done, failed or stopped.
 
     `phase` says what a running one is busy with where that is not training, `hang` what it does
-    in a hang: 'stuck?' or 'waiting'. `metrics` are the last values logged, at most `METRICS`.
+    in a hang: 'stuck?' or 'waiting'. `compiled` is how many programs torch_xla compiled, in how
+    many seconds. `metrics` are the last values logged, at most `METRICS`.
     `log_count` is how many lines were seen: a log that grew by tens of MiB at once has more.
     """
 
@@ -57,6 +58,7 @@ class RankState:
     step: int | None = None
     trained: Trained | None = None
     taken: Taken = field(default_factory=Taken)
+    compiled: tuple[int, float] | None = None
     log: tuple[str, ...] = ()
     log_count: int = 0
     error: str | None = None
@@ -280,6 +282,11 @@ def _phase(draft: _Draft, event: ev.Phase, _curves: CurvesDraft) -> None:
     draft["phase"] = plain(str(event.phase), 20)
 
 
+def _compiled(draft: _Draft, event: ev.Compiled, _curves: CurvesDraft) -> None:
+    programs, seconds = whole(event.programs), number(event.seconds)
+    draft["compiled"] = None if programs is None or seconds is None else (programs, seconds)
+
+
 def _spawned(draft: _Draft, event: ev.Spawned, _curves: CurvesDraft) -> None:
     draft["pid"] = event.pid
 
@@ -325,6 +332,7 @@ _FOLDS: Mapping[str, Callable[[_Draft, Any, CurvesDraft], None]] = {
     ev.Progress.kind: _progress,
     ev.Output.kind: _output,
     ev.Phase.kind: _phase,
+    ev.Compiled.kind: _compiled,
     ev.Spawned.kind: _spawned,
     ev.Started.kind: _started,
     ev.Failing.kind: _failing,

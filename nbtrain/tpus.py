@@ -94,6 +94,20 @@ def signs(root: Path = Path("/"), env: Mapping[str, str] = os.environ) -> str:
     return ", ".join([*chips, *([f"{len(nodes)} x /dev/accel*"] if nodes else []), *names])
 
 
+def holders(root: Path = Path("/"), proc: Path = Path("/proc")) -> list[int]:
+    """Return the processes, this one apart, that have a chip open: nobody else can use it then.
+
+    Those of other users cannot be seen.
+    """
+    chips = (f"{root / 'dev'}/accel", f"{root / 'dev/vfio'}/")
+    found = []
+    for folder in proc.glob("[0-9]*/fd"):
+        with contextlib.suppress(OSError):  # gone meanwhile, or another user's
+            if any(os.readlink(link).startswith(chips) for link in folder.iterdir()):
+                found.append(int(folder.parent.name))
+    return sorted(set(found) - {os.getpid()})
+
+
 def is_wanted(env: Mapping[str, str]) -> bool:
     """Whether nothing says that another device is to be used. torch_xla's import sets it, too."""
     return re.split("[:_]", env.get("PJRT_DEVICE", "TPU").upper())[0] in ("TPU", "")
@@ -120,22 +134,22 @@ def engine(torch_version: str) -> str:
     return next((name for name in first if found[name]), "")
 
 
-def ranks(tpu: Tpu | None, asked: int | None, env: Mapping[str, str], *, some: bool = False) -> int:
+def ranks(tpu: Tpu | None, asked: int | None, env: Mapping[str, str], engine: str = "xla") -> int:
     """Return how many processes to start. Raises `PlanError`, naming what can be had.
 
-    One, on one chip, or all: torch_xla knows nothing in between. Where `some` chips can be used,
-    torch_tpu says which numbers of them it can connect.
+    One, on one chip, or all: torch_xla knows nothing in between. torch_tpu itself says, at the
+    start, which other numbers of chips it can connect.
     """
     if tpu is None:
         told = signs(env=env)
         hint = f" ({told} says otherwise, but no chip is attached to it)" if told else ""
-        raise PlanError(f"that engine drives a TPU, and this host has none{hint}")
+        raise PlanError(f"the {engine} engine needs a TPU, and this host has none{hint}")
     if tpu.hosts > 1:
         raise PlanError(
             f"this host is one of {tpu.hosts} of a TPU slice (TPU_WORKER_HOSTNAMES): nbtrain "
             "trains on the chips of one host only"
         )
-    if asked in (None, 1, tpu.chips) or (some and asked < tpu.chips):
+    if asked in (None, 1, tpu.chips) or (engine == "torch_tpu" and asked < tpu.chips):
         return asked or tpu.chips
     if asked == tpu.devices:  # what Accelerate would call it
         return tpu.chips

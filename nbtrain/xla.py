@@ -7,15 +7,9 @@ asks a torch_xla that somebody has imported.
 from __future__ import annotations
 
 import atexit
-import contextlib
-import ctypes
-import fcntl
-import functools
-import gc
 import importlib
 import sys
-from collections.abc import Collection, Iterator, MutableMapping
-from pathlib import Path
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from typing import Any
 
 from .errors import LaunchError, MissingExtra
@@ -142,81 +136,44 @@ def settle() -> None:
 
     Not after a failure: a peer that is gone would be waited for.
     """
+    finish()
+    # The kernel's own registration went with its other exit handlers when it was forked.
+    atexit.register(sys.modules["torch_xla"]._prepare_to_exit)
+
+
+def finish() -> None:
+    """Let the devices do what was asked of them so far."""
     torch_xla: Any = sys.modules["torch_xla"]
     torch_xla.sync()
     _model().wait_device_ops()
-    # The kernel's own registration went with its other exit handlers when it was forked.
-    atexit.register(torch_xla._prepare_to_exit)
+
+
+def after_step(call: Callable[..., None], *args: Any) -> None:
+    """Have `call` called once, in this thread, when the step that is under way has been handed
+    to the device: by ``torch_xla.sync()``, a loader, an optimizer that does it."""
+    _model().add_step_closure(call, args)
+
+
+def on_cpu(tensors: Sequence[Any]) -> list[Any]:
+    """Return copies of tensors on the CPU, fetched at once; those not computed yet now are."""
+    library = loaded()
+    return list(library._xla_get_cpu_tensors(list(tensors))) if tensors else []
+
+
+def compilations() -> tuple[int, int, float] | None:
+    """Return how many programs this process began to compile, how many it has, and the seconds.
+
+    None where torch_xla does not count.
+    """
+    library = loaded()
+    if library is None:
+        return None
+    begun = library._xla_counter_value("UncachedCompile")
+    done = library._xla_metric_data("CompileTime")
+    if begun is None:
+        return None
+    return (begun, done[0], done[1] / 1e9) if done else (begun, 0, 0.0)
 
 
 def _model() -> Any:
     return importlib.import_module("torch_xla.core.xla_model")
-
-
-LARGE = 64 << 20
-"""Bytes of a model from which on ranks move it to their devices one after the other."""
-
-
-def move_in_turn(lock: Path) -> None:
-    """Have large models move to the devices of this host's ranks one rank at a time.
-
-    While it moves, a model is in memory twice and more; all ranks at once are what a small host
-    has no room for. What a move needed is given back before the next rank's. The lock is the
-    system's: it goes with a rank that is killed.
-    """
-    module: Any = sys.modules["torch"].nn.Module
-    plain = module.to
-
-    @functools.wraps(plain)
-    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_large_move(self, args, kwargs):
-            return plain(self, *args, **kwargs)
-        with lock.open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            under_way = 0
-            for part in _parts(self):
-                under_way += _bytes_on_host(part)
-                plain(part, *args, **kwargs)
-                if under_way >= LARGE:
-                    _give_back()
-                    under_way = 0
-            moved = plain(self, *args, **kwargs)
-            _give_back()
-        return moved
-
-    module.to = to
-
-
-def _parts(model: Any) -> Iterator[Any]:
-    """Yield modules that are most of a model: none is larger than `LARGE`, or has no children."""
-    size = _bytes_on_host(model)
-    children = list(model.children())
-    if size <= LARGE or not children:
-        if size:
-            yield model
-        return
-    for child in children:
-        yield from _parts(child)
-
-
-def _bytes_on_host(model: Any) -> int:
-    return sum(p.nbytes for p in model.parameters() if p.device.type == "cpu")
-
-
-def _is_large_move(model: Any, args: Any, kwargs: Any) -> bool:
-    try:
-        device = sys.modules["torch"]._C._nn._parse_to(*args, **kwargs)[0]
-    except (TypeError, RuntimeError):  # `to` itself will say what is wrong
-        return False
-    if device is None or device.type != "xla":
-        return False
-    return _bytes_on_host(model) > LARGE
-
-
-def _give_back() -> None:
-    """Let the device have what was moved, and give the memory that this took back."""
-    sys.modules["torch_xla"].sync()
-    _model().wait_device_ops()
-    gc.collect()
-    with contextlib.suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)

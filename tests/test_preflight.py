@@ -147,6 +147,13 @@ def test_a_tpu_that_stays_unused_is_told_with_the_reason() -> None:
     assert preflight.ask(facts(**there, engine="xla", device="xla")) == []
 
 
+def test_a_tpu_that_another_process_keeps_is_refused_with_its_number() -> None:
+    held = facts(engine="xla", device="xla", tpu_holders=("python, pid 4711",))
+    line = said(held, "refuse")
+    assert "held by another process: python, pid 4711." in line
+    assert "kill" in line
+
+
 # The state of this process
 
 

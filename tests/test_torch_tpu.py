@@ -71,7 +71,7 @@ def test_where_it_is_not_installed_nothing_is_started() -> None:
 
 
 def test_a_host_without_a_tpu_says_so() -> None:
-    with pytest.raises(PlanError, match="drives a TPU, and this host has none"):
+    with pytest.raises(PlanError, match="torch_tpu engine needs a TPU, and this host has none"):
         nbtrain.launch(int, engine="torch_tpu", view="none")
 
 

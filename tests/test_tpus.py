@@ -142,3 +142,29 @@ def test_asking_for_a_tpu_where_there_is_none_is_a_clear_error() -> None:
         pytest.skip("this host has a TPU")
     with pytest.raises(PlanError, match="this host has none"):
         nbtrain.launch(lambda: 1, engine="xla")
+
+
+def test_who_holds_a_chip_is_found_by_its_open_files(tmp_path: Path) -> None:
+    for name in ("dev/accel0", "dev/vfio/3", "dev/null"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    hold = "import sys; held = open(sys.argv[1]); print('ready', flush=True); sys.stdin.read()"
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", hold, str(tmp_path / name)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        for name in ("dev/accel0", "dev/vfio/3", "dev/null")
+    ]
+    try:
+        for process in started:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+        with (tmp_path / "dev/accel0").open():  # this process itself is not in its own way
+            found = tpus.holders(tmp_path)
+        assert found == sorted(process.pid for process in started[:2])
+    finally:
+        for process in started:
+            process.communicate()
+    assert tpus.holders(tmp_path) == []

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .. import worker, xla
+from .. import moving, worker, xla
 from ..errors import LaunchError
 from ..plan import Call, Cell, Plan, Task
 from ..worker import Job
@@ -47,7 +47,7 @@ def _as_one_of_many(job: Job, rank: int, task: Task) -> Any:
     xla.forget_place(os.environ, keep=job.plan.env)
     devices = xla.join(rank, job.world_size)
     if job.scratch:
-        xla.move_in_turn(Path(job.scratch, "move"))
+        moving.move_in_turn(Path(job.scratch, "move"))
     if len(devices) > 1:
         value: Any = _on_each(devices, task)
     else:

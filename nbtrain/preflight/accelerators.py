@@ -135,4 +135,15 @@ def unused_tpu(facts: Facts) -> Iterator[Finding]:
     )
 
 
-QUESTIONS: tuple[Ask, ...] = (enough, crowded, mode, unused, unused_tpu)
+def held_tpu(facts: Facts) -> Iterator[Finding]:
+    """A process that was left behind, by an interrupt of another launcher say, keeps the chips."""
+    if facts.tpu_holders:
+        yield Finding(
+            f"The TPU is held by another process: {'; '.join(facts.tpu_holders)}. Until that "
+            "ends, no rank can use it.",
+            "Shut down the notebook it belongs to, or end it if it was left behind: `!kill PID`, "
+            "then `!kill -9 PID`.",
+        )
+
+
+QUESTIONS: tuple[Ask, ...] = (enough, crowded, mode, unused, unused_tpu, held_tpu)

@@ -23,7 +23,7 @@ def train():
     def kinds(tensor):
         return sorted(k for k in ("bf16[", "f32[", "f64[") if k in hlo([tensor]))
     told = [kinds(tensor) for tensor in (early + 1, out, double)]
-    set_to = [os.environ.get(f"XLA_{what}_BF16") for what in ("USE", "DOWNCAST")]
+    set_to = [os.environ.get("XLA_USE_BF16"), os.environ.get("XLA_DOWNCAST_BF16")]
     return told, *set_to, accelerator.mixed_precision
 """
 
