@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from . import devices, engines, estimate, keeper, preflight, serialize, stacks, tpus, xla
+from . import devices, engines, estimate, host, keeper, preflight, serialize, stacks, tpus, xla
 from .attempts import carry_out
 from .engines import Engine
 from .errors import LaunchError, PlanError, PreflightError
@@ -223,13 +223,24 @@ def _notes(plan: Plan, device: str) -> list[str]:
     """Return what may go wrong, a line each. Raises `PreflightError` for what must."""
     lines = preflight.check(plan, device)
     try:
-        notes = lint(plan.task, device=device, ranks=plan.num_processes, name_cell=_cell_name)
-        built = estimate.bytes_built(plan.task)
+        built, ranks = estimate.bytes_built(plan.task), plan.num_processes or 1
+        notes = lint(
+            plan.task,
+            device=device,
+            low_ram_tpu=device in tpus.ENGINES.values() and _fills_memory(ranks * built),
+            ranks=ranks,
+            name_cell=_cell_name,
+        )
     except Exception:  # what reads any source may meet anything; advice is never worth a launch
         return list(lines)
     if built:
         lines = preflight.check(plan, device, built)
     return [*lines, *(note.text for note in notes)]
+
+
+def _fills_memory(size: int) -> bool:
+    memory = host.memory()
+    return memory is not None and size > memory.available
 
 
 _SHARE = ", or give each run GPUs of its own: --env CUDA_VISIBLE_DEVICES=0,1"
@@ -349,7 +360,17 @@ def _manifest(plan: Plan, world_size: int, device: str, notes: Sequence[str]) ->
         "torch": _torch_version(),
         "notes": list(notes),
         "cells": _cells(plan),
+        "if_killed": list(_if_killed(plan, world_size)),
     }
+
+
+def _if_killed(plan: Plan, ranks: int) -> Sequence[str]:
+    """Return what to say if a rank is killed for want of memory: what each builds for itself."""
+    memory = host.memory()
+    try:
+        return estimate.words(plan.task, ranks, memory.available if memory is not None else None)
+    except Exception:  # what reads any source may meet anything; advice is never worth a launch
+        return ()
 
 
 def _cells(plan: Plan) -> dict[str, str]:

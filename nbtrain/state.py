@@ -97,7 +97,8 @@ class RunState:
     """A whole run: starting, running, stopping, succeeded, failed, interrupted, timed out.
 
     `notes` are what may go wrong, seen before it started or since: one line each. `host` is what
-    the ranks' host had left when it was last asked, `hang` who waits where, if nobody moves. It is
+    the ranks' host had left when it was last asked, `hang` who waits where, if nobody moves;
+    `if_killed` is what may have taken the memory, should a rank be killed for want of it. It is
     the `attempt`-th of at most `attempts`.
     """
 
@@ -116,6 +117,7 @@ class RunState:
     curves: Curves = field(default_factory=Curves)
     host: ev.Host | None = None
     hang: str = ""
+    if_killed: tuple[str, ...] = ()
 
     @property
     def is_over(self) -> bool:

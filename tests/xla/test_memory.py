@@ -84,3 +84,18 @@ def test_one_model_is_shared_and_moved_by_one_rank_at_a_time(
     assert told["before"] <= base + 1.15 * MODEL  # built in each rank: 4 times
     assert told["peak"] <= told["after"] + 0.6 * MODEL
     assert kernel.value("nbtrain.last_run().results") == [40] * 4
+
+
+def test_a_crash_of_ranks_that_build_their_own_names_the_lines_to_write(
+    shared_kernel: Notebook,
+) -> None:
+    shared_kernel.run("from transformers import BertConfig, BertModel\nconfig = BertConfig()")
+    out = shared_kernel.run(
+        "%%distributed\ndef train(epochs=3):\n    model = BertModel(config)\n"
+        "    os.kill(os.getpid(), signal.SIGSEGV)"
+    )
+    assert out.ename == "RankDied"
+    shown = out.traceback
+    assert "each of 4 ranks builds a model of its own (line 3): 4 x 418 MiB = 1.6 GiB" in shown
+    assert "every rank shares it:  model = BertModel(config)" in shown
+    assert "line 3 goes, and line 2 becomes:  def train(model, epochs=3):" in shown
