@@ -197,7 +197,9 @@ def _fold_run(state: RunState, event: ev.Event) -> RunState:
             hang = "" if event.status == "succeeded" else state.hang
             return replace(ended(state, event.status, event.time, event.message), hang=hang)
         case ev.Note():
-            return replace(state, notes=(plain(str(event.text), 1000), *state.notes))
+            text = plain(str(event.text), 1000)
+            known = text in state.notes  # of another rank, or an attempt before
+            return state if known else replace(state, notes=(text, *state.notes))
         case ev.Host():
             return replace(state, host=_sound(event))
     return state

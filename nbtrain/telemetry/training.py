@@ -122,6 +122,7 @@ class Meter:
 
     def _watch_xla(self, _module: ModuleType) -> None:
         self._compiling.start()
+        self._feed.on_batch = self._compiling.saw
 
     def _phase(self, phase: str) -> None:
         with self._phase_lock:  # checkpoints are saved in threads, too

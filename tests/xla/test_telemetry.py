@@ -106,3 +106,22 @@ def test_compilations_are_told_while_they_last_and_counted(kernel: Notebook) -> 
     assert kernel.value("phases[:2]") == ["compiling", ""]
     assert kernel.value("run.state.ranks[0].phase") == ""
     assert f"compiled {programs} in " in out.board
+
+
+def test_a_program_that_a_batch_of_another_shape_needs_is_put_down_to_it(kernel: Notebook) -> None:
+    out = kernel.run(
+        "%%distributed --as run\n"
+        "data = torch.utils.data.TensorDataset(torch.ones(84, 5))\n"
+        "loader = torch.utils.data.DataLoader(data, batch_size=8)\n"
+        "import torch_xla\n"
+        "model = torch.nn.Linear(5, 1).to('xla')\n"
+        "for epoch in range(2):\n"
+        "    for (batch,) in loader:\n"
+        "        model(batch.to('xla')).mean().backward()\n"
+        "        torch_xla.sync()\n"
+    )
+    assert not out.ename, out.traceback
+    (note,) = kernel.value("run.state.notes")  # once, of all ranks
+    assert note.startswith("a batch has a new shape (4x5 instead of 8x5): torch_xla compiled again")
+    assert "drop_last=True" in note
+    assert note.partition(":")[0] in out.board
