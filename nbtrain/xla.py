@@ -100,6 +100,8 @@ def forget_place(env: MutableMapping[str, str], keep: Collection[str] = ()) -> N
         if name not in keep and name in env:
             env.setdefault(by_host, env[name])
             del env[name]
+    if env.get("TPU_SKIP_MDS_QUERY"):
+        env.setdefault("TPU_WORKER_ID", "0")  # for which CLOUD_TPU_TASK_ID may have stood in
 
 
 def join(rank: int, world_size: int) -> list[Any]:

@@ -25,9 +25,9 @@ def with_tpu(kernel: Notebook, chips: int, arguments: str = "") -> Notebook:
     return kernel
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def shared_kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
-    """One kernel with four chips for a module's tests."""
+    """One kernel with four chips, in which nothing may initialise XLA."""
     folder = tmp_path_factory.mktemp("kernel")
     kernel = Notebook(folder / "home", folder)
     try:

@@ -73,7 +73,10 @@ def pretend(chips: int, device: str = "0x0063", env: Mapping[str, str] | None = 
     xr.device_type = lambda: "TPU"
     xm.all_reduce, xm.all_gather = all_reduce, all_gather
     xm.collective_broadcast = collective_broadcast
-    os.environ.update({"PJRT_DEVICE": "TPU", **(env or {})})
+    # What these programs cost is their compilation: the less of it the better.
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+    flags += " --xla_llvm_disable_expensive_passes=true"
+    os.environ.update({"PJRT_DEVICE": "TPU", "XLA_FLAGS": flags, **(env or {})})
 
 
 def all_reduce(

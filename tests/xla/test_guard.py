@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -70,22 +71,25 @@ def asked(tmp_path: Path, *statements: str) -> list[str]:
 
 
 def test_each_way_to_initialise_xla_is_refused_and_its_cell_named(tmp_path: Path) -> None:
-    for statement, told in zip(DIRTY, asked(tmp_path, *DIRTY), strict=True):
-        assert f"In[1], line 2: `{statement}` initialised XLA" in told, told
-        assert "guard: ['XLA']" in told
-        assert "refused: AcceleratorInitializedError XLA is already initialised" in told
-        assert f"First seen: In[1], line 2: `{statement}`" in told
-        assert "Restart the kernel" in told
+    told = dict(zip((*DIRTY, *CLEAN), asked(tmp_path, *DIRTY, *CLEAN), strict=True))
+    for statement in DIRTY:
+        said = told[statement]
+        assert f"In[1], line 2: `{statement}` initialised XLA" in said, said
+        assert "guard: ['XLA']" in said
+        assert "refused: AcceleratorInitializedError XLA is already initialised" in said
+        assert f"First seen: In[1], line 2: `{statement}`" in said
+        assert "Restart the kernel" in said
+    for statement in CLEAN:
+        said = told[statement]
+        assert "guard: []" in said
+        assert "initialised XLA" not in said
+        assert "launched: [1, 1]" in said, said
 
 
-def test_what_leaves_the_kernel_clean_is_not_refused(tmp_path: Path) -> None:
-    for told in asked(tmp_path, *CLEAN):
-        assert "guard: []" in told
-        assert "launched: [1, 1]" in told, told
-        assert "initialised XLA" not in told
-
-
-def test_a_notebook_is_told_at_the_cell_and_again_at_the_launch(notebook: Notebook) -> None:
+def test_a_notebook_is_told_at_the_cell_and_again_at_the_launch(
+    start_tpu_kernel: Callable[..., Notebook],
+) -> None:
+    notebook = start_tpu_kernel(2)
     notebook.run("os.environ['PJRT_DEVICE'] = 'CPU'")
     out = notebook.run("import torch_xla.runtime as xr\nxr.world_size()")
     assert "line 2: `xr.world_size()` initialised XLA" in out.stdout

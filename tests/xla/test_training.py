@@ -14,6 +14,7 @@ MODEL = """
 import numpy as np
 from sklearn.datasets import load_digits
 from transformers import ViTConfig, ViTForImageClassification
+torch.manual_seed(0)
 digits = load_digits()
 images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
 labels = torch.tensor(digits.target)
@@ -24,13 +25,13 @@ before = {k: v.clone() for k, v in model.state_dict().items()}
 """
 
 TRAIN = """
-def train(model, epochs=3):
+def train(model, epochs=2):
     import torch_xla
     from accelerate import Accelerator
     accelerator = Accelerator()
     data = torch.utils.data.TensorDataset(images, labels)
     loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True, drop_last=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses = []
     for epoch in range(epochs):
@@ -68,7 +69,7 @@ def check(kernel: Notebook) -> None:
     assert told["ranks"] == [0, 1, 2, 3]
     assert told["sizes"] == [4] * 4
     assert told["devices"] == ["xla:0"]
-    assert told["last"] < 0.6 * told["first"]
+    assert told["last"] < 0.8 * told["first"]
     assert told["same"]
     assert told["changed"]
     assert (told["engine"], told["device"], told["status"]) == ("xla", "xla", "succeeded")
