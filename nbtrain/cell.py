@@ -32,6 +32,7 @@ class Options:
     detach: bool = False
     telemetry: tuple[str, ...] = SOURCES
     hang_after: float | None = HANG_AFTER
+    downcast_bf16: bool = False
 
 
 class _Parser(argparse.ArgumentParser):
@@ -88,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
         "--num-processes",
         type=_count,
         metavar="N|auto",
-        help="ranks to start; auto (the default): one a GPU, 2 on a host without",
+        help="ranks to start; auto (the default): one a GPU or TPU chip, 2 on a host without",
     )
     p.add_argument(
         "-e",
@@ -96,14 +97,21 @@ def parser() -> argparse.ArgumentParser:
         choices=ENGINES,
         default="auto",
         help="how ranks come to life: fork (auto); spawn: fresh processes that get what the cell "
-        "refers to; inline: one rank in the kernel itself, for debugging",
+        "refers to; tpu (auto on one): xla (torch_xla, forked) or torch_tpu (its successor, fresh "
+        "processes), by what is installed; inline: one rank in the kernel itself, for debugging",
     )
     p.add_argument(
         "-p",
         "--mixed-precision",
         choices=PRECISIONS,
         default="no",
-        help="what a plain Accelerator() in the ranks uses",
+        help="what a plain Accelerator() in the ranks uses; on a TPU, bf16 is the kind of every "
+        "float",
+    )
+    p.add_argument(
+        "--downcast-bf16",
+        action="store_true",
+        help="on a TPU with -p bf16: float is bf16, and double stays a 32-bit float",
     )
     p.add_argument(
         "--env",

@@ -288,16 +288,6 @@ def unused_accelerator(build: Build, root: Path = Path("/"), system: str | None 
     return ""
 
 
-def tpus(root: Path = Path("/"), env: Mapping[str, str] = os.environ) -> str:
-    """Say in words why this looks like a TPU host; empty where it does not."""
-    nodes = sorted(p.name for p in (root / "dev").glob("accel[0-9]*"))
-    signs = [n for n in ("TPU_NAME", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID") if env.get(n)]
-    if env.get("PJRT_DEVICE", "").upper() == "TPU":
-        signs.append("PJRT_DEVICE=TPU")
-    found = [f"{len(nodes)} x /dev/accel*"] if nodes else []
-    return ", ".join([*found, *signs])
-
-
 def usable_cpus() -> int:
     """Return how many CPUs this process may use: its affinity, within its cgroup's quota."""
     count = (

@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from . import blame, devices, folder, host, plan, preflight
+from . import blame, devices, folder, host, plan, preflight, tpus
 from .devices import Build, Gpu
 from .host import Memory, Quota, Space, in_words
 from .preflight import Finding
@@ -91,10 +91,12 @@ def examine() -> Examination:
     """Look at everything the page shows; imports torch, and nothing else that is heavy."""
     torch, trouble = _imported("torch")
     visible = devices.gpu_count() if torch is not None else 0
-    ranks = visible or devices.CPU_DEFAULT
+    tpu = tpus.found()
+    on_tpu = tpu if tpus.is_wanted(os.environ) and tpus.has_torch_xla() else None
+    ranks = on_tpu.chips if on_tpu is not None else visible or devices.CPU_DEFAULT
     build = devices.build_of(torch) if torch is not None else None
     gpus = devices.gpus()
-    tpu = devices.tpus()
+    signs = tpus.signs()
     unused = devices.unused_accelerator(build) if build is not None else ""
     return Examination(
         version=str(vars(sys.modules["nbtrain"])["__version__"]),
@@ -106,7 +108,7 @@ def examine() -> Examination:
         gpus=gpus,
         holder_names={h.pid: host.process_name(h.pid) for gpu in gpus for h in gpu.holders},
         visible=visible,
-        others=tuple(filter(None, [f"TPU ({tpu})" if tpu else "", unused])),
+        others=tuple(filter(None, [f"TPU ({signs})" if signs else "", unused])),
         variables={name: os.environ[name] for name in _VARIABLES if name in os.environ},
         versions={name: _version(name) for name in _PACKAGES},
         memory=host.memory(),
@@ -118,7 +120,7 @@ def examine() -> Examination:
         quotas=tuple(q for q in (host.processes(sys.maxsize), host.tasks()) if q),
         runs=_runs(folder.root()),
         guard=blame.report(),
-        verdicts=_verdicts(ranks, "cuda" if visible else "cpu"),
+        verdicts=_verdicts(ranks, "xla" if on_tpu else "cuda" if visible else "cpu"),
     )
 
 
@@ -145,7 +147,7 @@ def _version(package: str) -> str | None:
 def _verdicts(ranks: int, device: str) -> dict[str, tuple[Finding, ...]]:
     """Return what a launch would meet now, by engine; of a task of which nothing is known."""
     found: dict[str, tuple[Finding, ...]] = {}
-    for engine in ("fork", "spawn"):
+    for engine in ("xla",) if device == "xla" else ("fork", "spawn"):
         if engine in plan.ENGINES:
             asked = plan.Plan(plan.Call(print), "doctor", num_processes=ranks, engine=engine)
             found[engine] = tuple(preflight.findings(asked, device))

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .host import in_words
 from .lint import Unit, models_built
 from .plan import Call, Cell
 
@@ -20,6 +21,42 @@ from .plan import Call, Cell
 def bytes_built(task: Call | Cell) -> int:
     """Return the bytes of weights that each rank builds; 0 where that cannot be told."""
     return sum(_bytes_of(unit, call) for unit, call in models_built(task))
+
+
+def words(task: Call | Cell, ranks: int, available: int | None) -> tuple[str, ...]:
+    """Word what ranks take that each build a model, and the lines to write instead.
+
+    Empty where none is built, or in a way that two other lines cannot replace.
+    """
+    built = [(unit, call, _bytes_of(unit, call)) for unit, call in models_built(task)]
+    if not built:
+        return ()
+    unit, call, _ = max(built, key=lambda one: one[2])
+    size = sum(one[2] for one in built)
+    where = f"{unit.place}, line {call.lineno}" if unit.place else f"line {call.lineno}"
+    told = f"each of {ranks} ranks builds a model of its own ({where})"
+    if size:
+        told += f": {ranks} x {in_words(size)} = {in_words(ranks * size)}"
+        told += f", and {in_words(available)} were available" if available is not None else ""
+    return (told, *_instead(unit, call))
+
+
+def _instead(unit: Unit, call: ast.Call) -> tuple[str, ...]:
+    """Return the two lines by which ranks share one model, shown on the user's own."""
+    above = list(unit.ancestors(call))
+    built = next((node for node in above if isinstance(node, ast.stmt)), None)
+    function = next((node for node in above if isinstance(node, ast.FunctionDef)), None)
+    if not isinstance(built, ast.Assign) or len(built.targets) != 1 or function is None:
+        return ()
+    name = built.targets[0]
+    if not isinstance(name, ast.Name) or function is not unit.entry:
+        return ()
+    taken = ast.unparse(function.args)
+    return (
+        f"build it once, in a cell above, and every rank shares it:  {ast.unparse(built)}",
+        f"line {built.lineno} goes, and line {function.lineno} becomes:  "
+        f"def {function.name}({', '.join(filter(None, (name.id, taken)))}):",
+    )
 
 
 def _bytes_of(unit: Unit, call: ast.Call) -> int:

@@ -102,6 +102,15 @@ class Phase(Event):
 
 
 @dataclass(frozen=True)
+class Compiled(Event):
+    """How many programs torch_xla has compiled for the rank since its start, in how long."""
+
+    kind: ClassVar[str] = "compiled"
+    programs: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class Group(Event):
     """The rank is about to join a process group other than the default one."""
 
@@ -241,6 +250,7 @@ KINDS: Mapping[str, type[Event]] = {
         Metrics,
         Training,
         Phase,
+        Compiled,
         Group,
         Hang,
         Resources,

@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from . import xla
+
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _check_is_ours = False
 _SUCCESS = 0
@@ -55,7 +57,7 @@ _calls: tuple[str, ...] = ()
 
 
 def initialized() -> frozenset[str]:
-    """Return which accelerators are initialised in this process: CUDA, ROCm, XPU, XLA."""
+    """Return which accelerators are initialised in this process: CUDA, ROCm, XPU, XLA, TPU."""
     found = {"CUDA"} if cuda_is_initialized() else set()
     torch = sys.modules.get("torch")
     if torch is not None and getattr(getattr(torch, "version", None), "hip", None):
@@ -63,9 +65,11 @@ def initialized() -> frozenset[str]:
     xpu = getattr(torch, "xpu", None)
     if xpu is not None and xpu.is_initialized():
         found.add("XPU")
-    xla = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
-    if xla is not None and xla._xla_runtime_is_initialized():
+    if xla.is_initialized():
         found.add("XLA")
+    tpu = sys.modules.get("torch_tpu._internal.device._device_ops_backend")
+    if tpu is not None and tpu._is_initialized():
+        found.add("TPU")
     return frozenset(found)
 
 

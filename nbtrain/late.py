@@ -1,7 +1,7 @@
 """Scalars on a GPU, read without anyone waiting for them.
 
 ``loss.item()`` holds the training until the GPU has caught up. Here the value is copied to the CPU
-behind the work that makes it, and taken when it has arrived.
+behind the work that makes it, and taken when it has arrived. (For those on a TPU see `lazy`.)
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from .imports import when_imported
+from .lazy import LazyValues
+
+KINDS = ("cuda", "xla")
+"""The types of devices whose scalars can be read late."""
 
 MOST = 1024
 """Copies under way, at most: the oldest is waited for when there are more."""
@@ -87,9 +91,16 @@ class LateValues:
         self._submitted: deque[Callable[[], _Copies]] = deque()
         self._waiting: deque[_Copies] = deque()
         self._lock = threading.RLock()  # held over `then` too: two threads keep the order
+        self._lazy = LazyValues()
 
     def submit(self, tensors: Mapping[str, Any], then: Then) -> None:
-        """Begin to read scalar CUDA tensors; of those being recorded in a graph, none has one."""
+        """Begin to read scalars of one kind of device.
+
+        Of CUDA tensors that are being recorded in a graph, none has a value.
+        """
+        if any(tensor.device.type == "xla" for tensor in tensors.values()):
+            self._lazy.submit(tensors, then)
+            return
         torch: Any = sys.modules["torch"]
         if torch.cuda.is_current_stream_capturing():
             then({})
@@ -98,6 +109,11 @@ class LateValues:
         with self._lock:
             self._submitted.append(lambda: _begin(torch, tensors, streams, then))
             self.deliver(at_least=len(self._waiting) + len(self._submitted) - MOST)
+
+    def finish(self, wait: bool) -> None:
+        """Deliver what has arrived; with `wait`, all there is."""
+        self.deliver(at_least=MOST if wait else 0)
+        self._lazy.finish(wait)
 
     def deliver(self, at_least: int = 0) -> None:
         """Deliver what has arrived, in order, waiting for the first `at_least`."""

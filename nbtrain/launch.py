@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from . import devices, engines, estimate, keeper, preflight, serialize, stacks
+from . import devices, engines, estimate, host, keeper, preflight, serialize, stacks, tpus, xla
 from .attempts import carry_out
 from .digest import parameters
 from .engines import Engine
@@ -43,6 +43,7 @@ def launch(
     num_processes: int | None = None,
     engine: str = "auto",
     mixed_precision: str = "no",
+    downcast_bf16: bool = False,
     env: Mapping[str, str] | None = None,
     timeout: float | None = None,
     max_restarts: int = 0,
@@ -62,10 +63,13 @@ def launch(
     copies of this process, and only what it returns comes back.
 
     Args:
-        num_processes: how many ranks; None: one a GPU, 2 on a host without.
-        engine: 'auto', 'fork', 'spawn' (fresh processes, which get what the function refers to) or
-            'inline' (one rank in this process, for debugging).
-        mixed_precision: 'no', 'fp16', 'bf16' or 'fp8', for a plain ``Accelerator()``.
+        num_processes: how many ranks; None: one a GPU or TPU chip, 2 on a host without.
+        engine: 'auto', 'fork', 'spawn' (fresh processes, which get what the function refers to),
+            'tpu' (by what is installed 'xla', forked, or 'torch_tpu', fresh processes) or 'inline'
+            (one rank in this process, for debugging).
+        mixed_precision: 'no', 'fp16', 'bf16' or 'fp8', for a plain ``Accelerator()``. On a TPU,
+            with bf16, every float is one.
+        downcast_bf16: with bf16 on a TPU: torch.float is bf16, torch.double a 32-bit float.
         env: environment variables of the ranks.
         timeout: seconds after which the run is stopped, restarts included.
         max_restarts: how often all ranks start again after one failed, unless it is a mistake
@@ -95,6 +99,7 @@ def launch(
         num_processes=num_processes,
         engine=engine,
         mixed_precision=mixed_precision,
+        downcast_bf16=downcast_bf16,
         env=dict(env or {}),
         timeout=timeout,
         max_restarts=max_restarts,
@@ -187,8 +192,20 @@ def run_plan(plan: Plan) -> Run:
 
 def _resolve(plan: Plan) -> tuple[Plan, str]:
     """Replace every 'auto' by what this host offers; return the kind of device too."""
-    gpus = devices.gpu_count({**os.environ, **plan.env})
-    engine = "fork" if plan.engine == "auto" else plan.engine
+    env = {**os.environ, **plan.env}
+    tpu = tpus.found(env=env)
+    engine = plan.engine
+    if engine == "tpu" or (engine == "auto" and tpu is not None and tpus.is_wanted(env)):
+        engine = tpus.engine(_torch_version()) or engine
+    if plan.downcast_bf16 and engine != "xla":
+        raise PlanError("downcast_bf16 is for a TPU with torch_xla; leave it out here")
+    if engine in tpus.ENGINES:
+        ranks = tpus.ranks(tpu, plan.num_processes, env, engine)
+        return replace(plan, engine=engine, num_processes=ranks), tpus.ENGINES[engine]
+    if engine == "tpu":
+        raise PlanError(f"nothing is installed that drives a TPU: {xla.INSTALL}, or {tpus.INSTALL}")
+    engine = "fork" if engine == "auto" else engine
+    gpus = devices.gpu_count(env)
     inline = engine == "inline"
     default = 1 if inline else gpus or devices.CPU_DEFAULT
     if inline and plan.num_processes not in (None, 1):
@@ -197,12 +214,24 @@ def _resolve(plan: Plan) -> tuple[Plan, str]:
     return resolved, "cuda" if gpus else "cpu"
 
 
+def _torch_version() -> str:
+    import torch
+
+    return str(torch.__version__)
+
+
 def _notes(plan: Plan, device: str) -> list[str]:
     """Return what may go wrong, a line each. Raises `PreflightError` for what must."""
     lines = preflight.check(plan, device)
     try:
-        notes = lint(plan.task, device=device, ranks=plan.num_processes, name_cell=_cell_name)
-        built = estimate.bytes_built(plan.task)
+        built, ranks = estimate.bytes_built(plan.task), plan.num_processes or 1
+        notes = lint(
+            plan.task,
+            device=device,
+            low_ram_tpu=device in tpus.ENGINES.values() and _fills_memory(ranks * built),
+            ranks=ranks,
+            name_cell=_cell_name,
+        )
     except Exception:  # what reads any source may meet anything; advice is never worth a launch
         return list(lines)
     if built:
@@ -210,8 +239,16 @@ def _notes(plan: Plan, device: str) -> list[str]:
     return [*lines, *(note.text for note in notes)]
 
 
+def _fills_memory(size: int) -> bool:
+    memory = host.memory()
+    return memory is not None and size > memory.available
+
+
+_SHARE = ", or give each run GPUs of its own: --env CUDA_VISIBLE_DEVICES=0,1"
+
+
 def _check_alone(plan: Plan, device: str) -> list[str]:
-    """Return a note if another run of this kernel goes on. On the same GPUs it is refused.
+    """Return a note if another run of this kernel goes on. On the same devices it is refused.
 
     Raises `PreflightError`.
     """
@@ -219,12 +256,12 @@ def _check_alone(plan: Plan, device: str) -> list[str]:
     if not others:
         return []
     seen = f"The run {others[-1]} of this notebook still goes on in the background"
-    if device == "cpu" or "CUDA_VISIBLE_DEVICES" in plan.env:
+    if device == "cpu" or (device == "cuda" and "CUDA_VISIBLE_DEVICES" in plan.env):
         return [f"{seen}: both share this host."]
     raise PreflightError(
-        f"{seen}, on the same GPUs. Wait for it (nbtrain.last_run().wait()), end it "
-        "(nbtrain.last_run().stop()), or give each run GPUs of its own: --env "
-        "CUDA_VISIBLE_DEVICES=0,1"
+        f"{seen}, on the same {'GPUs' if device == 'cuda' else 'TPU'}. Wait for it "
+        "(nbtrain.last_run().wait()), or end it (nbtrain.last_run().stop())"
+        + (_SHARE if device == "cuda" else ".")
     )
 
 
@@ -307,8 +344,6 @@ def _job(plan: Plan, device: str, notes: Sequence[str]) -> tuple[Job, RunState]:
 
 
 def _manifest(plan: Plan, world_size: int, device: str, notes: Sequence[str]) -> dict[str, Any]:
-    import torch
-
     return {
         "name": plan.name,
         "created": time.time(),
@@ -323,11 +358,21 @@ def _manifest(plan: Plan, world_size: int, device: str, notes: Sequence[str]) ->
         "launcher_started": started(os.getpid()),
         "host": platform.node(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": _torch_version(),
         "notes": list(notes),
         "cells": _cells(plan),
         "parameters": parameters(plan.task),
+        "if_killed": list(_if_killed(plan, world_size)),
     }
+
+
+def _if_killed(plan: Plan, ranks: int) -> Sequence[str]:
+    """Return what to say if a rank is killed for want of memory: what each builds for itself."""
+    memory = host.memory()
+    try:
+        return estimate.words(plan.task, ranks, memory.available if memory is not None else None)
+    except Exception:  # what reads any source may meet anything; advice is never worth a launch
+        return ()
 
 
 def _cells(plan: Plan) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from .errors import PlanError
 
-ENGINES = ("auto", "fork", "spawn", "inline")
+ENGINES = ("auto", "fork", "spawn", "tpu", "xla", "torch_tpu", "inline")
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 VIEWS = ("auto", "widget", "html", "text", "none")
 SOURCES = ("bars", "steps", "loss", "data", "phases", "trainer", "tracker")
@@ -76,6 +76,7 @@ class Plan:
     port: int | None = None
     telemetry: tuple[str, ...] = SOURCES
     hang_after: float | None = HANG_AFTER
+    downcast_bf16: bool = False
 
     @property
     def goes_on(self) -> bool:
@@ -95,6 +96,8 @@ class Plan:
         ):
             if value not in known:
                 raise PlanError(f"unknown {what} {value!r}: choose one of {', '.join(known)}")
+        if self.downcast_bf16 and self.mixed_precision != "bf16":
+            raise PlanError("downcast_bf16 goes with bf16 mixed precision: -p bf16 --downcast-bf16")
         limit = self.timeout
         if limit is not None and not (isinstance(limit, (int, float)) and 0 < limit < 1e9):
             raise PlanError(f"the timeout must be a number of seconds > 0, not {self.timeout!r}")

@@ -87,7 +87,6 @@ def initial_state(manifest: Mapping[str, Any], where: Path | str = "the manifest
         raise NbtrainError(f"{where}: num_processes is {ranks!r:.40}, no number of ranks")
     if created is None or not 0 <= created < ev.FOREVER:
         raise NbtrainError(f"{where}: created is {found['created']!r:.40}, no time")
-    notes = manifest.get("notes")
     return RunState(
         name=plain(str(found["name"] or "run")),
         engine=str(manifest.get("engine", "")),
@@ -95,9 +94,14 @@ def initial_state(manifest: Mapping[str, Any], where: Path | str = "the manifest
         created=created,
         mixed_precision=str(manifest.get("mixed_precision", "no")),
         device=str(manifest.get("device", "cpu")),
-        notes=tuple(plain(str(n), NOTE) for n in notes) if isinstance(notes, list) else (),
+        notes=_texts(manifest.get("notes")),
+        if_killed=_texts(manifest.get("if_killed")),
         attempts=1 + (whole(manifest.get("max_restarts")) or 0),
     )
+
+
+def _texts(told: Any) -> tuple[str, ...]:
+    return tuple(plain(str(line), NOTE) for line in told) if isinstance(told, list) else ()
 
 
 def _folded(folder: RunFolder, reader: Reader, state: RunState) -> tuple[RunState, float]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from .events import EventWriter
-from .late import LateValues
+from .late import KINDS, LateValues
 
 T = TypeVar("T")
 
@@ -60,9 +60,9 @@ def world_size() -> int:
 def log(step: int | None = None, **metrics: Any) -> None:
     """Report metrics of this rank, e.g. ``nbtrain.log(step=i, loss=loss)``.
 
-    A value is a number, a text or a tensor with one element; one on a GPU is read when the GPU
-    has got there, and nobody waits for it. Outside a run the values go to the logger ``nbtrain``
-    at level INFO.
+    A value is a number, a text or a tensor with one element; one on a GPU or TPU is read when
+    that has got there, and nobody waits for it. Outside a run the values go to the logger
+    ``nbtrain`` at level INFO.
 
     Raises:
         TypeError: for any other value, naming the metric.
@@ -105,9 +105,9 @@ def _log_late(reporter: Reporter, step: int | None, metrics: dict[str, Any]) -> 
 
 
 def _is_on_gpu(value: Any) -> bool:
-    """Whether a value is a real scalar tensor on a CUDA device."""
+    """Whether a value is a real scalar tensor on a GPU or a TPU."""
     device = getattr(value, "device", None)
-    if getattr(device, "type", "") != "cuda":
+    if getattr(device, "type", "") not in KINDS:
         return False
     return bool(value.numel() == 1 and not value.is_complex())
 

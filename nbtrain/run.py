@@ -358,9 +358,8 @@ def _note(cause: Failure, state: RunState, why: verdict.Verdict) -> str:
     where = f"nbtrain: this is from rank {cause.rank} of {state.world_size}"
     told = f"{where}; {why.others}." if why.others else f"{where}."
     note = f"{told} What rank {cause.rank} printed: nbtrain.last_run().logs({cause.rank})"
-    if cause.error is None or why.kind == "exception" or why.headline == cause.summary:
-        return note
-    return "\n".join([note, f"nbtrain: {why.headline}", *why.advice])
+    known = cause.error is None or why.kind == "exception" or why.headline == cause.summary
+    return "\n".join([note, *([] if known else [f"nbtrain: {why.headline}"]), *why.advice])
 
 
 def new_folder(manifest: dict[str, Any]) -> RunFolder:

@@ -41,7 +41,8 @@ class RankState:
     """One rank: starting, running, failing, done, failed or stopped.
 
     `phase` says what a running one is busy with where that is not training, `hang` what it does
-    in a hang: 'stuck?' or 'waiting'. `metrics` are the last values logged, at most `METRICS`.
+    in a hang: 'stuck?' or 'waiting'. `compiled` is how many programs torch_xla compiled, in how
+    many seconds. `metrics` are the last values logged, at most `METRICS`.
     `log_count` is how many lines were seen: a log that grew by tens of MiB at once has more.
     """
 
@@ -57,6 +58,7 @@ class RankState:
     step: int | None = None
     trained: Trained | None = None
     taken: Taken = field(default_factory=Taken)
+    compiled: tuple[int, float] | None = None
     log: tuple[str, ...] = ()
     log_count: int = 0
     error: str | None = None
@@ -95,7 +97,8 @@ class RunState:
     """A whole run: starting, running, stopping, succeeded, failed, interrupted, timed out.
 
     `notes` are what may go wrong, seen before it started or since: one line each. `host` is what
-    the ranks' host had left when it was last asked, `hang` who waits where, if nobody moves. It is
+    the ranks' host had left when it was last asked, `hang` who waits where, if nobody moves;
+    `if_killed` is what may have taken the memory, should a rank be killed for want of it. It is
     the `attempt`-th of at most `attempts`.
     """
 
@@ -114,6 +117,7 @@ class RunState:
     curves: Curves = field(default_factory=Curves)
     host: ev.Host | None = None
     hang: str = ""
+    if_killed: tuple[str, ...] = ()
 
     @property
     def is_over(self) -> bool:
@@ -193,7 +197,9 @@ def _fold_run(state: RunState, event: ev.Event) -> RunState:
             hang = "" if event.status == "succeeded" else state.hang
             return replace(ended(state, event.status, event.time, event.message), hang=hang)
         case ev.Note():
-            return replace(state, notes=(plain(str(event.text), 1000), *state.notes))
+            text = plain(str(event.text), 1000)
+            known = text in state.notes  # of another rank, or an attempt before
+            return state if known else replace(state, notes=(text, *state.notes))
         case ev.Host():
             return replace(state, host=_sound(event))
     return state
@@ -280,6 +286,11 @@ def _phase(draft: _Draft, event: ev.Phase, _curves: CurvesDraft) -> None:
     draft["phase"] = plain(str(event.phase), 20)
 
 
+def _compiled(draft: _Draft, event: ev.Compiled, _curves: CurvesDraft) -> None:
+    programs, seconds = whole(event.programs), number(event.seconds)
+    draft["compiled"] = None if programs is None or seconds is None else (programs, seconds)
+
+
 def _spawned(draft: _Draft, event: ev.Spawned, _curves: CurvesDraft) -> None:
     draft["pid"] = event.pid
 
@@ -325,6 +336,7 @@ _FOLDS: Mapping[str, Callable[[_Draft, Any, CurvesDraft], None]] = {
     ev.Progress.kind: _progress,
     ev.Output.kind: _output,
     ev.Phase.kind: _phase,
+    ev.Compiled.kind: _compiled,
     ev.Spawned.kind: _spawned,
     ev.Started.kind: _started,
     ev.Failing.kind: _failing,

@@ -56,7 +56,8 @@ class Verdict:
     """Why a run failed. `rank` is -1 where it was no rank's doing.
 
     `kind` is one of: exception, exit, signal, segfault, out of memory, cuda out of memory,
-    communication, data loader worker, disk full, fork refused, timeout, launch.
+    communication, data loader worker, disk full, fork refused, timeout, launch. `advice` is what
+    to do about it, where that is known.
     """
 
     kind: str
@@ -64,11 +65,7 @@ class Verdict:
     headline: str
     evidence: tuple[str, ...] = ()
     others: str = ""
-
-    @property
-    def advice(self) -> tuple[str, ...]:
-        """What to do about it, where that follows from its kind."""
-        return _ADVICE.get(self.kind, ())
+    advice: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         who = f"rank {self.rank}: " if self.rank >= 0 else ""
@@ -113,10 +110,18 @@ def _of_rank(cause: Failure, failures: Sequence[Failure], state: RunState) -> Ve
         *_lines(cause, rank, kind),
         *(text for text in rank.evidence if not said.startswith(text)),
         *(_card(rank, state) if kind == "cuda out of memory" else ()),
-        *_ADVICE.get(kind, ()),
+        *(advice := _advice(kind, rank, state)),
     ]
     became = others(cause, failures, state)
-    return Verdict(kind, cause.rank, said, tuple(dict.fromkeys(evidence)), became)
+    return Verdict(kind, cause.rank, said, tuple(dict.fromkeys(evidence)), became, advice)
+
+
+def _advice(kind: str, rank: RankState, state: RunState) -> tuple[str, ...]:
+    """Return what to do; a host that is out of memory ends ranks by signals, a TPU's by SIGSEGV."""
+    killed = rank.returncode == -signal.SIGKILL and "not for want of memory" not in death(rank)
+    killed = killed or kind == "out of memory"
+    killed = killed or (kind == "segfault" and state.device in ("xla", "tpu"))
+    return (*_ADVICE.get(kind, ()), *(state.if_killed if killed else ()))
 
 
 def diagnose(

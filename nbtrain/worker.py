@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from ast import Expr, Expression, Module, PyCF_ALLOW_TOP_LEVEL_AWAIT, parse
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import CodeType
@@ -23,7 +23,7 @@ from typing import Any
 from . import events as ev
 from . import exceptions, inspection, report, serialize, stopping, telemetry, witness
 from .folder import RunFolder, Spare
-from .plan import Call, Cell, Plan
+from .plan import Call, Cell, Plan, Task
 
 FAILED = 1
 """The exit code of a rank whose failure is told in its failure file."""
@@ -82,6 +82,11 @@ def environment(job: Job, rank: int, inherited: Mapping[str, str]) -> dict[str, 
     }
     if job.device == "cpu":
         variables["ACCELERATE_USE_CPU"] = "true"
+    if job.device == "xla":
+        # transformers takes it, beside torch_xla, for torchrun on another maker's chips.
+        del variables["TORCHELASTIC_RUN_ID"]
+        variables["PJRT_DEVICE"] = inherited.get("PJRT_DEVICE", "TPU")
+        variables |= _xla_precision(job.plan, inherited)
     for name, value in (
         ("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo"),
         ("OMP_NUM_THREADS", str(job.threads)),
@@ -93,8 +98,28 @@ def environment(job: Job, rank: int, inherited: Mapping[str, str]) -> dict[str, 
     return {**variables, **job.plan.env}
 
 
-def main(job: Job, rank: int) -> int:
-    """Run the plan's task as `rank`, report how it ended, and return the exit code."""
+def _xla_precision(plan: Plan, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return what makes torch_xla compute in bf16.
+
+    Accelerate sets the same when an Accelerator is made; but torch_xla reads it once, at the
+    first float tensor, and Accelerate takes ``ACCELERATE_DOWNCAST_BF16=false`` for a yes.
+    """
+    asked = inherited.get("ACCELERATE_DOWNCAST_BF16", "").lower() in ("1", "true", "yes", "on")
+    downcast = plan.downcast_bf16 or asked
+    variables = {"ACCELERATE_DOWNCAST_BF16": "true" if downcast else ""}
+    if plan.mixed_precision == "bf16":
+        variables |= {
+            "XLA_USE_BF16": str(int(not downcast)),
+            "XLA_DOWNCAST_BF16": str(int(downcast)),
+        }
+    return variables
+
+
+def main(job: Job, rank: int, call: Callable[[Task], Any] | None = None) -> int:
+    """Run the plan's task as `rank`, report how it ended, and return the exit code.
+
+    `call` runs it, instead of `run_task`.
+    """
     os.environ.update(environment(job, rank, os.environ))
     stopping.activate(stopping.StopOnRequest(job.folder.stop_request))
     _set_threads()
@@ -103,18 +128,20 @@ def main(job: Job, rank: int) -> int:
     inspection.install(job.folder, rank, writer)
     report.activate(report.Reporter(writer, rank, job.world_size))
     telemetry.install(job.plan.telemetry)
-    code, error = run_and_report(job, rank, writer)
+    code, error = run_and_report(job, rank, writer, call or run_task)
     if error is not None:
         _print_traceback(error)
     return code
 
 
-def run_and_report(job: Job, rank: int, writer: ev.EventWriter) -> tuple[int, BaseException | None]:
+def run_and_report(
+    job: Job, rank: int, writer: ev.EventWriter, call: Callable[[Task], Any]
+) -> tuple[int, BaseException | None]:
     """Run the task and leave its outcome in the run folder; return exit code and exception."""
     folder, spare = job.folder, Spare(job.folder.path)
     try:
         writer.write(ev.Started(time.time(), rank, pid=os.getpid()))
-        value = _run_watched(job.plan.task)
+        value = _run_watched(job.plan.task, call)
         _finish_device_work()
         leave_process_group()
         data = serialize.dump_result(value, job.shared_classes)
@@ -156,11 +183,11 @@ def _report_failure(
         writer.write(ev.Ended(time.time(), rank, error=told, evidence=seen))
 
 
-def _run_watched(task: Call | Cell) -> Any:
+def _run_watched(task: Task, call: Callable[[Task], Any]) -> Any:
     """Run the task, and have told at its end what was seen of it by then."""
     ended = False
     try:
-        value = run_task(task)
+        value = call(task)
         ended = True
         return value
     finally:
@@ -185,9 +212,10 @@ def _leave(job: Job, rank: int, writer: ev.EventWriter, spare: Spare, leaving: S
 
 def _print_traceback(error: BaseException) -> None:
     """Leave the whole traceback in the rank's log, the launcher's frames cut off."""
+    own = str(Path(__file__).parent / "engines"), __file__
     with contextlib.suppress(Exception):  # a hostile __str__, a full disk: the report is out
         told = traceback.TracebackException.from_exception(error)
-        frames = [frame for frame in told.stack if frame.filename != __file__]
+        frames = [frame for frame in told.stack if not frame.filename.startswith(own)]
         told.stack = traceback.StackSummary.from_list(frames)
         sys.stderr.write("".join(told.format()))
 
@@ -211,7 +239,7 @@ def _use_scratch(folder: str) -> None:
         process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
 
 
-def run_task(task: Call | Cell) -> Any:
+def run_task(task: Task) -> Any:
     """Do what the plan says and return its value, awaited if it is a coroutine."""
     if isinstance(task, Call):
         value = task.function(*task.args, **task.kwargs)

@@ -206,15 +206,6 @@ def test_accelerators_that_are_not_driven_yet_are_recognised_inertly(tmp_path: P
     assert devices.unused_accelerator(devices.Build("2", cuda="13.0"), tmp_path) == ""
 
 
-def test_a_tpu_host_is_recognised_by_its_devices_and_variables(tmp_path: Path) -> None:
-    assert devices.tpus(tmp_path, {}) == ""
-    (tmp_path / "dev").mkdir()
-    for node in range(4):
-        (tmp_path / f"dev/accel{node}").touch()
-    assert devices.tpus(tmp_path, {"TPU_NAME": "local"}) == "4 x /dev/accel*, TPU_NAME"
-    assert devices.tpus(tmp_path / "nothing", {"PJRT_DEVICE": "TPU"}) == "PJRT_DEVICE=TPU"
-
-
 def test_the_build_of_torch_is_read_off_its_constants() -> None:
     import torch
 

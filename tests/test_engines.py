@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import signal
 import socket
@@ -18,12 +19,29 @@ import pytest
 from conftest import wait_until
 
 import nbtrain
-from nbtrain import engines
+from nbtrain import engines, plan
 from nbtrain.engines import openmp, rendezvous
 from nbtrain.errors import PlanError, PreflightError, RankDied, ResultNotPicklable
 from nbtrain.run import Run
 
-ENGINES = ["fork", "spawn", "inline"]
+NAMES = ["fork", "spawn", "xla", "inline"]
+HAS_XLA = importlib.util.find_spec("torch_xla") is not None
+WITHOUT = pytest.mark.skipif(not HAS_XLA, reason="needs torch_xla: pip install -r tests/xla.txt")
+ENGINES = [pytest.param(n, marks=[pytest.mark.xla, WITHOUT] if n == "xla" else []) for n in NAMES]
+
+
+@pytest.fixture(scope="session")
+def tpu() -> None:
+    from xla import plugin
+
+    plugin.pretend(1)
+
+
+@pytest.fixture(autouse=True)
+def has_its_device(request: pytest.FixtureRequest) -> None:
+    """Give the xla engine a TPU, as far as it can tell."""
+    if getattr(request.node, "callspec", None) and "xla" in request.node.callspec.params.values():
+        request.getfixturevalue("tpu")
 
 
 def launch(engine: str, function: object, *args: object, n: int = 1, **options: object) -> Run:
@@ -152,10 +170,8 @@ def test_inline_leaves_the_real_frames_to_a_debugger() -> None:
 
 
 def test_every_engine_of_the_table_can_be_had() -> None:
-    from nbtrain.plan import ENGINES as NAMES
-
-    assert {name for name in NAMES if name != "auto"} == set(ENGINES)
-    assert all(engines.get(name) for name in ENGINES)
+    assert {name for name in plan.ENGINES if name != "auto"} == set(NAMES)
+    assert len({type(engines.get(name)) for name in NAMES}) == len(NAMES)
 
 
 def test_ranks_are_told_apart_and_each_is_its_own_process() -> None:

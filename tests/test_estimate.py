@@ -11,6 +11,7 @@ from conftest import Notebook
 from transformers import AutoModel, BertConfig, BertModel
 
 from nbtrain import cell, estimate
+from nbtrain.host import in_words
 from nbtrain.plan import Call
 
 SMALL = BertConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=2)
@@ -80,3 +81,32 @@ def test_ranks_that_build_more_than_there_is_are_warned_of(notebook: Notebook) -
     assert out.ename == "", out.traceback
     assert "2 ranks may need" in out.board
     assert "each builds 2" in out.board  # some 290 GB
+
+
+def test_what_ranks_build_is_told_with_the_lines_to_write_instead() -> None:
+    source = (
+        "@decorated\n"
+        "def train(epochs=3, *, lr=1e-3):\n"
+        "    tokenizer = load()\n"
+        "    net = BertModel(config)  # large\n"
+        "    net.train()\n"
+    )
+    names = {"BertModel": BertModel, "config": SMALL}
+    task = cell.read_cell(source, "c", names)
+    size = in_words(SIZE)
+    told = estimate.words(task, 8, 1 << 30)
+    assert told == (
+        f"each of 8 ranks builds a model of its own (line 4): 8 x {size} = "
+        f"{in_words(8 * SIZE)}, and {in_words(1 << 30)} were available",
+        "build it once, in a cell above, and every rank shares it:  net = BertModel(config)",
+        "line 4 goes, and line 2 becomes:  def train(net, epochs=3, *, lr=0.001):",
+    )
+    assert estimate.words(cell.read_cell("def f(model): ...", "c", {}), 8, None) == ()
+
+
+@pytest.mark.parametrize(
+    "line", ["self.m = BertModel(config)", "return BertModel(config)", "a = b = BertModel(config)"]
+)
+def test_where_two_lines_do_not_do_there_is_only_the_arithmetic(line: str) -> None:
+    task = cell.read_cell(f"def train(self):\n    {line}", "c", {"BertModel": BertModel})
+    assert len(estimate.words(task, 2, None)) == 1

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import nbtrain
-from nbtrain import devices, plan, preflight
+from nbtrain import devices, preflight
 from nbtrain.cell import read_cell
 from nbtrain.devices import Build, Gpu, Holder
 from nbtrain.errors import AcceleratorInitializedError, PreflightError
@@ -26,15 +26,11 @@ from nbtrain.plan import Call, Cell, Plan
 from nbtrain.preflight import Facts, Finding
 from nbtrain.preflight import task as reading
 from nbtrain.run import Run
+from nbtrain.tpus import Tpu
 from nbtrain.view import html, text
 
 GIB = 1 << 30
 GPU = Gpu(0, "GPU-0", "Tesla T4", total=16384, used=300)
-
-
-@pytest.fixture(autouse=True)
-def spawn_is_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "ENGINES", ("auto", "fork", "inline", "spawn"))
 
 
 def facts(n: int = 2, engine: str = "fork", port: int | None = None, **given: Any) -> Facts:
@@ -139,7 +135,35 @@ def test_accelerators_that_stay_unused_are_told() -> None:
     assert "will train on the CPU" in said(facts(unused_accelerator="MPS (Apple's GPU)"), "warn")
 
 
+def test_a_tpu_that_stays_unused_is_told_with_the_reason() -> None:
+    tpu = {"tpu": Tpu("v5e", 8)}
+    line = said(facts(**tpu), "warn")
+    assert "a TPU v5e with 8 chips, and the ranks will train on the CPU: torch_xla is not" in line
+    assert "pip install" in line
+    there = {**tpu, "has_torch_xla": True}
+    assert "PJRT_DEVICE=CPU says so" in said(facts(**there, env={"PJRT_DEVICE": "CPU"}), "warn")
+    assert "the fork engine does not drive it" in said(facts(**there, engine="fork"), "warn")
+    assert preflight.ask(facts(**tpu, env={"ACCELERATE_USE_CPU": "true"})) == []
+    assert preflight.ask(facts(**there, engine="xla", device="xla")) == []
+
+
+def test_a_tpu_that_another_process_keeps_is_refused_with_its_number() -> None:
+    held = facts(engine="xla", device="xla", tpu_holders=("python, pid 4711",))
+    line = said(held, "refuse")
+    assert "held by another process: python, pid 4711." in line
+    assert "kill" in line
+
+
 # The state of this process
+
+
+def test_on_a_tpu_a_kernel_that_used_xla_is_refused_and_no_spawning_is_offered() -> None:
+    dirty = facts(engine="xla", device="xla", touches=(Touch("XLA", 3, 1, "xr.world_size()"),))
+    line = said(dirty, "refuse")
+    assert "XLA is already initialised in this kernel" in line
+    assert "First seen: In[3], line 1: `xr.world_size()`." in line
+    assert "spawn" not in line
+    assert preflight.ask(facts(engine="xla", device="xla", touches=(Touch("CUDA"),))) == []
 
 
 def test_a_dirty_kernel_is_refused_for_fork_alone_and_two_ways_out_are_offered() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -167,6 +168,25 @@ def test_deaths_are_told_apart() -> None:
     assert death(-6, "std::bad_alloc").kind == "out of memory"
     watchdog = "[rank0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)"
     assert death(-6, watchdog).kind == "communication"
+
+
+def test_a_kill_that_may_be_for_memory_comes_with_what_the_ranks_built() -> None:
+    cure = ("each of 8 ranks builds a model of its own", "build it once")
+
+    def advice(code: int, device: str, **more: Any) -> tuple[str, ...]:
+        state = run(ev.Resources(1.0, 0, memory=3 << 30), exited(0, code, **more), ranks=1)
+        state = replace(state, if_killed=cure, device=device)
+        said = verdict.death(state.ranks[0])
+        found = verdict.of(state, [Failure(0, 1.0, None, code, "", said)])
+        assert found is not None
+        assert set(found.advice) <= set(found.evidence)
+        return found.advice
+
+    assert advice(-9, "cuda") == cure
+    assert advice(-11, "xla") == cure
+    assert advice(-11, "cuda") == ()
+    assert advice(-9, "xla", cause="was killed by SIGKILL, and not for want of memory") == ()
+    assert advice(1, "xla") == ()
 
 
 def test_the_systems_count_of_kills_is_evidence() -> None:

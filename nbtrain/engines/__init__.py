@@ -20,6 +20,14 @@ def get(name: str) -> Engine:
         from .spawn import SpawnEngine
 
         return SpawnEngine()
+    if name == "xla":
+        from .xla import XlaEngine
+
+        return XlaEngine()
+    if name == "torch_tpu":
+        from .torch_tpu import TorchTpuEngine
+
+        return TorchTpuEngine()
     from .fork import ForkEngine
 
     return ForkEngine()

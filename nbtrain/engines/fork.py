@@ -13,11 +13,12 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from .. import worker
 from ..errors import LaunchError
-from ..plan import Plan
+from ..plan import Plan, Task
 from ..worker import Job
 from . import CRASHED, leave_kernel, openmp, rendezvous
 from .base import Ranks
@@ -36,6 +37,10 @@ class ForkEngine:
     def discard(self) -> None:
         """Do nothing: nothing was prepared."""
 
+    def caller(self, job: Job, rank: int) -> Callable[[Task], Any]:
+        """Return what runs the task in a rank."""
+        return worker.run_task
+
     def start(self, job: Job) -> Ranks:
         """Fork every rank. Raises `LaunchError`, leaving none behind."""
         if not hasattr(os, "fork"):
@@ -49,7 +54,8 @@ class ForkEngine:
         try:
             with ready_to_fork():
                 for rank in range(job.world_size):
-                    ranks.add(rank, _fork_rank(job, rank, listener, state))
+                    body = partial(worker.main, job, rank, self.caller(job, rank))
+                    ranks.add(rank, _fork_rank(job, rank, listener, state, body))
             ranks.store = rendezvous.serve(listener)
         except BaseException:  # whatever it was, an interrupt included: no rank stays behind
             listener.close()
@@ -58,9 +64,12 @@ class ForkEngine:
         return ranks
 
 
-def _fork_rank(job: Job, rank: int, listener: socket.socket, state: Any) -> int:
+def _fork_rank(
+    job: Job, rank: int, listener: socket.socket, state: Any, body: Callable[[], int]
+) -> int:
+    log = job.folder.log(rank)
     try:
-        return fork_process(partial(_be_rank, job, rank, listener, state, os.getpid()))
+        return fork_process(partial(_be_rank, log, listener, state, os.getpid(), body))
     except OSError as error:
         raise LaunchError(
             f"only {rank} of {job.world_size} processes could be forked ({error.strerror}). "
@@ -106,13 +115,15 @@ def fork_process(child: Callable[[], int]) -> int:
         os._exit(code)
 
 
-def _be_rank(job: Job, rank: int, listener: socket.socket, state: Any, parent: int) -> int:
+def _be_rank(
+    log: Path, listener: socket.socket, state: Any, parent: int, body: Callable[[], int]
+) -> int:
     random.setstate(state)  # Python gives every forked process a new one
     # Frozen objects are never visited by a collection, so the pages they are on stay shared.
     gc.freeze()
-    tracker = leave_kernel.become_rank(job.folder.log(rank), parent)
+    tracker = leave_kernel.become_rank(log, parent)
     listener.close()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    code = worker.main(job, rank)
+    code = body()
     finish_process(tracker)
     return code

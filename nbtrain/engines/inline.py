@@ -46,7 +46,9 @@ class InlineEngine:
         blocked = gate.block(False)  # this is the training function, if not another process
         try:
             os.environ.update(worker.environment(job, 0, before))
-            code, error = worker.run_and_report(_with_own_namespace(job), 0, writer)
+            code, error = worker.run_and_report(
+                _with_own_namespace(job), 0, writer, worker.run_task
+            )
         finally:
             report.activate(reporter)
             gate.block(blocked)

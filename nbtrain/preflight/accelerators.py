@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .. import tpus
 from ..devices import Gpu, Holder
 from ..host import in_words
+from ..xla import INSTALL
 from .facts import Facts
 from .finding import Ask, Finding
 
@@ -114,4 +116,34 @@ def unused(facts: Facts) -> Iterator[Finding]:
         )
 
 
-QUESTIONS: tuple[Ask, ...] = (enough, crowded, mode, unused)
+def unused_tpu(facts: Facts) -> Iterator[Finding]:
+    """A TPU is there, and the ranks will train on the CPU beside it."""
+    if facts.tpu is None or not facts.on_cpu or facts.inline or "ACCELERATE_USE_CPU" in facts.env:
+        return
+    if not facts.has_torch_xla:
+        why, remedy = "torch_xla is not installed", f"{INSTALL}, then restart the kernel."
+    elif not tpus.is_wanted(facts.env):
+        why = f"PJRT_DEVICE={facts.env['PJRT_DEVICE']} says so, and torch_xla sets it by itself "
+        why += "where it finds no libtpu"
+        remedy = f"{INSTALL}, restart the kernel, and set PJRT_DEVICE=TPU if it still is not."
+    else:
+        why, remedy = f"the {facts.plan.engine} engine does not drive it", "Leave out --engine."
+    yield Finding(
+        f"This host has {facts.tpu.words}, and the ranks will train on the CPU: {why}.",
+        remedy,
+        "warn",
+    )
+
+
+def held_tpu(facts: Facts) -> Iterator[Finding]:
+    """A process that was left behind, by an interrupt of another launcher say, keeps the chips."""
+    if facts.tpu_holders:
+        yield Finding(
+            f"The TPU is held by another process: {'; '.join(facts.tpu_holders)}. Until that "
+            "ends, no rank can use it.",
+            "Shut down the notebook it belongs to, or end it if it was left behind: `!kill PID`, "
+            "then `!kill -9 PID`.",
+        )
+
+
+QUESTIONS: tuple[Ask, ...] = (enough, crowded, mode, unused, unused_tpu, held_tpu)

@@ -11,11 +11,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .. import devices, guard, host
+from .. import devices, guard, host, tpus
 from ..devices import Build, Gpu
 from ..guard import Touch
 from ..host import Memory, Quota, Space
 from ..plan import Plan
+from ..tpus import Tpu
 from . import task
 
 SUSPECTS = ("bitsandbytes", "xformers", "transformer_engine", "peft", "unsloth")
@@ -47,6 +48,9 @@ class Facts:
     gpus: tuple[Gpu, ...] = ()
     holder_names: Mapping[int, str] = field(default_factory=dict)
     unused_accelerator: str = ""
+    tpu: Tpu | None = None
+    tpu_holders: tuple[str, ...] = ()
+    has_torch_xla: bool = False
     source: str = ""
     weights: int = 0
     workers: int = 0
@@ -70,7 +74,7 @@ class Facts:
     @property
     def forks(self) -> bool:
         """Whether the ranks inherit this process's state; spawned ones start afresh."""
-        return self.plan.engine == "fork"
+        return self.plan.engine in ("fork", "xla")
 
     @property
     def on_cpu(self) -> bool:
@@ -85,6 +89,7 @@ def gather(plan: Plan, device: str, builds: int = 0) -> Facts:
     build = devices.build_of(torch) if torch is not None else None
     ranks = plan.num_processes or 1
     visible, gpus = _visible(device, env)
+    in_the_way = tpus.holders() if device in ("xla", "tpu") else []
     threads = _threads(env, ranks)
     mentioned = task.read(plan.task)
     trouble = host.port_trouble(plan.port) if plan.port and plan.engine != "inline" else None
@@ -102,7 +107,10 @@ def gather(plan: Plan, device: str, builds: int = 0) -> Facts:
         visible=visible,
         gpus=gpus,
         holder_names={h.pid: host.process_name(h.pid) for gpu in gpus for h in gpu.holders},
+        tpu_holders=tuple(map(host.process_name, in_the_way)),
         unused_accelerator=devices.unused_accelerator(build) if build is not None else "",
+        tpu=tpus.found(env=env),
+        has_torch_xla=tpus.has_torch_xla(),
         source=mentioned.source,
         weights=mentioned.weights,
         workers=mentioned.workers,

@@ -15,20 +15,32 @@ def fork(facts: Facts) -> Iterator[Finding]:
         yield Finding("This system cannot fork.", "Use --engine inline, or Linux or macOS.")
 
 
+_RESTART = "Restart the kernel and keep that inside the training function"
+_SPAWN = (
+    "or start this now in fresh processes: `%%distributed --engine spawn` "
+    '(`nbtrain.launch(..., engine="spawn")`).'
+)
+
+
 def initialized(facts: Facts) -> Iterator[Finding]:
-    """An accelerator that is initialised here cannot be used by ranks forked from here."""
-    if facts.device == "cpu" or not facts.forks:
+    """An accelerator that is initialised here cannot be used by ranks forked from here.
+
+    A TPU belongs to one process at a time: not even by fresh ones.
+    """
+    on_tpu = facts.device in ("xla", "tpu")
+    if facts.device == "cpu" or not (facts.forks or on_tpu):
         return
     for touch in facts.touches:
+        if on_tpu and touch.what not in ("XLA", "TPU"):
+            continue
         named = ", ".join(facts.suspects) if touch.cell is None and touch.what == "CUDA" else ""
         hint = f" Imported here, and reported to do that on import: {named}." if named else ""
         called = f" Called from {touch.calls[-1]}." if touch.calls else ""
+        whose = "ranks" if on_tpu else "ranks forked from it"
         yield Finding(
-            f"{touch.what} is already initialised in this kernel, so ranks forked from it could "
-            f"not use it. First seen: {touch.where}.{called}{hint}",
-            "Restart the kernel and keep that inside the training function, or start this now in "
-            'fresh processes: `%%distributed --engine spawn` (`nbtrain.launch(..., engine="spawn")'
-            "`).",
+            f"{touch.what} is already initialised in this kernel, so {whose} could not use it. "
+            f"First seen: {touch.where}.{called}{hint}",
+            f"{_RESTART}." if on_tpu else f"{_RESTART}, {_SPAWN}",
             error=AcceleratorInitializedError,
         )
 
@@ -46,7 +58,7 @@ def accelerator_state(facts: Facts) -> Iterator[Finding]:
 
 def process_group(facts: Facts) -> Iterator[Finding]:
     """A process belongs to one default process group."""
-    if facts.in_process_group and facts.plan.engine != "spawn":
+    if facts.in_process_group and (facts.forks or facts.inline):
         yield Finding(
             "The notebook itself is in a process group (torch.distributed is initialized).",
             "Call torch.distributed.destroy_process_group() in a cell and launch again.",
@@ -54,9 +66,10 @@ def process_group(facts: Facts) -> Iterator[Finding]:
 
 
 def precision(facts: Facts) -> Iterator[Finding]:
-    """CPUs have no fp16 to train with."""
-    if facts.plan.mixed_precision == "fp16" and facts.device == "cpu":
-        yield Finding("fp16 mixed precision needs a GPU, and there is none.", "Use -p bf16 or no.")
+    """CPUs and TPUs have no fp16 to train with."""
+    if facts.plan.mixed_precision == "fp16" and facts.device != "cuda":
+        here = "there is none" if facts.device == "cpu" else "a TPU has bf16 in its place"
+        yield Finding(f"fp16 mixed precision needs a GPU, and {here}.", "Use -p bf16 or no.")
 
 
 def inline_timeout(facts: Facts) -> Iterator[Finding]:

@@ -51,7 +51,8 @@ def memory(facts: Facts) -> Iterator[Finding]:
     yield Finding(
         f"{_ranks(facts)} may need {in_words(most)} of memory and {in_words(available)} are "
         f"available ({facts.memory.whose}): each {' and '.join(parts)}.",
-        "Ask for fewer ranks, or train a smaller model; too much of it and the system kills a "
+        ("" if facts.on_cpu else "Build the model once, in a cell above, and hand it over. ")
+        + "Ask for fewer ranks, or train a smaller model; too much of it and the system kills a "
         "rank (SIGKILL).",
         "warn",
     )

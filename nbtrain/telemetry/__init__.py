@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from .. import report
-from ..late import MOST, captures
+from ..late import captures
 from ..plan import SOURCES
 from . import bars, hooks, libraries
 from .training import Meter
@@ -41,6 +41,6 @@ def finish(wait: bool) -> None:
     """Tell the last figures: the training is over. With `wait`, those on their way too."""
     reporter = report.active()
     if reporter is not None:
-        reporter.late.deliver(at_least=MOST if wait else 0)
+        reporter.late.finish(wait)
     if _meter is not None:
         _meter.finish(wait)

@@ -39,6 +39,8 @@ class Feed:
         self._hooks, self._tick = hooks, tick
         self.waited = 0.0
         self.samples: int | None = None
+        self.on_batch: Callable[[Any], None] | None = None
+        """Who wants to see each batch."""
         self._thread = _Thread()
         self._trainers = {threading.main_thread().ident}  # and who took the last step
         self._number = 0  # of passes over any data
@@ -118,6 +120,8 @@ class Feed:
         size = asked.popleft() if asked else _batch_size(it, batch)
         if size is not None:
             self.samples = (self.samples or 0) + size
+        if self.on_batch is not None:
+            self.on_batch(batch)
         self._tick(start, now)
 
 
@@ -139,17 +143,17 @@ def _batch_size(it: Any, batch: Any) -> int | None:
 
     if not it._auto_collation:  # the data set makes its batches, if they are any
         return None
-    sizes = (tensor.shape[0] for tensor in _tensors(batch) if len(tensor.shape))
+    sizes = (tensor.shape[0] for tensor in tensors(batch) if len(tensor.shape))
     if it._collate_fn is default_collate:
         return next(sizes, None)
     wanted = getattr(it._index_sampler, "batch_size", None)
     return wanted if wanted in sizes else None
 
 
-def _tensors(batch: Any, depth: int = 4) -> Iterator[Any]:
+def tensors(batch: Any, depth: int = 4) -> Iterator[Any]:
     """Yield the tensors of a batch, from the first on."""
     if hasattr(batch, "shape"):
         yield batch
     elif depth and isinstance(batch, (list, tuple, Mapping)):
         for part in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _tensors(part, depth - 1)
+            yield from tensors(part, depth - 1)

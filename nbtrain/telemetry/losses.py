@@ -11,11 +11,11 @@ from typing import Any
 
 from .. import stopping
 from ..imports import when_imported
-from ..late import LateValues, captures
+from ..late import KINDS, LateValues, captures
 from .hooks import Hooks
 
 INTERVAL = 0.5
-"""Seconds between two losses that are read off a GPU."""
+"""Seconds between two losses that are read off a GPU or TPU."""
 
 _UNSCALED = "_nbtrain_unscaled"
 """The attribute of a scaled loss that holds the loss; what is computed from it has none."""
@@ -179,13 +179,19 @@ class Losses:
             return
         if loss.device.type == "cpu":
             self._value = loss.item()
-        elif loss.device.type == "cuda":  # XLA's graph would be cut, others would be waited for
+        elif loss.device.type in KINDS:  # others would be waited for
+            # On a TPU, a step that keeps its loss is another program than one that does not: all
+            # keep it, those too whose loss is not read.
             self._on_gpu = loss.detach()
             now = time.monotonic()
-            if now >= self._due and not captures.under_way(torch):
+            if now >= self._due and not _is_capturing(loss):
                 self._due = now + INTERVAL
                 self.read_last()
 
     def _arrived(self, values: dict[str, Any]) -> None:
         if "loss" in values:
             self._value = float(values["loss"])
+
+
+def _is_capturing(loss: Any) -> bool:
+    return loss.device.type == "cuda" and captures.under_way(sys.modules["torch"])

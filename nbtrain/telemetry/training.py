@@ -1,8 +1,8 @@
 """How a rank's training goes: steps, loss, learning rate, batches, seen where torch does them.
 
 The hot paths only count and keep a reference. Twice a second what was counted is written as one
-`Training` event; a loss on a GPU is read behind the work (see `nbtrain.late`), so that the training
-gains no synchronisation, and on XLA not at all, where reading it would cut the graph.
+`Training` event; a loss on a GPU is read behind the work (see `nbtrain.late`), and on a TPU after
+the step (`nbtrain.lazy`), so that the training gains no synchronisation and no cut in its programs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from .. import events as ev
 from .. import stopping
 from ..events import EventWriter
 from ..imports import when_imported
-from ..late import MOST, LateValues, captures
+from ..late import LateValues, captures
+from .compiling import Compiling
 from .hooks import Hooks
 from .loaders import Feed
 from .losses import Losses
@@ -43,6 +44,7 @@ class Meter:
         self._phases = 0
         self._phase_lock = threading.Lock()
         self._told_phase = self._hooks.harmless(self._phase)
+        self._compiling = Compiling(writer, rank, self._told_phase)
         self._began: float | None = None
         self._due = 0.0
 
@@ -58,16 +60,18 @@ class Meter:
             when_imported("torch.serialization", self._watch_saving)
             when_imported("safetensors.torch", self._watch_safetensors)
             when_imported("torch._dynamo.callback", self._watch_compiling)
+            when_imported("torch_xla.core.xla_model", self._watch_xla)
 
     def finish(self, wait: bool) -> None:
         """Report the last figures; with `wait`, also what is still on its way."""
         self._hooks.harmless(self._finish)(wait)
 
     def _finish(self, wait: bool) -> None:
+        self._compiling.look()
         if self._began is not None:
             if wait:
                 self._losses.read_last()
-            self._late.deliver(at_least=MOST if wait else 0)
+            self._late.finish(wait)
             self._report(time.monotonic(), self._losses.last())
 
     # What torch does
@@ -115,6 +119,10 @@ class Meter:
         if handler is not None:
             handler.register_start_callback(lambda *_: self._told_phase("compiling"))
             handler.register_end_callback(lambda *_: self._told_phase(""))
+
+    def _watch_xla(self, _module: ModuleType) -> None:
+        self._compiling.start()
+        self._feed.on_batch = self._compiling.saw
 
     def _phase(self, phase: str) -> None:
         with self._phase_lock:  # checkpoints are saved in threads, too

@@ -95,6 +95,7 @@ def _columns(state: RunState, *, told: bool, dense: bool) -> list[Column]:
         Column("left", lambda row: "" if told else wording.left(row[0]), f"{right};{_SOFT}", 46),
         Column("loss", lambda row: _loss(row[0]), right, 52),
         Column("memory", lambda row: wording.holds(row[0]), right, 54),
+        Column("compiled", lambda row: wording.compiled(row[0]), right),
         Column("data wait", lambda row: wording.waiting(row[0]), right),
         Column("", lambda row: _echo(row[0], state), f"{left};{_SOFT}"),
     ]

@@ -53,6 +53,8 @@ def rank_line(rank: RankState, state: RunState) -> str:
         parts.append(step + wording.metrics(rank))
     elif rank.loss is not None:
         parts.append(f"loss {wording.number(rank.loss)}")
+    if rank.compiled is not None:
+        parts.append(f"compiled {wording.compiled(rank)}")
     parts.append(wording.trouble(rank, state))
     return "  ".join(filter(None, parts)).rstrip()
 

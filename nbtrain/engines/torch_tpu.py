@@ -1,0 +1,86 @@
+"""The torch_tpu engine: the spawn engine on a TPU, for torch_xla's successor.
+
+``torch_tpu`` refuses to work in a forked process, and wants what all ranks must agree on (an
+address each, the mesh of the chips) in the environment before they start. Written from the
+published API of torch_tpu 0.2; what needs a TPU has not been run on one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..errors import LaunchError, MissingExtra
+from ..plan import Plan
+from ..tpus import has_torch_tpu
+from ..worker import Job
+from .base import Ranks
+from .spawn import SpawnEngine
+
+PATIENCE = 120.0
+"""Seconds for another interpreter to import torch and say how ranks are to be launched."""
+
+ADDRESSES, TOPOLOGY = "TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY"
+
+_MARK = "nbtrain: launch environment "
+_ASK = f"""
+import json, os, sys
+import torch, torch_tpu
+from torch.tpu import distributed
+distributed.set_tpu_launch_env(nproc_per_node=int(sys.argv[1]))
+told = {{name: value for name, value in os.environ.items() if name.startswith("TORCH_TPU_")}}
+print("\\n{_MARK}" + json.dumps(told))
+"""
+
+
+class TorchTpuEngine(SpawnEngine):
+    """Starts one interpreter a chip, each with torch_tpu's own launch environment."""
+
+    def prepare(self, plan: Plan) -> None:
+        """Pack what the ranks will need. Raises `MissingExtra` without torch_tpu, `PlanError`."""
+        if not has_torch_tpu():
+            raise MissingExtra(
+                "the torch_tpu engine needs torch_tpu, which is not installed: "
+                "pip install torch_tpu"
+            )
+        super().prepare(plan)
+
+    def start(self, job: Job) -> Ranks:
+        """Start every rank. Raises `LaunchError`, leaving none behind."""
+        told = launch_environment(job.world_size, job.plan.env)
+        return super().start(replace(job, plan=replace(job.plan, env={**told, **job.plan.env})))
+
+
+def launch_environment(ranks: int, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that ``torch.tpu.distributed.set_tpu_launch_env`` sets for `ranks`.
+
+    Another interpreter is asked, since it sets them for good, and each attempt needs new
+    addresses. Raises `LaunchError` where it refuses.
+    """
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", _ASK, str(ranks)],
+            env={**_inherited(os.environ), **given},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"torch_tpu could not be asked how to launch ranks: {error}") from error
+    for line in reversed(asked.stdout.splitlines()):
+        if line.startswith(_MARK):
+            told: dict[str, str] = json.loads(line.removeprefix(_MARK))
+            return told
+    said = asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"]
+    raise LaunchError(f"torch_tpu cannot launch {ranks} ranks here: {said[-1]}")
+
+
+def _inherited(environ: Mapping[str, str]) -> dict[str, str]:
+    """Leave out what an earlier call in the kernel set: it would stay, whatever is asked now."""
+    stale = (ADDRESSES, TOPOLOGY) if ADDRESSES in environ else ()
+    return {name: value for name, value in environ.items() if name not in stale}

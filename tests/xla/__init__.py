@@ -1,0 +1,1 @@
+"""What needs torch_xla: real XLA processes, on a TPU that is pretended."""
