@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from .errors import PlanError
-from .plan import ENGINES, HANG_AFTER, PRECISIONS, SOURCES, VIEWS, Cell, Parameter
+from .plan import ENGINES, HANG_AFTER, PRECISIONS, SOURCES, VIEWS, Cell, Parameter, names_of
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class Options:
     detach: bool = False
     telemetry: tuple[str, ...] = SOURCES
     hang_after: float | None = HANG_AFTER
+    out: tuple[str, ...] = ()
+    sync: bool = True
 
 
 class _Parser(argparse.ArgumentParser):
@@ -120,6 +122,10 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="bind the Run to this notebook variable; nbtrain.last_run() always has it",
     )
+    told = "variables of rank 0 that come back (NAME@all: of every rank, as a list)"
+    p.add_argument("--out", nargs="+", action="extend", default=[], metavar="NAMES", help=told)
+    told = "leave the notebook's models as they are; else the function's come back trained"
+    p.add_argument("--no-sync", dest="sync", action="store_false", help=told)
     p.add_argument(
         "--view", choices=VIEWS, default="auto", help="how progress is shown while the cell runs"
     )
@@ -180,7 +186,7 @@ def _sources(text: str) -> tuple[str, ...]:
 def parse_options(words: Sequence[str]) -> Options:
     """Read the options. Raises `PlanError` with one line saying what is wrong."""
     found = vars(parser().parse_args(list(words)))
-    return Options(**{**found, "env": dict(found["env"])})
+    return Options(**{**found, "env": dict(found["env"]), "out": names_of(found["out"])})
 
 
 def split_options(line: str) -> tuple[str, str]:

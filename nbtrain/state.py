@@ -41,7 +41,8 @@ class RankState:
     """One rank: starting, running, failing, done, failed or stopped.
 
     `phase` says what a running one is busy with where that is not training, `hang` what it does
-    in a hang: 'stuck?' or 'waiting'. `metrics` are the last values logged, at most `METRICS`.
+    in a hang: 'stuck?' or 'waiting'. `saved` is what it left for the notebook. `metrics` are the
+    last values logged, at most `METRICS`.
     `log_count` is how many lines were seen: a log that grew by tens of MiB at once has more.
     """
 
@@ -64,6 +65,7 @@ class RankState:
     returncode: int | None = None
     cause: str = ""
     evidence: tuple[str, ...] = ()
+    saved: tuple[ev.Saved, ...] = ()
 
     @property
     def is_over(self) -> bool:
@@ -96,7 +98,8 @@ class RunState:
 
     `notes` are what may go wrong, seen before it started or since: one line each. `host` is what
     the ranks' host had left when it was last asked, `hang` who waits where, if nobody moves. It is
-    the `attempt`-th of at most `attempts`.
+    the `attempt`-th of at most `attempts`. `loaded` has what the notebook took of what ranks saved,
+    each with what was in the way.
     """
 
     name: str
@@ -114,6 +117,7 @@ class RunState:
     curves: Curves = field(default_factory=Curves)
     host: ev.Host | None = None
     hang: str = ""
+    loaded: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def is_over(self) -> bool:
@@ -194,6 +198,9 @@ def _fold_run(state: RunState, event: ev.Event) -> RunState:
             return replace(ended(state, event.status, event.time, event.message), hang=hang)
         case ev.Note():
             return replace(state, notes=(plain(str(event.text), 1000), *state.notes))
+        case ev.Loaded():
+            told = {**state.loaded, plain(event.name, 80): plain(event.trouble, 1000)}
+            return replace(state, loaded=MappingProxyType(told))
         case ev.Host():
             return replace(state, host=_sound(event))
     return state
@@ -298,6 +305,11 @@ def _ended(draft: _Draft, event: ev.Ended, _curves: CurvesDraft) -> None:
     draft["evidence"] = _said(event.evidence)
 
 
+def _saved(draft: _Draft, event: ev.Saved, _curves: CurvesDraft) -> None:
+    new = replace(event, name=plain(event.name, 80), trouble=plain(event.trouble, 1000))
+    draft["saved"] = (*(old for old in draft["saved"] if old.name != new.name), new)
+
+
 def _exited(draft: _Draft, event: ev.Exited, _curves: CurvesDraft) -> None:
     draft.update(
         status=event.verdict,
@@ -329,6 +341,7 @@ _FOLDS: Mapping[str, Callable[[_Draft, Any, CurvesDraft], None]] = {
     ev.Started.kind: _started,
     ev.Failing.kind: _failing,
     ev.Ended.kind: _ended,
+    ev.Saved.kind: _saved,
     ev.Exited.kind: _exited,
 }
 

@@ -1,0 +1,269 @@
+"""What comes home from a run: trained weights for the notebook's own objects, and variables.
+
+Rank 0 leaves them in the run folder once the function has returned; the notebook takes them when
+the run has succeeded (`nbtrain.home`). Which they are, both find in the plan: names are all that
+they need to have in common.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import pickle
+import sys
+import time
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from . import events as ev
+from . import serialize, weights
+from .errors import NbtrainError
+from .events import EventWriter
+from .folder import RunFolder, write_atomically
+from .imports import when_imported
+from .plan import OF_ALL, Call, Cell, Plan
+
+QUICK = 256 << 20
+"""Bytes of weights that are saved after a failure or an interrupt: there is little time."""
+
+_INSIDE = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "FullyShardedDataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+    "AcceleratedOptimizer": "optimizer",
+}
+"""Wrappers of models and optimizers, and where they keep what they wrap."""
+
+
+def namespace_of(task: Call | Cell) -> dict[str, Any]:
+    """Return where the variables of a task are: the notebook, or the function's module."""
+    if isinstance(task, Cell):
+        return task.namespace
+    function = task.function
+    while isinstance(function, functools.partial):
+        function = function.func
+    found: dict[str, Any] = getattr(inspect.unwrap(function), "__globals__", {})
+    return found
+
+
+def arguments_of(task: Call | Cell) -> dict[str, Any]:
+    """Return what the function is given, by its parameters' names, before anything ran."""
+    if isinstance(task, Cell):
+        names = [p.name for p in task.parameters]
+        return {name: task.namespace[name] for name in names if name in task.namespace}
+    try:
+        parameters = list(inspect.signature(task.function).parameters.values())
+    except (TypeError, ValueError):  # of a builtin nobody knows them
+        parameters = []
+    plain = [p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
+    given = {
+        plain[i] if i < len(plain) else f"argument{i}": value for i, value in enumerate(task.args)
+    }
+    return {**given, **{name: v for name, v in task.kwargs.items() if name.isidentifier()}}
+
+
+def handed_over(plan: Plan) -> dict[str, Any]:
+    """Return the models and optimizers of the notebook that are to come back, by name."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    arguments = arguments_of(plan.task)
+    asked = {n: v for n, v in {**namespace_of(plan.task), **arguments}.items() if n in plan.out}
+    given = arguments if plan.sync else {}
+    found: dict[str, Any] = {}
+    for wanted, kinds in (
+        (asked, (torch.nn.Module, torch.optim.Optimizer)),
+        (given, (torch.nn.Module,)),
+    ):
+        for name, value in wanted.items():
+            if isinstance(value, kinds) and not any(v is value for v in found.values()):
+                found[name] = value
+    return found
+
+
+def unwrapped(value: Any) -> Any:
+    """Return a model or an optimizer without what training libraries put around it."""
+    while type(value).__name__ in _INSIDE:
+        value = getattr(value, _INSIDE[type(value).__name__])
+    return value
+
+
+class Sender:
+    """Remembers in a rank what it was given, before the task runs, and sends it home after.
+
+    What the notebook has is known by identity: whatever is put around a model (DDP, FSDP,
+    Accelerate, torch.compile), its own tensors are those that are trained.
+    """
+
+    def __init__(
+        self, plan: Plan, folder: RunFolder, rank: int, writer: EventWriter, shared: frozenset[type]
+    ) -> None:
+        self._plan, self._folder, self._rank, self._writer = plan, folder, rank, writer
+        self._shared = shared
+        self._ours = handed_over(plan)
+        # Inline, the notebook's objects are the rank's own.
+        self._objects = {} if plan.engine == "inline" else self._ours
+        self._before = {name: self._mark(value) for name, value in self._objects.items()}
+        self._flattened: list[tuple[Any, Any]] = []
+        if self._objects:
+            fsdp = "torch.distributed.fsdp.fully_sharded_data_parallel"
+            when_imported(fsdp, self._watch_flattening)
+
+    def _mark(self, value: Any) -> Any:
+        if self._rank or not hasattr(value, "named_parameters"):
+            return None
+        with contextlib.suppress(Exception):  # a tensor of a kind that has no bytes: it is sent
+            return weights.fingerprint(weights.named_tensors(value))
+
+    def _watch_flattening(self, module: ModuleType) -> None:
+        """Keep each FSDP (version 1) of a model of ours: without it nobody can put it together."""
+        cls = module.FullyShardedDataParallel
+        begin = cls.__init__
+
+        @functools.wraps(begin)
+        def remembered(wrapper: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+            ours = [v for v in self._objects.values() if v is module]
+            begin(wrapper, module, *args, **kwargs)
+            self._flattened += [(value, wrapper) for value in ours]
+
+        cls.__init__ = remembered
+
+    def send(self) -> None:
+        """Leave in the run folder what is to come home. Every rank has to call it.
+
+        What cannot be sent is told, and raises nothing: the training is done, and its result
+        counts.
+        """
+        for name, value in self._objects.items():
+            with self._telling(name, "model"):
+                self._send(name, value)
+        self._send_values()
+
+    def rescue(self) -> None:
+        """Leave the weights as they are now, after a failure, where that is a matter of a moment.
+
+        No rank can be counted on any more: what is sharded stays where it is.
+        """
+        for name, value in self._objects.items() if self._rank == 0 else ():
+            with contextlib.suppress(Exception):  # the failure is told already, and is the cause
+                if hasattr(value, "named_parameters") and not self._is_sharded(value):
+                    tensors = weights.named_tensors(value)
+                    if sum(t.nbytes for t in tensors.values()) <= QUICK:
+                        self._send(name, value)
+
+    @contextlib.contextmanager
+    def _telling(self, name: str, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # a full disk, a left process group, a tensor of no known type
+            told = f"{type(error).__name__}: {error}"
+            if self._rank == 0:
+                self._tell(name, what, trouble=told)
+            else:
+                print(f"nbtrain: `{name}` does not come home: {told}", file=sys.stderr)
+
+    def _tell(
+        self, name: str, what: str, *, parameters: int = 0, size: int = 0, trouble: str = ""
+    ) -> None:
+        saved = ev.Saved(time.time(), self._rank, name, what, parameters, size, trouble)
+        self._writer.write(saved)
+
+    def _send(self, name: str, value: Any) -> None:
+        parcel, parameters = self._packed(name, value)
+        if parcel is None:
+            return
+        path = self._folder.weights_of(name)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        try:
+            weights.save(parcel, partial)
+            partial.rename(path)
+        finally:
+            partial.unlink(missing_ok=True)
+        what = str(parcel.about["kind"])
+        self._tell(name, what, parameters=parameters, size=path.stat().st_size)
+
+    def _packed(self, name: str, value: Any) -> tuple[weights.Parcel | None, int]:
+        """Return what is sent of an object, and how many parameters that is; of other ranks, none.
+
+        Nothing is sent of a model that is as it was.
+        """
+        if not hasattr(value, "named_parameters"):
+            parcel = weights.of_optimizer(value)  # every rank: its state may be sharded
+            return (parcel if self._rank == 0 else None), 0
+        gathered = self._gathered(value)
+        if self._rank:
+            return None, 0
+        if gathered is None:
+            found = weights.named_tensors(value)
+            gathered = {n: t.detach().cpu() for n, t in found.items()}
+            if self._before[name] == weights.fingerprint(gathered):
+                return None, 0
+        parcel = weights.of_module(value, gathered)
+        buffers = {weights.plain_name(n) for n, _ in value.named_buffers()}
+        return parcel, sum(t.numel() for n, t in parcel.tensors.items() if n not in buffers)
+
+    def _is_sharded(self, module: Any) -> bool:
+        flat = any(ours is module for ours, _ in self._flattened)
+        return flat or any(map(weights.is_sharded, weights.named_tensors(module).values()))
+
+    def _gathered(self, module: Any) -> dict[str, Any] | None:
+        """Return the whole tensors of a sharded model, on the CPU; None of one that is not."""
+        if not self._is_sharded(module):
+            return None
+        dist: Any = sys.modules["torch.distributed"]
+        if not dist.is_initialized():
+            raise NbtrainError(
+                "it is sharded, and the function has left the process group: leave it to nbtrain"
+            )
+        wrappers = [wrapper for ours, wrapper in self._flattened if ours is module]
+        if wrappers:
+            return _gathered_flat(wrappers[-1])
+        gathered, seen = {}, dict[int, Any]()
+        for name, tensor in weights.named_tensors(module).items():
+            if id(tensor) not in seen:
+                entire = weights.whole(tensor).detach()
+                seen[id(tensor)] = entire.cpu() if self._rank == 0 else None
+            gathered[name] = seen[id(tensor)]
+        return gathered
+
+    # Variables
+
+    def _send_values(self) -> None:
+        task = self._plan.task
+        wanted = [n for n in self._plan.out if n.endswith(OF_ALL) or self._rank == 0]
+        found: dict[str, bytes] = {}
+        there = {**namespace_of(task), **(arguments_of(task) if isinstance(task, Call) else {})}
+        for asked in wanted:
+            name = asked.removesuffix(OF_ALL)
+            with self._telling(name, "value"):
+                if name not in there:
+                    raise NbtrainError(_absent(name, task))
+                value = unwrapped(there[name])
+                if any(value is ours for ours in self._ours.values()) and name == asked:
+                    continue
+                found[asked] = serialize.dumps(value, self._shared)
+        if found:
+            with self._telling(", ".join(found), "value"):
+                write_atomically(self._folder.out(self._rank), pickle.dumps(found))
+                for asked, data in found.items():
+                    self._tell(asked.removesuffix(OF_ALL), "value", size=len(data))
+
+
+def _gathered_flat(wrapper: Any) -> dict[str, Any]:
+    """Return the whole tensors of a model in FSDP version 1; of other ranks than 0 none."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    told = get_model_state_dict(wrapper, options=options)
+    buffers = {weights.plain_name(n): b.detach().cpu() for n, b in wrapper.module.named_buffers()}
+    return {**buffers, **{weights.plain_name(name): tensor for name, tensor in told.items()}}
+
+
+def _absent(name: str, task: Call | Cell) -> str:
+    where = "the cell has no variable" if isinstance(task, Cell) else "the function's module has no"
+    there = [n for n in namespace_of(task) if not n.startswith("_")]
+    return f"{where} `{name}` (a function's own are gone with it); last of all: {there[-6:]}"
