@@ -55,7 +55,10 @@ class Home:
             writer.close()
         for event in told:
             if event.trouble:
-                warnings.warn(not_home(event.name, event.trouble), stacklevel=3)
+                told_again = not_home(
+                    event.name, event.trouble
+                )  # not every front shows the picture
+                warnings.warn_explicit(told_again, UserWarning, "nbtrain", 1)
         return fold(state, told)
 
     def _taken(self, folder: RunFolder, saved: Sequence[ev.Saved]) -> list[ev.Loaded]:

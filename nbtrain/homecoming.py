@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 import pickle
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -25,7 +26,7 @@ from .folder import RunFolder, write_atomically
 from .imports import when_imported
 from .plan import OF_ALL, Call, Cell, Plan
 
-QUICK = 256 << 20
+QUICK = 512 << 20
 """Bytes of weights that are saved after a failure or an interrupt: there is little time."""
 
 _INSIDE = {
@@ -36,6 +37,9 @@ _INSIDE = {
     "AcceleratedOptimizer": "optimizer",
 }
 """Wrappers of models and optimizers, and where they keep what they wrap."""
+
+
+_FLAT = "FullyShardedDataParallel"
 
 
 def namespace_of(task: Call | Cell) -> dict[str, Any]:
@@ -70,17 +74,16 @@ def handed_over(plan: Plan) -> dict[str, Any]:
     torch = sys.modules.get("torch")
     if torch is None:
         return {}
-    arguments = arguments_of(plan.task)
-    asked = {n: v for n, v in {**namespace_of(plan.task), **arguments}.items() if n in plan.out}
-    given = arguments if plan.sync else {}
+    given, there = arguments_of(plan.task), namespace_of(plan.task)
     found: dict[str, Any] = {}
-    for wanted, kinds in (
-        (asked, (torch.nn.Module, torch.optim.Optimizer)),
-        (given, (torch.nn.Module,)),
-    ):
-        for name, value in wanted.items():
-            if isinstance(value, kinds) and not any(v is value for v in found.values()):
-                found[name] = value
+    for name in (*plan.out, *(given if plan.sync else ())):
+        value = given.get(name, there.get(name))
+        # Not isinstance: that asks the object, and a proxy may answer with an exception.
+        is_ours = issubclass(type(value), torch.nn.Module) or (
+            name in plan.out and issubclass(type(value), torch.optim.Optimizer)
+        )
+        if is_ours and not any(v is value for v in found.values()):
+            found[name] = value
     return found
 
 
@@ -108,6 +111,7 @@ class Sender:
         self._objects = {} if plan.engine == "inline" else self._ours
         self._before = {name: self._mark(value) for name, value in self._objects.items()}
         self._flattened: list[tuple[Any, Any]] = []
+        self._names = {n: id(v) for n, v in namespace_of(plan.task).items()} if plan.out else {}
         if self._objects:
             fsdp = "torch.distributed.fsdp.fully_sharded_data_parallel"
             when_imported(fsdp, self._watch_flattening)
@@ -116,7 +120,7 @@ class Sender:
         if self._rank or not hasattr(value, "named_parameters"):
             return None
         with contextlib.suppress(Exception):  # a tensor of a kind that has no bytes: it is sent
-            return weights.fingerprint(weights.named_tensors(value))
+            return list(weights.fingerprint(weights.named_tensors(value)))
 
     def _watch_flattening(self, module: ModuleType) -> None:
         """Keep each FSDP (version 1) of a model of ours: without it nobody can put it together."""
@@ -159,7 +163,9 @@ class Sender:
         try:
             yield
         except Exception as error:  # a full disk, a left process group, a tensor of no known type
-            told = f"{type(error).__name__}: {error}"
+            told = str(error)
+            if not isinstance(error, NbtrainError):
+                told = f"{type(error).__name__}: {told}"
             if self._rank == 0:
                 self._tell(name, what, trouble=told)
             else:
@@ -200,15 +206,21 @@ class Sender:
         if gathered is None:
             found = weights.named_tensors(value)
             gathered = {n: t.detach().cpu() for n, t in found.items()}
-            if self._before[name] == weights.fingerprint(gathered):
+            if _is_as(self._before[name], gathered):
                 return None, 0
         parcel = weights.of_module(value, gathered)
         buffers = {weights.plain_name(n) for n, _ in value.named_buffers()}
         return parcel, sum(t.numel() for n, t in parcel.tensors.items() if n not in buffers)
 
     def _is_sharded(self, module: Any) -> bool:
-        flat = any(ours is module for ours, _ in self._flattened)
+        flat = self._flat_root(module) is not None
         return flat or any(map(weights.is_sharded, weights.named_tensors(module).values()))
+
+    def _flat_root(self, module: Any) -> Any:
+        """Return what FSDP version 1 can put together: a wrapper of ours, or ours."""
+        found = [wrapper for ours, wrapper in self._flattened if ours is module]
+        inside = any(type(part).__name__ == _FLAT for part in module.modules())
+        return found[-1] if found else module if inside else None
 
     def _gathered(self, module: Any) -> dict[str, Any] | None:
         """Return the whole tensors of a sharded model, on the CPU; None of one that is not."""
@@ -219,9 +231,9 @@ class Sender:
             raise NbtrainError(
                 "it is sharded, and the function has left the process group: leave it to nbtrain"
             )
-        wrappers = [wrapper for ours, wrapper in self._flattened if ours is module]
-        if wrappers:
-            return _gathered_flat(wrappers[-1])
+        root = self._flat_root(module)
+        if root is not None:
+            return _gathered_flat(root, module)
         gathered, seen = {}, dict[int, Any]()
         for name, tensor in weights.named_tensors(module).items():
             if id(tensor) not in seen:
@@ -241,7 +253,7 @@ class Sender:
             name = asked.removesuffix(OF_ALL)
             with self._telling(name, "value"):
                 if name not in there:
-                    raise NbtrainError(_absent(name, task))
+                    raise NbtrainError(self._absent(name))
                 value = unwrapped(there[name])
                 if any(value is ours for ours in self._ours.values()) and name == asked:
                     continue
@@ -252,18 +264,35 @@ class Sender:
                 for asked, data in found.items():
                     self._tell(asked.removesuffix(OF_ALL), "value", size=len(data))
 
+    def _absent(self, name: str) -> str:
+        """Say that a variable is not there, and which are."""
+        there = namespace_of(self._plan.task)
+        new = [n for n, v in there.items() if self._names.get(n) != id(v) and n[0] != "_"]
+        which = f"those that were assigned: {', '.join(new[-8:])}" if new else "none was assigned"
+        return f"there is no variable `{name}` (a function's own are gone with it); {which}"
 
-def _gathered_flat(wrapper: Any) -> dict[str, Any]:
-    """Return the whole tensors of a model in FSDP version 1; of other ranks than 0 none."""
+
+def _is_as(before: Sequence[Any] | None, tensors: Mapping[str, Any]) -> bool:
+    """Whether no tensor changed; the first that did decides."""
+    if before is None or len(before) != len(tensors):
+        return False
+    return all(map(operator.eq, before, weights.fingerprint(tensors)))
+
+
+def _gathered_flat(root: Any, module: Any) -> dict[str, Any]:
+    """Return the whole tensors of a model in FSDP version 1; of other ranks than 0 anything.
+
+    On the CPU not by its state_dict: with ``offload_to_cpu`` that reads freed memory (torch 2.13).
+    """
+    flat = next(part for part in root.modules() if type(part).__name__ == _FLAT)
+    if getattr(flat, "compute_device", None) == sys.modules["torch"].device("cpu"):
+        with type(flat).summon_full_params(root, writeback=False):
+            found = weights.named_tensors(module)
+            copies = {id(t): t.detach().clone() for t in found.values()}
+            return {name: copies[id(tensor)] for name, tensor in found.items()}
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    told = get_model_state_dict(wrapper, options=options)
-    buffers = {weights.plain_name(n): b.detach().cpu() for n, b in wrapper.module.named_buffers()}
+    told = get_model_state_dict(root, options=options)
+    buffers = {weights.plain_name(n): b.detach().cpu() for n, b in module.named_buffers()}
     return {**buffers, **{weights.plain_name(name): tensor for name, tensor in told.items()}}
-
-
-def _absent(name: str, task: Call | Cell) -> str:
-    where = "the cell has no variable" if isinstance(task, Cell) else "the function's module has no"
-    there = [n for n in namespace_of(task) if not n.startswith("_")]
-    return f"{where} `{name}` (a function's own are gone with it); last of all: {there[-6:]}"

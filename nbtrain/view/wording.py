@@ -187,10 +187,12 @@ def waiting(rank: RankState) -> str:
 
 
 def size(count: float) -> str:
-    """Word a number of bytes: 12.3 GB, 850 MB (of 10⁹ and 10⁶)."""
+    """Word a number of bytes: 12.3 GB, 850 MB, 2.2 kB (of 10⁹, 10⁶ and 10³)."""
     if count >= 1e9:
         return f"{count / 1e9:.1f} GB" if count < 1e11 else f"{count / 1e9:.0f} GB"
-    return f"{count / 1e6:.0f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"
+    if count >= 1e6 or count == 0:
+        return f"{count / 1e6:.0f} MB"
+    return f"{count / 1e3:.1f} kB" if count >= 1e3 else f"{count:.0f} B"
 
 
 def main_metric(names: Iterable[str]) -> str | None:
@@ -359,14 +361,15 @@ def came_home(state: RunState) -> list[str]:
             continue
         kept, ranks = size(sum(s.size for _, s in sent)), ranks_text([r for r, _ in sent])
         what = {"model": f"{amount(saved.parameters)} parameters", "optimizer": "state"}
-        told = f"{name}: {what.get(saved.what, saved.what)}"
+        told = f"{name}: {what.get(saved.what, 'value')}"
         if name in state.loaded:
-            done = "taken" if saved.what == "value" else "updated"
-            lines.append(f"{told} {done} from {ranks} ({kept})")
+            done = "" if saved.what == "value" else " updated"
+            lines.append(f"{told}{done} from {ranks} ({kept})")
         elif state.status == "succeeded":
-            lines.append(f"{told} of {ranks} ({kept}): run.wait() brings it into the notebook")
+            how = "run.wait()" if saved.what == "value" else "run.wait(), or run.load(model)"
+            lines.append(f"{told} of {ranks} ({kept}), not in the notebook yet: {how}")
         elif saved.what != "value" and state.is_over:
-            lines.append(f"{told} as {ranks} left them ({kept}): run.load(model) takes them")
+            lines.append(f"{told} as {ranks} left them ({kept}): run.load() takes them")
     return lines
 
 
