@@ -195,6 +195,7 @@ def split_options(line: str) -> tuple[str, str]:
     The expression begins at the first word that is neither an option nor an option's value, or
     after ``--``.
     """
+    flags = {name for a in parser()._actions if a.nargs == 0 for name in a.option_strings}
     position, expects_value = 0, False
     for word in re.finditer(r"""(?:[^\s"']|"[^"]*"|'[^']*')+""", line):
         text = word.group()
@@ -205,7 +206,8 @@ def split_options(line: str) -> tuple[str, str]:
         elif text == "--":
             return line[:position], line[word.end() :].strip()
         elif text.startswith("-"):
-            expects_value = "=" not in text and not re.fullmatch(r"-\w.+", text)
+            told = "=" in text or text in flags or re.fullmatch(r"-\w.+", text)
+            expects_value = not told
         else:
             return line[:position], line[word.start() :].strip()
         position = word.end()

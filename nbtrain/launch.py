@@ -135,8 +135,8 @@ def notebook_launcher(
 
     Differences: the precision takes effect; CPU ranks form one world; `num_processes` None means
     one a GPU (2 without); one process is forked like several, so that the kernel stays clean; a
-    rank's own exception is raised; results come back in ``run.results``. The default port
-    means a free one; any other is used or refused.
+    rank's own exception is raised; results come back in ``run.results``, and models among `args`
+    trained. The default port means a free one; any other is used or refused.
 
     Raises:
         PlanError: an argument that makes no sense, or asks for what nbtrain does not do yet

@@ -17,7 +17,10 @@ LOG_LINES = 200
 """How many of a rank's last lines the picture keeps; the log file keeps all."""
 
 METRICS = 32
-"""How many metrics of a rank keep their last value in the picture, the first that come."""
+"""How many metrics of a rank keep their last value in the picture, the first that come.
+
+And how many of the things that it left for the notebook are told, the last that come.
+"""
 
 OPEN_BARS = 16
 """How many bars of a rank are kept; a loop that never closes its bars makes ever more."""
@@ -200,7 +203,7 @@ def _fold_run(state: RunState, event: ev.Event) -> RunState:
             return replace(state, notes=(plain(str(event.text), 1000), *state.notes))
         case ev.Loaded():
             told = {**state.loaded, plain(event.name, 80): plain(event.trouble, 1000)}
-            return replace(state, loaded=MappingProxyType(told))
+            return replace(state, loaded=MappingProxyType(dict(list(told.items())[-METRICS:])))
         case ev.Host():
             return replace(state, host=_sound(event))
     return state
@@ -307,7 +310,8 @@ def _ended(draft: _Draft, event: ev.Ended, _curves: CurvesDraft) -> None:
 
 def _saved(draft: _Draft, event: ev.Saved, _curves: CurvesDraft) -> None:
     new = replace(event, name=plain(event.name, 80), trouble=plain(event.trouble, 1000))
-    draft["saved"] = (*(old for old in draft["saved"] if old.name != new.name), new)
+    others = [old for old in draft["saved"] if old.name != new.name]
+    draft["saved"] = (*others[1 - METRICS :], new)
 
 
 def _exited(draft: _Draft, event: ev.Exited, _curves: CurvesDraft) -> None:

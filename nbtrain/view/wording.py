@@ -370,7 +370,7 @@ def came_home(state: RunState) -> list[str]:
             lines.append(f"{told} of {ranks} ({kept}), not in the notebook yet: {how}")
         elif saved.what != "value" and state.is_over:
             lines.append(f"{told} as {ranks} left them ({kept}): run.load() takes them")
-    return lines
+    return lines[:METRICS]
 
 
 def amount(count: int) -> str:
