@@ -17,7 +17,7 @@ from .errors import NbtrainError
 if TYPE_CHECKING:
     import torch
 
-MAPPED = 64 << 20
+MAPPED = 32 << 20
 """Bytes of a file that are mapped while it is loaded: they count as this process's memory."""
 
 _WRAPPED = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
