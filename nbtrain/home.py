@@ -70,7 +70,7 @@ class Home:
             if trouble or sent.what != "value":
                 told.append(ev.Loaded(time.time(), -1, sent.name, trouble))
         try:
-            found = values(folder)
+            found = values(folder, self)
         except Exception as error:  # whatever a value raises while it is unpickled
             why = f"{type(error).__name__}: {error}"
             names = dict.fromkeys(s.name for s in saved if s.what == "value" and not s.trouble)
@@ -97,12 +97,23 @@ def _load(folder: RunFolder, name: str, target: Any) -> str:
     return ""
 
 
-def values(folder: RunFolder) -> dict[str, Any]:
-    """Return the variables that came back, by name. Raises what unpickling them does."""
+def values(folder: RunFolder, home: Home | None) -> dict[str, Any]:
+    """Return the variables that came back, by name. Raises what unpickling them does.
+
+    What refers to a model of the notebook does so again, and else is an `NbtrainError`.
+    """
+    objects = home.objects() if home is not None else {}
+
+    def find(where: tuple[str, str]) -> Any:
+        name, of_tensor = where
+        if name not in objects:
+            raise NbtrainError(f"it refers to `{name}`, which is not in this kernel any more")
+        return weights.named_tensors(objects[name])[of_tensor] if of_tensor else objects[name]
+
     sent = [pickle.loads(path.read_bytes()) for path in folder.outs()]
     found: dict[str, Any] = {}
     for asked in dict.fromkeys(name for by_name in sent for name in by_name):
-        every = [serialize.loads(by_name[asked]) for by_name in sent if asked in by_name]
+        every = [serialize.loads(by_name[asked], find) for by_name in sent if asked in by_name]
         found[asked.removesuffix(OF_ALL)] = every if asked.endswith(OF_ALL) else every[0]
     return found
 

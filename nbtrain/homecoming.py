@@ -249,6 +249,7 @@ class Sender:
         wanted = [n for n in self._plan.out if n.endswith(OF_ALL) or self._rank == 0]
         found: dict[str, bytes] = {}
         there = {**namespace_of(task), **(arguments_of(task) if isinstance(task, Call) else {})}
+        known = self._known() if wanted else {}
         for asked in wanted:
             name = asked.removesuffix(OF_ALL)
             with self._telling(name, "value"):
@@ -257,12 +258,31 @@ class Sender:
                 value = unwrapped(there[name])
                 if any(value is ours for ours in self._ours.values()) and name == asked:
                     continue
-                found[asked] = serialize.dumps(value, self._shared)
+                self._check_is_whole(value)
+                found[asked] = serialize.dumps(value, self._shared, known)
         if found:
             with self._telling(", ".join(found), "value"):
                 write_atomically(self._folder.out(self._rank), pickle.dumps(found))
                 for asked, data in found.items():
                     self._tell(asked.removesuffix(OF_ALL), "value", size=len(data))
+
+    def _check_is_whole(self, value: Any) -> None:
+        models = (v for v in self._ours.values() if hasattr(v, "named_parameters"))
+        if hasattr(value, "param_groups") and any(map(self._is_sharded, models)):
+            raise NbtrainError("its state is in shards, as the model was")
+
+    def _known(self) -> dict[int, tuple[str, str]]:
+        """Return what the notebook has, by id: a new optimizer of a model of its is one there, too.
+
+        Not in ranks that do not send the model: theirs may be another.
+        """
+        known: dict[int, tuple[str, str]] = {}
+        for name, value in self._ours.items() if self._rank == 0 else ():
+            if hasattr(value, "named_parameters"):
+                for of_tensor, tensor in weights.named_tensors(value).items():
+                    known.setdefault(id(tensor), (name, of_tensor))
+            known[id(value)] = (name, "")
+        return known
 
     def _absent(self, name: str) -> str:
         """Say that a variable is not there, and which are."""

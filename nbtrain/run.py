@@ -128,7 +128,7 @@ class Run:
     def out(self) -> dict[str, Any]:
         """The variables that came back (``--out``), by name."""
         self._folder.check_it_is_there()
-        return home.values(self._folder)
+        return home.values(self._folder, self._home)
 
     def load(self, model: Any = None, name: str | None = None) -> None:
         """Load the weights that the run saved last into a model, in place: all, or nothing.

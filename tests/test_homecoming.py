@@ -307,6 +307,28 @@ def test_variables_come_home_by_name() -> None:
         found = "before"
 
 
+def test_a_new_optimizer_is_one_of_the_notebooks_model() -> None:
+    global found
+
+    def train(model: Any) -> None:
+        global found
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        steps(model, optimizer)
+        found = {"optimizer": optimizer, "model": model, "weight": model.norm.weight}
+
+    model = Net()
+    try:
+        done = run(train, model, out="found")
+        assert found["model"] is model
+        assert found["weight"] is model.norm.weight
+        assert found["optimizer"].param_groups[0]["params"][0] is model.embed.weight
+        assert "momentum_buffer" in found["optimizer"].state[model.embed.weight]
+        with pytest.raises(NbtrainError, match="refers to `model`"):
+            print(nbtrain.Run.open(done.folder).out)
+    finally:
+        found = "before"
+
+
 @pytest.mark.parametrize("out", ["a-b", "x@some", ["a", "class"], "@all"])
 def test_a_name_that_is_none_is_refused_before_anything_starts(out: Any) -> None:
     before = nbtrain.last_run()
