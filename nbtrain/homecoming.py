@@ -49,7 +49,10 @@ def namespace_of(task: Call | Cell) -> dict[str, Any]:
     function = task.function
     while isinstance(function, functools.partial):
         function = function.func
-    found: dict[str, Any] = getattr(inspect.unwrap(function), "__globals__", {})
+    try:
+        found: dict[str, Any] = getattr(inspect.unwrap(function), "__globals__", {})
+    except ValueError:  # it wraps itself
+        return {}
     return found
 
 
