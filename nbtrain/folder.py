@@ -94,10 +94,6 @@ class RunFolder:
     def out(self, rank: int) -> Path:
         return self.path / f"rank-{rank:04d}.out"
 
-    def outs(self) -> list[Path]:
-        """Return those that are there, by rank."""
-        return sorted(self.path.glob("rank-*.out"))
-
     @property
     def weights(self) -> Path:
         return self.path / "weights"
@@ -282,11 +278,12 @@ def prune(keep: int = KEEP, in_use: Collection[Path] = ()) -> None:
     They are renamed first: who reads one finds it whole, or gone, and never half. Weights are
     large: the newest `KEEP_WEIGHTS` runs keep theirs.
     """
-    for folder in runs()[:-keep]:
+    every = runs()
+    for folder in every[:-keep]:
         if folder.path not in in_use and not is_watched(folder):
             with contextlib.suppress(OSError):
                 folder.path.rename(folder.path.with_name(_GOING + folder.path.name))
-    for folder in [f for f in runs() if f.weights.exists()][:-KEEP_WEIGHTS]:
+    for folder in [f for f in every[-keep:] if f.weights.exists()][:-KEEP_WEIGHTS]:
         if folder.path not in in_use and not is_watched(folder):
             shutil.rmtree(folder.weights, ignore_errors=True)
     for path in root().glob(f"{_GOING}*"):  # also of a kernel that ended while it deleted

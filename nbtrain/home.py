@@ -110,10 +110,13 @@ def values(folder: RunFolder, home: Home | None) -> dict[str, Any]:
             raise NbtrainError(f"it refers to `{name}`, which is not in this kernel any more")
         return weights.named_tensors(objects[name])[of_tensor] if of_tensor else objects[name]
 
-    sent = [pickle.loads(path.read_bytes()) for path in folder.outs()]
+    ranks = range(folder.read_manifest()["num_processes"])
+    paths = [folder.out(rank) for rank in ranks]
+    sent = [pickle.loads(path.read_bytes()) if path.exists() else {} for path in paths]
     found: dict[str, Any] = {}
     for asked in dict.fromkeys(name for by_name in sent for name in by_name):
-        every = [serialize.loads(by_name[asked], find) for by_name in sent if asked in by_name]
+        each = (s.get(asked) for s in (sent if asked.endswith(OF_ALL) else sent[:1]))
+        every = [None if data is None else serialize.loads(data, find) for data in each]
         found[asked.removesuffix(OF_ALL)] = every if asked.endswith(OF_ALL) else every[0]
     return found
 

@@ -114,13 +114,14 @@ class Sender:
         self._objects = {} if plan.engine == "inline" else self._ours
         self._before = {name: self._mark(value) for name, value in self._objects.items()}
         self._flattened: list[tuple[Any, Any]] = []
+        self._ready: dict[str, weights.Parcel | None] = {}
         self._names = {n: id(v) for n, v in namespace_of(plan.task).items()} if plan.out else {}
         if self._objects:
             fsdp = "torch.distributed.fsdp.fully_sharded_data_parallel"
             when_imported(fsdp, self._watch_flattening)
 
     def _mark(self, value: Any) -> Any:
-        if self._rank or not hasattr(value, "named_parameters"):
+        if self._rank or not _is_model(value):
             return None
         with contextlib.suppress(Exception):  # a tensor of a kind that has no bytes: it is sent
             return list(weights.fingerprint(weights.named_tensors(value)))
@@ -138,15 +139,31 @@ class Sender:
 
         cls.__init__ = remembered
 
-    def send(self) -> None:
-        """Leave in the run folder what is to come home. Every rank has to call it.
+    def gather(self) -> None:
+        """Put together what is sharded. Every rank has to call it, before it leaves the group.
 
-        What cannot be sent is told, and raises nothing: the training is done, and its result
-        counts.
+        What cannot come home is told, here and by `send`, and raises nothing: the training is
+        done, and its result counts.
         """
         for name, value in self._objects.items():
-            with self._telling(name, "model"):
-                self._send(name, value)
+            with self._telling(name):
+                if _is_model(value) and not self._is_sharded(value):
+                    continue
+                self._ready[name] = None
+                gathered = self._gathered(value) if _is_model(value) else None
+                if gathered is None:
+                    parcel = weights.of_optimizer(value)
+                elif self._rank == 0:
+                    parcel = weights.of_module(value, gathered)
+                self._ready[name] = parcel if self._rank == 0 else None
+
+    def send(self) -> None:
+        """Leave in the run folder what is to come home. Ranks need not wait for one another."""
+        for name, value in self._objects.items() if self._rank == 0 else ():
+            with self._telling(name):
+                ready = self._ready.pop(name) if name in self._ready else self._packed(name, value)
+                if ready is not None:
+                    self._write(name, ready)
         self._send_values()
 
     def rescue(self) -> None:
@@ -156,13 +173,14 @@ class Sender:
         """
         for name, value in self._objects.items() if self._rank == 0 else ():
             with contextlib.suppress(Exception):  # the failure is told already, and is the cause
-                if hasattr(value, "named_parameters") and not self._is_sharded(value):
-                    tensors = weights.named_tensors(value)
-                    if sum(t.nbytes for t in tensors.values()) <= QUICK:
-                        self._send(name, value)
+                if _is_model(value) and not self._is_sharded(value):
+                    size = sum(t.nbytes for t in weights.named_tensors(value).values())
+                    ready = self._packed(name, value) if size <= QUICK else None
+                    if ready is not None:
+                        self._write(name, ready)
 
     @contextlib.contextmanager
-    def _telling(self, name: str, what: str) -> Iterator[None]:
+    def _telling(self, name: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # a full disk, a left process group, a tensor of no known type
@@ -170,50 +188,31 @@ class Sender:
             if not isinstance(error, NbtrainError):
                 told = f"{type(error).__name__}: {told}"
             if self._rank == 0:
-                self._tell(name, what, trouble=told)
+                self._tell(name, trouble=told)
             else:
                 print(f"nbtrain: `{name}` does not come home: {told}", file=sys.stderr)
 
-    def _tell(
-        self, name: str, what: str, *, parameters: int = 0, size: int = 0, trouble: str = ""
-    ) -> None:
-        saved = ev.Saved(time.time(), self._rank, name, what, parameters, size, trouble)
-        self._writer.write(saved)
+    def _tell(self, name: str, **about: Any) -> None:
+        self._writer.write(ev.Saved(time.time(), self._rank, name, **about))
 
-    def _send(self, name: str, value: Any) -> None:
-        parcel, parameters = self._packed(name, value)
-        if parcel is None:
-            return
+    def _write(self, name: str, ready: weights.Parcel) -> None:
         path = self._folder.weights_of(name)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         partial = path.with_suffix(".partial")
         try:
-            weights.save(parcel, partial)
+            weights.save(ready, partial)
             partial.rename(path)
         finally:
             partial.unlink(missing_ok=True)
-        what = str(parcel.about["kind"])
-        self._tell(name, what, parameters=parameters, size=path.stat().st_size)
+        what, count = ready.about["kind"], ready.about.get("parameters", 0)
+        self._tell(name, what=what, parameters=count, size=path.stat().st_size)
 
-    def _packed(self, name: str, value: Any) -> tuple[weights.Parcel | None, int]:
-        """Return what is sent of an object, and how many parameters that is; of other ranks, none.
-
-        Nothing is sent of a model that is as it was.
-        """
-        if not hasattr(value, "named_parameters"):
-            parcel = weights.of_optimizer(value)  # every rank: its state may be sharded
-            return (parcel if self._rank == 0 else None), 0
-        gathered = self._gathered(value)
-        if self._rank:
-            return None, 0
-        if gathered is None:
-            found = weights.named_tensors(value)
-            gathered = {n: t.detach().cpu() for n, t in found.items()}
-            if _is_as(self._before[name], gathered):
-                return None, 0
-        parcel = weights.of_module(value, gathered)
-        buffers = {weights.plain_name(n) for n, _ in value.named_buffers()}
-        return parcel, sum(t.numel() for n, t in parcel.tensors.items() if n not in buffers)
+    def _packed(self, name: str, model: Any) -> weights.Parcel | None:
+        """Return what is sent of a model that is whole in this rank; nothing if it is as it was."""
+        found = weights.named_tensors(model)
+        copies = {id(t): t.detach().cpu() for t in found.values()}  # of tied weights, one
+        here = {n: copies[id(tensor)] for n, tensor in found.items()}
+        return None if _is_as(self._before[name], here) else weights.of_module(model, here)
 
     def _is_sharded(self, module: Any) -> bool:
         flat = self._flat_root(module) is not None
@@ -255,7 +254,7 @@ class Sender:
         known = self._known() if wanted else {}
         for asked in wanted:
             name = asked.removesuffix(OF_ALL)
-            with self._telling(name, "value"):
+            with self._telling(name):
                 if name not in there:
                     raise NbtrainError(self._absent(name))
                 value = unwrapped(there[name])
@@ -264,13 +263,13 @@ class Sender:
                 self._check_is_whole(value)
                 found[asked] = serialize.dumps(value, self._shared, known)
         if found:
-            with self._telling(", ".join(found), "value"):
+            with self._telling(", ".join(found)):
                 write_atomically(self._folder.out(self._rank), pickle.dumps(found))
                 for asked, data in found.items():
-                    self._tell(asked.removesuffix(OF_ALL), "value", size=len(data))
+                    self._tell(asked.removesuffix(OF_ALL), size=len(data))
 
     def _check_is_whole(self, value: Any) -> None:
-        models = (v for v in self._ours.values() if hasattr(v, "named_parameters"))
+        models = filter(_is_model, self._ours.values())
         if hasattr(value, "param_groups") and any(map(self._is_sharded, models)):
             raise NbtrainError("its state is in shards, as the model was")
 
@@ -281,7 +280,7 @@ class Sender:
         """
         known: dict[int, tuple[str, str]] = {}
         for name, value in self._ours.items() if self._rank == 0 else ():
-            if hasattr(value, "named_parameters"):
+            if _is_model(value):
                 for of_tensor, tensor in weights.named_tensors(value).items():
                     known.setdefault(id(tensor), (name, of_tensor))
             known[id(value)] = (name, "")
@@ -293,6 +292,10 @@ class Sender:
         new = [n for n, v in there.items() if self._names.get(n) != id(v) and n[0] != "_"]
         which = f"those that were assigned: {', '.join(new[-8:])}" if new else "none was assigned"
         return f"there is no variable `{name}` (a function's own are gone with it); {which}"
+
+
+def _is_model(value: Any) -> bool:
+    return hasattr(value, "named_parameters")
 
 
 def _is_as(before: Sequence[Any] | None, tensors: Mapping[str, Any]) -> bool:

@@ -33,11 +33,6 @@ class Parcel:
     tensors: Mapping[str, torch.Tensor]
     about: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def size(self) -> int:
-        """Bytes of its tensors."""
-        return sum(t.nbytes for t in self.tensors.values())
-
 
 def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and buffers by all their names; without wrappers' parts of a name.
@@ -91,7 +86,10 @@ def of_module(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> P
             first[place] = name
             kept[name] = tensor
     transient = sorted(transient_names(module) & tensors.keys())
-    return Parcel(kept, {"kind": "model", "tied": tied, "transient": transient})
+    buffers = {plain_name(name) for name, _ in module.named_buffers()}
+    count = sum(tensor.numel() for name, tensor in kept.items() if name not in buffers)
+    about = {"parameters": count, "tied": tied, "transient": transient}
+    return Parcel(kept, {"kind": "model", **about})
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer) -> Parcel:

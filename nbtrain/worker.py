@@ -119,8 +119,9 @@ def run_and_report(job: Job, rank: int, writer: ev.EventWriter) -> tuple[int, Ba
         sender = Sender(job.plan, folder, rank, writer, job.shared_classes)
         value = _run_watched(job.plan.task)
         _finish_device_work()
-        sender.send()
+        sender.gather()
         leave_process_group()
+        sender.send()
         data = serialize.dump_result(value, job.shared_classes)
         ended = ev.Ended(time.time(), rank, result=preview(value))
         _save_result(spare, folder.result(rank), data)
@@ -186,6 +187,7 @@ def _leave(
     code = leaving.code
     if code is None or code == 0:
         if sender is not None:
+            sender.gather()
             sender.send()
         spare.write(job.folder.result(rank), serialize.dumps(None))
         writer.write(ev.Ended(time.time(), rank, result="None"))
