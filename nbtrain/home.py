@@ -54,29 +54,29 @@ class Home:
                 writer.write(event)
             writer.close()
         for event in told:
-            if event.trouble:
-                told_again = not_home(
-                    event.name, event.trouble
-                )  # not every front shows the picture
-                warnings.warn_explicit(told_again, UserWarning, "nbtrain", 1)
+            if event.trouble:  # on the board too, where there is one
+                words = not_home(event.name, event.trouble)
+                warnings.warn_explicit(words, UserWarning, "nbtrain", 1)
         return fold(state, told)
 
     def _taken(self, folder: RunFolder, saved: Sequence[ev.Saved]) -> list[ev.Loaded]:
-        told, objects = [], self.objects()
+        troubles: dict[str, str] = {}
         for sent in saved:
-            trouble = sent.trouble
-            if not trouble and sent.what != "value":
-                trouble = _load(folder, sent.name, objects.get(sent.name))
-            if trouble or sent.what != "value":
-                told.append(ev.Loaded(time.time(), -1, sent.name, trouble))
+            troubles[sent.name] = troubles.get(sent.name) or sent.trouble
+        objects = self.objects()
+        for sent in saved:
+            if sent.what != "value" and not troubles[sent.name]:
+                troubles[sent.name] = _load(folder, sent.name, objects.get(sent.name))
         try:
             found = values(folder, self)
         except Exception as error:  # whatever a value raises while it is unpickled
-            why = f"{type(error).__name__}: {error}"
-            names = dict.fromkeys(s.name for s in saved if s.what == "value" and not s.trouble)
-            return [*told, *(ev.Loaded(time.time(), -1, name, why) for name in names)]
-        self._namespace.update(found)
-        return [*told, *(ev.Loaded(time.time(), -1, name) for name in found)]
+            for sent in saved:
+                if sent.what == "value" and not troubles[sent.name]:
+                    troubles[sent.name] = f"{type(error).__name__}: {error}"
+        else:
+            self._namespace.update({n: v for n, v in found.items() if not troubles.get(n)})
+        now = time.time()
+        return [ev.Loaded(now, -1, name, trouble) for name, trouble in troubles.items()]
 
 
 def not_home(name: str, trouble: str) -> str:

@@ -149,13 +149,11 @@ class Sender:
             with self._telling(name):
                 if _is_model(value) and not self._is_sharded(value):
                     continue
-                self._ready[name] = None
-                gathered = self._gathered(value) if _is_model(value) else None
-                if gathered is None:
-                    parcel = weights.of_optimizer(value)
-                elif self._rank == 0:
-                    parcel = weights.of_module(value, gathered)
-                self._ready[name] = parcel if self._rank == 0 else None
+                self._ready[name] = None  # whatever comes of it, `send` has nothing to add
+                if not _is_model(value):
+                    self._ready[name] = weights.of_optimizer(value)
+                elif gathered := self._gathered(value):
+                    self._ready[name] = weights.of_module(value, gathered)
 
     def send(self) -> None:
         """Leave in the run folder what is to come home. Ranks need not wait for one another."""
@@ -187,10 +185,7 @@ class Sender:
             told = str(error)
             if not isinstance(error, NbtrainError):
                 told = f"{type(error).__name__}: {told}"
-            if self._rank == 0:
-                self._tell(name, trouble=told)
-            else:
-                print(f"nbtrain: `{name}` does not come home: {told}", file=sys.stderr)
+            self._tell(name, trouble=told)
 
     def _tell(self, name: str, **about: Any) -> None:
         self._writer.write(ev.Saved(time.time(), self._rank, name, **about))
@@ -225,9 +220,7 @@ class Sender:
         return found[-1] if found else module if inside else None
 
     def _gathered(self, module: Any) -> dict[str, Any] | None:
-        """Return the whole tensors of a sharded model, on the CPU; None of one that is not."""
-        if not self._is_sharded(module):
-            return None
+        """Return the whole tensors of a sharded model, on the CPU; None in ranks but 0."""
         dist: Any = sys.modules["torch.distributed"]
         if not dist.is_initialized():
             raise NbtrainError(
@@ -235,14 +228,16 @@ class Sender:
             )
         root = self._flat_root(module)
         if root is not None:
-            return _gathered_flat(root, module)
-        gathered, seen = {}, dict[int, Any]()
-        for name, tensor in weights.named_tensors(module).items():
-            if id(tensor) not in seen:
-                entire = weights.whole(tensor).detach()
-                seen[id(tensor)] = entire.cpu() if self._rank == 0 else None
-            gathered[name] = seen[id(tensor)]
-        return gathered
+            gathered = _gathered_flat(root, module)
+            return gathered if self._rank == 0 else None
+        found, copies = weights.named_tensors(module), dict[int, Any]()
+        for tensor in found.values():
+            if id(tensor) not in copies:
+                entire = weights.whole(tensor).detach()  # one at a time
+                copies[id(tensor)] = entire.cpu() if self._rank == 0 else None
+        if self._rank:
+            return None
+        return {name: copies[id(tensor)] for name, tensor in found.items()}
 
     # Variables
 

@@ -307,6 +307,17 @@ def test_variables_come_home_by_name() -> None:
         found = "before"
 
 
+def test_a_variable_that_one_rank_cannot_send_is_as_it_was() -> None:
+    def train() -> None:
+        global found
+        found = threading.Lock() if os.environ["RANK"] == "1" else 3
+
+    with pytest.warns(UserWarning, match="found: not updated.*cannot pickle"):
+        done = run(train, out="found@all")
+    assert found == "before"
+    assert done.out == {"found": [3, None]}
+
+
 def test_a_new_optimizer_is_one_of_the_notebooks_model() -> None:
     global found
 
