@@ -106,6 +106,19 @@ def flattened(model: Net, keep: bool) -> Any:
         return copied(model)
 
 
+def flattened_in_part(model: Net) -> Any:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    torch.distributed.init_process_group("gloo")
+    warnings.simplefilter("ignore")  # it is deprecated
+    part: Any = FullyShardedDataParallel(model.norm, device_id=torch.device("cpu"))
+    model.norm = part
+    steps(model, torch.optim.AdamW(model.parameters()))
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        told = copied(model)
+    return {name.replace("_fsdp_wrapped_module.", ""): tensor for name, tensor in told.items()}
+
+
 @pytest.mark.parametrize(
     "train",
     [
@@ -114,6 +127,7 @@ def flattened(model: Net, keep: bool) -> Any:
         accelerated,
         compiled,
         fully_sharded,
+        flattened_in_part,
         pytest.param(lambda model: flattened(model, True), id="fsdp1"),
         pytest.param(lambda model: flattened(model, False), id="fsdp1-flat"),
     ],
