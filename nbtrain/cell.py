@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from .errors import PlanError
-from .plan import ENGINES, HANG_AFTER, PRECISIONS, SOURCES, VIEWS, Cell, Parameter
+from .plan import ENGINES, HANG_AFTER, PRECISIONS, SOURCES, VIEWS, Cell, Parameter, names_of
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class Options:
     telemetry: tuple[str, ...] = SOURCES
     hang_after: float | None = HANG_AFTER
     downcast_bf16: bool = False
+    out: tuple[str, ...] = ()
+    sync: bool = True
 
 
 class _Parser(argparse.ArgumentParser):
@@ -128,6 +130,10 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="bind the Run to this notebook variable; nbtrain.last_run() always has it",
     )
+    told = "variables of rank 0 that come back (NAME@all: of every rank, as a list)"
+    p.add_argument("--out", nargs="+", action="extend", default=[], metavar="NAMES", help=told)
+    told = "leave the notebook's models as they are; else the function's come back trained"
+    p.add_argument("--no-sync", dest="sync", action="store_false", help=told)
     p.add_argument(
         "--view", choices=VIEWS, default="auto", help="how progress is shown while the cell runs"
     )
@@ -188,7 +194,7 @@ def _sources(text: str) -> tuple[str, ...]:
 def parse_options(words: Sequence[str]) -> Options:
     """Read the options. Raises `PlanError` with one line saying what is wrong."""
     found = vars(parser().parse_args(list(words)))
-    return Options(**{**found, "env": dict(found["env"])})
+    return Options(**{**found, "env": dict(found["env"]), "out": names_of(found["out"])})
 
 
 def split_options(line: str) -> tuple[str, str]:
@@ -197,6 +203,7 @@ def split_options(line: str) -> tuple[str, str]:
     The expression begins at the first word that is neither an option nor an option's value, or
     after ``--``.
     """
+    flags = {name for a in parser()._actions if a.nargs == 0 for name in a.option_strings}
     position, expects_value = 0, False
     for word in re.finditer(r"""(?:[^\s"']|"[^"]*"|'[^']*')+""", line):
         text = word.group()
@@ -207,7 +214,8 @@ def split_options(line: str) -> tuple[str, str]:
         elif text == "--":
             return line[:position], line[word.end() :].strip()
         elif text.startswith("-"):
-            expects_value = "=" not in text and not re.fullmatch(r"-\w.+", text)
+            told = "=" in text or text in flags or re.fullmatch(r"-\w.+", text)
+            expects_value = not told
         else:
             return line[:position], line[word.start() :].strip()
         position = word.end()

@@ -193,6 +193,30 @@ class Ended(Event):
 
 
 @dataclass(frozen=True)
+class Saved(Event):
+    """The rank left something for the notebook: a 'model', 'optimizer' or 'value', `size` bytes.
+
+    A model has so many `parameters`. `trouble` says why it could not.
+    """
+
+    kind: ClassVar[str] = "saved"
+    name: str = ""
+    what: str = "value"
+    parameters: int = 0
+    size: int = 0
+    trouble: str = ""
+
+
+@dataclass(frozen=True)
+class Loaded(Event):
+    """The notebook took what rank 0 left; `trouble` says why it could not."""
+
+    kind: ClassVar[str] = "loaded"
+    name: str = ""
+    trouble: str = ""
+
+
+@dataclass(frozen=True)
 class Exited(Event):
     """The rank's process is gone; `returncode` is negative for a signal, None if unknown.
 
@@ -241,29 +265,7 @@ class Finished(Event):
     message: str = ""
 
 
-KINDS: Mapping[str, type[Event]] = {
-    cls.kind: cls
-    for cls in (
-        Spawned,
-        Started,
-        Progress,
-        Metrics,
-        Training,
-        Phase,
-        Compiled,
-        Group,
-        Hang,
-        Resources,
-        Host,
-        Failing,
-        Ended,
-        Exited,
-        Attempt,
-        Stopping,
-        Note,
-        Finished,
-    )
-}
+KINDS: Mapping[str, type[Event]] = {cls.kind: cls for cls in Event.__subclasses__()}
 _JSON: Mapping[str, tuple[type, ...]] = {
     "int": (int,),
     "float": (int, float),

@@ -7,6 +7,8 @@
     rank-0000.log        rank 0's raw stdout and stderr
     rank-0000.result     its return value   (cloudpickle, renamed into place)
     rank-0000.failure    or its exception   (cloudpickle, renamed into place)
+    rank-0000.out        variables that come back       (cloudpickle, renamed into place)
+    weights/model.safetensors  a model or an optimizer as rank 0 had it in the end
     *.attempt-1          those of an attempt that failed before another one
     checkpoints/         what the function saves there, to go on from
     launcher.log         what the process that watches a background run had to say
@@ -37,6 +39,7 @@ from .events import reserve_beyond_end
 from .tail import last_bytes
 
 KEEP = 20
+KEEP_WEIGHTS = 3
 FORMAT = 1
 
 QUIET = 60.0
@@ -87,6 +90,16 @@ class RunFolder:
 
     def failure(self, rank: int) -> Path:
         return self.path / f"rank-{rank:04d}.failure"
+
+    def out(self, rank: int) -> Path:
+        return self.path / f"rank-{rank:04d}.out"
+
+    @property
+    def weights(self) -> Path:
+        return self.path / "weights"
+
+    def weights_of(self, name: str) -> Path:
+        return self.weights / f"{name}.safetensors"
 
     def stacks(self, rank: int) -> Path:
         return self.path / f"rank-{rank:04d}.stacks"
@@ -262,12 +275,17 @@ def runs() -> list[RunFolder]:
 def prune(keep: int = KEEP, in_use: Collection[Path] = ()) -> None:
     """Delete all but the newest `keep` runs, those `in_use`, and those still watched.
 
-    They are renamed first: who reads one finds it whole, or gone, and never half.
+    They are renamed first: who reads one finds it whole, or gone, and never half. Weights are
+    large: the newest `KEEP_WEIGHTS` runs keep theirs.
     """
-    for folder in runs()[:-keep]:
+    every = runs()
+    for folder in every[:-keep]:
         if folder.path not in in_use and not is_watched(folder):
             with contextlib.suppress(OSError):
                 folder.path.rename(folder.path.with_name(_GOING + folder.path.name))
+    for folder in [f for f in every[-keep:] if f.weights.exists()][:-KEEP_WEIGHTS]:
+        if folder.path not in in_use and not is_watched(folder):
+            shutil.rmtree(folder.weights, ignore_errors=True)
     for path in root().glob(f"{_GOING}*"):  # also of a kernel that ended while it deleted
         shutil.rmtree(path, ignore_errors=True)
 

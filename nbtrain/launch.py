@@ -18,8 +18,9 @@ from .engines import Engine
 from .errors import LaunchError, PlanError, PreflightError
 from .folder import started
 from .follow import Follower
+from .home import Home
 from .lint import lint
-from .plan import HANG_AFTER, SOURCES, Call, Cell, Plan
+from .plan import HANG_AFTER, SOURCES, Call, Cell, Plan, names_of
 from .reopen import initial_state
 from .run import Run, going_on, new_folder, remember
 from .state import RunState
@@ -52,6 +53,8 @@ def launch(
     view: str = "auto",
     telemetry: Iterable[str] = SOURCES,
     hang_after: float | None = HANG_AFTER,
+    out: str | Iterable[str] = (),
+    sync: bool = True,
     **kwargs: Any,
 ) -> Run:
     """Run ``function(*args, **kwargs)`` on several ranks and return the finished `Run`.
@@ -60,7 +63,7 @@ def launch(
     ``run.wait()``, then ``run.exception`` and ``run.results``.
 
     The function may be a lambda or a closure; by fork, nothing of it is pickled. It runs in
-    copies of this process, and only what it returns comes back.
+    copies of this process; what it returns comes back, and models among its arguments do, trained.
 
     Args:
         num_processes: how many ranks; None: one a GPU or TPU chip, 2 on a host without.
@@ -81,6 +84,9 @@ def launch(
         telemetry: what the ranks report unasked, all of `nbtrain.plan.SOURCES` by default.
         hang_after: seconds without progress of a rank after which the board says who waits where;
             None or 0: never. It ends nothing.
+        out: names of variables of rank 0 that come back (``NAME@all``: of every rank, as a list):
+            arguments, or global ones of the function's module, where they are then assigned.
+        sync: load the trained weights into the models that the function is given, if it succeeds.
 
     Raises:
         PlanError: an argument that makes no sense; nothing was started.
@@ -108,6 +114,8 @@ def launch(
         view=view,
         telemetry=tuple(telemetry),
         hang_after=hang_after or None,
+        out=names_of(out),
+        sync=sync,
     )
     return run_plan(plan)
 
@@ -133,8 +141,8 @@ def notebook_launcher(
 
     Differences: the precision takes effect; CPU ranks form one world; `num_processes` None means
     one a GPU (2 without); one process is forked like several, so that the kernel stays clean; a
-    rank's own exception is raised; results come back in ``run.results``. The default port
-    means a free one; any other is used or refused.
+    rank's own exception is raised; results come back in ``run.results``, and models among `args`
+    trained. The default port means a free one; any other is used or refused.
 
     Raises:
         PlanError: an argument that makes no sense, or asks for what nbtrain does not do yet
@@ -297,10 +305,11 @@ def _prepare(
 
     def drive() -> BaseException | None:
         error = carry_out(engine, job, supervisor, interrupts)
+        run.bring_home()  # before the board is drawn for the last time
         front.finish(supervisor.state, time.time())
         return error
 
-    run = Run(job.folder, state, watcher=supervisor, drive=drive)
+    run = Run(job.folder, state, watcher=supervisor, drive=drive, home=Home(plan))
     remember(run)
     return run
 
@@ -309,7 +318,7 @@ def _leave(plan: Plan, device: str, engine: Engine, notes: Sequence[str]) -> Run
     """Start a run that goes on behind the cell. Raises `LaunchError` if its ranks cannot start."""
     job, state = _job(plan, device, notes)
     follower = Follower(job.folder, keeper.start(engine, job, state, leash=not plan.detach))
-    run = Run(job.folder, state, watcher=follower)
+    run = Run(job.folder, state, watcher=follower, home=Home(plan))
     remember(run, goes_on=True)
     try:
         begun = follower.wait_for_ranks(START_PATIENCE)

@@ -35,7 +35,8 @@ _HELP = """Train on several ranks: run this cell, or an expression, in forked co
 A cell whose last statement is a `def` is run on every rank and that function called, each
 parameter filled from the notebook variable of its name, else its default. Any other cell runs as
 it stands, and a trailing expression is the rank's result. Notebook variables, imports and
-functions are visible; nothing a rank assigns comes back but its result:
+functions are visible. What comes back: the result, the models that the function was given, trained,
+and the variables that --out names:
 
     run = nbtrain.last_run();  run.value;  run.results;  run.logs(rank)
 
@@ -135,6 +136,8 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
             view=options.view,
             telemetry=options.telemetry,
             hang_after=options.hang_after,
+            out=options.out,
+            sync=options.sync,
         )
 
     def _register(self, transformed: str, raw: str) -> tuple[str, int]:

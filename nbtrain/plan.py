@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import keyword
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +20,18 @@ transformers' Trainer; Accelerate's tracker."""
 
 HANG_AFTER = 300.0
 """Seconds without a sign of progress after which a rank is asked where it is; None: never."""
+
+
+OF_ALL = "@all"
+"""After a name of `Plan.out`: what the variable is in every rank, as a list."""
+
+
+def names_of(texts: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the names in a text or several, where they are separated by commas or spaces."""
+    whole = [texts] if isinstance(texts, str) else texts
+    return tuple(
+        dict.fromkeys(name for text in whole for name in re.split(r"[,\s]+", text) if name)
+    )
 
 
 @dataclass(frozen=True)
@@ -60,7 +74,11 @@ Task = Call | Cell
 
 @dataclass(frozen=True)
 class Plan:
-    """One launch, as it was asked for. Raises `PlanError` if a value is out of range."""
+    """One launch, as it was asked for. Raises `PlanError` if a value is out of range.
+
+    `out` are the variables of rank 0 that come back; with `sync`, models that the function is
+    given by name come back trained.
+    """
 
     task: Task
     name: str
@@ -77,6 +95,8 @@ class Plan:
     telemetry: tuple[str, ...] = SOURCES
     hang_after: float | None = HANG_AFTER
     downcast_bf16: bool = False
+    out: tuple[str, ...] = ()
+    sync: bool = True
 
     @property
     def goes_on(self) -> bool:
@@ -115,6 +135,10 @@ class Plan:
         for source in self.telemetry:
             if source not in SOURCES:
                 raise PlanError(f"no telemetry {source!r}: choose among {', '.join(SOURCES)}")
+        for name in self.out:
+            plain = name.removesuffix(OF_ALL) if isinstance(name, str) else ""
+            if not plain.isidentifier() or keyword.iskeyword(plain):
+                raise PlanError(f"out: {name!r} is not a variable name (NAME, or NAME{OF_ALL})")
         for key, value in self.env.items():
             sound = isinstance(key, str) and isinstance(value, str)
             if not sound or not key or "=" in key or "\0" in key + value:

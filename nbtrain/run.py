@@ -7,18 +7,19 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from . import history as past
-from . import serialize, stacks, tensorboard, verdict
+from . import home, serialize, stacks, tensorboard, verdict
 from .digest import digest, frame
 from .errors import LaunchError, RunTimeout
 from .folder import RunFolder, create, prune
 from .follow import TICK, Follower
+from .home import Home
 from .outcome import Failure, headline, to_exception
 from .reopen import TAIL_BYTES, read_state
 from .state import RankState, RunState
@@ -53,12 +54,15 @@ class Run:
         *,
         watcher: Supervisor | Follower | None = None,
         drive: Callable[[], BaseException | None] | None = None,
+        home: Home | None = None,
     ) -> None:
         self._folder = folder
         self._state = state
         self._watcher = watcher
         self._drive = drive
+        self._home = home
         self._driving = threading.Lock()
+        self._homing = threading.Lock()
         self._driver: int | None = None
         self._results: dict[int, Any] = {}
         self._small: dict[int, bytes] = {}
@@ -122,6 +126,27 @@ class Run:
                     _needed.add(self)
 
     @property
+    def out(self) -> dict[str, Any]:
+        """The variables that came back (``--out``), by name."""
+        self._folder.check_it_is_there()
+        return home.values(self._folder, self._home)
+
+    def load(self, model: Any = None, name: str | None = None) -> None:
+        """Load the weights that the run saved last into a model, in place: all, or nothing.
+
+        `model` may be an optimizer; None: what was handed to the function. `name` is what that
+        called it, where more than one was saved. Raises `NbtrainError` for what does not fit.
+        """
+        with _whole():
+            home.load(self._folder, self._home, model, name)
+
+    def bring_home(self) -> None:
+        """Take what ranks left for the notebook, once, if the run has succeeded."""
+        with self._homing:
+            if self._home and self._watcher and self.state.status == "succeeded":
+                self._watcher.state = self._home.take(self._folder, self.state)
+
+    @property
     def exception(self) -> BaseException | None:
         """What the cell raised: the causing rank's own exception, or None after a success."""
         if self._error is None and self.state.is_over:
@@ -139,7 +164,7 @@ class Run:
             return None if state.status == "succeeded" else LaunchError(state.message)
         why, cause = verdict.of(state, failures), headline(failures)
         assert why is not None
-        note = _note(cause, state, why)
+        note = verdict.note(cause, state, why)
         return to_exception(replace(cause, said=why.headline), note)
 
     @property
@@ -152,7 +177,7 @@ class Run:
         try:
             failed_at, captured = serialize.loads(self._folder.failure(rank.rank).read_bytes())
         except FileNotFoundError:
-            log = "\n".join(last_words(self._log_lines(rank.rank, tail=200)))
+            log = "\n".join(verdict.last_words(self._log_lines(rank.rank, tail=200)))
             told, ended = verdict.death(rank), rank.ended or 0.0
             return Failure(rank.rank, ended, None, rank.returncode, log, told)
         return Failure(rank.rank, failed_at, captured)
@@ -257,6 +282,8 @@ class Run:
         self._follow()
         if self._watcher is not None and not self._watcher.over.is_set():
             _wait(self._watcher.over)
+        with _whole():
+            self.bring_home()
         return self
 
     def _follow(self) -> None:
@@ -320,6 +347,15 @@ class Run:
             self._watcher.show(guarded.update, guarded.finish)
 
 
+@contextlib.contextmanager
+def _whole() -> Iterator[None]:
+    """Do something to its end, and raise `KeyboardInterrupt` after it: half of a model is none."""
+    with Interrupts() as interrupts:
+        yield
+    if interrupts.count:
+        raise KeyboardInterrupt
+
+
 def _wait(over: threading.Event) -> None:
     """Wait for a run behind the cell, its buttons alive. Raises `KeyboardInterrupt`."""
     with Interrupts() as interrupts:
@@ -345,21 +381,6 @@ def _follower(folder: RunFolder) -> Follower:
 def _execution_count() -> int | None:
     count: int | None = getattr(screen.ipython_shell(), "execution_count", None)
     return count
-
-
-def last_words(lines: list[str], count: int = 12) -> list[str]:
-    """Return the lines that tell how a process died: its last, or faulthandler's stack's first."""
-    crash = [i for i, line in enumerate(lines) if line.startswith("Fatal Python error:")]
-    return lines[max(0, crash[-1] - 4) :][:count] if crash else lines[-count:]
-
-
-def _note(cause: Failure, state: RunState, why: verdict.Verdict) -> str:
-    """Say which rank the exception is from, what became of the others, and what it does not say."""
-    where = f"nbtrain: this is from rank {cause.rank} of {state.world_size}"
-    told = f"{where}; {why.others}." if why.others else f"{where}."
-    note = f"{told} What rank {cause.rank} printed: nbtrain.last_run().logs({cause.rank})"
-    known = cause.error is None or why.kind == "exception" or why.headline == cause.summary
-    return "\n".join([note, *([] if known else [f"nbtrain: {why.headline}"]), *why.advice])
 
 
 def new_folder(manifest: dict[str, Any]) -> RunFolder:

@@ -14,7 +14,7 @@ import io
 import pickle
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import cloudpickle
@@ -64,16 +64,42 @@ def _tensor_on_cpu(torch: Any, tensor: Any) -> Any:
     return moved.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
-def dumps(value: Any, shared: frozenset[type] = frozenset()) -> bytes:
-    """Pickle a value for the notebook. Raises whatever its parts raise."""
+class _KnowingPickler(_Pickler):
+    """Pickles what the notebook has as its name."""
+
+    def __init__(self, file: io.BytesIO, shared: frozenset[type], known: Mapping[int, Any]) -> None:
+        super().__init__(file, shared)
+        self._known = known
+
+    def persistent_id(self, obj: Any) -> Any:
+        told = self._known.get(id(obj))
+        if told is None and type(obj).__name__ == "DTensor":
+            raise TypeError("a part of it is a shard of a tensor")
+        return told
+
+
+def dumps(
+    value: Any, shared: frozenset[type] = frozenset(), known: Mapping[int, Any] | None = None
+) -> bytes:
+    """Pickle a value for the notebook. Raises whatever its parts raise.
+
+    Of parts that are `known`, by their id, only what that says of them is sent.
+    """
     buffer = io.BytesIO()
-    _Pickler(buffer, shared).dump(value)
+    pickler = _KnowingPickler(buffer, shared, known) if known else _Pickler(buffer, shared)
+    pickler.dump(value)
     return buffer.getvalue()
 
 
-def loads(data: bytes) -> Any:
-    """Rebuild a value that `dumps` made, in the process that forked the rank or in another."""
-    return pickle.loads(data)
+def loads(data: bytes, find: Callable[[Any], Any] | None = None) -> Any:
+    """Rebuild a value that `dumps` made, in the process that forked the rank or in another.
+
+    `find` returns what is meant by what was said of a known part.
+    """
+    unpickler: Any = pickle.Unpickler(io.BytesIO(data))
+    if find is not None:
+        unpickler.persistent_load = find
+    return unpickler.load()
 
 
 def dump_result(value: Any, shared: frozenset[type] = frozenset()) -> bytes:

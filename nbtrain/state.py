@@ -17,7 +17,10 @@ LOG_LINES = 200
 """How many of a rank's last lines the picture keeps; the log file keeps all."""
 
 METRICS = 32
-"""How many metrics of a rank keep their last value in the picture, the first that come."""
+"""How many metrics of a rank keep their last value in the picture, the first that come.
+
+And how many of the things that it left for the notebook are told, the last that come.
+"""
 
 OPEN_BARS = 16
 """How many bars of a rank are kept; a loop that never closes its bars makes ever more."""
@@ -42,7 +45,8 @@ class RankState:
 
     `phase` says what a running one is busy with where that is not training, `hang` what it does
     in a hang: 'stuck?' or 'waiting'. `compiled` is how many programs torch_xla compiled, in how
-    many seconds. `metrics` are the last values logged, at most `METRICS`.
+    many seconds; `saved` what it left for the notebook. `metrics` are the last values logged, at
+    most `METRICS`.
     `log_count` is how many lines were seen: a log that grew by tens of MiB at once has more.
     """
 
@@ -66,6 +70,7 @@ class RankState:
     returncode: int | None = None
     cause: str = ""
     evidence: tuple[str, ...] = ()
+    saved: tuple[ev.Saved, ...] = ()
 
     @property
     def is_over(self) -> bool:
@@ -99,7 +104,8 @@ class RunState:
     `notes` are what may go wrong, seen before it started or since: one line each. `host` is what
     the ranks' host had left when it was last asked, `hang` who waits where, if nobody moves;
     `if_killed` is what may have taken the memory, should a rank be killed for want of it. It is
-    the `attempt`-th of at most `attempts`.
+    the `attempt`-th of at most `attempts`. `loaded` has what the notebook took of what ranks
+    saved, each with what was in the way.
     """
 
     name: str
@@ -118,6 +124,7 @@ class RunState:
     host: ev.Host | None = None
     hang: str = ""
     if_killed: tuple[str, ...] = ()
+    loaded: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def is_over(self) -> bool:
@@ -200,6 +207,9 @@ def _fold_run(state: RunState, event: ev.Event) -> RunState:
             text = plain(str(event.text), 1000)
             known = text in state.notes  # of another rank, or an attempt before
             return state if known else replace(state, notes=(text, *state.notes))
+        case ev.Loaded():
+            told = {**state.loaded, plain(event.name, 80): plain(event.trouble, 1000)}
+            return replace(state, loaded=MappingProxyType(dict(list(told.items())[-METRICS:])))
         case ev.Host():
             return replace(state, host=_sound(event))
     return state
@@ -309,6 +319,12 @@ def _ended(draft: _Draft, event: ev.Ended, _curves: CurvesDraft) -> None:
     draft["evidence"] = _said(event.evidence)
 
 
+def _saved(draft: _Draft, event: ev.Saved, _curves: CurvesDraft) -> None:
+    new = replace(event, name=plain(event.name, 80), trouble=plain(event.trouble, 1000))
+    others = [old for old in draft["saved"] if old.name != new.name]
+    draft["saved"] = (*others[1 - METRICS :], new)
+
+
 def _exited(draft: _Draft, event: ev.Exited, _curves: CurvesDraft) -> None:
     draft.update(
         status=event.verdict,
@@ -341,6 +357,7 @@ _FOLDS: Mapping[str, Callable[[_Draft, Any, CurvesDraft], None]] = {
     ev.Started.kind: _started,
     ev.Failing.kind: _failing,
     ev.Ended.kind: _ended,
+    ev.Saved.kind: _saved,
     ev.Exited.kind: _exited,
 }
 

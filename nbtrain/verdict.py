@@ -273,3 +273,18 @@ def _was(words: str, ranks: list[int]) -> str:
     if words != "stopped":
         return words
     return "was stopped" if len(ranks) == 1 else "were stopped"
+
+
+def last_words(lines: list[str], count: int = 12) -> list[str]:
+    """Return the lines that tell how a process died: its last, or faulthandler's stack's first."""
+    crash = [i for i, line in enumerate(lines) if line.startswith("Fatal Python error:")]
+    return lines[max(0, crash[-1] - 4) :][:count] if crash else lines[-count:]
+
+
+def note(cause: Failure, state: RunState, why: Verdict) -> str:
+    """Say which rank the exception is from, what became of the others, and what it does not say."""
+    where = f"nbtrain: this is from rank {cause.rank} of {state.world_size}"
+    told = f"{where}; {why.others}." if why.others else f"{where}."
+    text = f"{told} What rank {cause.rank} printed: nbtrain.last_run().logs({cause.rank})"
+    known = cause.error is None or why.kind == "exception" or why.headline == cause.summary
+    return "\n".join([text, *([] if known else [f"nbtrain: {why.headline}"]), *why.advice])

@@ -23,6 +23,7 @@ from typing import Any
 from . import events as ev
 from . import exceptions, inspection, report, serialize, stopping, telemetry, witness
 from .folder import RunFolder, Spare
+from .homecoming import Sender
 from .plan import Call, Cell, Plan, Task
 
 FAILED = 1
@@ -139,20 +140,26 @@ def run_and_report(
 ) -> tuple[int, BaseException | None]:
     """Run the task and leave its outcome in the run folder; return exit code and exception."""
     folder, spare = job.folder, Spare(job.folder.path)
+    sender: Sender | None = None
     try:
         writer.write(ev.Started(time.time(), rank, pid=os.getpid()))
+        sender = Sender(job.plan, folder, rank, writer, job.shared_classes)
         value = _run_watched(job.plan.task, call)
         _finish_device_work()
+        sender.gather()
         leave_process_group()
+        sender.send()
         data = serialize.dump_result(value, job.shared_classes)
         ended = ev.Ended(time.time(), rank, result=preview(value))
         _save_result(spare, folder.result(rank), data)
         writer.write(ended)
         return 0, None
     except SystemExit as leaving:
-        return _leave(job, rank, writer, spare, leaving), None
+        return _leave(job, rank, writer, spare, leaving, sender), None
     except BaseException as error:  # whatever the user's code raised is this rank's outcome
         _report_failure(job, rank, writer, spare, error)
+        if sender is not None:
+            sender.rescue()
         return FAILED, error
     finally:
         spare.close()
@@ -195,10 +202,20 @@ def _run_watched(task: Task, call: Callable[[Task], Any]) -> Any:
             telemetry.finish(wait=ended)  # after a failure, the GPU may never be done
 
 
-def _leave(job: Job, rank: int, writer: ev.EventWriter, spare: Spare, leaving: SystemExit) -> int:
+def _leave(
+    job: Job,
+    rank: int,
+    writer: ev.EventWriter,
+    spare: Spare,
+    leaving: SystemExit,
+    sender: Sender | None,
+) -> int:
     """Treat ``sys.exit()`` as the interpreter would: a message goes to stderr and means 1."""
     code = leaving.code
     if code is None or code == 0:
+        if sender is not None:
+            sender.gather()
+            sender.send()
         spare.write(job.folder.result(rank), serialize.dumps(None))
         writer.write(ev.Ended(time.time(), rank, result="None"))
         return 0

@@ -143,3 +143,13 @@ def test_when_a_silence_is_a_hang_can_be_said() -> None:
         assert cell.parse_options(["--hang-after", off]).hang_after is None
     with pytest.raises(PlanError, match="number of seconds"):
         cell.parse_options(["--hang-after", "soon"])
+
+
+def test_what_comes_home_can_be_named() -> None:
+    assert (cell.parse_options([]).out, cell.parse_options([]).sync) == ((), True)
+    words = ["--out", "a,b", "c@all,", "-n", "2", "--out", "d", "a", "--no-sync"]
+    options = cell.parse_options(words)
+    assert (options.out, options.sync) == (("a", "b", "c@all", "d"), False)
+    assert cell.split_options("--out a,b -n 2 train(x)") == ("--out a,b -n 2", "train(x)")
+    for flag in ("--no-sync", "--background", "--detach"):
+        assert cell.split_options(f"{flag} train(x)") == (flag, "train(x)")

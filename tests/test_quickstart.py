@@ -21,8 +21,8 @@ pytestmark = pytest.mark.timeout(240)
 PATH = Path(__file__).parent.parent / "notebooks" / "quickstart.ipynb"
 
 MAGIC = "%%distributed -n 2\n"
-ONE_PROCESS = "%%distributed -n 1 --as one --env OMP_NUM_THREADS=1\n"
-SPAWNED = "%%distributed -n 2 --as spawned --engine spawn\n"
+ONE_PROCESS = "%%distributed -n 1 --as one --env OMP_NUM_THREADS=1 --no-sync\n"
+SPAWNED = "%%distributed -n 2 --as spawned --engine spawn --no-sync\n"
 
 PROBE = """
 print({

@@ -36,7 +36,20 @@ def test_the_file_tree_is_the_packages() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["value", "results", "logs", "state", "exception", "stop", "wait", "history", "plot", "stacks"],
+    [
+        "value",
+        "results",
+        "out",
+        "logs",
+        "state",
+        "exception",
+        "stop",
+        "wait",
+        "load",
+        "history",
+        "plot",
+        "stacks",
+    ],
 )
 def test_what_it_says_of_a_run_exists(name: str) -> None:
     assert f"run.{name}" in README

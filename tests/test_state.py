@@ -337,3 +337,43 @@ def test_metrics_of_a_rank_are_bounded_and_it_says_so() -> None:
     assert "1,0" in drawn
     assert "more metrics in run.history" in drawn
     assert len(drawn) < 30_000
+
+
+def told(state: RunState) -> list[str]:
+    page, lines = html.render(state, 200.0), wording.came_home(state)
+    assert all(line in page and line in text.summary(state, 200.0) for line in lines)
+    return lines
+
+
+def test_what_comes_home_is_told_with_how_far_it_has_come() -> None:
+    state = fold(picture(), [ev.Saved(101, 0, "model", "model", 86_567_656, 346_293_852)])
+    assert told(state) == []
+    sent = "model: 87 M parameters"
+    over = fold(state, [ev.Finished(102, -1, "interrupted")])
+    assert told(over) == [f"{sent} as rank 0 left them (346 MB): run.load() takes them"]
+    over = fold(state, [ev.Finished(102, -1, "succeeded")])
+    assert told(over)[0].startswith(f"{sent} of rank 0 (346 MB), not in the notebook yet")
+    here = fold(over, [ev.Loaded(103, -1, "model")])
+    assert told(here) == [f"{sent} updated from rank 0 (346 MB)"]
+    unfit = fold(over, [ev.Loaded(103, -1, "model", "it has grown")])
+    assert told(unfit) == ["⚠ model: not updated, as it was before the run: it has grown"]
+
+
+def test_values_of_several_ranks_come_home_as_one() -> None:
+    saved = [ev.Saved(101, rank, "scores", "value", 0, 600) for rank in (0, 1)]
+    here = [ev.Finished(102, -1, "succeeded"), ev.Loaded(103, -1, "scores")]
+    assert told(fold(picture(), saved + here)) == ["scores: value from ranks 0–1 (1.2 kB)"]
+
+
+def test_however_much_comes_home_the_picture_stays_small() -> None:
+    saved = [ev.Saved(101, 0, f"v{i}", "value") for i in range(999)]
+    loaded = [ev.Loaded(102, -1, f"v{i}") for i in range(999)]
+    state = fold(picture(), [*saved, *loaded])
+    assert len(state.ranks[0].saved) == len(state.loaded) == len(told(state)) == METRICS
+
+
+@pytest.mark.parametrize(
+    ("count", "words"), [(0, "0"), (999, "999"), (1500, "1.5 k"), (86e6, "86 M"), (7.2e9, "7.2 B")]
+)
+def test_amounts_are_worded(count: int, words: str) -> None:
+    assert wording.amount(int(count)) == words

@@ -80,7 +80,8 @@ def _on_each(devices: list[Any], task: Task) -> list[Any]:
         except BaseException as error:  # raised again in the main thread
             done.put((index, None, error))
 
-    tasks = [with_own_models(task) for _ in devices]
+    others = [with_own_models(task) for _ in devices[1:]]
+    tasks = [task, *others]  # the first trains the models that go home
     for index, own in enumerate(tasks):
         threading.Thread(target=run, args=(index, own), name=f"xla:{index}", daemon=True).start()
     values: dict[int, Any] = {}

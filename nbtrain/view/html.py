@@ -149,4 +149,5 @@ def _results(state: RunState) -> str:
     )
     left = len(found) - _RESULTS
     more = f'<div style="{_SOFT}">… and {left} more results</div>' if left > 0 else ""
-    return f'<div style="margin-top:4px">{rows}{more}</div>' if rows else ""
+    home = "".join(f"<div>{cut(line, 600)}</div>" for line in wording.came_home(state))
+    return f'<div style="margin-top:4px">{rows}{more}{home}</div>' if rows or home else ""

@@ -24,6 +24,7 @@ def summary(state: RunState, now: float) -> str:
     returned = [f"  {who} → {result[:_RESULT]}" for who, result in found[:_RESULTS]]
     if len(found) > _RESULTS:
         returned.append(f"  … and {len(found) - _RESULTS} more results")
+    returned += [f"  {line}" for line in wording.came_home(state)]
     said = [f"  {state.message[:_RESULT]}"] if state.message else []
     rows = [*_ranks(state), *_curve(state), *returned, *said]
     hang = [f"  ⚠ {wording.hang(state)}"] if state.hang else []

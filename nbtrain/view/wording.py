@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 
+from .. import events as ev
 from .. import verdict
+from ..home import not_home
 from ..outcome import is_echo, ranks_text
 from ..pace import Bar
 from ..series import UNCHARTED
@@ -190,10 +192,12 @@ def compiled(rank: RankState) -> str:
 
 
 def size(count: float) -> str:
-    """Word a number of bytes: 12.3 GB, 850 MB (of 10⁹ and 10⁶)."""
+    """Word a number of bytes: 12.3 GB, 850 MB, 2.2 kB (of 10⁹, 10⁶ and 10³)."""
     if count >= 1e9:
         return f"{count / 1e9:.1f} GB" if count < 1e11 else f"{count / 1e9:.0f} GB"
-    return f"{count / 1e6:.0f} MB"
+    if count >= 1e6 or count == 0:
+        return f"{count / 1e6:.0f} MB"
+    return f"{count / 1e3:.1f} kB" if count >= 1e3 else f"{count:.0f} B"
 
 
 def main_metric(names: Iterable[str]) -> str | None:
@@ -345,3 +349,41 @@ def who(ranks: Collection[int], state: RunState) -> str:
     """Name ranks: ``all ranks``, ``rank 3``, ``ranks 0, 4–7``."""
     every = len(ranks) == state.world_size > 1
     return "all ranks" if every else ranks_text(ranks)
+
+
+def came_home(state: RunState) -> list[str]:
+    """Say what ranks left for the notebook, a line each, and whether it is there.
+
+    ``model: 86 M parameters updated from rank 0 (344 MB)``.
+    """
+    by_name: dict[str, list[tuple[int, ev.Saved]]] = {}
+    for rank in state.ranks:
+        for saved in rank.saved:
+            by_name.setdefault(saved.name, []).append((rank.rank, saved))
+    lines = []
+    for name, sent in by_name.items():
+        saved, trouble = sent[0][1], state.loaded.get(name) or sent[0][1].trouble
+        if trouble:
+            lines.append(f"⚠ {not_home(name, trouble)}")
+            continue
+        kept, ranks = size(sum(s.size for _, s in sent)), ranks_text([r for r, _ in sent])
+        what = {"model": f"{amount(saved.parameters)} parameters", "optimizer": "state"}
+        told = f"{name}: {what.get(saved.what, 'value')}"
+        if name in state.loaded:
+            done = "" if saved.what == "value" else " updated"
+            lines.append(f"{told}{done} from {ranks} ({kept})")
+        elif state.status == "succeeded":
+            how = "run.wait()" if saved.what == "value" else "run.wait(), or run.load(model)"
+            lines.append(f"{told} of {ranks} ({kept}), not in the notebook yet: {how}")
+        elif saved.what != "value" and state.is_over:
+            lines.append(f"{told} as {ranks} left them ({kept}): run.load() takes them")
+    return lines[:METRICS]
+
+
+def amount(count: int) -> str:
+    """Word a large number: 1.2 B, 86 M, 43 k, 12."""
+    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= unit:
+            share = count / unit
+            return f"{share:.1f} {name}" if share < 10 else f"{share:.0f} {name}"
+    return str(count)

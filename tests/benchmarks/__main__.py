@@ -36,6 +36,9 @@ board   CPU time in the kernel: µs to fold an event of 1,024 ranks that say ten
         rows; bytes of the page. In this process, not in a kernel.
 live    cores of the kernel that a live board takes over the same run without one, at 8 and 64 ranks
         that log ten times a second; its messages and bytes to the page.
+home    ms until a model of 1 GB, from the file that its rank left, is in the notebook's, next to
+        safetensors' own load_model of that file; the kernel's memory at its highest meanwhile, less
+        what it was without the model, next to the model's; a whole run with and without it.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
 import board
+import homecoming
 import live
 import log
 import memory
@@ -67,6 +71,7 @@ BENCHMARKS: dict[str, Callable[[int | None], list[Row]]] = {
     "telemetry": telemetry.rows,
     "board": board.rows,
     "live": live.rows,
+    "home": homecoming.rows,
 }
 
 

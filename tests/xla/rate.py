@@ -18,9 +18,9 @@ sys.path.append(str(Path(__file__).parent.parent))
 import torch
 import torch_xla
 from transformers import ViTConfig, ViTForImageClassification
-from xla import plugin
 
 import nbtrain
+from xla import plugin
 
 CONFIG = ViTConfig(
     image_size=32,
