@@ -22,7 +22,7 @@ class Options:
 
     num_processes: int | None = None
     engine: str = "auto"
-    mixed_precision: str = "no"
+    mixed_precision: str | None = None
     env: dict[str, str] = field(default_factory=dict)
     bind: str | None = None
     view: str = "auto"
@@ -32,6 +32,7 @@ class Options:
     detach: bool = False
     telemetry: tuple[str, ...] = SOURCES
     hang_after: float | None = HANG_AFTER
+    config: str | None = None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -102,8 +103,13 @@ def parser() -> argparse.ArgumentParser:
         "-p",
         "--mixed-precision",
         choices=PRECISIONS,
-        default="no",
         help="what a plain Accelerator() in the ranks uses",
+    )
+    p.add_argument(
+        "--config",
+        metavar="FILE|default",
+        help="take what is not said here from a file that `accelerate config` wrote: ranks, "
+        "precision, FSDP, DeepSpeed, dynamo; default: its usual one",
     )
     p.add_argument(
         "--env",

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from . import config as config_file
 from . import devices, engines, estimate, keeper, preflight, serialize, stacks
 from .attempts import carry_out
 from .engines import Engine
@@ -41,7 +42,8 @@ def launch(
     *args: Any,
     num_processes: int | None = None,
     engine: str = "auto",
-    mixed_precision: str = "no",
+    mixed_precision: str | None = None,
+    config: str | None = None,
     env: Mapping[str, str] | None = None,
     timeout: float | None = None,
     max_restarts: int = 0,
@@ -64,7 +66,9 @@ def launch(
         num_processes: how many ranks; None: one a GPU, 2 on a host without.
         engine: 'auto', 'fork', 'spawn' (fresh processes, which get what the function refers to) or
             'inline' (one rank in this process, for debugging).
-        mixed_precision: 'no', 'fp16', 'bf16' or 'fp8', for a plain ``Accelerator()``.
+        mixed_precision: 'no' (None), 'fp16', 'bf16' or 'fp8', for a plain ``Accelerator()``.
+        config: a file that ``accelerate config`` wrote, 'default' for its usual one: decides what
+            is None here, and FSDP, DeepSpeed, dynamo and the like.
         env: environment variables of the ranks.
         timeout: seconds after which the run is stopped, restarts included.
         max_restarts: how often all ranks start again after one failed, unless it is a mistake
@@ -94,6 +98,7 @@ def launch(
         num_processes=num_processes,
         engine=engine,
         mixed_precision=mixed_precision,
+        config=config,
         env=dict(env or {}),
         timeout=timeout,
         max_restarts=max_restarts,
@@ -162,8 +167,10 @@ def _asked_port(use_port: str | int | None) -> int | None:
 
 def run_plan(plan: Plan) -> Run:
     """Carry a plan out to its end and return the run; raise what it ended with, if badly."""
+    plan, told = config_file.applied(plan)
     plan, device = _resolve(plan)
-    notes = [*_check_alone(plan, device), *_notes(plan, device)]
+    told += config_file.notes_on(plan, device)
+    notes = [*told, *_check_alone(plan, device), *_notes(plan, device)]
     engine = engines.get(plan.engine)
     try:
         engine.prepare(plan)
@@ -192,7 +199,12 @@ def _resolve(plan: Plan) -> tuple[Plan, str]:
     default = 1 if inline else gpus or devices.CPU_DEFAULT
     if inline and plan.num_processes not in (None, 1):
         raise PlanError(f"the inline engine runs one rank (-n 1), not {plan.num_processes}")
-    resolved = replace(plan, engine=engine, num_processes=plan.num_processes or default)
+    resolved = replace(
+        plan,
+        engine=engine,
+        num_processes=plan.num_processes or default,
+        mixed_precision=plan.mixed_precision or "no",
+    )
     return resolved, "cuda" if gpus else "cpu"
 
 

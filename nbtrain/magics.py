@@ -126,6 +126,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
             num_processes=options.num_processes,
             engine=options.engine,
             mixed_precision=options.mixed_precision,
+            config=options.config,
             env=options.env,
             timeout=options.timeout,
             max_restarts=options.max_restarts,

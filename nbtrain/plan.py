@@ -60,13 +60,17 @@ Task = Call | Cell
 
 @dataclass(frozen=True)
 class Plan:
-    """One launch, as it was asked for. Raises `PlanError` if a value is out of range."""
+    """One launch, as it was asked for. Raises `PlanError` if a value is out of range.
+
+    `config` is a file of ``accelerate config``'s, "default" the usual one: it decides what is None
+    here.
+    """
 
     task: Task
     name: str
     num_processes: int | None = None
     engine: str = "auto"
-    mixed_precision: str = "no"
+    mixed_precision: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     timeout: float | None = None
     max_restarts: int = 0
@@ -74,6 +78,7 @@ class Plan:
     detach: bool = False
     view: str = "auto"
     port: int | None = None
+    config: str | None = None
     telemetry: tuple[str, ...] = SOURCES
     hang_after: float | None = HANG_AFTER
 
@@ -90,7 +95,7 @@ class Plan:
             )
         for what, value, known in (
             ("engine", self.engine, ENGINES),
-            ("mixed precision", self.mixed_precision, PRECISIONS),
+            ("mixed precision", self.mixed_precision or "no", PRECISIONS),
             ("view", self.view, VIEWS),
         ):
             if value not in known:

@@ -20,9 +20,10 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+from . import config, exceptions, inspection, report, serialize, stopping, telemetry, witness
 from . import events as ev
-from . import exceptions, inspection, report, serialize, stopping, telemetry, witness
 from .folder import RunFolder, Spare
+from .imports import when_imported
 from .plan import Call, Cell, Plan
 
 FAILED = 1
@@ -77,7 +78,7 @@ def environment(job: Job, rank: int, inherited: Mapping[str, str]) -> dict[str, 
         "TORCHELASTIC_MAX_RESTARTS": str(job.plan.max_restarts),
         "TORCHELASTIC_RUN_ID": job.folder.path.name,
         "FORK_LAUNCHED": "1",
-        "ACCELERATE_MIXED_PRECISION": job.plan.mixed_precision,
+        "ACCELERATE_MIXED_PRECISION": job.plan.mixed_precision or "no",
         "NBTRAIN_RUN": str(job.folder.path),
     }
     if job.device == "cpu":
@@ -103,6 +104,8 @@ def main(job: Job, rank: int) -> int:
     inspection.install(job.folder, rank, writer)
     report.activate(report.Reporter(writer, rank, job.world_size))
     telemetry.install(job.plan.telemetry)
+    if job.device == "cpu" and config.wants_fsdp(os.environ):
+        when_imported("accelerate.state", config.fsdp_on_cpu)
     code, error = run_and_report(job, rank, writer)
     if error is not None:
         _print_traceback(error)

@@ -24,7 +24,7 @@ LAYERS = [
         "stopping",
         "checkpoints",
     },
-    {"serialize", "reader"},
+    {"serialize", "reader", "config"},
     {"exceptions", "devices", "host", "report"},
     {"outcome", "telemetry", "preflight", "cell", "gate", "lint", "resources", "pace", "series"}
     | {"inspection", "stacks", "collectives", "witness"},
