@@ -119,20 +119,22 @@ def test_the_environment_is_that_of_accelerate_launch(tmp_path: Path) -> None:
     ours = config.read(file, 1).env
     theirs = {k: v for k, v in seen.items() if k.startswith(("ACCELERATE_", "FSDP_"))}
     assert ours == {k: v for k, v in theirs.items() if k != "ACCELERATE_MIXED_PRECISION"}
-    assert len(ours) > 15
+    assert len(ours) > 10
 
 
 def test_what_is_asked_for_wins_with_a_note(tmp_path: Path) -> None:
     file = _file(tmp_path, FSDP)
-    asked = _plan(config=file, num_processes=4, mixed_precision="no", env={"FSDP_VERSION": "1"})
+    asked = _plan(
+        config=file, num_processes=4, mixed_precision="no", env={"FSDP_MIN_NUM_PARAMS": "7"}
+    )
     plan, notes = config.applied(asked)
     assert (plan.num_processes, plan.mixed_precision) == (4, "no")
-    assert plan.env["FSDP_VERSION"] == "1"
-    assert plan.env["FSDP_MIN_NUM_PARAMS"] == "10"
+    assert plan.env["FSDP_MIN_NUM_PARAMS"] == "7"
+    assert plan.env["FSDP_STATE_DICT_TYPE"] == "SHARDED_STATE_DICT"
     assert notes == [
         "Number of processes: 4 as asked for, not 2 from config.yaml.",
         "Mixed precision: no as asked for, not bf16 from config.yaml.",
-        "$FSDP_VERSION: 1 as asked for, not 2 from config.yaml.",
+        "$FSDP_MIN_NUM_PARAMS: 7 as asked for, not 10 from config.yaml.",
     ]
     assert config.applied(_plan()) == (_plan(), [])
 
