@@ -107,12 +107,6 @@ def parser() -> argparse.ArgumentParser:
         help="what a plain Accelerator() in the ranks uses",
     )
     p.add_argument(
-        "--config",
-        metavar="FILE|default",
-        help="take what is not said here from a file that `accelerate config` wrote: ranks, "
-        "precision, FSDP, DeepSpeed, dynamo; default: its usual one",
-    )
-    p.add_argument(
         "--env",
         type=_variable,
         action="append",
@@ -128,14 +122,9 @@ def parser() -> argparse.ArgumentParser:
         help="bind the Run to this notebook variable; nbtrain.last_run() always has it",
     )
     p.add_argument(
-        "--save",
-        metavar="FILE.py",
-        help="write the cell and what it needs as a script too, then run; it runs by python, "
-        "torchrun and accelerate launch",
-    )
-    p.add_argument(
         "--view", choices=VIEWS, default="auto", help="how progress is shown while the cell runs"
     )
+    _add_files(p)
     _add_limits(p)
     p.add_argument(
         "--telemetry",
@@ -145,6 +134,21 @@ def parser() -> argparse.ArgumentParser:
         help="what ranks report unasked: " + ", ".join(SOURCES) + "; with a minus: all but these",
     )
     return p
+
+
+def _add_files(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--config",
+        metavar="FILE|default",
+        help="take what is not said here from a file that `accelerate config` wrote: ranks, "
+        "precision, FSDP, DeepSpeed, dynamo; default: its usual one",
+    )
+    p.add_argument(
+        "--save",
+        metavar="FILE.py",
+        help="write the cell and what it needs as a script too, then run; it runs by python, "
+        "torchrun and accelerate launch",
+    )
 
 
 def _add_limits(p: argparse.ArgumentParser) -> None:

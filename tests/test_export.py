@@ -230,7 +230,8 @@ def outer(k):
     return inner
 names, empty, deep = ['a', 'b'], {}, {'a': [1, (2.5, None)]}
 nan, kind, device, folder = float('nan'), torch.bfloat16, torch.device('cpu'), pathlib.Path('/x')
-weights, parts = torch.arange(6.0).reshape(2, 3).T, {'w': torch.ones(2), 'b': torch.zeros(1)}
+weights, turned = torch.arange(6.0), torch.arange(6.0).reshape(2, 3).T
+parts = {'w': torch.ones(2), 'b': torch.zeros(1)}
 array, points, counts = np.arange(3), [Point((1, 2))], collections.Counter('aab')
 closure, half = outer(3), functools.partial(twice, x=4)
 square = lambda x: x * x
@@ -243,7 +244,7 @@ def train(layer, optimizer):
     mine = optimizer.param_groups[0]['params'][0] is layer.weight
     return repr([names, empty, deep, nan, kind, device, folder, weights, parts, array, points,
                  counts, closure(2), half(), square(3), layer.state_dict(), mine,
-                 layer.bias.requires_grad, type(points[0]).__name__, math.pi, weights.stride()])
+                 layer.bias.requires_grad, type(points[0]).__name__, math.pi, turned.stride()])
 """
 
 
@@ -261,9 +262,7 @@ def test_values_of_the_notebook_go_along(notebook: Notebook, tmp_path: Path) -> 
     told = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=60, cwd="/"
     )
-    assert told.stdout.strip() == notebook.value("nbtrain.last_run().value").replace(
-        ", (1, 3)]", ", (2, 1)]"
-    ), told.stderr
+    assert told.stdout.strip() == notebook.value("nbtrain.last_run().value"), told.stderr
 
 
 @pytest.mark.parametrize(
@@ -276,7 +275,7 @@ def test_values_of_the_notebook_go_along(notebook: Notebook, tmp_path: Path) -> 
             "socket.socket, cannot be exported",
         ),
         ("log = open('/dev/null')", "def train(log): pass", "`log`, a _io.TextIOWrapper"),
-        ("lines = !ls\nlines = iter(lines)", "print(lines)", "`lines`"),
+        ("lines = (i for i in [1])", "print(lines)", "`lines`, a generator"),
         ("w = torch.ones(1, requires_grad=True) * 2", "def train(w): pass", "`w`"),
         ("", "x = get_ipython()", "magic or a shell command"),
     ],

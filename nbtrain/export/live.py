@@ -265,7 +265,8 @@ def _is_tensor(value: Any, torch: Any) -> bool:
     if type(value) is not torch.Tensor or value.device.type != "cpu":
         return False
     odd = value.is_quantized or value.is_complex() or value.is_nested or vars(value)
-    return value.layout is torch.strided and not (value.requires_grad or odd)
+    plain = value.layout is torch.strided and value.is_contiguous()
+    return plain and not (value.requires_grad or odd)
 
 
 def _flat(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -279,7 +280,7 @@ def _flat(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _safetensors(tensors: Mapping[str, Any]) -> bytes:
     from safetensors.torch import save as to_bytes
 
-    # Clones: the format refuses memory that two share.
+    # Clones: the format refuses memory that two share, as tied weights do.
     data: bytes = to_bytes({k: v.detach().clone().contiguous() for k, v in _flat(tensors)})
     return data
 

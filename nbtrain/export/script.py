@@ -50,7 +50,7 @@ def body(training: Training) -> str:
 
     Raises `PlanError` where the cell needs it, by name.
     """
-    lines = training.source.splitlines()
+    lines = training.source.split("\n")
     for one in training.statements:
         gone = one.is_future
         if one.of_ipython and isinstance(one.node, ast.Expr):

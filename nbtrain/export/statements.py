@@ -115,7 +115,7 @@ def as_python(raw: str) -> str:
 
 def read(source: str, cell: str) -> list[Statement]:
     """Split Python source into its statements. Raises `SyntaxError`."""
-    lines = source.splitlines(keepends=True)
+    lines = source.split("\n")  # as ast counts them
     body = ast.parse(source).body
     return [
         Statement(node, _text(node, body[i - 1] if i else None, body[i + 1 : i + 2], lines), cell)
@@ -144,11 +144,11 @@ def _text(
     start, end = first_line(node), node.end_lineno or node.lineno
     alone = before is None or (before.end_lineno or 0) < start
     if not alone or (after and first_line(after[0]) == end):  # others on its line
-        return str(ast.get_source_segment("".join(lines), node))
+        return str(ast.get_source_segment("\n".join(lines), node))
     top = start
     while top > 1 and lines[top - 2].startswith("#") and (not before or top - 1 > _end(before)):
         top -= 1
-    return "".join(lines[top - 1 : end]).rstrip()
+    return "\n".join(lines[top - 1 : end]).rstrip()
 
 
 def _end(node: ast.stmt) -> int:
