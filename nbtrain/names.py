@@ -48,18 +48,24 @@ def names_read(source: str, filename: str = "<cell>") -> set[str]:
 def _changed(statement: ast.AST) -> Iterator[str]:
     """Yield the names that are read where no symbol table tells.
 
-    By ``+=``, by ``del``, and by a magic: it gets its names in a text.
+    By ``+=`` and ``del`` (those in a function are its own, or global, which one tells), and by a
+    magic: it gets its names in a text.
     """
-    for node in ast.walk(statement):
+    stack = [(statement, False)]
+    while stack:
+        node, inside = stack.pop()
         match node:
             case ast.AugAssign(target=ast.Name(id=name)) | ast.Name(id=name, ctx=ast.Del()):
-                yield name
+                if not inside:
+                    yield name
             case ast.Call(
                 func=ast.Attribute(value=ast.Call(func=ast.Name(id="get_ipython"))), args=args
             ):
                 texts = [a.value for a in args if isinstance(a, ast.Constant)]
                 for text in texts:
                     yield from re.findall(r"[A-Za-z_]\w*", str(text))
+        inside = inside or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        stack += [(inner, inside) for inner in ast.iter_child_nodes(node)]
 
 
 def _bound_first(statements: Sequence[ast.stmt]) -> set[str]:

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -81,29 +82,35 @@ def _run(script: Path, out: Path, *command: str) -> list[list[float]]:
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone")
 ACCELERATE = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2")
 ACCELERATE += ("--main_process_port", "0")
+# Accelerate starts one process for --cpu, whatever it is asked for.
 ACCELERATE_ALONE = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2")
 
 
 def test_the_three_launchers_train_as_the_notebook_did(notebook: Notebook, tmp_path: Path) -> None:
     for cell in CELLS:
         assert not notebook.run(cell).ename
-    (tmp_path / "live").mkdir()
+    folder, losses = tmp_path / "scripts", {}
+    folder.mkdir()
     for ranks in (2, 1):
-        file = tmp_path / "live" / f"train{ranks}.py"
+        file = folder / f"train{ranks}.py"
         head = f"%%distributed -n {ranks} --env OMP_NUM_THREADS=1 --save '{file}'\n"
         out = notebook.run(head + TRAIN.partition("\n")[2])
         assert not out.ename, out.traceback
         assert out.stdout == f"nbtrain: wrote {file}, train{ranks}.nbtrain.safetensors\n"
-        losses = notebook.value("nbtrain.last_run().results")
-        assert len(losses) == ranks
-        assert len(losses[0]) == 16 // ranks
-        if ranks == 2:
-            assert _run(file, tmp_path / "torchrun", *TORCHRUN) == losses
-            assert _run(file, tmp_path / "accelerate", *ACCELERATE) == losses
-        else:  # Accelerate starts one process for --cpu, whatever is asked for
-            assert _run(file, tmp_path / "alone", *ACCELERATE_ALONE) == losses
-    export(_notebook(tmp_path, *CELLS, TRAIN), tmp_path / "live" / "static.py")
-    assert _run(tmp_path / "live" / "static.py", tmp_path / "python") == losses
+        losses[ranks] = notebook.value("nbtrain.last_run().results")
+        assert [len(of_rank) for of_rank in losses[ranks]] == [16 // ranks] * ranks
+    static = folder / "static.py"
+    export(_notebook(tmp_path, *CELLS, TRAIN), static)
+    runs = [
+        (2, folder / "train2.py", tmp_path / "torchrun", *TORCHRUN),
+        (2, folder / "train2.py", tmp_path / "accelerate", *ACCELERATE),
+        (1, folder / "train1.py", tmp_path / "alone", *ACCELERATE_ALONE),
+        (1, static, tmp_path / "python"),
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda run: _run(*run[1:]), runs))
+    for (ranks, _, out, *_), seen in zip(runs, found, strict=True):
+        assert seen == losses[ranks], out.name
 
 
 def test_a_script_has_what_the_training_needs_and_no_more(tmp_path: Path) -> None:
@@ -228,6 +235,7 @@ def twice(x): return 2 * x
 def outer(k):
     def inner(x): return k * x
     return inner
+long, big, turn = 'a' * 300, 10**5000, 1j
 names, empty, deep = ['a', 'b'], {}, {'a': [1, (2.5, None)]}
 nan, kind, device, folder = float('nan'), torch.bfloat16, torch.device('cpu'), pathlib.Path('/x')
 weights, turned = torch.arange(6.0), torch.arange(6.0).reshape(2, 3).T
@@ -242,7 +250,8 @@ optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
 USED = """import math
 def train(layer, optimizer):
     mine = optimizer.param_groups[0]['params'][0] is layer.weight
-    return repr([names, empty, deep, nan, kind, device, folder, weights, parts, array, points,
+    return repr([len(long), big % 7, turn,
+                 names, empty, deep, nan, kind, device, folder, weights, parts, array, points,
                  counts, closure(2), half(), square(3), layer.state_dict(), mine,
                  layer.bias.requires_grad, type(points[0]).__name__, math.pi, turned.stride()])
 """
@@ -290,6 +299,25 @@ def test_what_cannot_be_exported_is_named_and_nothing_starts(
     assert words in out.evalue
     assert notebook.value("str(nbtrain.last_run().folder)") == before
     assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_seed_the_notebooks_random_numbers_go_on(
+    notebook: Notebook, tmp_path: Path
+) -> None:
+    notebook.run("torch.manual_seed(torch.seed())\nmodel = torch.nn.Linear(3, 3)")
+    script, out = tmp_path / "t.py", tmp_path / "out"
+    cell = (
+        f"%%distributed -n 1 --save {script}\nfrom pathlib import Path\ndef train(model):\n"
+        f"    drawn = repr((model.weight.tolist(), torch.randn(3).tolist()))\n"
+        f"    Path({str(out)!r}).write_text(drawn)\n    return drawn"
+    )
+    assert not notebook.run(cell).ename
+    out.unlink()
+    subprocess.run([sys.executable, str(script)], check=True, timeout=60)
+    assert out.read_text() == notebook.value("nbtrain.last_run().value")
+    seeded = cell.replace("    drawn", "    torch.manual_seed(1)\n    drawn", 1)
+    assert not notebook.run(seeded).ename
+    assert "set_rng_state" not in script.read_text()
 
 
 def test_the_latest_definition_counts_and_a_changed_model_is_pickled(

@@ -49,6 +49,7 @@ def test_names_bound_in_comprehensions_and_by_called_functions_count() -> None:
         ("def f():\n    global n\n    n += 1", {"n"}),
         ("f'{v!r:>{w}}'", {"v", "w"}),
         ("x: int = y\nx", {"int", "y"}),
+        ("def f():\n    n = 0\n    n += 1\n    del n", set()),
         ("d[k] = 1\no.a = 2", {"d", "k", "o"}),
     ],
 )

@@ -11,30 +11,25 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
-import io
-import math
+import re
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
-
-import cloudpickle
 
 from .. import serialize
 from ..cell import Options
 from ..errors import PlanError
-from ..pickling import refuse_what_belongs_to_one_process
 from ..plan import Cell
 from ..ship import check_graphs, submodules
 from . import script
 from .models import made_again
+from .slicing import seeds
 from .statements import Statement, import_of, read_earlier
 from .static import training_of, wanted
-
-LONGEST_LITERAL = 200
-"""Characters of a value that is written into the script itself."""
+from .values import NEEDED_BY, are_tensors, as_safetensors, literal, pickled
 
 
 def save(cell: Cell, raw: str, history: Sequence[str], options: Options) -> str:
@@ -57,19 +52,16 @@ def save(cell: Cell, raw: str, history: Sequence[str], options: Options) -> str:
     gathered = _Gathered(cell.namespace, earlier, path.stem)
     gathered.add(names)
     gathered.add_models()
-    gathered.add_files()
-    imports = [*gathered.import_lines(), *_submodules(gathered, script.body(training))]
+    text = "\n\n".join([*(piece.text for piece in gathered.pieces), script.body(training)])
+    gathered.add_files(_has_own_seed(text))
+    # ``import xml`` alone brings no ``xml.etree``.
+    named = [f"import {name}" for name in submodules(text, cell.namespace)]
+    imports = [*gathered.import_lines(), *named]
     parts = [*dict.fromkeys(imports), *gathered.in_order()]
     material = script.Material(parts, script.futures(earlier), gathered.files)
     source = script.text(training, material, cell.namespace.keys(), path.name)
     script.write(path, source, material.files)
     return f"nbtrain: wrote {', '.join([str(path), *material.files])}"
-
-
-def _submodules(gathered: _Gathered, cell: str) -> list[str]:
-    """Return imports of submodules that are only named: ``xml`` alone brings no ``xml.etree``."""
-    source = "\n\n".join([*(p.text for p in gathered.pieces), cell])
-    return [f"import {name}" for name in submodules(source, gathered.namespace)]
 
 
 @dataclass(frozen=True)
@@ -131,10 +123,10 @@ class _Gathered:
         if name == "get_ipython":
             raise PlanError("the cell calls get_ipython(), which a script does not have")
         made = self.last.get(name)
-        expression = _literal(value)
+        expression = literal(value)
         if expression is not None:
             self.literals[name] = _Piece(f"{name} = {expression}", frozenset({name}))
-            self.imports += [i for start, i in _NEEDED_BY.items() if expression.startswith(start)]
+            self.imports += [i for start, i in NEEDED_BY.items() if expression.startswith(start)]
         elif hasattr(builtins, name) and _is_ipythons(value):  # display, and its own open, exit
             self.imports += [script.DISPLAY] if name == "display" else []
         elif made is not None and (made.is_definition or _is_lambda(value, made)):
@@ -143,7 +135,7 @@ class _Gathered:
             self.imported.setdefault(made, set()).add(name)
         elif type(value) is types.ModuleType or _is_importable(value):
             self.imports.append(_import(name, value))
-        elif _tensors(value):
+        elif are_tensors(value):
             self.tensors[name] = value
         else:
             self.values[name] = value
@@ -159,30 +151,39 @@ class _Gathered:
         """Make models again and load their weights, if nothing else has to be pickled."""
 
         def is_literal(name: str) -> bool:
-            return name in self.namespace and _literal(self.namespace[name]) is not None
+            return name in self.namespace and literal(self.namespace[name]) is not None
 
         for name, made in made_again(self.values, self.earlier, is_literal).items():
             self.weights[name] = self.values.pop(name)
             self.add(self._copy(made))
 
-    def add_files(self) -> None:
-        """Write tensors, and pickle the rest; the classes in there may need more of both."""
+    def add_files(self, seeded: bool) -> None:
+        """Write tensors, and pickle the rest; the classes in there may need more of both.
+
+        Without a seed, torch's random state goes along: the notebook's ranks begin with it.
+        """
+        if not seeded:
+            self.tensors["_random_state"] = sys.modules["torch"].get_rng_state()
+            self.imports.append("import torch")
         made = {n for n, s in self.last.items() if s.is_definition} & self.namespace.keys()
         defined = {name: self.namespace[name] for name in made}
         data, seen = b"", -1
         while len(self._seen) > seen:
             seen = len(self._seen)
-            data, referred = _pickled(self.values, defined)
+            data, referred = pickled(self.values, defined)
             self.add(referred)
         if self.tensors or self.weights:
             name = f"{self.stem}.nbtrain.safetensors"
             states = {n: dict(model.state_dict()) for n, model in self.weights.items()}
-            self.files[name] = _safetensors({**self.tensors, **states})
+            self.files[name] = as_safetensors({**self.tensors, **states})
             self.loads += _tensor_loads(self.tensors, self.weights, name)
         if self.values:
             name = f"{self.stem}.nbtrain.pkl"
             self.files[name] = data
             self.loads.append(_pickle_load(self.values, name, frozenset(referred)))
+        if not seeded:
+            needs = frozenset({"_random_state", *self.weights, *self.values})
+            self.loads.append(_Piece("torch.set_rng_state(_random_state)", frozenset(), needs))
 
     def in_order(self) -> list[str]:
         """Return the pieces such that each comes after what it needs at once."""
@@ -196,32 +197,9 @@ class _Gathered:
         return out
 
 
-def _literal(value: Any) -> str | None:
-    """Return the short expression that makes a value again; None if it has none."""
-    kind = type(value)
-    if (kind.__module__, kind.__name__) in (("torch", "dtype"), ("torch", "device")):
-        return repr(value) if kind.__name__ == "dtype" else f"torch.device({str(value)!r})"
-    if isinstance(value, PurePath):
-        return f"Path({str(value)!r})"
-    if kind is float and not math.isfinite(value):
-        return f"float({str(value)!r})"
-    shown = repr(value) if _is_plain(value) else ""
-    return shown if 0 < len(shown) <= LONGEST_LITERAL else None
-
-
-_NEEDED_BY = {"torch.": "import torch", "Path(": "from pathlib import Path"}
-"""What such an expression needs to be imported, by how it begins."""
-
-
-def _is_plain(value: Any, depth: int = 4) -> bool:
-    if type(value) is float:
-        return math.isfinite(value)
-    if type(value) is dict:
-        return _is_plain([*value, *value.values()], depth)
-    if type(value) in (list, tuple):
-        short = depth > 0 and len(value) <= LONGEST_LITERAL
-        return short and all(_is_plain(v, depth - 1) for v in value)
-    return type(value) in (int, complex, bool, str, bytes, type(None))
+def _has_own_seed(source: str) -> bool:
+    """Return whether random numbers are seeded by the script itself, or hardly play a part."""
+    return seeds(source) or not re.search(r"torch|accelerat|transformers", source, re.IGNORECASE)
 
 
 def _is_lambda(value: Any, made: Statement) -> bool:
@@ -248,41 +226,6 @@ def _import(name: str, value: Any) -> str:
         return f"import {full}" if full == name else f"import {full} as {name}"
     renamed = "" if value.__qualname__ == name else f" as {name}"
     return f"from {value.__module__} import {value.__qualname__}{renamed}"
-
-
-def _tensors(value: Any) -> bool:
-    """Return whether a value is a plain tensor on the CPU, or a dictionary of such."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return False
-    if type(value) is dict:
-        items = value.items()
-        return bool(value) and all(type(k) is str and _is_tensor(v, torch) for k, v in items)
-    return _is_tensor(value, torch)
-
-
-def _is_tensor(value: Any, torch: Any) -> bool:
-    if type(value) is not torch.Tensor or value.device.type != "cpu":
-        return False
-    odd = value.is_quantized or value.is_complex() or value.is_nested or vars(value)
-    plain = value.layout is torch.strided and value.is_contiguous()
-    return plain and not (value.requires_grad or odd)
-
-
-def _flat(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in tensors.items():
-        if type(value) is dict:
-            yield from ((f"{name}/{key}", v) for key, v in value.items())
-        else:
-            yield name, value
-
-
-def _safetensors(tensors: Mapping[str, Any]) -> bytes:
-    from safetensors.torch import save as to_bytes
-
-    # Clones: the format refuses memory that two share, as tied weights do.
-    data: bytes = to_bytes({k: v.detach().clone().contiguous() for k, v in _flat(tensors)})
-    return data
 
 
 _HERE = 'Path(__file__).with_name("{}")'
@@ -323,51 +266,3 @@ def _pickle_load(values: Mapping[str, Any], file: str, needs: frozenset[str]) ->
         *(f'{n} = _values["{n}"]  # {serialize.type_name(v)}' for n, v in values.items()),
     ]
     return _Piece("\n".join(lines), frozenset(values), needs)
-
-
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles the notebook's own classes and functions by their names: the script has them."""
-
-    def __init__(self, file: io.BytesIO, defined: Mapping[str, Any]) -> None:
-        super().__init__(file, protocol=4)
-        self.defined = defined
-        self.referred: set[str] = set()
-
-    def reducer_override(self, obj: Any) -> Any:
-        known: Any = obj
-        if isinstance(obj, (type, types.FunctionType)):
-            if self.defined.get(known.__qualname__) is obj:
-                self.referred.add(known.__qualname__)
-                return NotImplemented  # as pickle does by itself
-        elif isinstance(obj, io.IOBase) and not isinstance(obj, (io.BytesIO, io.StringIO)):
-            raise TypeError("an open file")
-        elif not isinstance(obj, PurePath):
-            refuse_what_belongs_to_one_process(obj)
-        return super().reducer_override(obj)
-
-
-def _pickled(values: Mapping[str, Any], defined: Mapping[str, Any]) -> tuple[bytes, set[str]]:
-    """Pickle values together; return the notebook's names that the pickle refers to, too.
-
-    Raises `PlanError` naming the part that cannot be.
-    """
-
-    def dump(value: Any) -> tuple[bytes, set[str]]:
-        buffer = io.BytesIO()
-        pickler = _Pickler(buffer, defined)
-        pickler.dump(value)
-        return buffer.getvalue(), pickler.referred
-
-    try:
-        return dump(dict(values))
-    except Exception:  # any reducer of any class may raise anything
-        for name, value in values.items():
-            try:
-                dump(value)
-            except Exception as reason:  # as above
-                path, part = serialize.find_unpicklable(value, dump, name)
-                raise PlanError(
-                    f"`{path}`, a {serialize.type_name(part)}, cannot be exported ({reason}). "
-                    "Make it inside the training function."
-                ) from reason
-        raise

@@ -57,6 +57,11 @@ def is_seed(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and called(node.value) in _SEEDS
 
 
+def seeds(source: str) -> bool:
+    """Return whether a source seeds random numbers anywhere."""
+    return any(called(node) in _SEEDS for node in ast.walk(ast.parse(source)))
+
+
 def _has_functions(node: ast.stmt) -> bool:
     return any(is_function(n) or isinstance(n, ast.Lambda) for n in ast.walk(node))
 
