@@ -169,6 +169,11 @@ def _needed(source: str, *wanted: str) -> list[str]:
         ("import a.b\nimport a.c\nx = a", ["x"], ["import a.b", "import a.c", "x = a"]),
         ("from a import *", ["b"], ["from a import *"]),
         ("import os\nos.environ['A'] = '1'", [], ["import os", "os.environ['A'] = '1'"]),
+        (
+            "def f():\n    global n\n    n = 1\nf()\ndef g(): pass\ng()",
+            ["n"],
+            ["def f():\n    global n\n    n = 1", "f()"],
+        ),
         ("a = 1; b = 2", ["b"], ["b = 2"]),
         (
             "# why\n# so\na = 1  # here\n\n# not this\n\nb = 2",
@@ -190,7 +195,7 @@ def test_the_statements_that_a_name_needs(source: str, wanted: list[str], found:
         (["model = 1", "%%distributed\ndef train(modle): pass"], "there is `model`"),
         (["files = !ls", "%%distributed\nlen(files)"], "magic or a shell command"),
         (["%%distributed\nfiles = !ls\nlen(files)"], "magic or a shell command"),
-        (["%%distributed\ndef f():\n    %time x = 1\nf()"], "magic or a shell command"),
+        (["%%distributed\ndef f():\n    %time x = 1\nf()"], "'%time x = 1'"),
         (["import asyncio\nx = await asyncio.sleep(0)", "%%distributed\nprint(x)"], "`await`"),
         (["%%distributed\nawait nothing()"], "`await`"),
         (["%%distributed\ndef train(:"], "cell 1 of notes.ipynb, line 2"),
@@ -228,7 +233,7 @@ def test_the_command_writes_the_chosen_cell_and_replaces_only_its_own(
 
 
 SAVED = """
-import torch, collections, functools, pathlib
+import torch, collections, functools, pathlib, typing
 import numpy as np
 class Point(tuple): pass
 def twice(x): return 2 * x
@@ -241,6 +246,8 @@ nan, kind, device, folder = float('nan'), torch.bfloat16, torch.device('cpu'), p
 weights, turned = torch.arange(6.0), torch.arange(6.0).reshape(2, 3).T
 parts = {'w': torch.ones(2), 'b': torch.zeros(1)}
 array, points, counts = np.arange(3), [Point((1, 2))], collections.Counter('aab')
+Path, Kind = 'no path', typing.TypeVar('Kind')
+def same(x: Kind) -> Kind: return x
 closure, half = outer(3), functools.partial(twice, x=4)
 square = lambda x: x * x
 layer = torch.nn.Linear(2, 2)
@@ -251,8 +258,9 @@ USED = """import math
 def train(layer, optimizer):
     mine = optimizer.param_groups[0]['params'][0] is layer.weight
     return repr([len(long), big % 7, turn,
-                 names, empty, deep, nan, kind, device, folder, weights, parts, array, points,
-                 counts, closure(2), half(), square(3), layer.state_dict(), mine,
+                 same(Path), names, empty, deep, nan, kind, device, folder,
+                 weights, parts, array, points, counts, closure(2), half(), square(3),
+                 layer.state_dict(), mine,
                  layer.bias.requires_grad, type(points[0]).__name__, math.pi, turned.stride()])
 """
 
@@ -285,6 +293,7 @@ def test_values_of_the_notebook_go_along(notebook: Notebook, tmp_path: Path) -> 
         ),
         ("log = open('/dev/null')", "def train(log): pass", "`log`, a _io.TextIOWrapper"),
         ("lines = (i for i in [1])", "print(lines)", "`lines`, a generator"),
+        ("fast = torch.compile(lambda x: x)", "def train(fast): pass", "`fast` is compiled"),
         ("w = torch.ones(1, requires_grad=True) * 2", "def train(w): pass", "`w`"),
         ("", "x = get_ipython()", "magic or a shell command"),
     ],

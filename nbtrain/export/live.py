@@ -53,7 +53,7 @@ def save(cell: Cell, raw: str, history: Sequence[str], options: Options) -> str:
     gathered.add(names)
     gathered.add_models()
     text = "\n\n".join([*(piece.text for piece in gathered.pieces), script.body(training)])
-    gathered.add_files(_has_own_seed(text))
+    gathered.add_files(text)
     # ``import xml`` alone brings no ``xml.etree``.
     named = [f"import {name}" for name in submodules(text, cell.namespace)]
     imports = [*gathered.import_lines(), *named]
@@ -122,6 +122,8 @@ class _Gathered:
         """Put one variable where it belongs; return the names that it needs."""
         if name == "get_ipython":
             raise PlanError("the cell calls get_ipython(), which a script does not have")
+        if type(value) is types.FunctionType and "_torchdynamo_orig_callable" in vars(value):
+            raise PlanError(f"`{name}` is compiled; compile it inside the training function")
         made = self.last.get(name)
         expression = literal(value)
         if expression is not None:
@@ -129,7 +131,7 @@ class _Gathered:
             self.imports += [i for start, i in NEEDED_BY.items() if expression.startswith(start)]
         elif hasattr(builtins, name) and _is_ipythons(value):  # display, and its own open, exit
             self.imports += [script.DISPLAY] if name == "display" else []
-        elif made is not None and (made.is_definition or _is_lambda(value, made)):
+        elif made is not None and (made.is_definition or _has_no_other_form(value, made)):
             return self._copy(made)
         elif made is not None and made.is_import and name in made.binds:
             self.imported.setdefault(made, set()).add(name)
@@ -157,12 +159,14 @@ class _Gathered:
             self.weights[name] = self.values.pop(name)
             self.add(self._copy(made))
 
-    def add_files(self, seeded: bool) -> None:
+    def add_files(self, text: str) -> None:
         """Write tensors, and pickle the rest; the classes in there may need more of both.
 
-        Without a seed, torch's random state goes along: the notebook's ranks begin with it.
+        Where nothing of the text seeds, torch's random state goes along, as with the ranks.
         """
-        if not seeded:
+        known = re.search(r"torch|accelerat|transformers", text, re.IGNORECASE)
+        drawn = bool(known or self.values or self.weights) and not seeds(text)
+        if drawn:
             self.tensors["_random_state"] = sys.modules["torch"].get_rng_state()
             self.imports.append("import torch")
         made = {n for n, s in self.last.items() if s.is_definition} & self.namespace.keys()
@@ -181,7 +185,7 @@ class _Gathered:
             name = f"{self.stem}.nbtrain.pkl"
             self.files[name] = data
             self.loads.append(_pickle_load(self.values, name, frozenset(referred)))
-        if not seeded:
+        if drawn:
             needs = frozenset({"_random_state", *self.weights, *self.values})
             self.loads.append(_Piece("torch.set_rng_state(_random_state)", frozenset(), needs))
 
@@ -197,14 +201,11 @@ class _Gathered:
         return out
 
 
-def _has_own_seed(source: str) -> bool:
-    """Return whether random numbers are seeded by the script itself, or hardly play a part."""
-    return seeds(source) or not re.search(r"torch|accelerat|transformers", source, re.IGNORECASE)
-
-
-def _is_lambda(value: Any, made: Statement) -> bool:
+def _has_no_other_form(value: Any, made: Statement) -> bool:
+    """Return whether a value is what pickle knows by its name alone: a lambda, a `TypeVar`."""
     plain = type(value) is types.FunctionType and value.__name__ == "<lambda>"
-    return plain and not value.__closure__ and isinstance(made.node, (ast.Assign, ast.AnnAssign))
+    named = (plain and not value.__closure__) or type(value).__module__ == "typing"
+    return named and isinstance(made.node, (ast.Assign, ast.AnnAssign))
 
 
 def _is_ipythons(value: Any) -> bool:
@@ -228,7 +229,8 @@ def _import(name: str, value: Any) -> str:
     return f"from {value.__module__} import {value.__qualname__}{renamed}"
 
 
-_HERE = 'Path(__file__).with_name("{}")'
+# Modules by their full names: a notebook may have a `Path` of its own.
+_HERE = 'pathlib.Path(__file__).with_name("{}")'
 
 
 def _tensor_loads(
@@ -236,11 +238,11 @@ def _tensor_loads(
 ) -> list[_Piece]:
     lines = [
         "# Tensors of the notebook, as they were when this was written.",
-        "from pathlib import Path",
+        "import pathlib",
         "",
-        "from safetensors.torch import load_file",
+        "import safetensors.torch",
         "",
-        f"_tensors = load_file({_HERE.format(file)})",
+        f"_tensors = safetensors.torch.load_file({_HERE.format(file)})",
     ]
     for name, value in tensors.items():
         kept = f'_tensors["{name}"]'
@@ -259,8 +261,8 @@ def _tensor_loads(
 def _pickle_load(values: Mapping[str, Any], file: str, needs: frozenset[str]) -> _Piece:
     lines = [
         "# Values of the notebook that have no short form, as they were when this was written.",
+        "import pathlib",
         "import pickle",
-        "from pathlib import Path",
         "",
         f"_values = pickle.loads({_HERE.format(file)}.read_bytes())",
         *(f'{n} = _values["{n}"]  # {serialize.type_name(v)}' for n, v in values.items()),

@@ -14,7 +14,7 @@ from ..errors import PlanError
 from ..lint.facts import is_function
 from ..names import bound_names
 from ..plan import Parameter
-from .statements import Statement, first_line, read
+from .statements import Statement, as_typed, first_line, read
 
 HEADER = "# Made by nbtrain"
 DISPLAY = "from IPython.display import display"
@@ -59,22 +59,9 @@ def body(training: Training) -> str:
             one.refuse_what_no_script_can()
             continue
         for number in range(first_line(one.node) - 1, one.node.end_lineno or 0):
-            shown = "# " + _as_typed(lines[number])
+            shown = "# " + as_typed(lines[number])
             lines[number] = "" if one.is_future else f"{shown}  # IPython's: not in a script"
     return "\n".join(lines).strip("\n")
-
-
-def _as_typed(line: str) -> str:
-    """Return a magic or a shell command as the notebook had it."""
-    for kind, mark in (("run_line_magic", "%"), ("system", "!"), ("getoutput", "!!")):
-        found = re.fullmatch(rf"\s*get_ipython\(\)\.{kind}\((.*)\)\s*", line)
-        try:
-            words = ast.literal_eval(f"({found[1]},)") if found else ()
-        except (SyntaxError, ValueError):
-            continue
-        if words:
-            return mark + " ".join(words).strip()
-    return line
 
 
 def call(training: Training, known: Iterable[str]) -> str:

@@ -35,12 +35,15 @@ def needed(
     change what such a name holds; in doubt it does. What functions read is needed at the end.
     """
     modules = {n for s in statements if s.is_import for n in s.binds}
-    made = {n for s in statements if s.is_definition for n in s.binds}
+    made = {n for s in statements if s.is_definition for n in s.settles}
+    sets = {n: s.binds for s in statements if len(s.binds) > 1 for n in made & s.settles}
     late = set(wanted)
     while True:
         live, chosen = set(late), list[Statement]()
         for one in reversed(statements):
-            if not (one.binds & (live | {"*"}) or _acts(one, live, modules, made)):
+            calls = {n for name in one.reads & sets.keys() for n in sets[name]}  # `global n`
+            binds = one.binds if one.is_definition else one.binds | calls
+            if not (binds & (live | {"*"}) or _acts(one, live, modules, made)):
                 continue
             chosen.append(one)
             live = (live - one.settles) | one.reads

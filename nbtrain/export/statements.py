@@ -64,12 +64,14 @@ class Statement:
 
     def refuse_what_no_script_can(self) -> None:
         """Raise `PlanError` for a magic that the script would need, or a top-level ``await``."""
-        shown = self.text.strip().splitlines()[-1].strip()
+        lines = self.text.strip().split("\n")
         if self.of_ipython:
+            shown = next(as_typed(line).strip() for line in lines if "get_ipython" in line)
             raise PlanError(
                 f"{self.cell}: the script would need a magic or a shell command, which only "
                 f"IPython can run: {shown!r}"
             )
+        shown = lines[-1].strip()
         flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
         code = compile(self.text, self.cell, "exec", flags, dont_inherit=True)
         if code.co_flags & inspect.CO_COROUTINE:
@@ -111,6 +113,19 @@ def as_python(raw: str) -> str:
     raw = re.sub(r"(?m)^%time[ \t]+(?=\S)", "", raw)
     manager: Any = TransformerManager
     return str(manager().transform_cell(raw))
+
+
+def as_typed(line: str) -> str:
+    """Return a magic or a shell command as the notebook had it."""
+    for kind, mark in (("run_line_magic", "%"), ("system", "!"), ("getoutput", "!!")):
+        found = re.fullmatch(rf"\s*get_ipython\(\)\.{kind}\((.*)\)\s*", line)
+        try:
+            words = ast.literal_eval(f"({found[1]},)") if found else ()
+        except (SyntaxError, ValueError):
+            continue
+        if words:
+            return mark + " ".join(words).strip()
+    return line
 
 
 def read(source: str, cell: str) -> list[Statement]:

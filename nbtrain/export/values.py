@@ -26,14 +26,14 @@ def literal(value: Any) -> str | None:
     if (kind.__module__, kind.__name__) in (("torch", "dtype"), ("torch", "device")):
         return repr(value) if kind.__name__ == "dtype" else f"torch.device({str(value)!r})"
     if isinstance(value, PurePath):
-        return f"Path({str(value)!r})"
+        return f"pathlib.Path({str(value)!r})"
     if kind is float and not math.isfinite(value):
         return f"float({str(value)!r})"
     shown = repr(value) if _is_plain(value) else ""
     return shown if 0 < len(shown) <= LONGEST_LITERAL else None
 
 
-NEEDED_BY = {"torch.": "import torch", "Path(": "from pathlib import Path"}
+NEEDED_BY = {"torch.": "import torch", "pathlib.": "import pathlib"}
 """What such an expression needs to be imported, by how it begins."""
 
 
@@ -101,6 +101,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if self.defined.get(known.__qualname__) is obj:
                 self.referred.add(known.__qualname__)
                 return NotImplemented  # as pickle does by itself
+        elif type(obj).__module__ == "typing" and known.__module__ == "__main__":
+            self.referred.add(known.__name__)
         elif isinstance(obj, io.IOBase) and not isinstance(obj, (io.BytesIO, io.StringIO)):
             raise TypeError("an open file")
         elif not isinstance(obj, PurePath):
