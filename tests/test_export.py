@@ -337,11 +337,16 @@ def test_the_latest_definition_counts_and_a_changed_model_is_pickled(
     notebook.run("model = torch.nn.Linear(size(), 2)\nsize_of_it = 2")
     script = tmp_path / "t.py"
     cell = f"%%distributed -n 1 --save {script}\ndef train(model):\n    return size()"
-    assert "t.nbtrain.safetensors" in notebook.run(cell).stdout
+    told = notebook.run(cell).stdout
+    assert told.endswith("t.py, t.nbtrain.safetensors\n")
     text = script.read_text()
     assert "return 2" in text
     assert "return 1" not in text
     assert "model = torch.nn.Linear(size(), 2)" in text
     assert "model.load_state_dict(" in text
     notebook.run("model.extra = 3")
+    assert "t.nbtrain.pkl" in notebook.run(cell).stdout
+    notebook.run("model = torch.nn.Linear(size(), 2)")
+    assert ".pkl" not in notebook.run(cell).stdout
+    notebook.run("alias = model.bias\nalias.requires_grad = False")  # seen in the model alone
     assert "t.nbtrain.pkl" in notebook.run(cell).stdout
