@@ -7,12 +7,12 @@ import ast
 import difflib
 import re
 import shlex
-import symtable
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from .errors import PlanError
+from .names import bound_names
 from .plan import ENGINES, HANG_AFTER, PRECISIONS, SOURCES, VIEWS, Cell, Parameter, names_of
 
 
@@ -22,7 +22,7 @@ class Options:
 
     num_processes: int | None = None
     engine: str = "auto"
-    mixed_precision: str = "no"
+    mixed_precision: str | None = None
     env: dict[str, str] = field(default_factory=dict)
     bind: str | None = None
     view: str = "auto"
@@ -35,6 +35,8 @@ class Options:
     downcast_bf16: bool = False
     out: tuple[str, ...] = ()
     sync: bool = True
+    config: str | None = None
+    save: str | None = None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -106,7 +108,6 @@ def parser() -> argparse.ArgumentParser:
         "-p",
         "--mixed-precision",
         choices=PRECISIONS,
-        default="no",
         help="what a plain Accelerator() in the ranks uses; on a TPU, bf16 is the kind of every "
         "float",
     )
@@ -137,6 +138,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--view", choices=VIEWS, default="auto", help="how progress is shown while the cell runs"
     )
+    _add_files(p)
     _add_limits(p)
     p.add_argument(
         "--telemetry",
@@ -146,6 +148,21 @@ def parser() -> argparse.ArgumentParser:
         help="what ranks report unasked: " + ", ".join(SOURCES) + "; with a minus: all but these",
     )
     return p
+
+
+def _add_files(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--config",
+        metavar="FILE|default",
+        help="take what is not said here from a file that `accelerate config` wrote: ranks, "
+        "precision, FSDP, DeepSpeed, dynamo; default: its usual one",
+    )
+    p.add_argument(
+        "--save",
+        metavar="FILE.py",
+        help="write the cell and what it needs as a script too, then run; it runs by python, "
+        "torchrun and accelerate launch",
+    )
 
 
 def _add_limits(p: argparse.ArgumentParser) -> None:
@@ -265,7 +282,7 @@ def check_parameters(cell: Cell) -> None:
     missing = [p.name for p in cell.parameters if p.default is None and p.name not in known]
     if not missing:
         return
-    described = [_with_lookalikes(name, known) for name in missing]
+    described = [with_lookalikes(name, known) for name in missing]
     one = len(missing) == 1
     raise PlanError(
         f"{cell.function}() needs {', '.join(described)}: no notebook variable of "
@@ -275,107 +292,11 @@ def check_parameters(cell: Cell) -> None:
     )
 
 
-def _with_lookalikes(name: str, known: Iterable[str]) -> str:
+def with_lookalikes(name: str, known: Iterable[str]) -> str:
+    """Return a name for a message, with those that are known and look like it."""
     public = {k.lower(): k for k in known if not k.startswith("_")}
     alike = [public[k] for k in difflib.get_close_matches(name.lower(), public, n=3, cutoff=0.6)]
     return f"`{name}`" + (f" (there is {' and '.join(f'`{a}`' for a in alike)})" if alike else "")
-
-
-def bound_names(source: str, filename: str = "<cell>") -> set[str]:
-    """Return the names a cell may bind at its top level; contains ``*`` for a star import."""
-    table = symtable.symtable(source, filename, "exec")
-    names = {
-        s.get_name()
-        for s in table.get_symbols()
-        if s.is_assigned() or s.is_imported() or s.is_namespace()
-    }
-    for node in ast.walk(ast.parse(source)):
-        match node:
-            case ast.NamedExpr(target=ast.Name(id=name)):  # in a comprehension it binds outside
-                names.add(name)
-            case ast.Global(names=declared):  # a function that the cell may call
-                names.update(declared)
-            case ast.ImportFrom(names=[ast.alias(name="*")]):
-                names.add("*")
-    return names
-
-
-def names_read(source: str, filename: str = "<cell>") -> set[str]:
-    """Return the names a cell may take from the notebook, those of its functions included.
-
-    Not those that it binds itself before it first reads them. A name that only a text mentions
-    (``globals()["x"]``, ``eval``) is not seen.
-    """
-    table = symtable.symtable(source, filename, "exec")
-    names = {s.get_name() for s in table.get_symbols() if s.is_referenced()}
-    inner = table.get_children()
-    while inner:
-        scope = inner.pop()
-        names |= {s.get_name() for s in scope.get_symbols() if s.is_global()}
-        inner += scope.get_children()
-    statements = ast.parse(source).body
-    names |= {name for statement in statements for name in _changed(statement)}
-    return names - _bound_first(statements)
-
-
-def _changed(statement: ast.AST) -> Iterator[str]:
-    """Yield the names that are read where no symbol table tells.
-
-    By ``+=``, by ``del``, and by a magic: it gets its names in a text.
-    """
-    for node in ast.walk(statement):
-        match node:
-            case ast.AugAssign(target=ast.Name(id=name)) | ast.Name(id=name, ctx=ast.Del()):
-                yield name
-            case ast.Call(
-                func=ast.Attribute(value=ast.Call(func=ast.Name(id="get_ipython"))), args=args
-            ):
-                texts = [a.value for a in args if isinstance(a, ast.Constant)]
-                for text in texts:
-                    yield from re.findall(r"[A-Za-z_]\w*", str(text))
-
-
-def _bound_first(statements: Sequence[ast.stmt]) -> set[str]:
-    """Return the names that a plain statement binds before any statement reads them."""
-    bound: set[str] = set()
-    read: set[str] = set()
-    for statement in statements:
-        read |= _reads(statement)
-        bound |= _plainly_bound(statement) - read
-    return bound
-
-
-def _reads(statement: ast.stmt) -> set[str]:
-    """Return the names a statement may read before it binds its own."""
-    found = set(_changed(statement))
-    own: set[ast.AST] = set()
-    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-        # What its body means by its own name is what it is by then; a base class is not.
-        inside = [n for part in statement.body for n in ast.walk(part)]
-        own = {n for n in inside if isinstance(n, ast.Name) and n.id == statement.name}
-    for node in ast.walk(statement):
-        match node:
-            case ast.Name(id=name, ctx=ast.Load()) if node not in own:
-                found.add(name)
-            case ast.Global(names=declared):
-                found.update(declared)
-    return found
-
-
-def _plainly_bound(statement: ast.stmt) -> set[str]:
-    match statement:
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-            return {name}
-        case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
-            return {(a.asname or a.name).partition(".")[0] for a in aliases}
-        case ast.Assign(targets=targets):
-            stores = [n for target in targets for n in ast.walk(target)]
-            return {
-                n.id for n in stores if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
-            }
-        case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr()):
-            return {name}
-    return set()
 
 
 def title(cell: Cell) -> str:

@@ -6,8 +6,9 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
-from . import doctor, kept
+from . import doctor, export, kept
 from .errors import NbtrainError
 from .run import Run
 from .view import text
@@ -37,6 +38,12 @@ def _parser() -> argparse.ArgumentParser:
         "doctor", help="what this host offers, and what would be refused or warned of, on a page"
     )
     commands.add_parser("runs", help="the runs that are kept")
+    command = commands.add_parser(
+        "export", help="a notebook's %%%%distributed cell as a script; nothing is run for it"
+    )
+    command.add_argument("notebook", type=Path, metavar="NOTEBOOK.ipynb")
+    command.add_argument("-o", "--output", type=Path, metavar="FILE.py", help="the script to write")
+    command.add_argument("--cell", type=int, metavar="N", help="which, if there are several")
     for name, what in (
         ("show", "a run as it stands now"),
         ("logs", "what the ranks of a run printed"),
@@ -63,6 +70,10 @@ def _do(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             print("\nOf a notebook's own kernel, `%nbtrain doctor` in a cell tells the same.")
         case "runs":
             print(kept.page(kept.digests(), time.time()))
+        case "export":
+            output = options.output or options.notebook.with_suffix(".py")
+            export.export(options.notebook, output, options.cell)
+            print(f"wrote {output}")
         case "show":
             print(text.summary(kept.find(options.run).state, time.time()))
         case "logs":

@@ -35,8 +35,8 @@ from pathlib import Path
 from typing import Any
 
 from .errors import LaunchError, NbtrainError
-from .events import reserve_beyond_end
 from .tail import last_bytes
+from .writer import reserve_beyond_end
 
 KEEP = 20
 KEEP_WEIGHTS = 3

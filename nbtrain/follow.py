@@ -6,7 +6,9 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 from . import events as ev
 from .folder import RunFolder, ask_to_stop, is_watched
@@ -135,3 +137,15 @@ class Follower:
         for _, finish in self._shows:
             finish(self.state, time.time())
         self.over.set()
+
+
+_followers: weakref.WeakValueDictionary[Path, Follower] = weakref.WeakValueDictionary()
+
+
+def following(folder: RunFolder) -> Follower:
+    """Return who follows that run already, or begin to."""
+    found = _followers.get(folder.path)
+    if found is None or found.over.is_set():
+        found = _followers[folder.path] = Follower(folder)
+        found.start()
+    return found

@@ -13,11 +13,11 @@ from typing import Any
 from . import events as ev
 from . import serialize, weights
 from .errors import NbtrainError
-from .events import EventWriter
 from .folder import RunFolder
 from .homecoming import QUICK, handed_over, namespace_of
 from .plan import OF_ALL, Plan
 from .state import RunState, fold
+from .writer import EventWriter
 
 
 class Home:

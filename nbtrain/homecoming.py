@@ -21,10 +21,10 @@ from typing import Any
 from . import events as ev
 from . import serialize, weights
 from .errors import NbtrainError
-from .events import EventWriter
 from .folder import RunFolder, write_atomically
 from .imports import when_imported
 from .plan import OF_ALL, Call, Cell, Plan
+from .writer import EventWriter
 
 QUICK = 512 << 20
 """Bytes of weights that are saved after a failure or an interrupt: there is little time."""

@@ -23,6 +23,7 @@ from typing import Any
 from . import events as ev
 from .folder import RunFolder
 from .imports import when_imported
+from .writer import EventWriter
 
 _keep: list[object] = []
 """The recorder's server: nothing ends it but the end of the process."""
@@ -41,7 +42,7 @@ def signal_number() -> int:
     return int(signal.SIGUSR1) if first is None else int(first) + 11
 
 
-def install(folder: RunFolder, rank: int, writer: ev.EventWriter) -> None:
+def install(folder: RunFolder, rank: int, writer: EventWriter) -> None:
     """Make this process answer; once in its life, and never in a kernel."""
     answer_with_stacks(folder, rank)
     name = "torch.distributed.distributed_c10d"
@@ -78,7 +79,7 @@ def _register(path: Path) -> None:
     partial.rename(path)
 
 
-def _watch_groups(module: ModuleType, path: Path, rank: int, writer: ev.EventWriter) -> None:
+def _watch_groups(module: ModuleType, path: Path, rank: int, writer: EventWriter) -> None:
     """Start the recorder's server with the first process group, and tell who is in the others.
 
     Private API of torch, seen in 2.13: the server starts in 0.4 ms and keeps as many idle threads

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import os
-import platform
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from . import config as config_file
 from . import devices, engines, estimate, host, keeper, preflight, serialize, stacks, tpus, xla
 from .attempts import carry_out
-from .digest import parameters
 from .engines import Engine
 from .errors import LaunchError, PlanError, PreflightError
-from .folder import started
 from .follow import Follower
 from .home import Home
 from .lint import lint
-from .plan import HANG_AFTER, SOURCES, Call, Cell, Plan, names_of
+from .manifest import cell_name, manifest, torch_version
+from .plan import HANG_AFTER, SOURCES, Call, Plan, names_of
 from .reopen import initial_state
 from .run import Run, going_on, new_folder, remember
 from .state import RunState
@@ -33,9 +31,6 @@ from .worker import Job
 START_PATIENCE = 20.0
 """Seconds that a cell waits to hear whether the ranks of a run in the background were started."""
 
-CELLS = 1000
-"""How many cells a run can name where its stacks are read, the last ones."""
-
 
 def launch(
     function: Callable[..., Any],
@@ -43,8 +38,9 @@ def launch(
     *args: Any,
     num_processes: int | None = None,
     engine: str = "auto",
-    mixed_precision: str = "no",
+    mixed_precision: str | None = None,
     downcast_bf16: bool = False,
+    config: str | None = None,
     env: Mapping[str, str] | None = None,
     timeout: float | None = None,
     max_restarts: int = 0,
@@ -70,9 +66,11 @@ def launch(
         engine: 'auto', 'fork', 'spawn' (fresh processes, which get what the function refers to),
             'tpu' (by what is installed 'xla', forked, or 'torch_tpu', fresh processes) or 'inline'
             (one rank in this process, for debugging).
-        mixed_precision: 'no', 'fp16', 'bf16' or 'fp8', for a plain ``Accelerator()``. On a TPU,
-            with bf16, every float is one.
+        mixed_precision: 'no' (None), 'fp16', 'bf16' or 'fp8', for a plain ``Accelerator()``. On a
+            TPU, with bf16, every float is one.
         downcast_bf16: with bf16 on a TPU: torch.float is bf16, torch.double a 32-bit float.
+        config: a file that ``accelerate config`` wrote, 'default' for its usual one: decides what
+            is None here, and FSDP, DeepSpeed, dynamo and the like.
         env: environment variables of the ranks.
         timeout: seconds after which the run is stopped, restarts included.
         max_restarts: how often all ranks start again after one failed, unless it is a mistake
@@ -106,6 +104,7 @@ def launch(
         engine=engine,
         mixed_precision=mixed_precision,
         downcast_bf16=downcast_bf16,
+        config=config,
         env=dict(env or {}),
         timeout=timeout,
         max_restarts=max_restarts,
@@ -176,8 +175,10 @@ def _asked_port(use_port: str | int | None) -> int | None:
 
 def run_plan(plan: Plan) -> Run:
     """Carry a plan out to its end and return the run; raise what it ended with, if badly."""
+    plan, told = config_file.applied(plan)
     plan, device = _resolve(plan)
-    notes = [*_check_alone(plan, device), *_notes(plan, device)]
+    told += config_file.notes_on(plan, device)
+    notes = [*told, *_check_alone(plan, device), *_notes(plan, device)]
     engine = engines.get(plan.engine)
     try:
         engine.prepare(plan)
@@ -204,7 +205,7 @@ def _resolve(plan: Plan) -> tuple[Plan, str]:
     tpu = tpus.found(env=env)
     engine = plan.engine
     if engine == "tpu" or (engine == "auto" and tpu is not None and tpus.is_wanted(env)):
-        engine = tpus.engine(_torch_version()) or engine
+        engine = tpus.engine(torch_version()) or engine
     if plan.downcast_bf16 and engine != "xla":
         raise PlanError("downcast_bf16 is for a TPU with torch_xla; leave it out here")
     if engine in tpus.ENGINES:
@@ -218,14 +219,13 @@ def _resolve(plan: Plan) -> tuple[Plan, str]:
     default = 1 if inline else gpus or devices.CPU_DEFAULT
     if inline and plan.num_processes not in (None, 1):
         raise PlanError(f"the inline engine runs one rank (-n 1), not {plan.num_processes}")
-    resolved = replace(plan, engine=engine, num_processes=plan.num_processes or default)
+    resolved = replace(
+        plan,
+        engine=engine,
+        num_processes=plan.num_processes or default,
+        mixed_precision=plan.mixed_precision or "no",
+    )
     return resolved, "cuda" if gpus else "cpu"
-
-
-def _torch_version() -> str:
-    import torch
-
-    return str(torch.__version__)
 
 
 def _notes(plan: Plan, device: str) -> list[str]:
@@ -238,7 +238,7 @@ def _notes(plan: Plan, device: str) -> list[str]:
             device=device,
             low_ram_tpu=device in tpus.ENGINES.values() and _fills_memory(ranks * built),
             ranks=ranks,
-            name_cell=_cell_name,
+            name_cell=cell_name,
         )
     except Exception:  # what reads any source may meet anything; advice is never worth a launch
         return list(lines)
@@ -271,20 +271,6 @@ def _check_alone(plan: Plan, device: str) -> list[str]:
         "(nbtrain.last_run().wait()), or end it (nbtrain.last_run().stop())"
         + (_SHARE if device == "cuda" else ".")
     )
-
-
-def _cell_name(filename: str) -> str | None:
-    """Return ``In[3]`` for the file name of a cell."""
-    number = _cell_numbers().get(filename)
-    return None if number is None else f"In[{number}]"
-
-
-def _cell_numbers() -> Mapping[str, int]:
-    """Return the numbers of cells by the names of their files, as IPython 8 and 9 keep them."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    numbers: Mapping[str, int] = getattr(getattr(shell, "compile", None), "_filename_map", {})
-    return numbers
 
 
 def _prepare(
@@ -340,53 +326,13 @@ def _leave(plan: Plan, device: str, engine: Engine, notes: Sequence[str]) -> Run
 def _job(plan: Plan, device: str, notes: Sequence[str]) -> tuple[Job, RunState]:
     """Make the run's folder; return what its ranks need, and the picture before they start."""
     world_size = plan.num_processes or 1
-    manifest = _manifest(plan, world_size, device, notes)
+    written = manifest(plan, world_size, device, notes)
     job = Job(
         plan=plan,
-        folder=new_folder(manifest),
+        folder=new_folder(written),
         world_size=world_size,
         device=device,
         threads=devices.threads_per_rank(world_size),
         shared_classes=serialize.notebook_classes(),
     )
-    return job, initial_state(manifest)
-
-
-def _manifest(plan: Plan, world_size: int, device: str, notes: Sequence[str]) -> dict[str, Any]:
-    return {
-        "name": plan.name,
-        "created": time.time(),
-        "engine": plan.engine,
-        "num_processes": world_size,
-        "mixed_precision": plan.mixed_precision,
-        "device": device,
-        "timeout": plan.timeout,
-        "max_restarts": plan.max_restarts,
-        "env": sorted(plan.env),
-        "launcher": os.getpid(),
-        "launcher_started": started(os.getpid()),
-        "host": platform.node(),
-        "python": platform.python_version(),
-        "torch": _torch_version(),
-        "notes": list(notes),
-        "cells": _cells(plan),
-        "parameters": parameters(plan.task),
-        "if_killed": list(_if_killed(plan, world_size)),
-    }
-
-
-def _if_killed(plan: Plan, ranks: int) -> Sequence[str]:
-    """Return what to say if a rank is killed for want of memory: what each builds for itself."""
-    memory = host.memory()
-    try:
-        return estimate.words(plan.task, ranks, memory.available if memory is not None else None)
-    except Exception:  # what reads any source may meet anything; advice is never worth a launch
-        return ()
-
-
-def _cells(plan: Plan) -> dict[str, str]:
-    """Return the names of cells by those of their files; IPython 7 keeps none, but this one's."""
-    numbers = dict(list(_cell_numbers().items())[-CELLS:])
-    if isinstance(plan.task, Cell) and plan.task.number is not None:
-        numbers[plan.task.filename] = plan.task.number
-    return {file: f"In[{number}]" for file, number in numbers.items()}
+    return job, initial_state(written)

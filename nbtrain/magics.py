@@ -12,11 +12,11 @@ from typing import Any
 
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class, no_var_expand
 
-from . import blame, doctor, guard, kept
+from . import blame, doctor, export, guard, kept
 from . import cell as reading
 from .errors import CellSyntaxError, PlanError
 from .launch import run_plan
-from .plan import Plan
+from .plan import Cell, Plan
 from .run import Run, last_run
 
 FUTURES = functools.reduce(
@@ -104,6 +104,10 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         except SyntaxError as error:
             lines = self.shell.SyntaxTB.structured_traceback(SyntaxError, error, [])
             raise CellSyntaxError(str(error), drawn="\n".join(lines)) from error
+        if options.save is not None and isinstance(plan.task, Cell):
+            raw = f"%%distributed\n{source}" if offset else source
+            history = self.shell.history_manager.input_hist_raw[:-1]
+            print(export.save(plan.task, raw, history, options))
         try:
             return run_plan(plan)
         finally:
@@ -128,6 +132,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
             engine=options.engine,
             mixed_precision=options.mixed_precision,
             downcast_bf16=options.downcast_bf16,
+            config=options.config,
             env=options.env,
             timeout=options.timeout,
             max_restarts=options.max_restarts,

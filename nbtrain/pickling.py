@@ -93,7 +93,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if hasattr(obj, "_torchdynamo_orig_callable"):
                 raise TypeError("it is compiled; compile it inside the training function")
         else:
-            _refuse_what_belongs_to_one_process(obj)
+            refuse_what_belongs_to_one_process(obj)
             reduced = _reduced(obj, packing)
             if reduced is not None:
                 return reduced
@@ -116,7 +116,7 @@ class Probe(Pickler):
 _OF_ONE_PROCESS = ("accelerator", "state", "optimizer", "scheduler", "data_loader")
 
 
-def _refuse_what_belongs_to_one_process(obj: Any) -> None:
+def refuse_what_belongs_to_one_process(obj: Any) -> None:
     """Raise TypeError for what could be pickled, but would not work where it arrives."""
     cls = type(obj)
     if cls.__module__.startswith("accelerate."):

@@ -77,14 +77,15 @@ class Plan:
     """One launch, as it was asked for. Raises `PlanError` if a value is out of range.
 
     `out` are the variables of rank 0 that come back; with `sync`, models that the function is
-    given by name come back trained.
+    given by name come back trained. `config` is a file of ``accelerate config``'s, "default" the
+    usual one: it decides what is None here.
     """
 
     task: Task
     name: str
     num_processes: int | None = None
     engine: str = "auto"
-    mixed_precision: str = "no"
+    mixed_precision: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     timeout: float | None = None
     max_restarts: int = 0
@@ -92,6 +93,7 @@ class Plan:
     detach: bool = False
     view: str = "auto"
     port: int | None = None
+    config: str | None = None
     telemetry: tuple[str, ...] = SOURCES
     hang_after: float | None = HANG_AFTER
     downcast_bf16: bool = False
@@ -111,12 +113,13 @@ class Plan:
             )
         for what, value, known in (
             ("engine", self.engine, ENGINES),
-            ("mixed precision", self.mixed_precision, PRECISIONS),
+            ("mixed precision", self.mixed_precision or "no", PRECISIONS),
             ("view", self.view, VIEWS),
         ):
             if value not in known:
                 raise PlanError(f"unknown {what} {value!r}: choose one of {', '.join(known)}")
-        if self.downcast_bf16 and self.mixed_precision != "bf16":
+        told = self.mixed_precision is not None or self.config is None
+        if self.downcast_bf16 and told and self.mixed_precision != "bf16":
             raise PlanError("downcast_bf16 goes with bf16 mixed precision: -p bf16 --downcast-bf16")
         limit = self.timeout
         if limit is not None and not (isinstance(limit, (int, float)) and 0 < limit < 1e9):

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from .events import EventWriter
 from .late import KINDS, LateValues
+from .writer import EventWriter
 
 T = TypeVar("T")
 

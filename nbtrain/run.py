@@ -18,7 +18,7 @@ from . import home, serialize, stacks, tensorboard, verdict
 from .digest import digest, frame
 from .errors import LaunchError, RunTimeout
 from .folder import RunFolder, create, prune
-from .follow import TICK, Follower
+from .follow import TICK, Follower, following
 from .home import Home
 from .outcome import Failure, headline, to_exception
 from .reopen import TAIL_BYTES, read_state
@@ -289,7 +289,7 @@ class Run:
     def _follow(self) -> None:
         """Have the picture kept up to date, if the run goes on in another process."""
         if self._watcher is None and not self._state.is_over:
-            self._watcher = _follower(self._folder)
+            self._watcher = following(self._folder)
 
     def stop(self, how: str = "by run.stop()") -> None:
         """End the run as an interrupt would, and wait until it has ended. May be repeated.
@@ -364,18 +364,6 @@ def _wait(over: threading.Event) -> None:
             hear()
     if interrupts.count:
         raise KeyboardInterrupt
-
-
-_followers: weakref.WeakValueDictionary[Path, Follower] = weakref.WeakValueDictionary()
-
-
-def _follower(folder: RunFolder) -> Follower:
-    """Return who follows that run already, or begin to."""
-    found = _followers.get(folder.path)
-    if found is None or found.over.is_set():
-        found = _followers[folder.path] = Follower(folder)
-        found.start()
-    return found
 
 
 def _execution_count() -> int | None:

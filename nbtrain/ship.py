@@ -18,15 +18,15 @@ import os
 import sys
 import tempfile
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import cloudpickle
 
 from . import ambient, serialize
-from .cell import names_read
 from .errors import PlanError
+from .names import names_read
 from .pickling import Nowhere, Packing, Pickler, Probe, bound
 from .plan import Call, Cell, Plan
 
@@ -64,7 +64,8 @@ def pack(plan: Plan) -> Parcel:
     import torch
 
     main = vars(sys.modules["__main__"])
-    modules = _submodules(plan)
+    task = plan.task
+    modules = submodules(task.source, task.namespace) if isinstance(task, Cell) else []
     plan = _with_needed_names(plan)
     packing = Packing(main, plan)
     pickling: Any = types.SimpleNamespace(__name__=__name__, Pickler=bound(Pickler, packing))
@@ -115,7 +116,7 @@ def _with_needed_names(plan: Plan) -> Plan:
         return plan
     names = names_read(task.source, task.filename) | {p.name for p in task.parameters}
     needed = {n: task.namespace[n] for n in sorted(names & task.namespace.keys())}
-    _check_graphs(needed)
+    check_graphs(needed)
     for name in _KERNEL_ONLY:
         needed.pop(name, None)
     if "display" in names and hasattr(builtins, "display"):  # IPython's, among the builtins
@@ -123,7 +124,7 @@ def _with_needed_names(plan: Plan) -> Plan:
     return replace(plan, task=replace(task, namespace=needed))
 
 
-def _check_graphs(namespace: dict[str, Any]) -> None:
+def check_graphs(namespace: dict[str, Any]) -> None:
     """Refuse a tensor that was computed from others that need gradients: it would not be here."""
     torch = sys.modules["torch"]
     for name, value in namespace.items():
@@ -134,18 +135,15 @@ def _check_graphs(namespace: dict[str, Any]) -> None:
             )
 
 
-def _submodules(plan: Plan) -> list[str]:
-    """Return the submodules that a cell names (``xml.etree``): importing ``xml`` brings none."""
-    task = plan.task
-    if not isinstance(task, Cell):
-        return []
+def submodules(source: str, namespace: Mapping[str, Any]) -> list[str]:
+    """Return the submodules that a source names (``xml.etree``): importing ``xml`` brings none."""
     found: dict[str, None] = {}
-    for node in ast.walk(ast.parse(task.source)):
+    for node in ast.walk(ast.parse(source)):
         path: list[str] = []
         while isinstance(node, ast.Attribute):
             path.insert(0, node.attr)
             node = node.value
-        root = task.namespace.get(node.id) if isinstance(node, ast.Name) and path else None
+        root = namespace.get(node.id) if isinstance(node, ast.Name) and path else None
         name = root.__name__ if type(root) is types.ModuleType else ""
         for part in path if name else ():
             name = f"{name}.{part}"

@@ -24,6 +24,7 @@ from .outcome import describe_returncode, is_echo, ranks_text
 from .reader import Reader
 from .resources import Sampler
 from .state import RankState, RunState, fold
+from .writer import EventWriter
 
 TICK = 0.1
 """Seconds between two looks at the run folder, where no rank ends earlier."""
@@ -121,7 +122,7 @@ class Supervisor:
         self._folder = folder
         self._timeout = timeout
         self._reader = Reader(folder, state.world_size)
-        self._writer = ev.EventWriter(folder.launcher_events, RESERVED)
+        self._writer = EventWriter(folder.launcher_events, RESERVED)
         self._warned = False
         self._hang_after = hang_after
         self._lookout = Lookout(folder, state.world_size, hang_after)

@@ -20,11 +20,13 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+from . import config, exceptions, inspection, report, serialize, stopping, telemetry, witness
 from . import events as ev
-from . import exceptions, inspection, report, serialize, stopping, telemetry, witness
 from .folder import RunFolder, Spare
 from .homecoming import Sender
+from .imports import when_imported
 from .plan import Call, Cell, Plan, Task
+from .writer import EventWriter
 
 FAILED = 1
 """The exit code of a rank whose failure is told in its failure file."""
@@ -78,7 +80,7 @@ def environment(job: Job, rank: int, inherited: Mapping[str, str]) -> dict[str, 
         "TORCHELASTIC_MAX_RESTARTS": str(job.plan.max_restarts),
         "TORCHELASTIC_RUN_ID": job.folder.path.name,
         "FORK_LAUNCHED": "1",
-        "ACCELERATE_MIXED_PRECISION": job.plan.mixed_precision,
+        "ACCELERATE_MIXED_PRECISION": job.plan.mixed_precision or "no",
         "NBTRAIN_RUN": str(job.folder.path),
     }
     if job.device == "cpu":
@@ -125,10 +127,12 @@ def main(job: Job, rank: int, call: Callable[[Task], Any] | None = None) -> int:
     stopping.activate(stopping.StopOnRequest(job.folder.stop_request))
     _set_threads()
     _use_scratch(job.scratch)
-    writer = ev.EventWriter(job.folder.events(rank))
+    writer = EventWriter(job.folder.events(rank))
     inspection.install(job.folder, rank, writer)
     report.activate(report.Reporter(writer, rank, job.world_size))
     telemetry.install(job.plan.telemetry)
+    if job.device == "cpu" and config.wants_fsdp(os.environ):
+        when_imported("accelerate.state", config.fsdp_on_cpu)
     code, error = run_and_report(job, rank, writer, call or run_task)
     if error is not None:
         _print_traceback(error)
@@ -136,7 +140,7 @@ def main(job: Job, rank: int, call: Callable[[Task], Any] | None = None) -> int:
 
 
 def run_and_report(
-    job: Job, rank: int, writer: ev.EventWriter, call: Callable[[Task], Any]
+    job: Job, rank: int, writer: EventWriter, call: Callable[[Task], Any]
 ) -> tuple[int, BaseException | None]:
     """Run the task and leave its outcome in the run folder; return exit code and exception."""
     folder, spare = job.folder, Spare(job.folder.path)
@@ -174,7 +178,7 @@ def _save_result(spare: Spare, path: Path, data: bytes) -> None:
 
 
 def _report_failure(
-    job: Job, rank: int, writer: ev.EventWriter, spare: Spare, error: BaseException
+    job: Job, rank: int, writer: EventWriter, spare: Spare, error: BaseException
 ) -> None:
     """Leave an exception in the run folder; where that fails too, its headline and both reasons."""
     now, told = time.time(), type(error).__name__
@@ -205,7 +209,7 @@ def _run_watched(task: Task, call: Callable[[Task], Any]) -> Any:
 def _leave(
     job: Job,
     rank: int,
-    writer: ev.EventWriter,
+    writer: EventWriter,
     spare: Spare,
     leaving: SystemExit,
     sender: Sender | None,

@@ -62,17 +62,6 @@ def test_a_cell_of_comments_is_nothing_to_run() -> None:
         cell.read_cell("# nothing\n", "c", {})
 
 
-def test_names_that_a_cell_binds_itself_are_found() -> None:
-    source = (
-        "import os.path as p\nfrom math import pi\na, (b, *c) = x\nfor i in y: pass\n"
-        "with z as w: pass\ndef f(): q = 1\nclass K: r = 1\n(n := 3)\nif 0:\n    late: int = 1\n"
-    )
-    names = cell.bound_names(source)
-    assert {"p", "pi", "a", "b", "c", "i", "w", "f", "K", "n", "late"} <= names
-    assert not {"x", "y", "z", "q", "r", "*"} & names
-    assert "*" in cell.bound_names("from math import *")
-
-
 def test_a_star_import_leaves_the_check_to_the_rank() -> None:
     cell.check_parameters(cell.read_cell("from math import *\ndef f(tau): ...", "c", {}))
     with pytest.raises(PlanError, match="`tau`"):
@@ -89,11 +78,6 @@ def test_titles_show_small_values() -> None:
     assert len(cell.title(Cell("x" * 200, "c", {}))) == 60
 
 
-def test_names_bound_in_comprehensions_and_by_called_functions_count() -> None:
-    source = "[last := i for i in y]\ndef f():\n    global made\n    made = 1\nf()"
-    assert {"last", "made"} <= cell.bound_names(source)
-
-
 def test_an_open_quote_is_not_lost() -> None:
     assert cell.split_options("-n 1 'abc") == ("-n 1", "'abc")
 
@@ -101,39 +85,6 @@ def test_an_open_quote_is_not_lost() -> None:
 def test_texts_are_kept_out_of_titles() -> None:
     read = cell.read_cell("def train(key, n): ...", "c", {"key": "hunter2", "n": 10**5000})
     assert cell.title(read) == "train(key, n)"
-
-
-@pytest.mark.parametrize(
-    ("source", "names"),
-    [
-        ("train(model, lr=rate)", {"train", "model", "rate"}),
-        ("x = 5\nprint(x)", {"print"}),
-        ("print(x)\nx = 5", {"print", "x"}),
-        ("x += 1", {"x"}),
-        ("for x in y: pass\nx", {"x", "y"}),
-        ("if a: x = 1\nx", {"a", "x"}),
-        ("def f(n):\n    return f(n - 1) + g(k)", {"g", "k"}),
-        ("def f(a=b, *, c: D = e) -> F: pass", {"b", "D", "e", "F"}),
-        ("def f():\n    model = 1\n    return model", set()),
-        ("def f():\n    def g():\n        return deep\n    return g", {"deep"}),
-        ("class K(Base):\n    a = b\n    def m(self): return K, c", {"Base", "b", "c"}),
-        ("class Net(Net): pass", {"Net"}),
-        ("import os.path\nos.sep", set()),
-        ("del big", {"big"}),
-        (
-            "get_ipython().run_line_magic('time', 'y = n + 1')",
-            {"get_ipython", "time", "y", "n"},
-        ),
-        ("[i * k for i in data]", {"k", "data"}),
-        ("a, (b, *c) = t\na + b\nc", {"t"}),
-        ("def f():\n    global n\n    n += 1", {"n"}),
-        ("f'{v!r:>{w}}'", {"v", "w"}),
-        ("x: int = y\nx", {"int", "y"}),
-        ("d[k] = 1\no.a = 2", {"d", "k", "o"}),
-    ],
-)
-def test_the_names_that_a_cell_takes_from_the_notebook(source: str, names: set[str]) -> None:
-    assert cell.names_read(source) == names
 
 
 def test_when_a_silence_is_a_hang_can_be_said() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from nbtrain import events as ev
 from nbtrain.tail import Tail, last_bytes, read_events
+from nbtrain.writer import EventWriter
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_what_was_written_survives_sigkill(tmp_path: Path) -> None:
     path = tmp_path / "f"
     pid = os.fork()
     if pid == 0:
-        writer = ev.EventWriter(path)
+        writer = EventWriter(path)
         for step in range(100):
             writer.write_metrics(1.0, 0, step, {"loss": 1.0})
         os.kill(os.getpid(), 9)
@@ -139,14 +140,14 @@ def test_what_was_written_survives_sigkill(tmp_path: Path) -> None:
 
 def test_lines_are_ordinary_json_and_files_private(tmp_path: Path) -> None:
     path = tmp_path / "f"
-    ev.EventWriter(path).write_metrics(1.0, 0, 3, {"loss": 0.5})
+    EventWriter(path).write_metrics(1.0, 0, 3, {"loss": 0.5})
     record = json.loads(path.read_text())
     assert record == {"kind": "metrics", "time": 1.0, "rank": 0, "step": 3, "values": {"loss": 0.5}}
     assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_full_disk_costs_the_report_not_the_training() -> None:
-    ev.EventWriter(Path("/dev/full")).write(ev.Started(1, 0, 5))
+    EventWriter(Path("/dev/full")).write(ev.Started(1, 0, 5))
 
 
 def test_a_file_that_is_deleted_between_two_looks_has_no_more_lines(tmp_path: Path) -> None:

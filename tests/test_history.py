@@ -14,7 +14,8 @@ import pytest
 import nbtrain
 from nbtrain import events, history
 from nbtrain.errors import MissingExtra, NbtrainError
-from nbtrain.events import EventWriter, Training
+from nbtrain.events import Training
+from nbtrain.writer import EventWriter
 
 pd = pytest.importorskip("pandas")
 

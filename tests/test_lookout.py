@@ -27,6 +27,7 @@ from nbtrain.reopen import initial_state
 from nbtrain.run import Run
 from nbtrain.state import RunState, fold
 from nbtrain.tail import read_events
+from nbtrain.writer import EventWriter
 
 AFTER = 1.0
 HERE = str(Path(__file__))
@@ -267,7 +268,7 @@ def test_progress_withdraws_the_verdict(tmp_path: Path) -> None:
 
 def compiles(gate: Path) -> None:
     folder = RunFolder(Path(os.environ["NBTRAIN_RUN"]))
-    writer = ev.EventWriter(folder.events(nbtrain.rank()))
+    writer = EventWriter(folder.events(nbtrain.rank()))
     if nbtrain.rank() == 0:
         writer.write(ev.Phase(time.time(), 0, "compiling"))
         while not gate.exists():

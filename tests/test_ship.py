@@ -161,7 +161,7 @@ def test_a_weight_on_a_device_is_named() -> None:
         device = torch.device("cuda", 1)  # type: ignore[assignment]
 
     with pytest.raises(TypeError, match="it is on cuda:1; move it to the CPU"):
-        pickling._refuse_what_belongs_to_one_process(Elsewhere())
+        pickling.refuse_what_belongs_to_one_process(Elsewhere())
 
 
 def test_a_plan_that_cannot_go_leaves_nothing_open() -> None:

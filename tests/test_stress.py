@@ -33,6 +33,7 @@ from nbtrain.folder import RunFolder, Spare, write_atomically
 from nbtrain.reader import Reader
 from nbtrain.run import Run
 from nbtrain.tail import last_bytes, read_events
+from nbtrain.writer import EventWriter
 
 slow = pytest.mark.skipif("NBTRAIN_EVERY_DOOR" not in os.environ, reason="takes a while")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
@@ -309,7 +310,7 @@ def test_a_run_on_a_full_disk_can_be_stopped(small_disk: Path) -> None:
 
 def test_half_a_line_on_a_full_disk_spoils_no_other(small_disk: Path) -> None:
     path = small_disk / "events"
-    writer = ev.EventWriter(path)
+    writer = EventWriter(path)
     fill(small_disk)
     filling = small_disk / "filling"
     os.truncate(filling, filling.stat().st_size - 4096)
@@ -318,7 +319,7 @@ def test_half_a_line_on_a_full_disk_spoils_no_other(small_disk: Path) -> None:
     assert writer.trouble is not None
     (small_disk / "filling").unlink()
     writer.write_metrics(1.0, 0, 1000, {"loss": 0.5})
-    later = ev.EventWriter(path)
+    later = EventWriter(path)
     later.write_metrics(1.0, 0, 1001, {"loss": 0.5})
     steps = [event.step for event in read_events(path) if isinstance(event, ev.Metrics)]
     assert steps == [*range(len(steps) - 2), 1000, 1001]
@@ -326,7 +327,7 @@ def test_half_a_line_on_a_full_disk_spoils_no_other(small_disk: Path) -> None:
 
 
 def test_a_launcher_has_room_for_its_last_words(small_disk: Path) -> None:
-    writer = ev.EventWriter(small_disk / "launcher", reserved=1 << 16)
+    writer = EventWriter(small_disk / "launcher", reserved=1 << 16)
     fill(small_disk)
     for number in range(100):
         writer.write(ev.Finished(float(number), -1, "succeeded"))

@@ -14,9 +14,9 @@ from dataclasses import replace
 
 from .. import gate, report, worker
 from ..errors import PlanError
-from ..events import EventWriter
 from ..plan import Cell, Plan
 from ..worker import Job
+from ..writer import EventWriter
 from . import rendezvous
 from .base import Exit, Ranks
 

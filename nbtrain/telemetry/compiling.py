@@ -13,7 +13,7 @@ from typing import Any
 
 from .. import events as ev
 from .. import xla
-from ..events import EventWriter
+from ..writer import EventWriter
 from .loaders import tensors
 
 INTERVAL = 0.2

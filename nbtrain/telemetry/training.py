@@ -18,9 +18,9 @@ from typing import Any
 
 from .. import events as ev
 from .. import stopping
-from ..events import EventWriter
 from ..imports import when_imported
 from ..late import LateValues, captures
+from ..writer import EventWriter
 from .compiling import Compiling
 from .hooks import Hooks
 from .loaders import Feed
