@@ -85,6 +85,21 @@ def _name(text: str) -> str:
     return text
 
 
+def _add_precision(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "-p",
+        "--mixed-precision",
+        choices=PRECISIONS,
+        help="what a plain Accelerator() in the ranks uses; on a TPU, bf16 is the kind of every "
+        "float",
+    )
+    p.add_argument(
+        "--downcast-bf16",
+        action="store_true",
+        help="on a TPU with -p bf16: float is bf16, and double stays a 32-bit float",
+    )
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the magic's options; its help is the magic's documentation."""
     p = _Parser(prog="%%distributed", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
@@ -104,18 +119,7 @@ def parser() -> argparse.ArgumentParser:
         "refers to; tpu (auto on one): xla (torch_xla, forked) or torch_tpu (its successor, fresh "
         "processes), by what is installed; inline: one rank in the kernel itself, for debugging",
     )
-    p.add_argument(
-        "-p",
-        "--mixed-precision",
-        choices=PRECISIONS,
-        help="what a plain Accelerator() in the ranks uses; on a TPU, bf16 is the kind of every "
-        "float",
-    )
-    p.add_argument(
-        "--downcast-bf16",
-        action="store_true",
-        help="on a TPU with -p bf16: float is bf16, and double stays a 32-bit float",
-    )
+    _add_precision(p)
     p.add_argument(
         "--env",
         type=_variable,
