@@ -21,7 +21,7 @@ from types import CodeType
 from typing import Any
 
 from . import events as ev
-from . import exceptions, inspection, report, serialize, stopping, telemetry, witness
+from . import exceptions, inspection, report, serialize, stopping, telemetry, tpus, witness, xla
 from .folder import RunFolder, Spare
 from .plan import Call, Cell, Plan, Task
 
@@ -86,6 +86,8 @@ def environment(job: Job, rank: int, inherited: Mapping[str, str]) -> dict[str, 
         # transformers takes it, beside torch_xla, for torchrun on another maker's chips.
         del variables["TORCHELASTIC_RUN_ID"]
         variables["PJRT_DEVICE"] = inherited.get("PJRT_DEVICE", "TPU")
+    elif "USE_TORCH_XLA" not in inherited and tpus.has_torch_xla():
+        variables["USE_TORCH_XLA"] = "0"
     for name, value in (
         ("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo"),
         ("OMP_NUM_THREADS", str(job.threads)),
@@ -104,6 +106,8 @@ def main(job: Job, rank: int, call: Callable[[Task], Any] | None = None) -> int:
     """
     os.environ.update(environment(job, rank, os.environ))
     stopping.activate(stopping.StopOnRequest(job.folder.stop_request))
+    if os.environ.get("USE_TORCH_XLA") == "0":
+        xla.leave_alone()
     _set_threads()
     _use_scratch(job.scratch)
     writer = ev.EventWriter(job.folder.events(rank))

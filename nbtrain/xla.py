@@ -145,6 +145,22 @@ def settle() -> None:
     atexit.register(torch_xla._prepare_to_exit)
 
 
+def leave_alone() -> None:
+    """Have Accelerate and transformers take no XLA in this rank, where they are imported already.
+
+    They would take it wherever torch_xla is installed, and each rank would train for itself.
+    """
+    for name, found_out in (  # seen in accelerate 1.15 and transformers 5.23
+        ("accelerate.utils.imports", {"_torch_xla_available": False, "_tpu_available": False}),
+        ("transformers.utils.import_utils", {"USE_TORCH_XLA": "0"}),
+    ):
+        module = sys.modules.get(name)
+        if module is not None:
+            vars(module).update(found_out)
+            asked = getattr(module, "is_torch_xla_available", None)
+            getattr(asked, "cache_clear", int)()  # a cached answer, where it is one
+
+
 def after_step(call: Callable[..., None], *args: Any) -> None:
     """Have `call` called once, in this thread, when the step that is under way has been handed
     to the device: by ``torch_xla.sync()``, a loader, an optimizer that does it."""
