@@ -44,8 +44,7 @@ def loaded() -> Any:
 
 def is_initialized() -> bool:
     """Whether this process has begun to use XLA: a fork of it never can."""
-    library = loaded()
-    return library is not None and bool(library._xla_runtime_is_initialized())
+    return bool(getattr(loaded(), "_xla_runtime_is_initialized", bool)())
 
 
 def load() -> None:
@@ -178,11 +177,11 @@ def compilations() -> tuple[int, int, float] | None:
 
     None where torch_xla does not count.
     """
-    library = loaded()
-    if library is None:
+    try:
+        begun = loaded()._xla_counter_value("UncachedCompile")
+        done = loaded()._xla_metric_data("CompileTime")
+    except AttributeError:
         return None
-    begun = library._xla_counter_value("UncachedCompile")
-    done = library._xla_metric_data("CompileTime")
     if begun is None:
         return None
     return (begun, done[0], done[1] / 1e9) if done else (begun, 0, 0.0)
