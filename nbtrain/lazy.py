@@ -48,7 +48,9 @@ class LazyValues:
         kept = self._kept.setdefault(device, [])
         kept.append(({name: tensor.detach() for name, tensor in tensors.items()}, then))
         if len(kept) >= MOST:
-            self._step_ended(device)
+            # By this thread: another that computes values, beside one that goes on noting what
+            # is to be computed, was seen to abort the process.
+            self._read(self._kept.pop(device))
         elif device not in self._asked and time.monotonic() >= self._due:
             self._asked.add(device)
             xla.after_step(self._step_ended, device)
@@ -60,12 +62,14 @@ class LazyValues:
         if not self._reading.locked():
             threading.Thread(target=self._read, name="nbtrain-values", daemon=True).start()
 
-    def _read(self) -> None:
-        """Read what is there; whoever does, does it alone."""
+    def _read(self, last: _Kept | None = None) -> None:
+        """Read what is there, and `last` after it; whoever does, does it alone."""
         # A device in trouble raises RuntimeErrors, of which the training has its own.
-        with self._reading, contextlib.suppress(queue.Empty, RuntimeError):
-            while True:
-                _deliver(self._ended.get_nowait())
+        with self._reading, contextlib.suppress(RuntimeError):
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    _deliver(self._ended.get_nowait())
+            _deliver(last or [])
 
     def finish(self, wait: bool) -> None:
         """Read what was kept to the end; without `wait`, as far as that takes no time."""

@@ -20,12 +20,24 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from . import config, exceptions, inspection, report, serialize, stopping, telemetry, witness
+from . import (
+    config,
+    exceptions,
+    inspection,
+    report,
+    serialize,
+    stopping,
+    telemetry,
+    tpus,
+    witness,
+    xla,
+)
 from . import events as ev
 from .folder import RunFolder, Spare
 from .homecoming import Sender
 from .imports import when_imported
 from .plan import Call, Cell, Plan, Task
+from .preview import preview
 from .writer import EventWriter
 
 FAILED = 1
@@ -90,6 +102,8 @@ def environment(job: Job, rank: int, inherited: Mapping[str, str]) -> dict[str, 
         del variables["TORCHELASTIC_RUN_ID"]
         variables["PJRT_DEVICE"] = inherited.get("PJRT_DEVICE", "TPU")
         variables |= _xla_precision(job.plan, inherited)
+    elif "USE_TORCH_XLA" not in inherited and tpus.has_torch_xla():
+        variables["USE_TORCH_XLA"] = "0"
     for name, value in (
         ("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo"),
         ("OMP_NUM_THREADS", str(job.threads)),
@@ -125,6 +139,8 @@ def main(job: Job, rank: int, call: Callable[[Task], Any] | None = None) -> int:
     """
     os.environ.update(environment(job, rank, os.environ))
     stopping.activate(stopping.StopOnRequest(job.folder.stop_request))
+    if os.environ.get("USE_TORCH_XLA") == "0":
+        xla.leave_alone()
     _set_threads()
     _use_scratch(job.scratch)
     writer = EventWriter(job.folder.events(rank))
@@ -355,45 +371,3 @@ def leave_process_group() -> None:
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-
-
-def preview(value: Any) -> str:
-    """Return a short text for a result, without reading a large value or a device; never raises."""
-    try:
-        return _preview(value, width=200, depth=3)
-    except Exception:  # a user's __repr__, a property that raises, a number of 5,000 digits
-        return f"<{type(value).__name__}>"
-
-
-def _preview(value: Any, width: int, depth: int) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if value is None or isinstance(value, (bool, int, complex)):
-        return _cut(repr(value), width)
-    if isinstance(value, str):
-        return _cut(repr(value[: width + 1]), width)
-    if isinstance(value, (dict, list, tuple)) and depth == 0:
-        return "…"
-    if isinstance(value, dict) and len(value) > 8 and all(map(_is_array, value.values())):
-        return f"<{len(value)} tensors>"
-    if isinstance(value, dict):
-        items = [f"{k!r}: {_preview(v, 40, depth - 1)}" for k, v in list(value.items())[:8]]
-        return _cut(f"{{{', '.join(items)}{', …' if len(value) > 8 else ''}}}", width)
-    if isinstance(value, (list, tuple)):
-        inner = ", ".join(_preview(v, 40, depth - 1) for v in value[:8])
-        inner += ", …" if len(value) > 8 else ""
-        return _cut(f"[{inner}]" if isinstance(value, list) else f"({inner})", width)
-    name = type(value).__name__
-    if not _is_array(value):
-        return f"<{name}>"
-    if not value.shape and str(getattr(value, "device", "cpu")) == "cpu":
-        return f"{name}({_preview(value.item(), 40, 1)})"
-    return f"{name}{list(value.shape)}"
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(getattr(value, "shape", None), tuple)
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"

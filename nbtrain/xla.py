@@ -44,8 +44,7 @@ def loaded() -> Any:
 
 def is_initialized() -> bool:
     """Whether this process has begun to use XLA: a fork of it never can."""
-    library = loaded()
-    return library is not None and bool(library._xla_runtime_is_initialized())
+    return bool(getattr(loaded(), "_xla_runtime_is_initialized", bool)())
 
 
 def load() -> None:
@@ -150,6 +149,22 @@ def finish() -> None:
     _model().wait_device_ops()
 
 
+def leave_alone() -> None:
+    """Have Accelerate and transformers take no XLA in this rank, where they are imported already.
+
+    They would take it wherever torch_xla is installed, and each rank would train for itself.
+    """
+    for name, found_out in (  # seen in accelerate 1.15 and transformers 5.23
+        ("accelerate.utils.imports", {"_torch_xla_available": False, "_tpu_available": False}),
+        ("transformers.utils.import_utils", {"USE_TORCH_XLA": "0"}),
+    ):
+        module = sys.modules.get(name)
+        if module is not None:
+            vars(module).update(found_out)
+            asked = getattr(module, "is_torch_xla_available", None)
+            getattr(asked, "cache_clear", int)()  # a cached answer, where it is one
+
+
 def after_step(call: Callable[..., None], *args: Any) -> None:
     """Have `call` called once, in this thread, when the step that is under way has been handed
     to the device: by ``torch_xla.sync()``, a loader, an optimizer that does it."""
@@ -167,11 +182,11 @@ def compilations() -> tuple[int, int, float] | None:
 
     None where torch_xla does not count.
     """
-    library = loaded()
-    if library is None:
+    try:
+        begun = loaded()._xla_counter_value("UncachedCompile")
+        done = loaded()._xla_metric_data("CompileTime")
+    except AttributeError:
         return None
-    begun = library._xla_counter_value("UncachedCompile")
-    done = library._xla_metric_data("CompileTime")
     if begun is None:
         return None
     return (begun, done[0], done[1] / 1e9) if done else (begun, 0, 0.0)

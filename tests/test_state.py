@@ -271,6 +271,7 @@ def test_a_training_that_counts_anew_or_makes_no_sense_breaks_nothing() -> None:
         ev.Host(1, -1, used="x", limit=3),  # type: ignore[arg-type]
         ev.Host(1, -1, used=1, limit=3, gpus=([0, "A", 1, 2, None], 7)),  # type: ignore[arg-type]
         ev.Phase(1, 0, phase=7),  # type: ignore[arg-type]
+        ev.Compiled(1, 0, programs="x", seconds=math.inf),  # type: ignore[arg-type]
         ev.Metrics(1, 0, "x", [1, 2]),  # type: ignore[arg-type]
         ev.Progress(1, 0, n="x"),  # type: ignore[arg-type]
     ]
@@ -286,6 +287,17 @@ def test_a_running_rank_says_what_it_is_busy_with() -> None:
     assert "saving" in html.render(state, 3.0)
     assert wording.badge(fold(state, [ev.Phase(3, 0, "")]).ranks[0]) == "running"
     assert wording.badge(fold(state, [ev.Exited(3, 0, 0, "done")]).ranks[0]) == "done"
+
+
+def test_what_was_compiled_is_told_where_anything_was() -> None:
+    state = replace(picture(), engine="xla", device="xla")
+    assert "compiled" not in html.render(state, 3.0) + text.summary(state, 3.0)
+    state = fold(state, [ev.Compiled(2, 0, 1, 0.25), ev.Compiled(3, 0, 3, 41.2)])
+    assert state.ranks[0].compiled == (3, 41.2)
+    assert "compiled</th>" in html.render(state, 4.0)
+    assert "3 in 41 s" in html.render(state, 4.0)
+    assert "compiled 3 in 41 s" in text.summary(state, 4.0)
+    assert "2 ranks · xla · TPU" in wording.facts(state, 4.0)
 
 
 def test_devices_and_memory_are_worded() -> None:

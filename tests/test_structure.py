@@ -28,6 +28,7 @@ LAYERS = [
         "xla",
         "moving",
         "names",
+        "preview",
     },
     {"serialize", "reader", "weights", "config"},
     {"exceptions", "devices", "tpus", "host", "report", "homecoming"},

@@ -8,6 +8,7 @@ import pytest
 
 from nbtrain import cell, worker
 from nbtrain.plan import Call
+from nbtrain.preview import preview
 
 
 def run(source: str, namespace: dict[str, Any] | None = None) -> Any:
@@ -71,7 +72,7 @@ def test_previews_never_raise_and_stay_short() -> None:
     loop: dict[str, Any] = {}
     loop["self"] = loop
     for value in (loop, _Hostile(), {_BadKey(): 1}, 10**6000, "x" * 10**6, [[[[[1]]]]] * 99):
-        assert len(worker.preview(value)) <= 200
-    shown = worker.preview({"accuracy": 0.97, "w": torch.ones(2, 3)})
+        assert len(preview(value)) <= 200
+    shown = preview({"accuracy": 0.97, "w": torch.ones(2, 3)})
     assert shown == "{'accuracy': 0.97, 'w': Tensor[2, 3]}"
-    assert worker.preview((1, "a", None)) == "(1, 'a', None)"
+    assert preview((1, "a", None)) == "(1, 'a', None)"

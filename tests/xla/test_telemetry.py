@@ -80,6 +80,24 @@ def test_a_value_is_read_where_no_step_ever_ends(kernel: Notebook) -> None:
     assert kernel.value(values) == [0.0, 1.0, 2.0]
 
 
+def test_what_is_kept_is_bounded_where_no_step_ever_ends(kernel: Notebook) -> None:
+    kernel.run("import nbtrain.lazy; most, nbtrain.lazy.MOST = nbtrain.lazy.MOST, 8")
+    out = kernel.run(
+        "%%distributed -n 1\n"
+        "from nbtrain import report\n"
+        "kept = []\n"
+        "for step in range(50):\n"
+        "    nbtrain.log(step=step, value=torch.ones(1, device='xla') * step)\n"
+        "    kept.append(sum(map(len, report.active().late._lazy._kept.values())))\n"
+        "max(kept)"
+    )
+    kernel.run("nbtrain.lazy.MOST = most")
+    assert not out.ename, out.traceback
+    assert kernel.value("nbtrain.last_run().value") < 8
+    values = "nbtrain.last_run().history['value'].tolist()"
+    assert kernel.value(values) == [float(step) for step in range(50)]
+
+
 def test_compilations_are_told_while_they_last_and_counted(kernel: Notebook) -> None:
     out = kernel.run(
         "%%distributed -n 1 --as run\n"
