@@ -140,7 +140,7 @@ class MemoryAnatomy:
     `parts` is each part at its largest, `peak` all of them at the moment at which the sum is, in
     `phase`; `context` and `reserve` come on top on a GPU. `largest` is the largest batch that
     fits `room`: 0 for none, None where the batch makes no difference. `textbook` is the same by
-    bytes per parameter, as far as there is a rule.
+    bytes per parameter, as far as there is a rule; `notes` say what the figures leave out.
     """
 
     model: str
@@ -158,6 +158,7 @@ class MemoryAnatomy:
     reserve: int
     room: Room
     largest: int | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def total(self) -> int:

@@ -56,7 +56,7 @@ def memory_needed(
         parameters=sum(p.numel() for p in model.parameters()),
         batch=shape,
         optimizer=name,
-        precision=precision,
+        precision=simulate.words(model) if precision == "no" else precision,
         ranks=ranks,
         strategy=strategy,
         parts=step.most,
@@ -67,6 +67,7 @@ def memory_needed(
         reserve=reserve,
         room=room,
         largest=anatomy.largest_batch(steps.needs, room.each, shape[0]),
+        notes=simulate.left_out(model),
     )
 
 

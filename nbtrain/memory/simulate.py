@@ -161,7 +161,9 @@ class Simulation:
         """Keep the notebook's random state and modes out of it, and it out of them."""
         like_gpu = AsCuda() if self._device == "cuda" else nullcontext()
         rng, grad = torch.random.fork_rng(devices=[]), torch.enable_grad()
-        with rng, torch.inference_mode(False), grad, like_gpu, self._fake:
+        # oneDNN's fused recurrent layers say nothing of what they keep; their parts do.
+        parts_alone = torch.backends.mkldnn.flags(enabled=False)
+        with rng, torch.inference_mode(False), grad, parts_alone, like_gpu, self._fake:
             yield
 
     def _unsharded(self) -> tuple[int, int]:
@@ -196,6 +198,20 @@ def _copied(model: nn.Module, half: torch.dtype | None) -> tuple[dict[int, Any],
             f"{type(model).__name__} cannot be copied ({_told(error)}): give a function that "
             "builds it"
         ) from error
+
+
+def left_out(model: nn.Module) -> tuple[str, ...]:
+    """Say what of this model the figures leave out."""
+    if not any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        return ()
+    return ("recurrent layers keep more than is told here, about twice as much",)
+
+
+def words(model: nn.Module) -> str:
+    """Word the precision in which a model's parameters are."""
+    dtypes = {p.dtype for p in model.parameters()}
+    names = {torch.float32: "fp32", torch.bfloat16: "pure bf16", torch.float16: "pure fp16"}
+    return ", ".join(names.get(d, str(d)) for d in sorted(dtypes, key=str)) or "no parameters"
 
 
 def _units(model: nn.Module) -> list[nn.Module]:

@@ -35,7 +35,8 @@ def text(anatomy: MemoryAnatomy) -> str:
         ).rstrip()
         for row in table
     ]
-    return "\n".join([title(anatomy), *(f"  {line}" for line in lines), verdict(anatomy)])
+    notes = [f"⚠ {note}" for note in anatomy.notes]
+    return "\n".join([title(anatomy), *(f"  {line}" for line in lines), *notes, verdict(anatomy)])
 
 
 def html(anatomy: MemoryAnatomy) -> str:
@@ -51,10 +52,11 @@ def html(anatomy: MemoryAnatomy) -> str:
         )
         rows.append(f'<tr style="background:none">{cells}</tr>')
     colour = colours.GREEN if anatomy.fits() else colours.RED
+    notes = "".join(f"<div>⚠ {escape(note)}</div>" for note in anatomy.notes)
     return (
         '<div style="font-family:system-ui,sans-serif;font-size:13px;line-height:1.5;'
         f'font-variant-numeric:tabular-nums">{escape(title(anatomy))}'
-        f'<table style="border-collapse:collapse;margin:4px 0">{"".join(rows)}</table>'
+        f'<table style="border-collapse:collapse;margin:4px 0">{"".join(rows)}</table>{notes}'
         f'<span style="color:{colour};font-weight:600">{escape(verdict(anatomy))}</span></div>'
     )
 
@@ -66,7 +68,7 @@ def title(anatomy: MemoryAnatomy) -> str:
         words.append("inference")
     else:
         words.append(anatomy.optimizer)
-    words.append("fp32" if anatomy.precision == "no" else anatomy.precision)
+    words.append(anatomy.precision)
     words.append(f"batch {' × '.join(map(str, anatomy.batch))} a rank")
     words.append(_ranks(anatomy.ranks))
     if anatomy.ranks > 1:
