@@ -2,7 +2,7 @@
 
     python tests/memory_table.py            # everything, some minutes on two cores
 
-Each row trains a small model for three steps under Accelerate in real ranks, adds up what PyTorch's
+Each row trains a small model for two steps under Accelerate in real ranks, adds up what PyTorch's
 CPU allocator gave out and took back (the profiler's memory events), and compares the peak with what
 was told before. Rows of FSDP use ``fully_shard``. Nothing here is held against a wall time.
 """
@@ -23,7 +23,7 @@ from torch import nn
 
 import nbtrain
 
-STEPS = 3
+STEPS = 2
 
 
 @dataclass(frozen=True)

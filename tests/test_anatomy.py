@@ -14,7 +14,15 @@ import pytest
 import torch
 from conftest import Notebook
 from torch import nn
-from transformers import BertConfig, BertForMultipleChoice, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMultipleChoice,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2Model,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from nbtrain import devices, memory_needed
 from nbtrain.errors import PlanError
@@ -30,10 +38,9 @@ MIB = 1 << 20
     [
         table.Row("mlp", table.mlp, 16, (256,)),
         table.Row("mlp", table.mlp, 1, (256,), optimizer="sgd-momentum"),
-        table.Row("bert", table.bert, 16, (128,), "bf16"),
-        table.Row("vit", table.vit, 1, (), "bf16"),
-        table.Row("gpt2", table.gpt2, 16, (128,)),
-        table.Row("gpt2", table.gpt2, 4, (128,), "bf16", ranks=2),
+        table.Row("bert", table.bert, 4, (128,), "bf16"),
+        table.Row("vit", table.vit, 4),
+        table.Row("gpt2", table.gpt2, 1, (128,), "bf16", ranks=2),
     ],
     ids=lambda row: row.words.replace(" | ", " "),
 )
@@ -47,9 +54,13 @@ def test_sharded_ranks_allocate_no_more_than_is_told() -> None:
     assert 0.85 < table.measured(row) / table.told(row) < 1.05
 
 
-def bert_large() -> nn.Module:
-    from transformers import BertForSequenceClassification
+def small() -> nn.Module:
+    return BertForSequenceClassification(
+        BertConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=2)
+    )
 
+
+def bert_large() -> nn.Module:
     return BertForSequenceClassification(
         BertConfig(
             hidden_size=1024,
@@ -61,7 +72,7 @@ def bert_large() -> nn.Module:
 
 
 def test_bert_large_is_told_as_it_was_measured_on_a_gpu() -> None:
-    told = memory_needed(bert_large, "4x512", card="80GB")
+    told = memory_needed(bert_large, "4x512", card="1GB")  # none fits: no more to look for
     assert told.parameters == 335_143_938
     assert told.parts.weights == pytest.approx(1279 * MIB, rel=0.001)
     assert told.peak.total == pytest.approx(7158 * MIB, rel=0.01)  # an H200's peak allocated
@@ -86,7 +97,8 @@ def test_the_peak_is_the_one_that_pytorchs_own_tracker_finds() -> None:
             model(torch.zeros(512, 256)).float().sum().backward()
             optimizer.step()
     found = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-    assert memory_needed(table.mlp, "512x256").peak.total == pytest.approx(found, rel=0.001)
+    told = memory_needed(table.mlp, "512x256", ranks=1)
+    assert told.peak.total == pytest.approx(found, rel=0.001)
 
 
 def test_nothing_is_allocated_and_the_model_stays_as_it_is() -> None:
@@ -96,7 +108,7 @@ def test_nothing_is_allocated_and_the_model_stays_as_it_is() -> None:
     assert told.total > 30e9
     assert psutil.Process().memory_info().rss - before < 300e6
 
-    model = table.bert()
+    model = small()
     state = {name: (id(t), t.data_ptr()) for name, t in model.state_dict(keep_vars=True).items()}
     random = torch.get_rng_state()
     model.eval()
@@ -128,10 +140,10 @@ def test_the_textbook_stands_beside_it(optimizer: str, precision: str, per_param
 
 
 def test_a_frozen_backbone_has_no_gradients_and_no_states() -> None:
-    model = table.bert()
+    model = small()
     model.bert.requires_grad_(False)
     told = memory_needed(model, "4x128").parts
-    assert told.gradients + told.optimizer_states < 0.01 * told.weights
+    assert 0 < told.gradients + told.optimizer_states < 0.01 * told.weights
 
 
 def test_an_optimizer_of_the_notebooks_counts_as_it_is() -> None:
@@ -147,13 +159,11 @@ def test_an_optimizer_of_the_notebooks_counts_as_it_is() -> None:
 
 
 def test_a_gpu_keeps_no_attention_matrix_and_a_byte_of_each_dropout() -> None:
-    def build() -> nn.Module:
-        return nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, batch_first=True), 2)
-
     class Long(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.encoder = build()
+            layer = nn.TransformerEncoderLayer(64, 4, 64, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 2)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.encoder(x)
@@ -161,12 +171,13 @@ def test_a_gpu_keeps_no_attention_matrix_and_a_byte_of_each_dropout() -> None:
     on_gpu = memory_needed(Long, "2x1024x64", card="16GB").parts.activations
     on_cpu = memory_needed(Long, "2x1024x64").parts.activations
     matrices = 2 * 2 * 4 * 1024 * 1024 * 4
-    assert on_gpu < matrices < on_cpu
+    assert on_gpu < matrices / 4 < matrices < on_cpu
 
 
 @pytest.mark.parametrize("card", [None, "16GB"])
 def test_checkpointed_activations_are_made_again(card: str | None) -> None:
-    model, plain = table.gpt2(), table.gpt2()
+    config = GPT2Config(n_embd=64, n_layer=4, n_head=2, bos_token_id=0, eos_token_id=0)
+    model, plain = GPT2Model(config), GPT2Model(config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         model.gradient_checkpointing_enable()
@@ -175,14 +186,13 @@ def test_checkpointed_activations_are_made_again(card: str | None) -> None:
 
 
 def test_a_real_batch_is_read_for_its_shapes_alone() -> None:
-    model = table.bert()
+    model = small()
     ids = torch.zeros(4, 32, dtype=torch.int64)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids[:, 0]}
     told = memory_needed(model, batch)
     assert told.batch == (4,)
-    assert told.peak.activations == pytest.approx(
-        memory_needed(model, "4x32").peak.activations, rel=0.05
-    )
+    made_up = memory_needed(model, "4x32").parts.activations
+    assert told.parts.activations == pytest.approx(made_up, rel=0.05)
     more = memory_needed(model, batch, rows=16)
     assert more.batch == (16,)
     assert more.parts.activations == pytest.approx(4 * told.parts.activations, rel=0.05)
@@ -198,8 +208,8 @@ class Looks(nn.Module):
 @pytest.mark.parametrize(
     ("model", "batch", "words"),
     [
-        (table.bert, "8", "rows × tokens: 8x512"),
-        (table.bert, "8x4096", "takes 512 tokens at most"),
+        (small, "8", "rows × tokens: 8x512"),
+        (small, "8x4096", "takes 512 tokens at most"),
         (table.vit, "8x16", "--batch 8x3x224x224"),
         (Looks, "8x16", "looks at the values of tensors"),
         (lambda: BertForMultipleChoice(BertConfig(num_hidden_layers=1)), "2x8", "--batch-from"),

@@ -40,6 +40,9 @@ class AsCuda(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _INSTEAD:
             return _INSTEAD[func](*args, **kwargs)
+        if func in _OPENED:
+            with self:
+                return _OPENED[func](*args, **kwargs)
         if torch.is_autocast_enabled("cpu") and getattr(func, "__name__", "") in _IN_FP32:
             args, kwargs = tree_map_only(torch.Tensor, _widened, (args, kwargs))
         return func(*args, **kwargs)
@@ -87,22 +90,23 @@ def _attention(
     return found
 
 
-def _heads(*args: Any, **kwargs: Any) -> Any:
-    """Run nn.MultiheadAttention's function, which calls others where no mode sees them."""
-    function = F.multi_head_attention_forward
-    known = {
-        **function.__globals__,
-        "dropout": _dropout,
-        "scaled_dot_product_attention": _attention,
-    }
-    copy = types.FunctionType(function.__code__, known, argdefs=function.__defaults__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy(*args, **kwargs)
-
-
 _INSTEAD: dict[Any, Any] = {
     F.dropout: _dropout,
     torch.dropout: lambda input, p, train: _dropout(input, p, train),
     F.scaled_dot_product_attention: _attention,
-    F.multi_head_attention_forward: _heads,
 }
+
+
+def _opened(function: Any) -> Any:
+    """Copy a function of torch's that shows itself to a mode, and not what it calls.
+
+    The copy does not show itself, so that it can run with the mode on.
+    """
+    names = {**function.__globals__, "has_torch_function": lambda _: False}
+    copy = types.FunctionType(function.__code__, names, argdefs=function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+_OPENED = {f: _opened(f) for f in (F.multi_head_attention_forward, torch.autograd.backward)}
+"""nn.MultiheadAttention's function; and backward, in which checkpointing runs forwards."""

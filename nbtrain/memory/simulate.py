@@ -99,9 +99,9 @@ class Simulation:
             )
             if optimizer is not None:
                 ledger.hold(tree_leaves([*optimizer.state.values()]), "optimizer_states")
+            workspaces = torch.empty(WORKSPACES * (self._device == "cuda"), dtype=torch.uint8)
+            ledger.hold([workspaces], "temporary")
             with ledger, torch.set_grad_enabled(optimizer is not None):
-                workspaces = torch.empty(WORKSPACES * (self._device == "cuda"), dtype=torch.uint8)
-                ledger.hold([workspaces], "temporary")
                 self._run(ledger, optimizer, *example(rows))
         return Step(
             parts(ledger.most),
@@ -128,8 +128,6 @@ class Simulation:
             if p.requires_grad
         ]
         with ledger.phase(BACKWARD):
-            # Not loss.backward(): a function mode that sees that call is off while it runs, and
-            # checkpointing runs forwards within it.
             torch.autograd.backward(loss)
         with ledger.phase(STEP):
             optimizer.step()
@@ -161,9 +159,7 @@ class Simulation:
         """Keep the notebook's random state and modes out of it, and it out of them."""
         like_gpu = AsCuda() if self._device == "cuda" else nullcontext()
         rng, grad = torch.random.fork_rng(devices=[]), torch.enable_grad()
-        # oneDNN's fused recurrent layers say nothing of what they keep; their parts do.
-        parts_alone = torch.backends.mkldnn.flags(enabled=False)
-        with rng, torch.inference_mode(False), grad, parts_alone, like_gpu, self._fake:
+        with rng, torch.inference_mode(False), grad, like_gpu, self._fake:
             yield
 
     def _unsharded(self) -> tuple[int, int]:
@@ -201,10 +197,10 @@ def _copied(model: nn.Module, half: torch.dtype | None) -> tuple[dict[int, Any],
 
 
 def left_out(model: nn.Module) -> tuple[str, ...]:
-    """Say what of this model the figures leave out."""
+    """Say what of this model the figures leave out: fused kernels do not tell what they keep."""
     if not any(isinstance(module, nn.RNNBase) for module in model.modules()):
         return ()
-    return ("recurrent layers keep more than is told here, about twice as much",)
+    return ("what recurrent layers (LSTM, GRU) keep for the backward pass is not in these figures",)
 
 
 def words(model: nn.Module) -> str:
