@@ -8,8 +8,9 @@ momentum 4. So AdamW takes 16 in fp32 and 18 in mixed precision, and inference i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 
 _MIB = 1 << 20
 
@@ -58,7 +59,7 @@ class Parts:
 
 
 def _values(parts: Parts) -> list[int]:
-    return [getattr(parts, field.name) for field in fields(parts)]
+    return [getattr(parts, name) for name in Parts.__dataclass_fields__]
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def under_fsdp(step: Step, ranks: int, stored: int = 1) -> Step:
             temporary=peak.temporary * stored // ranks if name == STEP else peak.temporary,
             gathered=extra.get(name, 0),
         )
-    names = [field.name for field in fields(Parts)]
+    names = Parts.__dataclass_fields__
     most = Parts(**{n: max(getattr(peak, n) for peak in peaks.values()) for n in names})
     return replace(step, most=most, peaks=peaks)
 
@@ -138,9 +139,9 @@ class MemoryAnatomy:
     """What training a model needs on each rank, in bytes.
 
     `parts` is each part at its largest, `peak` all of them at the moment at which the sum is, in
-    `phase`; `context` and `reserve` come on top on a GPU. `largest` is the largest batch that
-    fits `room`: 0 for none, None where the batch makes no difference. `textbook` is the same by
-    bytes per parameter, as far as there is a rule; `notes` say what the figures leave out.
+    `phase`; `context` and `reserve` come on top on a GPU. `textbook` is the same by bytes per
+    parameter, as far as there is a rule; `notes` say what the figures leave out; `needs` tells
+    the total for another number of rows.
     """
 
     model: str
@@ -157,8 +158,16 @@ class MemoryAnatomy:
     context: int
     reserve: int
     room: Room
-    largest: int | None = None
+    needs: Callable[[int], int] = field(compare=False)
     notes: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def largest(self) -> int | None:
+        """The largest batch that fits `room`: 0 for none, None where it makes no difference.
+
+        Found by asking about some more batches, which takes a moment; then it is known.
+        """
+        return largest_batch(self.needs, self.room.each, self.batch[0])
 
     @property
     def total(self) -> int:

@@ -66,7 +66,7 @@ def memory_needed(
         context=context,
         reserve=reserve,
         room=room,
-        largest=anatomy.largest_batch(steps.needs, room.each, shape[0]),
+        needs=steps.needs,
         notes=simulate.left_out(model),
     )
 
