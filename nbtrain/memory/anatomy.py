@@ -140,8 +140,8 @@ class MemoryAnatomy:
 
     `parts` is each part at its largest, `peak` all of them at the moment at which the sum is, in
     `phase`; `context` and `reserve` come on top on a GPU. `textbook` is the same by bytes per
-    parameter, as far as there is a rule; `notes` say what the figures leave out; `needs` tells
-    the total for another number of rows.
+    parameter, as far as there is a rule; `notes` say what the figures leave out; `find` looks
+    for the largest batch.
     """
 
     model: str
@@ -158,7 +158,7 @@ class MemoryAnatomy:
     context: int
     reserve: int
     room: Room
-    needs: Callable[[int], int] = field(compare=False)
+    find: Callable[[], int | None] = field(compare=False)
     notes: tuple[str, ...] = ()
 
     @functools.cached_property
@@ -167,7 +167,7 @@ class MemoryAnatomy:
 
         Found by asking about some more batches, which takes a moment; then it is known.
         """
-        return largest_batch(self.needs, self.room.each, self.batch[0])
+        return self.find()
 
     @property
     def total(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from .. import devices, host
 from ..errors import PlanError
 from . import anatomy
 from .anatomy import STRATEGIES, MemoryAnatomy, Room, Step
+from .apart import apart
 
 PRECISIONS = ("no", "fp16", "bf16")
 
@@ -43,31 +45,27 @@ def memory_needed(
     """
     _check(precision, strategy, ranks)
     room, ranks = _room(card, ranks)
-    from . import optimizers, simulate
-
-    model = simulate.taken(model)
-    steps = _Steps(model, room, precision, loss, strategy, ranks)
-    shape = steps.choose(batch, optimizer, rows)
-    step = steps.at(shape[0])
-    context, reserve = anatomy.overhead(step.peak.total, room.device)
     name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__.lower()
+
+    def ask() -> tuple[_Steps, tuple[int, ...]]:
+        steps = _Steps(model, room, precision, loss, strategy, ranks)
+        return steps, steps.choose(batch, optimizer, rows)
+
+    def told() -> dict[str, Any]:
+        steps, shape = ask()
+        return steps.told(name, precision, shape)
+
+    def find() -> int | None:
+        steps, shape = ask()
+        return anatomy.largest_batch(steps.needs, room.each, shape[0])
+
     return MemoryAnatomy(
-        model=type(model).__name__,
-        parameters=sum(p.numel() for p in model.parameters()),
-        batch=shape,
         optimizer=name,
-        precision=simulate.words(model) if precision == "no" else precision,
         ranks=ranks,
         strategy=strategy,
-        parts=step.most,
-        peak=step.peak,
-        phase=step.phase,
-        textbook=optimizers.textbook(name, model, precision, ranks if strategy == "fsdp" else 1),
-        context=context,
-        reserve=reserve,
         room=room,
-        needs=steps.needs,
-        notes=simulate.left_out(model),
+        find=functools.partial(apart, find),
+        **apart(told),
     )
 
 
@@ -77,8 +75,9 @@ class _Steps:
     def __init__(
         self, model: Any, room: Room, precision: str, loss: Any, strategy: str, ranks: int
     ) -> None:
-        from .simulate import Simulation
+        from .simulate import Simulation, taken
 
+        model = taken(model)
         halved = strategy == "fsdp" and precision != "no" and ranks > 1
         self._simulation = Simulation(model, room.device, precision, loss, halved)
         self._stored = 2 if halved and _widest(model) == 4 else 1
@@ -127,6 +126,27 @@ class _Steps:
                 step = anatomy.under_fsdp(step, self._ranks, self._stored)
             self._known[rows] = step
         return self._known[rows]
+
+    def told(self, name: str, precision: str, shape: tuple[int, ...]) -> dict[str, Any]:
+        """Return what there is to tell of the step with a batch of this shape."""
+        from . import optimizers, simulate
+
+        model, step = self._model, self.at(shape[0])
+        shards = self._ranks if self._strategy == "fsdp" else 1
+        context, reserve = anatomy.overhead(step.peak.total, self._device)
+        return {
+            "model": type(model).__name__,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "batch": shape,
+            "precision": simulate.words(model) if precision == "no" else precision,
+            "parts": step.most,
+            "peak": step.peak,
+            "phase": step.phase,
+            "textbook": optimizers.textbook(name, model, precision, shards),
+            "context": context,
+            "reserve": reserve,
+            "notes": simulate.left_out(model),
+        }
 
     def needs(self, rows: int) -> int:
         """Return the bytes that a rank takes of its card with a batch of so many rows."""

@@ -61,6 +61,8 @@ def named(name: str, device: str) -> Make:
 
     def make(parameters: dict[int, Any]) -> torch.optim.Optimizer:
         trained = [p for p in parameters.values() if p.requires_grad]
+        if not trained:
+            raise PlanError("no parameter requires a gradient: ask for inference, --optimizer none")
         return cls(trained, lr=0.1, **options, **_loops(cls, {}, device))
 
     return make
