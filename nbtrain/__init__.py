@@ -12,6 +12,7 @@ from .checkpoints import attempt, checkpoint, checkpoint_dir, last_checkpoint
 from .errors import NbtrainError, RankDied
 from .kept import runs
 from .launch import launch, notebook_launcher
+from .memory import memory_needed
 from .report import log, progress, rank, world_size
 from .run import Run, last_run
 from .stopping import should_stop
@@ -27,6 +28,7 @@ __all__ = [
     "last_run",
     "launch",
     "log",
+    "memory_needed",
     "notebook_launcher",
     "progress",
     "rank",

@@ -73,10 +73,34 @@ def _bytes_of(unit: Unit, call: ast.Call) -> int:
 
 
 def _value(node: ast.expr, unit: Unit) -> Any:
-    """Return what a constant or a notebook variable is; None for any other expression."""
+    """Return what a constant, a notebook variable or a configuration is; else None."""
     if isinstance(node, ast.Constant):
         return node.value
+    if isinstance(node, ast.Call):
+        return _configuration(node, unit)
     return unit.value(node.id, node) if isinstance(node, ast.Name) else None
+
+
+def _configuration(call: ast.Call, unit: Unit) -> Any:
+    """Return transformers' configuration that a call with constants alone makes; else None.
+
+    Nothing but transformers' own code is run for it, and nothing is fetched.
+    """
+    function, options = call.func, {}
+    if isinstance(function, ast.Attribute) and function.attr == "from_pretrained":
+        function, options = function.value, {"local_files_only": True}
+    cls = _value(function, unit)
+    if not isinstance(cls, type) or not cls.__module__.startswith("transformers."):
+        return None
+    if not cls.__name__.endswith("Config"):
+        return None
+    try:
+        given = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+        words = [ast.literal_eval(argument) for argument in call.args]
+        make: Any = getattr(cls, "from_pretrained", cls) if options else cls
+        return make(*words, **given, **options)
+    except Exception:  # no constants, or what transformers will tell the rank itself
+        return None
 
 
 def checkpoint_bytes(name: str) -> int:

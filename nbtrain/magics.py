@@ -12,7 +12,7 @@ from typing import Any
 
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class, no_var_expand
 
-from . import blame, doctor, export, guard, kept
+from . import blame, doctor, export, guard, kept, memory
 from . import cell as reading
 from .errors import CellSyntaxError, PlanError
 from .launch import run_plan
@@ -62,7 +62,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
     distributed.__doc__ = _HELP + reading.parser().format_help()
 
     @line_magic
-    def nbtrain(self, line: str) -> None:
+    def nbtrain(self, line: str) -> memory.MemoryAnatomy | None:
         """Ask nbtrain about this kernel.
 
         %nbtrain guard         has an accelerator been initialised here, and by which cell
@@ -74,6 +74,13 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         %nbtrain show [RUN]    draw one here, running or not: by its name, or how that begins
         %nbtrain stop [RUN]    end one, also one of another kernel
         %nbtrain stacks [RUN]  where each of its ranks is now, line by line
+        %nbtrain memory MODEL --batch 8x512 [options]
+                               what training it takes on each rank, and whether it fits; options:
+            --optimizer NAME            adamw (the default), sgd, …, a variable, none: inference
+            --precision no|fp16|bf16    as under Accelerate
+            --ranks N, --strategy ddp|fsdp, --card 16GB
+            --batch-from NAME           shaped as a batch of yours, in place of --batch
+        MODEL is a variable, or an expression that builds one: it is built without memory.
         """
         match line.split():
             case ["guard"]:
@@ -92,8 +99,13 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                 kept.find(*which).stop("by %nbtrain stop")
             case ["stacks", *which] if len(which) <= 1:
                 print(kept.find(*which).stacks())
+            case ["memory", *_]:
+                words = line.partition("memory")[2]
+                model, options = memory.read(words, self.shell.user_ns)
+                return memory.memory_needed(model, **options)
             case _:
                 raise PlanError(f"%nbtrain: no such question: {line!r} (%nbtrain? shows them)")
+        return None
 
     def _run(self, options_text: str, source: str, offset: int) -> Run:
         before = last_run()

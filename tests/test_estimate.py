@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Notebook
-from transformers import AutoModel, BertConfig, BertModel
+from transformers import AutoConfig, AutoModel, BertConfig, BertModel
 
 from nbtrain import cell, estimate
 from nbtrain.host import in_words
@@ -29,11 +29,17 @@ def built(source: str, **namespace: Any) -> int:
         "m = BertModel(config=config)",
         "m = AutoModel.from_config(config)",
         "m = BertModel(config).to('cuda')",
+        "m = BertModel(BertConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=2))",
+        "m = AutoModel.from_config(AutoConfig.from_pretrained(SAVED))",
     ],
 )
-def test_a_model_of_a_configuration_is_measured_on_no_device(line: str) -> None:
+def test_a_model_of_a_configuration_is_measured_on_no_device(line: str, tmp_path: Path) -> None:
+    SMALL.save_pretrained(tmp_path)
+    line = line.replace("SAVED", repr(str(tmp_path)))
     names = {
         "BertModel": BertModel,
+        "BertConfig": BertConfig,
+        "AutoConfig": AutoConfig,
         "AutoModel": AutoModel,
         "config": SMALL,
     }
@@ -59,6 +65,9 @@ def test_a_checkpoint_is_as_large_as_its_files(tmp_path: Path) -> None:
         "def train():\n    m = BertModel(make())",
         "def train():\n    m = BertModel(*args)",
         "def train():\n    m = BertModel()",
+        "def train():\n    m = BertModel(Own())",
+        "def train():\n    m = BertModel(type(config)(**kw))",
+        "def train():\n    m = AutoModel.from_config(AutoConfig.from_pretrained('no/such-model'))",
         "x = 1",
     ],
 )
@@ -67,7 +76,8 @@ def test_what_cannot_be_told_is_nothing(source: str) -> None:
         def __init__(self) -> None:
             raise AssertionError("code of the user's was run")
 
-    assert built(source, Own=Own, BertModel=BertModel, config=SMALL) == 0
+    names = {"AutoModel": AutoModel, "AutoConfig": AutoConfig, "BertModel": BertModel}
+    assert built(source, Own=Own, config=SMALL, **names) == 0
     assert estimate.bytes_built(Call(len)) == 0
 
 

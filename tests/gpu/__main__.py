@@ -19,6 +19,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
+import memory  # noqa: E402
 from rows import ROWS, Row  # noqa: E402
 
 LAUNCHES = """
@@ -111,6 +112,13 @@ def main() -> None:
         for reserved, used, seconds, dirty in launches["after"]:
             state = ", ".join(dirty) or "clean"
             print(f"  in the rank {reserved} MiB, after it {used} MiB; {seconds:.2f} s; {state}")
+    if importlib.util.find_spec("transformers") is not None:
+        print("\nA training step's memory, AdamW; told before, and what torch allocated:\n")
+        print("| model | precision | batch | told | peak | reserved | told / peak | |")
+        print("|" + "---|" * 8)
+        for which in memory.rows():
+            command = [sys.executable, str(HERE / "memory.py"), *map(str, which)]
+            print(memory.line(*which, answer(command)), flush=True)
 
 
 if __name__ == "__main__":
