@@ -54,7 +54,7 @@ def test_what_is_told_is_what_a_rank_allocates(row: table.Row) -> None:
 
 def test_sharded_ranks_allocate_no_more_than_is_told() -> None:
     row = table.Row("bert", table.bert, 8, (128,), ranks=2, strategy="fsdp")
-    assert 0.85 < table.measured(row) / table.told(row) < 1.05
+    assert 0.8 < table.measured(row) / table.told(row) < 1.05
 
 
 def small() -> nn.Module:
