@@ -43,11 +43,13 @@ def carry_out(
     Returns an exception that is at hand as such, not in the run folder.
     """
     job = replace(job, scratch=_scratch())
-    janitor = Janitor(job.scratch) if job.scratch and not engine.runs_here else None
+    janitor: Janitor | None = None
     try:
         while True:
             ranks = engine.start(job)
             try:
+                if janitor is None and job.scratch and not engine.runs_here:
+                    janitor = Janitor(job.scratch)  # now: the ranks are more urgent
                 supervisor.watch(ranks, interrupts)
             finally:
                 ranks.close()

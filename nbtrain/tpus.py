@@ -75,7 +75,10 @@ def found(root: Path = Path("/"), env: Mapping[str, str] = os.environ) -> Tpu | 
 
 
 def _chips(root: Path) -> Iterator[str]:
-    for vendor in sorted((root / "sys/bus/pci/devices").glob("*/vendor")):
+    listed: list[Path] = []
+    with contextlib.suppress(OSError):  # out of descriptors, which is told where ranks need some
+        listed = sorted((root / "sys/bus/pci/devices").glob("*/vendor"))
+    for vendor in listed:
         with contextlib.suppress(OSError):
             if vendor.read_text().strip() == _GOOGLE:
                 number = (vendor.parent / "device").read_text().strip()

@@ -31,6 +31,7 @@ NOT_LOOPS = (  # wrong on purpose, plain on purpose, for one rank
     "test_telemetry.py",
     "test_loaders.py",
     "telemetry.py",
+    "test_weights.py",
     "gpu",
 )
 ROOT = Path(__file__).parent.parent
