@@ -198,9 +198,10 @@ def hand_over(folder: RunFolder, keeper: int) -> None:
 def set_aside(folder: RunFolder, world_size: int, attempt: int) -> None:
     """Rename the outcomes of an attempt, so that the next one has its own."""
     for rank in range(world_size):
-        for path in (folder.result(rank), folder.failure(rank)):
+        for path in (folder.result(rank), folder.failure(rank), folder.out(rank)):
             with contextlib.suppress(FileNotFoundError):
                 path.rename(path.with_name(f"{path.name}.attempt-{attempt}"))
+    shutil.rmtree(folder.weights, ignore_errors=True)  # large, and of an attempt that failed
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -133,6 +133,8 @@ class Plan:
             raise PlanError(f"restarts must be a number ≥ 0, not {self.max_restarts!r}")
         if self.max_restarts and self.engine == "inline":
             raise PlanError("the inline engine runs in the kernel itself: it cannot restart ranks")
+        if not self.sync and self.engine == "inline":
+            raise PlanError("the inline engine trains the notebook's own models: no --no-sync here")
         if self.goes_on and self.engine == "inline":
             raise PlanError("the inline engine runs in the kernel itself: the cell has to wait")
         for source in self.telemetry:

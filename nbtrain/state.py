@@ -17,10 +17,10 @@ LOG_LINES = 200
 """How many of a rank's last lines the picture keeps; the log file keeps all."""
 
 METRICS = 32
-"""How many metrics of a rank keep their last value in the picture, the first that come.
+"""How many metrics of a rank keep their last value in the picture, the first that come."""
 
-And how many of the things that it left for the notebook are told, the last that come.
-"""
+SAVED = 1000
+"""How many of the things that a rank left for the notebook are kept, the last that come."""
 
 OPEN_BARS = 16
 """How many bars of a rank are kept; a loop that never closes its bars makes ever more."""
@@ -209,7 +209,7 @@ def _fold_run(state: RunState, event: ev.Event) -> RunState:
             return state if known else replace(state, notes=(text, *state.notes))
         case ev.Loaded():
             told = {**state.loaded, plain(event.name, 80): plain(event.trouble, 1000)}
-            return replace(state, loaded=MappingProxyType(dict(list(told.items())[-METRICS:])))
+            return replace(state, loaded=MappingProxyType(dict(list(told.items())[-SAVED:])))
         case ev.Host():
             return replace(state, host=_sound(event))
     return state
@@ -322,7 +322,7 @@ def _ended(draft: _Draft, event: ev.Ended, _curves: CurvesDraft) -> None:
 def _saved(draft: _Draft, event: ev.Saved, _curves: CurvesDraft) -> None:
     new = replace(event, name=plain(event.name, 80), trouble=plain(event.trouble, 1000))
     others = [old for old in draft["saved"] if old.name != new.name]
-    draft["saved"] = (*others[1 - METRICS :], new)
+    draft["saved"] = (*others[1 - SAVED :], new)
 
 
 def _exited(draft: _Draft, event: ev.Exited, _curves: CurvesDraft) -> None:

@@ -166,12 +166,12 @@ def run_and_report(
         sender = Sender(job.plan, folder, rank, writer, job.shared_classes)
         value = _run_watched(job.plan.task, call)
         _finish_device_work()
+        data = serialize.dump_result(value, job.shared_classes)
+        ended = ev.Ended(time.time(), rank, result=preview(value))
+        _save_result(spare, folder.result(rank), data)  # before what takes longer, and may fail
         sender.gather()
         leave_process_group()
         sender.send()
-        data = serialize.dump_result(value, job.shared_classes)
-        ended = ev.Ended(time.time(), rank, result=preview(value))
-        _save_result(spare, folder.result(rank), data)
         writer.write(ended)
         return 0, None
     except SystemExit as leaving:
@@ -233,10 +233,10 @@ def _leave(
     """Treat ``sys.exit()`` as the interpreter would: a message goes to stderr and means 1."""
     code = leaving.code
     if code is None or code == 0:
+        spare.write(job.folder.result(rank), serialize.dumps(None))
         if sender is not None:
             sender.gather()
             sender.send()
-        spare.write(job.folder.result(rank), serialize.dumps(None))
         writer.write(ev.Ended(time.time(), rank, result="None"))
         return 0
     if not isinstance(code, int):

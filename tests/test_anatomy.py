@@ -392,3 +392,11 @@ def test_a_notebook_asks_and_gets_a_table(notebook: Notebook) -> None:
     refused = notebook.run("%nbtrain memory model --batch 8x63")
     assert refused.ename == "PlanError"
     assert "--batch-from" in refused.evalue
+
+
+def test_a_model_that_takes_no_batch_of_one_has_a_largest_all_the_same() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    told = memory_needed(model, "4x8", card="1GB", ranks=1)
+    assert told.largest is not None
+    assert told.largest > 4
+    assert "fit" in repr(told)

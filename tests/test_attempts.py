@@ -230,3 +230,19 @@ def test_an_interrupt_while_an_attempt_fails_lets_no_other_begin() -> None:
     assert run is not None
     assert run.state.status == "interrupted"
     assert run.state.attempt <= 2
+
+
+def test_what_a_failed_attempt_left_for_the_notebook_is_not_the_next_ones() -> None:
+    def train(layer: torch.nn.Module) -> None:
+        if nbtrain.attempt() == 1:
+            with torch.no_grad():
+                layer.weight.fill_(99.0)  # type: ignore[operator]
+            raise RuntimeError("once")
+
+    layer = torch.nn.Linear(2, 2)
+    before = layer.weight.clone()
+    run = nbtrain.launch(train, layer, num_processes=1, max_restarts=1, view="none")
+    assert run.state.attempt == 2
+    assert torch.equal(layer.weight, before)
+    with pytest.raises(nbtrain.NbtrainError, match="no weights"):
+        run.load(layer)

@@ -231,6 +231,24 @@ def test_the_command_writes_the_chosen_cell_and_replaces_only_its_own(
     assert cli.main(["export", str(tmp_path / "bad.ipynb")]) == 1
 
 
+def test_secrets_are_not_written(notebook: Notebook, tmp_path: Path) -> None:
+    secret = "hf_0123456789abcdefghij"
+    notebook.run(f"hub_token = '{secret}'; pad_token = '<pad>'; tokenizer = 'a-name-of-one-more'")
+    script = tmp_path / "train.py"
+    out = notebook.run(
+        f"%%distributed -n 1 --env HF_TOKEN={{hub_token}} --env A=b --save {script}\n"
+        "def train(): return len(hub_token), pad_token, tokenizer"
+    )
+    assert not out.ename, out.traceback
+    text = script.read_text()
+    assert secret not in text
+    assert "# HF_TOKEN: not written here, set it in the environment." in text
+    assert "os.environ.setdefault('A', 'b')" in text
+    assert "hub_token = os.environ['HUB_TOKEN']  # not written here" in text
+    assert "pad_token = '<pad>'" in text
+    assert "tokenizer = 'a-name-of-one-more'" in text
+
+
 SAVED = """
 import torch, collections, functools, pathlib, typing
 import numpy as np

@@ -7,6 +7,7 @@ import os
 import random
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -17,8 +18,8 @@ import torch
 from conftest import Notebook, wait_until
 
 import nbtrain
-from nbtrain import folder
-from nbtrain.errors import NbtrainError, PlanError
+from nbtrain import folder, homecoming
+from nbtrain.errors import NbtrainError, PlanError, RunTimeout
 from nbtrain.view import text
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
@@ -444,3 +445,25 @@ def train(model):
     assert notebook.value("bool((model.weight == 7).any())") is False
     notebook.run("nbtrain.last_run().load(model)")
     assert notebook.value("bool((model.weight == 7).all())") is True
+
+
+def test_a_result_is_there_although_saving_the_weights_took_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(homecoming.weights, "save", lambda *_, **__: time.sleep(60))
+    model = torch.nn.Linear(2, 2)
+
+    def train(model: torch.nn.Module) -> int:
+        torch.nn.init.ones_(model.weight)  # type: ignore[arg-type]
+        return 7
+
+    with pytest.raises(RunTimeout):
+        nbtrain.launch(train, model, num_processes=1, view="none", timeout=1)
+    run = nbtrain.last_run()
+    assert run is not None
+    assert run.value == 7
+
+
+def test_the_inline_engine_trains_the_model_itself() -> None:
+    with pytest.raises(PlanError, match="inline"):
+        nbtrain.launch(int, engine="inline", sync=False, view="none")

@@ -126,7 +126,12 @@ class _Gathered:
             raise PlanError(f"`{name}` is compiled; compile it inside the training function")
         made = self.last.get(name)
         expression = literal(value)
-        if expression is not None:
+        if expression is not None and script.is_secret(name, value):
+            self.literals[name] = _Piece(
+                f"{name} = os.environ[{name.upper()!r}]  # not written here", frozenset({name})
+            )
+            self.imports.append("import os")
+        elif expression is not None:
             self.literals[name] = _Piece(f"{name} = {expression}", frozenset({name}))
             self.imports += [i for start, i in NEEDED_BY.items() if expression.startswith(start)]
         elif hasattr(builtins, name) and _is_ipythons(value):  # display, and its own open, exit

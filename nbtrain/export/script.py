@@ -128,8 +128,27 @@ def _settings(options: Options) -> str:
     asked = dict(options.env)
     if options.mixed_precision:
         asked["ACCELERATE_MIXED_PRECISION"] = options.mixed_precision
-    lines = [f"os.environ.setdefault({k!r}, {v!r})" for k, v in asked.items()]
+    lines = [
+        f"# {k}: not written here, set it in the environment."
+        if is_secret(k)
+        else f"os.environ.setdefault({k!r}, {v!r})"
+        for k, v in asked.items()
+    ]
     return "\n".join(["import os", "", *lines]) if lines else ""
+
+
+_SECRET = re.compile(
+    r"(^|_)((api|access|private|secret|auth)_?key|token|secret|password|credentials?)($|_)",
+    re.IGNORECASE,
+)
+_SHORT = 16
+"""Characters that a secret has at least; ``pad_token = "<pad>"`` is none."""
+
+
+def is_secret(name: str, value: object = "?" * _SHORT) -> bool:
+    """Whether a variable is one whose value does not belong into a file, by its name."""
+    long = isinstance(value, str) and len(value) >= _SHORT and not re.search(r"\s", value)
+    return long and _SECRET.search(name) is not None
 
 
 def _on_cpu(parts: Sequence[str], cell: str) -> list[str]:

@@ -205,10 +205,14 @@ def largest_batch(
     through two batches meets `room` close to the answer, and from below if one of them does not
     fit. `looks` at most are asked about; the answer is one of those that were seen to fit.
     """
-    if needs(1) > room:
-        return 0
     low, high, slope = 1, 0, 0.0
-    probe = max(2, tried)
+    try:
+        needs(low)
+    except Exception:  # a BatchNorm, say, has no variance of one row
+        low = 2
+    if needs(low) > room:
+        return 0
+    probe = max(low + 1, tried)
     for _ in range(looks):
         if needs(probe) > room:
             high = probe
