@@ -12,6 +12,7 @@ from . import events as ev
 from . import history
 from .errors import MissingExtra
 from .folder import RunFolder, is_watched
+from .names import is_secret
 from .plan import Call, Cell
 from .reopen import initial_state
 from .tail import last_bytes
@@ -87,7 +88,7 @@ def _tail(path: Any) -> Iterator[ev.Event]:
 def parameters(task: Call | Cell) -> dict[str, Any]:
     """Return the plain arguments (numbers, short texts) a training function will get, by name."""
     found = _of_call(task) if isinstance(task, Call) else _of_cell(task)
-    return {name: value for name, value in found.items() if _is_plain(value)}
+    return {n: v for n, v in found.items() if _is_plain(v) and not is_secret(n, v)}
 
 
 def _of_call(call: Call) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def words(task: Call | Cell, ranks: int, available: int | None) -> tuple[str, ..
     Empty where none is built, or in a way that two other lines cannot replace.
     """
     built = [(unit, call, _bytes_of(unit, call)) for unit, call in models_built(task)]
-    if not built:
+    if not built or ranks < 2:
         return ()
     unit, call, _ = max(built, key=lambda one: one[2])
     size = sum(one[2] for one in built)
@@ -51,6 +51,10 @@ def _instead(unit: Unit, call: ast.Call) -> tuple[str, ...]:
     name = built.targets[0]
     if not isinstance(name, ast.Name) or function is not unit.entry:
         return ()
+    own = {a.arg for a in ast.walk(function.args) if isinstance(a, ast.arg)}
+    used = {n.id for n in ast.walk(call) if isinstance(n, ast.Name)}
+    if built.value is not call or name.id in own or not used <= unit.namespace.keys() - own:
+        return ()  # a cell above has not all that it takes, or would move the model to a device
     taken = ast.unparse(function.args)
     return (
         f"build it once, in a cell above, and every rank shares it:  {ast.unparse(built)}",
@@ -97,6 +101,8 @@ def _configuration(call: ast.Call, unit: Unit) -> Any:
     try:
         given = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
         words = [ast.literal_eval(argument) for argument in call.args]
+        if options:
+            given["trust_remote_code"] = False  # nor is anybody asked whether that may run
         make: Any = getattr(cls, "from_pretrained", cls) if options else cls
         return make(*words, **given, **options)
     except Exception:  # no constants, or what transformers will tell the rank itself
@@ -129,10 +135,11 @@ def _built_on_meta(cls: Any, way: str, config: Any) -> int:
         return 0
     if not cls.__module__.startswith("transformers."):
         return 0
+    safe = {} if way == "__call__" else {"trust_remote_code": False}
     build = cls if way == "__call__" else getattr(cls, way, None)
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            model = build(config)  # type: ignore[misc]
+            model = build(config, **safe)  # type: ignore[misc]
             tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     except Exception:  # an estimate is never worth a launch
         return 0

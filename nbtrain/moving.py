@@ -32,6 +32,7 @@ def move_in_turn(lock: Path) -> None:
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_large_move(self, args, kwargs):
             return plain(self, *args, **kwargs)
+        xla.finish()  # peers may be waited for in what is pending: not with the lock in hand
         with lock.open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             under_way = 0

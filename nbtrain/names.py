@@ -1,4 +1,4 @@
-"""Which names a piece of source binds, and which it takes from around it. Pure."""
+"""Names: which a piece of source binds, which it takes from around it, which are secret. Pure."""
 
 from __future__ import annotations
 
@@ -110,3 +110,17 @@ def plainly_bound(statement: ast.stmt) -> set[str]:
         case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr()):
             return {name}
     return set()
+
+
+_SECRET = re.compile(
+    r"(^|_)((api|access|private|secret|auth)_?key|token|secret|password|credentials?)($|_)",
+    re.IGNORECASE,
+)
+_SHORT = 16
+"""Characters that a secret has at least; ``pad_token = "<pad>"`` is none."""
+
+
+def is_secret(name: str, value: object = "?" * _SHORT) -> bool:
+    """Whether a variable is one whose value does not belong into a file, by its name."""
+    long = isinstance(value, str) and len(value) >= _SHORT and not re.search(r"\s", value)
+    return long and _SECRET.search(name) is not None

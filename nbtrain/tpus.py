@@ -118,12 +118,19 @@ def is_wanted(env: Mapping[str, str]) -> bool:
 
 def has_torch_xla() -> bool:
     """Whether torch_xla is installed; it is not imported."""
-    return importlib.util.find_spec("torch_xla") is not None
+    return _is_installed("torch_xla")
 
 
 def has_torch_tpu() -> bool:
     """Whether torch_tpu is installed; it is not imported."""
-    return importlib.util.find_spec("torch_tpu") is not None
+    return _is_installed("torch_tpu")
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ValueError:  # somebody's stand-in for the module, which came from nowhere
+        return False
 
 
 def engine(torch_version: str) -> str:
@@ -158,7 +165,7 @@ def ranks(tpu: Tpu | None, asked: int | None, env: Mapping[str, str], engine: st
         return tpu.chips
     can = "-n 1" if tpu.chips == 1 else f"-n 1 or -n {tpu.chips}"
     more = f" (each drives {tpu.devices // tpu.chips} devices)" if tpu.devices > tpu.chips else ""
-    raise PlanError(
-        f"this host has {tpu.words}, and torch_xla starts one process or one a chip, "
-        f"not {asked}: {can}{more}"
-    )
+    does = "torch_xla starts one process or one a chip"
+    if engine == "torch_tpu":
+        does, can, more = "torch_tpu starts one process a chip", f"-n {tpu.chips} or fewer", ""
+    raise PlanError(f"this host has {tpu.words}, and {does}, not {asked}: {can}{more}")

@@ -118,7 +118,8 @@ def _of_rank(cause: Failure, failures: Sequence[Failure], state: RunState) -> Ve
 
 def _advice(kind: str, rank: RankState, state: RunState) -> tuple[str, ...]:
     """Return what to do; a host that is out of memory ends ranks by signals, a TPU's by SIGSEGV."""
-    killed = rank.returncode == -signal.SIGKILL and "not for want of memory" not in death(rank)
+    killed = rank.returncode == -signal.SIGKILL and not rank.error
+    killed = killed and "not for want of memory" not in death(rank)
     killed = killed or kind == "out of memory"
     killed = killed or (kind == "segfault" and state.device in ("xla", "tpu"))
     return (*_ADVICE.get(kind, ()), *(state.if_killed if killed else ()))

@@ -178,7 +178,7 @@ def run_and_report(
         return _leave(job, rank, writer, spare, leaving, sender), None
     except BaseException as error:  # whatever the user's code raised is this rank's outcome
         _report_failure(job, rank, writer, spare, error)
-        if sender is not None:
+        if sender is not None and job.device != "xla":  # it would compile what never ran
             sender.rescue()
         return FAILED, error
     finally:

@@ -115,8 +115,28 @@ def test_what_ranks_build_is_told_with_the_lines_to_write_instead() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["self.m = BertModel(config)", "return BertModel(config)", "a = b = BertModel(config)"]
+    "line",
+    [
+        "self.m = BertModel(config)",
+        "return BertModel(config)",
+        "a = b = BertModel(config)",
+        "m = BertModel(config).cuda()",
+        "m = BertModel(own)",
+        "self = BertModel(config)",
+    ],
 )
 def test_where_two_lines_do_not_do_there_is_only_the_arithmetic(line: str) -> None:
-    task = cell.read_cell(f"def train(self):\n    {line}", "c", {"BertModel": BertModel})
+    names = {"BertModel": BertModel, "config": SMALL}
+    task = cell.read_cell(f"def train(self, own=None):\n    {line}", "c", names)
     assert len(estimate.words(task, 2, None)) == 1
+
+
+def test_no_code_of_a_repository_is_run_and_nobody_asked(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "strange", "auto_map": {"AutoConfig": "configuration_strange.Strange"}}'
+    )
+    (tmp_path / "configuration_strange.py").write_text("raise SystemExit('this ran')")
+    for trust in ("", ", trust_remote_code=True"):
+        source = f"AutoModel.from_config(AutoConfig.from_pretrained({str(tmp_path)!r}{trust}))"
+        names = {"AutoModel": AutoModel, "AutoConfig": AutoConfig}
+        assert built(f"def train():\n    m = {source}", **names) == 0

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from multiprocessing import shared_memory
 from pathlib import Path
 
@@ -16,9 +19,12 @@ from conftest import wait_until
 from torch.utils.data import DataLoader
 
 import nbtrain
+from nbtrain import supervise
 from nbtrain.engines import janitor
 from nbtrain.engines.janitor import Janitor, signal_sessions, write_ledger
 from nbtrain.errors import RankDied
+from nbtrain.state import RunState
+from nbtrain.supervise import Supervisor
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
@@ -129,9 +135,12 @@ def test_a_launcher_that_is_killed_is_cleaned_up_after(tmp_path: Path) -> None:
         reaped.wait()
 
 
-def test_without_proc_the_process_group_is_still_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("why", [FileNotFoundError, OSError(24, "Too many open files")])
+def test_without_proc_the_process_group_is_still_found(
+    monkeypatch: pytest.MonkeyPatch, why: OSError
+) -> None:
     def no_proc(_path: str) -> list[str]:
-        raise FileNotFoundError
+        raise why
 
     leader = subprocess.Popen(["sh", "-c", "sleep 600 & wait"], start_new_session=True)
     try:
@@ -144,6 +153,42 @@ def test_without_proc_the_process_group_is_still_found(monkeypatch: pytest.Monke
         assert leader.wait() == -signal.SIGTERM
     finally:
         leader.kill()
+
+
+@linux
+def test_a_kernel_that_runs_out_of_descriptors_during_a_run_still_has_its_result() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held: list[int] = []
+
+    def eat(state: RunState) -> None:
+        if not held and all(rank.status == "running" for rank in state.ranks):
+            with contextlib.suppress(OSError):
+                while True:
+                    held.append(os.open("/dev/null", os.O_RDONLY))
+
+    def train() -> int:
+        time.sleep(0.5)
+        return 1
+
+    watch = supervise.Supervisor.watch
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 60, before[1]))
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+
+            def watching(self: Supervisor, *args: object) -> None:
+                shown = self.show
+                self.show = lambda state, now: (eat(state), shown(state, now))[1]
+                watch(self, *args)  # type: ignore[arg-type]
+
+            patch.setattr(supervise.Supervisor, "watch", watching)
+            run = nbtrain.launch(train, num_processes=2, view="none")
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert held
+    assert run.results == [1, 1]
+    assert not psutil.Process().children()
 
 
 def test_sockets_have_room_in_a_long_folder_of_temporary_files(

@@ -33,7 +33,6 @@ def a_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host with two chips, as far as its list of devices goes."""
     found = tpus.Tpu("v5e", 2)
     monkeypatch.setattr(tpus, "found", lambda *_, **__: found)
-    monkeypatch.setattr(nbtrain.launch.__globals__["tpus"], "found", lambda *_, **__: found)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import types
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -168,3 +169,8 @@ def test_who_holds_a_chip_is_found_by_its_open_files(tmp_path: Path) -> None:
         for process in started:
             process.communicate()
     assert tpus.holders(tmp_path) == []
+
+
+def test_a_stand_in_for_the_module_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_tpu", types.ModuleType("torch_tpu"))
+    assert not tpus.has_torch_tpu()

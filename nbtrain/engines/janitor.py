@@ -40,7 +40,13 @@ def signal_sessions(leaders: Collection[int], number: int) -> None:
         _signal(leader, number)
     seen = set(leaders)
     for _ in range(_ROUNDS):
-        found = _members(leaders) - seen
+        try:
+            found = _members(leaders) - seen
+        except OSError:  # no /proc, or no descriptor to read it: then those that left no group
+            for leader in leaders:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(leader, number)
+            break
         if not found:
             break
         seen |= found
@@ -50,24 +56,13 @@ def signal_sessions(leaders: Collection[int], number: int) -> None:
 
 
 def _members(leaders: Collection[int]) -> set[int]:
-    """Return the processes in the sessions of `leaders`."""
-    try:
-        pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-    except OSError:
-        return _by_group(leaders)
+    """Return the processes in the sessions of `leaders`. Raises `OSError` without /proc."""
     found: set[int] = set()
-    for pid in pids:
+    for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):  # gone meanwhile, or hidden
-            if os.getsid(pid) in leaders:
-                found.add(pid)
+            if name.isdecimal() and os.getsid(int(name)) in leaders:
+                found.add(int(name))
     return found
-
-
-def _by_group(leaders: Collection[int]) -> set[int]:
-    """Return the same where there is no /proc, of those that stayed in a leader's group."""
-    told = subprocess.run(["ps", "-axo", "pid=,pgid="], capture_output=True, text=True, check=False)
-    rows = [line.split() for line in told.stdout.splitlines()]
-    return {int(pid) for pid, group in rows if int(group) in leaders}
 
 
 def _is_tracker(pid: int) -> bool:
@@ -100,7 +95,7 @@ class Janitor:
         self._process: subprocess.Popen[bytes] | None = None
         with contextlib.suppress(OSError):
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", __file__, str(os.getpid()), scratch],
+                [sys.executable or "python3", "-I", "-S", __file__, str(os.getpid()), scratch],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -28,7 +28,9 @@ ADDRESSES, TOPOLOGY = "TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY"
 
 _MARK = "nbtrain: launch environment "
 _ASK = f"""
-import json, os, sys
+import sys
+sys.path[:] = [p for p in sys.path if p]  # no json.py of the notebook's folder
+import json, os
 import torch, torch_tpu
 from torch.tpu import distributed
 distributed.set_tpu_launch_env(nproc_per_node=int(sys.argv[1]))
@@ -40,6 +42,8 @@ print("\\n{_MARK}" + json.dumps(told))
 class TorchTpuEngine(SpawnEngine):
     """Starts one interpreter a chip, each with torch_tpu's own launch environment."""
 
+    _told: dict[str, str] | None = None
+
     def prepare(self, plan: Plan) -> None:
         """Pack what the ranks will need. Raises `MissingExtra` without torch_tpu, `PlanError`."""
         if not has_torch_tpu():
@@ -48,10 +52,13 @@ class TorchTpuEngine(SpawnEngine):
                 "pip install torch_tpu"
             )
         super().prepare(plan)
+        # Here an interrupt is heard; attempts after the first need addresses of their own.
+        self._told = launch_environment(plan.num_processes or 1, plan.env)
 
     def start(self, job: Job) -> Ranks:
         """Start every rank. Raises `LaunchError`, leaving none behind."""
-        told = launch_environment(job.world_size, job.plan.env)
+        told, self._told = self._told, None
+        told = told or launch_environment(job.world_size, job.plan.env)
         return super().start(replace(job, plan=replace(job.plan, env={**told, **job.plan.env})))
 
 

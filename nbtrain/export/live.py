@@ -22,6 +22,7 @@ from typing import Any
 from .. import serialize
 from ..cell import Options
 from ..errors import PlanError
+from ..names import is_secret
 from ..plan import Cell
 from ..ship import check_graphs, submodules
 from . import script
@@ -126,7 +127,7 @@ class _Gathered:
             raise PlanError(f"`{name}` is compiled; compile it inside the training function")
         made = self.last.get(name)
         expression = literal(value)
-        if expression is not None and script.is_secret(name, value):
+        if expression is not None and is_secret(name, value):
             self.literals[name] = _Piece(
                 f"{name} = os.environ[{name.upper()!r}]  # not written here", frozenset({name})
             )

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..cell import Options
 from ..errors import PlanError
 from ..lint.facts import is_function
-from ..names import bound_names
+from ..names import bound_names, is_secret
 from ..plan import Parameter
 from .statements import Statement, as_typed, first_line, read
 
@@ -135,20 +135,6 @@ def _settings(options: Options) -> str:
         for k, v in asked.items()
     ]
     return "\n".join(["import os", "", *lines]) if lines else ""
-
-
-_SECRET = re.compile(
-    r"(^|_)((api|access|private|secret|auth)_?key|token|secret|password|credentials?)($|_)",
-    re.IGNORECASE,
-)
-_SHORT = 16
-"""Characters that a secret has at least; ``pad_token = "<pad>"`` is none."""
-
-
-def is_secret(name: str, value: object = "?" * _SHORT) -> bool:
-    """Whether a variable is one whose value does not belong into a file, by its name."""
-    long = isinstance(value, str) and len(value) >= _SHORT and not re.search(r"\s", value)
-    return long and _SECRET.search(name) is not None
 
 
 def _on_cpu(parts: Sequence[str], cell: str) -> list[str]:

@@ -120,7 +120,7 @@ def unused_tpu(facts: Facts) -> Iterator[Finding]:
     """A TPU is there, and the ranks will train on the CPU beside it."""
     if facts.tpu is None or not facts.on_cpu or facts.inline or "ACCELERATE_USE_CPU" in facts.env:
         return
-    if not facts.has_torch_xla:
+    if not facts.has_torch_xla and not tpus.has_torch_tpu():
         why, remedy = "torch_xla is not installed", f"{INSTALL}, then restart the kernel."
     elif not tpus.is_wanted(facts.env):
         why = f"PJRT_DEVICE={facts.env['PJRT_DEVICE']} says so, and torch_xla sets it by itself "

@@ -63,13 +63,12 @@ class Compiling:
     def look(self) -> None:
         """Tell what changed since the last look."""
         found = xla.compilations()
-        if found is None:
-            return
-        begun, done, seconds = found
+        begun, done, seconds = found if found is not None else (0, 0, 0.0)
         with self._looking:
             if (begun > done) != self._is_told:
                 self._is_told = begun > done
                 self._phase("compiling" if self._is_told else "")
+            self._done = min(self._done, done)  # the user may have cleared the counts
             if done > self._done:
                 self._done = done
                 now = time.time()
