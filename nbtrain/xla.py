@@ -120,6 +120,12 @@ def join(rank: int, world_size: int) -> list[Any]:
     return list(devices)
 
 
+def start_autograd() -> None:
+    """Have torch make its queues for backward, one a device; two threads at once make too few."""
+    torch: Any = sys.modules["torch"]
+    torch.ones(1, requires_grad=True).sum().backward()
+
+
 def drive(device: Any) -> None:
     """Make `device` the default one of the calling thread."""
     library = loaded()

@@ -80,6 +80,7 @@ def _on_each(devices: list[Any], task: Task) -> list[Any]:
         except BaseException as error:  # raised again in the main thread
             done.put((index, None, error))
 
+    xla.start_autograd()
     others = [with_own_models(task) for _ in devices[1:]]
     tasks = [task, *others]  # the first trains the models that go home
     for index, own in enumerate(tasks):
