@@ -10,6 +10,7 @@ import torch
 
 from nbtrain import weights
 from nbtrain.errors import NbtrainError
+from nbtrain.fingerprints import fingerprints, is_lazy
 
 
 class Net(torch.nn.Module):
@@ -107,10 +108,10 @@ def test_what_does_not_fit_is_named_and_nothing_is_changed(
 ) -> None:
     save(Net(), path)
     mine = build()
-    before = [t.clone() for t in weights.named_tensors(mine).values() if not weights.is_lazy(t)]
+    before = [t.clone() for t in weights.named_tensors(mine).values() if not is_lazy(t)]
     with pytest.raises(NbtrainError, match=told):
         weights.load(path, mine)
-    now = [t for t in weights.named_tensors(mine).values() if not weights.is_lazy(t)]
+    now = [t for t in weights.named_tensors(mine).values() if not is_lazy(t)]
     assert all(a.is_meta or torch.equal(a, b) for a, b in zip(before, now, strict=True))
 
 
@@ -217,10 +218,10 @@ def _counted(net: Net) -> None:
 @pytest.mark.parametrize("change", [_fused, _data, _swapped, _counted])
 def test_a_fingerprint_tells_every_change(change: Any) -> None:
     net = Net()
-    before = list(weights.fingerprint(weights.named_tensors(net)))
-    assert before == list(weights.fingerprint(weights.named_tensors(net)))
+    before = fingerprints(weights.named_tensors(net))
+    assert before == fingerprints(weights.named_tensors(net))
     change(net)
-    assert before != list(weights.fingerprint(weights.named_tensors(net)))
+    assert before != fingerprints(weights.named_tensors(net))
 
 
 def test_names_are_those_without_wrappers(path: Path) -> None:
