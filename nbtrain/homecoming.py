@@ -169,6 +169,8 @@ class Sender:
                     ready = weights.changes(value, found, self._before[name])
                 if ready is not None:
                     self._write(name, ready)
+                else:  # an attempt that failed may have left some
+                    self._folder.weights_of(name).unlink(missing_ok=True)
         self._send_values()
 
     def rescue(self) -> None:
