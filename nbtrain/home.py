@@ -7,7 +7,7 @@ import pickle
 import time
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from . import events as ev
@@ -56,25 +56,23 @@ class Home:
         for event in told:
             if event.trouble:  # on the board too, where there is one
                 words = not_home(event.name, event.trouble)
-                warnings.warn_explicit(words, UserWarning, "nbtrain", 1)
+                with contextlib.suppress(Warning):  # where warnings are errors
+                    warnings.warn_explicit(words, UserWarning, "nbtrain", 1)
         return fold(state, told)
 
     def _taken(self, folder: RunFolder, saved: Sequence[ev.Saved]) -> list[ev.Loaded]:
         troubles: dict[str, str] = {}
         for sent in saved:
             troubles[sent.name] = troubles.get(sent.name) or sent.trouble
-        objects = self.objects()
-        for sent in saved:
-            if sent.what != "value" and not troubles[sent.name]:
-                troubles[sent.name] = _load(folder, sent.name, objects.get(sent.name))
+        names = [sent.name for sent in saved if sent.what != "value" and not troubles[sent.name]]
+        troubles.update(_take_weights(folder, names, self.objects(), troubles))
         try:
-            found = values(folder, self)
-        except Exception as error:  # whatever a value raises while it is unpickled
-            for sent in saved:
-                if sent.what == "value" and not troubles[sent.name]:
-                    troubles[sent.name] = f"{type(error).__name__}: {error}"
-        else:
-            self._namespace.update({n: v for n, v in found.items() if not troubles.get(n)})
+            found, lost = _unpickled(folder, self)
+        except Exception as error:  # a file that is gone or damaged
+            found, lost = {}, {sent.name: error for sent in saved if sent.what == "value"}
+        for name, why in lost.items():
+            troubles[name] = troubles.get(name) or f"{type(why).__name__}: {why}"
+        self._namespace.update({n: v for n, v in found.items() if not troubles.get(n)})
         now = time.time()
         return [ev.Loaded(now, -1, name, trouble) for name, trouble in troubles.items()]
 
@@ -84,21 +82,79 @@ def not_home(name: str, trouble: str) -> str:
     return f"{name}: not updated, as it was before the run: {trouble}"
 
 
-def _load(folder: RunFolder, name: str, target: Any) -> str:
-    """Load weights in place; return what was in the way."""
+def _take_weights(
+    folder: RunFolder, names: Collection[str], objects: Mapping[str, Any], lost: Mapping[str, str]
+) -> dict[str, str]:
+    """Load weights in place; return what was in the way, by name.
+
+    What shares tensors with a model that cannot be loaded, or was `lost` in the rank, is not
+    loaded either: else a part of that one would be changed.
+    """
+    ready, troubles = {}, {name: why for name, why in lost.items() if why}
+    for name in names:
+        try:
+            ready[name] = _loading(folder, name, objects.get(name), is_handed_over=True)
+        except NbtrainError as error:
+            troubles[name] = str(error)
+    tensors = {name: _ids(value) for name, value in objects.items()}
+    out = [name for name in troubles if name in tensors]
+    while out:
+        first = out.pop()
+        for name in ready.keys() - troubles.keys():
+            if tensors[name] & tensors[first]:
+                troubles[name] = f"it shares tensors with `{first}`, which cannot be loaded"
+                out.append(name)
+    for name in ready.keys() - troubles.keys():
+        try:
+            with _as_ours():
+                ready[name]()
+        except NbtrainError as error:
+            troubles[name] = str(error)
+    return troubles
+
+
+def _ids(value: Any) -> set[int]:
+    is_model = hasattr(value, "named_parameters")
+    return set(map(id, weights.named_tensors(value).values())) if is_model else set()
+
+
+def _loading(
+    folder: RunFolder, name: str, target: Any, *, is_handed_over: bool = False
+) -> Callable[[], None]:
+    """Return what loads weights in place. Raises `NbtrainError` for whatever is in the way."""
     if target is None:
-        return f"what was handed over is gone; run.load(model, {name!r}) loads it into another"
+        raise NbtrainError(
+            f"what was handed over is gone; run.load(model, {name!r}) loads it into another"
+        )
+    with _as_ours():
+        return weights.loading(folder.weights_of(name), target, is_handed_over=is_handed_over)
+
+
+@contextlib.contextmanager
+def _as_ours() -> Iterator[None]:
     try:
-        weights.load(folder.weights_of(name), target)
-    except NbtrainError as error:
-        return str(error)
+        yield
+    except NbtrainError:
+        raise
     except Exception as error:  # a file that is gone or damaged, a target of an unknown kind
-        return f"{type(error).__name__}: {error}"
-    return ""
+        raise NbtrainError(f"{type(error).__name__}: {error}") from error
 
 
 def values(folder: RunFolder, home: Home | None) -> dict[str, Any]:
-    """Return the variables that came back, by name. Raises what unpickling them does.
+    """Return the variables that came back, by name; those that cannot be unpickled by a warning.
+
+    Raises what unpickling raised if there is no other.
+    """
+    found, lost = _unpickled(folder, home)
+    if lost and not found:
+        raise next(iter(lost.values()))
+    for name, why in lost.items():
+        warnings.warn(f"{name} is not among them: {type(why).__name__}: {why}", stacklevel=3)
+    return found
+
+
+def _unpickled(folder: RunFolder, home: Home | None) -> tuple[dict[str, Any], dict[str, Exception]]:
+    """Return the variables that came back, by name, and why others did not.
 
     What refers to a model of the notebook does so again, and else is an `NbtrainError`.
     """
@@ -113,12 +169,17 @@ def values(folder: RunFolder, home: Home | None) -> dict[str, Any]:
     ranks = range(folder.read_manifest()["num_processes"])
     paths = [folder.out(rank) for rank in ranks]
     sent = [pickle.loads(path.read_bytes()) if path.exists() else {} for path in paths]
-    found: dict[str, Any] = {}
+    found, lost = dict[str, Any](), dict[str, Exception]()
     for asked in dict.fromkeys(name for by_name in sent for name in by_name):
         each = (s.get(asked) for s in (sent if asked.endswith(OF_ALL) else sent[:1]))
-        every = [None if data is None else serialize.loads(data, find) for data in each]
-        found[asked.removesuffix(OF_ALL)] = every if asked.endswith(OF_ALL) else every[0]
-    return found
+        name = asked.removesuffix(OF_ALL)
+        try:
+            every = [None if data is None else serialize.loads(data, find) for data in each]
+        except Exception as error:  # whatever a value raises: the others are none the worse
+            lost[name] = error
+        else:
+            found[name] = every if asked.endswith(OF_ALL) else every[0]
+    return found, lost
 
 
 def load(folder: RunFolder, home: Home | None, target: Any, name: str | None) -> None:
@@ -144,10 +205,15 @@ def load(folder: RunFolder, home: Home | None, target: Any, name: str | None) ->
         )
     if target is None and not any(n in known for n in wanted):
         raise NbtrainError("what was handed over is not in this kernel: run.load(model)")
-    for found in wanted:
-        trouble = _load(folder, found, target if target is not None else known[found])
-        if trouble:
-            raise NbtrainError(f"`{found}` was not loaded, and nothing changed: {trouble}")
+    ready = []
+    for found in wanted:  # all of them are checked before any is loaded
+        try:
+            ready.append(_loading(folder, found, known[found] if target is None else target))
+        except NbtrainError as error:
+            raise NbtrainError(f"`{found}` was not loaded, and nothing changed: {error}") from error
+    for step in ready:
+        with _as_ours():
+            step()
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -10,17 +10,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import operator
 import pickle
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 from . import events as ev
 from . import serialize, weights
 from .errors import NbtrainError
+from .fingerprints import fingerprints
 from .folder import RunFolder, write_atomically
 from .imports import when_imported
 from .plan import OF_ALL, Call, Cell, Plan
@@ -122,9 +122,10 @@ class Sender:
 
     def _mark(self, value: Any) -> Any:
         if self._rank or not _is_model(value):
-            return None
-        with contextlib.suppress(Exception):  # a tensor of a kind that has no bytes: it is sent
-            return list(weights.fingerprint(weights.named_tensors(value)))
+            return {}
+        with contextlib.suppress(Exception):  # a model of a kind that cannot be asked: it is sent
+            return fingerprints(weights.named_tensors(value))
+        return {}
 
     def _watch_flattening(self, module: ModuleType) -> None:
         """Keep each FSDP (version 1) of a model of ours: without it nobody can put it together."""
@@ -147,21 +148,29 @@ class Sender:
         """
         for name, value in self._objects.items():
             with self._telling(name):
+                _reshard(value)
                 if _is_model(value) and not self._is_sharded(value):
                     continue
                 self._ready[name] = None  # whatever comes of it, `send` has nothing to add
                 if not _is_model(value):
-                    self._ready[name] = weights.of_optimizer(value)
+                    found = weights.of_optimizer(value, keep=self._rank == 0)
+                    self._ready[name] = None if self._rank else found
                 elif gathered := self._gathered(value):
-                    self._ready[name] = weights.of_module(value, gathered)
+                    self._ready[name] = weights.changes(value, gathered, self._before[name])
 
     def send(self) -> None:
         """Leave in the run folder what is to come home. Ranks need not wait for one another."""
         for name, value in self._objects.items() if self._rank == 0 else ():
             with self._telling(name):
-                ready = self._ready.pop(name) if name in self._ready else self._packed(name, value)
+                if name in self._ready:
+                    ready = self._ready.pop(name)
+                else:  # it is whole in this rank
+                    found = weights.named_tensors(value)
+                    ready = weights.changes(value, found, self._before[name])
                 if ready is not None:
                     self._write(name, ready)
+                else:  # an attempt that failed may have left some
+                    self._folder.weights_of(name).unlink(missing_ok=True)
         self._send_values()
 
     def rescue(self) -> None:
@@ -171,9 +180,13 @@ class Sender:
         """
         for name, value in self._objects.items() if self._rank == 0 else ():
             with contextlib.suppress(Exception):  # the failure is told already, and is the cause
-                if _is_model(value) and not self._is_sharded(value):
-                    size = sum(t.nbytes for t in weights.named_tensors(value).values())
-                    ready = self._packed(name, value) if size <= QUICK else None
+                _reshard(value)
+                if not _is_model(value) or self._is_sharded(value):
+                    continue
+                found = weights.named_tensors(value)
+                if sum(t.nbytes for t in found.values()) <= QUICK:
+                    # All of them: it may be another model that they are loaded into.
+                    ready = weights.changes(value, found, self._before[name], entire=True)
                     if ready is not None:
                         self._write(name, ready)
 
@@ -201,13 +214,6 @@ class Sender:
             partial.unlink(missing_ok=True)
         what, count = ready.about["kind"], ready.about.get("parameters", 0)
         self._tell(name, what=what, parameters=count, size=path.stat().st_size)
-
-    def _packed(self, name: str, model: Any) -> weights.Parcel | None:
-        """Return what is sent of a model that is whole in this rank; nothing if it is as it was."""
-        found = weights.named_tensors(model)
-        copies = {id(t): t.detach().cpu() for t in found.values()}  # of tied weights, one
-        here = {n: copies[id(tensor)] for n, tensor in found.items()}
-        return None if _is_as(self._before[name], here) else weights.of_module(model, here)
 
     def _is_sharded(self, module: Any) -> bool:
         flat = self._flat_root(module) is not None
@@ -293,11 +299,12 @@ def _is_model(value: Any) -> bool:
     return hasattr(value, "named_parameters")
 
 
-def _is_as(before: Sequence[Any] | None, tensors: Mapping[str, Any]) -> bool:
-    """Whether no tensor changed; the first that did decides."""
-    if before is None or len(before) != len(tensors):
-        return False
-    return all(map(operator.eq, before, weights.fingerprint(tensors)))
+def _reshard(value: Any) -> None:
+    """Give FSDP (version 2) its shards back, which an evaluation leaves put together, and cast."""
+    cls: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    for part in value.modules() if cls and _is_model(value) else ():
+        if isinstance(part, cls):
+            part.reshard()
 
 
 def _gathered_flat(root: Any, module: Any) -> dict[str, Any]:

@@ -1,18 +1,21 @@
 """A model's tensors, or an optimizer's state, in a safetensors file; and back, in place.
 
 A file has each tensor once, under its first name; what else is to know is in the header, as JSON:
-names of the same tensor (tied weights), buffers that no state_dict has, numbers of an optimizer.
+names of the same tensor (tied weights), buffers that no state_dict has, numbers of an optimizer,
+and fingerprints of tensors that were left out, as they did not change.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from .errors import NbtrainError
+from .fingerprints import bits, fingerprint, has_no_bytes, on_cpu, parted
 
 if TYPE_CHECKING:
     import torch
@@ -56,14 +59,9 @@ def plain_name(name: str) -> str:
 def _is_expanded(tensor: torch.Tensor) -> bool:
     import torch
 
-    if is_lazy(tensor) or tensor.layout is not torch.strided:
+    if has_no_bytes(tensor) or tensor.layout is not torch.strided:
         return False
     return any(n > 1 and not s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def is_lazy(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no shape yet: that of a ``LazyLinear``, before its first batch."""
-    return "Uninitialized" in type(tensor).__name__
 
 
 def transient_names(module: torch.nn.Module) -> set[str]:
@@ -75,8 +73,52 @@ def transient_names(module: torch.nn.Module) -> set[str]:
     }
 
 
-def of_module(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Parcel:
-    """Return what a file has of a module, whose `tensors` are on the CPU."""
+def changes(
+    module: torch.nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    before: Mapping[str, Any],
+    *,
+    entire: bool = False,
+) -> Parcel | None:
+    """Return what a file has of a module whose fingerprints were `before`; None if they still are.
+
+    Only the tensors that changed, if they are less than half of the bytes and `entire` is False:
+    else the file may as well serve any model. Raises `NbtrainError` for what no file can have.
+    """
+    changed, same = parted(tensors, before)
+    if not changed and same.keys() == before.keys():
+        return None
+    for name, tensor in changed.items():
+        if not _fits_a_file(tensor):
+            layout = str(tensor.layout).removeprefix("torch.")
+            what = "has no memory" if has_no_bytes(tensor) else f"is {layout}"
+            raise NbtrainError(f"`{name}` changed and {what} in the rank: no file can have that")
+    rest = {name: tensor for name, tensor in tensors.items() if _fits_a_file(tensor)}
+    size, part = (
+        sum({id(t): t.nbytes for t in found.values()}.values()) for found in (rest, changed)
+    )
+    if entire or 2 * part > size:
+        copies = {id(t): on_cpu(t) for name, t in rest.items() if name not in changed}
+        changed = {n: changed[n] if n in changed else copies[id(t)] for n, t in rest.items()}
+        same = {name: mark for name, mark in same.items() if name not in rest}
+    return of_module(module, changed, same)
+
+
+def _fits_a_file(tensor: torch.Tensor) -> bool:
+    import torch
+
+    return not has_no_bytes(tensor) and tensor.layout is torch.strided
+
+
+def of_module(
+    module: torch.nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    unchanged: Mapping[str, str] | None = None,
+) -> Parcel:
+    """Return what a file has of a module, whose `tensors` are on the CPU.
+
+    `unchanged` are the fingerprints of those that it is without.
+    """
     kept, first, tied = {}, dict[Any, str](), {}
     for name, tensor in tensors.items():
         place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
@@ -85,15 +127,19 @@ def of_module(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> P
         else:
             first[place] = name
             kept[name] = tensor
-    transient = sorted(transient_names(module) & tensors.keys())
+    left_out = unchanged or {}
+    transient = sorted(transient_names(module) & {*tensors, *left_out})
     buffers = {plain_name(name) for name, _ in module.named_buffers()}
     count = sum(tensor.numel() for name, tensor in kept.items() if name not in buffers)
-    about = {"parameters": count, "tied": tied, "transient": transient}
+    about = {"parameters": count, "tied": tied, "transient": transient, "unchanged": left_out}
     return Parcel(kept, {"kind": "model", **about})
 
 
-def of_optimizer(optimizer: torch.optim.Optimizer) -> Parcel:
-    """Return what a file has of an optimizer. Raises `TypeError` for what it cannot have."""
+def of_optimizer(optimizer: torch.optim.Optimizer, *, keep: bool = True) -> Parcel:
+    """Return what a file has of an optimizer. Raises `TypeError` for what it cannot have.
+
+    Without its tensors if not `keep`: then this rank only does its part for those in shards.
+    """
     import torch
 
     told = optimizer.state_dict()
@@ -101,7 +147,9 @@ def of_optimizer(optimizer: torch.optim.Optimizer) -> Parcel:
 
     def plain(value: Any, where: str) -> Any:
         if isinstance(value, torch.Tensor):
-            tensors[where] = whole(value).detach().cpu()
+            entire = whole(value)
+            if keep:
+                tensors[where] = entire.detach().cpu()
             return {_KEY: where}
         try:
             json.dumps(value)
@@ -163,6 +211,16 @@ def load(path: Path, target: Any) -> None:
 
     Raises `NbtrainError` naming what does not fit.
     """
+    loading(path, target)()
+
+
+def loading(path: Path, target: Any, *, is_handed_over: bool = False) -> Callable[[], None]:
+    """Return what loads a file into a module or an optimizer, in place, once all of it fits.
+
+    What is not in the file, as it did not change in the run, has to be in the target as it was
+    there, but for the model that the run itself began with (`is_handed_over`): whatever the
+    notebook has done to it since stays. Raises `NbtrainError` naming what does not fit.
+    """
     import torch
 
     about = read_about(path)
@@ -171,70 +229,122 @@ def load(path: Path, target: Any) -> None:
         article = {"model": "a model", "optimizer": "an optimizer"}
         raise NbtrainError(f"{path.name} is of {article[about['kind']]}, not of {article[kind]}")
     if kind == "optimizer":
-        _load_optimizer(path, about, target)
-    else:
-        _load_module(path, about, target)
+        return _loading_optimizer(path, about, target)
+    return _loading_module(path, about, target, is_handed_over)
 
 
-def _load_module(path: Path, about: Mapping[str, Any], module: torch.nn.Module) -> None:
-    import torch
-
-    mine, tied = named_tensors(module), about["tied"]
+def _loading_module(
+    path: Path, about: Mapping[str, Any], module: torch.nn.Module, is_handed_over: bool
+) -> Callable[[], None]:
+    mine, tied, unchanged = named_tensors(module), about["tied"], about["unchanged"]
     optional = {*about["transient"], *transient_names(module)}
-    shapes = _shapes(path)
-    theirs = {**shapes, **{name: shapes[source] for name, source in tied.items()}}
-    trouble = list(_differences(mine, theirs, optional))
+    kinds = _kinds(path)
+    theirs = {**kinds, **{name: kinds[source] for name, source in tied.items()}}
+    there = {name: tensor for name, tensor in mine.items() if name not in unchanged}
+    trouble = [
+        *_differences(there, theirs, optional),
+        *(f"`{n}` of the rank is missing here" for n in unchanged if n not in {*mine, *optional}),
+        *(() if is_handed_over else _changed_since(mine, unchanged, optional)),
+    ]
     if trouble:
         more = f"; {len(trouble) - 1} more differ" if len(trouble) > 1 else ""
         raise NbtrainError(trouble[0] + more)
     wanted: dict[str, list[torch.Tensor]] = {}
-    for name, tensor in mine.items():
-        if name in theirs and tuple(tensor.shape) == theirs[name]:
+    for name, tensor in there.items():
+        if name in theirs and _kind(tensor) == theirs[name]:
             targets = wanted.setdefault(tied.get(name, name), [])
             if not any(t is tensor for t in targets):
                 targets.append(tensor)
-    _check_still_tied(path, wanted)
+    _check_still_tied(path, wanted, {id(mine[n]): n for n in unchanged if n in mine})
+    return functools.partial(_write, path, wanted)
+
+
+def _write(path: Path, wanted: Mapping[str, list[torch.Tensor]]) -> None:
+    """Write into the tensors what differs there.
+
+    Nothing else: a buffer may be in memory that is read-only. And a model that a rank has only
+    cast, to evaluate it in half precision, is no less precise here.
+    """
+    import torch
+
     with torch.no_grad():
         for name, tensor in _mapped(path, wanted):
             for target in wanted[name]:
-                target.copy_(tensor)
+                there = tensor.to(target.device)
+                if not bits(target.detach().to(there.dtype)).equal(bits(there)):
+                    target.copy_(there)
 
 
-def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
+_Kind = tuple[tuple[int, ...], str]
+
+
+def _kinds(path: Path) -> dict[str, _Kind]:
+    """Return the shape of each tensor, and whether it has floats, ints, bools or complex ones."""
     from safetensors import safe_open
 
+    initials = {"B": "bool", "C": "complex", "I": "int", "U": "int"}  # of BOOL, C64, I8, U8
     with safe_open(path, "pt") as file:
-        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        told = {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+    return {
+        name: (shape, "float" if dtype[:2] == "BF" else initials.get(dtype[0], "float"))
+        for name, (shape, dtype) in told.items()
+    }
+
+
+def _kind(tensor: torch.Tensor) -> _Kind:
+    import torch
+
+    real = "float" if tensor.is_floating_point() else "int"
+    what = "complex" if tensor.is_complex() else real
+    return tuple(tensor.shape), "bool" if tensor.dtype is torch.bool else what
 
 
 def _differences(
-    mine: Mapping[str, torch.Tensor], theirs: Mapping[str, tuple[int, ...]], optional: set[str]
+    mine: Mapping[str, torch.Tensor], theirs: Mapping[str, _Kind], optional: set[str]
 ) -> Iterator[str]:
     """Yield why a file cannot be loaded, a difference each."""
     for name, tensor in mine.items():
-        if tensor.is_meta or is_lazy(tensor) or tensor.is_inference():
+        if has_no_bytes(tensor) or tensor.is_inference():
             yield f"`{name}` has no memory here that could be written to"
+        elif name in optional:
+            continue
         elif name not in theirs:
-            if name not in optional:
-                yield f"`{name}` is missing in what the rank saved"
-        elif tuple(tensor.shape) != theirs[name] and name not in optional:
-            yield f"`{name}` is {list(theirs[name])} in the rank, {list(tensor.shape)} here"
+            yield f"`{name}` is missing in what the rank saved"
+        else:
+            (shape, kind), (my_shape, my_kind) = theirs[name], _kind(tensor)
+            if shape != my_shape:
+                yield f"`{name}` is {list(shape)} in the rank, {list(my_shape)} here"
+            elif kind != my_kind:
+                yield f"`{name}` is {kind} in the rank, {my_kind} here"
     for name in theirs:
         if name not in mine and name not in optional:
             yield f"`{name}` of the rank is missing here"
 
 
-def _check_still_tied(path: Path, wanted: Mapping[str, list[torch.Tensor]]) -> None:
+def _changed_since(
+    mine: Mapping[str, torch.Tensor], unchanged: Mapping[str, str], optional: set[str]
+) -> Iterator[str]:
+    """Yield which tensors are neither in the file nor here."""
+    for name in mine.keys() & unchanged.keys() - optional:
+        tensor = mine[name]
+        if not has_no_bytes(tensor) and fingerprint(on_cpu(tensor)) != unchanged[name]:
+            yield f"`{name}` did not change in the run, which saved only what did: it is other here"
+
+
+def _check_still_tied(
+    path: Path, wanted: Mapping[str, list[torch.Tensor]], unchanged: Mapping[int, str]
+) -> None:
     """Raise `NbtrainError` if one tensor here was two in the rank that differ."""
     sources: dict[int, list[str]] = {}
     for name, targets in wanted.items():
         for target in targets:
             sources.setdefault(id(target), []).append(name)
-    for names in sources.values():
-        if len(names) > 1:
-            found = dict(_mapped(path, names))
-            if any(not found[names[0]].equal(found[name]) for name in names[1:]):
-                raise NbtrainError(f"`{'` and `'.join(names)}` are tied here, and differ there")
+    for key, names in sources.items():
+        every = [*names, *([unchanged[key]] if key in unchanged else ())]
+        found = dict(_mapped(path, names)) if len(every) > 1 else {}
+        if len(every) > len(names) or any(not found[names[0]].equal(found[n]) for n in names[1:]):
+            raise NbtrainError(f"`{'` and `'.join(every)}` are tied here, and differ there")
 
 
 def _mapped(path: Path, names: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -251,7 +361,9 @@ def _mapped(path: Path, names: Any) -> Iterator[tuple[str, torch.Tensor]]:
         del tensor
 
 
-def _load_optimizer(path: Path, about: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+def _loading_optimizer(
+    path: Path, about: Mapping[str, Any], optimizer: torch.optim.Optimizer
+) -> Callable[[], None]:
     from safetensors import safe_open
 
     if about["shapes"] != _parameter_shapes(optimizer):
@@ -270,34 +382,8 @@ def _load_optimizer(path: Path, about: Mapping[str, Any], optimizer: torch.optim
         for key, value in group.items():  # JSON has no tuples
             if isinstance(value, list) and isinstance(mine.get(key), tuple):
                 group[key] = tuple(value)
-    try:
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
-    except ValueError as error:
-        raise NbtrainError(str(error)) from error
+    return functools.partial(optimizer.load_state_dict, {"state": state, "param_groups": groups})
 
 
 def _parameter_shapes(optimizer: torch.optim.Optimizer) -> list[list[int]]:
     return [list(p.shape) for group in optimizer.param_groups for p in group["params"]]
-
-
-def fingerprint(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Any]]:
-    """Yield what differs, but for a chance of 2⁻⁶³, once any element of a tensor does.
-
-    Not `Tensor._version`: fused optimizers and ``.data`` leave it as it is (torch 2.13). Takes
-    0.1 s a GB.
-    """
-    import torch
-
-    chance = torch.Generator().manual_seed(1)  # its own: the notebook's goes on as it was
-    bounds, size = (-(2**63), 2**63 - 1), (1 << 16,)
-    factors = torch.randint(*bounds, size, generator=chance, dtype=torch.int64) | 1
-    yield from ((name, _sum(tensor, factors)) for name, tensor in tensors.items())
-
-
-def _sum(tensor: torch.Tensor, factors: torch.Tensor) -> Any:
-    import torch
-
-    flat: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    even: Any = flat[: len(flat) // 8 * 8].view(torch.int64)
-    sums = tuple(int(torch.dot(part, factors[: len(part)])) for part in even.split(len(factors)))
-    return tuple(tensor.shape), tensor.dtype, sums, bytes(flat[len(even) * 8 :].tolist())

@@ -168,6 +168,88 @@ def test_a_model_that_was_only_looked_at_is_not_sent() -> None:
     assert not RunFiles(done).weights()
 
 
+def test_an_evaluation_in_half_precision_changes_nothing() -> None:
+    model = Net()
+    before = copied(model)
+    run(lambda model: model.bfloat16().eval()(torch.arange(6)).shape, model)
+    assert all(torch.equal(model.state_dict()[n], t) for n, t in before.items())
+
+
+def _evaluated_in_shards(model: Any, rate: float) -> Any:
+    """Ends with the model put together, in another dtype."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.distributed.init_process_group("gloo")
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    model(torch.ones(1, 4)).sum().backward()
+    torch.optim.SGD(model.parameters(), rate).step()
+    told = model.weight.full_tensor().detach()
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+    assert model.weight.dtype == torch.bfloat16
+    return told
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.0])
+def test_an_evaluation_of_a_sharded_model_costs_no_precision(rate: float) -> None:
+    model = torch.nn.Linear(4, 4)
+    before = model.weight.detach().clone()
+    done = run(_evaluated_in_shards, model, rate)
+    assert torch.equal(model.weight, done.value)
+    assert torch.equal(model.weight, before) is (rate == 0)
+    assert bool(RunFiles(done).weights()) is (rate != 0)
+
+
+def test_an_attempt_that_failed_leaves_nothing_to_load() -> None:
+    def train(model: Any) -> None:
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            fill(model, 99)
+            raise OSError
+
+    done = run(train, Net(), max_restarts=1)
+    assert not RunFiles(done).weights()
+
+
+class Pair(torch.nn.Module):
+    def __init__(self, encoder: torch.nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.head = encoder, torch.nn.Linear(4, 2)
+
+
+def _reshaped(pair: Any, encoder: Any, alone: Any) -> None:
+    fill(encoder, 3)
+    fill(alone, 3)
+    pair.head = torch.nn.Linear(4, 5)
+
+
+def test_what_shares_a_part_with_a_model_that_does_not_fit_is_held_back() -> None:
+    encoder, alone = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    pair, before = Pair(encoder), encoder.weight.detach().clone()
+    with pytest.warns(UserWarning, match="not updated") as warned:
+        done = run(_reshaped, pair, encoder, alone)
+    assert torch.equal(encoder.weight, before)
+    assert (alone.weight == 3).all()
+    told = sorted(str(w.message) for w in warned)
+    assert "encoder: not updated" in told[0]
+    assert "it shares tensors with `pair`" in told[0]
+    assert "pair: not updated" in told[1]
+    fill(alone, 0)
+    with pytest.raises(NbtrainError, match="`pair` was not loaded, and nothing changed"):
+        done.load()
+    assert (alone.weight == 0).all()
+
+
+def test_warnings_that_are_errors_do_not_fail_a_run() -> None:
+    def train(model: Any) -> None:
+        model.norm = torch.nn.BatchNorm1d(9)
+
+    model = Net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        done = run(train, model)
+    assert "`norm.weight` is [9] in the rank" in done.state.loaded["model"]
+
+
 def test_no_sync_leaves_it_as_it_was() -> None:
     model = Net()
     before = copied(model)
@@ -331,6 +413,30 @@ def test_a_variable_that_one_rank_cannot_send_is_as_it_was() -> None:
         done = run(train, out="found@all")
     assert found == "before"
     assert done.out == {"found": [3, None]}
+
+
+class Fragile:
+    """Cannot be unpickled."""
+
+    def __reduce__(self) -> Any:
+        return int, ("nothing",)
+
+
+def test_a_variable_that_cannot_be_unpickled_takes_no_other_with_it() -> None:
+    global found, lock
+
+    def train() -> None:
+        global found, lock
+        found, lock = Fragile(), 8
+
+    try:
+        with pytest.warns(UserWarning, match="found: not updated.*ValueError: invalid literal"):
+            done = run(train, out="found, lock")
+        assert (found, lock) == ("before", 8)
+        with pytest.warns(UserWarning, match="found is not among them: ValueError"):
+            assert done.out == {"lock": 8}
+    finally:
+        found, lock = "before", None
 
 
 def test_a_new_optimizer_is_one_of_the_notebooks_model() -> None:

@@ -29,6 +29,7 @@ LAYERS = [
         "moving",
         "names",
         "preview",
+        "fingerprints",
     },
     {"serialize", "reader", "weights", "config"},
     {"exceptions", "devices", "tpus", "host", "report", "homecoming"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from nbtrain import weights
 from nbtrain.errors import NbtrainError
+from nbtrain.fingerprints import _factors, fingerprints, is_lazy
 
 
 class Net(torch.nn.Module):
@@ -77,6 +79,158 @@ def test_the_notebook_keeps_its_dtype(path: Path) -> None:
     assert torch.equal(mine.embed.weight, theirs.embed.weight.float())
 
 
+def test_what_was_only_cast_is_no_less_precise_here(path: Path) -> None:
+    mine = Net()
+    with torch.no_grad():
+        mine.embed.weight[0, 0] = 1e5  # infinite in half precision
+    theirs = copy.deepcopy(mine).half()
+    save(theirs, path)
+    before = copy.deepcopy(mine)
+    weights.load(path, mine)
+    assert same(mine, before)
+    with torch.no_grad():
+        theirs.norm.weight += 1
+    save(theirs, path)
+    weights.load(path, mine)
+    assert torch.equal(mine.embed.weight, before.embed.weight)
+    assert (mine.norm.weight == 2).all()
+
+
+def test_integers_are_no_floats(path: Path) -> None:
+    theirs, mine = Net(), Net()
+    theirs.norm.weight = torch.nn.Parameter(torch.ones(4, dtype=torch.int8), requires_grad=False)
+    save(theirs, path)
+    before = copy.deepcopy(mine)
+    with pytest.raises(NbtrainError, match=r"`norm.weight` is int in the rank, float here$"):
+        weights.load(path, mine)
+    assert same(mine, before)
+
+
+def test_only_what_differs_is_written(path: Path) -> None:
+    mine = Net()
+    mine.register_buffer("table", torch.tensor([float("nan"), 1.0]))
+    theirs = copy.deepcopy(mine)
+    with torch.no_grad():
+        theirs.norm.weight += 1
+    save(theirs, path)
+    before = {name: t._version for name, t in weights.named_tensors(mine).items()}
+    weights.load(path, mine)
+    written = {n for n, t in weights.named_tensors(mine).items() if t._version != before[n]}
+    assert written == {"norm.weight"}
+
+
+def _trained(net: Net, *parts: torch.Tensor) -> weights.Parcel | None:
+    """Return what is sent after a change of some parts."""
+    before = fingerprints(weights.named_tensors(net))
+    with torch.no_grad():
+        for part in parts:
+            part += 1
+    return weights.changes(net, weights.named_tensors(net), before)
+
+
+def test_only_what_changed_is_sent(path: Path) -> None:
+    theirs = Net()
+    first, other = copy.deepcopy(theirs), Net()
+    parcel = _trained(theirs, theirs.norm.weight)
+    assert parcel is not None
+    assert parcel.tensors.keys() == {"norm.weight"}
+    assert parcel.about["parameters"] == 4
+    weights.save(parcel, path)
+    mine = copy.deepcopy(first)
+    weights.load(path, mine)
+    assert same(mine, theirs)
+    with pytest.raises(NbtrainError, match=r"`.*weight` did not change in the run, which saved"):
+        weights.load(path, other)
+    assert not torch.equal(other.norm.weight, theirs.norm.weight)
+    weights.loading(path, other, is_handed_over=True)()  # changed in the notebook meanwhile
+    assert torch.equal(other.norm.weight, theirs.norm.weight)
+    assert not torch.equal(other.embed.weight, theirs.embed.weight)
+
+
+def test_a_model_that_changed_for_the_most_part_is_sent_whole(path: Path) -> None:
+    theirs, mine = Net(), Net()
+    parcel = _trained(theirs, theirs.embed.weight)
+    assert parcel is not None
+    weights.save(parcel, path)
+    weights.load(path, mine)
+    assert same(mine, theirs)
+    assert mine.head.weight is mine.embed.weight
+
+
+def test_a_part_that_was_untied_and_not_changed_is_refused(path: Path) -> None:
+    theirs = Net()
+    theirs.rest = torch.nn.Linear(100, 1)
+    mine = copy.deepcopy(theirs)
+    before = fingerprints(weights.named_tensors(theirs))
+    theirs.head.weight = torch.nn.Parameter(theirs.embed.weight.detach() + 1)
+    parcel = weights.changes(theirs, weights.named_tensors(theirs), before)
+    assert parcel is not None
+    weights.save(parcel, path)
+    with pytest.raises(NbtrainError, match=r"`head.weight` and `embed.weight` are tied here"):
+        weights.load(path, mine)
+
+
+def _meta() -> torch.nn.Module:
+    return torch.nn.Linear(2, 2, device="meta")
+
+
+def _sparse() -> torch.nn.Module:
+    net = torch.nn.Linear(2, 2)
+    net.register_buffer("adjacent", torch.eye(2).to_sparse())
+    net.register_buffer("rows", torch.eye(2).to_sparse_csr())
+    return net
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("build", [_meta, lambda: torch.nn.LazyLinear(3), _sparse])
+def test_of_a_model_that_no_file_can_have_only_a_change_is_told(build: Any, path: Path) -> None:
+    net = build()
+    found = weights.named_tensors(net)
+    before = fingerprints(found)
+    assert weights.changes(net, found, before) is None
+    if "adjacent" in found:
+        mine = build()
+        with torch.no_grad():
+            net.weight += 1
+        parcel = weights.changes(net, found, before)
+        assert parcel is not None
+        weights.save(parcel, path)
+        weights.load(path, mine)
+        assert torch.equal(mine.weight, net.weight)
+        found["adjacent"]._values()[0] = 5
+        with pytest.raises(NbtrainError, match="`adjacent` changed and is sparse_coo"):
+            weights.changes(net, found, before)
+    else:
+        with pytest.raises(NbtrainError, match="has no memory in the rank"):
+            weights.changes(net, found, {})
+
+
+def test_a_default_device_of_the_user_changes_no_fingerprint() -> None:
+    found = weights.named_tensors(Net())
+    before = fingerprints(found)
+    _factors.cache_clear()
+    with torch.device("meta"):
+        assert fingerprints(found) == before
+
+
+def test_a_tensor_that_cannot_be_read_counts_as_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: torch.Tensor) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr("nbtrain.fingerprints._sum", refuse)
+    parcel = _trained(Net())
+    assert parcel is not None
+    assert "embed.weight" in parcel.tensors
+
+
+def test_ranks_but_the_first_keep_no_state_of_an_optimizer() -> None:
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    step(net, optimizer)
+    assert weights.of_optimizer(optimizer).tensors
+    assert not weights.of_optimizer(optimizer, keep=False).tensors
+
+
 def _wider() -> torch.nn.Module:
     return Net(width=5)
 
@@ -107,10 +261,10 @@ def test_what_does_not_fit_is_named_and_nothing_is_changed(
 ) -> None:
     save(Net(), path)
     mine = build()
-    before = [t.clone() for t in weights.named_tensors(mine).values() if not weights.is_lazy(t)]
+    before = [t.clone() for t in weights.named_tensors(mine).values() if not is_lazy(t)]
     with pytest.raises(NbtrainError, match=told):
         weights.load(path, mine)
-    now = [t for t in weights.named_tensors(mine).values() if not weights.is_lazy(t)]
+    now = [t for t in weights.named_tensors(mine).values() if not is_lazy(t)]
     assert all(a.is_meta or torch.equal(a, b) for a, b in zip(before, now, strict=True))
 
 
@@ -217,10 +371,10 @@ def _counted(net: Net) -> None:
 @pytest.mark.parametrize("change", [_fused, _data, _swapped, _counted])
 def test_a_fingerprint_tells_every_change(change: Any) -> None:
     net = Net()
-    before = list(weights.fingerprint(weights.named_tensors(net)))
-    assert before == list(weights.fingerprint(weights.named_tensors(net)))
+    before = fingerprints(weights.named_tensors(net))
+    assert before == fingerprints(weights.named_tensors(net))
     change(net)
-    assert before != list(weights.fingerprint(weights.named_tensors(net)))
+    assert before != fingerprints(weights.named_tensors(net))
 
 
 def test_names_are_those_without_wrappers(path: Path) -> None:
