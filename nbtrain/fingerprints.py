@@ -26,19 +26,33 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if has_no_bytes(tensor) else tensor.detach().cpu()
 
 
+def fits_a_file(tensor: torch.Tensor) -> bool:
+    import torch
+
+    return not has_no_bytes(tensor) and tensor.layout is torch.strided
+
+
 def parted(
-    tensors: Mapping[str, torch.Tensor], before: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor], before: Mapping[str, Any], enough: float
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return copies of what changed, and the fingerprints of the rest; one tensor at a time."""
+    """Return copies of what changed, and the fingerprints of the rest; one tensor at a time.
+
+    Once more than `enough` bytes did, whatever fits a file counts as changed, unread.
+    """
+    size = 0
     marks, copies = dict[int, Any](), dict[int, Any]()
     changed, same = dict[str, Any](), dict[str, str]()
     for name, tensor in tensors.items():
         key = id(tensor)  # tied weights are one
         here = copies[key] if key in copies else on_cpu(tensor)
-        marks[key] = marks[key] if key in marks else fingerprint(here)
-        if marks[key] == before.get(name):
+        if size > enough and fits_a_file(here):
+            marks[key] = None
+        elif key not in marks:
+            marks[key] = fingerprint(here)
+        if marks[key] is not None and marks[key] == before.get(name):
             same[name] = marks[key]
         else:
+            size += here.nbytes if key not in copies and fits_a_file(here) else 0
             changed[name] = copies[key] = here
     return changed, same
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from .errors import NbtrainError
-from .fingerprints import bits, fingerprint, has_no_bytes, on_cpu, parted
+from .fingerprints import bits, fingerprint, fits_a_file, has_no_bytes, on_cpu, parted
 
 if TYPE_CHECKING:
     import torch
@@ -85,29 +85,21 @@ def changes(
     Only the tensors that changed, if they are less than half of the bytes and `entire` is False:
     else the file may as well serve any model. Raises `NbtrainError` for what no file can have.
     """
-    changed, same = parted(tensors, before)
+    rest = {name: tensor for name, tensor in tensors.items() if fits_a_file(tensor)}
+    half = 0 if entire else sum({id(t): t.nbytes for t in rest.values()}.values()) / 2
+    changed, same = parted(tensors, before, half)
     if not changed and same.keys() == before.keys():
         return None
     for name, tensor in changed.items():
-        if not _fits_a_file(tensor):
+        if not fits_a_file(tensor):
             layout = str(tensor.layout).removeprefix("torch.")
             what = "has no memory" if has_no_bytes(tensor) else f"is {layout}"
             raise NbtrainError(f"`{name}` changed and {what} in the rank: no file can have that")
-    rest = {name: tensor for name, tensor in tensors.items() if _fits_a_file(tensor)}
-    size, part = (
-        sum({id(t): t.nbytes for t in found.values()}.values()) for found in (rest, changed)
-    )
-    if entire or 2 * part > size:
+    if sum({id(t): t.nbytes for t in changed.values()}.values()) > half:
         copies = {id(t): on_cpu(t) for name, t in rest.items() if name not in changed}
         changed = {n: changed[n] if n in changed else copies[id(t)] for n, t in rest.items()}
         same = {name: mark for name, mark in same.items() if name not in rest}
     return of_module(module, changed, same)
-
-
-def _fits_a_file(tensor: torch.Tensor) -> bool:
-    import torch
-
-    return not has_no_bytes(tensor) and tensor.layout is torch.strided
 
 
 def of_module(
