@@ -156,6 +156,7 @@ def test_without_proc_the_process_group_is_still_found(
 
 
 @linux
+@pytest.mark.usefixtures("temporary")  # without descriptors, the scratch folder stays
 def test_a_kernel_that_runs_out_of_descriptors_during_a_run_still_has_its_result() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     held: list[int] = []
