@@ -145,7 +145,7 @@ def test_a_click_is_heard_while_another_cell_runs(notebook: Notebook, cell: str)
             clicked.append(notebook.click(button))
 
     assert notebook.run(cell, during=click).ename == ""
-    assert "by the Stop button" in notebook.value("first.state.message")
+    assert "by the Stop button" in notebook.value("first.wait().state.message")
 
 
 def test_another_cell_shows_it_live_and_stops_it(notebook: Notebook) -> None:
