@@ -53,6 +53,7 @@ def train(model, rate, epochs=1, momentum=0.5):
     if out := os.environ.get("LOSSES"):
         with open(f"{out}-{accelerator.process_index}", "w") as file:
             print(losses, file=file)
+    accelerator.end_training()  # else a process that ends as gloo's threads run may abort
     return losses
 """
 
