@@ -119,7 +119,9 @@ def _refuse(said: Any, file: Path, num_processes: int | None) -> None:
     if not hasattr(said, "num_processes"):
         raise PlanError(f"{file}: compute_environment: SageMaker jobs are not supported")
     if str(getattr(said.distributed_type, "value", said.distributed_type)) in ("XLA", "TPU"):
-        raise PlanError(f"{file}: distributed_type: TPUs are not supported yet")
+        raise PlanError(
+            f"{file}: distributed_type: leave a TPU to nbtrain, which finds it (--engine tpu)"
+        )
     count = said.num_processes
     if count == -1 and num_processes is None:
         raise PlanError(f"{file}: num_processes: -1: say how many (-n 2)")
