@@ -7,6 +7,7 @@ and after it leaves ``<name>-<i>-done``; one file more lets it end.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -67,4 +68,5 @@ def _say_nothing(**_metrics: object) -> None:
 if __name__ == "__main__":
     name, folder, turns = sys.argv[1:]
     figures = train(name, folder, int(turns), _say_nothing)
-    Path(folder, f"{name}-rates.json").write_text(json.dumps(figures))
+    if os.environ["RANK"] == "0":
+        Path(folder, f"{name}-rates.json").write_text(json.dumps(figures))
