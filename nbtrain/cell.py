@@ -37,6 +37,9 @@ class Options:
     sync: bool = True
     config: str | None = None
     save: str | None = None
+    address: str | None = None
+    nodes: tuple[int, int] | None = None
+    resources: dict[str, float] = field(default_factory=dict)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -117,7 +120,8 @@ def parser() -> argparse.ArgumentParser:
         default="auto",
         help="how ranks come to life: fork (auto); spawn: fresh processes that get what the cell "
         "refers to; tpu (auto on one): xla (torch_xla, forked) or torch_tpu (its successor, fresh "
-        "processes), by what is installed; inline: one rank in the kernel itself, for debugging",
+        "processes), by what is installed; ray: on a Ray cluster; inline: one rank in the kernel "
+        "itself, for debugging",
     )
     _add_precision(p)
     p.add_argument(
@@ -143,6 +147,7 @@ def parser() -> argparse.ArgumentParser:
         "--view", choices=VIEWS, default="auto", help="how progress is shown while the cell runs"
     )
     _add_files(p)
+    _add_cluster(p)
     _add_limits(p)
     p.add_argument(
         "--telemetry",
@@ -167,6 +172,44 @@ def _add_files(p: argparse.ArgumentParser) -> None:
         help="write the cell and what it needs as a script too, then run; it runs by python, "
         "torchrun and accelerate launch",
     )
+
+
+def _add_cluster(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--address",
+        metavar="auto|local|HOST:PORT",
+        help="with -e ray: the cluster, by default the one that this host is a node of; local: "
+        "start one here, for trying",
+    )
+    p.add_argument(
+        "--nodes",
+        type=_nodes,
+        metavar="N|MIN:MAX",
+        help="with -e ray: share the ranks equally among N nodes (1); after a failure, a restart "
+        "goes on with as few as MIN",
+    )
+    p.add_argument(
+        "--resources",
+        type=_resources,
+        default={},
+        metavar="NAME=AMOUNT,…",
+        help="with -e ray: what each rank takes of its node, by Ray's names (CPU=1, and GPU=1 "
+        "where there are any)",
+    )
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    least, colon, most = text.partition(":")
+    if not least.isdecimal() or (colon and not most.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of nodes nor MIN:MAX")
+    return int(least), int(most or least)
+
+
+def _resources(text: str) -> dict[str, float]:
+    try:
+        return {k: float(v) for k, _, v in (part.partition("=") for part in text.split(","))}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form CPU=2,GPU=1") from None
 
 
 def _add_limits(p: argparse.ArgumentParser) -> None:

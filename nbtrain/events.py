@@ -20,10 +20,11 @@ class Event:
 
 @dataclass(frozen=True)
 class Spawned(Event):
-    """The launcher made the rank's process."""
+    """The launcher made the rank's process, on another `node` if it is named."""
 
     kind: ClassVar[str] = "spawned"
     pid: int = 0
+    node: str = ""
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,8 @@ class Resources(Event):
 class Host(Event):
     """What the host has left: bytes of memory used of the limit that counts (`whose`), and GPUs.
 
-    Each of `gpus` is (index, name, used bytes, total bytes, utilization in % or None).
+    Each of `gpus` is (index, name, used bytes, total bytes, utilization in % or None). `node` is
+    the host's name, where it is not the launcher's.
     """
 
     kind: ClassVar[str] = "host"
@@ -150,6 +152,7 @@ class Host(Event):
     limit: int = 0
     whose: str = ""
     gpus: tuple[tuple[int, str, int, int, float | None], ...] = ()
+    node: str = ""
 
 
 @dataclass(frozen=True)

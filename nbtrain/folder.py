@@ -16,6 +16,8 @@
     rank-0000.stacks     its Python stacks, each time somebody asked
     rank-0000.recorder   the socket of its flight recorder, while it runs
     stop                 there once ranks were asked to stop
+    questions/           of ranks on other hosts: who is to write its stacks
+    node-0000.jsonl      what the first of those hosts told of itself
 """
 
 from __future__ import annotations
@@ -103,6 +105,10 @@ class RunFolder:
 
     def stacks(self, rank: int) -> Path:
         return self.path / f"rank-{rank:04d}.stacks"
+
+    @property
+    def questions(self) -> Path:
+        return self.path / "questions"
 
     def recorder(self, rank: int) -> Path:
         return self.path / f"rank-{rank:04d}.recorder"

@@ -51,6 +51,9 @@ def launch(
     hang_after: float | None = HANG_AFTER,
     out: str | Iterable[str] = (),
     sync: bool = True,
+    address: str | None = None,
+    nodes: int | tuple[int, int] | None = None,
+    resources: Mapping[str, float] | None = None,
     **kwargs: Any,
 ) -> Run:
     """Run ``function(*args, **kwargs)`` on several ranks and return the finished `Run`.
@@ -65,7 +68,7 @@ def launch(
         num_processes: how many ranks; None: one a GPU or TPU chip, 2 on a host without.
         engine: 'auto', 'fork', 'spawn' (fresh processes, which get what the function refers to),
             'tpu' (by what is installed 'xla', forked, or 'torch_tpu', fresh processes) or 'inline'
-            (one rank in this process, for debugging).
+            (one rank in this process, for debugging), or 'ray' (on the nodes of a Ray cluster).
         mixed_precision: 'no' (None), 'fp16', 'bf16' or 'fp8', for a plain ``Accelerator()``. On a
             TPU, with bf16, every float is one.
         downcast_bf16: with bf16 on a TPU: torch.float is bf16, torch.double a 32-bit float.
@@ -85,6 +88,11 @@ def launch(
         out: names of variables of rank 0 that come back (``NAME@all``: of every rank, as a list):
             arguments, or global ones of the function's module, where they are then assigned.
         sync: load the trained weights into the models that the function is given, if it succeeds.
+        address: of the Ray cluster: 'auto' (None: the one that this host is a node of), 'local'
+            (start one here, for trying) or 'HOST:PORT'.
+        nodes: how many nodes of the cluster share the ranks equally, one by default; (least,
+            most): a restart goes on with as few as `least`.
+        resources: what each rank takes of its node, by Ray's names ('CPU', 'GPU', …).
 
     Raises:
         PlanError: an argument that makes no sense; nothing was started.
@@ -115,6 +123,9 @@ def launch(
         hang_after=hang_after or None,
         out=names_of(out),
         sync=sync,
+        address=address,
+        nodes=(nodes, nodes) if isinstance(nodes, int) else nodes,
+        resources=dict(resources or {}),
     )
     return run_plan(plan)
 
@@ -176,12 +187,12 @@ def _asked_port(use_port: str | int | None) -> int | None:
 def run_plan(plan: Plan) -> Run:
     """Carry a plan out to its end and return the run; raise what it ended with, if badly."""
     plan, told = config_file.applied(plan)
-    plan, device = _resolve(plan)
-    told += config_file.notes_on(plan, device)
-    notes = [*told, *_check_alone(plan, device), *_notes(plan, device)]
-    engine = engines.get(plan.engine)
+    plan, device, engine = _resolve(plan)
     try:
+        told += config_file.notes_on(plan, device)
+        notes = [*told, *_check_alone(plan, device), *_notes(plan, device)]
         engine.prepare(plan)
+        notes += engine.notes
         if plan.goes_on:
             return _leave(plan, device, engine, notes)
         with Interrupts(wanted=not engine.runs_here) as interrupts:
@@ -199,7 +210,22 @@ def run_plan(plan: Plan) -> Run:
     return run
 
 
-def _resolve(plan: Plan) -> tuple[Plan, str]:
+def _resolve(plan: Plan) -> tuple[Plan, str, Engine]:
+    """Replace every 'auto' by what there is; return the kind of device and the engine too."""
+    if plan.engine != "ray":
+        plan, device = _resolve_here(plan)
+        return plan, device, engines.get(plan.engine)
+    from .engines.cluster import RayEngine
+
+    engine = RayEngine()
+    try:
+        return *engine.resolve(plan), engine
+    except BaseException:  # an interrupt too: the connection is not left behind
+        engine.discard()
+        raise
+
+
+def _resolve_here(plan: Plan) -> tuple[Plan, str]:
     """Replace every 'auto' by what this host offers; return the kind of device too."""
     env = {**os.environ, **plan.env}
     tpu = tpus.found(env=env)
@@ -230,7 +256,7 @@ def _resolve(plan: Plan) -> tuple[Plan, str]:
 
 def _notes(plan: Plan, device: str) -> list[str]:
     """Return what may go wrong, a line each. Raises `PreflightError` for what must."""
-    lines = preflight.check(plan, device)
+    lines = preflight.check(plan, device) if plan.engine != "ray" else ()
     try:
         built, ranks = estimate.bytes_built(plan.task), plan.num_processes or 1
         notes = lint(
@@ -242,7 +268,7 @@ def _notes(plan: Plan, device: str) -> list[str]:
         )
     except Exception:  # what reads any source may meet anything; advice is never worth a launch
         return list(lines)
-    if built:
+    if built and plan.engine != "ray":
         lines = preflight.check(plan, device, built)
     return [*lines, *(note.text for note in notes)]
 

@@ -155,6 +155,9 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
             hang_after=options.hang_after,
             out=options.out,
             sync=options.sync,
+            address=options.address,
+            nodes=options.nodes,
+            resources=options.resources,
         )
 
     def _register(self, transformed: str, raw: str) -> tuple[str, int]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from .errors import PlanError
 
-ENGINES = ("auto", "fork", "spawn", "tpu", "xla", "torch_tpu", "inline")
+ENGINES = ("auto", "fork", "spawn", "tpu", "xla", "torch_tpu", "ray", "inline")
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 VIEWS = ("auto", "widget", "html", "text", "none")
 SOURCES = ("bars", "steps", "loss", "data", "phases", "trainer", "tracker")
@@ -78,7 +78,8 @@ class Plan:
 
     `out` are the variables of rank 0 that come back; with `sync`, models that the function is
     given by name come back trained. `config` is a file of ``accelerate config``'s, "default" the
-    usual one: it decides what is None here.
+    usual one: it decides what is None here. `address` is that of a Ray cluster, `nodes` how many
+    of it at least and at most, `resources` what each rank takes there, by Ray's names.
     """
 
     task: Task
@@ -99,6 +100,9 @@ class Plan:
     downcast_bf16: bool = False
     out: tuple[str, ...] = ()
     sync: bool = True
+    address: str | None = None
+    nodes: tuple[int, int] | None = None
+    resources: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def goes_on(self) -> bool:
@@ -137,6 +141,7 @@ class Plan:
             raise PlanError("the inline engine trains the notebook's own models: no --no-sync here")
         if self.goes_on and self.engine == "inline":
             raise PlanError("the inline engine runs in the kernel itself: the cell has to wait")
+        self._check_cluster()
         for source in self.telemetry:
             if source not in SOURCES:
                 raise PlanError(f"no telemetry {source!r}: choose among {', '.join(SOURCES)}")
@@ -148,3 +153,20 @@ class Plan:
             sound = isinstance(key, str) and isinstance(value, str)
             if not sound or not key or "=" in key or "\0" in key + value:
                 raise PlanError(f"not an environment variable: {key!r}={value!r}")
+
+    def _check_cluster(self) -> None:
+        if self.engine != "ray":
+            if self.address is not None or self.nodes is not None or self.resources:
+                raise PlanError("address, nodes and resources are for a cluster: --engine ray")
+            return
+        least, most = self.nodes or (1, 1)
+        if type(least) is not int or type(most) is not int or not 1 <= least <= most:
+            raise PlanError(f"nodes must be a number ≥ 1, or MIN:MAX, not {self.nodes!r}")
+        if (self.num_processes or most) % most:
+            raise PlanError(
+                f"{self.num_processes} ranks cannot be shared equally by {most} nodes: "
+                f"ask for a multiple of {most}"
+            )
+        for name, amount in self.resources.items():
+            if not isinstance(amount, (int, float)) or not 0 <= amount < 1e15:
+                raise PlanError(f"resources: {name} must be a number ≥ 0, not {amount!r}")

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .folder import RunFolder
+from .folder import RunFolder, write_atomically
 
 PATIENCE = 0.5
 """Seconds that ranks have to answer; most take a millisecond."""
@@ -148,13 +148,16 @@ def ask(folder: RunFolder, ranks: Iterable[int], patience: float = PATIENCE) -> 
     if manifest["engine"] == "inline":
         return Stacks(_here(rank, manifest, cells) for rank in ranks)
     deadline = time.monotonic() + patience
-    asked = [_send(folder, rank) for rank in ranks]
+    if folder.questions.exists():
+        asked = _send_far(folder, tuple(ranks))
+    else:
+        asked = [send(folder, rank) for rank in ranks]
     found = {a.rank: a for a in asked if isinstance(a, RankStack)}
     sent = [a for a in asked if isinstance(a, _Asked)]
     for one, text in _answers(sent, deadline):
         found[one.rank] = _told(one, text, cells)
     for one in sent:
-        if any(_LOADER in frame.file for frame in found[one.rank].frames):
+        if one.pid and any(_LOADER in frame.file for frame in found[one.rank].frames):
             workers = tuple(_workers(one, cells, deadline))
             found[one.rank] = replace(found[one.rank], workers=workers)
     return Stacks(found[rank] for rank in sorted(found))
@@ -202,14 +205,11 @@ def _catches(pid: int, number: int) -> bool:
     return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)
 
 
-def _send(folder: RunFolder, rank: int) -> _Asked | RankStack:
+def send(folder: RunFolder, rank: int) -> _Asked | RankStack:
     """Send a rank the signal, if it is there and listens: who does not would die of it."""
     path = folder.stacks(rank)
     try:
-        with path.open("rb") as file:
-            head = next((line for line in file if line.startswith(b"{")), b"")
-            size = file.seek(0, os.SEEK_END)
-        told = json.loads(head)
+        told, size = _head(path)
         pid, last, number = int(told["pid"]), str(told["last"]), int(told["signal"])
         if not _is(pid, told["began"]):
             return RankStack(rank, pid, trouble="has ended")
@@ -223,6 +223,32 @@ def _send(folder: RunFolder, rank: int) -> _Asked | RankStack:
     except (OSError, ValueError, KeyError) as error:
         return RankStack(rank, trouble=f"cannot be asked ({error})")
     return _Asked(rank, pid, path, size, last, number)
+
+
+def _send_far(folder: RunFolder, ranks: tuple[int, ...]) -> list[_Asked | RankStack]:
+    """Have ranks on other hosts asked: what they write is copied into their files here."""
+    found: list[_Asked | RankStack] = []
+    for rank in ranks:
+        try:
+            told, size = _head(folder.stacks(rank))
+            found.append(
+                _Asked(rank, 0, folder.stacks(rank), size, str(told["last"]), int(told["signal"]))
+            )
+        except FileNotFoundError:
+            found.append(RankStack(rank, trouble="has not begun yet, or cannot be asked"))
+        except (OSError, ValueError, KeyError) as error:
+            found.append(RankStack(rank, trouble=f"cannot be asked ({error})"))
+    question = folder.questions / f"{os.getpid()}-{time.monotonic_ns()}.json"
+    write_atomically(question, json.dumps(ranks).encode())
+    return found
+
+
+def _head(path: Path) -> tuple[dict[str, Any], int]:
+    """Return whom to ask and how, and the size of the file by now."""
+    with path.open("rb") as file:
+        head = next((line for line in file if line.startswith(b"{")), b"")
+        told: dict[str, Any] = json.loads(head)
+        return told, file.seek(0, os.SEEK_END)
 
 
 def _is(pid: int, began: float) -> bool:
@@ -246,7 +272,9 @@ def _told(asked: _Asked, text: str, cells: Mapping[str, str]) -> RankStack:
 
 
 def _silence(pid: int) -> str:
-    """Say why a process may not answer a signal."""
+    """Say why a process may not answer a signal; 0 is one on another host."""
+    if not pid:
+        return "does not answer (it has ended, or its host is slow to)"
     import psutil
 
     try:

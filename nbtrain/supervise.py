@@ -151,12 +151,18 @@ class Supervisor:
     def watch(self, ranks: Ranks, interrupts: Interrupts) -> None:
         """Watch until every rank is gone, and what they wrote is read."""
         now = time.time()
-        self._note(ev.Spawned(now, rank, pid) for rank, pid in ranks.pids.items())
-        with contextlib.closing(Sampler(ranks.pids, self.state.device)) as sampler:
+        nodes = ranks.nodes
+        self._note(
+            ev.Spawned(now, rank, pid, nodes.get(rank, "")) for rank, pid in ranks.pids.items()
+        )
+        here = {rank: pid for rank, pid in ranks.pids.items() if rank not in nodes}
+        with contextlib.closing(Sampler(here, self.state.device)) as sampler:
             while ranks.alive and not self._is_hopeless():
                 self.show(self.state, time.time())
-                self._sample(sampler)
+                if here:
+                    self._sample(sampler)
                 exits = ranks.wait(TICK)
+                self._note(ranks.told())
                 for ended in exits:
                     sampler.forget(ended.rank)
                 self._take(self._reader.read())
@@ -235,12 +241,14 @@ class Supervisor:
         if exits:
             self._take(self._reader.read(gone={e.rank for e in exits}))
         for e in exits:
-            verdict = self._verdict(e)
+            verdict = e.verdict or self._verdict(e)
             cause, why = self._cause_of(e) if verdict == "failed" else ("", ())
             self._note([ev.Exited(e.time, e.rank, e.returncode, verdict, cause, why)])
 
     def _cause_of(self, ended: Exit) -> tuple[str, tuple[str, ...]]:
         """Say what a rank died of where its return code misleads, and what speaks for that."""
+        if ended.cause:
+            return ended.cause, ()
         folder = self._folder
         if ended.returncode != -signal.SIGKILL:
             room = host.space(folder.path)

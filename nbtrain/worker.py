@@ -45,6 +45,22 @@ FAILED = 1
 
 
 @dataclass(frozen=True)
+class Place:
+    """Which ranks of a world run on this host, and where all of them meet.
+
+    `ranks` here begin with `first`, on the `node`-th of so many `nodes`. The interface is the one
+    that leads to the others.
+    """
+
+    node: int = 0
+    nodes: int = 1
+    first: int = 0
+    ranks: int = 1
+    master: str = "127.0.0.1"
+    interface: str = "lo0" if sys.platform == "darwin" else "lo"
+
+
+@dataclass(frozen=True)
 class Job:
     """One run, ready to start: the plan with every 'auto' resolved, and where it reports.
 
@@ -60,6 +76,12 @@ class Job:
     attempt: int = 1
     scratch: str = ""
     shared_classes: frozenset[type] = field(default_factory=frozenset)
+    where: Place | None = None
+
+    @property
+    def place(self) -> Place:
+        """The world's only place, where it is not one of several."""
+        return self.where or Place(ranks=self.world_size)
 
 
 def with_port(job: Job, port: int) -> Job:
@@ -73,18 +95,18 @@ def environment(job: Job, rank: int, inherited: Mapping[str, str]) -> dict[str, 
     They are what ``torchrun`` sets (an ``env://`` process group needs no argument), and what
     makes a plain ``Accelerator()`` distributed on CPU ranks and honour the precision.
     """
-    size, local = str(job.world_size), str(rank)
+    place, size = job.place, str(job.world_size)
     variables = {
-        "RANK": local,
-        "LOCAL_RANK": local,
-        "GROUP_RANK": "0",
-        "ROLE_RANK": local,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank - place.first),
+        "GROUP_RANK": str(place.node),
+        "ROLE_RANK": str(rank),
         "ROLE_NAME": "default",
         "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "GROUP_WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": str(place.ranks),
+        "GROUP_WORLD_SIZE": str(place.nodes),
         "ROLE_WORLD_SIZE": size,
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": place.master,
         "MASTER_PORT": str(job.port),
         # The launcher keeps the store: no rank has to win a port.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -105,7 +127,7 @@ def environment(job: Job, rank: int, inherited: Mapping[str, str]) -> dict[str, 
     elif "USE_TORCH_XLA" not in inherited and tpus.has_torch_xla():
         variables["USE_TORCH_XLA"] = "0"
     for name, value in (
-        ("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo"),
+        ("GLOO_SOCKET_IFNAME", place.interface),
         ("OMP_NUM_THREADS", str(job.threads)),
         # A rank that ends right after gloo connected it would cut off those still connecting.
         ("TORCH_DIST_INIT_BARRIER", "1"),

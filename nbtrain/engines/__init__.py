@@ -28,6 +28,10 @@ def get(name: str) -> Engine:
         from .torch_tpu import TorchTpuEngine
 
         return TorchTpuEngine()
+    if name == "ray":
+        from .cluster import RayEngine
+
+        return RayEngine()
     from .fork import ForkEngine
 
     return ForkEngine()

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..events import Event
 from ..plan import Plan
 from ..worker import Job
 
 
 @dataclass(frozen=True)
 class Exit:
-    """A rank that is gone; `returncode` is negative for a signal, None where nobody knows it."""
+    """A rank that is gone; `returncode` is negative for a signal, None where nobody knows it.
+
+    `cause` says why, where the engine knows: its node is lost. `verdict` says how that counts.
+    """
 
     rank: int
     returncode: int | None
     time: float
+    cause: str = ""
+    verdict: str = ""
 
 
 class Ranks(Protocol):
@@ -33,12 +39,21 @@ class Ranks(Protocol):
         ...
 
     @property
+    def nodes(self) -> Mapping[int, str]:
+        """The host of each rank that does not run on this one, where its process can be seen."""
+        ...
+
+    @property
     def alive(self) -> frozenset[int]:
         """The ranks whose end has not been returned by `wait` yet."""
         ...
 
     def wait(self, timeout: float) -> list[Exit]:
         """Return the ranks that ended since the last call; wait up to `timeout` s for one."""
+        ...
+
+    def told(self) -> list[Event]:
+        """Return what other hosts told of themselves since the last call."""
         ...
 
     def interrupt(self, ranks: Collection[int]) -> None:
@@ -64,6 +79,11 @@ class Engine(Protocol):
     @property
     def runs_here(self) -> bool:
         """Whether the rank is this very process: one rank, no forking, no watching."""
+        ...
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What to mind about where the ranks will run, once they are prepared."""
         ...
 
     def prepare(self, plan: Plan) -> None:

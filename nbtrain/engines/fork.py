@@ -11,7 +11,7 @@ import socket
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from .processes import ChildRanks
 class ForkEngine:
     """Forks one process a rank from the calling thread, which must live as long as they do."""
 
+    notes: Sequence[str] = ()
     runs_here = False
 
     def prepare(self, plan: Plan) -> None:

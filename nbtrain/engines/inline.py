@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from .. import gate, report, worker
 from ..errors import PlanError
+from ..events import Event
 from ..plan import Cell, Plan
 from ..worker import Job
 from ..writer import EventWriter
@@ -24,6 +25,7 @@ from .base import Exit, Ranks
 class InlineEngine:
     """Runs the task during `start`; there is nothing left to wait for after it."""
 
+    notes: Sequence[str] = ()
     runs_here = True
 
     def prepare(self, plan: Plan) -> None:
@@ -101,6 +103,10 @@ class FinishedRanks:
         return {0: os.getpid()}
 
     @property
+    def nodes(self) -> Mapping[int, str]:
+        return {}
+
+    @property
     def alive(self) -> frozenset[int]:
         return frozenset({0} if self._exit else ())
 
@@ -108,6 +114,10 @@ class FinishedRanks:
         """Return the rank's end, once."""
         ended, self._exit = self._exit, None
         return [ended] if ended else []
+
+    def told(self) -> list[Event]:
+        """Return nothing: there is no other host."""
+        return []
 
     def interrupt(self, ranks: Collection[int]) -> None:
         """Do nothing: the rank is over."""

@@ -7,9 +7,10 @@ import os
 import select
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from ..events import Event
 from .base import Exit
 from .janitor import signal_sessions, write_ledger
 
@@ -38,6 +39,10 @@ class ChildRanks:
     @property
     def pids(self) -> dict[int, int]:
         return dict(self._pids)
+
+    @property
+    def nodes(self) -> Mapping[int, str]:
+        return {}
 
     @property
     def alive(self) -> frozenset[int]:
@@ -75,6 +80,10 @@ class ChildRanks:
         if pidfd >= 0:
             os.close(pidfd)
         return Exit(rank, code, time.time())
+
+    def told(self) -> list[Event]:
+        """Return nothing: there is no other host."""
+        return []
 
     def interrupt(self, ranks: Collection[int]) -> None:
         """Send SIGINT to the ranks alone; a DataLoader worker does not know what it means."""

@@ -19,8 +19,11 @@ _PATIENCE = timedelta(seconds=5)
 _LIMIT = "Raise the limit of open files (ulimit -n), or close some."
 
 
-def bind(port: int | None) -> socket.socket:
-    """Return a listening loopback socket. Raises `LaunchError` for a port that is taken."""
+def bind(port: int | None, host: str = "127.0.0.1") -> socket.socket:
+    """Return a listening socket, on the loopback interface unless told otherwise.
+
+    Raises `LaunchError` for a port that is taken.
+    """
     try:
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     except OSError as error:
@@ -28,7 +31,7 @@ def bind(port: int | None) -> socket.socket:
     try:
         if port is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port or 0))
+        listener.bind((host, port or 0))
         listener.listen(2048)
     except OSError as error:
         listener.close()
@@ -46,10 +49,10 @@ def serve(listener: socket.socket) -> Any:
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    port: int = listener.getsockname()[1]
+    host, port = listener.getsockname()[:2]
     try:
         return TCPStore(
-            "127.0.0.1",
+            host,
             port,
             is_master=True,
             timeout=_PATIENCE,

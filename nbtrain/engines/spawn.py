@@ -12,7 +12,9 @@ import os
 import signal
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
 
 from .. import guard, ship, worker
 from ..errors import LaunchError
@@ -34,9 +36,17 @@ main(globals().pop("order"))
 """
 
 
+class Parcel(Protocol):
+    """What ranks unpack: `path` opens it in a process that inherits `descriptors`."""
+
+    path: str
+    descriptors: tuple[int, ...]
+
+
 class SpawnEngine:
     """Starts one interpreter a rank from the calling thread, which must live as long as they do."""
 
+    notes: Sequence[str] = ()
     runs_here = False
 
     def __init__(self) -> None:
@@ -62,7 +72,7 @@ class SpawnEngine:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             for rank in range(job.world_size):
-                ranks.add(rank, _spawn_rank(job, rank, self._parcel))
+                ranks.add(rank, spawn_rank(job, rank, self._parcel))
             ranks.store = rendezvous.serve(listener)
         except BaseException:  # whatever it was, an interrupt included: no rank stays behind
             listener.close()
@@ -73,7 +83,8 @@ class SpawnEngine:
         return ranks
 
 
-def _spawn_rank(job: Job, rank: int, parcel: ship.Parcel) -> int:
+def spawn_rank(job: Job, rank: int, parcel: Parcel) -> int:
+    """Start one interpreter; return its process. Raises `LaunchError`."""
     inherited = guard.without_our_checks(os.environ)
     log = os.open(job.folder.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
@@ -89,7 +100,8 @@ def _spawn_rank(job: Job, rank: int, parcel: ship.Parcel) -> int:
     except OSError as error:
         limit = "-n" if error.errno in (errno.EMFILE, errno.ENFILE) else "-u"
         raise LaunchError(
-            f"only {rank} of {job.world_size} processes could be started ({error.strerror}). "
+            f"only {rank - job.place.first} of {job.place.ranks} processes could be started "
+            f"({error.strerror}). "
             f"Ask for fewer ranks, or raise the limit (ulimit {limit})."
         ) from error
     finally:
@@ -98,7 +110,7 @@ def _spawn_rank(job: Job, rank: int, parcel: ship.Parcel) -> int:
     return process.pid
 
 
-def _order(job: Job, rank: int, parcel: ship.Parcel) -> dict[str, Any]:
+def _order(job: Job, rank: int, parcel: Parcel) -> dict[str, Any]:
     """Return all that a rank must know before it can load the parcel."""
     return {
         "path": sys.path,
@@ -111,6 +123,7 @@ def _order(job: Job, rank: int, parcel: ship.Parcel) -> dict[str, Any]:
         "port": job.port,
         "attempt": job.attempt,
         "scratch": job.scratch,
+        "place": None if job.where is None else asdict(job.where),
         "parcel": parcel.path,
         "descriptors": parcel.descriptors,
     }

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from .. import exceptions, inspection, ship, worker
 from ..folder import RunFolder
 from ..plan import Call, Plan
-from ..worker import Job
+from ..worker import Job, Place
 from . import CRASHED
 from .finish import finish_process
 from .leave_kernel import die_with
@@ -52,6 +52,7 @@ def _be_rank(order: dict[str, Any]) -> int:
         port=order["port"],
         attempt=order["attempt"],
         scratch=order["scratch"],
+        where=None if order["place"] is None else Place(**order["place"]),
         shared_classes=cargo.classes,
     )
     code = worker.main(job, order["rank"])

@@ -1,0 +1,217 @@
+"""The ray engine: ranks on the nodes of a Ray cluster.
+
+A process of its own (`driver`) speaks with Ray, one actor a node (`agent`, `node`) starts ranks
+there as the spawn engine does here, and what they write is copied into the run folder (`copying`),
+so that everything else of nbtrain finds a run like any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from ... import events as ev
+from ... import ship
+from ...errors import LaunchError, PlanError
+from ...plan import Call, Plan
+from ...tail import event_tail, new_events
+from ...worker import Job, Place
+from ..base import Exit, Ranks
+from . import modules
+from .link import Link
+from .node import Gone, Order
+from .placing import Node, bundle, fitting
+
+
+class RayEngine:
+    """Starts ranks on a cluster. `resolve` comes first: only the cluster knows what it has."""
+
+    runs_here = False
+
+    def __init__(self) -> None:
+        self._link: Link | None = None
+        self.notes: tuple[str, ...] = ()
+        """What to mind about the nodes, once they are prepared."""
+
+    def resolve(self, plan: Plan) -> tuple[Plan, str]:
+        """Connect, and return the plan with its number of ranks, and the kind of device.
+
+        Raises `PlanError`, or `LaunchError` where there is no cluster.
+        """
+        if (plan.address or "").startswith("ray://"):
+            raise PlanError(
+                "ray:// is the address of Ray's client, through which no run folder, signal or "
+                "large model goes. Start the notebook on a node of the cluster (--address auto), "
+                "or make its host one: ray start --address=HOST:6379"
+            )
+        self._link = Link()
+        folder = Path.cwd()
+        sources = str(folder) if modules.beside(plan.task, folder) else None
+        nodes: list[Node] = self._link.request("connect", address=plan.address, sources=sources)
+        gpus = max((int(node.total.get("GPU", 0)) for node in nodes), default=0)
+        least, most = plan.nodes or (1, 1)
+        per_node = (plan.num_processes or most * (gpus or 1)) // most
+        each = {**({"GPU": 1.0} if gpus else {}), **plan.resources}
+        able = len(fitting(nodes, bundle(per_node, each)))
+        count = min(most, max(least, able))
+        plan = replace(
+            plan,
+            num_processes=count * per_node,
+            nodes=(least, count),
+            resources=each,
+            mixed_precision=plan.mixed_precision or "no",
+        )
+        return plan, "cuda" if each.get("GPU") else "cpu"
+
+    def prepare(self, plan: Plan) -> None:
+        """Reserve nodes, look at them, and hand over what ranks will need.
+
+        Raises `LaunchError` or `PlanError`; nothing is left on the cluster then.
+        """
+        link, (least, most) = self._open(), plan.nodes or (1, 1)
+        parcel = ship.pack(plan)
+        try:
+            self.notes = tuple(
+                link.request(
+                    "place",
+                    nodes=(least, most),
+                    per_node=(plan.num_processes or 1) // most,
+                    resources=dict(plan.resources),
+                    modules=modules.needed(plan.task),
+                    versions=_versions(),
+                )
+            )
+            with open(parcel.path, "rb") as file:
+                link.hand_over(file.fileno())
+        finally:
+            parcel.close()
+
+    def discard(self) -> None:
+        """Close this process's end; one that was forked for the run has its own."""
+        if self._link is not None:
+            self._link.close()
+            threading.Thread(target=self._link.reap, name="nbtrain-ray", daemon=True).start()
+            self._link = None
+
+    def start(self, job: Job) -> Ranks:
+        """Start every rank. Raises `LaunchError`, leaving none behind."""
+        most = (job.plan.nodes or (1, 1))[1]
+        order = Order(
+            plan=replace(job.plan, task=Call(len)),
+            home=str(job.folder.path),
+            manifest=job.folder.manifest.read_bytes(),
+            world_size=job.world_size,
+            device=job.device,
+            attempt=job.attempt,
+            place=Place(ranks=job.world_size // most),
+            name="",
+        )
+        for rank in range(job.world_size):  # of an attempt before: nobody there listens
+            job.folder.stacks(rank).unlink(missing_ok=True)
+        link = self._open()
+        try:
+            return RemoteRanks(job, link, **link.request("start", order=order))
+        except BaseException:
+            with contextlib.suppress(LaunchError):
+                link.request("close")
+            raise
+
+    def _open(self) -> Link:
+        if self._link is None:
+            raise LaunchError("the connection to the cluster was closed")
+        return self._link
+
+
+def _versions() -> dict[str, str]:
+    import importlib.metadata
+
+    import torch
+
+    return {"nbtrain": importlib.metadata.version("nbtrain"), "torch": str(torch.__version__)}
+
+
+class RemoteRanks:
+    """Ranks on other hosts; what is known of them comes through the driver."""
+
+    error: BaseException | None = None
+
+    def __init__(
+        self, job: Job, link: Link, pids: Mapping[int, int], nodes: Mapping[int, str]
+    ) -> None:
+        self._link, self._pids, self._nodes = link, dict(pids), dict(nodes)
+        self._alive = set(pids)
+        here = sorted(set(nodes.values()))
+        paths = [job.folder.path / f"node-{index:04d}.jsonl" for index in range(len(here))]
+        self._tails = [event_tail(path) for path in paths]
+        self._told: list[ev.Event] = []
+        now = time.time()
+        absent = set(range(job.world_size)) - self._alive
+        self._exits = [Exit(r, None, now, "no node for it", "stopped") for r in sorted(absent)]
+        self._alive |= absent
+
+    @property
+    def pids(self) -> dict[int, int]:
+        return dict(self._pids)
+
+    @property
+    def nodes(self) -> Mapping[int, str]:
+        return self._nodes
+
+    @property
+    def alive(self) -> frozenset[int]:
+        return frozenset(self._alive)
+
+    def wait(self, timeout: float) -> list[Exit]:
+        """Return the ranks that ended; see `Ranks.wait`. News of any kind end the waiting."""
+        try:
+            for kind, value in self._link.messages(0 if self._exits else timeout):
+                if kind == "gone":
+                    self._exits.append(_exit(value))
+                elif kind == "note":
+                    self._told.append(ev.Note(time.time(), -1, value))
+        except LaunchError as error:
+            gone = self._alive - {e.rank for e in self._exits}
+            now = time.time()
+            self._exits += [Exit(r, None, now, str(error), "failed") for r in sorted(gone)]
+        found = [e for e in self._exits if e.rank in self._alive]
+        self._exits = []
+        self._alive -= {e.rank for e in found}
+        return found
+
+    def told(self) -> list[ev.Event]:
+        """Return what nodes told of themselves and of their ranks' processes."""
+        found, self._told = self._told, []
+        for tail in self._tails:
+            found += new_events(tail)
+        return found
+
+    def interrupt(self, ranks: Collection[int]) -> None:
+        """Have ranks sent SIGINT."""
+        self._wish("interrupt", ranks)
+
+    def terminate(self, ranks: Collection[int]) -> None:
+        """Have ranks and their children sent SIGTERM."""
+        self._wish("terminate", ranks)
+
+    def kill(self, ranks: Collection[int]) -> None:
+        """Have ranks and their children sent SIGKILL."""
+        self._wish("kill", ranks)
+
+    def _wish(self, action: str, ranks: Collection[int]) -> None:
+        with contextlib.suppress(LaunchError):  # `wait` sees it
+            self._link.send("wish", action=action, ranks=frozenset(ranks))
+
+    def close(self) -> None:
+        """End what is left on the nodes."""
+        with contextlib.suppress(LaunchError):
+            self._link.request("close")
+        self._alive.clear()
+
+
+def _exit(gone: Gone) -> Exit:
+    lost = gone.returncode is None
+    return Exit(gone.rank, gone.returncode, gone.time, gone.cause, "failed" if lost else "")
