@@ -47,6 +47,7 @@ class RankState:
     in a hang: 'stuck?' or 'waiting'. `compiled` is how many programs torch_xla compiled, in how
     many seconds; `saved` what it left for the notebook. `metrics` are the last values logged, at
     most `METRICS`.
+    `node` names its host, where that is not the launcher's.
     `log_count` is how many lines were seen: a log that grew by tens of MiB at once has more.
     """
 
@@ -55,6 +56,7 @@ class RankState:
     phase: str = ""
     hang: str = ""
     pid: int | None = None
+    node: str = ""
     started: float | None = None
     ended: float | None = None
     bars: Mapping[int, Bar] = field(default_factory=lambda: MappingProxyType({}))
@@ -101,11 +103,11 @@ class RankState:
 class RunState:
     """A whole run: starting, running, stopping, succeeded, failed, interrupted, timed out.
 
-    `notes` are what may go wrong, seen before it started or since: one line each. `host` is what
-    the ranks' host had left when it was last asked, `hang` who waits where, if nobody moves;
-    `if_killed` is what may have taken the memory, should a rank be killed for want of it. It is
-    the `attempt`-th of at most `attempts`. `loaded` has what the notebook took of what ranks
-    saved, each with what was in the way.
+    `notes` are what may go wrong, seen before it started or since: one line each. `hosts` are what
+    hosts had left when last asked, by name ("": the launcher's own), `hang` who waits where, if
+    nobody moves; `if_killed` is what may have taken the memory, should a rank be killed for want
+    of it. It is the `attempt`-th of at most `attempts`. `loaded` has what the notebook took of
+    what ranks saved, each with what was in the way.
     """
 
     name: str
@@ -121,7 +123,7 @@ class RunState:
     attempt: int = 1
     attempts: int = 1
     curves: Curves = field(default_factory=Curves)
-    host: ev.Host | None = None
+    hosts: Mapping[str, ev.Host] = field(default_factory=lambda: MappingProxyType({}))
     hang: str = ""
     if_killed: tuple[str, ...] = ()
     loaded: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -129,6 +131,11 @@ class RunState:
     @property
     def is_over(self) -> bool:
         return self.ended is not None
+
+    @property
+    def host(self) -> ev.Host | None:
+        """What the launcher's own host had left, if ranks run there."""
+        return self.hosts.get("")
 
     @property
     def world_size(self) -> int:
@@ -210,8 +217,8 @@ def _fold_run(state: RunState, event: ev.Event) -> RunState:
         case ev.Loaded():
             told = {**state.loaded, plain(event.name, 80): plain(event.trouble, 1000)}
             return replace(state, loaded=MappingProxyType(dict(list(told.items())[-SAVED:])))
-        case ev.Host():
-            return replace(state, host=_sound(event))
+        case ev.Host() if (sound := _sound(event)) is not None:
+            return replace(state, hosts=MappingProxyType({**state.hosts, sound.node: sound}))
     return state
 
 
@@ -234,7 +241,8 @@ def _sound(host: ev.Host) -> ev.Host | None:
         return None
     gpus = (tuple(g) for g in _listed(host.gpus) if len(_listed(g)) == 5)
     sound = tuple(g for g in gpus if None not in map(number, (g[0], g[2], g[3])))
-    return replace(host, gpus=sound, whose=plain(str(host.whose), 80))
+    whose, node = plain(str(host.whose), 80), plain(str(host.node), 80)
+    return replace(host, gpus=sound, whose=whose, node=node)
 
 
 def _listed(value: Any) -> Sequence[Any]:
@@ -302,7 +310,7 @@ def _compiled(draft: _Draft, event: ev.Compiled, _curves: CurvesDraft) -> None:
 
 
 def _spawned(draft: _Draft, event: ev.Spawned, _curves: CurvesDraft) -> None:
-    draft["pid"] = event.pid
+    draft.update(pid=event.pid, node=plain(str(event.node), 80))
 
 
 def _started(draft: _Draft, event: ev.Started, _curves: CurvesDraft) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from nbtrain import events as ev
 from nbtrain.state import LOG_LINES, METRICS, SAVED, Bar, RankState, RunState, fold, plain
-from nbtrain.view import html, log, text, wording
+from nbtrain.view import hosts, html, log, text, wording
 
 
 def picture(ranks: int = 2) -> RunState:
@@ -311,7 +311,7 @@ def test_devices_and_memory_are_worded() -> None:
     )
     assert "2 × NVIDIA H200" in wording.facts(state, 2.0)
     assert wording.holds(state.ranks[1]) == "GPU 1 · 23.4 GB"
-    assert wording.host(state) == (
+    assert hosts.lines(state)[0] == (
         "memory 41.2 of 64 GB (cgroup) · fullest GPU 60.0 of 141 GB · 90–91 % busy"
     )
     on_cpu = fold(picture(), [ev.Resources(1, 0, 1.0, 850_000_000)])

@@ -13,7 +13,7 @@ from html import escape
 
 from .. import stragglers
 from ..state import RunState
-from . import chart, colours, grid, log, table, wording
+from . import chart, colours, grid, hosts, log, table, wording
 
 ROWS = 16
 """Ranks up to which each has a row; more are a grid, with the ranks to look at named in rows."""
@@ -82,7 +82,8 @@ def _parts(state: RunState, now: float, look: Look = Look()) -> tuple[str, str, 
 
 
 def _header(state: RunState, now: float) -> str:
-    lines = [cut(state.message, 600), escape(wording.host(state)) if not state.is_over else ""]
+    told = [] if state.is_over else hosts.lines(state)
+    lines = [cut(state.message, 600), *map(escape, told)]
     below = "".join(
         f'<div style="{_SOFT};overflow-wrap:anywhere">{line}</div>' for line in lines if line
     )

@@ -86,6 +86,7 @@ def _columns(state: RunState, *, told: bool, dense: bool) -> list[Column]:
     left, right = "text-align:left", "text-align:right"
     return [
         Column("rank", lambda row: str(row[0].rank), f"{right};{_SOFT}"),
+        Column("node", lambda row: escape(row[0].node), f"{left};{_SOFT}"),
         Column("", lambda row: badge(wording.badge(row[0])), left, 76),
         Column("", lambda row: row[1], f"{left};font-weight:600"),
         Column("", lambda row: _bar(row[0], state), "min-width:72px"),

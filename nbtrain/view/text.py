@@ -42,7 +42,8 @@ def _ranks(state: RunState) -> list[str]:
 
 def rank_line(rank: RankState, state: RunState) -> str:
     """Return one rank's line: status, bar, metrics, error."""
-    parts = [f"  rank {rank.rank}: {wording.badge(rank):<8}"]
+    place = f" on {rank.node}" if rank.node else ""
+    parts = [f"  rank {rank.rank}{place}: {wording.badge(rank):<8}"]
     bar = rank.bar
     if bar is not None:
         if bar.fraction is not None:

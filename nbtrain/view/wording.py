@@ -12,6 +12,7 @@ from ..outcome import is_echo, ranks_text
 from ..pace import Bar
 from ..series import UNCHARTED
 from ..state import METRICS, RankState, RunState
+from . import hosts
 
 
 def duration(seconds: float) -> str:
@@ -241,7 +242,7 @@ def counted(count: int, noun: str) -> str:
 
 def facts(state: RunState, now: float) -> str:
     """Word the circumstances of a run: ``2 ranks · fork · cpu · 12 s · about 3 min left``."""
-    words = [counted(state.world_size, "rank"), state.engine, devices(state)]
+    words = [counted(state.world_size, "rank"), state.engine, hosts.devices(state)]
     if state.mixed_precision != "no":
         words.append(state.mixed_precision)
     if state.attempt > 1:
@@ -249,44 +250,6 @@ def facts(state: RunState, now: float) -> str:
     words.append(duration(state.elapsed(now)))
     seconds = eta(state, now)
     return " · ".join([*words, *([f"{about(seconds)} left"] if seconds is not None else [])])
-
-
-def devices(state: RunState) -> str:
-    """Name what the ranks train on: ``cpu``, ``TPU``, ``2 × NVIDIA H200``."""
-    if state.device == "xla":
-        return "TPU"
-    if state.device == "cpu" or state.host is None or not state.host.gpus:
-        return state.device
-    used = {r.taken.gpu for r in state.ranks if r.taken.gpu is not None}
-    names = [str(g[1])[:40] for g in state.host.gpus if not used or g[0] in used]
-    kinds = {name: names.count(name) for name in names}
-    return ", ".join(f"{n} × {name}" if n > 1 else name for name, n in kinds.items()) or "gpu"
-
-
-def host(state: RunState) -> str:
-    """Word what the host has left: ``memory 41.2 of 64.0 GB · GPU 90–97 % busy, 60 of 141 GB``."""
-    told = state.host
-    if told is None:
-        return ""
-    whose = f" ({told.whose})" if told.whose else ""
-    words = [f"memory {_of(told.used, told.limit)}{whose}"] if told.limit else []
-    if told.gpus:
-        fullest = max(told.gpus, key=lambda gpu: gpu[2])
-        busy = [gpu[4] for gpu in told.gpus if isinstance(gpu[4], (int, float))]
-        shares = sorted({f"{share:.0f}" for share in busy}, key=float)
-        name = "GPU" if len(told.gpus) == 1 else "fullest GPU"
-        words.append(f"{name} {_of(fullest[2], fullest[3])}")
-        if shares:
-            words.append(f"{'–'.join(dict.fromkeys([shares[0], shares[-1]]))} % busy")
-    return " · ".join(words)
-
-
-def _of(used: float, limit: float) -> str:
-    return (
-        f"{used / 1e9:.1f} of {limit / 1e9:.0f} GB"
-        if limit >= 1e10
-        else (f"{used / 1e9:.1f} of {limit / 1e9:.1f} GB")
-    )
 
 
 def eta(state: RunState, now: float) -> float | None:

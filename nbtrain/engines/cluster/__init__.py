@@ -25,6 +25,7 @@ from . import modules
 from .link import Link
 from .node import Gone, Order
 from .placing import Node, bundle, fitting
+from .reservation import Wanted
 
 
 class RayEngine:
@@ -73,22 +74,18 @@ class RayEngine:
         Raises `LaunchError` or `PlanError`; nothing is left on the cluster then.
         """
         link, (least, most) = self._open(), plan.nodes or (1, 1)
-        parcel = ship.pack(plan)
-        try:
-            self.notes = tuple(
-                link.request(
-                    "place",
-                    nodes=(least, most),
-                    per_node=(plan.num_processes or 1) // most,
-                    resources=dict(plan.resources),
-                    modules=modules.needed(plan.task),
-                    versions=_versions(),
-                )
-            )
+        wanted = Wanted(
+            nodes=(least, most),
+            per_node=(plan.num_processes or 1) // most,
+            resources=dict(plan.resources),
+            modules=modules.needed(plan.task),
+            versions=_versions(),
+        )
+        link.send("place", wanted=wanted)
+        with contextlib.closing(ship.pack(plan)) as parcel:  # while the nodes get ready
+            self.notes = tuple(link.answer())
             with open(parcel.path, "rb") as file:
                 link.hand_over(file.fileno())
-        finally:
-            parcel.close()
 
     def discard(self) -> None:
         """Close this process's end; one that was forked for the run has its own."""

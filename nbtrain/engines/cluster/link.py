@@ -53,7 +53,7 @@ class Link:
     def request(self, kind: str, **payload: Any) -> Any:
         """Have something done and return the answer. Raises `LaunchError` for a refusal."""
         self.send(kind, **payload)
-        return self._answer()
+        return self.answer()
 
     def hand_over(self, descriptor: int) -> None:
         """Give the driver a file. Raises `LaunchError`."""
@@ -62,7 +62,7 @@ class Link:
             reduction.send_handle(self._connection, descriptor, self._process.pid)
         except OSError as error:
             raise self._is_gone() from error
-        self._answer()
+        self.answer()
 
     def send(self, kind: str, **payload: Any) -> None:
         """Say something. Raises `LaunchError` if nobody listens."""
@@ -71,7 +71,8 @@ class Link:
         except OSError as error:
             raise self._is_gone() from error
 
-    def _answer(self) -> Any:
+    def answer(self) -> Any:
+        """Return the answer to the last request. Raises `LaunchError` for a refusal."""
         while True:
             try:
                 kind, value = self._connection.recv()

@@ -1,0 +1,255 @@
+"""Part of a Ray cluster, for one run: nodes that were found, reserved and looked at.
+
+Only the driver's process comes here: what it does with Ray is synchronous but for the waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import LaunchError
+from . import agent as agent_module
+from . import modules
+from .placing import Node, amounts, bundle, fitting, named, too_few
+
+PLACING = 20.0
+"""Seconds that Ray has to reserve what was free, and to start a process on each node."""
+
+ANSWERING = 5.0
+"""Seconds that a cluster has to accept a connection."""
+
+_AGAIN = 0.5
+"""Seconds between two looks at what is free."""
+
+_GET_ONE = (
+    "Start one on this host: `ray start --head` (and `ray start --address=HOST:6379` on the "
+    "others), or try with --address local."
+)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a run needs: at least and at most so many nodes, with so many ranks each.
+
+    Each rank takes `resources` of its node, which must have `modules`, and the same release of
+    the packages in `versions`.
+    """
+
+    nodes: tuple[int, int]
+    per_node: int
+    resources: Mapping[str, float]
+    modules: Sequence[str]
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A node with an agent of ours, and what that found there."""
+
+    node: Node
+    actor: Any
+    facts: Mapping[str, Any]
+
+
+def join(address: str | None, sources: str | None) -> Any:
+    """Connect this process to a cluster, with the Python files below `sources`; return Ray.
+
+    Raises `LaunchError`.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise LaunchError("the ray engine needs Ray: pip install 'nbtrain[ray]'") from error
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    _check_there_is(address)
+    options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+    try:
+        with tempfile.TemporaryDirectory(prefix="nbtrain-sources-") as copied:
+            if sources is not None and modules.copy_sources(Path(sources), Path(copied)):
+                options["runtime_env"] = {"working_dir": copied}
+            ray.init(
+                address=address or "auto",
+                namespace="nbtrain",
+                log_to_driver=False,
+                logging_level="error",
+                **options,
+            )
+    except ConnectionError as error:
+        if address in (None, "auto"):
+            raise LaunchError(f"no Ray cluster was found on this host. {_GET_ONE}") from error
+        raise _not_there(address, error) from error
+    ray.cloudpickle.register_pickle_by_value(agent_module)
+    return ray
+
+
+def _check_there_is(address: str | None) -> None:
+    """Raise `LaunchError` if nobody listens at ``HOST:PORT``: Ray would wait for a minute."""
+    host, colon, port = (address or "").rpartition(":")
+    if colon and port.isdecimal():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), ANSWERING).close()
+        except OSError as error:
+            raise _not_there(str(address), error) from error
+
+
+def _not_there(address: str, error: Exception) -> LaunchError:
+    why = str(error).strip().partition("\n")[0][:300]
+    return LaunchError(
+        f"no Ray cluster answers at {address}, or this host is no node of it ({why}). A launch "
+        f"starts on a node: ray start --address={address}"
+    )
+
+
+def nodes(ray: Any) -> list[Node]:
+    """Return the nodes that are alive, and what of them is free."""
+    from ray._private.state import available_resources_per_node
+
+    every = ray.nodes()
+    names = named((n["NodeID"], n["NodeManagerHostname"]) for n in every)  # also of those that died
+    free = available_resources_per_node()
+    return [
+        Node(id, names[id], n["NodeManagerAddress"], n["Resources"], free.get(id, {}))
+        for n in every
+        if n["Alive"] and (id := n["NodeID"])
+    ]
+
+
+class Reservation:
+    """What is reserved for a run, until `release`."""
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+        self._group: Any = None
+        self.placed: list[Placed] = []
+
+    async def place(self, wanted: Wanted, patience: float = 0.0) -> list[str]:
+        """Reserve nodes and start an agent on each; return what to mind about them.
+
+        For as many as are wanted at most it waits up to `patience` seconds. Raises `LaunchError`.
+        """
+        needed = bundle(wanted.per_node, wanted.resources)
+        count = await self._wait_for_room(wanted, needed, time.monotonic() + patience)
+        handles = await self._reserve(needed, count)
+        began = time.time()
+        try:
+            looks = asyncio.gather(*(h.look.remote(list(wanted.modules)) for h in handles))
+            facts = await asyncio.wait_for(looks, PLACING)
+        except asyncio.TimeoutError:
+            raise LaunchError(f"nodes did not answer within {PLACING:g} s (ray status)") from None
+        where = self._where()
+        self.placed = [Placed(where[i], h, facts[i]) for i, h in enumerate(handles)]
+        return checked(self.placed, wanted, began, time.time())
+
+    async def _wait_for_room(
+        self, wanted: Wanted, needed: Mapping[str, float], deadline: float
+    ) -> int:
+        """Return on how many nodes there is room."""
+        least, most = wanted.nodes
+        while True:
+            every = nodes(self._ray)
+            able = len(fitting(every, needed))
+            if able >= most or time.monotonic() >= deadline:
+                break
+            await asyncio.sleep(_AGAIN)
+        if able < least:
+            raise LaunchError(too_few(every, needed, least, wanted.per_node))
+        return min(most, able)
+
+    async def _reserve(self, needed: Mapping[str, float], count: int) -> list[Any]:
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        self._group = placement_group([dict(needed)] * count, strategy="STRICT_SPREAD")
+        try:
+            await asyncio.wait_for(answer(self._group.ready()), PLACING)
+        except asyncio.TimeoutError:
+            raise LaunchError(
+                f"Ray could not reserve {amounts(needed)} on each of {count} nodes within "
+                f"{PLACING:g} s (ray status)"
+            ) from None
+        remote, plain = self._ray.remote(agent_module.Agent), ("CPU", "GPU", "memory")
+        return [
+            remote.options(
+                num_cpus=needed.get("CPU", 0),
+                num_gpus=needed.get("GPU", 0),
+                memory=needed.get("memory"),
+                resources={k: v for k, v in needed.items() if k not in plain},
+                max_concurrency=16,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
+            ).remote()
+            for index in range(count)
+        ]
+
+    def _where(self) -> dict[int, Node]:
+        """Return the node of each part of what was reserved."""
+        from ray.util import placement_group_table
+
+        by_id = {node.id: node for node in nodes(self._ray)}
+        places = placement_group_table(self._group)["bundles_to_node_id"]
+        return {index: by_id[id] for index, id in places.items()}
+
+    def release(self) -> None:
+        """End the agents, and give back what was reserved."""
+        from ray.util import remove_placement_group
+
+        placed, self.placed = self.placed, []
+        for one in placed:
+            with contextlib.suppress(Exception):  # it is gone already
+                self._ray.kill(one.actor)
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+
+
+async def answer(reference: Any) -> Any:
+    """Wait for a reference of Ray's: what `asyncio` takes is a coroutine."""
+    return await reference
+
+
+def checked(placed: Sequence[Placed], wanted: Wanted, began: float, ended: float) -> list[str]:
+    """Return what to mind about nodes that were asked between two moments.
+
+    Raises `LaunchError` for those that cannot do. Pure.
+    """
+    troubles: list[str] = []
+    notes: list[str] = []
+    for one in placed:
+        name, facts = one.node.name, one.facts
+        for package, here in wanted.versions.items():
+            there = facts["versions"].get(package)
+            if there is None:
+                troubles.append(f"{name} has no {package}; here it is {here}")
+            elif _release(there) != _release(here):
+                troubles.append(f"{name} has {package} {there}; here it is {here}")
+            elif there != here:
+                notes.append(f"{name} has {package} {there}; here it is {here}.")
+        if facts["missing"]:
+            troubles.append(f"{name} lacks {', '.join(facts['missing'])}")
+        if not began - 1.0 <= facts["time"] <= ended + 1.0:
+            off = facts["time"] - began
+            notes.append(f"The clock of {name} is {off:+.1f} s off: so are the times it tells.")
+        if not facts["interface"]:
+            notes.append(
+                f"{name}: no network interface has its address {facts['address']}; if its ranks "
+                "cannot meet the others, name it: --env GLOO_SOCKET_IFNAME=…"
+            )
+    if troubles:
+        raise LaunchError(
+            "the nodes are not alike enough:\n  " + "\n  ".join(troubles) + "\nInstall the same "
+            "on all of them; nothing was started."
+        )
+    return notes
+
+
+def _release(version: str) -> tuple[str, ...]:
+    """Return the part of a version that must agree: ``2.13``."""
+    return tuple(version.partition("+")[0].split(".")[:2])

@@ -1,0 +1,1 @@
+"""What needs Ray: clusters of several nodes on this machine."""

@@ -1,0 +1,104 @@
+"""A Ray cluster of several nodes on this machine, in a process of its own, told what to do.
+
+Run as a script it reads commands, a line each: ``add``, ``list``, ``kill N`` (by SIGKILL, all the
+processes of node N), ``stop``; it answers each with a line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+CPUS = 2
+
+
+class Simulated:
+    """A head that takes no ranks, and `nodes` nodes of two CPUs each."""
+
+    def __init__(self, nodes: int, environment: Mapping[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(nodes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=dict(environment),
+            text=True,
+        )
+        self.address: str = self._answer()
+
+    def tell(self, command: str) -> Any:
+        """Give a command and return the answer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(command + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)["answer"]
+        raise RuntimeError(f"the simulated cluster ended ({self._process.wait()})")
+
+    def close(self) -> None:
+        """End the cluster."""
+        try:
+            self.tell("stop")
+            self._process.wait(30)
+        except (RuntimeError, OSError, subprocess.TimeoutExpired):
+            self._process.kill()
+            self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def main(nodes: int) -> None:
+    """Carry out the commands on standard input."""
+    from ray.cluster_utils import Cluster
+
+    def say(answer: object) -> None:
+        print("\n" + json.dumps({"answer": answer}), flush=True)
+
+    head: dict[str, Any] = {"num_cpus": 0, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    added = [cluster.add_node(num_cpus=CPUS) for _ in range(nodes)]
+    say(cluster.address)
+    for line in sys.stdin:
+        what, _, which = line.strip().partition(" ")
+        if what == "add":
+            added.append(cluster.add_node(num_cpus=CPUS))
+            say(added[-1].node_id)
+        elif what == "list":
+            say([node.node_id for node in added])
+        elif what == "kill":
+            node = added[int(which)]
+            _kill_workers(node)
+            cluster.remove_node(node, allow_graceful=False)
+            say(node.node_id)
+        elif what == "stop":
+            break
+    cluster.shutdown()
+    say("stopped")
+
+
+def _kill_workers(node: Any) -> None:
+    """Kill what a node runs at once with it, as the end of a host does."""
+    import psutil
+
+    for kind in node.all_processes.values():
+        for one in kind:
+            try:
+                for child in psutil.Process(one.process.pid).children(recursive=True):
+                    child.kill()
+            except psutil.NoSuchProcess:
+                continue
+
+
+if __name__ == "__main__":
+    sys.path[:] = [p for p in sys.path if Path(p) != Path(__file__).parent]
+    main(int(sys.argv[1]))
