@@ -290,6 +290,8 @@ def _check_alone(plan: Plan, device: str) -> list[str]:
     if not others:
         return []
     seen = f"The run {others[-1]} of this notebook still goes on in the background"
+    if plan.engine == "ray":
+        return []
     if device == "cpu" or (device == "cuda" and "CUDA_VISIBLE_DEVICES" in plan.env):
         return [f"{seen}: both share this host."]
     raise PreflightError(

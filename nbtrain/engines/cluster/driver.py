@@ -29,6 +29,9 @@ from .reservation import Reservation, Wanted, answer
 RETURN = 10.0
 """Seconds that nodes have to come back, or others to take their part, before another attempt."""
 
+STARTING = 600.0
+"""Seconds in which what the ranks unpack has to reach every node."""
+
 POLL = 0.05
 """Seconds between two looks for questions in the run folder, and two signs of news."""
 
@@ -132,7 +135,8 @@ class Driver:
             own = replace(order, world_size=world_size, place=place, name=one.node.name)
             copy = Copy(Path(order.home), own.growing())
             self._members.append(_Member(one.node, one.actor, own, copy, set(own.ranks)))
-        ports = await self._of_all(lambda m: m.actor.begin.remote(m.order, self._parcel))
+        begun = self._of_all(lambda m: m.actor.begin.remote(m.order, self._parcel))
+        ports = await asyncio.wait_for(begun, STARTING)
         pids = await self._of_all(lambda m: m.actor.do.remote("start", ports[0]))
         for member in self._members:
             self._follow(self._watch(member))
@@ -282,7 +286,9 @@ class Driver:
             self._reserved.release()
 
     def shutdown(self) -> None:
-        """Leave the cluster; Ray ends what is left of this driver's on it."""
+        """Leave the cluster, nothing of this driver's being left on it."""
+        if self._reserved is not None:
+            self._reserved.release()
         if self._ray is not None:
             self._ray.shutdown()
 
