@@ -28,7 +28,11 @@ class Simulated:
             env=dict(environment),
             text=True,
         )
-        self.address: str = self._answer()
+        try:
+            self.address: str = self._answer()
+        except RuntimeError:
+            self._close_pipes()
+            raise
 
     def tell(self, command: str) -> Any:
         """Give a command and return the answer."""
@@ -52,6 +56,9 @@ class Simulated:
         except (RuntimeError, OSError, subprocess.TimeoutExpired):
             self._process.kill()
             self._process.wait()
+        self._close_pipes()
+
+    def _close_pipes(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
@@ -59,14 +66,11 @@ class Simulated:
 
 def main(nodes: int) -> None:
     """Carry out the commands on standard input."""
-    from ray.cluster_utils import Cluster
 
     def say(answer: object) -> None:
         print("\n" + json.dumps({"answer": answer}), flush=True)
 
-    head: dict[str, Any] = {"num_cpus": 0, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    added = [cluster.add_node(num_cpus=CPUS) for _ in range(nodes)]
+    cluster, added = _started(nodes)
     say(cluster.address)
     for line in sys.stdin:
         what, _, which = line.strip().partition(" ")
@@ -84,6 +88,21 @@ def main(nodes: int) -> None:
             break
     cluster.shutdown()
     say("stopped")
+
+
+def _started(nodes: int, tries: int = 3) -> tuple[Any, list[Any]]:
+    """Start the cluster; on a machine that is busy, Ray gives a node up after 30 s."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    try:
+        cluster.add_node(num_cpus=0, include_dashboard=False)
+        return cluster, [cluster.add_node(num_cpus=CPUS) for _ in range(nodes)]
+    except Exception:
+        cluster.shutdown()
+        if tries == 1:
+            raise
+        return _started(nodes, tries - 1)
 
 
 def _kill_workers(node: Any) -> None:

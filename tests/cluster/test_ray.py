@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from pathlib import Path
 
+import nbformat
 import pytest
 from conftest import Notebook, wait_until
 
@@ -180,3 +183,46 @@ def _which(cluster: Simulated, notebook: Notebook, name: str) -> int:
     """Return the number of a node by its name, which ends in the beginning of its id."""
     known: list[str] = cluster.tell("list")
     return next(i for i, id in enumerate(known) if id.startswith(name.rpartition("/")[2]))
+
+
+QUICKSTART = Path(__file__).parents[2] / "notebooks" / "quickstart.ipynb"
+MAGIC = "%%distributed -n 2\n"
+
+
+def test_the_quickstart_trains_on_two_nodes_to_the_bits_of_fresh_processes_here(
+    notebook: Notebook,
+) -> None:
+    cells = [c.source for c in nbformat.read(QUICKSTART, 4).cells if c.cell_type == "code"]
+    training = next(i for i, source in enumerate(cells) if source.startswith(MAGIC))
+    for source in cells[:training]:
+        assert not notebook.run(source).ename
+    body = cells[training].removeprefix(MAGIC)
+    notebook.run("results = []")
+    threads = "--env OMP_NUM_THREADS=1"
+    for options in (f"-e spawn --no-sync {threads}", f"-e ray --nodes 2 {threads}"):
+        out = notebook.run(f"%%distributed -n 2 {options}\n{body}", timeout=200)
+        assert not out.ename, out.traceback
+        notebook.run("results.append(nbtrain.last_run().results)")
+    here, there = notebook.value("results")
+    assert [r["checksum"] for r in here] == [r["checksum"] for r in there]
+    assert there[0] == there[1]
+    assert there[0]["accuracy"] >= 0.93
+    assert notebook.value("checksum(model)") == there[0]["checksum"]
+
+
+def test_a_detached_run_goes_on_without_its_kernel_and_is_shown_in_another(
+    cluster: Simulated, start_kernel: Callable[..., Notebook]
+) -> None:
+    first = start_kernel()
+    first.run(f"import os; os.environ['RAY_ADDRESS'] = {cluster.address!r}")
+    first.run("%load_ext nbtrain\nimport torch, time, nbtrain")
+    first.run(SPIN.replace("100_000", "150"))
+    first.run("run = nbtrain.launch(spin, engine='ray', nodes=2, num_processes=2, detach=True)")
+    wait_until(lambda: first.value("all((r.step or 0) > 5 for r in run.state.ranks)"), 60)
+    first.process.kill()
+    second = start_kernel()
+    second.run("%load_ext nbtrain\nfrom nbtrain import kept")
+    second.run("run = kept.find().wait()", timeout=100)
+    assert second.value("run.state.status") == "succeeded"
+    logged = "[g.dropna(subset=['x']).step.tolist() for _, g in run.history.groupby('rank')]"
+    assert second.value(logged) == [list(range(150))] * 2
