@@ -104,6 +104,9 @@ class RunFolder:
     def stacks(self, rank: int) -> Path:
         return self.path / f"rank-{rank:04d}.stacks"
 
+    def steps(self, rank: int) -> Path:
+        return self.path / f"rank-{rank:04d}.steps"
+
     def recorder(self, rank: int) -> Path:
         return self.path / f"rank-{rank:04d}.recorder"
 

@@ -44,6 +44,7 @@ LAYERS = [
     {"keeper"},
     {"run"},
     {"launch", "kept"},
+    {"speedup"},
     {"blame"},
     {"doctor"},
     {"magics", "cli"},
@@ -92,6 +93,7 @@ def test_the_public_names_are_these() -> None:
         "progress",
         "rank",
         "runs",
+        "scaling",
         "should_stop",
         "world_size",
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import io
+import os
 import sys
 import threading
 import time
@@ -25,6 +26,7 @@ from .compiling import Compiling
 from .hooks import Hooks
 from .loaders import Feed
 from .losses import Losses
+from .timing import ASKED, StepTimes
 
 INTERVAL = 0.5
 """Seconds between two reports."""
@@ -45,6 +47,7 @@ class Meter:
         self._phase_lock = threading.Lock()
         self._told_phase = self._hooks.harmless(self._phase)
         self._compiling = Compiling(writer, rank, self._told_phase)
+        self._times = StepTimes(self._hooks, self._feed, rank) if ASKED in os.environ else None
         self._began: float | None = None
         self._due = 0.0
 
@@ -52,6 +55,8 @@ class Meter:
         """Watch torch, now or when it is imported."""
         if "steps" in sources:
             when_imported("torch.optim.optimizer", self._watch_optimizers)
+            if self._times is not None:
+                self._times.install()
         if "loss" in sources:
             self._losses.install()
         if "data" in sources:
@@ -68,6 +73,8 @@ class Meter:
 
     def _finish(self, wait: bool) -> None:
         self._compiling.look()
+        if self._times is not None:
+            self._times.finish(wait)
         if self._began is not None:
             if wait:
                 self._losses.read_last()
@@ -84,6 +91,8 @@ class Meter:
             self._steps += 1
             self._round = set()
             self._lr = _learning_rate(optimizer)
+            if self._times is not None:
+                self._times.stepped()
         self._round.add(id(optimizer))
         self._feed.stepped()
         self._losses.stepped()
