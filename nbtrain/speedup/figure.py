@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import MissingExtra, NbtrainError
 from ..view import colours
-from .page import PARTS, parts
+from .page import legend, parts
 
 if TYPE_CHECKING:
     from .report import ScalingReport, Size
@@ -59,7 +59,7 @@ def _speedups(panel: Any, sizes: tuple[Size, ...]) -> None:
 def _shares(panel: Any, sizes: tuple[Size, ...]) -> None:
     places = [str(size.ranks) for size in sizes]
     under = [0.0] * len(sizes)
-    for name, (word, colour) in PARTS.items():
+    for name, (word, colour) in legend(sizes).items():
         shares = [100 * max(0.0, parts(size).get(name) or 0.0) for size in sizes]
         panel.bar(places, shares, 0.6, bottom=under, color=colour, label=word)
         under = [a + b for a, b in zip(under, shares, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -13,13 +14,15 @@ if TYPE_CHECKING:
     from .report import ScalingReport, Size
 
 PARTS = {
-    "efficiency": ("useful", colours.BLUE),
+    "efficiency": ("efficiency", colours.BLUE),
     "data": ("data", colours.AMBER),
     "communication": ("communication", colours.GREEN),
     "imbalance": ("imbalance", colours.RED),
     "slower": ("slower compute", colours.GREY),
 }
 """What a step goes to: how each is called and drawn."""
+
+_UNKNOWN = "not told apart"
 
 _KINDS = {
     "weak": "weak scaling: each rank keeps its batch",
@@ -34,6 +37,13 @@ _WIDTH, _HEIGHT, _TOP, _FLOOR = 680, 236, 24, 180
 def parts(size: Size) -> dict[str, float | None]:
     """Return the shares of a step by name: together 1."""
     return {"efficiency": size.efficiency, **(vars(size.lost) if size.lost else {})}
+
+
+def legend(sizes: Sequence[Size]) -> dict[str, tuple[str, str]]:
+    """Return how the parts are called and drawn, without those that nobody could tell."""
+    unknown = {name for size in sizes for name, share in parts(size).items() if share is None}
+    named = {name: of for name, of in PARTS.items() if name not in unknown}
+    return named | ({"slower": (_UNKNOWN, colours.GREY)} if unknown else {})
 
 
 def title(report: ScalingReport) -> str:
@@ -53,10 +63,7 @@ def title(report: ScalingReport) -> str:
 
 def rows(report: ScalingReport) -> list[tuple[str, ...]]:
     """Return the table, its head first; a size that failed has its error alone."""
-    unseen = any(s.lost and None in vars(s.lost).values() for s in report.measured)
-    found: list[tuple[str, ...]] = [
-        (*_HEADS, "imbalance", "not told apart" if unseen else "slower compute")
-    ]
+    found: list[tuple[str, ...]] = [(*_HEADS, "imbalance", legend(report.measured)["slower"][0])]
     for size in report.sizes:
         if size.speedup is None or size.lost is None:
             found.append((str(size.ranks), size.error))
@@ -91,6 +98,8 @@ def remarks(report: ScalingReport) -> list[str]:
         )
     if report.device == "cuda":
         found.append("data: what the host waited, also where the GPU still had work")
+    if report.repeats == 1 and len(report.measured) > 1:
+        found.append("each size ran once: --repeat 3 (repeat=3) tells how far it varies")
     return [*found, *report.notes]
 
 
@@ -109,7 +118,7 @@ def text(report: ScalingReport) -> str:
 
 def html(report: ScalingReport) -> str:
     """Draw the report; the picture is an image, which survives an untrusted notebook."""
-    cell, drawn = "padding:1px 12px 1px 0;border:0;text-align:", []
+    cell, drawn = "padding:1px 12px 1px 0;border:0;white-space:nowrap;text-align:", []
     table = rows(report)
     for index, row in enumerate(table):
         style = f"{cell}right{';opacity:.7' if not index else ''}"
@@ -203,9 +212,9 @@ def _shares(sizes: tuple[Size, ...], left: int, width: int) -> str:
             f'<text x="{middle:.1f}" y="{_FLOOR + 16}" text-anchor="middle">{size.ranks}</text>'
         )
     x = float(left)
-    for name, (word, colour) in PARTS.items():
+    for name, (word, colour) in legend(sizes).items():
         y = _HEIGHT - 22 if name in ("efficiency", "data", "communication") else _HEIGHT - 4
-        x = float(left) if name in ("efficiency", "imbalance") else x
+        x = float(left) if name == "imbalance" else x
         drawn.append(
             f'<rect x="{x}" y="{y - 9}" width="9" height="9" fill="{colour}"/>'
             f'<text x="{x + 13}" y="{y}">{word}</text>'
