@@ -218,6 +218,7 @@ def train(model: Any, steps: int, how: str = "", ddp: bool = True) -> None:
 
 def model() -> Any:
     torch = pytest.importorskip("torch")
+    pytest.importorskip("torch._dynamo")  # else each rank imports it, at its first step
     return torch.nn.Linear(2, 2)
 
 
@@ -280,10 +281,8 @@ def test_the_report_is_a_table_a_figure_and_a_picture() -> None:
     assert table.loc[2, lost].sum() == pytest.approx(0.2)
     left, right = found.plot().axes
     assert list(left.lines[0].get_ydata()) == [1, 2, 4]
-    tops = [
-        max(b.get_y() + b.get_height() for b in bars)
-        for bars in zip(*right.containers, strict=False)
-    ]
+    stacks = zip(*right.containers, strict=True)
+    tops = [max(part.get_y() + part.get_height() for part in parts) for parts in stacks]
     assert tops == pytest.approx([100, 100, 100])
     html = found._repr_html_()
     assert 'src="data:image/svg+xml;base64,' in html
@@ -296,7 +295,9 @@ def test_the_magic_measures_a_notebooks_own_function(notebook: Notebook) -> None
     import inspect
 
     notebook.run("import os, signal, nbtrain\nfrom typing import Any\n" + inspect.getsource(train))
-    notebook.run("model = torch.nn.Linear(2, 2); before = model.weight.clone()")
+    notebook.run(
+        "import torch._dynamo\nmodel = torch.nn.Linear(2, 2); before = model.weight.clone()"
+    )
     out = notebook.run("%nbtrain scaling --ranks 1,2 --as found train(model, steps=12)")
     assert not out.ename, out.traceback
     assert "scaling 1/2: 1 rank: " in out.stdout
