@@ -105,9 +105,12 @@ def test_ranks_that_share_cores_are_marked() -> None:
 
 def test_repeats_are_told_by_their_median_and_spread() -> None:
     twos = [replace(WEAK, step=step) for step in (0.0125, 0.0120, 0.0200)]
-    _, (_, two), _ = compare({1: [ONE], 2: twos})
+    kind, (one, two), _ = compare({1: [ONE], 2: twos})
     assert two.step == 0.0125
     assert (two.low, two.speedup, two.high) == pytest.approx((1.0, 1.6, 0.02 / 0.012))
+    told = repr(ScalingReport("train", kind, (one, two), repeats=3))
+    assert "1.60× (1.00–1.67)" in told
+    assert "repeats lie far apart" in told
 
 
 def steps(waits: Sequence[float | None], **others: Any) -> Steps:

@@ -24,6 +24,9 @@ PARTS = {
 
 _UNKNOWN = "not told apart"
 
+FAR = 1.25
+"""How much faster one repeat may be than another before the numbers are doubted."""
+
 _KINDS = {
     "weak": "weak scaling: each rank keeps its batch",
     "strong": "strong scaling: the ranks share a batch",
@@ -71,7 +74,8 @@ def rows(report: ScalingReport) -> list[tuple[str, ...]]:
         apart = size.high is not None and size.low is not None and report.repeats > 1
         speed = f"{size.speedup:.2f}×" + (f" ({size.low:.2f}–{size.high:.2f})" if apart else "")
         lost = (
-            "–" if share is None else f"{100 * share:.0f} %" for share in vars(size.lost).values()
+            "–" if share is None else f"{round(100 * share)} %"
+            for share in vars(size.lost).values()
         )
         found.append(
             (
@@ -100,6 +104,8 @@ def remarks(report: ScalingReport) -> list[str]:
         found.append("data: what the host waited, also where the GPU still had work")
     if report.repeats == 1 and len(report.measured) > 1:
         found.append("each size ran once: --repeat 3 (repeat=3) tells how far it varies")
+    elif any((s.high or 0.0) > FAR * (s.low or 0.0) for s in report.measured):
+        found.append("the repeats lie far apart: the host had other things to do, too")
     return [*found, *report.notes]
 
 

@@ -50,6 +50,7 @@ class StepTimes:
         self._told: dict[int, tuple[int, ...]] = {}
         self._waited = 0.0  # in collectives, in this step
         self._joined = 1
+        self._is_blind = False
 
     def install(self) -> None:
         """Watch torch's collectives, now or when they are imported."""
@@ -66,7 +67,7 @@ class StepTimes:
         dist = sys.modules.get("torch.distributed")
         if self._joined == 1 and dist is not None and dist.is_available() and dist.is_initialized():
             self._joined = dist.get_world_size()
-        waited = None if on_gpu else self._waited
+        waited = None if on_gpu or self._is_blind else self._waited
         self._rows.append([now, self._feed.waited, self._feed.samples, waited])
         self._waited = 0.0
         if on_gpu and not captures.under_way(torch):
@@ -114,7 +115,10 @@ class StepTimes:
         cls.__init__ = made
 
     def _saw_ddp(self, ddp: Any) -> None:
-        # Private, the same in torch 2.4 to 2.13; a test notices when it moves.
+        # Private, seen in torch 2.13; a test notices when it moves.
+        if not hasattr(ddp, "_set_ddp_runtime_logging_sample_rate"):
+            self._is_blind = True
+            return
         ddp._set_ddp_runtime_logging_sample_rate(EVERY.get(ddp.device_type or "", 10))
         self._ddps.append(weakref.ref(ddp))
 
