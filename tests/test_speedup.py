@@ -12,6 +12,7 @@ import pytest
 from conftest import Notebook
 
 import nbtrain
+from nbtrain import kept
 from nbtrain.errors import NbtrainError, PlanError
 from nbtrain.speedup import options, page, sizes
 from nbtrain.speedup.report import Lost, ScalingReport, Size, compare
@@ -192,7 +193,7 @@ def test_a_line_that_makes_no_sense_is_one_clear_error(line: str, words: str) ->
     assert not nbtrain.last_run() or "train" not in str(nbtrain.last_run())
 
 
-def train(model: Any, steps: int, how: str = "", ddp: bool = True) -> None:
+def train(model: Any, steps: int, how: str = "", ddp: bool = True) -> int:
     import time
 
     import torch
@@ -217,6 +218,7 @@ def train(model: Any, steps: int, how: str = "", ddp: bool = True) -> None:
         if two and not ddp:
             dist.all_reduce(model.weight.grad)
         optimizer.step()
+    return torch.get_num_threads()
 
 
 def model() -> Any:
@@ -241,7 +243,8 @@ def test_waiting_for_a_late_rank_is_imbalance(ddp: bool) -> None:
     assert two.step * two.lost.imbalance > 0.005  # it would be 0.015 if nothing else ran
     assert two.lost.together == pytest.approx(1 - two.efficiency)
     assert len(one.runs) == len(two.runs) == 1
-    assert found.threads * 2 <= max(2, os.cpu_count() or 2)
+    threads = [kept.find(size.runs[0]).results for size in found.sizes]
+    assert threads == [[found.threads], [found.threads] * 2]
 
 
 def test_a_size_that_fails_is_a_row_and_the_others_stay(
