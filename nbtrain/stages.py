@@ -1,4 +1,4 @@
-"""A model whose layers several ranks train, each its own: the stages of a pipeline, put together."""
+"""A model of which each rank trains some layers: the stages of a pipeline, put together."""
 
 from __future__ import annotations
 
@@ -85,7 +85,10 @@ def put_together(
 def _merged(
     mine: dict[str, torch.Tensor], parts: Mapping[Path, str], own: Path
 ) -> dict[str, torch.Tensor]:
-    """Add what other ranks saved, and remove their files. Raises `NbtrainError` if one could not."""
+    """Add what other ranks saved, and remove their files.
+
+    Raises `NbtrainError` if a rank could not save, or two have another value of the same tensor.
+    """
     from safetensors.torch import load_file
 
     merged = dict(mine)
