@@ -32,7 +32,8 @@ LAYERS = [
         "fingerprints",
     },
     {"serialize", "reader", "weights", "config"},
-    {"exceptions", "devices", "tpus", "host", "report", "homecoming"},
+    {"exceptions", "devices", "tpus", "host", "report", "stages"},
+    {"homecoming"},
     {"outcome", "telemetry", "preflight", "cell", "gate", "lint", "resources", "pace", "series"}
     | {"inspection", "stacks", "collectives", "witness"},
     {"state", "worker", "pickling", "estimate", "history", "hang"},
