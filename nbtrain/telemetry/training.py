@@ -22,6 +22,7 @@ from ..imports import when_imported
 from ..late import LateValues, captures
 from ..writer import EventWriter
 from .compiling import Compiling
+from .holdings import Holdings
 from .hooks import Hooks
 from .loaders import Feed
 from .losses import Losses
@@ -38,6 +39,7 @@ class Meter:
         self._hooks = Hooks()
         self._losses = Losses(self._hooks, late)
         self._feed = Feed(self._hooks, self._tick)
+        self._holdings = Holdings(writer, rank)
         self._steps = 0  # rounds of all optimizers: a GAN has two, a new fold a new one
         self._round: set[int] = set()
         self._lr: float | None = None
@@ -52,6 +54,7 @@ class Meter:
         """Watch torch, now or when it is imported."""
         if "steps" in sources:
             when_imported("torch.optim.optimizer", self._watch_optimizers)
+            self._holdings.install()
         if "loss" in sources:
             self._losses.install()
         if "data" in sources:
@@ -89,6 +92,7 @@ class Meter:
         self._losses.stepped()
         now = time.monotonic()
         self._tick(now, now)
+        self._holdings.stepped(optimizer, now)
         stopping.stepped()
 
     def _watch_saving(self, module: ModuleType) -> None:
