@@ -53,7 +53,8 @@ def test_buffers_and_frozen_weights_count_and_what_is_shared_counts_once() -> No
     optimizer = torch.optim.SGD(model.a.parameters(), momentum=0.9)
     trained(model, optimizer, torch.randn(4, 8))
     weights = 4 * 64 + (2 * 4 * 8 + 8) + 4 * (32 + 4)
-    for seen in ([model], [model.a, model], [model, model.a]):
+    other = nn.Linear(3, 3)  # not trained
+    for seen in ([model], [model.a, other, model], [model, model.a]):
         assert sizes(counted(0, seen, [optimizer])) == (weights, 4 * 64, 4 * 64)
     assert sizes(counted(0, [], [optimizer]))[0] == 4 * 64
 
@@ -64,7 +65,7 @@ def test_views_and_sparse_and_nested_tensors_count_by_what_they_hold() -> None:
     assert sizes(counted(0, [], [torch.optim.SGD(views)])) == (400, 0, 0)
     table = nn.Embedding(1000, 4, sparse=True)
     table(torch.tensor([1, 2])).sum().backward()
-    told = counted(0, [table], [])
+    told = counted(0, [table], [torch.optim.SGD(table.parameters())])
     assert sizes(told) == (16000, 2 * 8 + 2 * 4 * 4, 0)
     line = torch.optim.LBFGS([nn.Parameter(torch.ones(10))])  # keeps lists of tensors
     line.step(lambda: line.param_groups[0]["params"][0].square().sum().backward() or 1.0)

@@ -268,6 +268,8 @@ def test_lines_of_any_kind_open_draw_and_are_told(seed: int) -> None:
     run = Run.open(folder.path)
     assert run._repr_html_()
     assert repr(run)
+    assert repr(run.summary())
+    assert run.summary()._repr_html_()
     assert kept.page(kept.digests(), time.time())
     pytest.importorskip("pandas")
     assert len(run.history) >= 0

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from .. import taken
 from ..cards import SLACK
 from ..outcome import is_echo
+from ..pace import Trained
 from ..state import RankState, RunState
 from ..view import wording
 
@@ -125,7 +126,7 @@ def summary(state: RunState, now: float) -> Summary:
         seconds_training=training,
         steps=steps,
         samples=samples,
-        steps_per_second=steps / training if steps and training else None,
+        steps_per_second=_rate(trained),
         samples_per_second=samples / training if samples and training else None,
         waiting_share=sum(waited) / len(waited) if waited else None,
         metrics=MappingProxyType(_metrics(state.ranks)),
@@ -135,6 +136,14 @@ def summary(state: RunState, now: float) -> Summary:
         host_used_bytes=state.host.used if state.host is not None else None,
         host_limit_bytes=state.host.limit if state.host is not None else None,
         cards=_cards(state),
+    )
+
+
+def _rate(trained: Iterable[Trained]) -> float | None:
+    """Return the steps a second of the fastest rank; without a loader, time begins after one."""
+    made = [(t.steps - (t.batch is None), t.elapsed) for t in trained]
+    return max(
+        (steps / seconds for steps, seconds in made if steps > 0 and seconds > 0), default=None
     )
 
 

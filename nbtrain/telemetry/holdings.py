@@ -6,7 +6,8 @@ a model takes milliseconds, so it is done after an optimizer's first step and th
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import sys
 import time
 import weakref
 from collections import Counter
@@ -16,7 +17,9 @@ from types import ModuleType
 from typing import Any
 
 from .. import events as ev
+from ..homecoming import arguments_of, namespace_of
 from ..imports import when_imported
+from ..plan import Call, Cell
 from ..writer import EventWriter
 from .hooks import Hooks
 
@@ -31,15 +34,16 @@ CREDIT = 0.05
 
 
 class Holdings:
-    """Counts the weights, gradients and optimizer states of the models and optimizers it saw.
+    """Counts the weights, gradients and optimizer states of what is trained.
 
-    A model is seen when it is asked for its parameters: to make an optimizer, by DDP, to clip.
-    One of which only the optimizer is known counts with what that trains. Keeps nothing alive.
+    A model is seen when it is built, or wrapped (by DDP, say); those that the notebook built are
+    what the `task` can name. Of any other, a copy for instance, only what an optimizer trains
+    counts. Keeps nothing alive.
     """
 
-    def __init__(self, writer: EventWriter, rank: int) -> None:
+    def __init__(self, writer: EventWriter, rank: int, task: Call | Cell | None = None) -> None:
         self._hooks = Hooks("counting memory")  # of its own: steps are seen without it
-        self._writer, self._rank = writer, rank
+        self._writer, self._rank, self._task = writer, rank, task
         self._count_it = self._hooks.harmless(self._count)
         self._models: dict[int, weakref.ref[Any]] = {}
         self._optimizers: dict[int, weakref.ref[Any]] = {}
@@ -48,7 +52,7 @@ class Holdings:
         self._credit = CREDIT
 
     def install(self) -> None:
-        """Watch for models, once torch is imported."""
+        """Watch for models that are built, once torch is imported."""
         when_imported("torch.nn.modules.module", self._watch_models)
 
     def stepped(self, optimizer: Any, now: float) -> None:
@@ -59,22 +63,19 @@ class Holdings:
             self._count_it(now)
 
     def _watch_models(self, module: ModuleType) -> None:
-        original = module.Module.named_parameters
+        # Nothing of Module's is replaced: what a model calls of it may be compiled.
         seen = self._hooks.harmless(self._saw)
+        module.register_module_module_registration_hook(seen)
+        module.register_module_parameter_registration_hook(seen)
 
-        @functools.wraps(original)
-        def named_parameters(self: Any, *args: Any, **kwargs: Any) -> Any:
-            seen(self)
-            return original(self, *args, **kwargs)
-
-        module.Module.named_parameters = named_parameters
-
-    def _saw(self, model: Any) -> None:
-        _remember(self._models, model)
+    def _saw(self, module: Any, *_: Any) -> None:
+        self._models.pop(id(module), None)  # it is the last again: wholes come after their parts
+        self._models[id(module)] = weakref.ref(module)
 
     def _count(self, now: float) -> None:
         begun = time.perf_counter()
-        event = counted(self._rank, _living(self._models), _living(self._optimizers))
+        models = [*reversed(_living(self._models)), *at_hand(self._task)]
+        event = counted(self._rank, models, _living(self._optimizers))
         if self._told is None or replace(event, time=self._told.time) != self._told:
             self._told = event
             self._writer.write(event)
@@ -82,6 +83,19 @@ class Holdings:
         self._credit = min(CREDIT, self._credit + SHARE * (now - self._earned_at)) - took
         self._earned_at = now
         self._due = now + max(EVERY, took / SHARE)
+
+
+def at_hand(task: Call | Cell | None) -> Iterator[Any]:
+    """Yield the models that a task is given or can name: the notebook's."""
+    if task is None:
+        return
+    values = [*arguments_of(task).values(), *namespace_of(task).values()]
+    for cell in getattr(getattr(task, "function", None), "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # nothing is in it yet
+            values.append(cell.cell_contents)
+    module = sys.modules["torch"].nn.Module
+    # Not isinstance: that asks the object, and a proxy may answer with an exception.
+    yield from (value for value in values if issubclass(type(value), module))
 
 
 def _remember(known: dict[int, weakref.ref[Any]], thing: Any) -> bool:
@@ -102,33 +116,36 @@ def _living(known: dict[int, weakref.ref[Any]]) -> list[Any]:
 
 
 def counted(rank: int, models: Iterable[Any], optimizers: Iterable[Any]) -> ev.Held:
-    """Count what models and optimizers hold on the kind of device that has most of the weights.
+    """Count what optimizers, and the models that they train, hold on one kind of device.
 
-    A storage counts once, whatever shares it: tied weights, the views of a flat parameter.
+    That is the one that has most of the weights. A storage counts once, whatever shares it: tied
+    weights, the views of a flat parameter.
     """
     optimizers = list(optimizers)
-    parameters, buffers = _weights(models)
-    for optimizer in optimizers:
-        parameters |= {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    trained = {id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}
+    parameters, buffers = _weights(models, trained)
     met: set[Any] = set()
     weights = _sizes([*parameters.values(), *buffers], met)
-    gradients = _sizes((p.grad for p in parameters.values() if p.is_leaf), met)
+    gradients = _sizes((p.grad for p in parameters.values() if p is not None and p.is_leaf), met)
     states = _sizes(_tensors([optimizer.state for optimizer in optimizers]), met)
     on = max(weights, key=lambda kind: weights[kind], default="")
     return ev.Held(time.time(), rank, on, weights[on], gradients[on], states[on])
 
 
-def _weights(models: Iterable[Any]) -> tuple[dict[int, Any], list[Any]]:
-    """Return the parameters of models, by id, and their buffers."""
-    parameters: dict[int, Any] = {}
+def _weights(models: Iterable[Any], trained: dict[int, Any]) -> tuple[dict[int, Any], list[Any]]:
+    """Return the parameters, by id, and the buffers of models of which something is trained."""
+    parameters = dict(trained)
     buffers: list[Any] = []
-    gone: set[Any] = set()  # a model, and a part of it that was seen too, are gone over once
+    gone: set[int] = set()  # a model, and a part of it that was seen too, are gone over once
     for model in models:
-        for module in model.modules() if model not in gone else ():
-            if module not in gone:
-                gone.add(module)
-                parameters |= {id(p): p for p in module._parameters.values() if p is not None}
-                buffers += module._buffers.values()
+        if id(model) in gone:
+            continue
+        modules = list(model.modules())
+        found = {id(p): p for module in modules for p in module._parameters.values()}
+        if not found.keys().isdisjoint(trained):
+            gone.update(map(id, modules))
+            parameters |= found
+            buffers += (buffer for module in modules for buffer in module._buffers.values())
     return parameters, buffers
 
 

@@ -20,6 +20,7 @@ from .. import events as ev
 from .. import stopping
 from ..imports import when_imported
 from ..late import LateValues, captures
+from ..plan import Call, Cell
 from ..writer import EventWriter
 from .compiling import Compiling
 from .holdings import Holdings
@@ -34,12 +35,14 @@ INTERVAL = 0.5
 class Meter:
     """Counts what a rank does, and reports it. Keeps nothing of the user's alive."""
 
-    def __init__(self, writer: EventWriter, rank: int, late: LateValues) -> None:
+    def __init__(
+        self, writer: EventWriter, rank: int, late: LateValues, task: Call | Cell | None = None
+    ) -> None:
         self._writer, self._rank, self._late = writer, rank, late
         self._hooks = Hooks()
         self._losses = Losses(self._hooks, late)
         self._feed = Feed(self._hooks, self._tick)
-        self._holdings = Holdings(writer, rank)
+        self._holdings = Holdings(writer, rank, task)
         self._steps = 0  # rounds of all optimizers: a GAN has two, a new fold a new one
         self._round: set[int] = set()
         self._lr: float | None = None
