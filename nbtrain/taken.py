@@ -86,14 +86,15 @@ def parts(taken: Taken, trained: Trained | None, *, most: bool = False) -> dict[
     }
     peak, reserved = (trained.peak, trained.reserved) if trained is not None else (None, None)
     if peak and taken.on != "cpu":
-        rest = {"activations, temporary buffers": peak - taken.counted}
+        beyond = "activations, temporary buffers" if taken.counted else "allocated"
+        rest = {beyond: peak - taken.counted}
         if reserved is not None:
             held = taken.most_gpu_memory if most else taken.gpu_memory
             rest["allocator's reserve"] = reserved - peak
             rest["CUDA context"] = 0 if held is None else held - max(peak, reserved)
     else:
         memory = taken.most_memory if most else taken.memory
-        in_memory = taken.on in ("", "cpu") and memory is not None
+        in_memory = taken.on == "cpu" and memory is not None
         rest = {REST: (memory or 0) - taken.counted if in_memory else 0}
     return {name: size for name, size in {**known, **rest}.items() if size > 0}
 

@@ -15,6 +15,7 @@ from nbtrain import events as ev
 from nbtrain.devices import Gpu
 from nbtrain.state import RankState, RunState, fold
 from nbtrain.summary import summary
+from nbtrain.tail import read_events
 from nbtrain.view import html
 
 GB = 10**9
@@ -152,6 +153,44 @@ def test_a_run_in_the_background_so_far_and_one_that_failed(tmp_path: Path) -> N
     s = run.wait().summary()
     assert (s.status, s.error) == ("failed", "rank 0: ValueError: enough")
     assert "  failed    rank 0: ValueError: enough" in repr(s)
+
+
+def test_what_gpus_held_before_and_after_is_kept_with_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[str, ev.Cards | None]] = []
+    driver_words = [((0, "H200", GB),), ((0, "H200", GB + 1),)]
+
+    def look(device: str, before: ev.Cards | None) -> list[ev.Cards]:
+        asked.append((device, before))
+        return [ev.Cards(time.time(), -1, driver_words[len(asked) - 1])]
+
+    monkeypatch.setattr(cards, "look", look)
+    run = nbtrain.launch(lambda: None, num_processes=1, view="none")
+    assert [(device, before and before.gpus) for device, before in asked] == [
+        ("cpu", None),
+        ("cpu", ((0, "H200", GB),)),
+    ]
+    for s in (run.summary(), nbtrain.Run.open(run.folder).summary()):
+        (card,) = s.cards
+        assert (card.bytes_before, card.bytes_after, card.is_given_back) == (GB, GB + 1, True)
+    launcher = [event.kind for event in read_events(run.folder / "launcher.jsonl")]
+    assert launcher.index("cards") < launcher.index("spawned")
+    assert launcher[-2:] == ["cards", "finished"]
+
+
+def test_what_is_not_counted_is_not_guessed() -> None:
+    state = RunState("t()", "fork", (RankState(0),), created=100.0, device="cuda")
+    told = [
+        ev.Resources(111, 0, 1.0, GB, 0, 9 * GB),
+        ev.Training(113, 0, peak=6 * GB, reserved=8 * GB),
+    ]
+    parts = summary(fold(state, told), 130.0).memory_parts
+    assert [p.name for p in parts] == ["allocated", "allocator's reserve", "CUDA context"]
+    assert "title=" not in html.render(fold(state, told), 130.0)
+    shared = [ev.Held(110, 0, "cpu", 5 * GB), ev.Resources(111, 0, 1.0, GB)]  # with the notebook
+    parts = summary(fold(state, shared), 130.0).memory_parts
+    assert [(p.name, p.bytes) for p in parts] == [("weights", 5 * GB)]
 
 
 @pytest.fixture
