@@ -146,7 +146,7 @@ def _memory(state: RunState) -> str:
     rank = max(state.ranks, key=lambda rank: rank.taken.counted)
     whose = f" of rank {rank.rank}" if state.world_size > 1 else ""
     words = table.parts(rank)
-    return f'<div style="{_SOFT}">memory{whose}: {words}</div>' if words else ""
+    return f'<div style="font-size:12px;{_SOFT}">memory{whose}: {words}</div>' if words else ""
 
 
 def _results(state: RunState) -> str:
