@@ -21,8 +21,10 @@ from .. import events as ev
 from .. import stopping
 from ..imports import when_imported
 from ..late import LateValues, captures
+from ..plan import Call, Cell
 from ..writer import EventWriter
 from .compiling import Compiling
+from .holdings import Holdings
 from .hooks import Hooks
 from .loaders import Feed
 from .losses import Losses
@@ -35,11 +37,14 @@ INTERVAL = 0.5
 class Meter:
     """Counts what a rank does, and reports it. Keeps nothing of the user's alive."""
 
-    def __init__(self, writer: EventWriter, rank: int, late: LateValues) -> None:
+    def __init__(
+        self, writer: EventWriter, rank: int, late: LateValues, task: Call | Cell | None = None
+    ) -> None:
         self._writer, self._rank, self._late = writer, rank, late
         self._hooks = Hooks()
         self._losses = Losses(self._hooks, late)
         self._feed = Feed(self._hooks, self._tick)
+        self._holdings = Holdings(writer, rank, task)
         self._steps = 0  # rounds of all optimizers: a GAN has two, a new fold a new one
         self._round: set[int] = set()
         self._lr: float | None = None
@@ -57,6 +62,7 @@ class Meter:
             when_imported("torch.optim.optimizer", self._watch_optimizers)
             if self._times is not None:
                 self._times.install()
+            self._holdings.install()
         if "loss" in sources:
             self._losses.install()
         if "data" in sources:
@@ -98,6 +104,7 @@ class Meter:
         self._losses.stepped()
         now = time.monotonic()
         self._tick(now, now)
+        self._holdings.stepped(optimizer, now)
         stopping.stepped()
 
     def _watch_saving(self, module: ModuleType) -> None:
