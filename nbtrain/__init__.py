@@ -15,6 +15,7 @@ from .launch import launch, notebook_launcher
 from .memory import memory_needed
 from .report import log, progress, rank, world_size
 from .run import Run, last_run
+from .speedup import scaling
 from .stopping import should_stop
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "progress",
     "rank",
     "runs",
+    "scaling",
     "should_stop",
     "world_size",
 ]

@@ -44,6 +44,7 @@ def carry_out(
     """
     job = replace(job, scratch=_scratch())
     janitor: Janitor | None = None
+    supervisor.look_at_cards()
     try:
         while True:
             ranks = engine.start(job)
@@ -70,6 +71,7 @@ def carry_out(
             janitor.close()
         if job.scratch:
             shutil.rmtree(job.scratch, ignore_errors=True)
+    supervisor.look_at_cards()
     supervisor.finish()
     return ranks.error
 

@@ -7,7 +7,7 @@ import ast
 import difflib
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -261,13 +261,14 @@ def parse_options(words: Sequence[str]) -> Options:
     return Options(**{**found, "env": dict(found["env"]), "out": names_of(found["out"])})
 
 
-def split_options(line: str) -> tuple[str, str]:
+def split_options(line: str, more_flags: Collection[str] = ()) -> tuple[str, str]:
     """Split a line magic's text into its options and the expression after them.
 
     The expression begins at the first word that is neither an option nor an option's value, or
     after ``--``.
     """
     flags = {name for a in parser()._actions if a.nargs == 0 for name in a.option_strings}
+    flags |= {*more_flags}
     position, expects_value = 0, False
     for word in re.finditer(r"""(?:[^\s"']|"[^"]*"|'[^']*')+""", line):
         text = word.group()

@@ -11,6 +11,7 @@ from pathlib import Path
 from . import doctor, export, kept
 from .errors import NbtrainError
 from .run import Run
+from .summary import summary
 from .view import text
 
 
@@ -75,7 +76,8 @@ def _do(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             export.export(options.notebook, output, options.cell)
             print(f"wrote {output}")
         case "show":
-            print(text.summary(kept.find(options.run).state, time.time()))
+            state, now = kept.find(options.run).state, time.time()
+            print(text.summary(state, now), summary(state, now), sep="\n\n")
         case "logs":
             print(kept.find(options.run).logs(options.rank, options.tail))
         case "stop":

@@ -140,6 +140,28 @@ class Resources(Event):
 
 
 @dataclass(frozen=True)
+class Held(Event):
+    """The bytes that the rank's models and optimizers hold in the memory of a kind of device."""
+
+    kind: ClassVar[str] = "held"
+    on: str = ""
+    weights: int = 0
+    gradients: int = 0
+    optimizer_states: int = 0
+
+
+@dataclass(frozen=True)
+class Cards(Event):
+    """What each GPU of the host holds before the ranks start, and again when they are gone.
+
+    Each of `gpus` is (index, name, used bytes).
+    """
+
+    kind: ClassVar[str] = "cards"
+    gpus: tuple[tuple[int, str, int], ...] = ()
+
+
+@dataclass(frozen=True)
 class Host(Event):
     """What the host has left: bytes of memory used of the limit that counts (`whose`), and GPUs.
 

@@ -110,6 +110,9 @@ class RunFolder:
     def questions(self) -> Path:
         return self.path / "questions"
 
+    def steps(self, rank: int) -> Path:
+        return self.path / f"rank-{rank:04d}.steps"
+
     def recorder(self, rank: int) -> Path:
         return self.path / f"rank-{rank:04d}.recorder"
 

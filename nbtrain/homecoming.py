@@ -24,6 +24,7 @@ from .fingerprints import fingerprints
 from .folder import RunFolder, write_atomically
 from .imports import when_imported
 from .plan import OF_ALL, Call, Cell, Plan
+from .stages import Stages, put_together
 from .writer import EventWriter
 
 QUICK = 512 << 20
@@ -116,6 +117,7 @@ class Sender:
         self._flattened: list[tuple[Any, Any]] = []
         self._ready: dict[str, weights.Parcel | None] = {}
         self._names = {n: id(v) for n, v in namespace_of(plan.task).items()} if plan.out else {}
+        self._stages = Stages() if self._objects else None
         if self._objects:
             fsdp = "torch.distributed.fsdp.fully_sharded_data_parallel"
             when_imported(fsdp, self._watch_flattening)
@@ -141,7 +143,7 @@ class Sender:
         cls.__init__ = remembered
 
     def gather(self) -> None:
-        """Put together what is sharded. Every rank has to call it, before it leaves the group.
+        """Put together what is in parts. Every rank has to call it, before it leaves the group.
 
         What cannot come home is told, here and by `send`, and raises nothing: the training is
         done, and its result counts.
@@ -149,13 +151,13 @@ class Sender:
         for name, value in self._objects.items():
             with self._telling(name):
                 _reshard(value)
-                if _is_model(value) and not self._is_sharded(value):
+                if _is_model(value) and not self._is_in_parts(value):
                     continue
                 self._ready[name] = None  # whatever comes of it, `send` has nothing to add
                 if not _is_model(value):
                     found = weights.of_optimizer(value, keep=self._rank == 0)
                     self._ready[name] = None if self._rank else found
-                elif gathered := self._gathered(value):
+                elif gathered := self._gathered(name, value):
                     self._ready[name] = weights.changes(value, gathered, self._before[name])
 
     def send(self) -> None:
@@ -176,12 +178,12 @@ class Sender:
     def rescue(self) -> None:
         """Leave the weights as they are now, after a failure, where that is a matter of a moment.
 
-        No rank can be counted on any more: what is sharded stays where it is.
+        No rank can be counted on any more: what is in parts stays where it is.
         """
         for name, value in self._objects.items() if self._rank == 0 else ():
             with contextlib.suppress(Exception):  # the failure is told already, and is the cause
                 _reshard(value)
-                if not _is_model(value) or self._is_sharded(value):
+                if not _is_model(value) or self._is_in_parts(value):
                     continue
                 found = weights.named_tensors(value)
                 if sum(t.nbytes for t in found.values()) <= QUICK:
@@ -219,31 +221,36 @@ class Sender:
         flat = self._flat_root(module) is not None
         return flat or any(map(weights.is_sharded, weights.named_tensors(module).values()))
 
+    def _is_in_parts(self, module: Any) -> bool:
+        return self._is_sharded(module) or bool(self._stages and self._stages.of(module))
+
     def _flat_root(self, module: Any) -> Any:
         """Return what FSDP version 1 can put together: a wrapper of ours, or ours."""
         found = [wrapper for ours, wrapper in self._flattened if ours is module]
         inside = any(type(part).__name__ == _FLAT for part in module.modules())
         return found[-1] if found else module if inside else None
 
-    def _gathered(self, module: Any) -> dict[str, Any] | None:
-        """Return the whole tensors of a sharded model, on the CPU; None in ranks but 0."""
+    def _gathered(self, name: str, module: Any) -> dict[str, Any] | None:
+        """Return the whole tensors of a model in parts, on the CPU; None in ranks but 0."""
         dist: Any = sys.modules["torch.distributed"]
         if not dist.is_initialized():
             raise NbtrainError(
-                "it is sharded, and the function has left the process group: leave it to nbtrain"
+                "it is in parts, and the function has left the process group: leave it to nbtrain"
             )
         root = self._flat_root(module)
         if root is not None:
             gathered = _gathered_flat(root, module)
             return gathered if self._rank == 0 else None
+        stages = self._stages.of(module) if self._stages else []
         found, copies = weights.named_tensors(module), dict[int, Any]()
         for tensor in found.values():
             if id(tensor) not in copies:
                 entire = weights.whole(tensor).detach()  # one at a time
-                copies[id(tensor)] = entire.cpu() if self._rank == 0 else None
-        if self._rank:
-            return None
-        return {name: copies[id(tensor)] for name, tensor in found.items()}
+                copies[id(tensor)] = entire.cpu() if self._rank == 0 or stages else None
+        told = {of_tensor: copies[id(tensor)] for of_tensor, tensor in found.items()}
+        if stages:
+            return put_together(stages, module, told, self._folder.weights_of(name))
+        return None if self._rank else told
 
     # Variables
 

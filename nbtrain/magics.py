@@ -12,7 +12,7 @@ from typing import Any
 
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class, no_var_expand
 
-from . import blame, doctor, export, guard, kept, memory
+from . import blame, doctor, export, guard, kept, memory, speedup
 from . import cell as reading
 from .errors import CellSyntaxError, PlanError
 from .launch import run_plan
@@ -62,7 +62,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
     distributed.__doc__ = _HELP + reading.parser().format_help()
 
     @line_magic
-    def nbtrain(self, line: str) -> memory.MemoryAnatomy | None:
+    def nbtrain(self, line: str) -> memory.MemoryAnatomy | speedup.ScalingReport | None:
         """Ask nbtrain about this kernel.
 
         %nbtrain guard         has an accelerator been initialised here, and by which cell
@@ -81,6 +81,13 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
             --ranks N, --strategy ddp|fsdp, --card 16GB
             --batch-from NAME           shaped as a batch of yours, in place of --batch
         MODEL is a variable, or an expression that builds one: it is built without memory.
+        %nbtrain scaling --ranks 1,2,4 [options] train(model, steps=50)
+                               run that at each size: speed-up, and what is lost to what; options:
+            --repeat N                  each size N times, up and down; the median counts
+            --warmup STEPS              left out at the beginning, in place of a fifth
+            --weak, --strong            where that is not to be told from the batches seen
+            -e, -p, --downcast-bf16, --config, --env, --timeout, --hang-after, --as
+                                        as of %%distributed; --as binds the report
         """
         match line.split():
             case ["guard"]:
@@ -103,6 +110,8 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                 words = line.partition("memory")[2]
                 model, options = memory.read(words, self.shell.user_ns)
                 return memory.memory_needed(model, **options)
+            case ["scaling", *_]:
+                return speedup.ask(line.partition("scaling")[2], self.shell.user_ns)
             case _:
                 raise PlanError(f"%nbtrain: no such question: {line!r} (%nbtrain? shows them)")
         return None

@@ -23,9 +23,10 @@ from .home import Home
 from .outcome import Failure, headline, to_exception
 from .reopen import TAIL_BYTES, read_state
 from .state import RankState, RunState
+from .summary import Summary, summary
 from .supervise import Interrupts, Supervisor
 from .view import fronts, html, plot, screen
-from .view.screen import Front
+from .view.screen import Front, execution_count
 from .view.wording import counted
 
 SMALL = 1 << 20
@@ -277,7 +278,7 @@ class Run:
                 if drive is not None:
                     self._driver = threading.get_ident()
                     self._error = drive()
-                    self._drawn_in = _execution_count()
+                    self._drawn_in = execution_count()
                     self._keep_results()
         self._follow()
         if self._watcher is not None and not self._watcher.over.is_set():
@@ -312,6 +313,11 @@ class Run:
         self._folder.check_it_is_there()
         return stacks.ask(self._folder, range(self.state.world_size))
 
+    def summary(self) -> Summary:
+        """Return what it took and what came of it, in numbers: so far, or in the end."""
+        self._follow()
+        return summary(self.state, time.time())
+
     def __repr__(self) -> str:
         state = self.state
         return (
@@ -323,7 +329,7 @@ class Run:
         return html.render(self.state, time.time())
 
     def _ipython_display_(self) -> None:
-        if self._drawn_in is not None and self._drawn_in == _execution_count():
+        if self._drawn_in is not None and self._drawn_in == execution_count():
             return
         self.show()
 
@@ -364,11 +370,6 @@ def _wait(over: threading.Event) -> None:
             hear()
     if interrupts.count:
         raise KeyboardInterrupt
-
-
-def _execution_count() -> int | None:
-    count: int | None = getattr(screen.ipython_shell(), "execution_count", None)
-    return count
 
 
 def new_folder(manifest: dict[str, Any]) -> RunFolder:

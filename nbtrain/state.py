@@ -10,8 +10,10 @@ from types import MappingProxyType
 from typing import Any
 
 from . import events as ev
+from . import taken
 from .pace import Bar, Trained, after, number, whole
 from .series import Curves, CurvesDraft
+from .taken import Taken
 
 LOG_LINES = 200
 """How many of a rank's last lines the picture keeps; the log file keeps all."""
@@ -27,16 +29,6 @@ OPEN_BARS = 16
 
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\ud800-\udfff]")
-
-
-@dataclass(frozen=True)
-class Taken:
-    """What a rank takes: cores, bytes of memory, its GPU's index and the bytes it holds there."""
-
-    cpu: float | None = None
-    memory: int | None = None
-    gpu: int | None = None
-    gpu_memory: int | None = None
 
 
 @dataclass(frozen=True)
@@ -104,10 +96,11 @@ class RunState:
     """A whole run: starting, running, stopping, succeeded, failed, interrupted, timed out.
 
     `notes` are what may go wrong, seen before it started or since: one line each. `hosts` are what
-    hosts had left when last asked, by name ("": the launcher's own), `hang` who waits where, if
-    nobody moves; `if_killed` is what may have taken the memory, should a rank be killed for want
-    of it. It is the `attempt`-th of at most `attempts`. `loaded` has what the notebook took of
-    what ranks saved, each with what was in the way.
+    hosts had left when last asked, by name ("": the launcher's own), `cards` what its GPUs held
+    before the ranks started and when they were gone, `hang` who waits where, if nobody moves;
+    `if_killed` is what may have taken the memory, should a rank be killed for want of it. It is
+    the `attempt`-th of at most `attempts`. `loaded` has what the notebook took of what ranks
+    saved, each with what was in the way.
     """
 
     name: str
@@ -124,6 +117,7 @@ class RunState:
     attempts: int = 1
     curves: Curves = field(default_factory=Curves)
     hosts: Mapping[str, ev.Host] = field(default_factory=lambda: MappingProxyType({}))
+    cards: tuple[ev.Cards, ...] = ()
     hang: str = ""
     if_killed: tuple[str, ...] = ()
     loaded: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -219,6 +213,8 @@ def _fold_run(state: RunState, event: ev.Event) -> RunState:
             return replace(state, loaded=MappingProxyType(dict(list(told.items())[-SAVED:])))
         case ev.Host() if (sound := _sound(event)) is not None:
             return replace(state, hosts=MappingProxyType({**state.hosts, sound.node: sound}))
+        case ev.Cards():
+            return replace(state, cards=(*state.cards[:1], taken.sound(event)))
     return state
 
 
@@ -284,9 +280,11 @@ def _training(draft: _Draft, event: ev.Training, curves: CurvesDraft) -> None:
 
 
 def _resources(draft: _Draft, event: ev.Resources, _curves: CurvesDraft) -> None:
-    draft["taken"] = Taken(
-        number(event.cpu), whole(event.memory), whole(event.gpu), whole(event.gpu_memory)
-    )
+    draft["taken"] = taken.seen(draft["taken"], event)
+
+
+def _held(draft: _Draft, event: ev.Held, _curves: CurvesDraft) -> None:
+    draft["taken"] = taken.counted(draft["taken"], event)
 
 
 def _progress(draft: _Draft, event: ev.Progress, _curves: CurvesDraft) -> None:
@@ -357,6 +355,7 @@ _FOLDS: Mapping[str, Callable[[_Draft, Any, CurvesDraft], None]] = {
     ev.Metrics.kind: _metrics,
     ev.Training.kind: _training,
     ev.Resources.kind: _resources,
+    ev.Held.kind: _held,
     ev.Progress.kind: _progress,
     ev.Output.kind: _output,
     ev.Phase.kind: _phase,

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from . import cards, host
 from . import events as ev
-from . import host
 from .engines import Exit, Ranks
 from .folder import RunFolder, asked_to_stop, leave_stop_request
 from .lookout import Lookout
@@ -219,6 +219,12 @@ class Supervisor:
             self._warned = True
             why = trouble.strerror if trouble is not None else "the disk is full"
             self._note([ev.Note(time.time(), -1, f"{self._folder.path}: {why}. {_LOST}")])
+
+    def look_at_cards(self) -> None:
+        """Write what the GPUs hold: to be asked before the ranks start, and when they are gone."""
+        with contextlib.suppress(Exception):  # a driver in trouble: not worth a training
+            before = self.state.cards
+            self._note(cards.look(self.state.device, before[0] if before else None))
 
     def abort(self, message: str) -> None:
         """Write that the run could not start, or not be watched."""

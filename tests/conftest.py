@@ -16,7 +16,10 @@ from typing import Any
 
 import psutil
 import pytest
+from ipykernel.kernelspec import write_kernel_spec
 from jupyter_client.manager import KernelManager
+from nbclient import NotebookClient
+from nbformat import NotebookNode
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -41,6 +44,32 @@ def leaves_no_process(request: pytest.FixtureRequest) -> Iterator[None]:
     left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
     if "notebook" not in request.fixturenames:
         assert not left, left
+
+
+def execute(notebook: NotebookNode, folder: Path, **variables: str) -> None:
+    """Run a notebook's cells as `jupyter execute` does, in a kernel that is this Python.
+
+    Raises `CellExecutionError` where a cell fails.
+    """
+    write_kernel_spec(folder / "kernels" / "python3")
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    environment = {
+        **os.environ,
+        "NBTRAIN_HOME": str(folder / "home"),
+        "IPYTHONDIR": str(folder / "ipython"),
+        **variables,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JUPYTER_PATH", str(folder))
+        client = NotebookClient(
+            notebook,
+            kernel_name="python3",
+            timeout=200,
+            resources={"metadata": {"path": str(folder)}},
+        )
+        client.execute(env=environment)
 
 
 @dataclass

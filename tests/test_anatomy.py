@@ -321,6 +321,26 @@ def test_fsdp_shares_all_but_activations_and_what_is_gathered() -> None:
     assert anatomy.under_fsdp(ONE, 4, stored=2).peaks[STEP] == Parts(50, 0, 50, 100, 0, 10)
 
 
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(256, 512), nn.Linear(512, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.two(self.one(x).relu())
+        return found
+
+
+def test_fsdp_gathers_the_blocks_of_a_sequence_one_by_one() -> None:
+    def gathered(model: nn.Module) -> int:
+        told = memory_needed(model, "4x256", ranks=8, strategy="fsdp", card="16GB")
+        return told.parts.gathered
+
+    four = nn.Sequential(nn.Linear(256, 256), *(_Block() for _ in range(4)), nn.Linear(256, 8))
+    eight = nn.Sequential(nn.Linear(256, 256), *(_Block() for _ in range(8)), nn.Linear(256, 8))
+    assert gathered(four) == gathered(eight)
+
+
 def test_the_verdict_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def verdict(**how: Any) -> str:
         return str(memory_needed(table.mlp, "8x256", **how)).splitlines()[-1]

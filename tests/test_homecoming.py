@@ -175,6 +175,28 @@ def test_an_evaluation_in_half_precision_changes_nothing() -> None:
     assert all(torch.equal(model.state_dict()[n], t) for n, t in before.items())
 
 
+def _tensor_parallel(model: Any) -> list[torch.Tensor]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import parallel
+
+    mesh = init_device_mesh("cpu", (2,))
+    plan = {"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}
+    parallel.parallelize_module(model, mesh, plan)
+    model(torch.ones(1, 4)).sum().backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    assert model[0].weight.to_local().shape == (4, 4)
+    parameters = list(model.parameters())
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in parameters]
+
+
+def test_a_tensor_parallel_model_comes_home_whole() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 4))
+    before = copied(model)
+    done = run(_tensor_parallel, model)
+    assert all(map(torch.equal, model.parameters(), done.value))
+    assert not any(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+
 def _evaluated_in_shards(model: Any, rate: float) -> Any:
     """Ends with the model put together, in another dtype."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import Any
 
 import nbformat
 import pytest
-from ipykernel.kernelspec import write_kernel_spec
-from nbclient import NotebookClient
+from conftest import execute
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell
 
@@ -59,31 +57,13 @@ def committed() -> NotebookNode:
 def executed(tmp_path_factory: pytest.TempPathFactory) -> Executed:
     """Run a copy in which the training cell also runs, before, in one process, and by spawn."""
     folder = tmp_path_factory.mktemp("quickstart")
-    write_kernel_spec(folder / "kernels" / "python3")
     notebook = nbformat.read(PATH, as_version=4)
     (training,) = [i for i, c in enumerate(notebook.cells) if c.source.startswith(MAGIC)]
     body = notebook.cells[training].source.removeprefix(MAGIC)
     notebook.cells.insert(training, new_code_cell(ONE_PROCESS + body))
     notebook.cells.insert(training, new_code_cell(SPAWNED + body))
     notebook.cells.append(new_code_cell(PROBE))
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.outputs, cell.execution_count = [], None
-    environment = {
-        **os.environ,
-        "NBTRAIN_HOME": str(folder / "home"),
-        "IPYTHONDIR": str(folder / "ipython"),
-        "HF_HUB_OFFLINE": "1",
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JUPYTER_PATH", str(folder))  # a python3 kernel that is this Python
-        client = NotebookClient(
-            notebook,
-            kernel_name="python3",
-            timeout=200,
-            resources={"metadata": {"path": str(folder)}},
-        )
-        client.execute(env=environment)  # raises CellExecutionError where a cell fails
+    execute(notebook, folder, HF_HUB_OFFLINE="1")
     return Executed(notebook, ast.literal_eval(notebook.cells[-1].outputs[0].text))
 
 

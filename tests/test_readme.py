@@ -49,6 +49,7 @@ def test_the_file_tree_is_the_packages() -> None:
         "history",
         "plot",
         "stacks",
+        "summary",
     ],
 )
 def test_what_it_says_of_a_run_exists(name: str) -> None:

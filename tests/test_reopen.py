@@ -219,7 +219,9 @@ VALID = [
     ev.Training(1004, 0, 3, 1.5, 0.5, 64, 0.25, 1e-3, 1, 3, 50, 1, 2, 3),
     ev.Phase(1005, 0, "saving"),
     ev.Resources(1006, 0, 1.5, 10**9, 0, 10**9),
+    ev.Held(1006, 0, "cuda", 4, 4, 8),
     ev.Host(1007, -1, 10**9, 10**10, "cgroup", ((0, "H200", 1, 2, 3.5),)),
+    ev.Cards(1007, -1, ((0, "H200", 1),)),
     ev.Failing(1008, 0, "ValueError"),
     ev.Ended(1009, 0, "ValueError: x", None),
     ev.Exited(1010, 0, -9, "failed", "why"),
@@ -266,6 +268,8 @@ def test_lines_of_any_kind_open_draw_and_are_told(seed: int) -> None:
     run = Run.open(folder.path)
     assert run._repr_html_()
     assert repr(run)
+    assert repr(run.summary())
+    assert run.summary()._repr_html_()
     assert kept.page(kept.digests(), time.time())
     pytest.importorskip("pandas")
     assert len(run.history) >= 0

@@ -212,12 +212,21 @@ def words(model: nn.Module) -> str:
 
 def _units(model: nn.Module) -> list[nn.Module]:
     """Return the blocks that FSDP is told to gather one by one: the layers of the longest lists."""
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
     units: list[nn.Module] = []
-    for found in lists:
+    for found in model.modules():
         if not any(found is inner for unit in units for inner in unit.modules()):
-            units += list(found)
+            units += _blocks(found)
     return units
+
+
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    """Return the layers of a list; of a sequence those kinds that come again and have parts."""
+    if isinstance(module, nn.ModuleList):
+        return list(module) if len(module) > 1 else []
+    if not isinstance(module, nn.Sequential):
+        return []
+    kinds = [type(part) for part in module if any(True for _ in part.children())]
+    return [part for part in module if kinds.count(type(part)) > 1]
 
 
 def _loss_of(output: Any) -> torch.Tensor:

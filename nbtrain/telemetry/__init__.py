@@ -10,15 +10,18 @@ from collections.abc import Collection
 
 from .. import report
 from ..late import captures
-from ..plan import SOURCES
+from ..plan import SOURCES, Call, Cell
 from . import bars, hooks, libraries
 from .training import Meter
 
 _meter: Meter | None = None
 
 
-def install(sources: Collection[str] = SOURCES) -> None:
-    """Watch this rank's training, whether its libraries are imported already or later."""
+def install(sources: Collection[str] = SOURCES, task: Call | Cell | None = None) -> None:
+    """Watch this rank's training, whether its libraries are imported already or later.
+
+    `task` is what it runs, as far as it is known: the notebook's models are found in it.
+    """
     global _meter
     reporter = report.active()
     if reporter is None:
@@ -29,7 +32,7 @@ def install(sources: Collection[str] = SOURCES) -> None:
     if "bars" in sources:
         bars.install()
     if {"steps", "loss", "data", "phases"} & set(sources):
-        _meter = Meter(reporter.writer, reporter.rank, reporter.late)
+        _meter = Meter(reporter.writer, reporter.rank, reporter.late, task)
         _meter.install(sources)
     if "trainer" in sources:
         libraries.watch_trainer()

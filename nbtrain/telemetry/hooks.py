@@ -18,8 +18,8 @@ class Hooks:
     Nor do they run in a process that the rank forked: that one is not the rank.
     """
 
-    def __init__(self) -> None:
-        self._broken, self._pid = False, os.getpid()
+    def __init__(self, what: str = "telemetry") -> None:
+        self._what, self._broken, self._pid = what, False, os.getpid()
 
     def harmless(self, hook: Callable[..., None]) -> Callable[..., None]:
         """Return the hook as it may be called from the user's step."""
@@ -33,7 +33,8 @@ class Hooks:
             except Exception as error:  # tensors and samplers of any kind may raise anything
                 self._broken = True
                 said = f"{type(error).__name__}: {error}"
-                print(f"nbtrain: telemetry stopped ({said}); the training goes on", file=sys.stderr)
+                said = f"nbtrain: {self._what} stopped ({said}); the training goes on"
+                print(said, file=sys.stderr)
 
         return guarded
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import io
+import os
 import sys
 import threading
 import time
@@ -20,11 +21,14 @@ from .. import events as ev
 from .. import stopping
 from ..imports import when_imported
 from ..late import LateValues, captures
+from ..plan import Call, Cell
 from ..writer import EventWriter
 from .compiling import Compiling
+from .holdings import Holdings
 from .hooks import Hooks
 from .loaders import Feed
 from .losses import Losses
+from .timing import ASKED, StepTimes
 
 INTERVAL = 0.5
 """Seconds between two reports."""
@@ -33,11 +37,14 @@ INTERVAL = 0.5
 class Meter:
     """Counts what a rank does, and reports it. Keeps nothing of the user's alive."""
 
-    def __init__(self, writer: EventWriter, rank: int, late: LateValues) -> None:
+    def __init__(
+        self, writer: EventWriter, rank: int, late: LateValues, task: Call | Cell | None = None
+    ) -> None:
         self._writer, self._rank, self._late = writer, rank, late
         self._hooks = Hooks()
         self._losses = Losses(self._hooks, late)
         self._feed = Feed(self._hooks, self._tick)
+        self._holdings = Holdings(writer, rank, task)
         self._steps = 0  # rounds of all optimizers: a GAN has two, a new fold a new one
         self._round: set[int] = set()
         self._lr: float | None = None
@@ -45,6 +52,7 @@ class Meter:
         self._phase_lock = threading.Lock()
         self._told_phase = self._hooks.harmless(self._phase)
         self._compiling = Compiling(writer, rank, self._told_phase)
+        self._times = StepTimes(self._hooks, self._feed, rank) if ASKED in os.environ else None
         self._began: float | None = None
         self._due = 0.0
 
@@ -52,6 +60,9 @@ class Meter:
         """Watch torch, now or when it is imported."""
         if "steps" in sources:
             when_imported("torch.optim.optimizer", self._watch_optimizers)
+            if self._times is not None:
+                self._times.install()
+            self._holdings.install()
         if "loss" in sources:
             self._losses.install()
         if "data" in sources:
@@ -68,6 +79,8 @@ class Meter:
 
     def _finish(self, wait: bool) -> None:
         self._compiling.look()
+        if self._times is not None:
+            self._times.finish(wait)
         if self._began is not None:
             if wait:
                 self._losses.read_last()
@@ -84,11 +97,14 @@ class Meter:
             self._steps += 1
             self._round = set()
             self._lr = _learning_rate(optimizer)
+            if self._times is not None:
+                self._times.stepped()
         self._round.add(id(optimizer))
         self._feed.stepped()
         self._losses.stepped()
         now = time.monotonic()
         self._tick(now, now)
+        self._holdings.stepped(optimizer, now)
         stopping.stepped()
 
     def _watch_saving(self, module: ModuleType) -> None:

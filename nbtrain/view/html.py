@@ -47,7 +47,7 @@ _PLAIN = 'class="tex2jax_ignore mathjax_ignore"'
 _FITS = "width:0;min-width:100%"
 """Within a widget, which is as wide as what is in it wants to be: as wide as the page has room."""
 
-_FONT = (
+FONT = (
     "font-family:system-ui,sans-serif;font-size:13px;line-height:1.5;"
     "font-variant-numeric:tabular-nums"
 )
@@ -57,7 +57,7 @@ def render(state: RunState, now: float) -> str:
     """Draw the board: live while the run goes on, a static summary once it is over."""
     frame = ";".join(f"{name}:{value}" for name, value in FRAME.items())
     inner = "".join(_parts(state, now))
-    return f'<div {_PLAIN} style="{_FONT};{frame};border-radius:6px">{inner}</div>'
+    return f'<div {_PLAIN} style="{FONT};{frame};border-radius:6px">{inner}</div>'
 
 
 def parts(state: RunState, now: float, look: Look = Look()) -> list[str]:
@@ -67,7 +67,7 @@ def parts(state: RunState, now: float, look: Look = Look()) -> list[str]:
     page that redraws one of them keeps what is selected in the others.
     """
     return [
-        f'<div {_PLAIN} style="{_FONT};{_FITS}">{part}</div>' if part else ""
+        f'<div {_PLAIN} style="{FONT};{_FITS}">{part}</div>' if part else ""
         for part in _parts(state, now, look)
     ]
 
@@ -131,14 +131,23 @@ def cut(text: str, width: int) -> str:
 
 
 def _ranks(state: RunState, now: float) -> str:
+    memory = _memory(state)
     if state.world_size <= ROWS:
-        return table.draw([(rank, "") for rank in state.ranks], state, now)
+        return table.draw([(rank, "") for rank in state.ranks], state, now) + memory
     named = wording.outliers(state, OUTLIERS)
     rows = table.draw(named, state, now) if named else ""
     words = [wording.statuses(state)]
     words += [f"{what} {values}" for what, values in wording.spread(state)]
     lines = "".join(f'<div style="{_SOFT}">{escape(line)}</div>' for line in words)
-    return f"{grid.draw(state)}{lines}{rows}"
+    return f"{grid.draw(state)}{lines}{rows}{memory}"
+
+
+def _memory(state: RunState) -> str:
+    """Draw what the memory of the rank with most in it holds: of equal ones, the first."""
+    rank = max(state.ranks, key=lambda rank: rank.taken.counted)
+    whose = f" of rank {rank.rank}" if state.world_size > 1 else ""
+    words = table.parts(rank)
+    return f'<div style="font-size:12px;{_SOFT}">memory{whose}: {words}</div>' if words else ""
 
 
 def _results(state: RunState) -> str:

@@ -37,6 +37,12 @@ def ipython_shell() -> Any:
     return ipython.get_ipython() if ipython is not None else None
 
 
+def execution_count() -> int | None:
+    """Return the number of the cell that runs; None where no cell does."""
+    count: int | None = getattr(ipython_shell(), "execution_count", None)
+    return count
+
+
 def bundle(state: RunState, now: float) -> dict[str, Any]:
     """Return the forms of a run that a notebook stores: HTML and text."""
     return {"text/html": html.render(state, now), "text/plain": text.summary(state, now)}

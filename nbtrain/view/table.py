@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from .. import taken
 from ..state import RankState, RunState
 from . import colours, wording
 
@@ -95,7 +96,7 @@ def _columns(state: RunState, *, told: bool, dense: bool) -> list[Column]:
         Column("rate", lambda row: escape(wording.rate(row[0])), right, 64),
         Column("left", lambda row: "" if told else wording.left(row[0]), f"{right};{_SOFT}", 46),
         Column("loss", lambda row: _loss(row[0]), right, 52),
-        Column("memory", lambda row: wording.holds(row[0]), right, 54),
+        Column("memory", lambda row: _memory(row[0]), right, 54),
         Column("compiled", lambda row: wording.compiled(row[0]), right),
         Column("data wait", lambda row: wording.waiting(row[0]), right),
         Column("", lambda row: _echo(row[0], state), f"{left};{_SOFT}"),
@@ -120,6 +121,21 @@ def _place(rank: RankState) -> str:
     if len(place) <= _PLACE:
         return escape(place)
     return f'<span title="{escape(place[:400])}">{escape(place[: _PLACE - 1])}…</span>'
+
+
+def _memory(rank: RankState) -> str:
+    """Draw the memory that a rank takes; what it holds is told where one points at it."""
+    words, told = wording.holds(rank), parts(rank)
+    return f'<span title="{told}">{words}</span>' if words and told else words
+
+
+def parts(rank: RankState) -> str:
+    """Word what a rank's memory holds: ``weights 1.3 GB · gradients 1.3 GB``; empty if unknown."""
+    if not rank.taken.counted:
+        return ""
+    found = taken.parts(rank.taken, rank.trained)
+    words = (f"{name} {wording.size(size)}" for name, size in found.items())
+    return " · ".join(part.replace(" ", "\N{NO-BREAK SPACE}") for part in words)
 
 
 def _echo(rank: RankState, state: RunState) -> str:

@@ -10,6 +10,7 @@ from table import Row, Target, take_turns
 ROUNDS = 9
 STEPS = 2000
 STEP_US = 5000.0
+BETWEEN_US = 10e6
 ONE_PERCENT = Target(0.01)
 
 
@@ -17,10 +18,19 @@ def rows(rounds: int | None) -> list[Row]:
     """Measure in a rank, on steps so short that the cost shows."""
     with notebook() as kernel:
         t = kernel.call(measure, rounds or ROUNDS)
+        counted = kernel.call(count_parts, rounds or ROUNDS)
     cost = [with_ - without for with_, without in zip(t["with"], t["without"], strict=True)]
     return [
         Row(
             "telemetry", "its cost / a step of 5 ms", "µs", cost, [STEP_US] * len(cost), ONE_PERCENT
+        ),
+        Row(
+            "telemetry",
+            "counting the memory of 1,000 parameters, CPU time / the 10 s between two counts",
+            "µs",
+            counted,
+            [BETWEEN_US] * len(counted),
+            Target(0.002),
         ),
         Row("telemetry", "the shortest step, watched / unwatched", "µs", t["with"], t["without"]),
     ]
@@ -36,6 +46,24 @@ def measure(rounds: int) -> dict[str, list[float]]:
 
     every = nbtrain.plan.SOURCES
     return take_turns({"with": lambda: run(*every), "without": run}, rounds)
+
+
+def count_parts(rounds: int) -> list[float]:
+    """Return the µs of CPU time that going over a model of 1,000 parameters takes."""
+    import torch
+
+    from nbtrain.telemetry.holdings import counted
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(500)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    taken = []
+    for _ in range(rounds):
+        start = time.process_time()
+        counted(0, [model], [optimizer])
+        taken.append(1e6 * (time.process_time() - start))
+    return taken
 
 
 def train() -> float:

@@ -49,7 +49,36 @@ for _ in range(10):
     run = nbtrain.launch(train, num_processes=1, view="none")
     seconds = time.perf_counter() - start
     after.append((run.value, settled(idle), seconds, sorted(guard.initialized())))
-print("\\x02" + json.dumps({"idle": idle, "after": after}))
+s = run.summary()
+cards = [(c.index, c.bytes_before, c.bytes_after, c.is_given_back) for c in s.cards]
+print("\\x02" + json.dumps({"idle": idle, "after": after, "cards": cards, "told": str(s)}))
+"""
+PARTS = """
+import json, nbtrain
+def train():
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+    model = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(4096, 4096), torch.nn.ReLU()) for _ in range(8))
+    ).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    data = DataLoader(TensorDataset(torch.randn(40960, 4096)), batch_size=2048)
+    for _ in range(10):
+        for (x,) in data:
+            optimizer.zero_grad()
+            model(x.cuda()).square().mean().backward()
+            optimizer.step()
+    torch.cuda.synchronize()
+    n = sum(p.numel() for p in model.parameters())
+    return n, torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
+run = nbtrain.launch(train, num_processes=1, view="none")
+s = run.summary()
+parts = {p.name: p.bytes for p in s.memory_parts}
+n, peak, reserved = run.value
+print("\\x02" + json.dumps({
+    "n": n, "peak": peak, "reserved": reserved, "parts": parts, "whole": s.memory_bytes,
+    "told": str(s),
+}))
 """
 
 
@@ -79,6 +108,22 @@ def verdict(row: Row, found: dict[str, Any]) -> str:
         and found["spawn"] == ("works" if row.dirty else "")
     )
     return "right" if right else f"WRONG {found}"
+
+
+def measured_parts() -> None:
+    """Print a run's own account of its memory beside torch's and the arithmetic's."""
+    found = answer([sys.executable, "-c", PARTS])
+    if found is None:
+        return
+    n, parts = found["n"], found["parts"]
+    allocated = ["weights", "gradients", "optimizer states", "activations, temporary buffers"]
+    first = [parts.get(name, 0) for name in allocated]
+    # AdamW's counts of steps, a number a tensor, are on the CPU.
+    right = first[:3] == [4 * n, 4 * n, 8 * n] and sum(first) == found["peak"]
+    right &= sum(parts.values()) == found["whole"] >= found["reserved"]
+    print("\nA run's own account of its memory:\n")
+    print(found["told"])
+    print(f"  torch's peak: {found['peak']:,} bytes: {'right' if right else f'WRONG {found}'}")
 
 
 def main() -> None:
@@ -112,6 +157,8 @@ def main() -> None:
         for reserved, used, seconds, dirty in launches["after"]:
             state = ", ".join(dirty) or "clean"
             print(f"  in the rank {reserved} MiB, after it {used} MiB; {seconds:.2f} s; {state}")
+        print(f"  before and after the last of them, as it tells: {launches['cards']}")
+    measured_parts()
     if importlib.util.find_spec("transformers") is not None:
         print("\nA training step's memory, AdamW; told before, and what torch allocated:\n")
         print("| model | precision | batch | told | peak | reserved | told / peak | |")

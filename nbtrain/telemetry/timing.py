@@ -1,0 +1,142 @@
+"""How long each optimizer step took a rank, and how much of it was waiting: for a scaling report.
+
+Asked for by `ASKED` in the ranks' environment; what was seen is written when the training is over.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ..folder import RunFolder
+from ..imports import when_imported
+from ..late import captures
+from .hooks import Hooks
+from .loaders import Feed
+
+ASKED = "NBTRAIN_STEP_TIMES"
+"""Set in the environment of ranks that are to write what each step took."""
+
+EVERY = {"cpu": 1, "cuda": 10}
+"""DDP measures each so many-th backward pass: on a GPU that costs a synchronisation."""
+
+_ENDS = "backward_compute_time_end", "backward_comm_time_end"
+_SPANS = "backward_comm_time", "backward_compute_comm_overlap_time"
+
+
+class StepTimes:
+    """Notes a row for each step: when it ended, and what had been waited and fed by then.
+
+    How long a backward pass waited for DDP's collectives is DDP's own measure (`_exposed`), told
+    when the next pass begins; other collectives are timed where Python waits for them, which on a
+    GPU says nothing: there they are left out.
+    """
+
+    def __init__(self, hooks: Hooks, feed: Feed, rank: int) -> None:
+        self._path = RunFolder(Path(os.environ["NBTRAIN_RUN"])).steps(rank)
+        self._hooks, self._feed = hooks, feed
+        self._rows: list[list[Any]] = []
+        self._events: list[Any] = []  # of CUDA: the host is ahead of the GPU
+        self._ddps: list[weakref.ref[Any]] = []
+        self._told: dict[int, tuple[int, ...]] = {}
+        self._waited = 0.0  # in collectives, in this step
+        self._joined = 1
+        self._is_blind = False
+
+    def install(self) -> None:
+        """Watch torch's collectives, now or when they are imported."""
+        when_imported("torch.distributed.distributed_c10d", self._watch_waits)
+        when_imported("torch.nn.parallel.distributed", self._watch_ddp)
+
+    def stepped(self) -> None:
+        """Take note that a step has ended."""
+        now, exposed = time.monotonic(), self._exposed()
+        torch = sys.modules["torch"]
+        on_gpu = torch.cuda.is_initialized()
+        if self._rows and exposed is not None:  # of the pass before
+            self._rows[-1][3] = exposed + (self._rows[-1][3] or 0.0)
+        dist = sys.modules.get("torch.distributed")
+        if self._joined == 1 and dist is not None and dist.is_available() and dist.is_initialized():
+            self._joined = dist.get_world_size()
+        waited = None if on_gpu or self._is_blind else self._waited
+        self._rows.append([now, self._feed.waited, self._feed.samples, waited])
+        self._waited = 0.0
+        if on_gpu and not captures.under_way(torch):
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append(event)
+
+    def finish(self, wait: bool) -> None:
+        """Write what was seen; without `wait`, the GPU may never be done: nothing."""
+        if not wait or not self._rows:
+            return
+        if self._ddps:
+            self._rows[-1][3] = None  # no pass came after it
+        if len(self._events) == len(self._rows):
+            self._events[-1].synchronize()
+            for row, event in zip(self._rows, self._events, strict=True):
+                row[0] = self._events[0].elapsed_time(event) / 1e3
+        said = {"rows": self._rows, "joined": self._joined, "gpu": bool(self._events)}
+        self._path.write_text(json.dumps(said))
+
+    def _exposed(self) -> float | None:
+        """Return the seconds that DDP's last backward passes waited for collectives, if told.
+
+        From the end of what they computed to the end of what they sent.
+        """
+        found = None
+        for number, ref in enumerate(self._ddps):
+            ddp = ref()
+            data = ddp._get_ddp_logging_data() if ddp is not None else {}
+            ends = tuple(data.get(name, 0) for name in (*_ENDS, *_SPANS))
+            if ends != self._told.get(number, ends[:0]):
+                self._told[number] = ends
+                found = (found or 0.0) + max(0, ends[2] - ends[3]) / 1e9
+        return found
+
+    def _watch_ddp(self, module: ModuleType) -> None:
+        cls = module.DistributedDataParallel
+        original, saw = cls.__init__, self._hooks.harmless(self._saw_ddp)
+
+        @functools.wraps(original)
+        def made(ddp: Any, *args: Any, **kwargs: Any) -> None:
+            original(ddp, *args, **kwargs)
+            saw(ddp)
+
+        cls.__init__ = made
+
+    def _saw_ddp(self, ddp: Any) -> None:
+        # Private, seen in torch 2.13; a test notices when it moves.
+        if not hasattr(ddp, "_set_ddp_runtime_logging_sample_rate"):
+            self._is_blind = True
+            return
+        ddp._set_ddp_runtime_logging_sample_rate(EVERY.get(ddp.device_type or "", 10))
+        self._ddps.append(weakref.ref(ddp))
+
+    def _watch_waits(self, module: ModuleType) -> None:
+        work = module.Work  # what C++ gives to Python: DDP's backward pass does not come by
+        work.wait = self._timed(work.wait)
+        dist = sys.modules.get("torch.distributed")
+        if hasattr(dist, "_broadcast_coalesced"):  # of DDP's buffers, before a forward pass
+            dist._broadcast_coalesced = self._timed(dist._broadcast_coalesced)  # type: ignore
+
+    def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.monotonic()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                if threading.current_thread() is threading.main_thread():
+                    self._waited += time.monotonic() - began
+
+        return timed
