@@ -77,7 +77,9 @@ class Compiling:
             if done > self._done:
                 self._done = done
                 now = time.time()
-                self._writer.write(ev.Compiled(now, self._rank, programs=done, seconds=found.seconds))
+                self._writer.write(
+                    ev.Compiled(now, self._rank, programs=done, seconds=found.seconds)
+                )
                 if self._new is not None:
                     self._writer.write(ev.Note(now, -1, f"{self._new}{_REMEDY}"))  # of the run
                     self._new = None

@@ -5,9 +5,9 @@
 Ranks on the chips of a pretended TPU train in blocks of steps, and meet after each: one block with
 all that nbtrain does unasked switched off, one with it on, one that logs each step's loss besides.
 A round has each kind twice, forwards and back (ABCCBA) in an order of its own, so that whatever
-else drifts on the machine meets them all alike. A ratio is of one round; told is the median of all
-rounds, with its bootstrap 95 % interval. Of two times, the wall clock's is what a user sees, and the
-CPU's is what it is made of: on a machine with others on it, the second is the quieter.
+else drifts on the machine meets them all alike. A ratio is of one round; told are the median of
+all, its bootstrap 95 % interval, and the extremes. Of two times, the wall clock's is what a user
+sees, and the CPU's what it is made of: on a machine with others on it, the quieter one.
 """
 
 from __future__ import annotations
@@ -132,7 +132,9 @@ def ratios(seconds: np.ndarray, with_it: str, without: str) -> str:
     found = seconds[:, KINDS.index(without)] / seconds[:, KINDS.index(with_it)]
     picks = np.random.default_rng(0).integers(len(found), size=(10_000, len(found)))
     low, high = np.quantile(np.median(found[picks], axis=1), [0.025, 0.975])
-    return f"{np.median(found):6.3f}  [{low:.3f}, {high:.3f}]  {found.min():.2f} to {found.max():.2f}"
+    return (
+        f"{np.median(found):6.3f}  [{low:.3f}, {high:.3f}]  {found.min():.2f} to {found.max():.2f}"
+    )
 
 
 def main() -> None:
