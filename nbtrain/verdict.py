@@ -277,9 +277,14 @@ def _was(words: str, ranks: list[int]) -> str:
 
 
 def last_words(lines: list[str], count: int = 12) -> list[str]:
-    """Return the lines that tell how a process died: its last, or faulthandler's stack's first."""
+    """Return the lines that tell how a process died: its last, or those of faulthandler's stack,
+    from the thread that crashed on."""
     crash = [i for i, line in enumerate(lines) if line.startswith("Fatal Python error:")]
-    return lines[max(0, crash[-1] - 4) :][:count] if crash else lines[-count:]
+    if not crash:
+        return lines[-count:]
+    stacks = lines[crash[-1] + 1 :]
+    own = [i for i, line in enumerate(stacks) if line.startswith("Current thread ")]
+    return [*lines[max(0, crash[-1] - 4) : crash[-1] + 1], *stacks[own[0] if own else 0 :]][:count]
 
 
 def note(cause: Failure, state: RunState, why: Verdict) -> str:
