@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).parent.parent)
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import psutil
 from conftest import Notebook, Outputs
@@ -46,7 +46,7 @@ NEXT = "nbtrain.launch(lambda: 1, view='none').results"
 
 
 def timed(kernel: Notebook, folder: Path, name: str) -> tuple[float, float, str]:
-    """Return the seconds from the fault to the cell's end, those of the next cell, and the report."""
+    """Return the seconds from the fault to the cell's end, those of the next, and the report."""
     fault, said = FAULTS[name]
     at = folder / "fault"
     at.unlink(missing_ok=True)
@@ -78,13 +78,10 @@ def main() -> None:
     try:
         for name in FAULTS:
             found = [timed(kernel, folder, name) for _ in range(rounds)]
-            seconds = [one[0] for one in found]
-            print(
-                f"{name:12} over in {statistics.median(seconds):.2f} s (at most {max(seconds):.2f});"
-                f" the next launch takes {statistics.median(one[1] for one in found):.2f} s;"
-                f" said: {found[0][2]}",
-                flush=True,
-            )
+            over, after, said = zip(*found, strict=True)
+            took = f"over in {statistics.median(over):.2f} s (at most {max(over):.2f})"
+            then = f"the next launch takes {statistics.median(after):.2f} s"
+            print(f"{name:12} {took}; {then}; said: {said[0]}", flush=True)
     finally:
         kernel.close()
 
