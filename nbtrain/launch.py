@@ -210,7 +210,11 @@ def _resolve(plan: Plan) -> tuple[Plan, str]:
         raise PlanError("downcast_bf16 is for a TPU with torch_xla; leave it out here")
     if engine in tpus.ENGINES:
         ranks = tpus.ranks(tpu, plan.num_processes, env, engine)
-        return replace(plan, engine=engine, num_processes=ranks), tpus.ENGINES[engine]
+        precision = plan.mixed_precision or "no"
+        return (
+            replace(plan, engine=engine, num_processes=ranks, mixed_precision=precision),
+            tpus.ENGINES[engine],
+        )
     if engine == "tpu":
         raise PlanError(f"nothing is installed that drives a TPU: {xla.INSTALL}, or {tpus.INSTALL}")
     engine = "fork" if engine == "auto" else engine

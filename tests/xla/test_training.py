@@ -83,7 +83,8 @@ def test_a_cell_trains_the_notebooks_model_on_every_chip(notebook: Notebook) -> 
     assert not notebook.run(MODEL).ename
     out = notebook.run(f"%%distributed\n{TRAIN.strip()}", timeout=110)
     assert not out.ename, out.traceback
-    assert "4 ranks · xla · TPU" in out.board
+    assert "4 ranks · xla · TPU · " in out.board
+    assert "None" not in out.board
     notebook.run("run = nbtrain.last_run()")
     check(notebook)
 
