@@ -1,6 +1,6 @@
 """What reporting costs a training on a TPU: steps/s with losses logged, against without.
 
-    python tests/xla/rate.py [--ranks 2] [--rounds 40] [--steps 20]
+    python tests/xla/rate.py [--ranks 2] [--minutes 5] [--steps 10] [--layers 2]
 
 Ranks on the chips of a pretended TPU train in blocks of steps, and meet after each: one block with
 all that nbtrain does unasked switched off, one with it on, one that logs each step's loss besides.
@@ -34,13 +34,13 @@ from nbtrain.telemetry.compiling import Compiling
 from xla import plugin
 
 KINDS = ("nothing", "unasked", "logged")
+ROUND = 2 * len(KINDS)
 CONFIG = ViTConfig(
     image_size=32,
     patch_size=4,
     num_channels=3,
     hidden_size=128,
     intermediate_size=256,
-    num_hidden_layers=2,
     num_attention_heads=4,
     num_labels=10,
 )
@@ -79,7 +79,7 @@ class Switch:
         Compiling.look = look  # type: ignore[method-assign]
 
 
-def train(model: torch.nn.Module, rounds: int, steps: int) -> list[tuple[str, float, float]]:
+def train(model: torch.nn.Module, minutes: float, steps: int) -> list[tuple[str, float, float]]:
     """Return the kind, the wall and the CPU seconds of each block."""
     import torch_xla.core.xla_model as xm
 
@@ -102,71 +102,85 @@ def train(model: torch.nn.Module, rounds: int, steps: int) -> list[tuple[str, fl
             torch_xla.sync()
         torch_xla.sync(wait=True)
 
-    def meet() -> None:
+    def meet(is_over: bool = False) -> bool:
+        """Wait for all ranks; say whether one has had its time."""
+        ranks = torch.full((1,), float(is_over), device=device)
         if nbtrain.world_size() > 1:
-            xm.all_reduce("sum", torch.ones(1, device=device)).cpu()
+            ranks = xm.all_reduce("sum", ranks)
+        return bool(ranks.item())
 
-    found = []
-    for number, kind in enumerate(order(rounds)):
+    found: list[tuple[str, float, float]] = []
+    end = 0.0
+    for number, kind in enumerate(order()):
+        if number % ROUND == 0 and meet(0 < end < time.monotonic()):
+            break
         switch.turn(on=kind != "nothing")
         meet()
         wall, cpu = time.perf_counter(), time.process_time()
         block(kind, number)
         cpu = time.process_time() - cpu
         meet()  # the slowest rank's time is everybody's
-        found.append((kind, time.perf_counter() - wall, cpu))
+        if number >= ROUND:  # the first compiles
+            end = end or time.monotonic() + 60 * minutes
+            found.append((kind, time.perf_counter() - wall, cpu))
     switch.turn(on=True)
-    return found[2 * len(KINDS) :]  # the first round compiles
+    return found
 
 
-def order(rounds: int) -> Iterator[str]:
-    """Yield the kinds of blocks: of one round more, to warm up; the same in every rank."""
+def order() -> Iterator[str]:
+    """Yield the kinds of blocks, round by round: the same in every rank."""
     shuffled = random.Random(0)
-    for _ in range(rounds + 1):
+    while True:
         kinds = shuffled.sample(KINDS, len(KINDS))
         yield from (*kinds, *reversed(kinds))
 
 
-def ratios(seconds: np.ndarray, with_it: str, without: str) -> str:
-    """Word the median of the rounds' ratios of rates, and its interval."""
-    found = seconds[:, KINDS.index(without)] / seconds[:, KINDS.index(with_it)]
+def middle(found: np.ndarray, digits: int) -> str:
+    """Word the median, its bootstrap interval, and the extremes."""
     picks = np.random.default_rng(0).integers(len(found), size=(10_000, len(found)))
     low, high = np.quantile(np.median(found[picks], axis=1), [0.025, 0.975])
-    return (
-        f"{np.median(found):6.3f}  [{low:.3f}, {high:.3f}]  {found.min():.2f} to {found.max():.2f}"
-    )
+    numbers = [f"{n:.{digits}f}" for n in (np.median(found), low, high, found.min(), found.max())]
+    return "{:>6}  [{}, {}]  {} to {}".format(*numbers)
+
+
+def tell(what: str, milliseconds: np.ndarray) -> None:
+    """Print what each round's steps took, by kind, and what reporting cost them."""
+    each = zip(KINDS, np.median(milliseconds, axis=0), strict=True)
+    print(f"{what}, ms a step: " + ", ".join(f"{kind} {ms:.2f}" for kind, ms in each))
+    for kind, other in (("logged", "nothing"), ("unasked", "nothing"), ("logged", "unasked")):
+        one, two = (milliseconds[:, KINDS.index(name)] for name in (kind, other))
+        print(f"  rate, {kind} / {other}: {middle(two / one, 3)}")
+        print(f"  time, {kind} - {other}: {middle(1000 * (one - two), 0)} µs")
 
 
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--layers", type=int, default=2, help="0: steps of next to no work")
+    parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--steps", type=int, default=10)
     asked = parser.parse_args()
     plugin.pretend(asked.ranks)
+    CONFIG.num_hidden_layers = asked.layers
     model = ViTForImageClassification(CONFIG)
     kernel, began = psutil.Process(), time.perf_counter()
     before = sum(kernel.cpu_times()[:2])
-    run = nbtrain.launch(train, model, asked.rounds, asked.steps, telemetry=(), view="none")
+    run = nbtrain.launch(train, model, asked.minutes, asked.steps, telemetry=(), view="none")
     own = (sum(kernel.cpu_times()[:2]) - before) / (time.perf_counter() - began)
     results = np.array([[block[1:] for block in blocks] for blocks in run.results])
-    kinds = np.array([block[0] for block in run.value]).reshape(asked.rounds, -1)
-    # By round and kind: the wall seconds of rank 0, the CPU seconds of all ranks.
-    for what, seconds in ("wall", results[0, :, 0]), ("CPU", results[:, :, 1].sum(axis=0)):
-        by_round = seconds.reshape(asked.rounds, -1)
+    kinds = np.array([block[0] for block in run.value]).reshape(-1, ROUND)
+    # By round and kind: the wall seconds of rank 0, the CPU seconds of a rank.
+    for what, seconds in ("wall", results[0, :, 0]), ("CPU", results[:, :, 1].mean(axis=0)):
+        by_round = seconds.reshape(-1, ROUND)
         table = np.stack([np.where(kinds == k, by_round, 0).sum(axis=1) for k in KINDS], axis=1)
-        each = ", ".join(
-            f"{kind} {1000 * middle / asked.steps / 2:.2f}"
-            for kind, middle in zip(KINDS, np.median(table, axis=0), strict=True)
-        )
-        print(f"{what}: ms a step: {each}")
-        print(f"  logged / nothing  {ratios(table, 'logged', 'nothing')}   wanted 0.98")
-        print(f"  logged / unasked  {ratios(table, 'logged', 'unasked')}")
-        print(f"  unasked / nothing {ratios(table, 'unasked', 'nothing')}")
+        tell(what, 1000 / asked.steps / 2 * table)
     arrived = len(run.history.dropna(subset=["loss"]))
-    wanted = asked.ranks * (asked.rounds + 1) * 2 * asked.steps
-    print(f"{arrived} of {wanted} losses arrived; the kernel took {own:.0%} of a CPU meanwhile")
+    wanted = asked.ranks * (len(kinds) + 1) * 2 * asked.steps
+    print(
+        f"{len(kinds)} rounds; {arrived} of {wanted} losses arrived; "
+        f"the kernel took {own:.0%} of a CPU meanwhile"
+    )
 
 
 if __name__ == "__main__":
