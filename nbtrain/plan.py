@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import PlanError
+from .nodes import Nodes
 
 ENGINES = ("auto", "fork", "spawn", "tpu", "xla", "torch_tpu", "inline")
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
@@ -99,6 +100,7 @@ class Plan:
     downcast_bf16: bool = False
     out: tuple[str, ...] = ()
     sync: bool = True
+    nodes: Nodes | None = None
 
     @property
     def goes_on(self) -> bool:

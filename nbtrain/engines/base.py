@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..events import Event
 from ..plan import Plan
 from ..worker import Job
 
@@ -29,7 +30,10 @@ class Ranks(Protocol):
 
     @property
     def pids(self) -> dict[int, int]:
-        """The process of each rank that was started, also of those that are gone."""
+        """The process of each rank that was started, also of those that are gone.
+
+        Empty as long as something else is waited for.
+        """
         ...
 
     @property
@@ -39,6 +43,10 @@ class Ranks(Protocol):
 
     def wait(self, timeout: float) -> list[Exit]:
         """Return the ranks that ended since the last call; wait up to `timeout` s for one."""
+        ...
+
+    def news(self) -> list[Event]:
+        """Return what befell the run since the last call, other than an end of a rank."""
         ...
 
     def interrupt(self, ranks: Collection[int]) -> None:

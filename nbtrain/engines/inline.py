@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from .. import gate, report, worker
 from ..errors import PlanError
+from ..events import Event
 from ..plan import Cell, Plan
 from ..worker import Job
 from ..writer import EventWriter
@@ -108,6 +109,10 @@ class FinishedRanks:
         """Return the rank's end, once."""
         ended, self._exit = self._exit, None
         return [ended] if ended else []
+
+    def news(self) -> list[Event]:
+        """Return nothing: the rank is over."""
+        return []
 
     def interrupt(self, ranks: Collection[int]) -> None:
         """Do nothing: the rank is over."""

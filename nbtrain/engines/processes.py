@@ -10,6 +10,7 @@ import time
 from collections.abc import Collection
 from typing import Any
 
+from ..events import Event
 from .base import Exit
 from .janitor import signal_sessions, write_ledger
 
@@ -57,6 +58,10 @@ class ChildRanks:
         if found:
             self._note()
         return found
+
+    def news(self) -> list[Event]:
+        """Return nothing: all that befalls ranks here is their end."""
+        return []
 
     def _reap(self, rank: int) -> Exit | None:
         pid = self._pids[rank]
