@@ -26,8 +26,11 @@ from typing import Any
 from ..nodes import JOIN, Nodes, World, interface_of, own_address
 from . import leave_kernel
 
-BEAT, LOST = 1.0, 15.0
+BEAT, LOST = 0.25, 15.0
 """Seconds between two signs of life, and without one after which a node is given up."""
+
+SUSPECT = 1.0
+"""The same, where ranks here say that they lost their peers."""
 
 STAY = 300.0
 """Seconds that a node waits for torchrun's, of which nobody can tell how they are doing."""
@@ -160,8 +163,9 @@ class _Agent:
         except RuntimeError as error:  # the store: it went with the process that kept it
             # torchrun's node 0 leaves as soon as all have succeeded, and takes the store along.
             if self._own["status"] != "succeeded" or 0 in self._peers:
-                why = str(error).partition("\n")[0][:200]
-                self._kernel.send(News(f"the node that kept the store is gone ({why})", final=True))
+                why = str(error).partition("\n")[0].partition(". ")[0][:200]
+                gone = f"{self._name(0)}, or what kept the nodes' store, is gone ({why})"
+                self._kernel.send(News(gone, final=True))
                 self._kernel.poll(None)
         self._kernel.send(Parted())
 
@@ -198,7 +202,7 @@ class _Agent:
     def _see(self, node: int, said: dict[str, Any], now: float) -> None:
         if said != self._peers.get(node):
             self._peers[node], self._heard[node] = said, now
-        who = f"node {node} of {self._world.nodes} ({said['host']})"
+        who, silent = self._name(node), now - self._heard[node]
         if said["status"] in ("failed", "again", "over", "stopped"):
             final = said["status"] in ("over", "stopped")
             stopped = said["status"] == "stopped"
@@ -206,8 +210,14 @@ class _Agent:
                 node,
                 News(who if stopped else f"{who}: {said['why'] or 'it ended'}", final, stopped),
             )
-        elif said["status"] != "left" and now - self._heard[node] > LOST:
-            self._tell(node, News(f"{who} has not been heard of for {LOST:.0f} s", True))
+        elif said["status"] != "left" and silent > LOST:
+            self._tell(node, News(f"{who} has not been heard of for {LOST:.0f} s", final=True))
+        elif self._own["status"] == "bereft" and silent > SUSPECT:
+            self._tell(node, News(f"{who} is gone: its kernel ended, or its host"))
+
+    def _name(self, node: int) -> str:
+        host = f" ({self._peers[node]['host']})" if node in self._peers else ""
+        return f"node {node} of {self._world.nodes}{host}"
 
     def _tell(self, node: int, news: News) -> None:
         if (node, news.final) not in self._told and self._own["status"] != "left":

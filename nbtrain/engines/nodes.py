@@ -117,7 +117,7 @@ class NodeRanks:
         self._held: list[Exit] = []  # the last ranks of this node, which others are behind
         self._is_joining = self._is_deaf = False
         self._has_failed = self._has_succeeded = self._is_ending = self._is_stopped = False
-        self._echo = ""
+        self._bereft = set[int]()  # ranks that only lost others
         self._news: list[ev.Event] = []
         self._agent = engine.agent()
         if self._agent is not None:
@@ -158,7 +158,8 @@ class NodeRanks:
             self._listen(0.0)
             return self._keep_last(ended)
         self._listen(timeout)
-        return [] if self._has_succeeded and not self._is_ending else self._release()
+        wants_more = self._has_succeeded or (self._bereft and not self._has_failed)
+        return [] if wants_more and not self._is_ending else self._release()
 
     def _await_others(self, timeout: float) -> None:
         """Start the ranks if the others are there. Raises `LaunchError` if they do not come."""
@@ -218,32 +219,37 @@ class NodeRanks:
         """Tell the others of ranks that ended, and keep those back that nobody is to miss yet."""
         assert self._ranks is not None
         assert self._agent is not None
-        for one in ended:
-            if not self._job.folder.result(one.rank).exists() and not self._is_ending:
-                self._tell_failure(one)
-        if self._ranks.alive:
+        folder, codes = self._job.folder, {one.rank: one.returncode for one in ended}
+        for rank in range(self._job.world_size):
+            if folder.failure(rank).exists():  # it may take its time to end
+                self._tell_failure(rank, None)
+            elif rank in codes and not self._is_ending and not folder.result(rank).exists():
+                self._tell_failure(rank, codes[rank])
+        if self._ranks.alive or self._has_failed or self._is_ending:
             return ended
-        if self._echo and not self._has_failed and not self._is_stopped:
-            self._agent.tell("failed", self._echo)
-        if self._has_failed or self._echo or self._is_ending:
-            return ended
-        self._agent.tell("succeeded")
-        self._has_succeeded, self._held = True, ended[-1:]
+        if not self._bereft:
+            self._agent.tell("succeeded")
+            self._has_succeeded = True
+        self._held = ended[-1:]  # after an echo until others say why, or patience is over
         return ended[:-1]
 
-    def _tell_failure(self, ended: Exit) -> None:
-        """Tell the others why a rank failed; that it lost its peers, only where nothing else is."""
+    def _tell_failure(self, rank: int, returncode: int | None) -> None:
+        """Tell the others why a rank failed, once; that it lost its peers is no reason."""
+        if self._has_failed or self._is_stopped or rank in self._bereft:
+            return
         assert self._world is not None
         assert self._agent is not None
-        said = describe_returncode(ended.returncode)
+        said = describe_returncode(returncode)
         with contextlib.suppress(OSError):
-            said = serialize.loads(self._job.folder.failure(ended.rank).read_bytes())[1].headline
-        text = f"rank {self._world.first + ended.rank}: {said}"
-        if is_echo(said):
-            self._echo = self._echo or text
-        elif not self._has_failed:
+            said = serialize.loads(self._job.folder.failure(rank).read_bytes())[1].headline
+        text = f"rank {self._world.first + rank}: {said}"
+        if not is_echo(said):
             self._has_failed = True
             self._agent.tell("failed", text)
+            return
+        if not self._bereft:
+            self._agent.tell("bereft", text)
+        self._bereft.add(rank)
 
     def _release(self) -> list[Exit]:
         released, self._held = self._held, []
