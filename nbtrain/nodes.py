@@ -83,18 +83,18 @@ def notes(nodes: Nodes | None, ranks: int, name: str) -> list[str]:
     """Return what to do on the other nodes, told on the one that they wait for."""
     if nodes is None or nodes.node:
         return []
-    others = "1" if nodes.count == 2 else f"1 to {nodes.count - 1}"
+    others, which = ("1", "1") if nodes.count == 2 else (f"K, 1 to {nodes.count - 1}", "K")
     static = nodes.backend == "static"
     where = f"master_addr={nodes.host!r}, use_port={nodes.port}"
     if not static:
         where = f"rdzv_backend={nodes.backend!r}, rdzv_endpoint={nodes.endpoint!r}"
     said = (
         f"This is node 0 of {nodes.count}. On node {others}: notebook_launcher({name}, ..., "
-        f"num_processes={ranks}, num_nodes={nodes.count}, node_rank=1, {where})"
+        f"num_processes={ranks}, num_nodes={nodes.count}, node_rank={which}, {where})"
     )
     if static:
         said += (
-            f"; or, with a script: torchrun --nnodes {nodes.count} --node_rank 1 "
+            f"; or, with a script: torchrun --nnodes {nodes.count} --node_rank {which} "
             f"--nproc_per_node {ranks} --master_addr {nodes.host} --master_port {nodes.port}"
         )
     if is_loopback(nodes.host):
@@ -118,6 +118,14 @@ def own_address(host: str) -> str | None:
             return str(asked.getsockname()[0])
     except OSError:
         return None
+
+
+def is_own(host: str, address: str | None) -> bool:
+    """Whether `address`, one of this host's, is the one that `host` stands for."""
+    try:
+        return address in {found[4][0] for found in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
 
 
 def interface_of(address: str | None) -> str:

@@ -256,6 +256,9 @@ def test_an_address_has_an_interface() -> None:
     assert nodes.interface_of("127.0.0.1") in ("lo", "lo0")
     assert nodes.own_address("no.such.host.invalid") is None
     assert nodes.interface_of(None) == ""
+    assert nodes.is_own("localhost", "127.0.0.1")
+    assert not nodes.is_own("localhost", "10.0.0.1")
+    assert not nodes.is_own("no.such.host.invalid", "127.0.0.1")
 
 
 Told = Callable[..., RunState]

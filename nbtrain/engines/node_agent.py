@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ..nodes import JOIN, Nodes, World, interface_of, own_address
+from ..nodes import JOIN, Nodes, World, interface_of, is_loopback, is_own, own_address
 from . import leave_kernel
 
 BEAT, LOST = 0.25, 15.0
@@ -70,6 +70,8 @@ def main(kernel: Connection, nodes: Nodes, ranks: int, log: Path, parent: int) -
     try:
         world, store = join(nodes, ranks)
     except Exception as error:  # whatever a backend raises that cannot be reached, or waited long
+        while error.__cause__ is not None:
+            error = error.__cause__  # type: ignore[assignment]
         why = (str(error) or type(error).__name__).partition("\n")[0][:300]
         kernel.send(Trouble(f"{_unmet(nodes)}: {why}"))
         return 1
@@ -100,6 +102,9 @@ def join(nodes: Nodes, ranks: int) -> tuple[World, Any]:
     conf = {"timeout": JOIN, **nodes.conf}
     if nodes.backend == "static":
         conf["rank"] = nodes.node
+    elif not (nodes.node or is_loopback(nodes.host)) and is_own(nodes.host, address):
+        # torch knows its host by what the host's name resolves to, often 127.0.0.1.
+        conf.setdefault("is_host", True)
     handler = get_rendezvous_handler(
         RendezvousParameters(
             nodes.backend,
