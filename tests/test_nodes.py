@@ -47,7 +47,7 @@ def train(model, fails_until=0):
 def forever():
     torch.distributed.init_process_group("gloo")
     while not nbtrain.should_stop():
-        nbtrain.log(x=1)
+        torch.distributed.all_reduce(torch.ones(1))
         time.sleep(0.02)
 
 def kernel():
@@ -63,6 +63,10 @@ def _free_port() -> int:
         return int(taken.getsockname()[1])
 
 
+def _of_node(cell: str, node: int, port: int) -> str:
+    return cell.replace("NODE", str(node)).replace("PORT", str(port))
+
+
 class Pair:
     """Two kernels that run the same cell at the same time, each as a node."""
 
@@ -72,12 +76,11 @@ class Pair:
 
     def both(self, cell: str, **options: Any) -> list[Outputs]:
         """Run a cell in each; ``NODE`` and ``PORT`` stand for what they say."""
-        port = str(_free_port())
+        port = _free_port()
 
         def one(node: int) -> Outputs:
-            told = cell.replace("NODE", str(node)).replace("PORT", port)
             more = options if node == 0 else {}
-            return self.kernels[node].run(told, timeout=100, **more)
+            return self.kernels[node].run(_of_node(cell, node, port), timeout=100, **more)
 
         other = [self._pool.submit(one, node) for node in range(1, len(self.kernels))]
         return [one(0), *(told.result() for told in other)]
@@ -152,6 +155,21 @@ def test_a_node_that_waits_says_so_and_hears_an_interrupt(pair: Pair) -> None:
     out = alone.both(f"notebook_launcher(train, (model,), {LAUNCH})", interrupt_on="waiting for 1")
     assert out[0].ename == "KeyboardInterrupt"
     assert alone.values("[a == b for a, b in zip(before, kernel())]") == [[True] * 4]
+
+
+def test_a_node_that_is_gone_is_named(pair: Pair) -> None:
+    port, cell = _free_port(), f"notebook_launcher(forever, (), {LAUNCH})"
+    left, lost = pair.kernels
+    lost.client.execute(_of_node(cell, 1, port))
+
+    def kill(out: Outputs) -> None:
+        if "0 to 1 of 4" in str((out.models, out.updates)) and lost.process.is_running():
+            lost.process.kill()
+
+    out = left.run(_of_node(cell, 0, port), during=kill)
+    assert out.ename == "NodeFailed"
+    assert out.evalue.startswith("node 1 of 2 (")
+    assert out.evalue.endswith(") is gone: its kernel ended, or its host")
 
 
 _PEER = """
