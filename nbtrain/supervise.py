@@ -303,6 +303,9 @@ class Supervisor:
             cause = self._cause_to_stop(pressed, now) if ranks.alive or pressed else None
             if cause is not None:
                 self._begin_stop(cause, now)
+        elif self._hears_only_echoes() and (how := asked_to_stop(self._folder)):
+            self._requested = self._stopped_how = how  # of another node, whose ranks these lost
+            self._begin_stop("interrupted", now)
         elif pressed:  # a second time: no more patience; after a failure: and no other attempt
             self._requested = self._requested or "by an interrupt"
             self._signal(ranks, "kill", ranks.alive)

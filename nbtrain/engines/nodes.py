@@ -159,7 +159,8 @@ class NodeRanks:
             return self._keep_last(ended)
         self._listen(timeout)
         wants_more = self._has_succeeded or (self._bereft and not self._has_failed)
-        return [] if wants_more and not self._is_ending else self._release()
+        is_over = self._is_deaf or self._is_ending or not wants_more
+        return self._release() if is_over else []
 
     def _await_others(self, timeout: float) -> None:
         """Start the ranks if the others are there. Raises `LaunchError` if they do not come."""
@@ -230,6 +231,8 @@ class NodeRanks:
         if not self._bereft:
             self._agent.tell("succeeded")
             self._has_succeeded = True
+            words = "done on this node; waiting for the others"
+            self._news.append(ev.Waiting(time.time(), -1, words))
         self._held = ended[-1:]  # after an echo until others say why, or patience is over
         return ended[:-1]
 
