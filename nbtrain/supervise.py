@@ -359,9 +359,8 @@ class Supervisor:
     def _hears_only_echoes(self) -> bool:
         """Whether every rank that failed says it lost another, and none of those said why yet."""
         failed = [r for r in self.state.ranks if r.status in ("failing", "failed")]
-        if self.state.elsewhere is not None:
-            return False
-        return self._cause == "failed" and all(is_echo(r.error or "") for r in failed)
+        known = self._cause != "failed" or self.state.elsewhere is not None
+        return not known and all(is_echo(r.error or "") for r in failed)
 
     def _signal(self, ranks: Ranks, action: str, targets: Collection[int]) -> None:
         """Take an action on ranks, and remember what they will die of if they do."""
