@@ -103,9 +103,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
             kernels.append(Notebook(folder / "home", folder))
         with closing(Pair(kernels)) as found:
             found.both(SETUP)
-            found.both(
-                "notebook_launcher(int, (), 1)\nbefore = kernel()"
-            )  # the first board is made
+            found.both(f"notebook_launcher(int, (), {LAUNCH})")  # the first opens what stays
+            found.both("before = kernel()")
             yield found
     finally:
         for kernel in kernels:
