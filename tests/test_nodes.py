@@ -103,7 +103,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
             kernels.append(Notebook(folder / "home", folder))
         with closing(Pair(kernels)) as found:
             found.both(SETUP)
-            found.both(f"notebook_launcher(int, (), {LAUNCH})")  # the first opens what stays
+            found.both(
+                f"notebook_launcher(train, (model,), {LAUNCH})"
+            )  # the first opens what stays
             found.both("before = kernel()")
             yield found
     finally:
