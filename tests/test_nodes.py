@@ -54,7 +54,10 @@ def forever():
 def kernel():
     signals = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     threads = threading.active_count(), len(os.listdir("/proc/self/task"))
-    return dict(os.environ), signals, len(os.listdir("/proc/self/fd")), threads
+    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    held = [os.readlink(link) for link in links if os.path.lexists(link)]
+    # pyzmq opens one more event descriptor, once, whenever it likes.
+    return dict(os.environ), signals, len([h for h in held if "eventfd" not in h]), threads
 """
 
 
