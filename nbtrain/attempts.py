@@ -93,6 +93,8 @@ def may_go_better(state: RunState) -> bool:
     """Whether there is another attempt, and the failure is none that it would only repeat."""
     if state.attempt >= state.attempts:
         return False
+    if state.elsewhere is not None and (state.elsewhere.final or _is_only_echoed(state)):
+        return not state.elsewhere.final  # it is for the node that failed to say
     began = any(_has_begun(rank) for rank in state.ranks)
     return began or not all(_is_mistake(rank) for rank in _causes(state))
 
@@ -100,6 +102,8 @@ def may_go_better(state: RunState) -> bool:
 def told(state: RunState) -> str:
     """Word why an attempt failed: the first failure that is no echo of another."""
     causes = _causes(state)
+    if state.elsewhere is not None and _is_only_echoed(state):
+        return state.elsewhere.text
     if not causes:
         return "no rank said why"
     first = min(causes, key=lambda rank: rank.ended or 0.0)
@@ -109,6 +113,10 @@ def told(state: RunState) -> str:
 def _causes(state: RunState) -> list[RankState]:
     failed = [rank for rank in state.ranks if rank.status == "failed"]
     return [rank for rank in failed if not is_echo(rank.error or "")] or failed
+
+
+def _is_only_echoed(state: RunState) -> bool:
+    return all(is_echo(rank.error or "") for rank in state.ranks if rank.status == "failed")
 
 
 def _is_mistake(rank: RankState) -> bool:

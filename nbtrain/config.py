@@ -21,21 +21,30 @@ from .plan import PRECISIONS, Plan
 _OURS = ("MASTER_", "OMP_NUM_THREADS", "KMP_", "PYTHONPATH", "ACCELERATE_USE_CPU")
 """What nbtrain sets by itself: where ranks meet, how many threads they get, which device."""
 
+_YES = ("1", "true", "yes", "on", "y", "t")
+
+_OF_PODS = ("tpu_name", "tpu_zone", "tpu_use_sudo", "commands", "command_file")
+"""What says how the hosts of a TPU pod are reached; on one host it is of no use."""
+
 _NOT_DONE = {
     "num_machines": "several machines are not supported yet",
     "tpu_use_cluster": "TPU pods are not supported",
+    "tpu_vm": "TPU pods are not supported",
     "mpirun_config": "nbtrain starts the ranks itself, without mpirun",
 }
 
 
 @dataclass(frozen=True)
 class Config:
-    """What a file says: None where it leaves the choice."""
+    """What a file says: None where it leaves the choice; `unused` are keys that do nothing."""
 
     file: Path
     num_processes: int | None
     mixed_precision: str | None
     env: dict[str, str]
+    on_tpu: bool = False
+    downcast_bf16: bool = False
+    unused: tuple[str, ...] = ()
 
 
 def applied(plan: Plan) -> tuple[Plan, list[str]]:
@@ -46,8 +55,9 @@ def applied(plan: Plan) -> tuple[Plan, list[str]]:
     if plan.config is None:
         return plan, []
     config = read(plan.config, plan.num_processes)
+    name = config.file.name
     notes = [
-        f"{what}: {said} as asked for, not {theirs} from {config.file.name}."
+        f"{what}: {said} as asked for, not {theirs} from {name}."
         for what, said, theirs in (
             ("Number of processes", plan.num_processes, config.num_processes),
             ("Mixed precision", plan.mixed_precision, config.mixed_precision),
@@ -55,13 +65,22 @@ def applied(plan: Plan) -> tuple[Plan, list[str]]:
         )
         if said is not None and theirs is not None and said != theirs
     ]
+    precision = plan.mixed_precision or config.mixed_precision
     filled = replace(
         plan,
         num_processes=plan.num_processes or config.num_processes,
-        mixed_precision=plan.mixed_precision or config.mixed_precision,
+        mixed_precision=precision,
         env={**config.env, **plan.env},
     )
-    return filled, notes
+    if not config.on_tpu:
+        return filled, notes
+    if plan.engine in ("fork", "spawn", "inline"):
+        return filled, [*notes, f"Engine: {plan.engine} as asked for, not the TPU of {name}."]
+    if config.unused:
+        notes.append(f"{', '.join(config.unused)} of {name}: for a TPU pod alone, not used.")
+    downcast = plan.downcast_bf16 or (config.downcast_bf16 and precision == "bf16")
+    engine = "tpu" if plan.engine == "auto" else plan.engine
+    return replace(filled, engine=engine, downcast_bf16=downcast), notes
 
 
 def notes_on(plan: Plan, device: str) -> list[str]:
@@ -103,6 +122,8 @@ def read(name: str, num_processes: int | None = None) -> Config:
         raise PlanError(f"the config {file} cannot be used: it has no keys") from error
     except Exception as error:  # YAML's, Accelerate's: whatever their readers raise about a file
         told = " ".join(str(error).split()) or type(error).__name__
+        if "'TPU' is not a valid" in told:
+            told += " (Accelerate calls it XLA now: distributed_type: XLA)"
         raise PlanError(f"the config {file} cannot be used: {told}") from error
     precision = found.pop("ACCELERATE_MIXED_PRECISION", None) if said.mixed_precision else None
     found.pop("ACCELERATE_MIXED_PRECISION", None)
@@ -111,27 +132,38 @@ def read(name: str, num_processes: int | None = None) -> Config:
     if said.use_cpu:
         found["CUDA_VISIBLE_DEVICES"] = ""
     processes = None if said.num_processes == -1 else said.num_processes
-    return Config(file, processes, precision, found)
+    on_tpu = _is_for_tpu(said)
+    if on_tpu:
+        found |= dict(text.split("=", 1) for text in said.tpu_env or () if "=" in text)
+    return Config(
+        file,
+        processes,
+        precision,
+        found,
+        on_tpu,
+        downcast_bf16=on_tpu and str(said.downcast_bf16).lower() in _YES,
+        unused=tuple(key for key in _OF_PODS if on_tpu and getattr(said, key, None)),
+    )
 
 
 def _refuse(said: Any, file: Path, num_processes: int | None) -> None:
     """Raise `PlanError` for what nbtrain does not do."""
     if not hasattr(said, "num_processes"):
         raise PlanError(f"{file}: compute_environment: SageMaker jobs are not supported")
-    if str(getattr(said.distributed_type, "value", said.distributed_type)) in ("XLA", "TPU"):
-        raise PlanError(
-            f"{file}: distributed_type: leave a TPU to nbtrain, which finds it (--engine tpu)"
-        )
     count = said.num_processes
-    if count == -1 and num_processes is None:
+    if count == -1 and num_processes is None and not _is_for_tpu(said):
         raise PlanError(f"{file}: num_processes: -1: say how many (-n 2)")
     if type(count) is not int or (count < 1 and count != -1):
         raise PlanError(f"{file}: num_processes: {count!r} is not a whole number ≥ 1")
     for key, why in _NOT_DONE.items():
         value = getattr(said, key, None)
-        given = any(value.values()) if isinstance(value, dict) else value not in (None, False, 1)
-        if given:
+        alone = key == "num_machines" and value == 1
+        if value and not alone and (not isinstance(value, dict) or any(value.values())):
             raise PlanError(f"{file}: {key}: {value!r}: {why}")
+
+
+def _is_for_tpu(said: Any) -> bool:
+    return str(getattr(said.distributed_type, "value", said.distributed_type)) == "XLA"
 
 
 def _environment(file: Path, said: Any, num_processes: int | None) -> dict[str, str]:
@@ -144,8 +176,8 @@ def _environment(file: Path, said: Any, num_processes: int | None) -> dict[str, 
 
     words = ["--config_file", str(file), "--num_cpu_threads_per_process", "1"]
     words += ["--main_process_port", "0"]  # any free one: it is not used, only asked about
-    if num_processes is not None:
-        words += ["--num_processes", str(num_processes)]
+    if num_processes is not None or said.num_processes == -1:
+        words += ["--num_processes", str(num_processes or 1)]
     args, _, from_config = launch._validate_launch_command(
         launch.launch_command_parser().parse_args([*words, "script.py"])
     )

@@ -8,6 +8,7 @@ NbtrainError
 ├── AcceleratorBlockedError (RuntimeError)  ``%nbtrain guard block`` kept it from doing so
 ├── MissingExtra (ImportError)        what was asked for needs an optional package; says which
 ├── LaunchError (RuntimeError)        the ranks could not be started
+├── NodeFailed (RuntimeError)         another node of the run failed; says which and why
 ├── RankDied (RuntimeError)           a rank ended by a signal or an exit code
 ├── RankError (RuntimeError)          stands for a rank's exception that could not travel
 ├── ResultNotPicklable (TypeError)    a rank's return value that could not travel
@@ -75,6 +76,10 @@ class MissingExtra(NbtrainError, ImportError):
 
 class LaunchError(NbtrainError, RuntimeError):
     """The ranks could not be started; those that were have been ended."""
+
+
+class NodeFailed(NbtrainError, RuntimeError):
+    """Another node of the run failed, or was lost; this node's ranks have been ended."""
 
 
 class RankDied(NbtrainError, RuntimeError):

@@ -23,43 +23,60 @@ def bytes_built(task: Call | Cell) -> int:
     return sum(_bytes_of(unit, call) for unit, call in models_built(task))
 
 
-def words(task: Call | Cell, ranks: int, available: int | None) -> tuple[str, ...]:
-    """Word what ranks take that each build a model, and the lines to write instead.
+ADVICE = "build it once, in a cell above, and every rank shares it"
 
-    Empty where none is built, or in a way that two other lines cannot replace.
+
+def words(task: Call | Cell, ranks: int, available: int | None) -> tuple[str, ...]:
+    """Word what ranks take that each build a model, and what to write instead.
+
+    Empty where none is built.
     """
     built = [(unit, call, _bytes_of(unit, call)) for unit, call in models_built(task)]
     if not built or ranks < 2:
         return ()
     unit, call, _ = max(built, key=lambda one: one[2])
-    size = sum(one[2] for one in built)
+    size = ranks * sum(one[2] for one in built)
     where = f"{unit.place}, line {call.lineno}" if unit.place else f"line {call.lineno}"
     told = f"each of {ranks} ranks builds a model of its own ({where})"
     if size:
-        told += f": {ranks} x {in_words(size)} = {in_words(ranks * size)}"
+        told += f": {ranks} x {in_words(size // ranks)} = {in_words(size)}"
         told += f", and {in_words(available)} were available" if available is not None else ""
-    return (told, *_instead(unit, call))
+    is_too_much = available is not None and size > available
+    why = "too much for this host's memory" if is_too_much else "should memory have been short"
+    lines = _instead(unit, call) or (f"{ADVICE}: the function gets it as a parameter",)
+    handed = "where it is launched, the function is handed the model, as its first argument"
+    is_called = isinstance(task, Call) and len(lines) > 1
+    return (f"{why}: {told}", *lines, *((handed,) if is_called else ()))
 
 
 def _instead(unit: Unit, call: ast.Call) -> tuple[str, ...]:
-    """Return the two lines by which ranks share one model, shown on the user's own."""
+    """Return the lines by which ranks share one model, shown on the user's own; empty where there
+    is more to it."""
     above = list(unit.ancestors(call))
     built = next((node for node in above if isinstance(node, ast.stmt)), None)
     function = next((node for node in above if isinstance(node, ast.FunctionDef)), None)
     if not isinstance(built, ast.Assign) or len(built.targets) != 1 or function is None:
         return ()
-    name = built.targets[0]
-    if not isinstance(name, ast.Name) or function is not unit.entry:
+    target, value = built.targets[0], built.value
+    if not isinstance(target, ast.Name) or function is not unit.entry:
         return ()
+    while value is not call:  # as in Net(config).to(device)
+        if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
+            return ()
+        value = value.func.value
     own = {a.arg for a in ast.walk(function.args) if isinstance(a, ast.arg)}
     used = {n.id for n in ast.walk(call) if isinstance(n, ast.Name)}
-    if built.value is not call or name.id in own or not used <= unit.namespace.keys() - own:
+    if target.id in own or not used <= unit.namespace.keys() - own:
         return ()  # a cell above has not all that it takes, or would move the model to a device
-    taken = ast.unparse(function.args)
+    name, made = target.id, ast.unparse(call)
+    rest = ast.unparse(built.value).removeprefix(made)
+    gone = f"becomes:  {name} = {name}{rest}" if rest else "goes"
+    taken = ", ".join(filter(None, (name, ast.unparse(function.args))))
+    returns = f" -> {ast.unparse(function.returns)}" if function.returns else ""
     return (
-        f"build it once, in a cell above, and every rank shares it:  {ast.unparse(built)}",
-        f"line {built.lineno} goes, and line {function.lineno} becomes:  "
-        f"def {function.name}({', '.join(filter(None, (name.id, taken)))}):",
+        f"{ADVICE}:  {name} = {made}",
+        f"line {built.lineno} {gone}",
+        f"line {function.lineno} becomes:  def {function.name}({taken}){returns}:",
     )
 
 

@@ -272,6 +272,23 @@ class Note(Event):
 
 
 @dataclass(frozen=True)
+class Waiting(Event):
+    """The run waits for something before its ranks start; "" when it has come."""
+
+    kind: ClassVar[str] = "waiting"
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Elsewhere(Event):
+    """Another node of the run failed; it will not try again if that is `final`."""
+
+    kind: ClassVar[str] = "elsewhere"
+    text: str = ""
+    final: bool = False
+
+
+@dataclass(frozen=True)
 class Finished(Event):
     """Every rank is gone; `status` is how the run ended."""
 

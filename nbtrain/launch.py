@@ -11,6 +11,7 @@ from typing import Any
 
 from . import config as config_file
 from . import devices, engines, estimate, host, keeper, preflight, serialize, stacks, tpus, xla
+from . import nodes as several
 from .attempts import carry_out
 from .engines import Engine
 from .errors import LaunchError, PlanError, PreflightError
@@ -18,6 +19,7 @@ from .follow import Follower
 from .home import Home
 from .lint import lint
 from .manifest import cell_name, manifest, torch_version
+from .nodes import Nodes
 from .plan import HANG_AFTER, SOURCES, Call, Plan, names_of
 from .reopen import initial_state
 from .run import Run, going_on, new_folder, remember
@@ -124,7 +126,7 @@ def launch(
         out=names_of(out),
         sync=sync,
         address=address,
-        nodes=(nodes, nodes) if isinstance(nodes, int) else nodes,
+        spread=(nodes, nodes) if isinstance(nodes, int) else nodes,
         resources=dict(resources or {}),
     )
     return run_plan(plan)
@@ -154,22 +156,34 @@ def notebook_launcher(
     rank's own exception is raised; results come back in ``run.results``, and models among `args`
     trained. The default port means a free one; any other is used or refused.
 
+    With `num_nodes` > 1 it is called on every node, with another `node_rank` each and the address
+    and port of node 0 (or its nodes are started by ``torchrun``): the ranks of all are one world.
+    Each node shows its own; what fails or is stopped on one ends it on all, and restarts are of
+    all. ``rdzv_conf={"timeout": 60}`` is how long they wait for each other (15 min);
+    `log_line_prefix_template` changes nothing: lines have their rank anyway.
+
     Raises:
-        PlanError: an argument that makes no sense, or asks for what nbtrain does not do yet
-            (several nodes); nothing was started.
-        PreflightError, LaunchError, RankDied, KeyboardInterrupt, Exception: see `launch`.
+        PlanError: an argument that makes no sense; nothing was started.
+        LaunchError: the ranks could not be started, or the nodes did not meet.
+        NodeFailed: another node failed.
+        PreflightError, RankDied, KeyboardInterrupt, Exception: see `launch`.
     """
     if not callable(function):
         raise PlanError(f"notebook_launcher needs a function, not a {type(function).__name__}")
-    if num_nodes != 1 or node_rank != 0:
-        raise PlanError("notebook_launcher: several nodes are not supported yet; use num_nodes=1")
+    nodes = None
+    if (num_nodes, node_rank) != (1, 0):
+        meet_at = rdzv_endpoint or f"{master_addr}:{use_port or 29500}"
+        nodes = Nodes(
+            num_nodes, node_rank, meet_at, rdzv_backend, rdzv_conf or {}, rdzv_id, monitor_interval
+        )
     plan = Plan(
         task=Call(function, tuple(args)),
         name=getattr(function, "__name__", type(function).__name__),
         num_processes=num_processes,
         mixed_precision=str(getattr(mixed_precision, "value", mixed_precision)).lower(),
-        port=_asked_port(use_port),
+        port=None if nodes is not None else _asked_port(use_port),
         max_restarts=max_restarts,
+        nodes=nodes,
     )
     return run_plan(plan)
 
@@ -190,6 +204,7 @@ def run_plan(plan: Plan) -> Run:
     plan, device, engine = _resolve(plan)
     try:
         told += config_file.notes_on(plan, device)
+        told += several.notes(plan.nodes, plan.num_processes or 1, plan.name)
         notes = [*told, *_check_alone(plan, device), *_notes(plan, device)]
         engine.prepare(plan)
         notes += engine.notes
@@ -214,7 +229,7 @@ def _resolve(plan: Plan) -> tuple[Plan, str, Engine]:
     """Replace every 'auto' by what there is; return the kind of device and the engine too."""
     if plan.engine != "ray":
         plan, device = _resolve_here(plan)
-        return plan, device, engines.get(plan.engine)
+        return plan, device, engines.get(plan.engine, plan.nodes)
     from .engines.cluster import RayEngine
 
     engine = RayEngine()
@@ -232,11 +247,17 @@ def _resolve_here(plan: Plan) -> tuple[Plan, str]:
     engine = plan.engine
     if engine == "tpu" or (engine == "auto" and tpu is not None and tpus.is_wanted(env)):
         engine = tpus.engine(torch_version()) or engine
+    if plan.nodes is not None and engine not in ("auto", "fork"):
+        raise PlanError("several nodes (num_nodes) train on GPUs or CPUs; on a TPU use num_nodes=1")
     if plan.downcast_bf16 and engine != "xla":
         raise PlanError("downcast_bf16 is for a TPU with torch_xla; leave it out here")
     if engine in tpus.ENGINES:
         ranks = tpus.ranks(tpu, plan.num_processes, env, engine)
-        return replace(plan, engine=engine, num_processes=ranks), tpus.ENGINES[engine]
+        precision = plan.mixed_precision or "no"
+        return (
+            replace(plan, engine=engine, num_processes=ranks, mixed_precision=precision),
+            tpus.ENGINES[engine],
+        )
     if engine == "tpu":
         raise PlanError(f"nothing is installed that drives a TPU: {xla.INSTALL}, or {tpus.INSTALL}")
     engine = "fork" if engine == "auto" else engine

@@ -165,7 +165,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
             out=options.out,
             sync=options.sync,
             address=options.address,
-            nodes=options.nodes,
+            spread=options.nodes,
             resources=options.resources,
         )
 

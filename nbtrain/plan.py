@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import PlanError
+from .nodes import Nodes
 
 ENGINES = ("auto", "fork", "spawn", "tpu", "xla", "torch_tpu", "ray", "inline")
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
@@ -78,8 +79,9 @@ class Plan:
 
     `out` are the variables of rank 0 that come back; with `sync`, models that the function is
     given by name come back trained. `config` is a file of ``accelerate config``'s, "default" the
-    usual one: it decides what is None here. `address` is that of a Ray cluster, `nodes` how many
-    of it at least and at most, `resources` what each rank takes there, by Ray's names.
+    usual one: it decides what is None here. `address` is that of a Ray cluster, `spread` how many
+    of its nodes share the ranks, at least and at most, `resources` what each rank takes of its
+    node, by Ray's names.
     """
 
     task: Task
@@ -100,8 +102,9 @@ class Plan:
     downcast_bf16: bool = False
     out: tuple[str, ...] = ()
     sync: bool = True
+    nodes: Nodes | None = None
     address: str | None = None
-    nodes: tuple[int, int] | None = None
+    spread: tuple[int, int] | None = None
     resources: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -156,12 +159,12 @@ class Plan:
 
     def _check_cluster(self) -> None:
         if self.engine != "ray":
-            if self.address is not None or self.nodes is not None or self.resources:
+            if self.address is not None or self.spread is not None or self.resources:
                 raise PlanError("address, nodes and resources are for a cluster: --engine ray")
             return
-        least, most = self.nodes or (1, 1)
+        least, most = self.spread or (1, 1)
         if type(least) is not int or type(most) is not int or not 1 <= least <= most:
-            raise PlanError(f"nodes must be a number ≥ 1, or MIN:MAX, not {self.nodes!r}")
+            raise PlanError(f"nodes must be a number ≥ 1, or MIN:MAX, not {self.spread!r}")
         if (self.num_processes or most) % most:
             raise PlanError(
                 f"{self.num_processes} ranks cannot be shared equally by {most} nodes: "

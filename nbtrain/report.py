@@ -24,11 +24,15 @@ _log = logging.getLogger("nbtrain")
 
 @dataclass(frozen=True)
 class Reporter:
-    """Where this process's reports go."""
+    """Where this process's reports go.
+
+    Of several nodes, `rank` is the one among this node's, the `first` of which is not 0.
+    """
 
     writer: EventWriter
     rank: int
     world_size: int
+    first: int = 0
     late: LateValues = field(default_factory=LateValues)
 
 
@@ -49,7 +53,7 @@ def active() -> Reporter | None:
 
 def rank() -> int:
     """Return this process's rank: 0 outside a run (``$RANK`` under another launcher)."""
-    return _active.rank if _active is not None else int(os.environ.get("RANK", 0))
+    return _active.first + _active.rank if _active is not None else int(os.environ.get("RANK", 0))
 
 
 def world_size() -> int:

@@ -16,7 +16,7 @@ from typing import Any
 from . import history as past
 from . import home, serialize, stacks, tensorboard, verdict
 from .digest import digest, frame
-from .errors import LaunchError, RunTimeout
+from .errors import LaunchError, NodeFailed, RunTimeout
 from .folder import RunFolder, create, prune
 from .follow import TICK, Follower, following
 from .home import Home
@@ -161,10 +161,11 @@ class Run:
         if state.status == "timed out":
             return RunTimeout(f"the run took longer than its timeout: {state.message}")
         failures = [self._failure(r) for r in state.ranks if r.status == "failed"]
-        if not failures:
-            return None if state.status == "succeeded" else LaunchError(state.message)
-        why, cause = verdict.of(state, failures), headline(failures)
-        assert why is not None
+        why = verdict.of(state, failures)
+        if why is None or why.rank < 0:
+            kind = NodeFailed if why is not None and why.kind == "node" else LaunchError
+            return None if why is None else kind(state.message)
+        cause = headline(failures)
         note = verdict.note(cause, state, why)
         return to_exception(replace(cause, said=why.headline), note)
 

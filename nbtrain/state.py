@@ -100,7 +100,8 @@ class RunState:
     before the ranks started and when they were gone, `hang` who waits where, if nobody moves;
     `if_killed` is what may have taken the memory, should a rank be killed for want of it. It is
     the `attempt`-th of at most `attempts`. `loaded` has what the notebook took of what ranks
-    saved, each with what was in the way.
+    saved, each with what was in the way. `elsewhere` is what failed on another node of this
+    attempt's.
     """
 
     name: str
@@ -121,6 +122,7 @@ class RunState:
     hang: str = ""
     if_killed: tuple[str, ...] = ()
     loaded: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    elsewhere: ev.Elsewhere | None = None
 
     @property
     def is_over(self) -> bool:
@@ -194,7 +196,7 @@ def _begin_again(state: RunState, event: ev.Attempt) -> RunState:
         RankState(r.rank, metrics=r.metrics, log=r.log, log_count=r.log_count) for r in state.ranks
     )
     state = replace(state, ranks=ranks, attempt=event.number, message=plain(event.reason))
-    return replace(state, status="starting", hang="")
+    return replace(state, status="starting", hang="", elsewhere=None)
 
 
 def _fold_run(state: RunState, event: ev.Event) -> RunState:
@@ -204,6 +206,10 @@ def _fold_run(state: RunState, event: ev.Event) -> RunState:
         case ev.Finished():
             hang = "" if event.status == "succeeded" else state.hang
             return replace(ended(state, event.status, event.time, event.message), hang=hang)
+        case ev.Waiting():
+            return replace(state, message=plain(event.text))
+        case ev.Elsewhere():
+            return replace(state, elsewhere=replace(event, text=plain(event.text)))
         case ev.Note():
             text = plain(str(event.text), 1000)
             known = text in state.notes  # of another rank, or an attempt before

@@ -20,10 +20,11 @@ from . import events as ev
 from .engines import Exit, Ranks
 from .folder import RunFolder, asked_to_stop, leave_stop_request
 from .lookout import Lookout
-from .outcome import describe_returncode, is_echo, ranks_text
+from .outcome import describe_returncode, is_echo
 from .reader import Reader
 from .resources import Sampler
-from .state import RankState, RunState, fold
+from .state import RunState, fold
+from .verdict import closing_words
 from .writer import EventWriter
 
 TICK = 0.1
@@ -150,6 +151,8 @@ class Supervisor:
 
     def watch(self, ranks: Ranks, interrupts: Interrupts) -> None:
         """Watch until every rank is gone, and what they wrote is read."""
+        while ranks.alive and not ranks.pids and not self._is_hopeless():  # other nodes are awaited
+            self._turn(ranks, interrupts)
         now = time.time()
         nodes = ranks.nodes
         self._note(
@@ -158,20 +161,23 @@ class Supervisor:
         here = {rank: pid for rank, pid in ranks.pids.items() if rank not in nodes}
         with contextlib.closing(Sampler(here, self.state.device)) as sampler:
             while ranks.alive and not self._is_hopeless():
-                self.show(self.state, time.time())
                 if here:
                     self._sample(sampler)
-                exits = ranks.wait(TICK)
-                self._note(ranks.told())
-                for ended in exits:
+                for ended in self._turn(ranks, interrupts):
                     sampler.forget(ended.rank)
-                self._take(self._reader.read())
-                self._take_exits(exits)
-                self._decide(ranks, interrupts)
                 if self._cause is None and ranks.alive:
                     self._note(self._lookout.look(self.state, time.monotonic()))
         self._note(ev.Exited(time.time(), rank, -signal.SIGKILL, "stopped") for rank in ranks.alive)
         self._take(self._reader.read(gone=range(self.state.world_size)))
+
+    def _turn(self, ranks: Ranks, interrupts: Interrupts) -> list[Exit]:
+        self.show(self.state, time.time())
+        exits = ranks.wait(TICK)
+        self._note(ranks.news())
+        self._take(self._reader.read())
+        self._take_exits(exits)
+        self._decide(ranks, interrupts)
+        return exits
 
     @property
     def has_failed(self) -> bool:
@@ -304,6 +310,9 @@ class Supervisor:
             cause = self._cause_to_stop(pressed, now) if ranks.alive or pressed else None
             if cause is not None:
                 self._begin_stop(cause, now)
+        elif self._hears_only_echoes() and (how := asked_to_stop(self._folder)):
+            self._requested = self._stopped_how = how  # of another node, whose ranks these lost
+            self._begin_stop("interrupted", now)
         elif pressed:  # a second time: no more patience; after a failure: and no other attempt
             self._requested = self._requested or "by an interrupt"
             self._signal(ranks, "kill", ranks.alive)
@@ -316,7 +325,7 @@ class Supervisor:
         return interrupts.count > before
 
     def _cause_to_stop(self, pressed: bool, now: float) -> str | None:
-        if any(r.status in ("failing", "failed") for r in self.state.ranks):
+        if any(r.status in ("failing", "failed") for r in self.state.ranks) or self.state.elsewhere:
             return "failed"
         self._requested = self._requested or asked_to_stop(self._folder)
         if pressed or self._requested:
@@ -333,7 +342,9 @@ class Supervisor:
         if cause != "failed":
             leave_stop_request(self._folder)
         reason = {
-            "failed": "a rank failed; the others are being stopped",
+            "failed": self.state.elsewhere.text
+            if self.state.elsewhere
+            else "a rank failed; the others are being stopped",
             "interrupted": f"stopped {self._stopped_how}: ranks have 2 s to save",
             "timed out": f"{self._timeout:g} s are over; ranks have 2 s to save"
             if self._timeout
@@ -355,7 +366,8 @@ class Supervisor:
     def _hears_only_echoes(self) -> bool:
         """Whether every rank that failed says it lost another, and none of those said why yet."""
         failed = [r for r in self.state.ranks if r.status in ("failing", "failed")]
-        return self._cause == "failed" and all(is_echo(r.error or "") for r in failed)
+        known = self._cause != "failed" or self.state.elsewhere is not None
+        return not known and all(is_echo(r.error or "") for r in failed)
 
     def _signal(self, ranks: Ranks, action: str, targets: Collection[int]) -> None:
         """Take an action on ranks, and remember what they will die of if they do."""
@@ -385,7 +397,7 @@ class Supervisor:
         here = self.state.engine == "inline"  # there, the interrupt is the rank's own
         if here and any((r.error or "").startswith("KeyboardInterrupt") for r in failed):
             status = "interrupted"
-        message = message or _closing_words(status, self.state.ranks)
+        message = message or closing_words(status, self.state)
         if status == "interrupted" and self._stopped_how:
             message = f"{self._stopped_how}; {message}"
         if status == "timed out":
@@ -393,13 +405,3 @@ class Supervisor:
         self._note([ev.Finished(time.time(), -1, status, message)])
         self._writer.close()
         self.over.set()
-
-
-def _closing_words(ended: str, ranks: tuple[RankState, ...]) -> str:
-    if ended in ("succeeded", "failed"):  # the ranks' own lines say it
-        return ""
-    groups: dict[str, list[int]] = {}
-    for rank in ranks:
-        status = "not started again" if rank.status == "starting" else rank.status
-        groups.setdefault(status, []).append(rank.rank)
-    return ", ".join(f"{ranks_text(who)} {status}" for status, who in groups.items())

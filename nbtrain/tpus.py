@@ -97,18 +97,33 @@ def signs(root: Path = Path("/"), env: Mapping[str, str] = os.environ) -> str:
     return ", ".join([*chips, *([f"{len(nodes)} x /dev/accel*"] if nodes else []), *names])
 
 
-def holders(root: Path = Path("/"), proc: Path = Path("/proc")) -> list[int]:
-    """Return the processes, this one apart, that have a chip open: nobody else can use it then.
+def holders(root: Path = Path("/"), proc: Path = Path("/proc")) -> dict[int, frozenset[int]]:
+    """Return the processes, this one apart, that have chips open, and which: nobody else can use
+    those then.
 
-    Those of other users cannot be seen.
+    Processes of other users cannot be seen.
     """
-    chips = (f"{root / 'dev'}/accel", f"{root / 'dev/vfio'}/")
-    found = []
+    node = re.compile(rf"{re.escape(str(root / 'dev'))}/(?:accel|vfio/(?:devices/vfio)?)(\d+)")
+    found = {}
     for folder in proc.glob("[0-9]*/fd"):
         with contextlib.suppress(OSError):  # gone meanwhile, or another user's
-            if any(os.readlink(link).startswith(chips) for link in folder.iterdir()):
-                found.append(int(folder.parent.name))
-    return sorted(set(found) - {os.getpid()})
+            nodes = [node.fullmatch(os.readlink(link)) for link in folder.iterdir()]
+            chips = frozenset(int(match[1]) for match in nodes if match)
+            if chips and folder.parent.name != str(os.getpid()):
+                found[int(folder.parent.name)] = chips
+    return dict(sorted(found.items()))
+
+
+def chips_of(ranks: int, given: Mapping[str, str]) -> frozenset[int] | None:
+    """Return the chips that the ranks of torch_xla will drive; None: all, or nobody knows.
+
+    One rank takes the first, unless it is `given` another: what the kernel has does not count
+    (`nbtrain.xla.forget_place`). That a device file has its chip's number, tpu-info assumes too.
+    """
+    names = ("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES")
+    told = next((given[name] for name in names if given.get(name)), "0" if ranks == 1 else "")
+    numbers = [text.strip() for text in told.split(",")]
+    return frozenset(map(int, numbers)) if all(map(str.isdecimal, numbers)) else None
 
 
 def is_wanted(env: Mapping[str, str]) -> bool:

@@ -56,8 +56,8 @@ class Verdict:
     """Why a run failed. `rank` is -1 where it was no rank's doing.
 
     `kind` is one of: exception, exit, signal, segfault, out of memory, cuda out of memory,
-    communication, data loader worker, disk full, fork refused, timeout, launch. `advice` is what
-    to do about it, where that is known.
+    communication, data loader worker, disk full, fork refused, timeout, node (another one), launch.
+    `advice` is what to do about it, where that is known.
     """
 
     kind: str
@@ -83,6 +83,8 @@ def of(state: RunState, failures: Sequence[Failure]) -> Verdict | None:
     if state.status == "timed out":
         held = [f"rank {r.rank} {_held_out(r)}" for r in state.ranks if _held_out(r)]
         return Verdict("timeout", -1, f"took longer than its timeout: {state.message}", tuple(held))
+    if state.elsewhere is not None and all(failure.is_echo for failure in failures):
+        return Verdict("node", -1, state.elsewhere.text)
     if failures:
         cause = headline(failures)
         return _of_rank(cause, failures, state)
@@ -159,6 +161,17 @@ def lost(state: RunState, said: str) -> str:
     """Word why a rank lost its peers, where none of them failed: some may have returned early."""
     gone = [r.rank for r in state.ranks if r.status == "done"]
     return f"lost {ranks_text(gone)}, whose function had returned: {said}" if gone else said
+
+
+def closing_words(ended: str, state: RunState) -> str:
+    """Word how ranks ended, where their own lines do not say why."""
+    if ended in ("succeeded", "failed"):
+        return state.elsewhere.text if ended == "failed" and state.elsewhere is not None else ""
+    groups: dict[str, list[int]] = {}
+    for rank in state.ranks:
+        status = "not started again" if rank.status == "starting" else rank.status
+        groups.setdefault(status, []).append(rank.rank)
+    return ", ".join(f"{ranks_text(who)} {status}" for status, who in groups.items())
 
 
 def line(rank: RankState) -> str:
@@ -277,9 +290,14 @@ def _was(words: str, ranks: list[int]) -> str:
 
 
 def last_words(lines: list[str], count: int = 12) -> list[str]:
-    """Return the lines that tell how a process died: its last, or faulthandler's stack's first."""
+    """Return the lines that tell how a process died: its last, or those of faulthandler's stack,
+    from the thread that crashed on."""
     crash = [i for i, line in enumerate(lines) if line.startswith("Fatal Python error:")]
-    return lines[max(0, crash[-1] - 4) :][:count] if crash else lines[-count:]
+    if not crash:
+        return lines[-count:]
+    stacks = lines[crash[-1] + 1 :]
+    own = [i for i, line in enumerate(stacks) if line.startswith("Current thread ")]
+    return [*lines[max(0, crash[-1] - 4) : crash[-1] + 1], *stacks[own[0] if own else 0 :]][:count]
 
 
 def note(cause: Failure, state: RunState, why: Verdict) -> str:

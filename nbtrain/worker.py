@@ -36,6 +36,7 @@ from . import events as ev
 from .folder import RunFolder, Spare
 from .homecoming import Sender
 from .imports import when_imported
+from .nodes import World, is_loopback
 from .plan import Call, Cell, Plan, Task
 from .preview import preview
 from .writer import EventWriter
@@ -45,26 +46,11 @@ FAILED = 1
 
 
 @dataclass(frozen=True)
-class Place:
-    """Which ranks of a world run on this host, and where all of them meet.
-
-    `ranks` here begin with `first`, on the `node`-th of so many `nodes`. The interface is the one
-    that leads to the others.
-    """
-
-    node: int = 0
-    nodes: int = 1
-    first: int = 0
-    ranks: int = 1
-    master: str = "127.0.0.1"
-    interface: str = "lo0" if sys.platform == "darwin" else "lo"
-
-
-@dataclass(frozen=True)
 class Job:
     """One run, ready to start: the plan with every 'auto' resolved, and where it reports.
 
-    `scratch` is a folder for sockets of the ranks' own workers; the launcher deletes it.
+    `scratch` is a folder for sockets of the ranks' own workers; the launcher deletes it. Of a run
+    on several nodes these are one's ranks, numbered from 0: `world` says where they are in it.
     """
 
     plan: Plan
@@ -75,13 +61,8 @@ class Job:
     port: int = 0
     attempt: int = 1
     scratch: str = ""
+    world: World | None = None
     shared_classes: frozenset[type] = field(default_factory=frozenset)
-    where: Place | None = None
-
-    @property
-    def place(self) -> Place:
-        """The world's only place, where it is not one of several."""
-        return self.where or Place(ranks=self.world_size)
 
 
 def with_port(job: Job, port: int) -> Job:
@@ -95,24 +76,26 @@ def environment(job: Job, rank: int, inherited: Mapping[str, str]) -> dict[str, 
     They are what ``torchrun`` sets (an ``env://`` process group needs no argument), and what
     makes a plain ``Accelerator()`` distributed on CPU ranks and honour the precision.
     """
-    place, size = job.place, str(job.world_size)
+    world = job.world or World(0, 1, 0, job.world_size, "127.0.0.1", job.port)
+    local, size = rank - world.begin, str(world.size)
+    number = str(world.first + local)
     variables = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank - place.first),
-        "GROUP_RANK": str(place.node),
-        "ROLE_RANK": str(rank),
+        "RANK": number,
+        "LOCAL_RANK": str(local),
+        "GROUP_RANK": str(world.node),
+        "ROLE_RANK": number,
         "ROLE_NAME": "default",
         "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": str(place.ranks),
-        "GROUP_WORLD_SIZE": str(place.nodes),
+        "LOCAL_WORLD_SIZE": str(world.ranks or job.world_size),
+        "GROUP_WORLD_SIZE": str(world.nodes),
         "ROLE_WORLD_SIZE": size,
-        "MASTER_ADDR": place.master,
-        "MASTER_PORT": str(job.port),
+        "MASTER_ADDR": world.master_addr,
+        "MASTER_PORT": str(world.master_port),
         # The launcher keeps the store: no rank has to win a port.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": str(job.attempt - 1),
         "TORCHELASTIC_MAX_RESTARTS": str(job.plan.max_restarts),
-        "TORCHELASTIC_RUN_ID": job.folder.path.name,
+        "TORCHELASTIC_RUN_ID": world.run_id if job.world else job.folder.path.name,
         "FORK_LAUNCHED": "1",
         "ACCELERATE_MIXED_PRECISION": job.plan.mixed_precision or "no",
         "NBTRAIN_RUN": str(job.folder.path),
@@ -126,13 +109,15 @@ def environment(job: Job, rank: int, inherited: Mapping[str, str]) -> dict[str, 
         variables |= _xla_precision(job.plan, inherited)
     elif "USE_TORCH_XLA" not in inherited and tpus.has_torch_xla():
         variables["USE_TORCH_XLA"] = "0"
+    here = "lo0" if sys.platform == "darwin" else "lo"
     for name, value in (
-        ("GLOO_SOCKET_IFNAME", place.interface),
+        ("GLOO_SOCKET_IFNAME", here if is_loopback(world.master_addr) else world.interface),
         ("OMP_NUM_THREADS", str(job.threads)),
         # A rank that ends right after gloo connected it would cut off those still connecting.
-        ("TORCH_DIST_INIT_BARRIER", "1"),
+        # torchrun's do not know of it: one of ours would wait for them.
+        ("TORCH_DIST_INIT_BARRIER", "" if world.has_strangers else "1"),
     ):
-        if name not in inherited:
+        if name not in inherited and value:
             variables[name] = value
     return {**variables, **job.plan.env}
 
@@ -167,7 +152,7 @@ def main(job: Job, rank: int, call: Callable[[Task], Any] | None = None) -> int:
     _use_scratch(job.scratch)
     writer = EventWriter(job.folder.events(rank))
     inspection.install(job.folder, rank, writer)
-    report.activate(report.Reporter(writer, rank, job.world_size))
+    report.activate(_reporter(job, rank, writer))
     telemetry.install(job.plan.telemetry, job.plan.task)
     if job.device == "cpu" and config.wants_fsdp(os.environ):
         when_imported("accelerate.state", config.fsdp_on_cpu)
@@ -175,6 +160,12 @@ def main(job: Job, rank: int, call: Callable[[Task], Any] | None = None) -> int:
     if error is not None:
         _print_traceback(error)
     return code
+
+
+def _reporter(job: Job, rank: int, writer: EventWriter) -> report.Reporter:
+    world = job.world
+    first, size = (world.first - world.begin, world.size) if world else (0, job.world_size)
+    return report.Reporter(writer, rank, size, first)
 
 
 def run_and_report(

@@ -10,7 +10,7 @@ import atexit
 import importlib
 import sys
 from collections.abc import Callable, Collection, MutableMapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import LaunchError, MissingExtra
 
@@ -183,19 +183,28 @@ def on_cpu(tensors: Sequence[Any]) -> list[Any]:
     return list(library._xla_get_cpu_tensors(list(tensors))) if tensors else []
 
 
-def compilations() -> tuple[int, int, float] | None:
-    """Return how many programs this process began to compile, how many it has, and the seconds.
+class Compilations(NamedTuple):
+    """Programs that this process began to compile, those it has, in how many seconds, and how
+    often it ran one that it had."""
 
-    None where torch_xla does not count.
-    """
+    begun: int
+    done: int
+    seconds: float
+    reused: int
+
+
+def compilations() -> Compilations | None:
+    """Return what torch_xla has counted; None where it does not count."""
     try:
         begun = loaded()._xla_counter_value("UncachedCompile")
         done = loaded()._xla_metric_data("CompileTime")
+        reused = loaded()._xla_counter_value("CachedCompile")
     except AttributeError:
         return None
     if begun is None:
         return None
-    return (begun, done[0], done[1] / 1e9) if done else (begun, 0, 0.0)
+    number, nanoseconds = done[:2] if done else (0, 0.0)
+    return Compilations(begun, number, nanoseconds / 1e9, reused or 0)
 
 
 def _model() -> Any:

@@ -106,11 +106,13 @@ def test_what_ranks_build_is_told_with_the_lines_to_write_instead() -> None:
     size = in_words(SIZE)
     told = estimate.words(task, 8, 1 << 30)
     assert told == (
-        f"each of 8 ranks builds a model of its own (line 4): 8 x {size} = "
-        f"{in_words(8 * SIZE)}, and {in_words(1 << 30)} were available",
+        f"should memory have been short: each of 8 ranks builds a model of its own (line 4): "
+        f"8 x {size} = {in_words(8 * SIZE)}, and {in_words(1 << 30)} were available",
         "build it once, in a cell above, and every rank shares it:  net = BertModel(config)",
-        "line 4 goes, and line 2 becomes:  def train(net, epochs=3, *, lr=0.001):",
+        "line 4 goes",
+        "line 2 becomes:  def train(net, epochs=3, *, lr=0.001):",
     )
+    assert estimate.words(task, 8, SIZE)[0].startswith("too much for this host's memory: each of 8")
     assert estimate.words(cell.read_cell("def f(model): ...", "c", {}), 8, None) == ()
 
 
@@ -120,15 +122,38 @@ def test_what_ranks_build_is_told_with_the_lines_to_write_instead() -> None:
         "self.m = BertModel(config)",
         "return BertModel(config)",
         "a = b = BertModel(config)",
-        "m = BertModel(config).cuda()",
+        "m = wrapped(BertModel(config))",
         "m = BertModel(own)",
         "self = BertModel(config)",
     ],
 )
-def test_where_two_lines_do_not_do_there_is_only_the_arithmetic(line: str) -> None:
+def test_where_there_is_more_to_it_no_lines_are_shown(line: str) -> None:
     names = {"BertModel": BertModel, "config": SMALL}
     task = cell.read_cell(f"def train(self, own=None):\n    {line}", "c", names)
-    assert len(estimate.words(task, 2, None)) == 1
+    assert estimate.words(task, 2, None)[1:] == (
+        "build it once, in a cell above, and every rank shares it: the function gets it as a "
+        "parameter",
+    )
+
+
+def test_a_model_that_is_moved_where_it_is_built_is_only_moved() -> None:
+    names = {"BertModel": BertModel, "config": SMALL}
+    source = "def train(n=1):\n    m = BertModel(config).to(device, torch.bfloat16).train()"
+    assert estimate.words(cell.read_cell(source, "c", names), 2, None)[1:] == (
+        "build it once, in a cell above, and every rank shares it:  m = BertModel(config)",
+        "line 2 becomes:  m = m.to(device, torch.bfloat16).train()",
+        "line 1 becomes:  def train(m, n=1):",
+    )
+
+
+def test_a_call_is_told_to_hand_the_model_over() -> None:
+    def train(epochs: int) -> None:
+        model = BertModel(SMALL)
+        model.train(epochs > 0)
+
+    told = estimate.words(Call(train, (3,)), 2, None)
+    assert told[-2].endswith("def train(model, epochs: int) -> None:")
+    assert told[-1].startswith("where it is launched, the function is handed the model")
 
 
 def test_no_code_of_a_repository_is_run_and_nobody_asked(tmp_path: Path) -> None:

@@ -41,7 +41,6 @@ def test_one_process_is_forked_too_and_none_means_auto() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"num_nodes": 2}, "several nodes"),
         ({"max_restarts": -1}, "restarts"),
         ({"num_processes": 0}, "≥ 1"),
         ({"num_processes": 2.5}, "≥ 1"),

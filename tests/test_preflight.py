@@ -148,10 +148,22 @@ def test_a_tpu_that_stays_unused_is_told_with_the_reason() -> None:
 
 
 def test_a_tpu_that_another_process_keeps_is_refused_with_its_number() -> None:
-    held = facts(engine="xla", device="xla", tpu_holders=("python, pid 4711",))
-    line = said(held, "refuse")
-    assert "held by another process: python, pid 4711." in line
+    held = {"engine": "xla", "device": "xla", "tpu_holders": {"python, pid 4711": frozenset({0})}}
+    line = said(facts(4, **held), "refuse")
+    assert "held by another process: python, pid 4711 (chip 0)." in line
     assert "kill" in line
+    assert "TPU_VISIBLE_CHIPS" not in line  # nobody knows of another chip
+    held["tpu"] = Tpu("v5e", 4)
+    assert said(facts(1, **{**held, "device": "tpu"}), "refuse") == line
+    assert "-n 1 --env TPU_VISIBLE_CHIPS=1." in said(facts(1, **held), "refuse")
+
+
+def test_a_chip_that_the_run_does_not_take_may_be_held() -> None:
+    held = {"engine": "xla", "device": "xla", "tpu_holders": {"python, pid 4711": frozenset({0})}}
+    taken = facts(1, **held)
+    other = replace(taken, plan=replace(taken.plan, env={"TPU_VISIBLE_CHIPS": "2"}))
+    line = said(other, "warn")
+    assert "python, pid 4711 (chip 0). This run takes chip 2." in line
 
 
 # The state of this process

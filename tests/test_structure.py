@@ -13,6 +13,7 @@ PACKAGE = Path(nbtrain.__file__).parent
 LAYERS = [
     {
         "errors",
+        "nodes",
         "plan",
         "events",
         "writer",

@@ -146,7 +146,7 @@ def test_asking_for_a_tpu_where_there_is_none_is_a_clear_error() -> None:
 
 
 def test_who_holds_a_chip_is_found_by_its_open_files(tmp_path: Path) -> None:
-    for name in ("dev/accel0", "dev/vfio/3", "dev/null"):
+    for name in ("dev/accel0", "dev/vfio/3", "dev/vfio/vfio"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     hold = "import sys; held = open(sys.argv[1]); print('ready', flush=True); sys.stdin.read()"
@@ -156,7 +156,7 @@ def test_who_holds_a_chip_is_found_by_its_open_files(tmp_path: Path) -> None:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        for name in ("dev/accel0", "dev/vfio/3", "dev/null")
+        for name in ("dev/accel0", "dev/vfio/3", "dev/vfio/vfio")
     ]
     try:
         for process in started:
@@ -164,11 +164,28 @@ def test_who_holds_a_chip_is_found_by_its_open_files(tmp_path: Path) -> None:
             assert process.stdout.readline() == b"ready\n"
         with (tmp_path / "dev/accel0").open():  # this process itself is not in its own way
             found = tpus.holders(tmp_path)
-        assert found == sorted(process.pid for process in started[:2])
+        assert found == {started[0].pid: {0}, started[1].pid: {3}}
     finally:
         for process in started:
             process.communicate()
-    assert tpus.holders(tmp_path) == []
+    assert tpus.holders(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "given", "chips"),
+    [
+        (8, {}, None),
+        (1, {}, {0}),
+        (1, {"TPU_VISIBLE_CHIPS": "3"}, {3}),
+        (1, {"TPU_VISIBLE_DEVICES": "2, 3"}, {2, 3}),
+        (1, {"TPU_VISIBLE_CHIPS": "3", "TPU_VISIBLE_DEVICES": "2"}, {3}),
+        (1, {"TPU_VISIBLE_CHIPS": "all"}, None),
+    ],
+)
+def test_which_chips_a_run_takes_is_told_where_it_can_be(
+    ranks: int, given: Mapping[str, str], chips: set[int] | None
+) -> None:
+    assert tpus.chips_of(ranks, given) == chips
 
 
 def test_a_stand_in_for_the_module_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,6 +211,18 @@ def test_a_crash_names_the_users_own_line() -> None:
     assert [line for line in found.evidence if line.startswith("at ")][-1] == "at line 5 in train"
 
 
+def test_of_a_crash_the_thread_is_shown_that_crashed() -> None:
+    stack = [
+        *("before", "Fatal Python error: Segmentation fault", ""),
+        *("Thread 0x1 (most recent call first):", "  in a watcher", ""),
+        *("Current thread 0x2 (most recent call first):", "  in train", ""),
+        *("Thread 0x3 (most recent call first):", "  in another"),
+    ]
+    assert verdict.last_words(stack) == [*stack[:2], *stack[6:]]
+    assert verdict.last_words(stack[:6]) == stack[:6]  # nobody says which
+    assert verdict.last_words(["a", "b"], 1) == ["b"]
+
+
 def test_a_report_that_could_not_be_written_is_no_exit_code() -> None:
     ended = ev.Ended(1.0, 0, error="ValueError: bad luck")
     state = run(ended, exited(0, 1), ranks=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..nodes import Nodes
 from .base import Engine, Exit, Ranks
 
 __all__ = ["CRASHED", "Engine", "Exit", "Ranks", "get"]
@@ -10,8 +11,12 @@ CRASHED = 70
 """Exit code of a rank whose worker itself failed (EX_SOFTWARE)."""
 
 
-def get(name: str) -> Engine:
-    """Return an engine of that name, for one run."""
+def get(name: str, nodes: Nodes | None = None) -> Engine:
+    """Return an engine of that name, for one run; with `nodes`, the one for one of several."""
+    if nodes is not None:
+        from .nodes import NodesEngine
+
+        return NodesEngine(nodes)
     if name == "inline":
         from .inline import InlineEngine
 

@@ -35,7 +35,10 @@ class Ranks(Protocol):
 
     @property
     def pids(self) -> dict[int, int]:
-        """The process of each rank that was started, also of those that are gone."""
+        """The process of each rank that was started, also of those that are gone.
+
+        Empty as long as something else is waited for.
+        """
         ...
 
     @property
@@ -52,8 +55,8 @@ class Ranks(Protocol):
         """Return the ranks that ended since the last call; wait up to `timeout` s for one."""
         ...
 
-    def told(self) -> list[Event]:
-        """Return what other hosts told of themselves since the last call."""
+    def news(self) -> list[Event]:
+        """Return what befell the run since the last call, other than an end of a rank."""
         ...
 
     def interrupt(self, ranks: Collection[int]) -> None:

@@ -48,8 +48,10 @@ class ForkEngine:
             raise LaunchError("this system cannot fork; use --engine inline, or Linux or macOS")
         import torch  # noqa: F401  (once, here: the ranks share what it costs)
 
-        listener = rendezvous.bind(job.plan.port)
-        job = worker.with_port(job, listener.getsockname()[1])
+        listener = None
+        if job.world is None:  # else the nodes share a store
+            listener = rendezvous.bind(job.plan.port)
+            job = worker.with_port(job, listener.getsockname()[1])
         ranks = ChildRanks(job.scratch)
         state = random.getstate()
         try:
@@ -57,16 +59,18 @@ class ForkEngine:
                 for rank in range(job.world_size):
                     body = partial(worker.main, job, rank, self.caller(job, rank))
                     ranks.add(rank, _fork_rank(job, rank, listener, state, body))
-            ranks.store = rendezvous.serve(listener)
+            if listener is not None:
+                ranks.store = rendezvous.serve(listener)
         except BaseException:  # whatever it was, an interrupt included: no rank stays behind
-            listener.close()
+            if listener is not None:
+                listener.close()
             ranks.close()
             raise
         return ranks
 
 
 def _fork_rank(
-    job: Job, rank: int, listener: socket.socket, state: Any, body: Callable[[], int]
+    job: Job, rank: int, listener: socket.socket | None, state: Any, body: Callable[[], int]
 ) -> int:
     log = job.folder.log(rank)
     try:
@@ -117,13 +121,14 @@ def fork_process(child: Callable[[], int]) -> int:
 
 
 def _be_rank(
-    log: Path, listener: socket.socket, state: Any, parent: int, body: Callable[[], int]
+    log: Path, listener: socket.socket | None, state: Any, parent: int, body: Callable[[], int]
 ) -> int:
     random.setstate(state)  # Python gives every forked process a new one
     # Frozen objects are never visited by a collection, so the pages they are on stay shared.
     gc.freeze()
     tracker = leave_kernel.become_rank(log, parent)
-    listener.close()
+    if listener is not None:
+        listener.close()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     code = body()
     finish_process(tracker)

@@ -115,8 +115,8 @@ class FinishedRanks:
         ended, self._exit = self._exit, None
         return [ended] if ended else []
 
-    def told(self) -> list[Event]:
-        """Return nothing: there is no other host."""
+    def news(self) -> list[Event]:
+        """Return nothing: the rank is over."""
         return []
 
     def interrupt(self, ranks: Collection[int]) -> None:

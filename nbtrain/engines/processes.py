@@ -63,6 +63,10 @@ class ChildRanks:
             self._note()
         return found
 
+    def news(self) -> list[Event]:
+        """Return nothing: all that befalls ranks here is their end."""
+        return []
+
     def _reap(self, rank: int) -> Exit | None:
         pid = self._pids[rank]
         code: int | None = None
@@ -80,10 +84,6 @@ class ChildRanks:
         if pidfd >= 0:
             os.close(pidfd)
         return Exit(rank, code, time.time())
-
-    def told(self) -> list[Event]:
-        """Return nothing: there is no other host."""
-        return []
 
     def interrupt(self, ranks: Collection[int]) -> None:
         """Send SIGINT to the ranks alone; a DataLoader worker does not know what it means."""

@@ -86,6 +86,7 @@ class SpawnEngine:
 def spawn_rank(job: Job, rank: int, parcel: Parcel) -> int:
     """Start one interpreter; return its process. Raises `LaunchError`."""
     inherited = guard.without_our_checks(os.environ)
+    begin, ranks = (job.world.begin, job.world.ranks) if job.world else (0, job.world_size)
     log = os.open(job.folder.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         process = subprocess.Popen(
@@ -100,7 +101,7 @@ def spawn_rank(job: Job, rank: int, parcel: Parcel) -> int:
     except OSError as error:
         limit = "-n" if error.errno in (errno.EMFILE, errno.ENFILE) else "-u"
         raise LaunchError(
-            f"only {rank - job.place.first} of {job.place.ranks} processes could be started "
+            f"only {rank - begin} of {ranks} processes could be started "
             f"({error.strerror}). "
             f"Ask for fewer ranks, or raise the limit (ulimit {limit})."
         ) from error
@@ -123,7 +124,7 @@ def _order(job: Job, rank: int, parcel: Parcel) -> dict[str, Any]:
         "port": job.port,
         "attempt": job.attempt,
         "scratch": job.scratch,
-        "place": None if job.where is None else asdict(job.where),
+        "world": None if job.world is None else asdict(job.world),
         "parcel": parcel.path,
         "descriptors": parcel.descriptors,
     }

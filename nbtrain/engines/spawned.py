@@ -14,8 +14,9 @@ from typing import Any, NoReturn
 
 from .. import exceptions, inspection, ship, worker
 from ..folder import RunFolder
+from ..nodes import World
 from ..plan import Call, Plan
-from ..worker import Job, Place
+from ..worker import Job
 from . import CRASHED
 from .finish import finish_process
 from .leave_kernel import die_with
@@ -52,7 +53,7 @@ def _be_rank(order: dict[str, Any]) -> int:
         port=order["port"],
         attempt=order["attempt"],
         scratch=order["scratch"],
-        where=None if order["place"] is None else Place(**order["place"]),
+        world=None if order["world"] is None else World(**order["world"]),
         shared_classes=cargo.classes,
     )
     code = worker.main(job, order["rank"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from .. import tpus
 from ..devices import Gpu, Holder
@@ -136,14 +136,33 @@ def unused_tpu(facts: Facts) -> Iterator[Finding]:
 
 
 def held_tpu(facts: Facts) -> Iterator[Finding]:
-    """A process that was left behind, by an interrupt of another launcher say, keeps the chips."""
-    if facts.tpu_holders:
+    """A process that was left behind, by an interrupt of another launcher say, keeps chips."""
+    if not facts.tpu_holders:
+        return
+    wanted = tpus.chips_of(facts.ranks, facts.plan.env) if facts.device == "xla" else None
+    held: frozenset[int] = frozenset().union(*facts.tpu_holders.values())
+    every = frozenset(range(facts.tpu.chips)) if facts.tpu is not None else held
+    who = "; ".join(f"{name} ({_chips(chips)})" for name, chips in facts.tpu_holders.items())
+    if wanted is not None and not wanted & held:
         yield Finding(
-            f"The TPU is held by another process: {'; '.join(facts.tpu_holders)}. Until that "
-            "ends, no rank can use it.",
-            "Shut down the notebook it belongs to, or end it if it was left behind: `!kill PID`, "
-            "then `!kill -9 PID`.",
+            f"The TPU is held in part by another process: {who}. This run takes {_chips(wanted)}.",
+            "Should libtpu refuse to start beside it, end that process first.",
+            "warn",
         )
+        return
+    free = sorted(every - held) if facts.device == "xla" else []
+    other = (
+        f" Or train on a chip that is free: -n 1 --env TPU_VISIBLE_CHIPS={free[0]}." if free else ""
+    )
+    yield Finding(
+        f"The TPU is held by another process: {who}. Until that ends, no rank can use it.",
+        "Shut down the notebook it belongs to, or end it if it was left behind: `!kill PID`, "
+        f"then `!kill -9 PID`.{other}",
+    )
+
+
+def _chips(numbers: Collection[int]) -> str:
+    return f"chip{'s' if len(numbers) > 1 else ''} {', '.join(map(str, sorted(numbers)))}"
 
 
 QUESTIONS: tuple[Ask, ...] = (enough, crowded, mode, unused, unused_tpu, held_tpu)

@@ -49,7 +49,7 @@ class Facts:
     holder_names: Mapping[int, str] = field(default_factory=dict)
     unused_accelerator: str = ""
     tpu: Tpu | None = None
-    tpu_holders: tuple[str, ...] = ()
+    tpu_holders: Mapping[str, frozenset[int]] = field(default_factory=dict)
     has_torch_xla: bool = False
     source: str = ""
     weights: int = 0
@@ -89,7 +89,7 @@ def gather(plan: Plan, device: str, builds: int = 0) -> Facts:
     build = devices.build_of(torch) if torch is not None else None
     ranks = plan.num_processes or 1
     visible, gpus = _visible(device, env)
-    in_the_way = tpus.holders() if device in ("xla", "tpu") else []
+    tpu_holders = tpus.holders() if device in ("xla", "tpu") else {}
     threads = _threads(env, ranks)
     mentioned = task.read(plan.task)
     trouble = host.port_trouble(plan.port) if plan.port and plan.engine != "inline" else None
@@ -107,7 +107,7 @@ def gather(plan: Plan, device: str, builds: int = 0) -> Facts:
         visible=visible,
         gpus=gpus,
         holder_names={h.pid: host.process_name(h.pid) for gpu in gpus for h in gpu.holders},
-        tpu_holders=tuple(map(host.process_name, in_the_way)),
+        tpu_holders={host.process_name(pid): chips for pid, chips in tpu_holders.items()},
         unused_accelerator=devices.unused_accelerator(build) if build is not None else "",
         tpu=tpus.found(env=env),
         has_torch_xla=tpus.has_torch_xla(),

@@ -48,12 +48,12 @@ def memory(facts: Facts) -> Iterator[Finding]:
             f"trains {in_words(weights)} of weights (with gradients and Adam's two moments "
             f"{in_words(4 * weights)})"
         )
+    share = "" if facts.on_cpu else "Build the model once, in a cell above, and hand it over. "
+    fewer = "Ask for fewer ranks, or train" if facts.device in ("cpu", "cuda") else "Or train"
     yield Finding(
         f"{_ranks(facts)} may need {in_words(most)} of memory and {in_words(available)} are "
         f"available ({facts.memory.whose}): each {' and '.join(parts)}.",
-        ("" if facts.on_cpu else "Build the model once, in a cell above, and hand it over. ")
-        + "Ask for fewer ranks, or train a smaller model; too much of it and the system kills a "
-        "rank (SIGKILL).",
+        f"{share}{fewer} a smaller model; too much of it and the system kills a rank (SIGKILL).",
         "warn",
     )
 

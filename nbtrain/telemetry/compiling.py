@@ -27,6 +27,8 @@ _REMEDY = (
     "evaluation, sequences padded to one length."
 )
 
+NONE = xla.Compilations(0, 0, 0.0, 0)
+
 Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -37,6 +39,8 @@ class Compiling:
         self._writer, self._rank, self._phase = writer, rank, phase
         self._is_told = False
         self._done = 0
+        self._failed = 0  # begun, and never to be done
+        self._last = NONE
         self._shapes: list[Shapes] = []  # of batches, each once
         self._new: str | None = None
         self._looking = threading.Lock()
@@ -62,20 +66,35 @@ class Compiling:
 
     def look(self) -> None:
         """Tell what changed since the last look."""
-        found = xla.compilations()
-        begun, done, seconds = found if found is not None else (0, 0, 0.0)
+        found = xla.compilations() or NONE
+        done = found.done
         with self._looking:
-            if (begun > done) != self._is_told:
-                self._is_told = begun > done
-                self._phase("compiling" if self._is_told else "")
+            under_way = self._is_under_way(found)
+            if under_way != self._is_told:
+                self._is_told = under_way
+                self._phase("compiling" if under_way else "")
             self._done = min(self._done, done)  # the user may have cleared the counts
             if done > self._done:
                 self._done = done
                 now = time.time()
-                self._writer.write(ev.Compiled(now, self._rank, programs=done, seconds=seconds))
+                self._writer.write(
+                    ev.Compiled(now, self._rank, programs=done, seconds=found.seconds)
+                )
                 if self._new is not None:
                     self._writer.write(ev.Note(now, -1, f"{self._new}{_REMEDY}"))  # of the run
                     self._new = None
+
+    def _is_under_way(self, found: xla.Compilations) -> bool:
+        """Whether a program is being compiled: begun, and neither done nor given up.
+
+        That it raised is counted nowhere; but who runs another program since, compiles none.
+        """
+        missing, last = found.begun - found.done, self._last
+        if found.begun == last.begun and found.reused > last.reused:
+            self._failed = missing
+        self._failed = min(self._failed, missing)
+        self._last = found
+        return missing > self._failed
 
 
 def _words(shapes: Shapes) -> str:

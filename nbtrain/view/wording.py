@@ -232,7 +232,8 @@ def trouble(rank: RankState, state: RunState, width: int = 160) -> str:
 def is_only_echo(rank: RankState, state: RunState) -> bool:
     """Whether a rank failed only because another one had."""
     failed = (r for r in state.ranks if r.status in ("failing", "failed"))
-    return is_echo(rank.error or "") and any(not is_echo(r.error or "") for r in failed)
+    known = state.elsewhere is not None or any(not is_echo(r.error or "") for r in failed)
+    return is_echo(rank.error or "") and known
 
 
 def counted(count: int, noun: str) -> str:

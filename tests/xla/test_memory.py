@@ -98,4 +98,31 @@ def test_a_crash_of_ranks_that_build_their_own_names_the_lines_to_write(
     shown = out.traceback
     assert "each of 4 ranks builds a model of its own (line 3): 4 x 418 MiB = 1.6 GiB" in shown
     assert "every rank shares it:  model = BertModel(config)" in shown
-    assert "line 3 goes, and line 2 becomes:  def train(model, epochs=3):" in shown
+    assert "line 3 goes\n" in shown
+    assert "line 2 becomes:  def train(model, epochs=3):" in shown
+    assert "most recent call first" in shown
+    assert "compiling.py" not in shown  # a thread that did not crash
+
+
+def test_models_for_which_the_host_is_too_small_are_warned_of_and_then_explained(
+    shared_kernel: Notebook,
+) -> None:
+    shared_kernel.run(
+        "from transformers import BertConfig, BertModel\n"
+        "huge = BertConfig(hidden_size=16384, intermediate_size=65536, num_hidden_layers=24,\n"
+        "                  num_attention_heads=16)"
+    )
+    out = shared_kernel.run(
+        "%%distributed\ndef train():\n    os.kill(os.getpid(), signal.SIGSEGV)\n"
+        "    model = BertModel(huge).to('xla')"
+    )
+    assert "⚠ 4 ranks may need" in out.board
+    assert (
+        "Build the model once, in a cell above, and hand it over. Or train a smaller" in out.board
+    )
+    assert "line 4, column 13: every rank would build this model" in out.board
+    shown = out.traceback
+    assert "too much for this host's memory: each of 4 ranks builds a model of its own" in shown
+    assert "every rank shares it:  model = BertModel(huge)" in shown
+    assert "line 4 becomes:  model = model.to('xla')" in shown
+    assert "line 2 becomes:  def train(model):" in shown

@@ -58,12 +58,15 @@ def test_bf16_is_every_float_from_the_first_tensor_on(notebook: Notebook) -> Non
     ("options", "yes"),
     [
         ("-p bf16 --downcast-bf16", True),
+        ("--config tpu.yaml", True),
         ("-p bf16 --env ACCELERATE_DOWNCAST_BF16=", False),
     ],
 )
 def test_downcast_is_bf16_for_float_and_float_for_double(
     notebook: Notebook, options: str, yes: bool
 ) -> None:
+    config = "distributed_type: XLA\nmixed_precision: bf16\ndowncast_bf16: 'yes'\nnum_processes: 4"
+    notebook.run(f"open('tpu.yaml', 'w').write({config!r})")
     kinds, use, downcast, _ = told(notebook, options)
     assert kinds[0] == ["bf16["]
     assert kinds[2] == (["f32["] if yes else ["bf16["])

@@ -126,6 +126,37 @@ def test_compilations_are_told_while_they_last_and_counted(kernel: Notebook) -> 
     assert f"compiled {programs} in " in out.board
 
 
+def test_a_program_that_cannot_be_compiled_is_not_waited_for(kernel: Notebook) -> None:
+    """torch_xla counts that it began, and never that it raised."""
+    out = kernel.run(
+        "%%distributed -n 1\n"
+        "import torch_xla, torch_xla.core.xla_builder as xb\n"
+        "from nbtrain import telemetry, xla\n"
+        "look, told = telemetry._meter._compiling.look, telemetry._meter._compiling\n"
+        "two = [xb.Shape.create('f32', [4])] * 2\n"
+        "adds = xb.create_computation('adds', lambda a, b: a + b, two)\n"
+        "def plus(number):\n"
+        "    (torch.ones(4, device='xla') + number).cpu()\n"
+        "    look()\n"
+        "    return told._is_told\n"
+        "found = [plus(1)]\n"
+        "try:\n"
+        "    (lost,) = torch_xla._XLAC._xla_user_computation(\n"
+        "        'xla::odd', [torch.ones(4, device='xla')], adds)\n"
+        "    lost.cpu()\n"
+        "except RuntimeError as error:\n"
+        "    del lost\n"
+        "    found.append('arity' in str(error))\n"
+        "look()\n"
+        "found += [told._is_told, plus(1), plus(1), plus(torch.pi), plus(1)]\n"
+        "counts = xla.compilations()\n"
+        "[*found, counts.begun - counts.done]"
+    )
+    assert not out.ename, out.traceback
+    value = kernel.value("nbtrain.last_run().value")
+    assert value == [False, True, True, False, False, False, False, 1]
+
+
 def test_a_program_that_a_batch_of_another_shape_needs_is_put_down_to_it(kernel: Notebook) -> None:
     out = kernel.run(
         "%%distributed --as run\n"

@@ -58,6 +58,8 @@ told = {"types": sorted({v["type"] for v in values}), "ranks": [v["rank"] for v 
         "first": float(np.mean(values[0]["losses"][:5])),
         "last": float(np.mean(values[0]["losses"][-5:])),
         "same": same, "changed": changed > len(before) // 2,
+        "home": all(torch.equal(v, values[0]["weights"][k])
+                    for k, v in model.state_dict().items()),
         "engine": run.state.engine, "device": run.state.device, "status": run.state.status}
 """
 
@@ -72,6 +74,7 @@ def check(kernel: Notebook) -> None:
     assert told["last"] < 0.8 * told["first"]
     assert told["same"]
     assert told["changed"]
+    assert told["home"]
     assert (told["engine"], told["device"], told["status"]) == ("xla", "xla", "succeeded")
     assert kernel.value("sorted(nbtrain.guard.initialized())") == []
 
@@ -80,7 +83,8 @@ def test_a_cell_trains_the_notebooks_model_on_every_chip(notebook: Notebook) -> 
     assert not notebook.run(MODEL).ename
     out = notebook.run(f"%%distributed\n{TRAIN.strip()}", timeout=110)
     assert not out.ename, out.traceback
-    assert "4 ranks · xla · TPU" in out.board
+    assert "4 ranks · xla · TPU · " in out.board
+    assert "None" not in out.board
     notebook.run("run = nbtrain.last_run()")
     check(notebook)
 

@@ -19,7 +19,7 @@ from ... import ship
 from ...errors import LaunchError, PlanError
 from ...plan import Call, Plan
 from ...tail import event_tail, new_events
-from ...worker import Job, Place
+from ...worker import Job
 from ..base import Exit, Ranks
 from . import modules
 from .link import Link
@@ -54,7 +54,7 @@ class RayEngine:
         sources = str(folder) if modules.beside(plan.task, folder) else None
         nodes: list[Node] = self._link.request("connect", address=plan.address, sources=sources)
         gpus = max((int(node.total.get("GPU", 0)) for node in nodes), default=0)
-        least, most = plan.nodes or (1, 1)
+        least, most = plan.spread or (1, 1)
         per_node = (plan.num_processes or most * (gpus or 1)) // most
         each = {**({"GPU": 1.0} if gpus else {}), **plan.resources}
         able = len(fitting(nodes, bundle(per_node, each)))
@@ -62,7 +62,7 @@ class RayEngine:
         plan = replace(
             plan,
             num_processes=count * per_node,
-            nodes=(least, count),
+            spread=(least, count),
             resources=each,
             mixed_precision=plan.mixed_precision or "no",
         )
@@ -73,7 +73,7 @@ class RayEngine:
 
         Raises `LaunchError` or `PlanError`; nothing is left on the cluster then.
         """
-        link, (least, most) = self._open(), plan.nodes or (1, 1)
+        link, (least, most) = self._open(), plan.spread or (1, 1)
         wanted = Wanted(
             nodes=(least, most),
             per_node=(plan.num_processes or 1) // most,
@@ -96,16 +96,14 @@ class RayEngine:
 
     def start(self, job: Job) -> Ranks:
         """Start every rank. Raises `LaunchError`, leaving none behind."""
-        most = (job.plan.nodes or (1, 1))[1]
+        most = (job.plan.spread or (1, 1))[1]
         order = Order(
             plan=replace(job.plan, task=Call(len)),
             home=str(job.folder.path),
             manifest=job.folder.manifest.read_bytes(),
-            world_size=job.world_size,
             device=job.device,
             attempt=job.attempt,
-            place=Place(ranks=job.world_size // most),
-            name="",
+            each=job.world_size // most,
         )
         for rank in range(job.world_size):  # of an attempt before: nobody there listens
             job.folder.stacks(rank).unlink(missing_ok=True)
@@ -179,7 +177,7 @@ class RemoteRanks:
         self._alive -= {e.rank for e in found}
         return found
 
-    def told(self) -> list[ev.Event]:
+    def news(self) -> list[ev.Event]:
         """Return what nodes told of themselves and of their ranks' processes."""
         found, self._told = self._told, []
         for tail in self._tails:

@@ -19,7 +19,7 @@ from typing import Any
 
 from ...errors import LaunchError
 from ...folder import RunFolder
-from ...worker import Place
+from ...nodes import World
 from . import reservation
 from .copying import Copy, Pace
 from .node import Gone, Order
@@ -125,14 +125,23 @@ class Driver:
         if order.attempt > 1:
             await self._end_members()
             await self._reserved.place(self._wanted, RETURN)
-        per_node, placed = order.place.ranks, self._reserved.placed
+        placed = self._reserved.placed
         master = placed[0].facts["address"]
         self._members = []
         for index, one in enumerate(placed):
-            interface = one.facts["interface"]
-            place = Place(index, len(placed), index * per_node, per_node, master, interface)
-            world_size = len(placed) * per_node
-            own = replace(order, world_size=world_size, place=place, name=one.node.name)
+            begin = index * order.each
+            world = World(
+                node=index,
+                nodes=len(placed),
+                first=begin,
+                size=len(placed) * order.each,
+                master_addr=master,
+                master_port=0,
+                interface=one.facts["interface"],
+                begin=begin,
+                ranks=order.each,
+            )
+            own = replace(order, world=world, name=one.node.name)
             copy = Copy(Path(order.home), own.growing())
             self._members.append(_Member(one.node, one.actor, own, copy, set(own.ranks)))
         begun = self._of_all(lambda m: m.actor.begin.remote(m.order, self._parcel))

@@ -22,9 +22,10 @@ from ... import devices, host, stacks
 from ... import events as ev
 from ...errors import LaunchError
 from ...folder import RunFolder
+from ...nodes import World
 from ...plan import Plan
 from ...resources import Sampler
-from ...worker import Job, Place, with_port
+from ...worker import Job
 from ...writer import EventWriter
 from .. import rendezvous
 from ..janitor import Janitor
@@ -41,7 +42,7 @@ _LOOK = 0.01
 
 @dataclass(frozen=True)
 class Order:
-    """What a node is to start: a plan without its task, for the ranks of a `place`.
+    """What a node is to start: a plan without its task, for `each` ranks of a `world`.
 
     `home` is the run folder on the launcher's host, with its manifest.
     """
@@ -49,21 +50,27 @@ class Order:
     plan: Plan
     home: str
     manifest: bytes
-    world_size: int
     device: str
     attempt: int
-    place: Place
-    name: str
+    each: int
+    world: World | None = None
+    name: str = ""
+
+    @property
+    def here(self) -> World:
+        """Where in the world the ranks of this node are; the driver knows."""
+        assert self.world is not None
+        return self.world
 
     @property
     def ranks(self) -> range:
         """The ranks of this node."""
-        return range(self.place.first, self.place.first + self.place.ranks)
+        return range(self.here.begin, self.here.begin + self.each)
 
     @property
     def told_by(self) -> str:
         """The name of the file in which the node tells of itself."""
-        return f"node-{self.place.node:04d}.jsonl"
+        return f"node-{self.here.node:04d}.jsonl"
 
     def growing(self) -> list[str]:
         """Return the names of the files that grow while the ranks run."""
@@ -113,7 +120,8 @@ class Node:
         os.environ.pop("OMP_NUM_THREADS", None)
         self._janitor = Janitor(self._scratch)
         self._parcel = _Parcel(parcel)
-        self._listener = rendezvous.bind(None, order.place.master) if not order.place.node else None
+        keeps_store = order.here.node == 0
+        self._listener = rendezvous.bind(None, order.here.master_addr) if keeps_store else None
         self._ranks = ChildRanks(self._scratch)
         self._wishes: queue.SimpleQueue[tuple[str, Collection[int]]] = queue.SimpleQueue()
         self._gone: list[Gone] = []
@@ -142,14 +150,13 @@ class Node:
         job = Job(
             plan=order.plan,
             folder=self.folder,
-            world_size=order.world_size,
+            world_size=order.here.size,
             device=order.device,
-            threads=devices.threads_per_rank(order.place.ranks),
+            threads=devices.threads_per_rank(order.each),
             attempt=order.attempt,
             scratch=self._scratch,
-            where=order.place,
+            world=replace(order.here, master_port=port),
         )
-        job = with_port(job, port)
         self._thread = threading.Thread(target=self._run, args=(job,), name="nbtrain", daemon=True)
         self._thread.start()
         if self._listener is not None:  # importing torch takes a second: the ranks are under way

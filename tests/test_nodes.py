@@ -1,0 +1,324 @@
+"""`notebook_launcher` on several nodes: real kernels, each a node, that train as one world."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Notebook, Outputs
+
+import nbtrain
+from nbtrain import attempts, nodes, worker
+from nbtrain import events as ev
+from nbtrain.errors import LaunchError, PlanError
+from nbtrain.folder import RunFolder
+from nbtrain.plan import Call, Plan
+from nbtrain.state import RankState, RunState, fold
+from nbtrain.verdict import closing_words, of
+
+SETUP = """
+%load_ext nbtrain
+import os, signal, threading, time, accelerate, torch, nbtrain
+from nbtrain import notebook_launcher
+model = torch.nn.Linear(2, 1)
+
+def train(model, fails_until=0):
+    from accelerate import Accelerator
+    accelerator = Accelerator()
+    ours, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    torch.manual_seed(nbtrain.rank())
+    for step in range(3):
+        accelerator.backward((ours(torch.randn(4, 2)) - 1).pow(2).mean())
+        optimizer.step()
+        if nbtrain.rank() == 3 and nbtrain.attempt() <= fails_until:
+            raise ValueError("boom")
+    told = [os.environ[name] for name in ("LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE")]
+    return nbtrain.rank(), nbtrain.world_size(), told, model.weight.tolist()
+
+def forever():
+    torch.distributed.init_process_group("gloo")
+    while not nbtrain.should_stop():
+        torch.distributed.all_reduce(torch.ones(1))
+        nbtrain.log(connected=1)
+        time.sleep(0.02)
+
+def kernel():
+    signals = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    threads = threading.active_count(), len(os.listdir("/proc/self/task"))
+    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    held = [os.readlink(link) for link in links if os.path.lexists(link)]
+    # pyzmq opens one more event descriptor, once, whenever it likes.
+    return dict(os.environ), signals, len([h for h in held if "eventfd" not in h]), threads
+"""
+
+
+def _free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def _of_node(cell: str, node: int, port: int) -> str:
+    return cell.replace("NODE", str(node)).replace("PORT", str(port))
+
+
+class Pair:
+    """Two kernels that run the same cell at the same time, each as a node."""
+
+    def __init__(self, kernels: list[Notebook]) -> None:
+        self.kernels = kernels
+        self._pool = ThreadPoolExecutor(1)
+
+    def both(self, cell: str, **options: Any) -> list[Outputs]:
+        """Run a cell in each; ``NODE`` and ``PORT`` stand for what they say."""
+        port = _free_port()
+
+        def one(node: int) -> Outputs:
+            more = options if node == 0 else {}
+            return self.kernels[node].run(_of_node(cell, node, port), timeout=100, **more)
+
+        other = [self._pool.submit(one, node) for node in range(1, len(self.kernels))]
+        return [one(0), *(told.result() for told in other)]
+
+    def values(self, expression: str) -> list[Any]:
+        return [kernel.value(expression) for kernel in self.kernels]
+
+    def close(self) -> None:
+        self._pool.submit(lambda: asyncio.get_event_loop().close()).result()  # the client's
+        self._pool.shutdown()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    kernels: list[Notebook] = []
+    try:
+        for node in range(2):
+            folder = tmp_path_factory.mktemp(f"node-{node}")
+            kernels.append(Notebook(folder / "home", folder))
+        with closing(Pair(kernels)) as found:
+            found.both(SETUP)
+            found.both(
+                f"notebook_launcher(train, (model,), {LAUNCH})"
+            )  # the first opens what stays
+            found.both("before = kernel()")
+            yield found
+    finally:
+        for kernel in kernels:
+            kernel.close()
+
+
+LAUNCH = "num_processes=2, num_nodes=2, node_rank=NODE, use_port=PORT, rdzv_conf={'timeout': 60}"
+
+
+def test_two_notebooks_train_as_one_world(pair: Pair) -> None:
+    outs = pair.both(f"run = notebook_launcher(train, (model,), {LAUNCH})")
+    assert [out.ename for out in outs] == ["", ""], outs[0].traceback + outs[1].traceback
+    results = [one for found in pair.values("run.results") for one in found]
+    assert [(rank, size, told) for rank, size, told, _ in results] == [
+        (rank, 4, [str(rank % 2), str(rank // 2), "2"]) for rank in range(4)
+    ]
+    assert len({str(weights) for *_, weights in results}) == 1
+    assert pair.values("model.weight.tolist()") == [results[0][3]] * 2
+    assert pair.values("[a == b for a, b in zip(before, kernel())]") == [[True] * 4] * 2
+    assert "node_rank=1, master_addr='127.0.0.1'" in outs[0].board
+    assert "torchrun --nnodes 2 --node_rank 1 --nproc_per_node 2" in outs[0].board
+    assert "node 1 of 2: ranks 2 to 3 of 4" in outs[1].board
+
+
+def test_a_rank_that_fails_ends_all_nodes_which_start_again_together(pair: Pair) -> None:
+    cell = f"run = notebook_launcher(train, (model, FAILS), {LAUNCH}, max_restarts=RESTARTS)"
+    outs = pair.both(cell.replace("FAILS", "1").replace("RESTARTS", "1"))
+    assert [out.ename for out in outs] == ["", ""], outs[0].traceback + outs[1].traceback
+    assert pair.values("run.state.attempt") == [2, 2]
+    assert pair.values("[r[:2] for r in run.results]") == [[(0, 4), (1, 4)], [(2, 4), (3, 4)]]
+
+    outs = pair.both(cell.replace("FAILS", "9").replace("RESTARTS", "0"))
+    assert [out.ename for out in outs] == ["NodeFailed", "ValueError"]
+    assert outs[0].evalue.startswith("node 1 of 2 (")
+    assert outs[0].evalue.endswith("): rank 3: ValueError: boom")
+    assert "rank 3: ValueError: boom" in outs[0].board
+    assert pair.values("nbtrain.last_run().failure.kind") == ["node", "exception"]
+
+
+def test_an_interrupt_of_one_node_is_one_of_all(pair: Pair) -> None:
+    outs = pair.both(f"notebook_launcher(forever, (), {LAUNCH})", interrupt_on="0 to 1 of 4")
+    assert [out.ename for out in outs] == ["KeyboardInterrupt"] * 2
+    assert "on node 0 of 2 (" in outs[1].evalue
+    assert pair.values("[a == b for a, b in zip(before, kernel())]") == [[True] * 4] * 2
+
+
+def test_a_node_that_waits_says_so_and_hears_an_interrupt(pair: Pair) -> None:
+    alone = Pair(pair.kernels[:1])
+    out = alone.both(f"notebook_launcher(train, (model,), {LAUNCH})", interrupt_on="waiting for 1")
+    assert out[0].ename == "KeyboardInterrupt"
+    assert alone.values("[a == b for a, b in zip(before, kernel())]") == [[True] * 4]
+
+
+def test_a_node_that_is_gone_is_named(pair: Pair) -> None:
+    port, cell = _free_port(), f"notebook_launcher(forever, (), {LAUNCH})"
+    left, lost = pair.kernels
+    lost.client.execute(_of_node(cell, 1, port))
+
+    def kill(out: Outputs) -> None:
+        if "connected" in str((out.models, out.updates)) and lost.process.is_running():
+            lost.process.kill()
+
+    out = left.run(_of_node(cell, 0, port), during=kill)
+    assert out.ename == "NodeFailed"
+    assert out.evalue.startswith("node 1 of 2 (")
+    assert out.evalue.endswith(") is gone: its kernel ended, or its host")
+
+
+_PEER = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+told = torch.ones(1)
+dist.all_reduce(told)
+print("peer", dist.get_rank(), "of", dist.get_world_size(), told.item())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_node_that_torchrun_started_is_in_the_same_world(node: int, tmp_path: Path) -> None:
+    def train() -> tuple[int, float]:
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        told = torch.ones(1)
+        dist.all_reduce(told)
+        return dist.get_rank(), told.item()
+
+    script, port = tmp_path / "peer.py", _free_port()
+    script.write_text(_PEER)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node_rank"]
+    command += [str(1 - node), "--nproc_per_node", "1", "--master_addr", "127.0.0.1"]
+    with subprocess.Popen(
+        [*command, "--master_port", str(port), str(script)], stdout=subprocess.PIPE, text=True
+    ) as peer:
+        try:
+            run = nbtrain.notebook_launcher(
+                train, (), 1, num_nodes=2, node_rank=node, use_port=port, rdzv_conf={"timeout": 60}
+            )
+            assert run.results == [(node, 2.0)]
+            said, _ = peer.communicate(timeout=60)
+        finally:
+            peer.terminate()
+    assert said == f"peer {1 - node} of 2 2.0\n"
+    assert peer.returncode == 0
+
+
+@pytest.mark.parametrize(("node", "words"), [(0, "1/2 clients joined"), (1, "timed out")])
+def test_nodes_that_do_not_come_are_waited_for_so_long(node: int, words: str) -> None:
+    with pytest.raises(LaunchError, match=f"node {node} of 2 did not meet .*{words}"):
+        nbtrain.notebook_launcher(
+            lambda: 1,
+            num_nodes=2,
+            node_rank=node,
+            use_port=_free_port(),
+            rdzv_conf={"timeout": 1},
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_nodes": 2, "node_rank": 2}, "node_rank 2 is none of 2 nodes"),
+        ({"node_rank": 1}, "node_rank 1 is none of 1 node"),
+        ({"num_nodes": 2.5}, "whole number"),
+        ({"num_nodes": 0}, "is none of 0"),
+        ({"num_nodes": 2, "use_port": "http"}, "cannot meet at '127.0.0.1:http'"),
+        ({"num_nodes": 2, "rdzv_endpoint": "head"}, "cannot meet at 'head'"),
+        ({"num_nodes": 2, "rdzv_id": ""}, "rdzv_id"),
+        ({"num_nodes": 2, "rdzv_conf": "timeout=3"}, "rdzv_conf"),
+        ({"num_nodes": 2, "monitor_interval": 0}, "monitor_interval"),
+    ],
+)
+def test_nodes_that_make_no_sense_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        nbtrain.notebook_launcher(lambda: 1, **options)
+
+
+def test_ranks_get_the_environment_that_torchrun_gives(tmp_path: Path) -> None:
+    world = nodes.World(1, 3, 4, 8, "10.0.0.1", 29500, "job", "eth7")
+    plan = Plan(Call(print), "train")
+    job = worker.Job(plan, RunFolder(tmp_path), 2, "cpu", 1, world=world)
+    told = worker.environment(job, 1, {})
+    expected = {
+        "RANK": "5",
+        "LOCAL_RANK": "1",
+        "GROUP_RANK": "1",
+        "WORLD_SIZE": "8",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_WORLD_SIZE": "3",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "job",
+        "GLOO_SOCKET_IFNAME": "eth7",
+        "TORCH_DIST_INIT_BARRIER": "1",
+    }
+    assert expected.items() <= told.items()
+    strange = replace(job, world=replace(world, has_strangers=True, interface=""))
+    assert (
+        not {"GLOO_SOCKET_IFNAME", "TORCH_DIST_INIT_BARRIER"}
+        & worker.environment(strange, 1, {}).keys()
+    )
+
+
+def test_an_address_has_an_interface() -> None:
+    assert nodes.own_address("127.0.0.1") == "127.0.0.1"
+    assert nodes.interface_of("127.0.0.1") in ("lo", "lo0")
+    assert nodes.own_address("no.such.host.invalid") is None
+    assert nodes.interface_of(None) == ""
+    assert nodes.is_own("localhost", "127.0.0.1")
+    assert not nodes.is_own("localhost", "10.0.0.1")
+    assert not nodes.is_own("no.such.host.invalid", "127.0.0.1")
+
+
+Told = Callable[..., RunState]
+
+
+@pytest.fixture
+def told() -> Told:
+    def state(error: str | None, *, final: bool = False) -> RunState:
+        status = "running" if error is None else "failed"
+        ranks = (RankState(0, status=status, error=error),)
+        began = RunState("train", "fork", ranks, 0.0, attempts=2)
+        return fold(began, [ev.Elsewhere(1.0, -1, "node 1 of 2 (b): rank 3: boom", final)])
+
+    return state
+
+
+_ECHO = "RuntimeError: Connection closed by peer [10.0.0.2]:1"
+
+
+def test_the_node_that_failed_decides_whether_all_start_again(told: Told) -> None:
+    for error in (None, _ECHO):
+        assert attempts.may_go_better(told(error))
+        assert not attempts.may_go_better(told(error, final=True))
+        assert attempts.told(told(error)) == "node 1 of 2 (b): rank 3: boom"
+    assert not attempts.may_go_better(told("NameError: x"))  # its own, before the first step
+    assert attempts.told(told("ValueError: mine")).startswith("rank 0: ValueError")
+    assert fold(told(None), [ev.Attempt(2.0, -1, 2, "again")]).elsewhere is None
+
+
+def test_a_failure_elsewhere_is_told_where_ranks_only_lost_their_peers(told: Told) -> None:
+    verdict = of(told(None), [])
+    assert verdict is not None
+    assert (verdict.kind, verdict.rank, verdict.headline) == (
+        "node",
+        -1,
+        "node 1 of 2 (b): rank 3: boom",
+    )
+    assert closing_words("failed", told(_ECHO)) == "node 1 of 2 (b): rank 3: boom"
+    assert closing_words("succeeded", told(_ECHO)) == ""
