@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -12,6 +11,7 @@ from typing import Any
 from . import events as ev
 from . import taken
 from .pace import Bar, Trained, after, number, whole
+from .plain import plain, plain_lines
 from .series import Curves, CurvesDraft
 from .taken import Taken
 
@@ -26,9 +26,6 @@ SAVED = 1000
 
 OPEN_BARS = 16
 """How many bars of a rank are kept; a loop that never closes its bars makes ever more."""
-
-_ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
-_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -193,10 +190,11 @@ def _begin_again(state: RunState, event: ev.Attempt) -> RunState:
 def _fold_run(state: RunState, event: ev.Event) -> RunState:
     match event:
         case ev.Stopping():
-            return replace(state, status="stopping", message=event.reason)
+            return replace(state, status="stopping", message=plain(event.reason))
         case ev.Finished():
             hang = "" if event.status == "succeeded" else state.hang
-            return replace(ended(state, event.status, event.time, event.message), hang=hang)
+            said = plain_lines(event.message) or ""
+            return replace(ended(state, event.status, event.time, said), hang=hang)
         case ev.Note():
             text = plain(str(event.text), 1000)
             known = text in state.notes  # of another rank, or an attempt before
@@ -280,7 +278,7 @@ def _held(draft: _Draft, event: ev.Held, _curves: CurvesDraft) -> None:
 
 
 def _progress(draft: _Draft, event: ev.Progress, _curves: CurvesDraft) -> None:
-    if all(type(value) in (int, float) for value in (event.n, event.total or 0, event.elapsed)):
+    if None not in map(number, (event.n, event.total or 0, event.elapsed)):
         draft["bars"] = MappingProxyType(_bars(draft["bars"], event))
 
 
@@ -308,12 +306,13 @@ def _started(draft: _Draft, event: ev.Started, _curves: CurvesDraft) -> None:
 
 
 def _failing(draft: _Draft, event: ev.Failing, _curves: CurvesDraft) -> None:
-    draft.update(status="failing", error=event.error)
+    draft.update(status="failing", error=plain_lines(event.error))
 
 
 def _ended(draft: _Draft, event: ev.Ended, _curves: CurvesDraft) -> None:
     status = "done" if event.error is None else "failing"
-    draft.update(status=status, error=event.error, result=event.result, ended=event.time)
+    error, result = map(plain_lines, (event.error, event.result))
+    draft.update(status=status, error=error, result=result, ended=event.time)
     draft["evidence"] = _said(event.evidence)
 
 
@@ -382,10 +381,3 @@ def _bars(bars: Mapping[int, Bar], event: ev.Progress) -> dict[int, Bar]:
     for key in closed[:-1]:  # a bar an epoch, a hundred epochs: the last finished one tells enough
         del new[key]
     return new
-
-
-def plain(line: str, width: int = 400) -> str:
-    """Return what a terminal would be left with after `line`: no colours, the last overwrite."""
-    text = _ANSI.sub("", line[-16 * width :]).rstrip("\r")
-    text = _CONTROL.sub("", text.rsplit("\r", 1)[-1])
-    return text if len(text) <= width else text[: width - 1] + "…"

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from nbtrain import events as ev
-from nbtrain.state import LOG_LINES, METRICS, SAVED, Bar, RankState, RunState, fold, plain
+from nbtrain.plain import plain
+from nbtrain.state import LOG_LINES, METRICS, SAVED, Bar, RankState, RunState, fold
 from nbtrain.view import html, log, text, wording
 
 
@@ -190,11 +191,27 @@ def test_texts_of_ranks_cannot_steer_a_terminal() -> None:
             ev.Metrics(1, 0, 1, {said: said}),
             ev.Progress(1, 0, n=1, total=2, description=said),
             ev.Output(1, 0, (said,)),
+            ev.Ended(1, 1, result=said),
+            ev.Stopping(1, -1, said),
         ],
     )
-    shown = text.summary(state, 2.0) + html.render(state, 2.0)
+    failed = fold(state, [ev.Failing(1, 0, said), ev.Exited(1, 0, 1, "failed", said, (said,))])
+    over = fold(failed, [ev.Finished(2, -1, "failed", said)])
+    shown = "".join(draw(s, 2.0) for s in (state, over) for draw in (text.summary, html.render))
     assert not any(bad in shown for bad in ("\x1b", "\x9b", "\ud800", "wipe\n"))
     shown.encode()
+
+
+def test_what_a_rank_raised_keeps_its_type_and_its_lines() -> None:
+    state = fold(picture(), [ev.Failing(1, 0, "ValueError: \x1b[31m1\r2\x1b[0m\nthree")])
+    assert state.ranks[0].error == "ValueError: 1 2\nthree"
+
+
+@pytest.mark.parametrize("elapsed", [math.inf, 1e308])
+def test_a_bar_that_takes_for_ever_leaves_a_board(elapsed: float) -> None:
+    state = fold(picture(), [ev.Progress(9, 0, bar, 5, 1000, elapsed) for bar in (0, 1)])
+    assert "left" not in text.summary(state, 2.0).replace("∞ left", "")
+    assert html.render(state, 2.0)
 
 
 def test_nested_bars_are_worded_from_the_outside_in() -> None:

@@ -28,6 +28,7 @@ LAYERS = [
         "xla",
         "moving",
         "names",
+        "plain",
         "preview",
         "fingerprints",
     },

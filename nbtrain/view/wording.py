@@ -13,10 +13,13 @@ from ..pace import Bar
 from ..series import UNCHARTED
 from ..state import METRICS, RankState, RunState
 
+FOREVER = 1e9
+"""Seconds beyond which a duration is no longer told: thirty years."""
+
 
 def duration(seconds: float) -> str:
     """Word a duration: 0.4 s, 12 s, 3:07 min, 2:03:07 h."""
-    if not math.isfinite(seconds):
+    if not abs(seconds) < FOREVER:
         return "∞"
     if seconds < 10:
         return f"{seconds:.1f} s"
@@ -297,7 +300,8 @@ def eta(state: RunState, now: float) -> float | None:
     if state.status not in ("starting", "running"):
         return None
     found = [left for r in state.ranks if not r.is_over and (left := _rank_eta(r, now)) is not None]
-    return sum(found) / len(found) if found else None
+    mean = sum(found) / len(found) if found else math.inf
+    return mean if mean < FOREVER else None
 
 
 def _rank_eta(rank: RankState, now: float) -> float | None:
