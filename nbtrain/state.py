@@ -66,16 +66,20 @@ class RankState:
         return self.status in ("done", "failed", "stopped")
 
     @property
+    def nest(self) -> list[Bar]:
+        """The bars that move, from the outside in; if none does, those that ended last."""
+        every = list(self.bars.values())
+        return [bar for bar in every if not bar.closed] or every[::-1]
+
+    @property
     def bar(self) -> Bar | None:
-        """The bar to show where there is room for one: the innermost that moves, else the last.
+        """The bar to show where there is room for one: the innermost.
 
         Without any, the one that the training itself makes.
         """
-        moving = [bar for bar in self.bars.values() if not bar.closed]
-        every = list(self.bars.values())
-        if not every:
-            return self.trained.bar if self.trained is not None else None
-        return moving[-1] if moving else every[-1]
+        if self.bars:
+            return self.nest[-1]
+        return self.trained.bar if self.trained is not None else None
 
     @property
     def loss(self) -> float | None:
@@ -379,5 +383,11 @@ def _bars(bars: Mapping[int, Bar], event: ev.Progress) -> dict[int, Bar]:
         del new[list(new)[1]]  # never closed, most likely; the outermost stays
     closed = [key for key, bar in new.items() if bar.closed]
     for key in closed[:-1]:  # a bar an epoch, a hundred epochs: the last finished one tells enough
-        del new[key]
+        if not (_is_cut_short(new[key], event.time) and _is_cut_short(new[closed[-1]], event.time)):
+            del new[key]
     return new
+
+
+def _is_cut_short(bar: Bar, now: float) -> bool:
+    """Whether a bar has just ended before its end: so do those around it, by an exception."""
+    return bar.fraction is not None and bar.fraction < 1 and now - bar.time < 1

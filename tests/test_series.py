@@ -67,6 +67,29 @@ def test_the_last_bin_waits_for_most_ranks() -> None:
     assert [b.x for b in curve([*events, *ahead], 8).band] == [0, 1, 2, 3, 4]
 
 
+def test_the_mean_does_not_follow_the_few_that_are_ahead() -> None:
+    events: list[ev.Event] = [
+        ev.Metrics(1.0, r, step, {"loss": float(r >= 8)})
+        for r in range(32)
+        for step in range(100 if r >= 8 else 150)
+    ]
+    series = curve(events, ranks=32)
+    assert {b.mean for b in series.band} == {0.75}
+    assert series.band[-1].x == 99
+
+
+def test_a_rank_that_stopped_long_ago_does_not_hold_the_mean() -> None:
+    series = curve([*losses([1.0] * 10), *losses([1.0] * 400, rank=1)])
+    assert series.band[-1].x > 390
+
+
+def test_what_is_left_over_at_the_end_of_a_thinned_band_goes_with_its_neighbour() -> None:
+    series = curve(losses([float(i) for i in range(97)]), 1)
+    thin = series.thinned(20)
+    assert [b.size for b in thin] == [5] * 18 + [7]
+    assert thin[-1].x == 96
+
+
 @pytest.mark.parametrize("ranks", [2, LINES + 1])
 def test_values_that_are_no_numbers_are_gaps_with_a_count(ranks: int) -> None:
     values = [1.0, math.nan, 2.0, math.inf, -math.inf, 3.0]
