@@ -354,8 +354,15 @@ def test_devices_and_memory_are_worded() -> None:
     assert wording.host(state) == (
         "memory 41.2 of 64 GB (cgroup) · fullest GPU 60.0 of 141 GB · 90–91 % busy"
     )
-    on_cpu = fold(picture(), [ev.Resources(1, 0, 1.0, 850_000_000)])
+    on_cpu = fold(picture(), [ev.Resources(1, 0, 0.98, 850_000_000)])
     assert wording.holds(on_cpu.ranks[0]) == "850 MB"
+    assert wording.cpu(on_cpu.ranks[0]) == "98 %"
+    assert wording.cpu(fold(on_cpu, [ev.Exited(2, 0, 0, "done")]).ranks[0]) == ""
+    memory = {"allocated": 6_100_000_000, "reserved": 7_800_000_000, "peak": 7_500_000_000}
+    seen = fold(state, [ev.Training(1, 0, 1, 1.0, 0.0, **memory)])
+    told = "torch: 6.1 GB allocated, 7.8 GB reserved, 7.5 GB allocated at most"
+    assert wording.torch_memory(seen.ranks[0]) == told
+    assert f'title="{told}">GPU 0 · 23.4 GB' in html.render(seen, 2.0)
 
 
 def test_the_time_left_is_that_of_the_outermost_bar() -> None:

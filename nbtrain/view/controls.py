@@ -50,7 +50,7 @@ class Controls:
 
         style = {"description_width": "initial"}
         menu = ipywidgets.Dropdown(
-            options=options, description=f"{what}:", style=style, layout={"width": "190px"}
+            options=options, description=f"{what}:", style=style, layout={"width": "170px"}
         )
         menu.observe(self._on_choice, "value")
         return menu

@@ -96,6 +96,7 @@ def _columns(state: RunState, *, told: bool, dense: bool) -> list[Column]:
         Column("rate", lambda row: escape(wording.rate(row[0])), right, 64),
         Column("left", lambda row: "" if told else wording.left(row[0]), f"{right};{_SOFT}", 46),
         Column("memory", lambda row: _memory(row[0]), right, 54),
+        Column("CPU", lambda row: wording.cpu(row[0]), right, 46),
         Column("compiled", lambda row: wording.compiled(row[0]), right),
         Column("data wait", lambda row: wording.waiting(row[0]), right),
         Column("at", lambda row: "" if dense else _place(row[0]), f"{left};{_SOFT}"),
@@ -126,7 +127,8 @@ def _place(rank: RankState) -> str:
 
 def _memory(rank: RankState) -> str:
     """Draw the memory that a rank takes; what it holds is told where one points at it."""
-    words, told = wording.holds(rank), parts(rank)
+    words = wording.holds(rank)
+    told = " · ".join(filter(None, (parts(rank), wording.torch_memory(rank))))
     return f'<span title="{told}">{words}</span>' if words and told else words
 
 
@@ -160,6 +162,7 @@ def _bar(rank: RankState, state: RunState) -> str:
     return (
         f'<div role="progressbar" aria-valuenow="{percent}" aria-label="rank {rank.rank}" '
         f'style="width:72px;height:7px;border-radius:4px;background:{colours.TRACK};'
-        f'overflow:hidden"><div style="width:{percent}%;height:100%;background:{colour}">'
+        'overflow:hidden;forced-color-adjust:none">'
+        f'<div style="width:{percent}%;height:100%;background:{colour}">'
         "</div></div>"
     )

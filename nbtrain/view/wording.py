@@ -167,6 +167,21 @@ def holds(rank: RankState) -> str:
     return "" if taken.memory is None else size(taken.memory)
 
 
+def torch_memory(rank: RankState) -> str:
+    """Word what torch makes of its GPU: ``torch: 6.1 GB allocated, 7.8 GB reserved, …``."""
+    seen = rank.trained
+    told = [(seen.allocated, "allocated"), (seen.reserved, "reserved")] if seen else []
+    told += [(seen.peak, "allocated at most")] if seen else []
+    words = ", ".join(f"{size(count)} {what}" for count, what in told if count is not None)
+    return f"torch: {words}" if words else ""
+
+
+def cpu(rank: RankState) -> str:
+    """Word the share of a core that a rank and its children take: ``98 %``, ``210 %``."""
+    share = None if rank.is_over else rank.taken.cpu
+    return "" if share is None else f"{100 * share:.0f} %"
+
+
 def waiting(rank: RankState) -> str:
     """Word the share of its time that a rank waits for data, where that is worth a word."""
     share = rank.trained.waiting if rank.trained is not None else None
