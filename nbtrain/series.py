@@ -141,16 +141,15 @@ class Series:
     def thinned(self, points: int) -> list[Bin]:
         """Return the band in at most `points` bins, neighbours joined.
 
-        What is left over at the end goes with its neighbour: few values alone jump.
+        The first stands alone: it is where the curve begins. What is left over at the end goes
+        with its neighbour: few values alone jump.
         """
-        band = self.band
-        every = -(-len(band) // points) or 1
-        if every == 1:
-            return band
-        groups = [band[i : i + every] for i in range(0, len(band), every)]
-        if len(groups[-1]) < every / 2:
+        first, rest = self.band[:1], self.band[1:]
+        every = -(-len(rest) // (points - 1)) or 1
+        groups = [rest[i : i + every] for i in range(0, len(rest), every)]
+        if len(groups) > 1 and len(groups[-1]) < every / 2:
             groups[-2:] = [groups[-2] + groups[-1]]
-        return [joined(group) for group in groups]
+        return [*first, *map(joined, groups)]
 
     @property
     def bounds(self) -> tuple[float, float]:

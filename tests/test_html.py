@@ -230,12 +230,15 @@ def test_what_was_chosen_is_drawn_large_and_the_log_is_of_one_rank() -> None:
     assert html.parts(state, 160.0, html.Look(metric="gone", rank=7)) == html.parts(state, 160.0)
 
 
-@pytest.mark.parametrize("is_log", [True, False])
-def test_axes_are_as_they_were_chosen(is_log: bool) -> None:
-    state = board(2)
-    _, above, _ = html.parts(state, 160.0, html.Look(log=is_log))
-    assert ("· log" in above) == is_log
-    assert ">0<" in above  # accuracy begins at zero: no logarithm has that
+def test_axes_are_as_they_were_chosen() -> None:
+    state = board(2, *(ev.Metrics(150, 0, step, {"below": -1.0 - step}) for step in range(9)))
+    drawn = {
+        is_log: html.parts(state, 160.0, html.Look(log=is_log))[1] for is_log in (True, False, None)
+    }
+    assert drawn[True].count("· log") == 4  # also of accuracy, which begins at 0
+    assert drawn[True].count("<svg") == 5  # what is below 0 has no logarithm
+    assert "· log" not in drawn[False]
+    assert drawn[None] == drawn[False]
 
 
 def test_further_metrics_can_be_unfolded_once_the_run_is_over() -> None:

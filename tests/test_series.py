@@ -83,11 +83,11 @@ def test_a_rank_that_stopped_long_ago_does_not_hold_the_mean() -> None:
     assert series.band[-1].x > 390
 
 
-def test_what_is_left_over_at_the_end_of_a_thinned_band_goes_with_its_neighbour() -> None:
-    series = curve(losses([float(i) for i in range(97)]), 1)
-    thin = series.thinned(20)
-    assert [b.size for b in thin] == [5] * 18 + [7]
-    assert thin[-1].x == 96
+def test_a_thinned_band_begins_where_the_curve_does_and_ends_with_no_few_values() -> None:
+    thin = curve(losses([float(i) for i in range(99)]), 1).thinned(20)
+    assert [b.size for b in thin] == [1] + [6] * 15 + [8]
+    assert (thin[0].mean, thin[-1].x) == (0.0, 98)
+    assert len(curve(losses([1.0, 2.0]), 1).thinned(20)) == 2
 
 
 @pytest.mark.parametrize("ranks", [2, LINES + 1])

@@ -69,6 +69,9 @@ class Chart:
             return None
         means = [self.scaled(b.mean) for b in self.band]
         low, high = (min(means), max(means)) if self.summed else self.series.bounds
+        if self.log:  # what is not positive lies on the floor
+            seen = [*means, *(v for b in self.series.bins.values() for v in (b.low, b.high))]
+            low = min((v for v in seen if v > 0), default=low)
         log = scale.spans_decades(means) if self.log is None else self.log
         return scale.of_values(low, high, self.frame.intervals, log=log)
 

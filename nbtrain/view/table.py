@@ -92,7 +92,7 @@ def _columns(state: RunState, *, told: bool, dense: bool) -> list[Column]:
         Column("", lambda row: row[1], f"{left};font-weight:600"),
         Column("", lambda row: _bar(row[0], state), "min-width:72px"),
         Column("", lambda row: _percent(row[0]), right, 42),
-        Column("loss", lambda row: _loss(row[0]), right, 52),
+        Column("loss", lambda row: _loss(row[0]), right, 56),
         Column("rate", lambda row: escape(wording.rate(row[0])), right, 64),
         Column("left", lambda row: "" if told else wording.left(row[0]), f"{right};{_SOFT}", 46),
         Column("memory", lambda row: _memory(row[0]), right, 54),
