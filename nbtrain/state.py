@@ -383,11 +383,13 @@ def _bars(bars: Mapping[int, Bar], event: ev.Progress) -> dict[int, Bar]:
         del new[list(new)[1]]  # never closed, most likely; the outermost stays
     closed = [key for key, bar in new.items() if bar.closed]
     for key in closed[:-1]:  # a bar an epoch, a hundred epochs: the last finished one tells enough
-        if not (_is_cut_short(new[key], event.time) and _is_cut_short(new[closed[-1]], event.time)):
+        if not _ended_with(new[closed[-1]], new[key]):
             del new[key]
     return new
 
 
-def _is_cut_short(bar: Bar, now: float) -> bool:
-    """Whether a bar has just ended before its end: so do those around it, by an exception."""
-    return bar.fraction is not None and bar.fraction < 1 and now - bar.time < 1
+def _ended_with(outer: Bar, inner: Bar) -> bool:
+    """Whether a bar was ended, before its end, by what ended the one around it: an exception."""
+    are_cut_short = all(b.fraction is not None and b.fraction < 1 for b in (outer, inner))
+    is_around = outer.time - outer.elapsed <= inner.time - inner.elapsed
+    return are_cut_short and is_around and outer.time - inner.time < 1

@@ -72,13 +72,18 @@ EPOCH = ev.Progress(1.0, 0, bar=0, n=1, total=4, elapsed=1.0, description="epoch
 
 def test_bars_that_an_exception_ends_tell_where_it_was() -> None:
     batch = ev.Progress(8.0, 0, bar=1, n=30, total=60, elapsed=7.0, description="batch")
-    cut = [replace(batch, time=8.1, closed=True), replace(EPOCH, time=8.1, closed=True)]
+    epoch = replace(EPOCH, time=8.1, elapsed=8.1, closed=True)
+    cut = [replace(batch, time=8.1, closed=True), epoch]
     rank = fold(picture(), [EPOCH, batch, *cut]).ranks[0]
     assert wording.place(rank) == "epoch: 1/4 › batch: 30/60"
     assert eta.fraction(rank) == 1.5 / 4
     ended = [replace(cut[0], n=60), replace(cut[1], n=4)]
     rank = fold(picture(), [EPOCH, batch, *ended]).ranks[0]
     assert wording.place(rank) == "epoch: 4/4"
+    after = [
+        replace(batch, time=8.2 + i / 9, bar=2 + i, elapsed=0.1, closed=True) for i in range(3)
+    ]
+    assert wording.place(fold(picture(), after).ranks[0]) == "batch: 30/60"  # a break, no nest
 
 
 def test_a_bar_does_not_go_back_between_its_parts() -> None:
