@@ -19,8 +19,9 @@ from . import events as ev
 from .errors import NbtrainError
 from .folder import FORMAT, RunFolder, is_watched
 from .pace import number, whole
+from .plain import plain
 from .reader import Reader
-from .state import LOG_LINES, RankState, RunState, ended, fold, plain
+from .state import LOG_LINES, RankState, RunState, ended, fold
 from .tail import Tail, all_events
 
 CHUNK = 4096

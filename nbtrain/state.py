@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -12,6 +11,7 @@ from typing import Any
 from . import events as ev
 from . import taken
 from .pace import Bar, Trained, after, number, whole
+from .plain import plain, plain_lines
 from .series import Curves, CurvesDraft
 from .taken import Taken
 
@@ -26,9 +26,6 @@ SAVED = 1000
 
 OPEN_BARS = 16
 """How many bars of a rank are kept; a loop that never closes its bars makes ever more."""
-
-_ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
-_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -69,16 +66,20 @@ class RankState:
         return self.status in ("done", "failed", "stopped")
 
     @property
+    def nest(self) -> list[Bar]:
+        """The bars that move, from the outside in; if none does, those that ended last."""
+        every = list(self.bars.values())
+        return [bar for bar in every if not bar.closed] or every[::-1]
+
+    @property
     def bar(self) -> Bar | None:
-        """The bar to show where there is room for one: the innermost that moves, else the last.
+        """The bar to show where there is room for one: the innermost.
 
         Without any, the one that the training itself makes.
         """
-        moving = [bar for bar in self.bars.values() if not bar.closed]
-        every = list(self.bars.values())
-        if not every:
-            return self.trained.bar if self.trained is not None else None
-        return moving[-1] if moving else every[-1]
+        if self.bars:
+            return self.nest[-1]
+        return self.trained.bar if self.trained is not None else None
 
     @property
     def loss(self) -> float | None:
@@ -195,10 +196,11 @@ def _begin_again(state: RunState, event: ev.Attempt) -> RunState:
 def _fold_run(state: RunState, event: ev.Event) -> RunState:
     match event:
         case ev.Stopping():
-            return replace(state, status="stopping", message=event.reason)
+            return replace(state, status="stopping", message=plain(event.reason))
         case ev.Finished():
             hang = "" if event.status == "succeeded" else state.hang
-            return replace(ended(state, event.status, event.time, event.message), hang=hang)
+            said = plain_lines(event.message) or ""
+            return replace(ended(state, event.status, event.time, said), hang=hang)
         case ev.Waiting():
             return replace(state, message=plain(event.text))
         case ev.Elsewhere():
@@ -286,7 +288,7 @@ def _held(draft: _Draft, event: ev.Held, _curves: CurvesDraft) -> None:
 
 
 def _progress(draft: _Draft, event: ev.Progress, _curves: CurvesDraft) -> None:
-    if all(type(value) in (int, float) for value in (event.n, event.total or 0, event.elapsed)):
+    if None not in map(number, (event.n, event.total or 0, event.elapsed)):
         draft["bars"] = MappingProxyType(_bars(draft["bars"], event))
 
 
@@ -314,12 +316,13 @@ def _started(draft: _Draft, event: ev.Started, _curves: CurvesDraft) -> None:
 
 
 def _failing(draft: _Draft, event: ev.Failing, _curves: CurvesDraft) -> None:
-    draft.update(status="failing", error=event.error)
+    draft.update(status="failing", error=plain_lines(event.error))
 
 
 def _ended(draft: _Draft, event: ev.Ended, _curves: CurvesDraft) -> None:
     status = "done" if event.error is None else "failing"
-    draft.update(status=status, error=event.error, result=event.result, ended=event.time)
+    error, result = map(plain_lines, (event.error, event.result))
+    draft.update(status=status, error=error, result=result, ended=event.time)
     draft["evidence"] = _said(event.evidence)
 
 
@@ -386,12 +389,13 @@ def _bars(bars: Mapping[int, Bar], event: ev.Progress) -> dict[int, Bar]:
         del new[list(new)[1]]  # never closed, most likely; the outermost stays
     closed = [key for key, bar in new.items() if bar.closed]
     for key in closed[:-1]:  # a bar an epoch, a hundred epochs: the last finished one tells enough
-        del new[key]
+        if not _ended_with(new[closed[-1]], new[key]):
+            del new[key]
     return new
 
 
-def plain(line: str, width: int = 400) -> str:
-    """Return what a terminal would be left with after `line`: no colours, the last overwrite."""
-    text = _ANSI.sub("", line[-16 * width :]).rstrip("\r")
-    text = _CONTROL.sub("", text.rsplit("\r", 1)[-1])
-    return text if len(text) <= width else text[: width - 1] + "…"
+def _ended_with(outer: Bar, inner: Bar) -> bool:
+    """Whether a bar was ended, before its end, by what ended the one around it: an exception."""
+    are_cut_short = all(b.fraction is not None and b.fraction < 1 for b in (outer, inner))
+    is_around = outer.time - outer.elapsed <= inner.time - inner.elapsed
+    return are_cut_short and is_around and outer.time - inner.time < 1

@@ -29,6 +29,7 @@ LAYERS = [
         "xla",
         "moving",
         "names",
+        "plain",
         "preview",
         "fingerprints",
     },
