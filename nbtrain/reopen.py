@@ -18,9 +18,11 @@ from typing import Any
 from . import events as ev
 from .errors import NbtrainError
 from .folder import FORMAT, RunFolder, is_watched
+from .folding import LOG_LINES
 from .pace import number, whole
+from .plain import plain
 from .reader import Reader
-from .state import LOG_LINES, RankState, RunState, ended, fold, plain
+from .state import RankState, RunState, ended, fold
 from .tail import Tail, all_events
 
 CHUNK = 4096

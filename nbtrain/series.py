@@ -108,13 +108,17 @@ class Series:
         """Return the band in order, each bin wide enough to have a value of every rank.
 
         Ranks that report twice a second do so at steps of their own: a mean over those that
-        happened to meet in a bin would jump between them.
+        happened to meet in a bin would jump between them. Nor does it follow the few that are
+        ahead.
         """
         enough = 0.75 * len(self.ends)
+        limit = self._reached()
         band: list[Bin] = []
         together: list[Bin] = []
         size = 0
         for key in sorted(self.bins):
+            if not together and key * self.width > limit:
+                break
             together.append(self.bins[key])
             size += self.bins[key].size
             if size >= len(self.ends):
@@ -124,15 +128,28 @@ class Series:
             band.append(joined(together))
         return band
 
+    def _reached(self) -> float:
+        """Return how far all ranks have come, else most, else, if they do not go together, any."""
+        places = sorted(end.x for end in self.ends.values())
+        if not places or not self.bins:
+            return math.inf
+        first = min(self.bins) * self.width
+        half = (places[-1] - first) / 2
+        together = (x for x in (places[0], places[len(places) // 4]) if x - first > half)
+        return next(together, math.inf)
+
     def thinned(self, points: int) -> list[Bin]:
-        """Return the band in at most `points` bins, neighbours joined."""
-        band = self.band
-        every = -(-len(band) // points) or 1
-        return (
-            band
-            if every == 1
-            else [joined(band[i : i + every]) for i in range(0, len(band), every)]
-        )
+        """Return the band in at most `points` bins, neighbours joined.
+
+        The first stands alone: it is where the curve begins. What is left over at the end goes
+        with its neighbour: few values alone jump.
+        """
+        first, rest = self.band[:1], self.band[1:]
+        every = -(-len(rest) // (points - 1)) or 1
+        groups = [rest[i : i + every] for i in range(0, len(rest), every)]
+        if len(groups) > 1 and len(groups[-1]) < every / 2:
+            groups[-2:] = [groups[-2] + groups[-1]]
+        return [*first, *map(joined, groups)]
 
     @property
     def bounds(self) -> tuple[float, float]:

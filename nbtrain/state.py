@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from types import MappingProxyType
-from typing import Any
 
 from . import events as ev
 from . import taken
-from .pace import Bar, Trained, after, number, whole
+from .folding import FOLDS, SAVED, Draft, ignored, listed
+from .pace import Bar, Trained, number
+from .plain import plain, plain_lines
 from .series import Curves, CurvesDraft
 from .taken import Taken
-
-LOG_LINES = 200
-"""How many of a rank's last lines the picture keeps; the log file keeps all."""
-
-METRICS = 32
-"""How many metrics of a rank keep their last value in the picture, the first that come."""
-
-SAVED = 1000
-"""How many of the things that a rank left for the notebook are kept, the last that come."""
-
-OPEN_BARS = 16
-"""How many bars of a rank are kept; a loop that never closes its bars makes ever more."""
-
-_ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
-_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -71,16 +55,20 @@ class RankState:
         return self.status in ("done", "failed", "stopped")
 
     @property
+    def nest(self) -> list[Bar]:
+        """The bars that move, from the outside in; if none does, those that ended last."""
+        every = list(self.bars.values())
+        return [bar for bar in every if not bar.closed] or every[::-1]
+
+    @property
     def bar(self) -> Bar | None:
-        """The bar to show where there is room for one: the innermost that moves, else the last.
+        """The bar to show where there is room for one: the innermost.
 
         Without any, the one that the training itself makes.
         """
-        moving = [bar for bar in self.bars.values() if not bar.closed]
-        every = list(self.bars.values())
-        if not every:
-            return self.trained.bar if self.trained is not None else None
-        return moving[-1] if moving else every[-1]
+        if self.bars:
+            return self.nest[-1]
+        return self.trained.bar if self.trained is not None else None
 
     @property
     def loss(self) -> float | None:
@@ -142,20 +130,16 @@ class RunState:
         return max(0.0, (self.ended if self.ended is not None else now) - self.created)
 
 
-_Draft = dict[str, Any]
-"""The fields of a `RankState` that is being changed, within one fold."""
-
-
 def fold(state: RunState, events: Iterable[ev.Event]) -> RunState:
     """Return the picture after `events`."""
     events = list(events)
     if not events:
         return state
     size = len(state.ranks)
-    drafts: dict[int, _Draft] = {}
+    drafts: dict[int, Draft] = {}
     curves = CurvesDraft(state.curves, size)
 
-    def draft_of(rank: int) -> _Draft:
+    def draft_of(rank: int) -> Draft:
         draft = drafts.get(rank)
         if draft is None:
             draft = drafts[rank] = dict(vars(state.ranks[rank]))
@@ -174,14 +158,14 @@ def fold(state: RunState, events: Iterable[ev.Event]) -> RunState:
             state = _fold_run(state, event)
         elif event.rank < size:
             draft = draft_of(event.rank)
-            _FOLDS.get(event.kind, _ignored)(draft, event, curves)
+            FOLDS.get(event.kind, ignored)(draft, event, curves)
     state = _with(state, drafts)
     if state.status == "starting" and any(r.status != "starting" for r in state.ranks):
         state = replace(state, status="running")
     return replace(state, curves=curves.freeze())
 
 
-def _with(state: RunState, drafts: Mapping[int, _Draft]) -> RunState:
+def _with(state: RunState, drafts: Mapping[int, Draft]) -> RunState:
     if not drafts:
         return state
     ranks = list(state.ranks)
@@ -202,10 +186,11 @@ def _begin_again(state: RunState, event: ev.Attempt) -> RunState:
 def _fold_run(state: RunState, event: ev.Event) -> RunState:
     match event:
         case ev.Stopping():
-            return replace(state, status="stopping", message=event.reason)
+            return replace(state, status="stopping", message=plain(event.reason))
         case ev.Finished():
             hang = "" if event.status == "succeeded" else state.hang
-            return replace(ended(state, event.status, event.time, event.message), hang=hang)
+            said = plain_lines(event.message) or ""
+            return replace(ended(state, event.status, event.time, said), hang=hang)
         case ev.Waiting():
             return replace(state, message=plain(event.text))
         case ev.Elsewhere():
@@ -232,7 +217,7 @@ def ended(state: RunState, status: str, at: float, message: str) -> RunState:
 
 def _roles(event: ev.Hang, size: int) -> Iterator[tuple[int, str]]:
     """Yield each rank with its part in a hang."""
-    stuck, waiting = _listed(event.stuck), _listed(event.waiting)
+    stuck, waiting = listed(event.stuck), listed(event.waiting)
     for rank in range(size):
         yield rank, "stuck?" if rank in stuck else "waiting" if rank in waiting else ""
 
@@ -241,165 +226,7 @@ def _sound(host: ev.Host) -> ev.Host | None:
     """Return `host` with the GPUs that are told as it should be; JSON makes lists of tuples."""
     if number(host.used) is None or number(host.limit) is None:
         return None
-    gpus = (tuple(g) for g in _listed(host.gpus) if len(_listed(g)) == 5)
+    gpus = (tuple(g) for g in listed(host.gpus) if len(listed(g)) == 5)
     sound = tuple(g for g in gpus if None not in map(number, (g[0], g[2], g[3])))
     whose, node = plain(str(host.whose), 80), plain(str(host.node), 80)
     return replace(host, gpus=sound, whose=whose, node=node)
-
-
-def _listed(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, (list, tuple)) else ()
-
-
-def _metrics(draft: _Draft, event: ev.Metrics, curves: CurvesDraft) -> None:
-    said = event.values if isinstance(event.values, Mapping) else {}
-    values = {k: v for k, v in said.items() if isinstance(v, (int, float, str))}
-    step = event.step if type(event.step) is int and abs(event.step) < 1 << 53 else None
-    kept = dict(draft["metrics"])
-    for key, value in values.items():
-        name = _name(key)
-        curves.add_logged(event.rank, step, name, value)
-        if name in kept or len(kept) < METRICS:
-            kept[name] = plain(value) if isinstance(value, str) else value
-    draft["metrics"], draft["step"] = MappingProxyType(kept), step
-
-
-def _name(key: str) -> str:
-    return _short_name(key) if len(key) < 200 else plain(key, 80)
-
-
-@lru_cache(4096)
-def _short_name(key: str) -> str:
-    return plain(key, 80)
-
-
-def _training(draft: _Draft, event: ev.Training, curves: CurvesDraft) -> None:
-    trained = after(draft["trained"], event)
-    if trained is None:
-        return
-    draft["trained"] = trained
-    seen = {"loss": event.loss, "lr": trained.lr}
-    rates = {"steps/s": trained.step_rate, "samples/s": trained.sample_rate}
-    for name, value in {**seen, **rates}.items():
-        if type(value) is float or type(value) is int:
-            curves.add_seen(event.rank, trained.steps, name, value)
-
-
-def _resources(draft: _Draft, event: ev.Resources, _curves: CurvesDraft) -> None:
-    draft["taken"] = taken.seen(draft["taken"], event)
-
-
-def _held(draft: _Draft, event: ev.Held, _curves: CurvesDraft) -> None:
-    draft["taken"] = taken.counted(draft["taken"], event)
-
-
-def _progress(draft: _Draft, event: ev.Progress, _curves: CurvesDraft) -> None:
-    if all(type(value) in (int, float) for value in (event.n, event.total or 0, event.elapsed)):
-        draft["bars"] = MappingProxyType(_bars(draft["bars"], event))
-
-
-def _output(draft: _Draft, event: ev.Output, _curves: CurvesDraft) -> None:
-    lines = tuple(plain(line) for line in event.lines[-LOG_LINES:])
-    draft["log"] = (draft["log"] + lines)[-LOG_LINES:]
-    draft["log_count"] += event.passed + len(event.lines)
-
-
-def _phase(draft: _Draft, event: ev.Phase, _curves: CurvesDraft) -> None:
-    draft["phase"] = plain(str(event.phase), 20)
-
-
-def _compiled(draft: _Draft, event: ev.Compiled, _curves: CurvesDraft) -> None:
-    programs, seconds = whole(event.programs), number(event.seconds)
-    draft["compiled"] = None if programs is None or seconds is None else (programs, seconds)
-
-
-def _spawned(draft: _Draft, event: ev.Spawned, _curves: CurvesDraft) -> None:
-    draft.update(pid=event.pid, node=plain(str(event.node), 80))
-
-
-def _started(draft: _Draft, event: ev.Started, _curves: CurvesDraft) -> None:
-    draft.update(status="running", pid=event.pid, started=event.time)
-
-
-def _failing(draft: _Draft, event: ev.Failing, _curves: CurvesDraft) -> None:
-    draft.update(status="failing", error=event.error)
-
-
-def _ended(draft: _Draft, event: ev.Ended, _curves: CurvesDraft) -> None:
-    status = "done" if event.error is None else "failing"
-    draft.update(status=status, error=event.error, result=event.result, ended=event.time)
-    draft["evidence"] = _said(event.evidence)
-
-
-def _saved(draft: _Draft, event: ev.Saved, _curves: CurvesDraft) -> None:
-    new = replace(event, name=plain(event.name, 80), trouble=plain(event.trouble, 1000))
-    others = [old for old in draft["saved"] if old.name != new.name]
-    draft["saved"] = (*others[1 - SAVED :], new)
-
-
-def _exited(draft: _Draft, event: ev.Exited, _curves: CurvesDraft) -> None:
-    draft.update(
-        status=event.verdict,
-        ended=draft["ended"] or event.time,
-        returncode=event.returncode,
-        cause=plain(str(event.cause)),
-        evidence=(*draft["evidence"], *_said(event.evidence)),
-    )
-    if event.verdict == "done":
-        draft["error"] = None
-
-
-def _said(lines: Any) -> tuple[str, ...]:
-    return tuple(plain(str(line)) for line in _listed(lines)[:16])
-
-
-def _ignored(_draft: _Draft, _event: ev.Event, _curves: CurvesDraft) -> None:
-    pass
-
-
-_FOLDS: Mapping[str, Callable[[_Draft, Any, CurvesDraft], None]] = {
-    ev.Metrics.kind: _metrics,
-    ev.Training.kind: _training,
-    ev.Resources.kind: _resources,
-    ev.Held.kind: _held,
-    ev.Progress.kind: _progress,
-    ev.Output.kind: _output,
-    ev.Phase.kind: _phase,
-    ev.Compiled.kind: _compiled,
-    ev.Spawned.kind: _spawned,
-    ev.Started.kind: _started,
-    ev.Failing.kind: _failing,
-    ev.Ended.kind: _ended,
-    ev.Saved.kind: _saved,
-    ev.Exited.kind: _exited,
-}
-
-
-def _bars(bars: Mapping[int, Bar], event: ev.Progress) -> dict[int, Bar]:
-    new = dict(bars)
-    if event.closed:
-        new.pop(event.bar, None)  # finished last, shown last
-        if not event.kept:
-            return new
-    new[event.bar] = Bar(
-        event.n,
-        event.total,
-        event.elapsed,
-        plain(event.description),
-        plain(event.unit),
-        event.closed,
-        event.time,
-    )
-    if len(new) > OPEN_BARS:
-        del new[list(new)[1]]  # never closed, most likely; the outermost stays
-    closed = [key for key, bar in new.items() if bar.closed]
-    for key in closed[:-1]:  # a bar an epoch, a hundred epochs: the last finished one tells enough
-        del new[key]
-    return new
-
-
-def plain(line: str, width: int = 400) -> str:
-    """Return what a terminal would be left with after `line`: no colours, the last overwrite."""
-    text = _ANSI.sub("", line[-16 * width :]).rstrip("\r")
-    text = _CONTROL.sub("", text.rsplit("\r", 1)[-1])
-    return text if len(text) <= width else text[: width - 1] + "…"

@@ -17,10 +17,11 @@ from typing import Any
 
 from . import cards, host
 from . import events as ev
+from .deaths import Deaths
 from .engines import Exit, Ranks
 from .folder import RunFolder, asked_to_stop, leave_stop_request
 from .lookout import Lookout
-from .outcome import describe_returncode, is_echo
+from .outcome import is_echo
 from .reader import Reader
 from .resources import Sampler
 from .state import RunState, fold
@@ -66,9 +67,6 @@ REPORT_GRACE = 2.0
 ECHO_GRACE = 1.5
 """Seconds that the others have to fail, while all that is heard is that a rank lost its peers."""
 
-
-FULL = 1 << 16
-"""Bytes free at which the run folder's file system is full: no report fits."""
 
 HOPELESS = 15.0
 """Seconds after which a rank that not even SIGKILL ended is given up."""
@@ -131,7 +129,7 @@ class Supervisor:
         self._hasty = False
         self._stopped_how = ""
         self._cause: str | None = None
-        self._oom_kills = host.oom_kills()
+        self._deaths = Deaths(folder)
         self._sent: dict[int, set[int]] = {}  # rank -> return codes that our signals give
         # Monotonic, all of them: a clock that is set, or a laptop that slept, ends no run.
         self._started = time.monotonic()
@@ -254,41 +252,11 @@ class Supervisor:
             self._take(self._reader.read(gone={e.rank for e in exits}))
         for e in exits:
             verdict = e.verdict or self._verdict(e)
-            cause, why = self._cause_of(e) if verdict == "failed" else ("", ())
+            cause, why = "", tuple[str, ...]()
+            if verdict == "failed":
+                ours = -signal.SIGKILL in self._sent.get(e.rank, set())
+                cause, why = self._deaths.cause_of(e, self.state.ranks[e.rank], ours)
             self._note([ev.Exited(e.time, e.rank, e.returncode, verdict, cause, why)])
-
-    def _cause_of(self, ended: Exit) -> tuple[str, tuple[str, ...]]:
-        """Say what a rank died of where its return code misleads, and what speaks for that."""
-        if ended.cause:
-            return ended.cause, ()
-        folder = self._folder
-        if ended.returncode != -signal.SIGKILL:
-            room = host.space(folder.path)
-            told = folder.failure(ended.rank).exists() or self.state.ranks[ended.rank].error
-            if told or room is None or room.free > FULL or (ended.returncode or 0) < 0:
-                return "", ()
-            how = describe_returncode(ended.returncode)
-            return f"{how}, and the disk of the run folder ({folder.path}) is full", ()
-        return self._killed(ended)
-
-    def _killed(self, ended: Exit) -> tuple[str, tuple[str, ...]]:
-        """Say whether a rank was killed for want of memory: the system's count of that tells.
-
-        It counts for the whole cgroup: a kill explains one rank's death, not several.
-        """
-        ours = -signal.SIGKILL in self._sent.get(ended.rank, set())
-        before = self._oom_kills
-        if ours or before is None:
-            return "", ()
-        if (count := host.oom_kills() or 0) <= before:
-            why = f"the system's count of processes killed for want of memory is still {count}"
-            return "was killed by SIGKILL, and not for want of memory", (why,)
-        self._oom_kills = before + 1
-        why = f"the system's count of those went from {before} to {count}"
-        held = self.state.ranks[ended.rank].taken.memory
-        seen = f"; it held {host.in_words(held)} when last seen" if held else ""
-        whose = host.memory().whose
-        return f"ran out of memory and was killed by the system ({whose}{seen})", (why,)
 
     def _verdict(self, ended: Exit) -> str:
         if self._folder.result(ended.rank).exists():

@@ -113,6 +113,9 @@ def test_the_large_chart_and_the_log_are_of_what_is_chosen_in_the_menus(notebook
     steps = [
         lambda out, board: choose(out, "chart", "accuracy"),
         lambda out, board: board.index(">accuracy</b>") < board.index(">loss</b>"),
+        lambda out, board: "· log" not in board and choose(out, "axis", "logarithmic"),
+        lambda out, board: "· log" in board and choose(out, "axis", "linear"),
+        lambda out, board: "· log" not in board,
         lambda out, board: "rank 0 says" in board and choose(out, "log", "rank 1"),
         lambda out, board: "rank 1 says" in board and "rank 0 says" not in board,
         lambda out, board: choose(out, "log", "all ranks"),

@@ -230,6 +230,27 @@ def test_what_was_chosen_is_drawn_large_and_the_log_is_of_one_rank() -> None:
     assert html.parts(state, 160.0, html.Look(metric="gone", rank=7)) == html.parts(state, 160.0)
 
 
+def test_axes_are_as_they_were_chosen() -> None:
+    state = board(2, *(ev.Metrics(150, 0, step, {"below": -1.0 - step}) for step in range(9)))
+    drawn = {
+        is_log: html.parts(state, 160.0, html.Look(log=is_log))[1] for is_log in (True, False, None)
+    }
+    assert drawn[True].count("· log") == 4  # also of accuracy, which begins at 0
+    assert drawn[True].count("<svg") == 5  # what is below 0 has no logarithm
+    assert "· log" not in drawn[False]
+    assert drawn[None] == drawn[False]
+
+
+def test_further_metrics_can_be_unfolded_once_the_run_is_over() -> None:
+    said = {f"metric {i}": float(i) for i in range(15)}
+    state = board(2, *(ev.Metrics(150, r, s, said) for r in range(2) for s in range(3)))
+    live, kept = Page(html.render(state, 160.0)), Page(html.render(over(state), 160.0))
+    assert "12 more metrics in run.history" in live.text
+    assert "12 more charts" in kept.text
+    assert "run.history" not in kept.text
+    assert len(kept.all("img")) == len(live.all("svg")) + 12
+
+
 def test_lines_of_several_ranks_are_folded_though_they_interleave() -> None:
     start = RunState("train()", "fork", tuple(RankState(r) for r in range(3)), created=100.0)
     said = [
@@ -265,7 +286,11 @@ def test_the_static_log_can_be_read_rank_by_rank() -> None:
     page = Page(html.render(over(board(4)), 200.0))
     assert len(page.all("summary")) == 2 + 4
     assert "rank 3: 2 lines" in page.text
-    assert len(Page(html.render(over(board(20)), 200.0)).all("summary")) == 1
+    failed = ev.Exited(150, 13, 1, "failed")
+    many = Page(html.render(ended(board(20, failed)), 200.0))
+    assert len(many.all("summary")) == 2 + log.ALONE
+    assert "Log by rank: 8 of 20" in many.text
+    assert "rank 13: 2 lines" in many.text
 
 
 def test_long_lines_are_cut_and_whole_in_their_title() -> None:

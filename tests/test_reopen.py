@@ -20,8 +20,9 @@ from nbtrain import events as ev
 from nbtrain import kept, reopen
 from nbtrain.errors import NbtrainError
 from nbtrain.folder import RunFolder, create
+from nbtrain.folding import LOG_LINES
 from nbtrain.run import Run
-from nbtrain.state import LOG_LINES, RunState, ended, fold
+from nbtrain.state import RunState, ended, fold
 
 GONE = {"launcher": 2**22 + 1, "host": platform.node()}
 MANIFEST: dict[str, Any] = {

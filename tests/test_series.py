@@ -67,6 +67,29 @@ def test_the_last_bin_waits_for_most_ranks() -> None:
     assert [b.x for b in curve([*events, *ahead], 8).band] == [0, 1, 2, 3, 4]
 
 
+def test_the_mean_does_not_follow_the_few_that_are_ahead() -> None:
+    events: list[ev.Event] = [
+        ev.Metrics(1.0, r, step, {"loss": float(r >= 8)})
+        for r in range(32)
+        for step in range(100 if r >= 8 else 150)
+    ]
+    series = curve(events, ranks=32)
+    assert {b.mean for b in series.band} == {0.75}
+    assert series.band[-1].x == 99
+
+
+def test_a_rank_that_stopped_long_ago_does_not_hold_the_mean() -> None:
+    series = curve([*losses([1.0] * 10), *losses([1.0] * 400, rank=1)])
+    assert series.band[-1].x > 390
+
+
+def test_a_thinned_band_begins_where_the_curve_does_and_ends_with_no_few_values() -> None:
+    thin = curve(losses([float(i) for i in range(99)]), 1).thinned(20)
+    assert [b.size for b in thin] == [1] + [6] * 15 + [8]
+    assert (thin[0].mean, thin[-1].x) == (0.0, 98)
+    assert len(curve(losses([1.0, 2.0]), 1).thinned(20)) == 2
+
+
 @pytest.mark.parametrize("ranks", [2, LINES + 1])
 def test_values_that_are_no_numbers_are_gaps_with_a_count(ranks: int) -> None:
     values = [1.0, math.nan, 2.0, math.inf, -math.inf, 3.0]

@@ -8,8 +8,11 @@ from dataclasses import replace
 import pytest
 
 from nbtrain import events as ev
-from nbtrain.state import LOG_LINES, METRICS, SAVED, Bar, RankState, RunState, fold, plain
-from nbtrain.view import hosts, html, log, text, wording
+from nbtrain.folding import LOG_LINES, METRICS, SAVED
+from nbtrain.pace import Bar
+from nbtrain.plain import plain
+from nbtrain.state import RankState, RunState, fold
+from nbtrain.view import eta, hosts, html, log, text, wording
 
 
 def picture(ranks: int = 2) -> RunState:
@@ -64,6 +67,34 @@ def test_the_innermost_moving_bar_is_shown_and_finished_ones_do_not_pile_up() ->
     assert fold(state, done).ranks[0].bar == Bar(description="out", closed=True)
     many = [ev.Progress(3, 0, bar=i, n=1, total=1, closed=True) for i in range(2, 99)]
     assert len(fold(state, many).ranks[0].bars) == 2
+
+
+EPOCH = ev.Progress(1.0, 0, bar=0, n=1, total=4, elapsed=1.0, description="epoch")
+
+
+def test_bars_that_an_exception_ends_tell_where_it_was() -> None:
+    batch = ev.Progress(8.0, 0, bar=1, n=30, total=60, elapsed=7.0, description="batch")
+    epoch = replace(EPOCH, time=8.1, elapsed=8.1, closed=True)
+    cut = [replace(batch, time=8.1, closed=True), epoch]
+    rank = fold(picture(), [EPOCH, batch, *cut]).ranks[0]
+    assert wording.place(rank) == "epoch: 1/4 › batch: 30/60"
+    assert eta.fraction(rank) == 1.5 / 4
+    ended = [replace(cut[0], n=60), replace(cut[1], n=4)]
+    rank = fold(picture(), [EPOCH, batch, *ended]).ranks[0]
+    assert wording.place(rank) == "epoch: 4/4"
+    after = [
+        replace(batch, time=8.2 + i / 9, bar=2 + i, elapsed=0.1, closed=True) for i in range(3)
+    ]
+    assert wording.place(fold(picture(), after).ranks[0]) == "batch: 30/60"  # a break, no nest
+
+
+def test_a_bar_does_not_go_back_between_its_parts() -> None:
+    trained = ev.Progress(8.0, 0, bar=1, n=60, total=60, elapsed=7.0, closed=True)
+    tested = ev.Progress(9.0, 0, bar=2, n=1, total=5, elapsed=1.0, description="test")
+    state = fold(picture(), [EPOCH, trained])
+    assert eta.fraction(state.ranks[0]) == 2 / 4
+    assert eta.fraction(fold(state, [tested]).ranks[0]) == 2 / 4
+    assert eta.fraction(fold(state, [replace(EPOCH, time=9.5, n=2)]).ranks[0]) == 2 / 4
 
 
 def test_bars_know_fraction_rate_and_time_left() -> None:
@@ -190,11 +221,27 @@ def test_texts_of_ranks_cannot_steer_a_terminal() -> None:
             ev.Metrics(1, 0, 1, {said: said}),
             ev.Progress(1, 0, n=1, total=2, description=said),
             ev.Output(1, 0, (said,)),
+            ev.Ended(1, 1, result=said),
+            ev.Stopping(1, -1, said),
         ],
     )
-    shown = text.summary(state, 2.0) + html.render(state, 2.0)
+    failed = fold(state, [ev.Failing(1, 0, said), ev.Exited(1, 0, 1, "failed", said, (said,))])
+    over = fold(failed, [ev.Finished(2, -1, "failed", said)])
+    shown = "".join(draw(s, 2.0) for s in (state, over) for draw in (text.summary, html.render))
     assert not any(bad in shown for bad in ("\x1b", "\x9b", "\ud800", "wipe\n"))
     shown.encode()
+
+
+def test_what_a_rank_raised_keeps_its_type_and_its_lines() -> None:
+    state = fold(picture(), [ev.Failing(1, 0, "ValueError: \x1b[31m1\r2\x1b[0m\nthree")])
+    assert state.ranks[0].error == "ValueError: 1 2\nthree"
+
+
+@pytest.mark.parametrize("elapsed", [math.inf, 1e308])
+def test_a_bar_that_takes_for_ever_leaves_a_board(elapsed: float) -> None:
+    state = fold(picture(), [ev.Progress(9, 0, bar, 5, 1000, elapsed) for bar in (0, 1)])
+    assert "left" not in text.summary(state, 2.0).replace("∞ left", "")
+    assert html.render(state, 2.0)
 
 
 def test_nested_bars_are_worded_from_the_outside_in() -> None:
@@ -203,7 +250,7 @@ def test_nested_bars_are_worded_from_the_outside_in() -> None:
         ev.Progress(1, 0, bar=1, n=20, total=45, elapsed=2, description="batch"),
     ]
     rank = fold(picture(), bars).ranks[0]
-    assert wording.position(rank) == "epoch: 2/3 › batch: 20/45 · 10 it/s · 2.5 s left"
+    assert wording.position(rank) == "epoch: 2/3 › batch: 20/45 · 10.0 it/s · 2.5 s left"
 
 
 def test_a_killed_rank_says_so_on_its_line() -> None:
@@ -239,11 +286,11 @@ def test_a_run_without_any_bar_has_one_from_its_training() -> None:
     bar = state.ranks[0].bar
     assert bar is not None
     assert (bar.description, bar.n, bar.total, bar.rate) == ("epoch 2", 10, 50, 10.0)
-    assert wording.position(state.ranks[0]).startswith("epoch 2: 10/50 · 10 batch/s")
+    assert wording.position(state.ranks[0]).startswith("epoch 2: 10/50 · 10.0 batch/s")
     own = fold(state, [ev.Progress(7, 0, n=3, total=9, description="mine")])
     assert own.ranks[0].bar == Bar(3, 9, 0.0, "mine")
     unknown = fold(picture(), [trained(steps=7, elapsed=1.0)])
-    assert wording.position(unknown.ranks[0]) == "7 step · 7 step/s"
+    assert wording.position(unknown.ranks[0]) == "7 step · 7.00 step/s"
 
 
 def test_rates_and_waiting_are_averaged_over_the_last_seconds() -> None:
@@ -314,8 +361,15 @@ def test_devices_and_memory_are_worded() -> None:
     assert hosts.lines(state)[0] == (
         "memory 41.2 of 64 GB (cgroup) · fullest GPU 60.0 of 141 GB · 90–91 % busy"
     )
-    on_cpu = fold(picture(), [ev.Resources(1, 0, 1.0, 850_000_000)])
+    on_cpu = fold(picture(), [ev.Resources(1, 0, 0.98, 850_000_000)])
     assert wording.holds(on_cpu.ranks[0]) == "850 MB"
+    assert wording.cpu(on_cpu.ranks[0]) == "98 %"
+    assert wording.cpu(fold(on_cpu, [ev.Exited(2, 0, 0, "done")]).ranks[0]) == ""
+    memory = {"allocated": 6_100_000_000, "reserved": 7_800_000_000, "peak": 7_500_000_000}
+    seen = fold(state, [ev.Training(1, 0, 1, 1.0, 0.0, **memory)])
+    told = "torch: 6.1 GB allocated, 7.8 GB reserved, 7.5 GB allocated at most"
+    assert wording.torch_memory(seen.ranks[0]) == told
+    assert f'title="{told}">GPU 0 · 23.4 GB' in html.render(seen, 2.0)
 
 
 def test_the_time_left_is_that_of_the_outermost_bar() -> None:
@@ -324,14 +378,27 @@ def test_the_time_left_is_that_of_the_outermost_bar() -> None:
         ev.Progress(190.0, 0, bar=1, n=50, total=100, elapsed=30.0, description="batch"),
     ]
     state = fold(picture(), [ev.Started(100.0, 0, 1), *bars])
-    assert wording.eta(state, 190.0) == pytest.approx(90 * (4 - 1.5) / 1.5)
-    assert wording.eta(state, 200.0) == pytest.approx(140.0)
+    assert eta.eta(state, 190.0) == pytest.approx(90 * (4 - 1.5) / 1.5)
+    assert eta.eta(state, 200.0) == pytest.approx(140.0)
     assert "about 2 min left" in wording.facts(state, 200.0)
     for jumped in (-1e9, 1e12):  # a clock that was set
-        left = wording.eta(state, jumped)
+        left = eta.eta(state, jumped)
         assert left is not None
         assert 80 < left <= 150
-    assert wording.eta(picture(), 200.0) is None
+    assert eta.eta(picture(), 200.0) is None
+
+
+def test_a_loop_without_a_bar_tells_what_is_left_of_its_epoch() -> None:
+    told = [
+        ev.Training(100.0 + t, 0, t, t, 0.0, epoch=3, batch=10 * t, batches=1000) for t in (1, 9)
+    ]
+    state = fold(picture(), [ev.Started(100.0, 0, 1), *told])
+    assert eta.remaining(state, 109.0) == "about 90 s left in epoch 3"
+    assert eta.remaining(state, 129.0) == "about 70 s left in epoch 3"
+    assert ">left</th>" not in html.render(state, 109.0)
+    unknown = fold(state, [ev.Training(110.0, 0, 10, 10, 0.0, epoch=3, batch=100)])
+    assert eta.remaining(unknown, 110.0) == ""
+    assert eta.remaining(fold(state, [ev.Finished(110.0, -1, "succeeded")]), 110.0) == ""
 
 
 def test_bars_that_are_never_closed_do_not_pile_up() -> None:

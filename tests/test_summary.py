@@ -187,7 +187,9 @@ def test_what_is_not_counted_is_not_guessed() -> None:
     ]
     parts = summary(fold(state, told), 130.0).memory_parts
     assert [p.name for p in parts] == ["allocated", "allocator's reserve", "CUDA context"]
-    assert "title=" not in html.render(fold(state, told), 130.0)
+    drawn = html.render(fold(state, told), 130.0)
+    assert 'title="torch: 8.0 GB reserved, 6.0 GB allocated at most"' in drawn
+    assert "weights" not in drawn
     shared = [ev.Held(110, 0, "cpu", 5 * GB), ev.Resources(111, 0, 1.0, GB)]  # with the notebook
     parts = summary(fold(state, shared), 130.0).memory_parts
     assert [(p.name, p.bytes) for p in parts] == [("weights", 5 * GB)]

@@ -149,7 +149,7 @@ def test_a_loop_without_a_call_of_ours_is_on_the_board(name: str, notebook: Note
         assert f"  {at} · " in line
         assert f"loss {shown}" in line
         row = rows[str(rank)]
-        assert (row["at"], row["loss"]) == (at, shown)
+        assert (row["at"], float(row["loss"])) == (at, float(shown))  # all as long: 0.0340
         rate, unit = row["rate"].split()
         assert 0 < float(rate) < 1.5 * FASTEST
         assert unit == ("batch/s" if at.startswith("epoch") else "it/s")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
@@ -21,6 +21,7 @@ SMALL = 5
 """Metrics that are drawn beside the loss; the throughput comes on top."""
 
 _SOFT = "opacity:.7"
+_ROW = "display:flex;flex-wrap:wrap"
 _CUT = "overflow:hidden;text-overflow:ellipsis;white-space:nowrap"
 
 
@@ -45,12 +46,16 @@ LITTLE = Frame(392, 150, left=86, intervals=2, points=112)
 
 @dataclass(frozen=True)
 class Chart:
-    """One curve to draw; with `summed`, the sum over ranks and no rank's own line."""
+    """One curve to draw; with `summed`, the sum over ranks and no rank's own line.
+
+    `log` says whether its values are on a logarithmic axis; None: where they span decades.
+    """
 
     name: str
     series: Series
     frame: Frame = LITTLE
     summed: bool = False
+    log: bool | None = None
 
     @cached_property
     def band(self) -> list[Bin]:
@@ -64,21 +69,27 @@ class Chart:
             return None
         means = [self.scaled(b.mean) for b in self.band]
         low, high = (min(means), max(means)) if self.summed else self.series.bounds
-        return scale.of_values(low, high, self.frame.intervals, log=scale.spans_decades(means))
+        if self.log:  # what is not positive lies on the floor
+            seen = [*means, *(v for b in self.series.bins.values() for v in (b.low, b.high))]
+            low = min((v for v in seen if v > 0), default=low)
+        log = scale.spans_decades(means) if self.log is None else self.log
+        return scale.of_values(low, high, self.frame.intervals, log=log)
 
     def scaled(self, value: float) -> float:
         """Return a mean as it is shown."""
         return value * (len(self.series.newest) if self.summed else 1)
 
 
-def charts(state: RunState, room: int, large: str | None = None) -> str:
+def charts(state: RunState, room: int, large: str | None = None, *, log: bool | None = None) -> str:
     """Draw the curves that fit into `room` characters; empty where there is none yet.
 
-    The `large` one is of that metric if there is one, else of the loss.
+    The `large` one is of that metric if there is one, else of the loss. Those beyond `SMALL` are
+    left to a menu, and once the run is over, to unfold.
     """
     shown, beyond = _chosen(state, large)
     if not shown:
         return ""
+    shown = [replace(chart, log=log) for chart in shown]
     figures: dict[int, str] = {}
     for i in sorted(range(len(shown)), key=lambda i: 0 < i < len(shown) - 1):  # both ends first
         drawn = _figure(shown[i], state)
@@ -86,23 +97,47 @@ def charts(state: RunState, room: int, large: str | None = None) -> str:
         if room < 0 and figures:
             break
         figures[i] = drawn
-    left = wording.uncharted(beyond + len(shown) - len(figures), len(state.curves.uncharted))
-    more = f'<div style="{_SOFT};width:100%">{left}</div>' if left else ""
+    folded = _folded(beyond, state, room) if state.is_over else []
+    left = len(beyond) - len(folded) + len(shown) - len(figures)
+    words = wording.uncharted(left, len(state.curves.uncharted))
+    more = f'<div style="{_SOFT};width:100%">{words}</div>' if words else ""
     rest = "".join(figures[i] for i in sorted(figures) if i)
     basis = 404 if len(figures) > 2 else 196  # of two small ones, or one
     beside = (
-        f'<div style="flex:1 1 {basis}px;display:flex;flex-wrap:wrap;align-content:flex-start;'
-        f'gap:4px 12px">{rest}{more}</div>'
+        f'<div style="flex:1 1 {basis}px;{_ROW};align-content:flex-start;gap:4px 12px">'
+        f"{rest}{more}</div>"
     )
     return (
-        '<div style="display:flex;flex-wrap:wrap;gap:4px 16px;margin-top:6px">'
+        f'<div style="{_ROW};gap:4px 16px;margin-top:6px">'
         f'<div style="min-width:0;max-width:100%">{figures[0]}</div>'
-        f"{beside if rest or more else ''}</div>"
+        f"{beside if rest or more else ''}</div>{_details(folded)}"
     )
 
 
-def _chosen(state: RunState, large: str | None) -> tuple[list[Chart], int]:
-    """Return the charts to draw, the large first, the throughput last; how many are left out."""
+def _folded(beyond: Sequence[Chart], state: RunState, room: int) -> list[str]:
+    """Draw the first of further charts, as many as fit."""
+    figures = []
+    for chart in beyond:
+        drawn = _figure(chart, state)
+        room -= len(drawn)
+        if room < 0:
+            break
+        figures.append(drawn)
+    return figures
+
+
+def _details(figures: Sequence[str]) -> str:
+    if not figures:
+        return ""
+    title = wording.counted(len(figures), "more chart")
+    return (
+        f'<details style="margin:4px 0 0"><summary style="cursor:pointer;{_SOFT}">{title}</summary>'
+        f'<div style="{_ROW};gap:4px 12px">{"".join(figures)}</div></details>'
+    )
+
+
+def _chosen(state: RunState, large: str | None) -> tuple[list[Chart], list[Chart]]:
+    """Return the charts to draw, the large first, the throughput last; and what is left out."""
     curves = dict(state.curves.all)
     asked = [_chart(large, curves.pop(large))] if large is not None and large in curves else []
     steps, samples = curves.pop("steps/s", None), curves.pop("samples/s", None)
@@ -112,7 +147,8 @@ def _chosen(state: RunState, large: str | None) -> tuple[list[Chart], int]:
     main = None if asked else wording.main_metric(curves)
     names = [name for name in state.curves.logged if name in curves and name != main]
     names += [name for name in curves if name not in names and name != main]
-    shown = [Chart(name, curves[name]) for name in names[:SMALL]]
+    small = [Chart(name, curves[name]) for name in names]
+    shown = small[:SMALL]
     if samples is not None and samples.bins:
         shown.append(_chart("samples/s", samples))
     elif steps is not None and steps.bins:
@@ -120,7 +156,7 @@ def _chosen(state: RunState, large: str | None) -> tuple[list[Chart], int]:
     shown = asked + ([_chart(main, curves[main])] if main is not None else []) + shown
     if shown:
         shown[0] = replace(shown[0], frame=LARGE)
-    return shown, max(0, len(names) - SMALL)
+    return shown, small[SMALL:]
 
 
 def _chart(name: str, series: Series) -> Chart:

@@ -12,6 +12,7 @@ from . import html
 _TOOLTIP = "End all ranks of this run, as ■ does: they have 2 s to save what they need"
 _WHERE = "Where each rank is now, line by line: press it when nothing moves"
 _AUTOMATIC, _EVERY = "automatic", "all ranks"
+_AXES = {_AUTOMATIC: None, "linear": False, "logarithmic": True}
 MENU = 64
 """Entries of a menu, at most: of more ranks or metrics, the first."""
 
@@ -40,15 +41,16 @@ class Controls:
         self._where.on_click(self._on_where)
         self.panel = ipywidgets.HTML()
         self._chart = self._menu("chart", _AUTOMATIC)
+        self._axis = self._menu("axis", *_AXES)
         self._log = self._menu("log", _EVERY)
         self.row = ipywidgets.HBox([self._button, self._where], layout={"flex_flow": "row wrap"})
 
-    def _menu(self, what: str, first: str) -> Any:
+    def _menu(self, what: str, *options: str) -> Any:
         import ipywidgets
 
         style = {"description_width": "initial"}
         menu = ipywidgets.Dropdown(
-            options=[first], description=f"{what}:", style=style, layout={"width": "190px"}
+            options=options, description=f"{what}:", style=style, layout={"width": "170px"}
         )
         menu.observe(self._on_choice, "value")
         return menu
@@ -60,6 +62,7 @@ class Controls:
         return html.Look(
             metric=None if metric == _AUTOMATIC else metric,
             rank=None if log == _EVERY else int(log.removeprefix("rank ")),
+            log=_AXES[self._axis.value],
         )
 
     def has_changed(self) -> bool:
@@ -72,8 +75,12 @@ class Controls:
         talkers = [f"rank {rank.rank}" for rank in state.ranks if rank.log]
         _offer(self._chart, [_AUTOMATIC, *list(state.curves.all)[:MENU]])
         _offer(self._log, [_EVERY, *talkers[:MENU]])
-        wanted = [self._button, self._where]
-        wanted += [menu for menu in (self._chart, self._log) if len(menu.options) > 2]
+        menus = (
+            (self._chart, len(self._chart.options) > 2),
+            (self._axis, bool(state.curves.all)),
+            (self._log, len(self._log.options) > 2),
+        )
+        wanted = [self._button, self._where, *(menu for menu, has_choice in menus if has_choice)]
         if wanted != list(self.row.children):
             self.row.children = wanted
         stopping = self._stopping or state.status == "stopping"
@@ -82,7 +89,7 @@ class Controls:
 
     def widgets(self) -> list[Any]:
         """Return the widgets, also those that are not shown yet."""
-        return [self.row, self._button, self._where, self._chart, self._log, self.panel]
+        return [self.row, self._button, self._where, self._chart, self._axis, self._log, self.panel]
 
     def _on_click(self, _button: Any) -> None:
         """Hear a click, from whatever thread."""

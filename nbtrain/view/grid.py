@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 
 from ..state import RankState, RunState
-from . import colours, wording
+from . import colours, eta, wording
 
 LEVELS = 8
 """Steps in which a cell fills."""
@@ -113,7 +113,7 @@ def _look(rank: RankState) -> tuple[str, int]:
         return colour, 0
     if rank.is_over or rank.status == "failing":
         return colour, LEVELS
-    done = wording.fraction(rank)
+    done = eta.fraction(rank)
     return colour, LEVELS if done is None else max(1, int(done * LEVELS))
 
 
@@ -139,7 +139,7 @@ def _titles(ranks: tuple[RankState, ...], shape: Shape) -> str:
 
 
 def _words(rank: RankState) -> str:
-    done, loss = wording.fraction(rank), rank.loss
+    done, loss = eta.fraction(rank), rank.loss
     words = [wording.badge(rank)]
     words += [f"{done:.0%}"] if done is not None else []
     words += [f"loss {wording.number(loss)}"] if loss is not None else []
@@ -147,7 +147,7 @@ def _words(rank: RankState) -> str:
 
 
 def _row_words(ranks: tuple[RankState, ...]) -> str:
-    done = [f for rank in ranks if (f := wording.fraction(rank)) is not None]
+    done = [f for rank in ranks if (f := eta.fraction(rank)) is not None]
     part = f", {min(done):.0%} to {max(done):.0%}" if done else ""
     counts: dict[str, int] = {}
     for rank in ranks:

@@ -32,10 +32,14 @@ _SOFT = "opacity:.7"
 
 @dataclass(frozen=True)
 class Look:
-    """What somebody chose to see: a metric drawn large, the log of one rank; None: as always."""
+    """What somebody chose to see: a metric drawn large, the log of one rank; None: as always.
+
+    `log` says whether the axes of values are logarithmic.
+    """
 
     metric: str | None = None
     rank: int | None = None
+    log: bool | None = None
 
 
 FRAME = {"border": "1px solid rgba(128,128,128,.35)", "padding": "8px 12px", "max-width": "1100px"}
@@ -78,7 +82,8 @@ def _parts(state: RunState, now: float, look: Look = Look()) -> tuple[str, str, 
     above = f"{_header(state, now)}{_hang(state)}{_ranks(state, now)}"
     taken = len(notes) + len(above) + len(printed) + 500
     room = (STATIC_BYTES if state.is_over else LIVE_BYTES) - taken
-    return notes, f"{above}{chart.charts(state, room, look.metric)}", printed
+    charts = chart.charts(state, room, look.metric, log=look.log)
+    return notes, f"{above}{charts}", printed
 
 
 def _header(state: RunState, now: float) -> str:

@@ -19,6 +19,9 @@ KEPT_LINES = 60
 GROUPS = 24
 """Ranks with logs of their own that are merged; of more, those in trouble and the first."""
 
+ALONE = 8
+"""Ranks whose log can be unfolded alone, once the run is over: those in trouble, and the first."""
+
 LIVE_BYTES = 4_000
 BYTES = 60_000
 """What all panels may take together, as HTML."""
@@ -99,12 +102,13 @@ def draw(state: RunState, only: int | None = None) -> str:
     if not state.is_over:
         return _pre(merged(state, LIVE_LINES), "max-height:220px", LIVE_BYTES, brief=True)
     panel = Panel(f"Log: {wording.counted(count, 'line')}", merged(state, KEPT_LINES))
-    talkers = [rank for rank in state.ranks if rank.log]
+    talkers = sorted((rank for rank in state.ranks if rank.log), key=_in_trouble_first)
     single = ""
-    if len(talkers) > 1 and state.world_size <= 8:
-        each = BYTES // 2 // len(talkers)
-        alone = "".join(_details(_alone(rank), each) for rank in talkers)
-        single = _folded("Log by rank", f'<div style="margin-left:16px">{alone}</div>')
+    if len(talkers) > 1:
+        each = BYTES // 2 // ALONE
+        alone = "".join(_details(_alone(rank), each) for rank in talkers[:ALONE])
+        left = f": {ALONE} of {len(talkers)}" if len(talkers) > ALONE else ""
+        single = _folded(f"Log by rank{left}", f'<div style="margin-left:16px">{alone}</div>')
     return f'<div style="margin-top:6px">{_details(panel, BYTES // 2)}{single}</div>'
 
 

@@ -1,7 +1,8 @@
 """A row per rank: bar, position, rate, loss, memory, and what went wrong. Pure.
 
 Columns that no rank has anything for are left out; numbers are set right, in digits of one width,
-in columns that have room for more of them, so that nothing jumps.
+in columns that have room for more of them, so that nothing jumps. What is looked at most comes
+first: a narrow page shows that much without scrolling.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from html import escape
 
 from .. import taken
 from ..state import RankState, RunState
-from . import colours, wording
+from . import colours, eta, wording
 
 _CELL = "padding:1px 10px 1px 0"
 _SOFT = "opacity:.7"
@@ -39,7 +40,7 @@ class Column:
 
 def draw(rows: Sequence[Row], state: RunState, now: float) -> str:
     """Draw the rows."""
-    told, dense = wording.eta(state, now) is not None, len(rows) < state.world_size
+    told, dense = bool(eta.remaining(state, now)), len(rows) < state.world_size
     columns = _columns(state, told=told, dense=dense)
     drawn = [(column, [column.cell(row) for row in rows]) for column in columns]
     drawn = [(column, cells) for column, cells in drawn if any(cells)]
@@ -84,7 +85,7 @@ def _heading(column: Column) -> str:
 
 def _columns(state: RunState, *, told: bool, dense: bool) -> list[Column]:
     """Return the columns; `told`: the time left is in the header; `dense`: positions are not."""
-    left, right = "text-align:left", "text-align:right"
+    left, right = "text-align:left;white-space:nowrap", "text-align:right;white-space:nowrap"
     return [
         Column("rank", lambda row: str(row[0].rank), f"{right};{_SOFT}"),
         Column("node", lambda row: escape(row[0].node), f"{left};{_SOFT}"),
@@ -92,13 +93,14 @@ def _columns(state: RunState, *, told: bool, dense: bool) -> list[Column]:
         Column("", lambda row: row[1], f"{left};font-weight:600"),
         Column("", lambda row: _bar(row[0], state), "min-width:72px"),
         Column("", lambda row: _percent(row[0]), right, 42),
-        Column("at", lambda row: "" if dense else _place(row[0]), f"{left};{_SOFT}"),
+        Column("loss", lambda row: _loss(row[0]), right, 56),
         Column("rate", lambda row: escape(wording.rate(row[0])), right, 64),
         Column("left", lambda row: "" if told else wording.left(row[0]), f"{right};{_SOFT}", 46),
-        Column("loss", lambda row: _loss(row[0]), right, 52),
         Column("memory", lambda row: _memory(row[0]), right, 54),
+        Column("CPU", lambda row: wording.cpu(row[0]), right, 46),
         Column("compiled", lambda row: wording.compiled(row[0]), right),
         Column("data wait", lambda row: wording.waiting(row[0]), right),
+        Column("at", lambda row: "" if dense else _place(row[0]), f"{left};{_SOFT}"),
         Column("", lambda row: _echo(row[0], state), f"{left};{_SOFT}"),
     ]
 
@@ -112,7 +114,8 @@ def badge(status: str) -> str:
 def _loss(rank: RankState) -> str:
     if rank.loss is None:
         return ""
-    words = wording.number(rank.loss)
+    has_digits = 1e-3 <= abs(rank.loss) < 1e3  # all of one length: they stand below each other
+    words = f"{rank.loss:#.4g}" if has_digits else wording.number(rank.loss)
     return words if math.isfinite(rank.loss) else f'<b style="color:{colours.RED}">{words}</b>'
 
 
@@ -125,7 +128,8 @@ def _place(rank: RankState) -> str:
 
 def _memory(rank: RankState) -> str:
     """Draw the memory that a rank takes; what it holds is told where one points at it."""
-    words, told = wording.holds(rank), parts(rank)
+    words = wording.holds(rank)
+    told = " · ".join(filter(None, (parts(rank), wording.torch_memory(rank))))
     return f'<span title="{told}">{words}</span>' if words and told else words
 
 
@@ -143,12 +147,12 @@ def _echo(rank: RankState, state: RunState) -> str:
 
 
 def _percent(rank: RankState) -> str:
-    done = wording.fraction(rank)
+    done = eta.fraction(rank)
     return "" if done is None or rank.bar is None else f"{int(100 * done)} %"
 
 
 def _bar(rank: RankState, state: RunState) -> str:
-    done = wording.fraction(rank)
+    done = eta.fraction(rank)
     if done is None or rank.bar is None:
         return ""
     percent = f"{100 * done:.1f}"
@@ -159,6 +163,7 @@ def _bar(rank: RankState, state: RunState) -> str:
     return (
         f'<div role="progressbar" aria-valuenow="{percent}" aria-label="rank {rank.rank}" '
         f'style="width:72px;height:7px;border-radius:4px;background:{colours.TRACK};'
-        f'overflow:hidden"><div style="width:{percent}%;height:100%;background:{colour}">'
+        'overflow:hidden;forced-color-adjust:none">'
+        f'<div style="width:{percent}%;height:100%;background:{colour}">'
         "</div></div>"
     )

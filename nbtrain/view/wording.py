@@ -7,17 +7,19 @@ from collections.abc import Collection, Iterable
 
 from .. import events as ev
 from .. import verdict
+from ..folding import METRICS
 from ..home import not_home
 from ..outcome import is_echo, ranks_text
 from ..pace import Bar
 from ..series import UNCHARTED
-from ..state import METRICS, RankState, RunState
+from ..state import RankState, RunState
 from . import hosts
+from .eta import FOREVER, fraction, remaining
 
 
 def duration(seconds: float) -> str:
     """Word a duration: 0.4 s, 12 s, 3:07 min, 2:03:07 h."""
-    if not math.isfinite(seconds):
+    if not abs(seconds) < FOREVER:
         return "∞"
     if seconds < 10:
         return f"{seconds:.1f} s"
@@ -57,11 +59,10 @@ def position(rank: RankState) -> str:
 
 def place(rank: RankState) -> str:
     """Word the bars that move, from the outside in: ``epoch: 2/3 › batch: 20/45``."""
-    bar = rank.bar
-    if bar is None:
-        return ""
-    outer = [other for other in rank.bars.values() if not other.closed and other is not bar]
-    return " › ".join([*(_count(other) for other in outer[:3]), _count(bar)])
+    if not rank.bars:
+        return "" if rank.bar is None else _count(rank.bar)
+    *outer, inner = rank.nest
+    return " › ".join(map(_count, [*outer[:3], inner]))
 
 
 def rate(rank: RankState) -> str:
@@ -86,7 +87,7 @@ def _count(bar: Bar) -> str:
 def _rate(rate: float, unit: str) -> str:
     if rate < 1:
         return f"{duration(1 / rate)}/{unit}"
-    return f"{rate:,.0f} {unit}/s" if rate >= 100 else f"{rate:.3g} {unit}/s"
+    return f"{rate:,.0f} {unit}/s" if rate >= 99.95 else f"{rate:#.3g} {unit}/s"
 
 
 def outliers(state: RunState, limit: int) -> list[tuple[RankState, str]]:
@@ -116,19 +117,6 @@ def _highest_loss(state: RunState) -> tuple[RankState | None, str]:
     high, rank = max(losses, key=lambda pair: pair[0], default=(0.0, None))
     low = min((loss for loss, _ in losses), default=0.0)
     return (rank, "highest loss") if high > low else (None, "")
-
-
-def fraction(rank: RankState) -> float | None:
-    """Return how much of a rank's work is done, by its outermost bar and those inside it."""
-    if rank.status == "done":
-        return 1.0
-    bars = [b for b in rank.bars.values() if not b.closed and b.fraction is not None]
-    if not bars:
-        return rank.bar.fraction if rank.bar is not None else None
-    inner = 0.0
-    for bar in reversed(bars):
-        inner = min(1.0, ((bar.fraction or 0.0) * (bar.total or 1) + inner) / (bar.total or 1))
-    return inner
 
 
 def spread(state: RunState) -> list[tuple[str, str]]:
@@ -179,6 +167,21 @@ def holds(rank: RankState) -> str:
         device = "GPU" if taken.gpu is None else f"GPU {taken.gpu}"
         return device if on_gpu is None else f"{device} · {size(on_gpu)}"
     return "" if taken.memory is None else size(taken.memory)
+
+
+def torch_memory(rank: RankState) -> str:
+    """Word what torch makes of its GPU: ``torch: 6.1 GB allocated, 7.8 GB reserved, …``."""
+    seen = rank.trained
+    told = [(seen.allocated, "allocated"), (seen.reserved, "reserved")] if seen else []
+    told += [(seen.peak, "allocated at most")] if seen else []
+    words = ", ".join(f"{size(count)} {what}" for count, what in told if count is not None)
+    return f"torch: {words}" if words else ""
+
+
+def cpu(rank: RankState) -> str:
+    """Word the share of a core that a rank and its children take: ``98 %``, ``210 %``."""
+    share = None if rank.is_over else rank.taken.cpu
+    return "" if share is None else f"{100 * share:.0f} %"
 
 
 def waiting(rank: RankState) -> str:
@@ -249,46 +252,7 @@ def facts(state: RunState, now: float) -> str:
     if state.attempt > 1:
         words.append(f"attempt {state.attempt} of {state.attempts}")
     words.append(duration(state.elapsed(now)))
-    seconds = eta(state, now)
-    return " · ".join([*words, *([f"{about(seconds)} left"] if seconds is not None else [])])
-
-
-def eta(state: RunState, now: float) -> float | None:
-    """Return the seconds a run will still take: the mean over its ranks' outermost bars.
-
-    None while there is too little to tell from, or no bar that knows its total.
-    """
-    if state.status not in ("starting", "running"):
-        return None
-    found = [left for r in state.ranks if not r.is_over and (left := _rank_eta(r, now)) is not None]
-    return sum(found) / len(found) if found else None
-
-
-def _rank_eta(rank: RankState, now: float) -> float | None:
-    bars = [b for b in rank.bars.values() if not b.closed and b.fraction is not None]
-    done = fraction(rank) if bars else None
-    if not done:
-        return None
-    heard = max(bar.time for bar in rank.bars.values())  # of the events' own clock, not of `now`
-    gone = heard - bars[0].time + bars[0].elapsed
-    if gone < 3 or done < 0.005:
-        return None
-    since = min(60.0, max(0.0, now - heard))
-    return max(0.0, gone * (1 - done) / done - since)
-
-
-def about(seconds: float) -> str:
-    """Word an estimate, coarsely, so that it is calm: about 25 s, about 7 min, about 1:20 h."""
-    if seconds < 10:
-        return "a few seconds"
-    if seconds < 100:
-        return f"about {5 * round(seconds / 5)} s"
-    if seconds < 3570:
-        return f"about {round(seconds / 60)} min"
-    minutes = 5 * round(seconds / 300)
-    if minutes < 60 * 48:
-        return f"about {minutes // 60}:{minutes % 60:02d} h"
-    return f"about {round(seconds / 86400)} days"
+    return " · ".join(filter(None, [*words, remaining(state, now)]))
 
 
 def notes(state: RunState, limit: int = 6) -> list[str]:

@@ -46,19 +46,19 @@ def _row(compared: str, unit: str, ours: Any, theirs: Any, target: Target) -> Ro
 
 
 def watched(kernel: Notebook, ranks: int, view: str) -> dict[str, float]:
-    """Return cores, messages/s and KB/s of a run, its start and its end left out."""
+    """Return cores, its start and its end left out, and messages/s and KB/s of a whole run."""
     kernel.messages, kernel.bytes = 0, 0
     kernel.start(run, ranks, view)
     told: dict[str, float] = kernel.finish()
     return {
         "cpu": told["cpu"],
-        "messages": kernel.messages / told["seconds"],
-        "kb": kernel.bytes / 1000 / told["seconds"],
+        "messages": kernel.messages / told["lasted"],
+        "kb": kernel.bytes / 1000 / told["lasted"],
     }
 
 
 def run(ranks: int, view: str) -> dict[str, float]:
-    """Run the ranks; return the cores the kernel used while all of them were running."""
+    """Run the ranks; return how long, and the kernel's cores while all of them were running."""
     import nbtrain
     from nbtrain import supervise
 
@@ -71,12 +71,13 @@ def run(ranks: int, view: str) -> dict[str, float]:
         take(self, *args)
 
     supervise.Supervisor._decide = noting  # type: ignore[method-assign]
+    began = time.monotonic()
     try:
         nbtrain.launch(log_now_and_then, num_processes=ranks, view=view)
     finally:
         supervise.Supervisor._decide = take  # type: ignore[method-assign]
     (start, cpu), (end, cpu_end) = marks[0], marks[-1]
-    return {"seconds": end - start, "cpu": (cpu_end - cpu) / (end - start)}
+    return {"lasted": time.monotonic() - began, "cpu": (cpu_end - cpu) / (end - start)}
 
 
 def log_now_and_then() -> None:

@@ -121,7 +121,7 @@ def test_a_page_opened_later_shows_the_run_in_another_cell(open_notebook: Open) 
     wait_until(lambda: page.output.filter(has_text="succeeded").count() == 2, timeout=60)
 
 
-def test_menus_choose_the_large_chart_and_whose_log_is_shown(open_notebook: Open) -> None:
+def test_menus_choose_the_large_chart_its_axis_and_whose_log_is_shown(open_notebook: Open) -> None:
     cell = (
         "%%distributed -n 2\nimport os\nrank = int(os.environ['RANK'])\n"
         "for i in range(4000):\n"
@@ -130,12 +130,14 @@ def test_menus_choose_the_large_chart_and_whose_log_is_shown(open_notebook: Open
         "    if i % 20 == 0: print(f'rank {rank} paid at {i}')\n"
     )
     page = _start(open_notebook, "menus.ipynb", cell, shows="paid at")
-    charts, logs = page.output.locator("select").nth(0), page.output.locator("select").nth(1)
+    charts, axes, logs = (page.output.locator("select").nth(i) for i in range(3))
     logs.select_option("rank 1")
     wait_until(lambda: "rank 0 paid" not in page.board and "rank 1 paid" in page.board)
     page.page.wait_for_function("document.querySelector('select option[value=accuracy]') !== null")
     charts.select_option("accuracy")
     page.output.locator("svg").first.and_(page.page.locator("[aria-label^=accuracy]")).wait_for()
+    axes.select_option("logarithmic")
+    page.wait_for("· log")
     page.shot("menus")
     page.button.click()
     page.wait_for("by the Stop button")
