@@ -52,12 +52,14 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
 import board
+import cluster
 import homecoming
 import live
 import log
 import memory
 import noop
 import refusal
+import scale_cluster
 import steps
 import telemetry
 from table import Row, render
@@ -72,6 +74,8 @@ BENCHMARKS: dict[str, Callable[[int | None], list[Row]]] = {
     "board": board.rows,
     "live": live.rows,
     "home": homecoming.rows,
+    "cluster": cluster.rows,
+    "scale": scale_cluster.rows,
 }
 
 

@@ -46,7 +46,7 @@ def rows(rounds: int | None) -> list[Row]:
                 ("torchrun", torchrun.pid, kernel.pid),
             ):
                 before = _cpu_ms(pid)
-                _give_turn(kernel.folder / f"{name}-{turn}", other, check)
+                give_turn(kernel.folder / f"{name}-{turn}", other, check)
                 cpu[name].append((_cpu_ms(pid) - before) / ddp_loop.STEPS)
         for name in cpu:
             (kernel.folder / f"{name}-{turns}").touch()
@@ -105,7 +105,7 @@ def _check(torchrun: subprocess.Popen[bytes], folder: Path) -> None:
         raise RuntimeError(f"torchrun exited with {torchrun.returncode}:\n{said}")
 
 
-def _give_turn(go: Path, other: int, check: Callable[[], None]) -> None:
+def give_turn(go: Path, other: int, check: Callable[[], None]) -> None:
     """Let one world train; the process that launched the other one stands still meanwhile."""
     deadline = time.monotonic() + PATIENCE
     done = go.with_name(f"{go.name}-done")

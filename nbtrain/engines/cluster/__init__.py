@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +22,9 @@ from ...tail import event_tail, new_events
 from ...worker import Job
 from ..base import Exit, Ranks
 from . import modules
+from .copying import size
 from .link import Link
-from .node import Gone, Order
+from .node import Gone, Order, told_by
 from .placing import Node, bundle, fitting
 from .reservation import Wanted
 
@@ -108,8 +109,9 @@ class RayEngine:
         for rank in range(job.world_size):  # of an attempt before: nobody there listens
             job.folder.stacks(rank).unlink(missing_ok=True)
         link = self._open()
+        said = [size(job.folder.path, told_by(index)) for index in range(most)]
         try:
-            return RemoteRanks(job, link, **link.request("start", order=order))
+            return RemoteRanks(job, link, said, **link.request("start", order=order))
         except BaseException:
             with contextlib.suppress(LaunchError):
                 link.request("close")
@@ -135,13 +137,18 @@ class RemoteRanks:
     error: BaseException | None = None
 
     def __init__(
-        self, job: Job, link: Link, pids: Mapping[int, int], nodes: Mapping[int, str]
+        self,
+        job: Job,
+        link: Link,
+        said: Sequence[int],
+        pids: Mapping[int, int],
+        nodes: Mapping[int, str],
     ) -> None:
         self._link, self._pids, self._nodes = link, dict(pids), dict(nodes)
         self._alive = set(pids)
-        here = sorted(set(nodes.values()))
-        paths = [job.folder.path / f"node-{index:04d}.jsonl" for index in range(len(here))]
-        self._tails = [event_tail(path) for path in paths]
+        self._tails = [event_tail(job.folder.path / told_by(i)) for i in range(len(said))]
+        for tail, before in zip(self._tails, said, strict=True):  # in an attempt before
+            tail.skip_to(before)
         self._told: list[ev.Event] = []
         now = time.time()
         absent = set(range(job.world_size)) - self._alive

@@ -22,17 +22,16 @@ RATE = 5.0
 def appended(folder: Path, have: Mapping[str, int]) -> dict[str, tuple[int, bytes]]:
     """Return what the files of a folder hold beyond what the other side has, by name.
 
-    Each with the offset it begins at, and together no more than a batch; those that are not there
-    have nothing.
+    Each with the offset it begins at, and together no more than a batch, of which each file has
+    its share: none waits for one that grows without end. Those that are not there have nothing.
     """
+    grown = [name for name, offset in have.items() if size(folder, name) > offset]
+    share = min(PART, BATCH // max(1, len(grown)))
     found: dict[str, tuple[int, bytes]] = {}
-    left = BATCH
-    for name, offset in have.items():
+    for name in grown:
         with contextlib.suppress(OSError), (folder / name).open("rb") as file:
-            if os.fstat(file.fileno()).st_size > offset and left:
-                file.seek(offset)
-                data = file.read(min(PART, left))
-                found[name], left = (offset, data), left - len(data)
+            file.seek(have[name])
+            found[name] = have[name], file.read(share)
     return found
 
 
@@ -41,7 +40,7 @@ class Copy:
 
     def __init__(self, folder: Path, names: Iterable[str]) -> None:
         self._folder = folder
-        self._before = {name: _size(folder / name) for name in names}
+        self._before = {name: _end_line(folder, name) for name in names}
         self.have = dict.fromkeys(self._before, 0)
         """Bytes of each file that were copied."""
 
@@ -60,6 +59,10 @@ class Copy:
             grown = grown or self.have[name] > known
         return grown
 
+    def lacks(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Return how much there is of those files that are to have so many bytes, and do not."""
+        return {n: self.have[n] for n, whole in sizes.items() if self.have.get(n, whole) < whole}
+
     def _append(self, name: str, data: bytes) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
         descriptor = os.open(self._folder / name, flags, 0o600)
@@ -69,21 +72,37 @@ class Copy:
             os.close(descriptor)
 
 
-def _size(path: Path) -> int:
+def size(folder: Path, name: str) -> int:
+    """Return the bytes of a file, 0 where there is none."""
     try:
-        return path.stat().st_size
+        return os.stat(f"{folder}/{name}").st_size  # of hundreds of files, many times a second
     except OSError:
         return 0
 
 
-class Pace:
-    """Says how long to wait before the next batch: a few may follow at once, then `RATE` holds."""
+def _end_line(folder: Path, name: str) -> int:
+    """Return the size of a file, whose last line is ended if whoever wrote it could not do that.
 
-    def __init__(self, now: float | None = None) -> None:
-        self._left, self._at = RATE, time.monotonic() if now is None else now
+    The rest of it was lost with its node: it must not take the next attempt's first line with it.
+    """
+    with contextlib.suppress(OSError), (folder / name).open("rb+") as file:
+        if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":
+            file.write(b"\n")
+    return size(folder, name)
+
+
+class Pace:
+    """Says how long to wait before the next of many: a few may follow at once, then `rate` holds.
+
+    `rate` is in 1/s, and how many the few are.
+    """
+
+    def __init__(self, rate: float = RATE, now: float | None = None) -> None:
+        self._rate = self._left = rate
+        self._at = time.monotonic() if now is None else now
 
     def wait(self, now: float) -> float:
-        """Return the seconds to wait before a batch that is taken into account now."""
-        self._left = min(RATE, self._left + RATE * (now - self._at)) - 1
+        """Return the seconds to wait, for one more that is taken into account now."""
+        self._left = min(self._rate, self._left + self._rate * (now - self._at)) - 1
         self._at = now
-        return max(0.0, -self._left / RATE)
+        return max(0.0, -self._left / self._rate)

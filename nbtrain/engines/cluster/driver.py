@@ -33,7 +33,10 @@ STARTING = 600.0
 """Seconds in which what the ranks unpack has to reach every node."""
 
 POLL = 0.05
-"""Seconds between two looks for questions in the run folder, and two signs of news."""
+"""Seconds between two looks for questions in the run folder."""
+
+NEWS = 20.0
+"""Signs of news a second, at most: at each the launcher looks at every file of the run."""
 
 SILENT = 5.0
 """Seconds without an answer after which a node is said to be silent."""
@@ -74,7 +77,7 @@ class Driver:
         self._parcel: Any = None
         self._members: list[_Member] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._told_at = 0.0
+        self._pace = Pace(NEWS)
         self._is_telling = False
 
     async def serve(self) -> None:
@@ -216,17 +219,20 @@ class Driver:
             self._lose(member, error)
 
     async def _bring_home(self, member: _Member, gone: Gone) -> None:
+        """Fetch what a rank left, and the rest of what it wrote."""
         home = Path(member.order.home)
         for name in gone.files:
             data = await self._ask(member, "fetch", name)
-            path = home / name
-            path.parent.mkdir(exist_ok=True, mode=0o700)
-            partial = path.with_name(path.name + ".partial")
-            with partial.open("wb") as file:
-                file.write(memoryview(data))
-            partial.rename(path)
-        while member.copy.add(await self._ask(member, "read", member.copy.have, 0.0)):
-            pass
+            try:
+                _keep(home / name, data)
+            except OSError as error:  # a full disk: the rank has ended all the same
+                self._tell("note", f"{name} of {member.node.name} was lost: {error}")
+        lacking = member.copy.lacks(gone.sizes)
+        while lacking:
+            member.copy.add(await self._ask(member, "read", lacking, 0.0))
+            before, lacking = lacking, member.copy.lacks(gone.sizes)
+            if lacking == before:  # the same
+                break
 
     def _lose(self, member: _Member, error: Exception) -> None:
         """Report the ranks of a node that nothing will be heard of any more."""
@@ -238,7 +244,7 @@ class Driver:
             else f"its node {node.name} ({node.address}) was lost"
         )
         for rank in sorted(member.left):
-            self._tell("gone", Gone(rank, None, time.time(), why, ()))
+            self._tell("gone", Gone(rank, None, time.time(), why))
         member.left.clear()
 
     async def _copy(self, member: _Member) -> None:
@@ -253,17 +259,13 @@ class Driver:
 
     def _news(self) -> None:
         """Wake the launcher, not too often."""
-        now = time.monotonic()
-        if now - self._told_at >= POLL:
-            self._told_at = now
-            self._tell("news")
-        elif not self._is_telling:
+        if not self._is_telling:
             self._is_telling = True
-            asyncio.get_running_loop().call_later(POLL, self._late_news)
+            wait = self._pace.wait(time.monotonic())
+            asyncio.get_running_loop().call_later(wait, self._tell_news)
 
-    def _late_news(self) -> None:
+    def _tell_news(self) -> None:
         self._is_telling = False
-        self._told_at = time.monotonic()
         self._tell("news")
 
     async def _listen(self, home: Path) -> None:
@@ -300,6 +302,18 @@ class Driver:
             self._reserved.release()
         if self._ray is not None:
             self._ray.shutdown()
+
+
+def _keep(path: Path, data: Any) -> None:
+    """Write a file that is there whole or not at all. Raises `OSError`."""
+    path.parent.mkdir(exist_ok=True, mode=0o700)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(memoryview(data))
+        partial.rename(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _told(error: BaseException) -> str:

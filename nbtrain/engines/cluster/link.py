@@ -49,6 +49,7 @@ class Link:
             theirs.close()
         self._connection: Connection[Any, Any] = Connection(ours.detach())
         self._waiting: deque[tuple[str, Any]] = deque()
+        self._owed = 0  # answers that have not come: each request has one, in their order
 
     def request(self, kind: str, **payload: Any) -> Any:
         """Have something done and return the answer. Raises `LaunchError` for a refusal."""
@@ -59,6 +60,7 @@ class Link:
         """Give the driver a file. Raises `LaunchError`."""
         try:
             self._connection.send(("parcel", {}))
+            self._owed += 1
             reduction.send_handle(self._connection, descriptor, self._process.pid)
         except OSError as error:
             raise self._is_gone() from error
@@ -68,6 +70,7 @@ class Link:
         """Say something. Raises `LaunchError` if nobody listens."""
         try:
             self._connection.send((kind, payload))
+            self._owed += 1
         except OSError as error:
             raise self._is_gone() from error
 
@@ -78,11 +81,15 @@ class Link:
                 kind, value = self._connection.recv()
             except (EOFError, OSError) as error:
                 raise self._is_gone() from error
-            if kind == "answer":
-                return value
+            if kind not in ("answer", "refusal"):
+                self._waiting.append((kind, value))
+                continue
+            self._owed -= 1
+            if self._owed:  # of something that was said before
+                continue
             if kind == "refusal":
                 raise LaunchError(value)
-            self._waiting.append((kind, value))
+            return value
 
     def messages(self, patience: float) -> list[tuple[str, Any]]:
         """Return what was told unasked; wait for it up to `patience` s. Raises `LaunchError`."""
@@ -93,12 +100,12 @@ class Link:
                 message = self._connection.recv()
                 if message[0] not in ("answer", "refusal"):
                     found.append(message)
-                    if message[0] == "news":
-                        break
                 else:
+                    self._owed -= 1
                     patience = 0
         except (EOFError, OSError) as error:
-            raise self._is_gone() from error
+            if not found:  # else the next time: what it told last counts
+                raise self._is_gone() from error
         return found
 
     def _is_gone(self) -> LaunchError:

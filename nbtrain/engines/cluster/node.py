@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from .. import rendezvous
 from ..janitor import Janitor
 from ..processes import ChildRanks
 from ..spawn import spawn_rank
-from .copying import appended
+from .copying import appended, size
 
 TICK = 0.02
 """Seconds between two looks at what ranks are to be told."""
@@ -67,27 +67,35 @@ class Order:
         """The ranks of this node."""
         return range(self.here.begin, self.here.begin + self.each)
 
-    @property
-    def told_by(self) -> str:
-        """The name of the file in which the node tells of itself."""
-        return f"node-{self.here.node:04d}.jsonl"
-
     def growing(self) -> list[str]:
         """Return the names of the files that grow while the ranks run."""
-        folder = RunFolder(Path())
-        kinds = (folder.events, folder.log, folder.stacks)
-        return [self.told_by, *(str(kind(rank)) for rank in self.ranks for kind in kinds)]
+        return [told_by(self.here.node), *(name for rank in self.ranks for name in growing(rank))]
+
+
+def told_by(node: int) -> str:
+    """Return the name of the file in which a node tells of itself."""
+    return f"node-{node:04d}.jsonl"
+
+
+def growing(rank: int) -> list[str]:
+    """Return the names of the files that grow while a rank runs."""
+    folder = RunFolder(Path())
+    return [str(kind(rank)) for kind in (folder.events, folder.log, folder.stacks)]
 
 
 @dataclass(frozen=True)
 class Gone:
-    """A rank that ended: its exit code, why where only its host can tell, and what it left."""
+    """A rank that ended: its exit code, why where only its host can tell, and what it left.
+
+    `files` were left whole; those that grew have the `sizes`, and will grow no more.
+    """
 
     rank: int
     returncode: int | None
     time: float
     cause: str
-    files: tuple[str, ...]
+    files: tuple[str, ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
 
 class _Parcel:
@@ -188,7 +196,7 @@ class Node:
             self._watch(job)
 
     def _watch(self, job: Job) -> None:
-        writer = EventWriter(self.folder.path / self._order.told_by)
+        writer = EventWriter(self.folder.path / told_by(self._order.here.node))
         kills, sent = host.oom_kills(), set[int]()
         with contextlib.closing(Sampler(self._ranks.pids, job.device)) as sampler:
             while self._ranks.alive:
@@ -199,9 +207,9 @@ class Node:
                     cause = ""
                     if ended.returncode == -signal.SIGKILL and ended.rank not in sent:
                         kills, cause = self._killed(kills)
-                    gone = Gone(
-                        ended.rank, ended.returncode, ended.time, cause, self._left(ended.rank)
-                    )
+                    left = self._left(ended.rank)
+                    sizes = {name: size(self.folder.path, name) for name in growing(ended.rank)}
+                    gone = Gone(ended.rank, ended.returncode, ended.time, cause, left, sizes)
                     with self._changed:
                         self._gone.append(gone)
                         self._changed.notify_all()

@@ -1,0 +1,273 @@
+"""What a large cluster costs the kernel: 64 nodes of 16 ranks, ten events a second each.
+
+All of it is nbtrain's own but the nodes, and Ray between them and the driver: what ranks would say
+is made up in the driver's process, whose figures leave the making out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import json
+import signal
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+from kernel import HERE, notebook
+from table import Row, Target
+
+from nbtrain.engines.cluster.copying import Copy
+from nbtrain.engines.cluster.driver import Driver, _Member
+from nbtrain.engines.cluster.node import Gone, Order, told_by
+from nbtrain.engines.cluster.placing import Node
+
+ROUNDS = 6
+SECONDS = 10.0
+"""Of a round; all of them are of one run."""
+
+NODES, RANKS = 64, 16
+EACH = 10
+"""Events a second of a rank; one more line goes to its log."""
+
+
+def rows(rounds: int | None) -> list[Row]:
+    """Let a kernel watch one run for so many rounds."""
+    many = max(2, rounds or ROUNDS)
+    with notebook() as kernel:
+        found = kernel.call(watch, many)
+    who = f"{NODES} nodes × {RANKS} ranks × {EACH} events/s:"
+    one, some, first = [1.0] * many, [200.0] * many, [found["memory"][0]] * (many - 1)
+    return [
+        _row(f"{who} the kernel, its board drawn / a core", "cores", found["kernel"], one, 1.0),
+        _row(f"{who} the driver, without Ray's part / a core", "cores", found["driver"], one, 1.0),
+        _row(f"{who} median of progress latency / 200 ms", "ms", found["median"], some),
+        _row(f"{who} 95 % of it / 200 ms", "ms", found["95 %"], some),
+        _row(f"{who} drawings of the board / 5", "1/s", found["drawn"], [5.0] * many),
+        Row(
+            "scale",
+            f"{who} the kernel's memory / that after {SECONDS:g} s",
+            "MB",
+            found["memory"][1:],
+            first,
+            Target(1.1),
+        ),
+    ]
+
+
+def _row(what: str, unit: str, ours: Any, theirs: Any, limit: float | None = None) -> Row:
+    target = None if limit is None else Target(limit, own_figure=True)
+    return Row("scale", what, unit, ours, theirs, target)
+
+
+# In the kernel
+
+
+def watch(rounds: int) -> dict[str, list[float]]:
+    """Watch a run on such a cluster; return figures of each round. Called in a kernel."""
+    launch: Any = importlib.import_module("nbtrain.launch")  # the package's is the function
+    from nbtrain.engines.cluster import RayEngine, link
+    from nbtrain.plan import Call, Plan
+    from nbtrain.supervise import Interrupts
+
+    link._BOOT = (
+        f"import sys, json; order = json.loads(sys.argv.pop()); sys.path[:] = order['path']\n"
+        f"sys.path.append({str(HERE)!r}); import scale_cluster; scale_cluster.serve(order)"
+    )
+    engine = RayEngine()
+    engine._link = link.Link()
+    plan = Plan(Call(len), "scale", NODES * RANKS, engine="ray", nodes=(NODES, NODES))
+    watched = _Watched(rounds)
+    with watched.looking(), Interrupts() as interrupts:
+        run = launch._prepare(plan, "cpu", engine, interrupts)
+        run.wait()
+    engine.discard()
+    assert run.state.status == "interrupted", run.state.message
+    driver = json.loads((run.folder / "driver.json").read_text())
+    return watched.figures(driver)
+
+
+class _Watched:
+    """What is noted while the supervisor works, in rounds that begin once every rank is heard."""
+
+    def __init__(self, rounds: int) -> None:
+        self._rounds = rounds
+        self._ages: list[list[float]] = [[]]
+        self._drawn = 0
+        self._marks: list[tuple[float, float, int, int]] = []
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[None]:
+        """Look over the shoulder of supervisors, and of what draws."""
+        from nbtrain.supervise import Supervisor
+        from nbtrain.view import html
+
+        decide, take, parts = Supervisor._decide, Supervisor._take, html.parts
+
+        def deciding(supervisor: Any, *args: Any) -> None:
+            self._decide(supervisor)
+            decide(supervisor, *args)
+
+        def taking(supervisor: Any, events: Any) -> None:
+            take(supervisor, events)
+            now = time.time()
+            some = events[:: NODES + 1]  # to look at each would cost more than what it measures
+            self._ages[-1] += [1e3 * (now - e.time) for e in some if e.kind != "output"]
+
+        def drawing(*args: Any) -> list[str]:
+            self._drawn += 1
+            return parts(*args)
+
+        patched: Any = Supervisor
+        patched._decide, patched._take, html.parts = deciding, taking, drawing
+        try:
+            yield
+        finally:
+            patched._decide, patched._take, html.parts = decide, take, parts
+
+    def _decide(self, supervisor: Any) -> None:
+        now, begun = time.monotonic(), len(self._marks)
+        ranks = supervisor.state.ranks
+        if begun == 0 and not all(rank.step is not None for rank in ranks):
+            return
+        if begun == 0 or (begun <= self._rounds and now >= self._marks[-1][0] + SECONDS):
+            self._marks.append((now, time.process_time(), _memory(), self._drawn))
+            self._ages.append([])
+        if begun == self._rounds:
+            supervisor.request_stop("because it was watched long enough")
+
+    def figures(self, driver: list[tuple[float, float]]) -> dict[str, list[float]]:
+        """Return the figures of each round, with the CPU time that the driver noted."""
+        turns = list(zip(self._marks, self._marks[1:], strict=False))
+        ages = [sorted(of) for of in self._ages[1 : 1 + len(turns)]]
+        return {
+            "kernel": [(b[1] - a[1]) / (b[0] - a[0]) for a, b in turns],
+            "driver": [(_at(driver, b[0]) - _at(driver, a[0])) / (b[0] - a[0]) for a, b in turns],
+            "median": [statistics.median(of) for of in ages],
+            "95 %": [of[int(0.95 * len(of))] for of in ages],
+            "drawn": [(b[3] - a[3]) / (b[0] - a[0]) for a, b in turns],
+            "memory": [b[2] / 1e6 for _, b in turns],
+        }
+
+
+def _memory() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def _at(marks: list[tuple[float, float]], moment: float) -> float:
+    """Return what was noted last before a moment."""
+    return max(spent for when, spent in marks if when <= moment)
+
+
+# In the driver's process
+
+
+def serve(order: Mapping[str, Any]) -> None:
+    """Serve the launcher as a driver does, with nodes that are made up."""
+    link: Connection[Any, Any] = Connection(order["socket"])
+    asyncio.run(_Driver(link).serve())
+
+
+class _Never(Exception):
+    pass
+
+
+class _Driver(Driver):
+    """A driver without Ray."""
+
+    def _on_start(self, order: Order) -> dict[str, Any]:  # type: ignore[override]
+        errors = SimpleNamespace(RayError=_Never, ActorUnavailableError=_Never)
+        self._ray = SimpleNamespace(exceptions=errors)
+        per_node = order.place.ranks
+        for index in range(NODES):
+            place = SimpleNamespace(node=index, first=index * per_node, ranks=per_node)
+            own: Any = Order(**{**vars(order), "place": place, "name": f"node-{index}"})
+            agent = _Agent(own)
+            copy = Copy(Path(order.home), own.growing())
+            node = Node(str(index), own.name, "")
+            self._members.append(_Member(node, agent, own, copy, set(own.ranks)))
+            self._follow(self._watch(self._members[-1]))
+            self._follow(self._copy(self._members[-1]))
+        self._follow(self._listen(Path(order.home)))
+        self._follow(_note_cpu_time(Path(order.home, "driver.json")))
+        names = {rank: m.order.name for m in self._members for rank in m.order.ranks}
+        return {"pids": dict.fromkeys(names, 1), "nodes": names}
+
+
+async def _note_cpu_time(path: Path) -> None:
+    noted: list[tuple[float, float]] = []
+    while True:
+        noted.append((time.monotonic(), time.process_time() - _Agent.spent))
+        path.write_text(json.dumps(noted))
+        await asyncio.sleep(0.5)
+
+
+class _Agent:
+    """Stands for a node: what its ranks would have written since the driver asked last."""
+
+    spent = 0.0
+    """Seconds of CPU time that making it up took, of all."""
+
+    def __init__(self, order: Any) -> None:
+        self._order = order
+        self._said = 0
+        self._begun = time.time()
+        self._is_over = asyncio.Event()
+        self.do = self
+
+    async def remote(self, name: str, *args: Any) -> Any:
+        """Answer as an agent does."""
+        if name == "read":
+            while not (found := self._said_since(args[0])) and not self._is_over.is_set():
+                await asyncio.sleep(0.01)
+            return found
+        if name == "gone":
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._is_over.wait(), args[1])
+                return [Gone(r, -signal.SIGINT, time.time(), "") for r in self._order.ranks]
+            return []
+        if name == "wish":
+            self._is_over.set()
+        return None
+
+    def _said_since(self, have: Mapping[str, int]) -> dict[str, tuple[int, bytes]]:
+        start = time.process_time()
+        due = int((time.time() - self._begun) * EACH)
+        texts: dict[str, list[str]] = {}
+        for tick in range(self._said, due):
+            now = self._begun + tick / EACH
+            for rank in self._order.ranks:
+                events = texts.setdefault(f"rank-{rank:04d}.jsonl", [])
+                events.append(_SAID[(tick + rank) % 3] % {"now": now, "rank": rank, "tick": tick})
+                if tick % EACH == 0:
+                    texts.setdefault(f"rank-{rank:04d}.log", []).append(f"epoch {tick} goes on\n")
+            if tick % (EACH // 2) == 0:
+                rank = self._order.ranks[tick // (EACH // 2) % len(self._order.ranks)]
+                told = {"now": now, "rank": rank, "name": self._order.name}
+                lines = [_SEEN % told, *([_HOST % told] if tick % (2 * EACH) == 0 else [])]
+                texts.setdefault(told_by(self._order.place.node), []).extend(lines)
+        self._said = max(due, self._said)
+        parts = {name: (have[name], "".join(lines).encode()) for name, lines in texts.items()}
+        _Agent.spent += time.process_time() - start
+        return parts
+
+
+_HEAD = '"time":%(now).6f,"rank":%(rank)d,'
+_SAID = (
+    '{"kind":"metrics",' + _HEAD + '"step":%(tick)d,"values":{"loss":0.4%(tick)d,"norm":1.3}}\n',
+    '{"kind":"training",' + _HEAD + '"steps":%(tick)d,"elapsed":%(tick)d.5,"waited":0.5,'
+    '"samples":%(tick)d,"loss":0.5,"lr":0.001,"epoch":1,"batch":%(tick)d,"batches":90000}\n',
+    '{"kind":"progress",' + _HEAD + '"bar":0,"n":%(tick)d,"total":90000,"elapsed":%(tick)d.5,'
+    '"description":"batch","unit":"it","closed":false,"kept":true}\n',
+)
+_SEEN = '{"kind":"resources",' + _HEAD + '"cpu":1.0,"memory":1000000000}\n'
+_HOST = (
+    '{"kind":"host","time":%(now).6f,"rank":-1,"used":8000000000,"limit":16000000000,'
+    '"whose":"host","gpus":[],"node":"%(name)s"}\n'
+)
