@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
+import importlib.util
 import os
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
 
 from ...names import names_read
 from ...plan import Call, Cell
@@ -17,7 +18,7 @@ from ...plan import Call, Cell
 LOCAL_BYTES = 20 << 20
 """Of source files beside the notebook that travel with a run, at most."""
 
-_SKIPPED = ("__pycache__", "node_modules", "site-packages", "venv", "env", "build", "dist")
+_SKIPPED = ("__pycache__", "node_modules", "site-packages", "build", "dist")
 
 
 def needed(task: Call | Cell) -> list[str]:
@@ -25,18 +26,17 @@ def needed(task: Call | Cell) -> list[str]:
 
     Python's own are not among them, nor what only a library of those imports.
     """
-    names = set(_modules(task)) - sys.stdlib_module_names
-    return sorted(n for n in names if n.isidentifier() and n != "__main__" and n in _importable())
+    names = set(_modules(task)) - sys.stdlib_module_names - {"__main__", "ipykernel_launcher"}
+    return sorted(n for n in names if n.isidentifier() and _comes_from_a_file(n))
 
 
-def _importable() -> set[str]:
-    """What this process imported from a file: a module made in the notebook is packed by value."""
-    found = {name.partition(".")[0] for name, m in list(sys.modules.items()) if _has_place(m)}
-    return found - {"ipykernel_launcher"}
-
-
-def _has_place(module: Any) -> bool:
-    return getattr(module, "__spec__", None) is not None
+def _comes_from_a_file(name: str) -> bool:
+    """Whether a module is, or would be, imported: one made in the notebook is packed by value."""
+    if name in sys.modules:
+        return getattr(sys.modules[name], "__spec__", None) is not None
+    with contextlib.suppress(ImportError, ValueError):
+        return importlib.util.find_spec(name) is not None
+    return False
 
 
 def _modules(task: Call | Cell) -> Iterator[str]:
@@ -56,13 +56,17 @@ def _modules(task: Call | Cell) -> Iterator[str]:
         seen.add(id(value))
         if type(value) is ModuleType:
             yield value.__name__.partition(".")[0]
-        elif type(value) is FunctionType and value.__module__ == "__main__":
-            yield from _imported(value.__code__)
-            known = value.__globals__
-            waiting += [known[n] for n in _names(value.__code__) if n in known]
+            continue
+        home = value if isinstance(value, (type, FunctionType)) else type(value)
+        module = str(getattr(home, "__module__", "") or "")
+        if module != "__main__":
+            yield module.partition(".")[0]
+        elif isinstance(home, type):  # of the notebook's own
+            waiting += [*home.__bases__, *(f for f in vars(home).values() if callable(f))]
         else:
-            home = value if isinstance(value, (type, FunctionType)) else type(value)
-            yield str(getattr(home, "__module__", "") or "").partition(".")[0]
+            yield from _imported(home.__code__)
+            known = home.__globals__
+            waiting += [known[n] for n in _names(home.__code__) if n in known]
 
 
 _AWAIT = 0x2000  # ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
@@ -101,12 +105,18 @@ def copy_sources(folder: Path, target: Path) -> int:
     """Copy the Python files below `folder`; return their bytes, which stay below `LOCAL_BYTES`."""
     size = 0
     for here, folders, files in os.walk(folder):
-        folders[:] = sorted(f for f in folders if f not in _SKIPPED and f[0] != ".")
+        folders[:] = sorted(f for f in folders if not _is_skipped(Path(here, f)))
         for name in sorted(files):
             path = Path(here, name)
-            if path.suffix == ".py" and size + path.stat().st_size <= LOCAL_BYTES:
-                size += path.stat().st_size
-                place = target / path.relative_to(folder)
-                place.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, place)
+            with contextlib.suppress(OSError):  # an editor's lock is a link to nowhere
+                if path.suffix == ".py" and size + path.stat().st_size <= LOCAL_BYTES:
+                    place = target / path.relative_to(folder)
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(path, place)
+                    size += place.stat().st_size
     return size
+
+
+def _is_skipped(folder: Path) -> bool:
+    hidden = folder.name.startswith(".")
+    return hidden or folder.name in _SKIPPED or (folder / "pyvenv.cfg").exists()

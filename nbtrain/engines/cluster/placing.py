@@ -25,8 +25,12 @@ def named(nodes: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 
 def bundle(ranks: int, each: Mapping[str, float]) -> dict[str, float]:
-    """Return what a node must hold for `ranks` that need `each`; a rank needs a CPU by default."""
-    return {name: ranks * amount for name, amount in {"CPU": 1.0, **each}.items() if amount}
+    """Return what a node must hold for `ranks` that need `each`; a rank needs a CPU by default.
+
+    To four digits, as Ray counts: three times 0.1 fit into 0.3.
+    """
+    wanted = {"CPU": 1.0, **each}
+    return {name: round(ranks * amount, 4) for name, amount in wanted.items() if amount}
 
 
 def fitting(nodes: Sequence[Node], needed: Mapping[str, float]) -> list[Node]:
