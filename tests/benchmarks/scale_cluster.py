@@ -43,10 +43,12 @@ def rows(rounds: int | None) -> list[Row]:
     with notebook() as kernel:
         found = kernel.call(watch, many)
     who = f"{NODES} nodes × {RANKS} ranks × {EACH} events/s:"
+    said = [float(EACH)] * many
     one, some, first = [1.0] * many, [200.0] * many, [found["memory"][0]] * (many - 1)
     return [
         _row(f"{who} the kernel, its board drawn / a core", "cores", found["kernel"], one, 1.0),
         _row(f"{who} the driver, without Ray's part / a core", "cores", found["driver"], one, 1.0),
+        _row(f"{who} of those, heard by the kernel / {EACH}", "1/s", found["heard"], said),
         _row(f"{who} median of progress latency / 200 ms", "ms", found["median"], some),
         _row(f"{who} 95 % of it / 200 ms", "ms", found["95 %"], some),
         _row(f"{who} drawings of the board / 5", "1/s", found["drawn"], [5.0] * many),
@@ -99,8 +101,8 @@ class _Watched:
     def __init__(self, rounds: int) -> None:
         self._rounds = rounds
         self._ages: list[list[float]] = [[]]
-        self._drawn = 0
-        self._marks: list[tuple[float, float, int, int]] = []
+        self._drawn = self._heard = 0
+        self._marks: list[tuple[float, float, int, int, int]] = []
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
@@ -117,7 +119,8 @@ class _Watched:
         def taking(supervisor: Any, events: Any) -> None:
             take(supervisor, events)
             now = time.time()
-            some = events[:: NODES + 1]  # to look at each would cost more than what it measures
+            self._heard += sum(event.kind in _KINDS for event in events)
+            some = events[:: NODES + 1]  # each would cost too much of what is measured
             self._ages[-1] += [1e3 * (now - e.time) for e in some if e.kind != "output"]
 
         def drawing(*args: Any) -> list[str]:
@@ -137,7 +140,7 @@ class _Watched:
         if begun == 0 and not all(rank.step is not None for rank in ranks):
             return
         if begun == 0 or (begun <= self._rounds and now >= self._marks[-1][0] + SECONDS):
-            self._marks.append((now, time.process_time(), _memory(), self._drawn))
+            self._marks.append((now, time.process_time(), _memory(), self._drawn, self._heard))
             self._ages.append([])
         if begun == self._rounds:
             supervisor.request_stop("because it was watched long enough")
@@ -147,7 +150,9 @@ class _Watched:
         turns = list(zip(self._marks, self._marks[1:], strict=False))
         ages = [sorted(of) for of in self._ages[1 : 1 + len(turns)]]
         return {
-            "kernel": [(b[1] - a[1]) / (b[0] - a[0]) for a, b in turns],
+            # For as much as is said: a kernel that cannot keep up takes less than it should.
+            "kernel": [(b[1] - a[1]) * NODES * RANKS * EACH / (b[4] - a[4]) for a, b in turns],
+            "heard": [(b[4] - a[4]) / (b[0] - a[0]) / NODES / RANKS for a, b in turns],
             "driver": [(_at(driver, b[0]) - _at(driver, a[0])) / (b[0] - a[0]) for a, b in turns],
             "median": [statistics.median(of) for of in ages],
             "95 %": [of[int(0.95 * len(of))] for of in ages],
@@ -163,6 +168,9 @@ def _memory() -> int:
 def _at(marks: list[tuple[float, float]], moment: float) -> float:
     """Return what was noted last before a moment."""
     return max(spent for when, spent in marks if when <= moment)
+
+
+_KINDS = ("metrics", "training", "progress")
 
 
 # In the driver's process
