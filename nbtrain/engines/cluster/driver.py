@@ -231,7 +231,7 @@ class Driver:
         while lacking:
             member.copy.add(await self._ask(member, "read", lacking, 0.0))
             before, lacking = lacking, member.copy.lacks(gone.sizes)
-            if lacking == before:  # the same
+            if lacking == before:  # a full disk, too
                 break
 
     def _lose(self, member: _Member, error: Exception) -> None:
