@@ -14,6 +14,7 @@ import signal
 import statistics
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from nbtrain.engines.cluster.copying import Copy
 from nbtrain.engines.cluster.driver import Driver, _Member
 from nbtrain.engines.cluster.node import Gone, Order, told_by
 from nbtrain.engines.cluster.placing import Node
+from nbtrain.nodes import World
 
 ROUNDS = 6
 SECONDS = 10.0
@@ -84,7 +86,7 @@ def watch(rounds: int) -> dict[str, list[float]]:
     )
     engine = RayEngine()
     engine._link = link.Link()
-    plan = Plan(Call(len), "scale", NODES * RANKS, engine="ray", nodes=(NODES, NODES))
+    plan = Plan(Call(len), "scale", NODES * RANKS, engine="ray", spread=(NODES, NODES))
     watched = _Watched(rounds)
     with watched.looking(), Interrupts() as interrupts:
         run = launch._prepare(plan, "cpu", engine, interrupts)
@@ -192,10 +194,10 @@ class _Driver(Driver):
     def _on_start(self, order: Order) -> dict[str, Any]:  # type: ignore[override]
         errors = SimpleNamespace(RayError=_Never, ActorUnavailableError=_Never)
         self._ray = SimpleNamespace(exceptions=errors)
-        per_node = order.place.ranks
         for index in range(NODES):
-            place = SimpleNamespace(node=index, first=index * per_node, ranks=per_node)
-            own: Any = Order(**{**vars(order), "place": place, "name": f"node-{index}"})
+            first = index * order.each
+            world = World(index, NODES, first, NODES * order.each, "", 0, begin=first)
+            own = replace(order, world=world, name=f"node-{index}")
             agent = _Agent(own)
             copy = Copy(Path(order.home), own.growing())
             node = Node(str(index), own.name, "")
@@ -222,7 +224,7 @@ class _Agent:
     spent = 0.0
     """Seconds of CPU time that making it up took, of all."""
 
-    def __init__(self, order: Any) -> None:
+    def __init__(self, order: Order) -> None:
         self._order = order
         self._said = 0
         self._begun = time.time()
@@ -259,7 +261,7 @@ class _Agent:
                 rank = self._order.ranks[tick // (EACH // 2) % len(self._order.ranks)]
                 told = {"now": now, "rank": rank, "name": self._order.name}
                 lines = [_SEEN % told, *([_HOST % told] if tick % (2 * EACH) == 0 else [])]
-                texts.setdefault(told_by(self._order.place.node), []).extend(lines)
+                texts.setdefault(told_by(self._order.here.node), []).extend(lines)
         self._said = max(due, self._said)
         parts = {name: (have[name], "".join(lines).encode()) for name, lines in texts.items()}
         _Agent.spent += time.process_time() - start

@@ -15,11 +15,15 @@ class Agent:
     def __init__(self) -> None:
         self._node: Any = None
 
-    def look(self, modules: list[str]) -> dict[str, Any]:
-        """Return what this node is: versions, address, and which of `modules` it lacks."""
+    def look(self, modules: list[str], keeps_store: bool = False) -> dict[str, Any]:
+        """Return what this node is: versions, address, and which of `modules` it lacks.
+
+        What `begin` will need is imported from then on, torch included where the store will be.
+        """
         import importlib.metadata
         import importlib.util
         import platform
+        import threading
         import time
 
         import ray
@@ -37,7 +41,7 @@ class Agent:
                 return True
 
         address = ray.util.get_node_ip_address()
-        return {
+        facts = {
             "time": time.time(),
             "address": address,
             "interface": self._interface(address),
@@ -45,6 +49,18 @@ class Agent:
             "versions": {name: version(name) for name in ("nbtrain", "torch")},
             "missing": [name for name in modules if lacks(name)],
         }
+        threading.Thread(target=self._import, args=(keeps_store,), daemon=True).start()
+        return facts
+
+    def _import(self, torch: bool) -> None:
+        import contextlib
+        import importlib
+
+        with contextlib.suppress(Exception):  # who needs it later says so
+            importlib.import_module("numpy")  # the parcel comes as an array of its
+            importlib.import_module("nbtrain.engines.cluster.node")
+            if torch:
+                importlib.import_module("torch.distributed")
 
     def _interface(self, address: str) -> str:
         """Return the network interface that has an address; "" where nobody can tell."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -113,6 +114,8 @@ class Driver:
     async def _on_place(self, wanted: Wanted) -> list[str]:
         """Reserve what the ranks need and start an agent on each node; return what to mind."""
         self._wanted = wanted
+        # While the nodes get ready: the parcel is put into the store as an array of its.
+        asyncio.get_running_loop().run_in_executor(None, importlib.import_module, "numpy")
         notes: list[str] = await self._reserved.place(wanted)
         return notes
 

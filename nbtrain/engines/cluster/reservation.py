@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -65,6 +66,7 @@ def join(address: str | None, sources: str | None) -> Any:
 
     Raises `LaunchError`.
     """
+    _import_quickly()
     try:
         import ray
     except ImportError as error:
@@ -89,6 +91,22 @@ def join(address: str | None, sources: str | None) -> Any:
         raise _not_there(address, error) from error
     ray.cloudpickle.register_pickle_by_value(agent_module)
     return ray
+
+
+def _import_quickly() -> None:
+    """Import Ray without parsing the grammar of all IRIs, a second and more for nothing.
+
+    That is done beside JupyterLab by jsonschema, which Ray imports, where it can (4.26).
+    """
+    unwanted = "rfc3987_syntax"
+    if unwanted in sys.modules:
+        return
+    sys.modules[unwanted] = None  # type: ignore[assignment]
+    try:
+        with contextlib.suppress(ImportError):
+            import ray  # noqa: F401
+    finally:
+        del sys.modules[unwanted]
 
 
 def _check_there_is(address: str | None) -> None:
@@ -141,7 +159,9 @@ class Reservation:
         handles = await self._reserve(needed, count)
         began = time.time()
         try:
-            looks = asyncio.gather(*(h.look.remote(list(wanted.modules)) for h in handles))
+            looks = asyncio.gather(
+                *(h.look.remote(list(wanted.modules), not i) for i, h in enumerate(handles))
+            )
             facts = await asyncio.wait_for(looks, PLACING)
         except asyncio.TimeoutError:
             raise LaunchError(f"nodes did not answer within {PLACING:g} s (ray status)") from None
