@@ -34,11 +34,12 @@ _START = [
     *("--metrics-export-port=6402", "--dashboard-agent-listen-port=6403"),
 ]
 _ENTER = r"""
+own="$2/$1"
 hostname "$1"; shift
 printf '127.0.0.1 localhost\n10.77.0.1 near\n10.77.0.2 far\n' > "$1/hosts"
 mount --bind "$1/hosts" /etc/hosts; shift
 mount --bind /dev/null /etc/resolv.conf
-while [ "$1" != -- ]; do mount -t tmpfs none "$1"; shift; done
+while [ "$1" != -- ]; do mkdir -p "$own$1"; mount --bind "$own$1" "$1"; shift; done
 shift
 exec "$@"
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -274,12 +275,24 @@ class Driver:
             for path in questions.iterdir():
                 if path.suffix == ".json":
                     with contextlib.suppress(OSError, ValueError):
-                        ranks = frozenset(json.loads(path.read_text()))
+                        what, *ranks = json.loads(path.read_text())
                         for member in self._members:
-                            if member.left & ranks:
-                                member.actor.do.remote("ask", member.left & ranks)
+                            if its := member.left.intersection(ranks):
+                                self._follow(self._question(member, what, its))
                     path.unlink(missing_ok=True)
             await asyncio.sleep(POLL)
+
+    async def _question(self, member: _Member, what: str, ranks: set[int]) -> None:
+        """Have ranks asked: their stacks come with what grows, what recorders say as an answer."""
+        folder = RunFolder(Path(member.order.home))
+        with contextlib.suppress(self._ray.exceptions.RayError, OSError):
+            found = await answer(member.actor.do.remote(what, ranks))
+            for rank, (told, begun) in (found or {}).items():
+                path = folder.recorded(rank)
+                partial = path.with_name(path.name + ".partial")
+                partial.write_bytes(told)
+                os.utime(partial, (begun, begun))
+                partial.rename(path)
 
     # The end
 

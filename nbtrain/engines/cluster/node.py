@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ... import devices, host, stacks
+from ... import collectives, devices, host, stacks
 from ... import events as ev
 from ...errors import LaunchError
 from ...folder import RunFolder
@@ -273,10 +273,15 @@ class Node:
             self.folder.stop_request.touch(mode=0o600)
         self._wishes.put((action, mine))
 
-    def ask(self, ranks: Iterable[int]) -> None:
+    def stacks(self, ranks: Iterable[int]) -> None:
         """Have ranks write their stacks into their files."""
-        for rank in frozenset(ranks).intersection(self._order.ranks):
+        for rank in ranks:
             stacks.send(self.folder, rank)
+
+    def recorders(self, ranks: Iterable[int]) -> dict[int, tuple[bytes, float]]:
+        """Return what the flight recorders of ranks say, of those that answer."""
+        found = {rank: collectives.dump(self.folder.recorder(rank), 0.5) for rank in ranks}
+        return {rank: told for rank, told in found.items() if told is not None}
 
     def close(self) -> None:
         """End what is left, and delete this node's part of the run."""
