@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import time
@@ -21,7 +22,7 @@ from typing import Any
 from ...errors import LaunchError
 from ...folder import RunFolder
 from ...nodes import World
-from . import reservation
+from . import reservation, saves
 from .copying import Copy, Pace
 from .node import Gone, Order
 from .placing import Node
@@ -75,6 +76,7 @@ class Driver:
         self._parcel: Any = None
         self._members: list[_Member] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._gathering: saves.Gathering | None = None
         self._told_at = 0.0
         self._is_telling = False
 
@@ -147,6 +149,7 @@ class Driver:
             self._members.append(_Member(one.node, one.actor, own, copy, set(own.ranks)))
         begun = self._of_all(lambda m: m.actor.begin.remote(m.order, self._parcel))
         ports = await asyncio.wait_for(begun, STARTING)
+        await self._prepare_checkpoints(RunFolder(Path(order.home)), len(placed) * per_node)
         pids = await self._of_all(lambda m: m.actor.do.remote("start", ports[0]))
         for member in self._members:
             self._follow(self._watch(member))
@@ -156,6 +159,17 @@ class Driver:
             "pids": {rank: pid for found in pids for rank, pid in found.items()},
             "nodes": {rank: m.node.name for m in self._members for rank in m.order.ranks},
         }
+
+    async def _prepare_checkpoints(self, home: RunFolder, world_size: int) -> None:
+        """Have them saved at home if all nodes see it, else brought there."""
+        if all(await self._of_all(lambda m: m.actor.do.remote("sees_home"))):
+            await self._of_all(lambda m: m.actor.do.remote("save_at_home"))
+            return
+        asks = [functools.partial(self._ask, member, "saves") for member in self._members]
+        await saves.send_out(home.checkpoints, world_size, self._ray.put, asks)
+        note = functools.partial(self._tell, "note")
+        self._gathering = saves.Gathering(home.checkpoints, world_size, asks, note)
+        self._gathering.start()
 
     async def _of_all(self, call: Callable[[_Member], Any]) -> list[Any]:
         return list(await asyncio.gather(*(call(member) for member in self._members)))
@@ -300,6 +314,9 @@ class Driver:
         """End all agents, and give back what was reserved."""
         for task in list(self._tasks):
             task.cancel()
+        if self._gathering is not None:
+            await self._gathering.finish()
+            self._gathering = None
         members, self._members = self._members, []
         closing = [answer(m.actor.do.remote("close")) for m in members]
         if closing:
