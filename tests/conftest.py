@@ -119,7 +119,9 @@ class Notebook:
     ) -> None:
         """Start the kernel; behind a `prefix` of its command, it may have no network in common."""
         self.allow_stdin = allow_stdin
-        self.manager = KernelManager(kernel_name="python3", transport="ipc" if prefix else "tcp")
+        self.manager = KernelManager(kernel_name="python3")
+        if prefix:
+            self.manager.transport, self.manager.ip = "ipc", str(folder / "kernel")
         assert self.manager.kernel_spec is not None
         self.manager.kernel_spec.argv[:0] = prefix
         environment = {

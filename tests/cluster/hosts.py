@@ -6,6 +6,7 @@ may have folders hidden that the other writes: a disk that they do not share. Ne
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -16,6 +17,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 CPUS = 2
 PORT = 6379
@@ -81,37 +84,45 @@ class Host:
             said.seek(0)
             assert done.returncode == 0, said.read()
 
+    def processes(self) -> list[psutil.Process]:
+        """Return what runs there."""
+        pids = map(int, _ip("netns", "pids", self.namespace).split())
+        return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+
     def kill(self) -> None:
         """Kill all that runs there, at once and until nothing does, as the end of a host."""
         while pids := _ip("netns", "pids", self.namespace).split():
             for pid in map(int, pids):
-                try:
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
             time.sleep(0.01)
 
 
 class Hosts:
-    """Two hosts, `near` and `far`, and the link between them."""
+    """Two hosts, `near` and `far`, and the link between them; `far` has the folders `hidden`."""
 
     def __init__(self, hidden: Sequence[Path] = ()) -> None:
-        number = os.getpid()
-        away = tuple(map(str, hidden))
+        number, away = os.getpid(), tuple(map(str, hidden))
         self._etc = tempfile.mkdtemp(prefix="nbtrain-etc-")
         self.near = Host("near", f"nbnear-{number}", "10.77.0.1", self._etc)
         self.far = Host("far", f"nbfar-{number}", "10.77.0.2", self._etc, away)
-        made = [_ip("netns", "add", host.namespace) for host in (self.near, self.far)]
-        assert len(made) == 2
-        ends = [("netns", host.namespace) for host in (self.near, self.far)]
-        pair = ["link", "add", "eth0", *ends[0], "type", "veth", "peer", "name", "eth0", *ends[1]]
-        _ip(*pair)
-        for host, other in ((self.near, self.far), (self.far, self.near)):
-            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", "eth0")
-            for interface in ("lo", "eth0"):
-                _ip("-n", host.namespace, "link", "set", interface, "up")
-            # Ray finds a host's own address by the way that leads outside.
-            _ip("-n", host.namespace, "route", "add", "default", "via", other.address)
+        self.address = f"{self.near.address}:{PORT}"
+        one, two = (host.namespace for host in (self.near, self.far))
+        try:
+            for namespace in (one, two):
+                _ip("netns", "add", namespace)
+            pair = "link add eth0 netns {} type veth peer name eth0 netns {}"
+            _ip(*pair.format(one, two).split())
+            for host, other in ((self.near, self.far), (self.far, self.near)):
+                at = ("-n", host.namespace)
+                _ip(*at, "addr", "add", f"{host.address}/24", "dev", "eth0")
+                for interface in ("lo", "eth0"):
+                    _ip(*at, "link", "set", interface, "up")
+                # Ray finds a host's own address by the way that leads outside.
+                _ip(*at, "route", "add", "default", "via", other.address)
+        except BaseException:
+            self.close()
+            raise
 
     def cut(self) -> None:
         """Take the link down: what is sent meanwhile is lost."""
@@ -121,21 +132,20 @@ class Hosts:
         """Bring the link up again."""
         _ip("-n", self.far.namespace, "link", "set", "eth0", "up")
 
-    def start_ray(self, environment: Mapping[str, str]) -> str:
-        """Make a Ray cluster of both, with `CPUS` CPUs each; return its address."""
-        address = f"{self.near.address}:{PORT}"
+    def start_ray(self, environment: Mapping[str, str]) -> None:
+        """Make a Ray cluster of both, with `CPUS` CPUs each."""
         head = ["--head", f"--port={PORT}", "--include-dashboard=false", "--no-monitor"]
         slow = {"RAY_raylet_start_wait_time_s": "120", **environment}
-        for host, own in ((self.near, head), (self.far, [f"--address={address}"])):
+        for host, own in ((self.near, head), (self.far, [f"--address={self.address}"])):
             host.run([*_START, f"--node-ip-address={host.address}", *own], slow)
-        return address
 
     def close(self) -> None:
         """End all that runs on them, and the hosts."""
         for host in (self.near, self.far):
-            host.kill()
-            _ip("netns", "del", host.namespace)
-        shutil.rmtree(self._etc)
+            with contextlib.suppress(subprocess.CalledProcessError):  # it was never made
+                host.kill()
+                _ip("netns", "del", host.namespace)
+        shutil.rmtree(self._etc, ignore_errors=True)
 
 
 def _ip(*words: str) -> str:
