@@ -149,7 +149,7 @@ class Driver:
             self._members.append(_Member(one.node, one.actor, own, copy, set(own.ranks)))
         begun = self._of_all(lambda m: m.actor.begin.remote(m.order, self._parcel))
         ports = await asyncio.wait_for(begun, STARTING)
-        await self._prepare_checkpoints(RunFolder(Path(order.home)), len(placed) * per_node)
+        await self._prepare_checkpoints(RunFolder(Path(order.home)), len(placed) * order.each)
         pids = await self._of_all(lambda m: m.actor.do.remote("start", ports[0]))
         for member in self._members:
             self._follow(self._watch(member))
