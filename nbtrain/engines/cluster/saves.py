@@ -127,7 +127,7 @@ class Gathering:
     ) -> None:
         self._home, self._world_size, self._nodes, self._tell = home, world_size, nodes, tell
         self._have: dict[str, list[tuple[int, ...]]] = {}
-        self._is_ending = False
+        self._ending = asyncio.Event()
         self._pieces = 0
         self._task: asyncio.Task[None] | None = None
 
@@ -139,7 +139,8 @@ class Gathering:
 
     async def finish(self) -> None:
         """Bring home what is whole by now; not through a link that gives nothing."""
-        self._is_ending, task = True, self._task
+        self._ending.set()
+        task = self._task
         while task is not None and not task.done():
             before = self._pieces
             await asyncio.wait([task], timeout=STUCK)
@@ -150,8 +151,9 @@ class Gathering:
     async def _run(self) -> None:
         # A node that is gone: who watches it tells, and nothing can become whole any more.
         with contextlib.suppress(Exception):
-            while await self.look() or not self._is_ending:
-                await asyncio.sleep(0 if self._is_ending else LOOK)
+            while await self.look() or not self._ending.is_set():
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._ending.wait(), LOOK)
 
     async def look(self) -> bool:
         """Bring home the newest checkpoint that is wanted; return whether there was any."""
