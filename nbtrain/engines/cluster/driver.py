@@ -41,6 +41,13 @@ SILENT = 5.0
 """Seconds without an answer after which a node is said to be silent."""
 
 
+REFUSALS = 3
+"""Times in a row that a host must say that nothing of Ray's is there, for it to be lost.
+
+Ray says so itself once five of its health checks failed, 15 s after such an end.
+"""
+
+
 def main(order: Mapping[str, Any]) -> None:
     """Serve the launcher at the other end of a socket until it closes."""
     link: Connection[Any, Any] = Connection(order["socket"])
@@ -76,6 +83,7 @@ class Driver:
         self._parcel: Any = None
         self._members: list[_Member] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._ports: dict[str, int] = {}
         self._gathering: saves.Gathering | None = None
         self._told_at = 0.0
         self._is_telling = False
@@ -131,6 +139,7 @@ class Driver:
         placed = self._reserved.placed
         master = placed[0].facts["address"]
         self._members = []
+        self._ports = {n["NodeID"]: n["NodeManagerPort"] for n in self._ray.nodes()}
         for index, one in enumerate(placed):
             begin = index * order.each
             world = World(
@@ -200,6 +209,8 @@ class Driver:
                 found = waiting.result()
             except errors.ActorUnavailableError:
                 self._mind(member)
+                if await _is_over(member.node.address, self._ports.get(member.node.id, 0)):
+                    raise errors.NodeDiedError("nothing of Ray's is there any more") from None
                 await asyncio.sleep(0.5)
                 continue
             member.heard = time.monotonic()
@@ -247,6 +258,7 @@ class Driver:
         """Report the ranks of a node that nothing will be heard of any more."""
         node = member.node
         alive = any(n["NodeID"] == node.id and n["Alive"] for n in self._ray.nodes())
+        alive = alive and not isinstance(error, self._ray.exceptions.NodeDiedError)
         why = (
             f"nbtrain's process on {node.name} ({node.address}) ended"
             if alive
@@ -330,6 +342,21 @@ class Driver:
             self._reserved.release()
         if self._ray is not None:
             self._ray.shutdown()
+
+
+async def _is_over(address: str, port: int) -> bool:
+    """Whether a host is there, but nobody listens where Ray's process for it did: that ended."""
+    for _ in range(REFUSALS):
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(address, port), 1.0)
+        except ConnectionRefusedError:
+            await asyncio.sleep(0.2)
+        except (OSError, asyncio.TimeoutError):
+            return False
+        else:
+            writer.close()
+            return False
+    return True
 
 
 def _told(error: BaseException) -> str:
