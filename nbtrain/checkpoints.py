@@ -67,7 +67,8 @@ def checkpoint(step: int, keep: int | None = 2) -> Iterator[Path]:
 def last_checkpoint() -> Path | None:
     """Return the newest checkpoint that is whole; None where there is none.
 
-    All ranks of an attempt see the same, as long as none of them has begun to save.
+    All ranks of an attempt see the same, as long as none of them has begun to save. Where nodes
+    have no disk in common, it stays the one that the attempt began with.
     """
     return next(iter(whole(_dir(), _ranks())[-1:]), None)
 
