@@ -77,6 +77,7 @@ def test_the_parts_of_all_nodes_come_home_as_one_and_go_out_whole(world: World) 
         assert last is not None
         assert [(last / "deep" / f"of-{r}").read_bytes() for r in range(RANKS)] == [data, data]
         assert (last / "empty-1").exists()
+        assert saves._files(last)[-2:] == [".done-0", ".done-1"]  # half of one does not count
     assert not world.look()  # what was given to the nodes does not come back
 
 
