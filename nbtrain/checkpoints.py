@@ -57,24 +57,38 @@ def checkpoint(step: int, keep: int | None = 2) -> Iterator[Path]:
     mine = folder / f".done-{rank}"
     mine.unlink(missing_ok=True)  # of an earlier attempt at this step: from here on, it is not
     yield folder
+    if rank == "0":
+        (folder / ".keep").write_text(str(keep or 0))  # for who brings it home from other hosts
     mine.write_text(_stamp())
-    if keep is not None and rank == "0":
-        newest = [found for found in _found() if _is_whole(found)][-keep:]
-        for found in _found():
-            if newest and found < newest[0]:
-                shutil.rmtree(found, ignore_errors=True)
+    if rank == "0":
+        prune(_dir(), keep, _ranks())
 
 
 def last_checkpoint() -> Path | None:
     """Return the newest checkpoint that is whole; None where there is none.
 
-    All ranks of an attempt see the same, as long as none of them has begun to save.
+    All ranks of an attempt see the same, as long as none of them has begun to save. Where nodes
+    have no disk in common, it stays the one that the attempt began with.
     """
-    return next((found for found in reversed(_found()) if _is_whole(found)), None)
+    return next(iter(whole(_dir(), _ranks())[-1:]), None)
 
 
-def _found() -> list[Path]:
-    return sorted(path for path in _dir().glob("step-*") if _NAME.fullmatch(path.name))
+def found(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, whole or not, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
+
+
+def whole(folder: Path, ranks: int) -> list[Path]:
+    """Return those that so many ranks have left, oldest first."""
+    return [path for path in found(folder) if _is_whole(path, ranks)]
+
+
+def prune(folder: Path, keep: int | None, ranks: int) -> None:
+    """Delete what is older than the newest `keep` that are whole (None: all stay)."""
+    newest = whole(folder, ranks)[-keep:] if keep is not None else []
+    for path in found(folder) if newest else ():
+        if path < newest[0]:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _stamp() -> str:
@@ -86,9 +100,9 @@ def _ranks() -> int:
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_whole(folder: Path, ranks: int) -> bool:
     try:
-        stamps = {(folder / f".done-{rank}").read_text() for rank in range(_ranks())}
+        stamps = {(folder / f".done-{rank}").read_text() for rank in range(ranks)}
     except FileNotFoundError:
         return False
-    return len(stamps) == 1 and stamps.pop().endswith(f", {_ranks()} ranks")
+    return len(stamps) == 1 and stamps.pop().endswith(f", {ranks} ranks")

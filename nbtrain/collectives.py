@@ -7,10 +7,13 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from .folder import RunFolder
 
 DEFAULT = "default_pg"
 
@@ -116,17 +119,50 @@ class _UnixConnection(http.client.HTTPConnection):
             os.close(folder)
 
 
+def ask(folder: RunFolder, ranks: Collection[int], patience: float) -> dict[int, Recorded]:
+    """Return what the recorders of ranks say; no longer than `patience` seconds, or a bit."""
+    deadline = time.monotonic() + patience
+    found: dict[int, Recorded] = {}
+    if folder.questions.exists():
+        return _ask_far(folder, ranks, deadline)
+    for rank in ranks:
+        left = deadline - time.monotonic()
+        if left > 0 and (one := fetch(folder.recorder(rank), left / 2)) is not None:
+            found[rank] = one
+    return found
+
+
+def _ask_far(folder: RunFolder, ranks: Collection[int], deadline: float) -> dict[int, Recorded]:
+    for rank in ranks:
+        folder.recorded(rank).unlink(missing_ok=True)
+    folder.ask_far("recorders", ranks)
+    found: dict[int, Recorded] = {}
+    while len(found) < len(ranks) and time.monotonic() < deadline:
+        for rank in set(ranks) - found.keys():
+            path = folder.recorded(rank)
+            if path.exists():
+                found[rank] = parse(path.read_bytes(), path.stat().st_mtime) or Recorded()
+        time.sleep(0.01)
+    return found
+
+
 def fetch(path: Path, timeout: float) -> Recorded | None:
     """Ask a rank's recorder through its socket; None where there is no answer.
 
     `timeout` seconds for each wait, of which there are two.
     """
+    told = dump(path, timeout)
+    return parse(*told) if told is not None else None
+
+
+def dump(path: Path, timeout: float) -> tuple[bytes, float] | None:
+    """Return what a rank's recorder says, and when its first group began; see `fetch`."""
     connection = _UnixConnection(path, timeout)
     try:
         connection.request("POST", "/handler/fr_trace_json")
         reply = connection.getresponse()
         begun = path.stat().st_mtime  # with the rank's first group
-        return parse(reply.read(), begun) if reply.status == 200 else None
+        return (reply.read(), begun) if reply.status == 200 else None
     except (OSError, http.client.HTTPException):
         return None
     finally:

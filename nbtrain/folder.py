@@ -15,8 +15,9 @@
     stop-wish            by whom the run is to be stopped: written by anyone, read by its launcher
     rank-0000.stacks     its Python stacks, each time somebody asked
     rank-0000.recorder   the socket of its flight recorder, while it runs
+    rank-0000.recorded   of a rank on another host: what that said, as of the rank's first group
     stop                 there once ranks were asked to stop
-    questions/           of ranks on other hosts: who is to write its stacks
+    questions/           of ranks on other hosts: whose stacks or recorders are wanted
     node-0000.jsonl      what the first of those hosts told of itself
 """
 
@@ -115,6 +116,14 @@ class RunFolder:
 
     def recorder(self, rank: int) -> Path:
         return self.path / f"rank-{rank:04d}.recorder"
+
+    def recorded(self, rank: int) -> Path:
+        return self.path / f"rank-{rank:04d}.recorded"
+
+    def ask_far(self, what: str, ranks: Collection[int]) -> None:
+        """Have ranks on other hosts asked for their ``stacks``, or their ``recorders``."""
+        path = self.questions / f"{os.getpid()}-{time.monotonic_ns()}.json"
+        write_atomically(path, json.dumps([what, *ranks]).encode())
 
     def read_manifest(self) -> dict[str, Any]:
         """Return what `create` wrote.

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from . import collectives, hang, stacks
 from . import events as ev
-from .collectives import Recorded
 from .folder import RunFolder
 from .state import RunState
 
@@ -20,6 +19,9 @@ RECORDERS = 16
 
 ASKING = 0.8
 """Seconds in which a verdict is found, whoever does not answer."""
+
+FAR = 3.0
+"""The same where ranks are on other hosts."""
 
 AGAIN = 1.0
 """Seconds between two rounds of asking, at least."""
@@ -134,13 +136,9 @@ class Lookout:
 
 def look_closely(folder: RunFolder, seen: hang.Seen) -> hang.Seen:
     """Ask every rank for its stacks, and some for what their recorders know."""
-    deadline = time.monotonic() + ASKING
-    told = {one.rank: one for one in stacks.ask(folder, seen.silent, ASKING / 2)}
-    recorded: dict[int, Recorded] = {}
-    for rank in _some(told, RECORDERS):
-        left = deadline - time.monotonic()
-        if left > 0 and (one := collectives.fetch(folder.recorder(rank), left / 2)) is not None:
-            recorded[rank] = one
+    patience = (ASKING if not folder.questions.exists() else FAR) / 2
+    told = {one.rank: one for one in stacks.ask(folder, seen.silent, patience)}
+    recorded = collectives.ask(folder, _some(told, RECORDERS), patience)
     return replace(seen, now=time.time(), stacks=told, recorded=recorded)
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .folder import RunFolder, write_atomically
+from .folder import RunFolder
 
 PATIENCE = 0.5
 """Seconds that ranks have to answer; most take a millisecond."""
@@ -238,8 +238,7 @@ def _send_far(folder: RunFolder, ranks: tuple[int, ...]) -> list[_Asked | RankSt
             found.append(RankStack(rank, trouble="has not begun yet, or cannot be asked"))
         except (OSError, ValueError, KeyError) as error:
             found.append(RankStack(rank, trouble=f"cannot be asked ({error})"))
-    question = folder.questions / f"{os.getpid()}-{time.monotonic_ns()}.json"
-    write_atomically(question, json.dumps(ranks).encode())
+    folder.ask_far("stacks", ranks)
     return found
 
 

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,9 +114,16 @@ class Outputs:
 class Notebook:
     """A real kernel that runs cells as a notebook does."""
 
-    def __init__(self, home: Path, folder: Path, allow_stdin: bool = True) -> None:
+    def __init__(
+        self, home: Path, folder: Path, allow_stdin: bool = True, prefix: Sequence[str] = ()
+    ) -> None:
+        """Start the kernel; behind a `prefix` of its command, it may have no network in common."""
         self.allow_stdin = allow_stdin
         self.manager = KernelManager(kernel_name="python3")
+        if prefix:
+            self.manager.transport, self.manager.ip = "ipc", str(folder / "kernel")
+        assert self.manager.kernel_spec is not None
+        self.manager.kernel_spec.argv[:0] = prefix
         environment = {
             **os.environ,
             "NBTRAIN_HOME": str(home),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,15 @@ def spin(steps=100_000):
         dist.all_reduce(torch.ones(3))
         nbtrain.log(step=step, x=1.0)
         time.sleep(0.02)
+"""
+HANGS = """
+def hangs():
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    for step in range(100):
+        if step == 2 and dist.get_rank() == 1:
+            time.sleep(600)
+        dist.all_reduce(torch.ones(3))
 """
 
 
@@ -98,6 +108,19 @@ def test_ranks_tell_their_stacks_die_and_stop_like_others(notebook: Notebook) ->
     wait_until(lambda: notebook.value("all((r.step or 0) > 5 for r in run.state.ranks)"), 60)
     notebook.run("run.stop(); run.wait()")
     assert notebook.value("run.state.status") == "interrupted"
+
+
+def test_who_waits_for_whom_is_told_across_nodes(notebook: Notebook) -> None:
+    notebook.run(HANGS)
+    notebook.run(
+        "run = nbtrain.launch(hangs, engine='ray', nodes=2, num_processes=2, background=True,\n"
+        "                     hang_after=2)"
+    )
+    wait_until(lambda: "rank 0 waits" in notebook.value("run.state.hang"), 60)
+    told = notebook.value("run.state.hang")
+    notebook.run("run.stop(); run.wait()")
+    assert re.search(r"^rank 1 is at In\[\d+\], line 6: time.sleep\(600\);", told), told
+    assert "rank 0 waits in all_reduce #3 for it" in told
 
 
 @pytest.mark.parametrize(

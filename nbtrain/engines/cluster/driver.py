@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import json
+import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,7 +23,7 @@ from typing import Any
 from ...errors import LaunchError
 from ...folder import RunFolder
 from ...nodes import World
-from . import reservation
+from . import reservation, saves
 from .copying import Copy, Pace
 from .node import Gone, Order
 from .placing import Node
@@ -41,6 +43,13 @@ NEWS = 20.0
 
 SILENT = 5.0
 """Seconds without an answer after which a node is said to be silent."""
+
+
+REFUSALS = 3
+"""Times in a row that a host must say that nothing of Ray's is there, for it to be lost.
+
+Ray says so itself once five of its health checks failed, 15 s after such an end.
+"""
 
 
 def main(order: Mapping[str, Any]) -> None:
@@ -79,6 +88,8 @@ class Driver:
         self._members: list[_Member] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._pace = Pace(NEWS)
+        self._ports: dict[str, int] = {}
+        self._gathering: saves.Gathering | None = None
         self._is_telling = False
 
     async def serve(self) -> None:
@@ -134,6 +145,7 @@ class Driver:
         placed = self._reserved.placed
         master = placed[0].facts["address"]
         self._members = []
+        self._ports = {n["NodeID"]: n["NodeManagerPort"] for n in self._ray.nodes()}
         for index, one in enumerate(placed):
             begin = index * order.each
             world = World(
@@ -152,6 +164,7 @@ class Driver:
             self._members.append(_Member(one.node, one.actor, own, copy, set(own.ranks)))
         begun = self._of_all(lambda m: m.actor.begin.remote(m.order, self._parcel))
         ports = await asyncio.wait_for(begun, STARTING)
+        await self._prepare_checkpoints(RunFolder(Path(order.home)), len(placed) * order.each)
         pids = await self._of_all(lambda m: m.actor.do.remote("start", ports[0]))
         for member in self._members:
             self._follow(self._watch(member))
@@ -161,6 +174,17 @@ class Driver:
             "pids": {rank: pid for found in pids for rank, pid in found.items()},
             "nodes": {rank: m.node.name for m in self._members for rank in m.order.ranks},
         }
+
+    async def _prepare_checkpoints(self, home: RunFolder, world_size: int) -> None:
+        """Have them saved at home if all nodes see it, else brought there."""
+        if all(await self._of_all(lambda m: m.actor.do.remote("sees_home"))):
+            await self._of_all(lambda m: m.actor.do.remote("save_at_home"))
+            return
+        asks = [functools.partial(self._ask, member, "saves") for member in self._members]
+        await saves.send_out(home.checkpoints, world_size, self._ray.put, asks)
+        note = functools.partial(self._tell, "note")
+        self._gathering = saves.Gathering(home.checkpoints, world_size, asks, note)
+        self._gathering.start()
 
     async def _of_all(self, call: Callable[[_Member], Any]) -> list[Any]:
         return list(await asyncio.gather(*(call(member) for member in self._members)))
@@ -191,6 +215,8 @@ class Driver:
                 found = waiting.result()
             except errors.ActorUnavailableError:
                 self._mind(member)
+                if await _is_over(member.node.address, self._ports.get(member.node.id, 0)):
+                    raise errors.NodeDiedError("nothing of Ray's is there any more") from None
                 await asyncio.sleep(0.5)
                 continue
             member.heard = time.monotonic()
@@ -241,6 +267,7 @@ class Driver:
         """Report the ranks of a node that nothing will be heard of any more."""
         node = member.node
         alive = any(n["NodeID"] == node.id and n["Alive"] for n in self._ray.nodes())
+        alive = alive and not isinstance(error, self._ray.exceptions.NodeDiedError)
         why = (
             f"nbtrain's process on {node.name} ({node.address}) ended"
             if alive
@@ -279,12 +306,24 @@ class Driver:
             for path in questions.iterdir():
                 if path.suffix == ".json":
                     with contextlib.suppress(OSError, ValueError):
-                        ranks = frozenset(json.loads(path.read_text()))
+                        what, *ranks = json.loads(path.read_text())
                         for member in self._members:
-                            if member.left & ranks:
-                                member.actor.do.remote("ask", member.left & ranks)
+                            if its := member.left.intersection(ranks):
+                                self._follow(self._question(member, what, its))
                     path.unlink(missing_ok=True)
             await asyncio.sleep(POLL)
+
+    async def _question(self, member: _Member, what: str, ranks: set[int]) -> None:
+        """Have ranks asked: their stacks come with what grows, what recorders say as an answer."""
+        folder = RunFolder(Path(member.order.home))
+        with contextlib.suppress(self._ray.exceptions.RayError, OSError):
+            found = await answer(member.actor.do.remote(what, ranks))
+            for rank, (told, begun) in (found or {}).items():
+                path = folder.recorded(rank)
+                partial = path.with_name(path.name + ".partial")
+                partial.write_bytes(told)
+                os.utime(partial, (begun, begun))
+                partial.rename(path)
 
     # The end
 
@@ -292,6 +331,9 @@ class Driver:
         """End all agents, and give back what was reserved."""
         for task in list(self._tasks):
             task.cancel()
+        if self._gathering is not None:
+            await self._gathering.finish()
+            self._gathering = None
         members, self._members = self._members, []
         closing = [answer(m.actor.do.remote("close")) for m in members]
         if closing:
@@ -317,6 +359,21 @@ def _keep(path: Path, data: Any) -> None:
         partial.rename(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+async def _is_over(address: str, port: int) -> bool:
+    """Whether a host is there, but nobody listens where Ray's process for it did: that ended."""
+    for _ in range(REFUSALS):
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(address, port), 1.0)
+        except ConnectionRefusedError:
+            await asyncio.sleep(0.2)
+        except (OSError, asyncio.TimeoutError):
+            return False
+        else:
+            writer.close()
+            return False
+    return True
 
 
 def _told(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ... import devices, host, stacks
+from ... import collectives, devices, host, stacks
 from ... import events as ev
 from ...errors import LaunchError
 from ...folder import RunFolder
@@ -32,6 +32,7 @@ from ..janitor import Janitor
 from ..processes import ChildRanks
 from ..spawn import spawn_rank
 from .copying import appended, size
+from .saves import Saves
 
 TICK = 0.02
 """Seconds between two looks at what ranks are to be told."""
@@ -123,7 +124,7 @@ class Node:
         self.folder = RunFolder(Path(self._scratch, Path(order.home).name))
         self.folder.path.mkdir(mode=0o700)
         self.folder.manifest.write_bytes(order.manifest)
-        self._share_checkpoints()
+        self._saves = Saves(self.folder.checkpoints, order.ranks)
         # Ray sets it to the CPUs of this actor, which are those of all its ranks.
         os.environ.pop("OMP_NUM_THREADS", None)
         self._janitor = Janitor(self._scratch)
@@ -144,13 +145,22 @@ class Node:
         """The port of the store that the first node keeps; 0 on others."""
         return int(self._listener.getsockname()[1]) if self._listener is not None else 0
 
-    def _share_checkpoints(self) -> None:
-        """Have checkpoints at home, if this node sees the launcher's disk."""
-        home = RunFolder(Path(self._order.home))
+    def sees_home(self) -> bool:
+        """Whether this node sees the launcher's disk."""
         with contextlib.suppress(OSError):
-            if home.manifest.read_bytes() == self._order.manifest:
-                home.checkpoints.mkdir(exist_ok=True)
-                self.folder.checkpoints.symlink_to(home.checkpoints)
+            home = RunFolder(Path(self._order.home))
+            return home.manifest.read_bytes() == self._order.manifest
+        return False
+
+    def save_at_home(self) -> None:
+        """Have checkpoints saved there: all nodes see it."""
+        home = RunFolder(Path(self._order.home))
+        home.checkpoints.mkdir(exist_ok=True)
+        self.folder.checkpoints.symlink_to(home.checkpoints)
+
+    def saves(self, name: str, *args: Any) -> Any:
+        """Call a method of this node's `Saves`."""
+        return getattr(self._saves, name)(*args)
 
     def start(self, port: int) -> dict[int, int]:
         """Start the ranks; return the process of each. Raises `LaunchError`."""
@@ -281,10 +291,15 @@ class Node:
             self.folder.stop_request.touch(mode=0o600)
         self._wishes.put((action, mine))
 
-    def ask(self, ranks: Iterable[int]) -> None:
+    def stacks(self, ranks: Iterable[int]) -> None:
         """Have ranks write their stacks into their files."""
-        for rank in frozenset(ranks).intersection(self._order.ranks):
+        for rank in ranks:
             stacks.send(self.folder, rank)
+
+    def recorders(self, ranks: Iterable[int]) -> dict[int, tuple[bytes, float]]:
+        """Return what the flight recorders of ranks say, of those that answer."""
+        found = {rank: collectives.dump(self.folder.recorder(rank), 0.5) for rank in ranks}
+        return {rank: told for rank, told in found.items() if told is not None}
 
     def close(self) -> None:
         """End what is left, and delete this node's part of the run."""
