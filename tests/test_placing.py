@@ -51,7 +51,8 @@ def test_it_is_said_what_there_is_and_what_is_lacking() -> None:
     assert amounts({"memory": 3 * 2.0**30}) == "3.0 Gi memory"
 
 
-WANTED = Wanted((2, 2), 1, {}, ["torch"], {"nbtrain": "0.1.0", "torch": "2.13.0+cpu"})
+VERSIONS = {"nbtrain": "0.1.0", "torch": "2.13.0+cpu"}
+WANTED = Wanted((2, 2), 1, {}, ["torch", "timm", "einops"], VERSIONS, perhaps=["wandb"])
 
 
 def placed(node: Node, **facts: Any) -> Placed:
@@ -75,6 +76,7 @@ def test_nodes_that_are_alike_are_worth_no_word() -> None:
         ({"versions": {"nbtrain": "0.1.0", "torch": "2.13.1"}}, "torch 2.13.1; here it is 2.13.0"),
         ({"time": 160.0}, "The clock of busy is +60"),
         ({"time": 40.0}, "The clock of busy is -59"),
+        ({"missing": ["wandb"]}, "busy lacks wandb, which the function may import"),
         ({"interface": ""}, "no network interface has its address 10.0.0.2"),
     ],
 )

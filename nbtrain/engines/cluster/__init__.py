@@ -8,6 +8,7 @@ so that everything else of nbtrain finds a run like any other.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -75,11 +76,13 @@ class RayEngine:
         Raises `LaunchError` or `PlanError`; nothing is left on the cluster then.
         """
         link, (least, most) = self._open(), plan.spread or (1, 1)
+        needed = modules.needed(plan.task)
         wanted = Wanted(
             nodes=(least, most),
             per_node=(plan.num_processes or 1) // most,
             resources=dict(plan.resources),
-            modules=modules.needed(plan.task),
+            modules=[name for name in needed if name in sys.modules],
+            perhaps=[name for name in needed if name not in sys.modules],
             versions=_versions(),
         )
         link.send("place", wanted=wanted)

@@ -42,7 +42,7 @@ class Wanted:
     """What a run needs: at least and at most so many nodes, with so many ranks each.
 
     Each rank takes `resources` of its node, which must have `modules`, and the same release of
-    the packages in `versions`.
+    the packages in `versions`; it should have those that are `perhaps` imported.
     """
 
     nodes: tuple[int, int]
@@ -50,6 +50,7 @@ class Wanted:
     resources: Mapping[str, float]
     modules: Sequence[str]
     versions: Mapping[str, str]
+    perhaps: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -159,9 +160,8 @@ class Reservation:
         handles = await self._reserve(needed, count)
         began = time.time()
         try:
-            looks = asyncio.gather(
-                *(h.look.remote(list(wanted.modules), not i) for i, h in enumerate(handles))
-            )
+            asked = [*wanted.modules, *wanted.perhaps]
+            looks = asyncio.gather(*(h.look.remote(asked, not i) for i, h in enumerate(handles)))
             facts = await asyncio.wait_for(looks, PLACING)
         except asyncio.TimeoutError:
             raise LaunchError(f"nodes did not answer within {PLACING:g} s (ray status)") from None
@@ -252,8 +252,10 @@ def checked(placed: Sequence[Placed], wanted: Wanted, began: float, ended: float
                 troubles.append(f"{name} has {package} {there}; here it is {here}")
             elif there != here:
                 notes.append(f"{name} has {package} {there}; here it is {here}.")
-        if facts["missing"]:
-            troubles.append(f"{name} lacks {', '.join(facts['missing'])}")
+        if lacks := [m for m in facts["missing"] if m in wanted.modules]:
+            troubles.append(f"{name} lacks {', '.join(lacks)}")
+        if lacks := [m for m in facts["missing"] if m in wanted.perhaps]:
+            notes.append(f"{name} lacks {', '.join(lacks)}, which the function may import.")
         if not began - 1.0 <= facts["time"] <= ended + 1.0:
             off = facts["time"] - began
             notes.append(f"The clock of {name} is {off:+.1f} s off: so are the times it tells.")
