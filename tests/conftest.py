@@ -16,16 +16,14 @@ from typing import Any
 
 import psutil
 import pytest
-from ipykernel.kernelspec import write_kernel_spec
 from jupyter_client.manager import KernelManager
-from nbclient import NotebookClient
-from nbformat import NotebookNode
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave the browser tests, which take minutes, to those who ask for them."""
-    asked = any("browser" in str(word) for word in (*config.args, config.option.markexpr))
-    return True if collection_path.name == "browser" and not asked else None
+    """Leave the tests in a browser and on a cluster, which take minutes, to those who ask."""
+    name, asked = collection_path.name, (*config.args, config.option.markexpr)
+    wanted = any(name in str(word) for word in asked)
+    return True if name in ("browser", "cluster") and not wanted else None
 
 
 @pytest.fixture(autouse=True)
@@ -46,11 +44,14 @@ def leaves_no_process(request: pytest.FixtureRequest) -> Iterator[None]:
         assert not left, left
 
 
-def execute(notebook: NotebookNode, folder: Path, **variables: str) -> None:
+def execute(notebook: Any, folder: Path, **variables: str) -> None:
     """Run a notebook's cells as `jupyter execute` does, in a kernel that is this Python.
 
     Raises `CellExecutionError` where a cell fails.
     """
+    from ipykernel.kernelspec import write_kernel_spec
+    from nbclient import NotebookClient
+
     write_kernel_spec(folder / "kernels" / "python3")
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -131,6 +132,7 @@ class Notebook:
             "TMPDIR": str(folder),
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",
         }
+        environment.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)  # Lightning sets it on import
         self.manager.start_kernel(
             cwd=str(folder), env=environment, extra_arguments=["--HistoryManager.enabled=False"]
         )

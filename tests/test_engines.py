@@ -171,7 +171,7 @@ def test_inline_leaves_the_real_frames_to_a_debugger() -> None:
 
 def test_every_engine_of_the_table_can_be_had() -> None:
     names = set(plan.ENGINES) - {"auto", "tpu"}  # what is chosen for the user
-    assert names == {*NAMES, "torch_tpu"}  # which has tests of its own
+    assert names == {*NAMES, "torch_tpu", "ray"}  # which have tests of their own
     assert len({type(engines.get(name)) for name in names}) == len(names)
 
 
