@@ -155,6 +155,7 @@ class Sender:
                     continue
                 self._ready[name] = None  # whatever comes of it, `send` has nothing to add
                 if not _is_model(value):
+                    self._check_is_in_no_stage(value)
                     found = weights.of_optimizer(value, keep=self._rank == 0)
                     self._ready[name] = None if self._rank else found
                 elif gathered := self._gathered(name, value):
@@ -249,7 +250,8 @@ class Sender:
                 copies[id(tensor)] = entire.cpu() if self._rank == 0 or stages else None
         told = {of_tensor: copies[id(tensor)] for of_tensor, tensor in found.items()}
         if stages:
-            return put_together(stages, module, told, self._folder.weights_of(name))
+            path = self._folder.weights_of(name)
+            return put_together(stages, module, told, path, is_home=self._rank == 0)
         return None if self._rank else told
 
     # Variables
@@ -269,6 +271,8 @@ class Sender:
                 if any(value is ours for ours in self._ours.values()) and name == asked:
                     continue
                 self._check_is_whole(value)
+                if name == asked:
+                    self._check_is_in_no_stage(value)
                 found[asked] = serialize.dumps(value, self._shared, known)
         if found:
             with self._telling(", ".join(found)):
@@ -280,6 +284,11 @@ class Sender:
         models = filter(_is_model, self._ours.values())
         if hasattr(value, "param_groups") and any(map(self._is_sharded, models)):
             raise NbtrainError("its state is in shards, as the model was")
+
+    def _check_is_in_no_stage(self, value: Any) -> None:
+        models = filter(_is_model, self._ours.values())
+        if hasattr(value, "param_groups") and self._stages and any(map(self._stages.of, models)):
+            raise NbtrainError("its state is in stages, as the model was")
 
     def _known(self) -> dict[int, tuple[str, str]]:
         """Return what the notebook has, by id: a new optimizer of a model of its is one there, too.

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 import nbtrain
@@ -86,16 +87,41 @@ def test_every_stage_comes_home(function: Callable[[Any], None], ranks: int) -> 
     assert names == ["model.safetensors"]
 
 
-def test_a_tensor_of_two_stages_that_differs_does_not_come() -> None:
+def test_a_tensor_of_two_stages_that_differs_does_not_come_and_the_stages_are_kept() -> None:
     def tied(model: Any) -> None:
         rank = rank_in_a_group()
         model[3].weight = model[0].weight  # in both stages, and each has its own gradient of it
         train(model[:2] if rank == 0 else model[2:], rank)
 
     model, before = layers(), layers().state_dict()
-    with pytest.warns(UserWarning, match=r"`\d.weight` is in two stages, and differs"):
-        run(tied, model)
+    with pytest.warns(UserWarning, match=r"`\d.weight` is in two stages, and differs") as told:
+        done = run(tied, model)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    folder = RunFolder(done.folder).weights
+    parts = [folder / f"model.stage-{rank}" for rank in range(2)]
+    assert f"{folder}, for safetensors" in str(told[0].message)
+    assert str(told[0].message).endswith(": model.stage-0, model.stage-1")
+    first, second = map(safetensors.torch.load_file, parts)
+    assert {"0.weight", "1.weight", "1.bias"} <= first.keys()
+    assert {"2.weight", "2.bias", "3.bias"} <= second.keys()
+    assert not first["1.weight"].equal(before["1.weight"])
+
+
+def test_an_optimizer_of_one_stage_does_not_pass_for_the_whole() -> None:
+    def trains(model: Any, optimizer: Any) -> None:
+        rank = rank_in_a_group()
+        train(model[:2] if rank == 0 else model[2:], rank)
+        globals()["new_optimizer"] = torch.optim.SGD(model.parameters(), 0.1)
+
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.warns(UserWarning, match="its state is in stages") as told:
+        done = run(trains, model, optimizer, out=["optimizer", "new_optimizer"])
+    trouble = "not updated, as it was before the run: its state is in stages, as the model was"
+    said = [str(one.message) for one in told]
+    assert [f"optimizer: {trouble}" in said, f"new_optimizer: {trouble}" in said] == [True, True]
+    names = [path.name for path in RunFolder(done.folder).weights.iterdir()]
+    assert names == ["model.safetensors"]
 
 
 def test_after_a_failure_no_single_stage_passes_for_the_model() -> None:
