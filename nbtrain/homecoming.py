@@ -241,6 +241,8 @@ class Sender:
         root = self._flat_root(module)
         if root is not None:
             gathered = _gathered_flat(root, module)
+            if self._rank == 0 and gathered is None:
+                raise NbtrainError("it is whole on the first node only: save it in the function")
             return gathered if self._rank == 0 else None
         stages = self._stages.of(module) if self._stages else []
         found, copies = weights.named_tensors(module), dict[int, Any]()
@@ -323,8 +325,8 @@ def _reshard(value: Any) -> None:
             part.reshard()
 
 
-def _gathered_flat(root: Any, module: Any) -> dict[str, Any]:
-    """Return the whole tensors of a model in FSDP version 1; of other ranks than 0 anything.
+def _gathered_flat(root: Any, module: Any) -> dict[str, Any] | None:
+    """Return the whole tensors of a model in FSDP version 1; None in ranks that did not get them.
 
     On the CPU not by its state_dict: with ``offload_to_cpu`` that reads freed memory (torch 2.13).
     """
@@ -338,5 +340,7 @@ def _gathered_flat(root: Any, module: Any) -> dict[str, Any]:
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     told = get_model_state_dict(root, options=options)
+    if sys.modules["torch.distributed"].get_rank():  # of the world: there is one on one node only
+        return None
     buffers = {weights.plain_name(n): b.detach().cpu() for n, b in module.named_buffers()}
     return {**buffers, **{weights.plain_name(name): tensor for name, tensor in told.items()}}
