@@ -248,6 +248,14 @@ def test_waiting_for_a_late_rank_is_imbalance(ddp: bool) -> None:
     assert threads == [[found.threads], [found.threads] * 2]
 
 
+@pytest.mark.parametrize("asked", ["0", "2,1"])
+def test_threads_that_are_no_number_are_ours_in_the_ranks_and_the_report(asked: str) -> None:
+    env = {"OMP_NUM_THREADS": asked}
+    found = nbtrain.scaling(train, model(), 12, ranks=(1,), env=env, view="none")
+    assert found.threads == sizes.usable_cpus()
+    assert kept.find(found.sizes[0].runs[0]).results == [found.threads]
+
+
 def test_a_size_that_fails_is_a_row_and_the_others_stay(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -99,10 +99,9 @@ def measure(plan: Plan, asked: Asked) -> ScalingReport:
     if plan.engine == "inline":
         raise PlanError("the inline engine runs one rank: there is nothing to compare")
     cores = _cores()
-    told = plan.env.get(_THREADS, os.environ.get(_THREADS, ""))
     # At all sizes the same, or one rank would have the cores of all.
-    threads = int(told) if told.isdecimal() else max(1, usable_cpus() // max(asked.ranks))
-    env = {_THREADS: str(threads), **plan.env, ASKED: "1"}
+    threads = _threads(plan.env) or max(1, usable_cpus() // max(asked.ranks))
+    env = {**plan.env, _THREADS: str(threads), ASKED: "1"}
     done = _Done()
     quiet = replace(plan, env=env, view="none", sync=False)
     for size, word in _order(asked):
@@ -133,6 +132,12 @@ def measure(plan: Plan, asked: Asked) -> ScalingReport:
         repeats=asked.repeat,
         notes=(*notes, *done.notes),
     )
+
+
+def _threads(env: Mapping[str, str]) -> int:
+    """Return how many threads the user asked for; 0 if that is no number."""
+    told = env.get(_THREADS, os.environ.get(_THREADS, ""))
+    return int(told) if told.isdecimal() else 0
 
 
 def _order(asked: Asked) -> Iterator[tuple[int, str]]:
