@@ -244,6 +244,7 @@ def test_waiting_for_a_late_rank_is_imbalance(ddp: bool) -> None:
     assert two.step * two.lost.imbalance > 0.005  # it would be 0.015 if nothing else ran
     assert two.lost.together == pytest.approx(1 - two.efficiency)
     assert len(one.runs) == len(two.runs) == 1
+    assert kept.find(one.runs[0]).folder.name.endswith(".scaling")  # they count by themselves
     threads = [kept.find(size.runs[0]).results for size in found.sizes]
     assert threads == [[found.threads], [found.threads] * 2]
 
