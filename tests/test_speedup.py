@@ -314,7 +314,9 @@ def test_the_magic_measures_a_notebooks_own_function(notebook: Notebook) -> None
     notebook.run(
         "import torch._dynamo\nmodel = torch.nn.Linear(2, 2); before = model.weight.clone()"
     )
-    out = notebook.run("%nbtrain scaling --ranks 1,2 --as found train(model, steps=12)")
+    out = notebook.run(
+        "two = 2\n%nbtrain scaling --ranks 1,{two} --as found train(model, steps={12}.pop())"
+    )
     assert not out.ename, out.traceback
     assert "scaling 1/2: 1 rank: " in out.stdout
     assert "scaling 2/2: 2 ranks: " in out.stdout
