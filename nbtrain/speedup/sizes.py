@@ -191,10 +191,15 @@ def _read(run: Run, warm_up: int | None) -> Taken:
     folder = RunFolder(run.folder)
     try:
         said = [json.loads(folder.steps(r).read_bytes()) for r in range(run.state.world_size)]
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        name = os.path.basename(error.filename)
+        raise NbtrainError(
+            f"what a rank saw of its steps is not in the run's folder: {name} is missing"
+        ) from None
+    if not all(one["rows"] for one in said):
         raise NbtrainError(
             "a rank took no optimizer step that could be seen: scaling needs a torch optimizer"
-        ) from None
+        )
     return together([read(one, warm_up) for one in said])
 
 
