@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -273,6 +274,22 @@ def test_a_size_that_fails_is_a_row_and_the_others_stay(
         nbtrain.scaling(train, model(), 15, "fails", ranks=(2,), view="none")
     with pytest.raises(NbtrainError, match="no optimizer step"):
         nbtrain.scaling(len, "x", ranks=(1,), view="none")
+
+
+def fickle(model: Any, path: Path) -> None:
+    mine = path / str(nbtrain.rank())
+    if nbtrain.world_size() == 1 or mine.exists():
+        raise ZeroDivisionError("this time")
+    mine.touch()
+    train(model, 15)
+
+
+def test_repeats_from_before_a_failure_stay_and_another_base_is_told(tmp_path: Path) -> None:
+    found = nbtrain.scaling(fickle, model(), tmp_path, ranks=(1, 2), repeat=3, view="none")
+    assert [bool(size.speedup) for size in found.sizes] == [False, True]
+    assert len(found.sizes[1].runs) == 1
+    assert "2 ranks: ZeroDivisionError: this time, after 1 repeat" in repr(found)
+    assert "all is against 2 ranks: there are no figures of 1 rank" in repr(found)
 
 
 def test_an_interrupt_keeps_the_sizes_that_were_measured() -> None:

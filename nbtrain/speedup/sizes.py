@@ -63,11 +63,11 @@ def scaling(
     """Run ``function(*args, **kwargs)`` at each number of ranks and report how it scales.
 
     Each is an ordinary run with a folder of its own, from the same start: no weights come home. A
-    size that fails is a row with its error; an interrupt keeps what was measured until then. What
-    is measured are optimizer steps, after a warm-up.
+    size that fails is a row with its error, or with what its earlier repeats took; an interrupt
+    keeps what was measured until then. What is measured are optimizer steps, after a warm-up.
 
     Args:
-        ranks: the sizes; all are compared with the smallest.
+        ranks: the sizes; all are compared with the smallest that was measured.
         repeat: how often each is run, in rounds that go up and down; the median counts.
         warmup: steps left out at the beginning; None: a fifth, at least 3.
         kind: 'weak' or 'strong', where that is not to be told from the batches that were seen.
@@ -120,6 +120,9 @@ def measure(plan: Plan, asked: Asked) -> ScalingReport:
         raise next(iter(done.errors.values()))
     room = cores // threads if done.device == "cpu" else None
     kind, rows, notes = compare(done.taken, kind=asked.kind, room=room)
+    if rows[0].ranks > min(asked.ranks):
+        base, least = (counted(n, "rank") for n in (rows[0].ranks, min(asked.ranks)))
+        notes.append(f"all is against {base}: there are no figures of {least}")
     errors = {n: Size(n, error=_line(done.errors.get(n))) for n in asked.ranks}
     sizes = errors | {row.ranks: replace(row, runs=tuple(done.runs[row.ranks])) for row in rows}
     return ScalingReport(
@@ -160,18 +163,22 @@ class _Done:
         self.device = "cpu"
 
     def add(self, size: int, plan: Plan, warm_up: int | None) -> None:
-        """Run one size; what is wrong with it is kept, and its earlier repeats go."""
+        """Run one size; what is wrong with it is kept, beside its earlier repeats."""
         before = last_run()
         try:
             run = run_plan(plan)
-            self.taken.setdefault(size, []).append(_read(run, warm_up))
+            taken = _read(run, warm_up)
+            self.taken.setdefault(size, []).append(taken)
             self.runs.setdefault(size, []).append(run.folder.name)
             self.device = run.state.device
         except Exception as error:  # the user's function may raise anything: the others go on
             if isinstance(error, PlanError) and not self.taken:
                 raise
             self.errors[size] = error
-            self.taken.pop(size, None)
+            if size in self.taken:
+                had = counted(len(self.taken[size]), "repeat")
+                said = f"{self.said(size)}, after {had}: what is told of it is of before"
+                self.notes[said] = None
         run_now = last_run()
         if run_now is not None and run_now is not before:
             self.notes |= dict.fromkeys(run_now.state.notes)
