@@ -43,12 +43,18 @@ from .writer import reserve_beyond_end
 
 KEEP = 20
 KEEP_WEIGHTS = 3
+KEEP_SCALING = 20
+"""How many runs that only measured are kept, beside the others."""
+
 FORMAT = 1
 
 QUIET = 60.0
 """Seconds without a change after which a run of another host counts as gone."""
 
 _GOING = ".going-"
+_SCALING = ".scaling"
+"""How the folder of a run that only measured ends: it is told from others without a look inside."""
+
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
@@ -163,7 +169,8 @@ def create(name: str, manifest: Mapping[str, Any]) -> RunFolder:
     stamp = time.strftime("%Y%m%d-%H%M%S")
     try:
         root().mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = root() / f"{stamp}-{label}-{os.urandom(3).hex()}"
+        ending = _SCALING if manifest.get("scaling") else ""
+        path = root() / f"{stamp}-{label}-{os.urandom(3).hex()}{ending}"
         path.mkdir(mode=0o700)
         folder = RunFolder(path)
         write_atomically(folder.manifest, json.dumps({"format": FORMAT, **manifest}).encode())
@@ -295,10 +302,13 @@ def prune(keep: int = KEEP, in_use: Collection[Path] = ()) -> None:
     """Delete all but the newest `keep` runs, those `in_use`, and those still watched.
 
     They are renamed first: who reads one finds it whole, or gone, and never half. Weights are
-    large: the newest `KEEP_WEIGHTS` runs keep theirs.
+    large: the newest `KEEP_WEIGHTS` runs keep theirs. Runs that only measured, dozens at once, do
+    not count: the newest `KEEP_SCALING` of them are kept.
     """
-    every = runs()
-    for folder in every[:-keep]:
+    found = runs()
+    measured = [folder for folder in found if folder.path.name.endswith(_SCALING)]
+    every = [folder for folder in found if not folder.path.name.endswith(_SCALING)]
+    for folder in (*every[:-keep], *measured[:-KEEP_SCALING]):
         if folder.path not in in_use and not is_watched(folder):
             with contextlib.suppress(OSError):
                 folder.path.rename(folder.path.with_name(_GOING + folder.path.name))

@@ -61,6 +61,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
 
     distributed.__doc__ = _HELP + reading.parser().format_help()
 
+    @no_var_expand
     @line_magic
     def nbtrain(self, line: str) -> memory.MemoryAnatomy | speedup.ScalingReport | None:
         """Ask nbtrain about this kernel.
@@ -89,6 +90,9 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
             -e, -p, --downcast-bf16, --config, --env, --timeout, --hang-after, --as
                                         as of %%distributed; --as binds the report
         """
+        fill = functools.partial(_expanded, self.shell)
+        if line.split()[:1] not in (["memory"], ["scaling"]):  # there, only options are filled
+            line = fill(line)
         match line.split():
             case ["guard"]:
                 print(blame.report())
@@ -108,10 +112,10 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                 print(kept.find(*which).stacks())
             case ["memory", *_]:
                 words = line.partition("memory")[2]
-                model, options = memory.read(words, self.shell.user_ns)
+                model, options = memory.read(words, self.shell.user_ns, fill)
                 return memory.memory_needed(model, **options)
             case ["scaling", *_]:
-                return speedup.ask(line.partition("scaling")[2], self.shell.user_ns)
+                return speedup.ask(line.partition("scaling")[2], self.shell.user_ns, fill)
             case _:
                 raise PlanError(f"%nbtrain: no such question: {line!r} (%nbtrain? shows them)")
         return None

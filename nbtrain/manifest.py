@@ -13,6 +13,7 @@ from . import estimate, host
 from .digest import parameters
 from .folder import started
 from .plan import Cell, Plan
+from .telemetry.timing import ASKED
 
 CELLS = 1000
 """How many cells a run can name where its stacks are read, the last ones."""
@@ -30,6 +31,7 @@ def manifest(plan: Plan, world_size: int, device: str, notes: Sequence[str]) -> 
         "timeout": plan.timeout,
         "max_restarts": plan.max_restarts,
         "env": sorted(plan.env),
+        "scaling": ASKED in plan.env,
         "launcher": os.getpid(),
         "launcher_started": started(os.getpid()),
         "host": platform.node(),

@@ -15,8 +15,9 @@ import pytest
 from nbtrain.engines.cluster.copying import PART, Copy, appended
 from nbtrain.engines.cluster.driver import Driver
 from nbtrain.engines.cluster.link import Link
-from nbtrain.engines.cluster.node import Gone, growing
+from nbtrain.engines.cluster.node import Gone, Node, growing
 from nbtrain.errors import LaunchError
+from nbtrain.folder import RunFolder
 
 
 @pytest.fixture
@@ -148,3 +149,11 @@ def test_much_news_is_told_now_and_then(cluster: Cluster) -> None:
 
     asyncio.run(hear(200))
     assert 1 <= len(cluster.told) <= 30
+
+
+def test_what_a_rank_left_whole_is_told(tmp_path: Path) -> None:
+    node = object.__new__(Node)
+    node.folder = RunFolder(tmp_path)
+    for path in (node.folder.result(1), node.folder.steps(1), node.folder.steps(0)):
+        path.touch()
+    assert node._left(1) == ("rank-0001.result", "rank-0001.steps")

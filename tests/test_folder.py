@@ -94,3 +94,13 @@ def test_old_runs_leave_the_list_at_once_and_what_a_crash_left_goes_too(run_root
     assert [r.path for r in folder.runs()] == [r.path for r in (old, *new)]
     folder.prune(keep=2)
     assert sorted(run_root.joinpath("runs").iterdir()) == sorted(r.path for r in new)
+
+
+def test_runs_that_only_measured_do_not_make_others_go() -> None:
+    finished = b'{"kind":"finished"}\n'
+    own = [made({}, finished) for _ in range(2)]
+    measured = [made({"scaling": True}, finished) for _ in range(folder.KEEP_SCALING + 1)]
+    for age, run in enumerate([*reversed(measured), *reversed(own)]):
+        os.utime(run.manifest, (1e9 - age, 1e9 - age))
+    folder.prune(keep=2)
+    assert [run.path for run in folder.runs()] == [run.path for run in (*own, *measured[1:])]

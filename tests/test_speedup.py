@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -244,8 +245,17 @@ def test_waiting_for_a_late_rank_is_imbalance(ddp: bool) -> None:
     assert two.step * two.lost.imbalance > 0.005  # it would be 0.015 if nothing else ran
     assert two.lost.together == pytest.approx(1 - two.efficiency)
     assert len(one.runs) == len(two.runs) == 1
+    assert kept.find(one.runs[0]).folder.name.endswith(".scaling")  # they count by themselves
     threads = [kept.find(size.runs[0]).results for size in found.sizes]
     assert threads == [[found.threads], [found.threads] * 2]
+
+
+@pytest.mark.parametrize("asked", ["0", "2,1"])
+def test_threads_that_are_no_number_are_ours_in_the_ranks_and_the_report(asked: str) -> None:
+    env = {"OMP_NUM_THREADS": asked}
+    found = nbtrain.scaling(train, model(), 12, ranks=(1,), env=env, view="none")
+    assert found.threads == sizes.usable_cpus()
+    assert kept.find(found.sizes[0].runs[0]).results == [found.threads]
 
 
 def test_a_size_that_fails_is_a_row_and_the_others_stay(
@@ -264,6 +274,22 @@ def test_a_size_that_fails_is_a_row_and_the_others_stay(
         nbtrain.scaling(train, model(), 15, "fails", ranks=(2,), view="none")
     with pytest.raises(NbtrainError, match="no optimizer step"):
         nbtrain.scaling(len, "x", ranks=(1,), view="none")
+
+
+def fickle(model: Any, path: Path) -> None:
+    mine = path / str(nbtrain.rank())
+    if nbtrain.world_size() == 1 or mine.exists():
+        raise ZeroDivisionError("this time")
+    mine.touch()
+    train(model, 15)
+
+
+def test_repeats_from_before_a_failure_stay_and_another_base_is_told(tmp_path: Path) -> None:
+    found = nbtrain.scaling(fickle, model(), tmp_path, ranks=(1, 2), repeat=3, view="none")
+    assert [bool(size.speedup) for size in found.sizes] == [False, True]
+    assert len(found.sizes[1].runs) == 1
+    assert "2 ranks: ZeroDivisionError: this time, after 1 repeat" in repr(found)
+    assert "all is against 2 ranks: there are no figures of 1 rank" in repr(found)
 
 
 def test_an_interrupt_keeps_the_sizes_that_were_measured() -> None:
@@ -305,7 +331,9 @@ def test_the_magic_measures_a_notebooks_own_function(notebook: Notebook) -> None
     notebook.run(
         "import torch._dynamo\nmodel = torch.nn.Linear(2, 2); before = model.weight.clone()"
     )
-    out = notebook.run("%nbtrain scaling --ranks 1,2 --as found train(model, steps=12)")
+    out = notebook.run(
+        "two = 2\n%nbtrain scaling --ranks 1,{two} --as found train(model, steps={12}.pop())"
+    )
     assert not out.ename, out.traceback
     assert "scaling 1/2: 1 rank: " in out.stdout
     assert "scaling 2/2: 2 ranks: " in out.stdout

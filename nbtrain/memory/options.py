@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from ..errors import PlanError
@@ -35,14 +35,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def read(line: str, namespace: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def read(
+    line: str, namespace: Mapping[str, Any], fill: Callable[[str], str] = str
+) -> tuple[Any, dict[str, Any]]:
     """Return what `memory_needed` is to be called with: the model, and all else by name.
 
     A variable's name is that model. Any other expression is one that builds it, to be evaluated
-    where nothing is allocated. An optimizer may be named, or be a variable's name.
+    where nothing is allocated. An optimizer may be named, or be a variable's name. The options
+    go through `fill`.
     """
     found = re.split(r"\s+(?=--[a-z])", line.strip(), maxsplit=1)
-    expression, words = found[0], shlex.split(found[1] if len(found) > 1 else "")
+    expression, words = found[0], shlex.split(fill(found[1]) if len(found) > 1 else "")
     if not expression or expression.startswith("--"):
         raise PlanError(f"%nbtrain memory: which model?\n{USAGE}")
     options = vars(_parser().parse_args(words))

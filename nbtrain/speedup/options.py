@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from .. import cell
@@ -46,13 +46,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def read(line: str, namespace: Mapping[str, Any]) -> tuple[Plan, Asked, str | None]:
+def read(
+    line: str, namespace: Mapping[str, Any], fill: Callable[[str], str] = str
+) -> tuple[Plan, Asked, str | None]:
     """Return what to run, how, and the name that the report is bound to.
 
-    The function and its arguments are evaluated here; nothing is called. Raises `PlanError`.
+    The function and its arguments are evaluated here; nothing is called. What is before them goes
+    through `fill`. Raises `PlanError`.
     """
     words, expression = cell.split_options(line, _FLAGS)
-    own, others = _parser().parse_known_args(cell.split_words(words))
+    own, others = _parser().parse_known_args(cell.split_words(fill(words)))
     options = cell.parse_options(others)
     default = cell.Options()
     for name, value in vars(options).items():
@@ -103,9 +106,9 @@ def _as_it_stands(function: Any, /, *args: Any, **kwargs: Any) -> Call:
     return Call(function, args, kwargs)
 
 
-def ask(line: str, namespace: dict[str, Any]) -> ScalingReport:
+def ask(line: str, namespace: dict[str, Any], fill: Callable[[str], str] = str) -> ScalingReport:
     """Do what ``%nbtrain scaling`` says, and return the report; it is bound by ``--as``."""
-    plan, asked, name = read(line, namespace)
+    plan, asked, name = read(line, namespace, fill)
     report = measure(plan, asked)
     if name is not None:
         namespace[name] = report

@@ -63,11 +63,11 @@ def scaling(
     """Run ``function(*args, **kwargs)`` at each number of ranks and report how it scales.
 
     Each is an ordinary run with a folder of its own, from the same start: no weights come home. A
-    size that fails is a row with its error; an interrupt keeps what was measured until then. What
-    is measured are optimizer steps, after a warm-up.
+    size that fails is a row with its error, or with what its earlier repeats took; an interrupt
+    keeps what was measured until then. What is measured are optimizer steps, after a warm-up.
 
     Args:
-        ranks: the sizes; all are compared with the smallest.
+        ranks: the sizes; all are compared with the smallest that was measured.
         repeat: how often each is run, in rounds that go up and down; the median counts.
         warmup: steps left out at the beginning; None: a fifth, at least 3.
         kind: 'weak' or 'strong', where that is not to be told from the batches that were seen.
@@ -99,10 +99,9 @@ def measure(plan: Plan, asked: Asked) -> ScalingReport:
     if plan.engine == "inline":
         raise PlanError("the inline engine runs one rank: there is nothing to compare")
     cores = _cores()
-    told = plan.env.get(_THREADS, os.environ.get(_THREADS, ""))
     # At all sizes the same, or one rank would have the cores of all.
-    threads = int(told) if told.isdecimal() else max(1, usable_cpus() // max(asked.ranks))
-    env = {_THREADS: str(threads), **plan.env, ASKED: "1"}
+    threads = _threads(plan.env) or max(1, usable_cpus() // max(asked.ranks))
+    env = {**plan.env, _THREADS: str(threads), ASKED: "1"}
     done = _Done()
     quiet = replace(plan, env=env, view="none", sync=False)
     for size, word in _order(asked):
@@ -121,6 +120,9 @@ def measure(plan: Plan, asked: Asked) -> ScalingReport:
         raise next(iter(done.errors.values()))
     room = cores // threads if done.device == "cpu" else None
     kind, rows, notes = compare(done.taken, kind=asked.kind, room=room)
+    if rows[0].ranks > min(asked.ranks):
+        base, least = (counted(n, "rank") for n in (rows[0].ranks, min(asked.ranks)))
+        notes.append(f"all is against {base}: there are no figures of {least}")
     errors = {n: Size(n, error=_line(done.errors.get(n))) for n in asked.ranks}
     sizes = errors | {row.ranks: replace(row, runs=tuple(done.runs[row.ranks])) for row in rows}
     return ScalingReport(
@@ -133,6 +135,12 @@ def measure(plan: Plan, asked: Asked) -> ScalingReport:
         repeats=asked.repeat,
         notes=(*notes, *done.notes),
     )
+
+
+def _threads(env: Mapping[str, str]) -> int:
+    """Return how many threads the user asked for; 0 if that is no number."""
+    told = env.get(_THREADS, os.environ.get(_THREADS, ""))
+    return int(told) if told.isdecimal() else 0
 
 
 def _order(asked: Asked) -> Iterator[tuple[int, str]]:
@@ -155,18 +163,22 @@ class _Done:
         self.device = "cpu"
 
     def add(self, size: int, plan: Plan, warm_up: int | None) -> None:
-        """Run one size; what is wrong with it is kept, and its earlier repeats go."""
+        """Run one size; what is wrong with it is kept, beside its earlier repeats."""
         before = last_run()
         try:
             run = run_plan(plan)
-            self.taken.setdefault(size, []).append(_read(run, warm_up))
+            taken = _read(run, warm_up)
+            self.taken.setdefault(size, []).append(taken)
             self.runs.setdefault(size, []).append(run.folder.name)
             self.device = run.state.device
         except Exception as error:  # the user's function may raise anything: the others go on
             if isinstance(error, PlanError) and not self.taken:
                 raise
             self.errors[size] = error
-            self.taken.pop(size, None)
+            if size in self.taken:
+                had = counted(len(self.taken[size]), "repeat")
+                said = f"{self.said(size)}, after {had}: what is told of it is of before"
+                self.notes[said] = None
         run_now = last_run()
         if run_now is not None and run_now is not before:
             self.notes |= dict.fromkeys(run_now.state.notes)
@@ -186,10 +198,15 @@ def _read(run: Run, warm_up: int | None) -> Taken:
     folder = RunFolder(run.folder)
     try:
         said = [json.loads(folder.steps(r).read_bytes()) for r in range(run.state.world_size)]
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        name = os.path.basename(error.filename)
+        raise NbtrainError(
+            f"what a rank saw of its steps is not in the run's folder: {name} is missing"
+        ) from None
+    if not all(one["rows"] for one in said):
         raise NbtrainError(
             "a rank took no optimizer step that could be seen: scaling needs a torch optimizer"
-        ) from None
+        )
     return together([read(one, warm_up) for one in said])
 
 

@@ -77,11 +77,11 @@ class StepTimes:
 
     def finish(self, wait: bool) -> None:
         """Write what was seen; without `wait`, the GPU may never be done: nothing."""
-        if not wait or not self._rows:
+        if not wait:
             return
-        if self._ddps:
+        if self._ddps and self._rows:
             self._rows[-1][3] = None  # no pass came after it
-        if len(self._events) == len(self._rows):
+        if self._events and len(self._events) == len(self._rows):
             self._events[-1].synchronize()
             for row, event in zip(self._rows, self._events, strict=True):
                 row[0] = self._events[0].elapsed_time(event) / 1e3

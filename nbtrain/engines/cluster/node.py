@@ -257,7 +257,7 @@ class Node:
     def _left(self, rank: int) -> tuple[str, ...]:
         """Return the names of what a rank left whole."""
         folder = self.folder
-        kinds = (folder.result(rank), folder.failure(rank), folder.out(rank))
+        kinds = (folder.result(rank), folder.failure(rank), folder.out(rank), folder.steps(rank))
         found = [path for path in kinds if path.exists()]
         if rank == 0 and folder.weights.exists():
             found += sorted(folder.weights.iterdir())
