@@ -73,23 +73,23 @@ def fingerprint(tensor: torch.Tensor) -> Any:
     try:
         if has_no_bytes(tensor):  # nothing in it could change
             return f"{kind} {id(tensor)}" if is_lazy(tensor) else f"{kind} {tensor.shape}"
-        told = [tensor.shape, tensor.dtype, *map(_sum, _parts(tensor.detach()))]
+        told = [tensor.shape, tensor.dtype, *map(_sum, dense_parts(tensor.detach()))]
     except Exception:  # whatever a kind of tensor raises that is not made of plain bytes
         return object()
     return hashlib.blake2b(repr(told).encode(), digest_size=16).hexdigest()
 
 
-def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the dense tensors that a tensor is made of: itself, or indices and values."""
     import torch
 
-    if tensor.layout is torch.strided:
-        return (tensor,)
     if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
+        return tensor._indices(), tensor._values()  # the public ones ask for coalescing
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
 
 
 def _sum(tensor: torch.Tensor) -> Any:

@@ -341,6 +341,21 @@ def test_fsdp_gathers_the_blocks_of_a_sequence_one_by_one() -> None:
     assert gathered(four) == gathered(eight)
 
 
+def test_what_blocks_share_is_gathered_and_counted_once() -> None:
+    from nbtrain.memory.simulate import Simulation
+
+    class Layers(nn.Module):
+        def __init__(self, *layers: nn.Module) -> None:
+            super().__init__()
+            self.head, self.layers = nn.Linear(8, 8, bias=False), nn.ModuleList(layers)
+
+    shared = nn.Linear(8, 8, bias=False)
+    a, b = nn.Linear(8, 8), nn.Linear(8, 8)
+    b.weight = a.weight
+    assert Simulation(Layers(*[shared] * 12))._unsharded == (4 * 64, 4 * 64)
+    assert Simulation(Layers(a, b))._unsharded == (4 * 72, 4 * 64)
+
+
 def test_the_verdict_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def verdict(**how: Any) -> str:
         return str(memory_needed(table.mlp, "8x256", **how)).splitlines()[-1]

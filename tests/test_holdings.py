@@ -72,6 +72,17 @@ def test_views_and_sparse_and_nested_tensors_count_by_what_they_hold() -> None:
     assert counted(0, [], [line]).optimizer_states >= 40
 
 
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning", "ignore:Lazy:UserWarning")
+def test_compressed_graphs_count_by_what_they_hold_and_lazy_layers_not_yet() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
+    for make in (torch.sparse_csr_tensor, torch.sparse_csc_tensor):
+        ends, at = torch.tensor([0] + [2] * 1000), torch.tensor([1, 6])
+        model.register_buffer(make.__name__, make(ends, at, torch.ones(2), (1000, 1000)))
+    told = counted(0, [model], [torch.optim.SGD(model[0].parameters())])
+    pointers, indices, values = 8 * 1001, 8 * 2, 4 * 2
+    assert told.weights == 4 * 20 + 2 * (pointers + indices + values)
+
+
 class Log:
     """Takes events where a writer would."""
 

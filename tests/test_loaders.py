@@ -175,3 +175,41 @@ def test_loaders_that_are_read_in_turn_are_passed_once() -> None:
     for same in (True, False):
         found = told(lambda same=same: train(same))  # type: ignore[misc]
         assert (found.epoch, found.batch, found.steps) == (2, 3, 6)
+
+
+@pytest.mark.parametrize("is_same", [False, True], ids=["data of its own", "the same data"])
+def test_samples_are_those_that_steps_were_taken_with(is_same: bool) -> None:
+    def train() -> None:
+        data, w = TensorDataset(torch.ones(12, 2)), nn.Parameter(torch.ones(2))
+        validation = data if is_same else TensorDataset(torch.ones(12, 2))
+        optimizer = torch.optim.SGD([w], lr=0.1)
+        with torch.no_grad():
+            next(iter(DataLoader(validation, 4)))  # a first look
+        for _ in range(2):
+            for step, (x,) in enumerate(DataLoader(data, 2)):
+                (w * x).sum().backward()
+                if step % 4 == 3:  # two batches of each epoch wait for the next
+                    optimizer.step()
+            for _ in DataLoader(validation, 4):
+                pass
+        optimizer.step()
+
+    found = told(train)
+    assert (found.steps, found.samples) == (3, 24)
+
+
+def test_samples_of_loaders_read_together_or_ahead_count() -> None:
+    def train() -> None:
+        w = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([w], lr=0.1)
+        loaders = [DataLoader(TensorDataset(torch.ones(12, 2)), 4) for _ in range(2)]
+        for _ in range(2):
+            for (a,), (b,) in zip(*loaders, strict=True):
+                (w * a * b).sum().backward()
+                optimizer.step()
+        for _ in range(2):
+            for (x,) in list(loaders[1]):
+                (w * x).sum().backward()
+                optimizer.step()
+
+    assert told(train).samples == 2 * 24 + 2 * 12

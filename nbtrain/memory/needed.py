@@ -119,7 +119,8 @@ class _Steps:
     def at(self, rows: int) -> Step:
         """Return what a rank holds in a step with a batch of so many rows."""
         if rows not in self._known:
-            step = self._simulation.step(self._make, self._example, rows)
+            gathers = self._strategy == "fsdp" and self._ranks > 1
+            step = self._simulation.step(self._make, self._example, rows, gathers)
             if self._strategy == "ddp":
                 step = anatomy.under_ddp(step, self._ranks)
             else:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -82,13 +84,14 @@ class Simulation:
         self._device, self._half, self._loss = device, _HALF.get(precision), loss
         with self._quietly():
             self._parameters, self._model = _copied(model, self._half if cast else None)
-        self._units = _units(self._model)
         self._optimizers: dict[Make, torch.optim.Optimizer] = {}
 
-    def step(self, make: Make | None, example: Example, rows: int) -> Step:
+    def step(
+        self, make: Make | None, example: Example, rows: int, in_units: bool = False
+    ) -> Step:
         """Run one step, as the second of a training: the optimizer has its states already.
 
-        Without `make`, forward alone, as in inference.
+        Without `make`, forward alone, as in inference. `in_units`: tell what FSDP gathers, too.
         """
         ledger = Ledger()
         with self._quietly():
@@ -107,7 +110,7 @@ class Simulation:
             parts(ledger.most),
             {name: parts(peak) for name, peak in ledger.peaks.items()},
             0 if make is None else self._gradients(),
-            *self._unsharded(),
+            *(self._unsharded if in_units else (0, 0)),
         )
 
     def _gradients(self) -> int:
@@ -162,10 +165,13 @@ class Simulation:
         with rng, torch.inference_mode(False), grad, like_gpu, self._fake:
             yield
 
+    @functools.cached_property
     def _unsharded(self) -> tuple[int, int]:
-        """Return the bytes of the largest block, and of all that is in none."""
-        sizes = [sum(map(_size, unit.parameters())) for unit in self._units]
-        return max(sizes, default=0), sum(map(_size, self._parameters.values())) - sum(sizes)
+        """The bytes of the largest block, and of all that is in none."""
+        units = [list(unit.parameters()) for unit in _units(self._model)]
+        within = {id(p) for unit in units for p in unit}
+        rest = (p for p in self._model.parameters() if id(p) not in within)
+        return max((sum(map(_size, unit)) for unit in units), default=0), sum(map(_size, rest))
 
 
 def _size(tensor: torch.Tensor) -> int:
@@ -212,10 +218,12 @@ def words(model: nn.Module) -> str:
 
 def _units(model: nn.Module) -> list[nn.Module]:
     """Return the blocks that FSDP is told to gather one by one: the layers of the longest lists."""
-    units: list[nn.Module] = []
+    units, within = list[nn.Module](), set[int]()
     for found in model.modules():
-        if not any(found is inner for unit in units for inner in unit.modules()):
-            units += _blocks(found)
+        for block in _blocks(found) if id(found) not in within else ():
+            if id(block) not in within:  # a layer that comes again is one
+                units.append(block)
+                within.update(map(id, block.modules()))
     return units
 
 
@@ -225,8 +233,8 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
         return list(module) if len(module) > 1 else []
     if not isinstance(module, nn.Sequential):
         return []
-    kinds = [type(part) for part in module if any(True for _ in part.children())]
-    return [part for part in module if kinds.count(type(part)) > 1]
+    kinds = Counter(type(part) for part in module if any(True for _ in part.children()))
+    return [part for part in module if kinds[type(part)] > 1]
 
 
 def _loss_of(output: Any) -> torch.Tensor:

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from .. import events as ev
+from ..fingerprints import dense_parts, has_no_bytes
 from ..homecoming import arguments_of, namespace_of
 from ..imports import when_imported
 from ..plan import Call, Cell
@@ -166,16 +167,14 @@ def _sizes(tensors: Iterable[Any], met: set[Any]) -> Counter[str]:
 
 def _plain(tensor: Any) -> Iterator[Any]:
     """Yield the tensors that a tensor is made of: a DTensor's own shard, a sparse one's values."""
-    if tensor.is_meta:
+    if has_no_bytes(tensor):
         return
     if hasattr(tensor, "__tensor_flatten__"):  # torch's protocol of tensors made of others
         for name in tensor.__tensor_flatten__()[0]:  # a DTensor names its mesh, too
             for inner in _tensors(getattr(tensor, name)):
                 yield from _plain(inner)
-    elif tensor.is_sparse:
-        yield from (tensor._indices(), tensor._values())  # the public ones ask for coalescing
     else:
-        yield tensor
+        yield from dense_parts(tensor)
 
 
 def _storage(tensor: Any) -> tuple[Any, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import time
 from collections import deque
@@ -24,6 +25,17 @@ class Place(NamedTuple):
     batches: int | None
 
 
+class _Pass:
+    """What a pass over a loader gave since the last step, and whether that is for steps at all."""
+
+    __slots__ = ("feeds", "given", "is_aside")
+
+    def __init__(self) -> None:
+        self.given = 0
+        self.is_aside = False  # as a validation is: read to its end, or where nothing is learned
+        self.feeds = False
+
+
 class _Thread(threading.local):
     inside = False  # a loader's `__next__`
 
@@ -32,7 +44,8 @@ class Feed:
     """Counts what loaders give: batches, samples, and the seconds that were waited for them.
 
     Those that the training waited: not a loader that another one reads from, nor one that a
-    thread of the user's reads ahead.
+    thread of the user's reads ahead. Samples are those that steps were taken with, as far as that
+    can be told: a validation's are none; without any step, all.
     """
 
     def __init__(self, hooks: Hooks, tick: Callable[[float, float], None]) -> None:
@@ -47,6 +60,10 @@ class Feed:
         self._place: Place | None = None  # of the last batch
         self._feeding: Place | None = None  # of the last one before a step
         self._epochs: dict[int, tuple[int, int]] = {}  # by data set: passes that fed, the last
+        self._has_stepped = False
+        self._pass = _Pass()  # of the last batch
+        self._given: set[_Pass] = set()  # those that gave something since the last step
+        self._lock = threading.Lock()  # loaders are read in threads, too
 
     def install(self) -> None:
         """Watch torch's loaders, now or when they are imported."""
@@ -56,11 +73,28 @@ class Feed:
         """Take note that a step was taken, by this thread, with the last batch."""
         self._trainers = {threading.main_thread().ident, threading.get_ident()}
         place = self._place
+        self._credit(place)
         if place is not None and place is not self._feeding:
             self._feeding = place
             passes, number = self._epochs.get(place.data, (0, -1))
             if place.number > number:
                 self._epochs[place.data] = passes + 1, place.number
+
+    def _credit(self, place: Place | None) -> None:
+        """Count what was given since the last step, but for passes that steps do without."""
+        is_known = not self._epochs or (place is not None and place.data in self._epochs)
+        with self._lock:
+            samples = self.samples if self._has_stepped else None
+            fed = {found for found in self._given if found.feeds or not found.is_aside}
+            if not fed and is_known:  # read to its end before: a list was made of it, say
+                fed = {self._pass} & self._given
+            for found in self._given:
+                if found in fed:
+                    found.feeds = True
+                    samples = (samples or 0) + found.given
+                found.given = 0
+            self._given.clear()
+            self.samples, self._has_stepped = samples, True
 
     def where(self) -> dict[str, int | None]:
         """Return where the loader stands that feeds the steps: its epoch, batch and batches."""
@@ -75,6 +109,7 @@ class Feed:
         advance, choose = iterator.__next__, iterator._next_index
         on_batch = self._hooks.harmless(self._on_batch)
         on_index = self._hooks.harmless(self._on_index)
+        on_end = self._hooks.harmless(self._on_end)
 
         @functools.wraps(advance)
         def next_batch(it: Any) -> Any:
@@ -85,6 +120,9 @@ class Feed:
             self._thread.inside = True
             try:
                 batch = advance(it)
+            except StopIteration:
+                on_end(it)
+                raise
             finally:
                 self._thread.inside = False
             on_batch(it, batch, start)
@@ -115,14 +153,28 @@ class Feed:
         if place is None or count == 1:
             self._number += 1
             place = Place(id(it._dataset), self._number, count, _length(it))
+            it._nbtrain_pass = _Pass()
         self._place = it._nbtrain_place = Place(place.data, place.number, count, place.batches)
         _, asked = vars(it).get("_nbtrain_asked", (None, ()))
         size = asked.popleft() if asked else _batch_size(it, batch)
-        if size is not None:
-            self.samples = (self.samples or 0) + size
+        self._take(it._nbtrain_pass, size)
         if self.on_batch is not None:
             self.on_batch(batch)
         self._tick(start, now)
+
+    def _take(self, its: _Pass, size: int | None) -> None:
+        with self._lock:
+            its.is_aside = not sys.modules["torch"].is_grad_enabled()
+            self._pass = its
+            if size is not None:
+                its.given += size
+                self._given.add(its)
+                if not self._has_stepped:
+                    self.samples = (self.samples or 0) + size
+
+    def _on_end(self, it: Any) -> None:
+        if "_nbtrain_pass" in vars(it):
+            it._nbtrain_pass.is_aside = True
 
 
 def _length(iterator: Any) -> int | None:

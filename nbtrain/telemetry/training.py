@@ -93,6 +93,7 @@ class Meter:
         module.register_optimizer_step_post_hook(self._hooks.harmless(self._on_step))
 
     def _on_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        self._feed.stepped()
         if not self._round or id(optimizer) in self._round:
             self._steps += 1
             self._round = set()
@@ -100,7 +101,6 @@ class Meter:
             if self._times is not None:
                 self._times.stepped()
         self._round.add(id(optimizer))
-        self._feed.stepped()
         self._losses.stepped()
         now = time.monotonic()
         self._tick(now, now)
