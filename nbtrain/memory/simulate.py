@@ -86,9 +86,7 @@ class Simulation:
             self._parameters, self._model = _copied(model, self._half if cast else None)
         self._optimizers: dict[Make, torch.optim.Optimizer] = {}
 
-    def step(
-        self, make: Make | None, example: Example, rows: int, in_units: bool = False
-    ) -> Step:
+    def step(self, make: Make | None, example: Example, rows: int, in_units: bool = False) -> Step:
         """Run one step, as the second of a training: the optimizer has its states already.
 
         Without `make`, forward alone, as in inference. `in_units`: tell what FSDP gathers, too.
