@@ -86,8 +86,9 @@ def put_together(
         if unsaved := _saved(module, mine, part):
             why += f"; the stage of rank {rank} could not be saved: {unsaved}"
         kept = ", ".join(file.name for file in sorted({part, *parts}) if file.exists())
-        how = f"the stages are kept in {path.parent}, for safetensors.torch.load_file()"
-        raise NbtrainError(f"{why}; {how}: {kept}") from None
+        # Not the whole path: of a run on a cluster the notebook's folder, with copies, is another.
+        how = "weights/ of run.folder keeps its stages, for safetensors.torch.load_file()"
+        raise NbtrainError(f"{why}; {how}: {kept or 'none'}") from None
     for file in parts:
         file.unlink(missing_ok=True)
     return {**tensors, **merged}
