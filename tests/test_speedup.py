@@ -195,7 +195,7 @@ def test_a_line_that_makes_no_sense_is_one_clear_error(line: str, words: str) ->
     assert nbtrain.last_run() is before
 
 
-def train(model: Any, steps: int, how: str = "", ddp: bool = True) -> int:
+def train(model: Any, steps: int, how: str = "", ddp: bool = True, passes: int = 1) -> int:
     import time
 
     import torch
@@ -209,14 +209,15 @@ def train(model: Any, steps: int, how: str = "", ddp: bool = True) -> int:
     optimizer = torch.optim.SGD(wrapped.parameters(), 0.1)
     data = TensorDataset(torch.ones(4 * steps, 2))
     for i, (batch,) in enumerate(DataLoader(data, batch_size=4)):
-        if how == "late" and nbtrain.rank() == 1:
-            time.sleep(0.03)
         if i == 5 and two and how == "fails":
             raise ZeroDivisionError("as it was told")
         if i == 5 and two and how == "interrupts" and nbtrain.rank() == 0:
             os.kill(os.getppid(), signal.SIGINT)
         optimizer.zero_grad()
-        wrapped(batch).sum().backward()
+        for left in reversed(range(passes)):
+            if how == "late" and nbtrain.rank() == 1 and not left:
+                time.sleep(0.03)
+            wrapped(batch).sum().backward()
         if two and not ddp:
             dist.all_reduce(model.weight.grad)
         optimizer.step()
@@ -229,11 +230,15 @@ def model() -> Any:
     return torch.nn.Linear(2, 2)
 
 
-@pytest.mark.parametrize("ddp", [True, False], ids=["DDP", "its own collectives"])
-def test_waiting_for_a_late_rank_is_imbalance(ddp: bool) -> None:
+@pytest.mark.parametrize(
+    ("ddp", "passes"),
+    [(True, 1), (True, 2), (False, 1)],  # late for the last pass of a step
+    ids=["DDP", "DDP, gradients accumulated", "its own collectives"],
+)
+def test_waiting_for_a_late_rank_is_imbalance(ddp: bool, passes: int) -> None:
     late = model()
     before = late.weight.clone()
-    found = nbtrain.scaling(train, late, 15, "late", ddp, ranks=(1, 2), view="none")
+    found = nbtrain.scaling(train, late, 15, "late", ddp, passes, ranks=(1, 2), view="none")
     assert bool((late.weight == before).all()), "weights came home"
     one, two = found.sizes
     assert (found.kind, one.batch, two.batch) == ("weak", 4, 4)

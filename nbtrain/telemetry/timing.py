@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,12 +34,22 @@ _ENDS = "backward_compute_time_end", "backward_comm_time_end"
 _SPANS = "backward_comm_time", "backward_compute_comm_overlap_time"
 
 
+@dataclass
+class _Passes:
+    """The backward passes of DDP in a step: how many, of how many the waiting is told, how long."""
+
+    begun: int = 0
+    told: int = 0
+    exposed: float = 0.0
+
+
 class StepTimes:
     """Notes a row for each step: when it ended, and what had been waited and fed by then.
 
     How long a backward pass waited for DDP's collectives is DDP's own measure (`_exposed`), told
-    when the next pass begins; other collectives are timed where Python waits for them, which on a
-    GPU says nothing: there they are left out.
+    when the next pass begins; several of a step (gradients that are accumulated) add up. Other
+    collectives are timed where Python waits for them, which on a GPU says nothing: there they are
+    left out.
     """
 
     def __init__(self, hooks: Hooks, feed: Feed, rank: int) -> None:
@@ -46,8 +57,10 @@ class StepTimes:
         self._hooks, self._feed = hooks, feed
         self._rows: list[list[Any]] = []
         self._events: list[Any] = []  # of CUDA: the host is ahead of the GPU
-        self._ddps: list[weakref.ref[Any]] = []
-        self._told: dict[int, tuple[int, ...]] = {}
+        self._told: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
+        self._before, self._now = _Passes(), _Passes()  # of the last step, and of this one
+        self._begun: set[int] = set()  # who began one in this step
+        self._has_ddp = False
         self._waited = 0.0  # in collectives, in this step
         self._joined = 1
         self._is_blind = False
@@ -59,11 +72,15 @@ class StepTimes:
 
     def stepped(self) -> None:
         """Take note that a step has ended."""
-        now, exposed = time.monotonic(), self._exposed()
+        now = time.monotonic()
         torch = sys.modules["torch"]
         on_gpu = torch.cuda.is_initialized()
-        if self._rows and exposed is not None:  # of the pass before
-            self._rows[-1][3] = exposed + (self._rows[-1][3] or 0.0)
+        before = self._before
+        # On a GPU some are measured: a step of which others were not says nothing.
+        if self._rows and before.told and not (on_gpu and before.told < before.begun):
+            self._rows[-1][3] = before.exposed + (self._rows[-1][3] or 0.0)
+        self._before, self._now = self._now, _Passes()
+        self._begun.clear()
         dist = sys.modules.get("torch.distributed")
         if self._joined == 1 and dist is not None and dist.is_available() and dist.is_initialized():
             self._joined = dist.get_world_size()
@@ -79,7 +96,7 @@ class StepTimes:
         """Write what was seen; without `wait`, the GPU may never be done: nothing."""
         if not wait:
             return
-        if self._ddps and self._rows:
+        if self._has_ddp and self._rows:
             self._rows[-1][3] = None  # no pass came after it
         if self._events and len(self._events) == len(self._rows):
             self._events[-1].synchronize()
@@ -88,20 +105,29 @@ class StepTimes:
         said = {"rows": self._rows, "joined": self._joined, "gpu": bool(self._events)}
         self._path.write_text(json.dumps(said))
 
-    def _exposed(self) -> float | None:
-        """Return the seconds that DDP's last backward passes waited for collectives, if told.
+    def _began_pass(self, ddp: Any) -> None:
+        """Take note that a pass begins, and of what the one before it is told to have waited."""
+        if not (sys.modules["torch"].is_grad_enabled() and ddp.require_backward_grad_sync):
+            return  # nothing is exchanged
+        step = self._now if id(ddp) in self._begun else self._before
+        exposed = self._exposed(ddp)
+        if exposed is not None:
+            step.told += 1
+            step.exposed += exposed
+        self._begun.add(id(ddp))
+        self._now.begun += 1
 
-        From the end of what they computed to the end of what they sent.
+    def _exposed(self, ddp: Any) -> float | None:
+        """Return the seconds that the last backward pass told of waited for collectives, if new.
+
+        From the end of what it computed to the end of what it sent.
         """
-        found = None
-        for number, ref in enumerate(self._ddps):
-            ddp = ref()
-            data = ddp._get_ddp_logging_data() if ddp is not None else {}
-            ends = tuple(data.get(name, 0) for name in (*_ENDS, *_SPANS))
-            if ends != self._told.get(number, ends[:0]):
-                self._told[number] = ends
-                found = (found or 0.0) + max(0, ends[2] - ends[3]) / 1e9
-        return found
+        data = ddp._get_ddp_logging_data()
+        ends = tuple(data.get(name, 0) for name in (*_ENDS, *_SPANS))
+        if ends == self._told.get(ddp):
+            return None
+        self._told[ddp] = ends
+        return float(max(0, ends[2] - ends[3]) / 1e9)
 
     def _watch_ddp(self, module: ModuleType) -> None:
         cls = module.DistributedDataParallel
@@ -113,14 +139,25 @@ class StepTimes:
             saw(ddp)
 
         cls.__init__ = made
+        if hasattr(cls, "_pre_forward"):
+            begins, began = cls._pre_forward, self._hooks.harmless(self._began_pass)
+
+            @functools.wraps(begins)
+            def pre_forward(ddp: Any, *args: Any, **kwargs: Any) -> Any:
+                found = begins(ddp, *args, **kwargs)  # here DDP settles what the last pass took
+                began(ddp)
+                return found
+
+            cls._pre_forward = pre_forward
 
     def _saw_ddp(self, ddp: Any) -> None:
         # Private, seen in torch 2.13; a test notices when it moves.
-        if not hasattr(ddp, "_set_ddp_runtime_logging_sample_rate"):
+        private = "_set_ddp_runtime_logging_sample_rate", "_pre_forward"
+        if not all(hasattr(ddp, name) for name in private):
             self._is_blind = True
             return
         ddp._set_ddp_runtime_logging_sample_rate(EVERY.get(ddp.device_type or "", 10))
-        self._ddps.append(weakref.ref(ddp))
+        self._has_ddp = True
 
     def _watch_waits(self, module: ModuleType) -> None:
         work = module.Work  # what C++ gives to Python: DDP's backward pass does not come by
