@@ -226,6 +226,8 @@ class Supervisor:
 
     def look_at_cards(self) -> None:
         """Write what the GPUs hold: to be asked before the ranks start, and when they are gone."""
+        if any(rank.node for rank in self.state.ranks):  # theirs are elsewhere
+            return
         with contextlib.suppress(Exception):  # a driver in trouble: not worth a training
             before = self.state.cards
             self._note(cards.look(self.state.device, before[0] if before else None))

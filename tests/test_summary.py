@@ -13,8 +13,10 @@ import nbtrain
 from nbtrain import cards, cli, devices
 from nbtrain import events as ev
 from nbtrain.devices import Gpu
+from nbtrain.folder import RunFolder
 from nbtrain.state import RankState, RunState, fold
 from nbtrain.summary import summary
+from nbtrain.supervise import Supervisor
 from nbtrain.tail import read_events
 from nbtrain.view import html
 
@@ -177,6 +179,15 @@ def test_what_gpus_held_before_and_after_is_kept_with_the_run(
     launcher = [event.kind for event in read_events(run.folder / "launcher.jsonl")]
     assert launcher.index("cards") < launcher.index("spawned")
     assert launcher[-2:] == ["cards", "finished"]
+
+
+def test_gpus_here_are_none_of_ranks_on_other_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = on_gpus(ev.Spawned(121, 1, 12, "another"), after=3 * GB)
+    assert summary(state, 999.0).cards == ()
+    monkeypatch.setattr(cards, "look", lambda *_: pytest.fail("asked"))
+    Supervisor(RunFolder(tmp_path), state).look_at_cards()
 
 
 def test_what_is_not_counted_is_not_guessed() -> None:

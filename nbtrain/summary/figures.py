@@ -186,7 +186,9 @@ def _most(sizes: Mapping[int, int]) -> tuple[int, tuple[int, ...]]:
 
 
 def _cards(state: RunState) -> tuple[Card, ...]:
-    """Return the GPUs of the ranks, as far as it is known which those are."""
+    """Return the GPUs of the ranks, as far as it is known which those are, and they are here."""
+    if any(rank.node for rank in state.ranks):
+        return ()
     used = {rank.taken.gpu for rank in state.ranks if rank.taken.gpu is not None}
     before, after = (_held(state, when) for when in (0, 1))
     names = {i: name for i, (name, _) in (*after.items(), *before.items())}

@@ -70,8 +70,8 @@ class StepTimes:
         when_imported("torch.distributed.distributed_c10d", self._watch_waits)
         when_imported("torch.nn.parallel.distributed", self._watch_ddp)
 
-    def stepped(self) -> None:
-        """Take note that a step has ended."""
+    def stepped(self, gpu: int | None = None) -> None:
+        """Take note that a step has ended, on a GPU: on the current one unless it is named."""
         now = time.monotonic()
         torch = sys.modules["torch"]
         on_gpu = torch.cuda.is_initialized()
@@ -89,7 +89,7 @@ class StepTimes:
         self._waited = 0.0
         if on_gpu and not captures.under_way(torch):
             event = torch.cuda.Event(enable_timing=True)
-            event.record()
+            event.record(torch.cuda.current_stream(gpu))
             self._events.append(event)
 
     def finish(self, wait: bool) -> None:

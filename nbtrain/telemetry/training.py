@@ -48,6 +48,7 @@ class Meter:
         self._steps = 0  # rounds of all optimizers: a GAN has two, a new fold a new one
         self._round: set[int] = set()
         self._lr: float | None = None
+        self._gpu: int | None = None  # that has what is trained; None: the current one
         self._phases = 0
         self._phase_lock = threading.Lock()
         self._told_phase = self._hooks.harmless(self._phase)
@@ -98,8 +99,10 @@ class Meter:
             self._steps += 1
             self._round = set()
             self._lr = _learning_rate(optimizer)
+            if self._steps == 1:
+                self._gpu = _gpu_of(optimizer)
             if self._times is not None:
-                self._times.stepped()
+                self._times.stepped(self._gpu)
         self._round.add(id(optimizer))
         self._losses.stepped()
         now = time.monotonic()
@@ -168,7 +171,7 @@ class Meter:
                 loss=loss,
                 lr=self._lr,
                 **self._feed.where(),
-                **_gpu_memory(),
+                **_gpu_memory(self._gpu),
             )
         )
 
@@ -178,18 +181,25 @@ def _is_capturing() -> bool:
     return torch is not None and captures.under_way(torch)
 
 
-def _gpu_memory() -> dict[str, int]:
+def _gpu_memory(gpu: int | None) -> dict[str, int]:
     torch = _torch_with_cuda()
     if torch is None:
         return {}
     try:
         return {
-            "allocated": torch.cuda.memory_allocated(),
-            "reserved": torch.cuda.memory_reserved(),
-            "peak": torch.cuda.max_memory_allocated(),
+            "allocated": torch.cuda.memory_allocated(gpu),
+            "reserved": torch.cuda.memory_reserved(gpu),
+            "peak": torch.cuda.max_memory_allocated(gpu),
         }
     except RuntimeError:  # an allocator of another make keeps no count
         return {}
+
+
+def _gpu_of(optimizer: Any) -> int | None:
+    """Return the first GPU that has parameters of an optimizer's."""
+    groups = getattr(optimizer, "param_groups", ())
+    parameters = (p for group in groups for p in group["params"])
+    return next((p.device.index for p in parameters if p.is_cuda), None)
 
 
 def _torch_with_cuda() -> Any:
