@@ -53,7 +53,7 @@ class World:
         return [path.name for path in checkpoints.found(self.of(rank) / "checkpoints")]
 
     def at_home(self) -> list[int]:
-        return [int(path.name[5:]) for path in checkpoints.whole(self.home, RANKS)]
+        return [int(path.name[5:]) for path in checkpoints.whole(self.home)]
 
 
 @pytest.fixture

@@ -108,8 +108,8 @@ Ask = Callable[..., Awaitable[Any]]
 async def send_out(
     home: Path, world_size: int, put: Callable[[Any], Any], nodes: Sequence[Ask]
 ) -> None:
-    """Give every node the newest checkpoint at home that is whole for so many ranks."""
-    for folder in checkpoints.whole(home, world_size)[-1:]:
+    """Give every node the newest whole checkpoint at home, whatever number of ranks saved it."""
+    for folder in checkpoints.whole(home)[-1:]:
         for name in _files(folder):
             path, offset = folder / name, 0
             size = path.stat().st_size
@@ -125,7 +125,7 @@ class Gathering:
     def __init__(
         self, home: Path, world_size: int, nodes: Sequence[Ask], tell: Callable[[str], None]
     ) -> None:
-        self._home, self._world_size, self._nodes, self._tell = home, world_size, nodes, tell
+        self._home, self._nodes, self._tell = home, nodes, tell
         self._have: dict[str, list[tuple[int, ...]]] = {}
         self._ending = asyncio.Event()
         self._pieces = 0
@@ -168,7 +168,7 @@ class Gathering:
         chosen = [s for s in new if s in wanted][-1:]
         for step in chosen:
             await self._bring(step, [part[step] for part in parts])
-            checkpoints.prune(self._home, keep or None, self._world_size)
+            checkpoints.prune(self._home, keep or None)
         for ask in self._nodes if dropped else ():
             await ask("drop", dropped)
         return bool(chosen)
