@@ -16,6 +16,7 @@ from pathlib import Path
 from .folder import RunFolder
 
 _NAME = re.compile(r"step-\d{8}")
+_STAMP = re.compile(r"attempt \d+, (\d+) ranks")
 
 
 def attempt() -> int:
@@ -61,16 +62,17 @@ def checkpoint(step: int, keep: int | None = 2) -> Iterator[Path]:
         (folder / ".keep").write_text(str(keep or 0))  # for who brings it home from other hosts
     mine.write_text(_stamp())
     if rank == "0":
-        prune(_dir(), keep, _ranks())
+        prune(_dir(), keep)
 
 
 def last_checkpoint() -> Path | None:
     """Return the newest checkpoint that is whole; None where there is none.
 
     All ranks of an attempt see the same, as long as none of them has begun to save. Where nodes
-    have no disk in common, it stays the one that the attempt began with.
+    have no disk in common, it stays the one that the attempt began with. Another number of ranks
+    may have saved it: an attempt on fewer nodes must be able to load, or leave, what more saved.
     """
-    return next(iter(whole(_dir(), _ranks())[-1:]), None)
+    return next(iter(whole(_dir())[-1:]), None)
 
 
 def found(folder: Path) -> list[Path]:
@@ -78,14 +80,14 @@ def found(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
 
 
-def whole(folder: Path, ranks: int) -> list[Path]:
-    """Return those that so many ranks have left, oldest first."""
-    return [path for path in found(folder) if _is_whole(path, ranks)]
+def whole(folder: Path) -> list[Path]:
+    """Return those that all ranks of the attempt which saved them have left, oldest first."""
+    return [path for path in found(folder) if _is_whole(path)]
 
 
-def prune(folder: Path, keep: int | None, ranks: int) -> None:
+def prune(folder: Path, keep: int | None) -> None:
     """Delete what is older than the newest `keep` that are whole (None: all stay)."""
-    newest = whole(folder, ranks)[-keep:] if keep is not None else []
+    newest = whole(folder)[-keep:] if keep is not None else []
     for path in found(folder) if newest else ():
         if path < newest[0]:
             shutil.rmtree(path, ignore_errors=True)
@@ -93,16 +95,15 @@ def prune(folder: Path, keep: int | None, ranks: int) -> None:
 
 def _stamp() -> str:
     """Tell what the parts of one checkpoint share: those of two attempts at a step are none."""
-    return f"attempt {attempt()}, {_ranks()} ranks"
+    return f"attempt {attempt()}, {int(os.environ.get('WORLD_SIZE') or 1)} ranks"
 
 
-def _ranks() -> int:
-    return int(os.environ.get("WORLD_SIZE") or 1)
-
-
-def _is_whole(folder: Path, ranks: int) -> bool:
+def _is_whole(folder: Path) -> bool:
+    """Whether as many ranks have left it as the stamp says, which all of them share."""
     try:
-        stamps = {(folder / f".done-{rank}").read_text() for rank in range(ranks)}
+        stamp = (folder / ".done-0").read_text()
+        told = _STAMP.fullmatch(stamp)
+        others = range(1, int(told[1])) if told else ()
+        return bool(told) and all((folder / f".done-{r}").read_text() == stamp for r in others)
     except FileNotFoundError:
         return False
-    return len(stamps) == 1 and stamps.pop().endswith(f", {ranks} ranks")

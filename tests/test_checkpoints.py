@@ -51,7 +51,7 @@ def test_one_that_a_rank_died_in_is_not_and_nor_is_one_begun_again(
     assert found.name == "step-00000001"
 
 
-def test_parts_of_two_attempts_or_of_another_number_of_ranks_are_no_whole(
+def test_parts_of_two_attempts_are_no_whole_and_fewer_ranks_find_that_of_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     save(1, 1, monkeypatch)  # rank 0 died before it came to that
@@ -60,8 +60,11 @@ def test_parts_of_two_attempts_or_of_another_number_of_ranks_are_no_whole(
     assert nbtrain.last_checkpoint() is None
     save(1, 1, monkeypatch)
     assert nbtrain.last_checkpoint() == again
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert nbtrain.last_checkpoint() is None
+    monkeypatch.setenv("WORLD_SIZE", "1")  # a restart on fewer nodes
+    assert nbtrain.last_checkpoint() == again
+    later = save(2, 0, monkeypatch)
+    assert again.exists()  # two are kept
+    assert nbtrain.last_checkpoint() == later
 
 
 def test_older_ones_go_once_newer_ones_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:

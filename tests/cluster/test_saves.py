@@ -53,7 +53,7 @@ class World:
         return [path.name for path in checkpoints.found(self.of(rank) / "checkpoints")]
 
     def at_home(self) -> list[int]:
-        return [int(path.name[5:]) for path in checkpoints.whole(self.home, RANKS)]
+        return [int(path.name[5:]) for path in checkpoints.whole(self.home)]
 
 
 @pytest.fixture
@@ -79,6 +79,13 @@ def test_the_parts_of_all_nodes_come_home_as_one_and_go_out_whole(world: World) 
         assert (last / "empty-1").exists()
         assert saves._files(last)[-2:] == [".done-0", ".done-1"]  # half of one does not count
     assert not world.look()  # what was given to the nodes does not come back
+    world.save(10, 0, data=b"again")
+    assert not world.look()
+    world.save(10, 1, data=b"again")  # unless they save it again
+    assert world.look()
+    step = world.home / "step-00000010"
+    assert [(step / "deep" / f"of-{r}").read_bytes() for r in range(RANKS)] == [b"again"] * 2
+    assert world.at_home() == [10]
 
 
 def test_as_many_stay_at_home_and_on_nodes_as_would_on_one_disk(world: World) -> None:

@@ -32,12 +32,14 @@ STUCK = 10.0
 class Part:
     """What a node has of a checkpoint that its ranks have left, when, and who is to stay.
 
-    `keep` is what rank 0 asked for, where that is here: 0 is for all.
+    `keep` is what rank 0 asked for, where that is here: 0 is for all. Of the files, those that
+    were `given` to the node are as an earlier attempt saved them.
     """
 
     files: tuple[tuple[str, int], ...]
     left: tuple[int, ...]
     keep: int | None
+    given: frozenset[str] = frozenset()
 
 
 class Saves:
@@ -45,23 +47,29 @@ class Saves:
 
     def __init__(self, folder: Path, ranks: Iterable[int]) -> None:
         self._folder, self._ranks = folder, tuple(ranks)
-        self._given: set[str] = set()
+        self._given: dict[str, int] = {}  # files that came from home, by when they were written
 
     def parts(self) -> dict[str, Part]:
-        """Return what is there of each checkpoint that all ranks of this node have left."""
+        """Return what is there of each checkpoint that all ranks of this node have left.
+
+        One that was given to the node is told of once they have saved it again.
+        """
         found = {}
         for path in checkpoints.found(self._folder):
-            if path.name not in self._given:
-                with contextlib.suppress(OSError):  # begun again, or deleted
-                    found[path.name] = self._part(path)
+            with contextlib.suppress(OSError):  # begun again, or deleted
+                part = self._part(path)
+                if part.given.isdisjoint(f".done-{rank}" for rank in self._ranks):
+                    found[path.name] = part
         return found
 
     def _part(self, path: Path) -> Part:
         left = tuple((path / f".done-{rank}").stat().st_mtime_ns for rank in self._ranks)
         keep = int((path / ".keep").read_text()) if 0 in self._ranks else None
-        return Part(
-            tuple((name, (path / name).stat().st_size) for name in _files(path)), left, keep
-        )
+        stats = {name: (path / name).stat() for name in _files(path)}
+        files = tuple((name, stat.st_size) for name, stat in stats.items())
+        came = {name: self._given.get(f"{path.name}/{name}") for name in stats}
+        given = (name for name, stat in stats.items() if came[name] == stat.st_mtime_ns)
+        return Part(files, left, keep, frozenset(given))
 
     def piece(self, name: str, offset: int) -> Any:
         """Return bytes of a file, as an array that Ray's object store takes."""
@@ -69,8 +77,9 @@ class Saves:
 
     def receive(self, name: str, offset: int, data: Any) -> None:
         """Write what another host has of a file; the end of a checkpoint is who has left it."""
-        self._given.add(Path(name).parts[0])
-        _write(self._folder / name, offset, data)
+        path = self._folder / name
+        _write(path, offset, data)
+        self._given[name] = path.stat().st_mtime_ns
 
     def drop(self, names: Iterable[str]) -> None:
         """Delete parts of checkpoints."""
@@ -108,8 +117,8 @@ Ask = Callable[..., Awaitable[Any]]
 async def send_out(
     home: Path, world_size: int, put: Callable[[Any], Any], nodes: Sequence[Ask]
 ) -> None:
-    """Give every node the newest checkpoint at home that is whole for so many ranks."""
-    for folder in checkpoints.whole(home, world_size)[-1:]:
+    """Give every node the newest whole checkpoint at home, whatever number of ranks saved it."""
+    for folder in checkpoints.whole(home)[-1:]:
         for name in _files(folder):
             path, offset = folder / name, 0
             size = path.stat().st_size
@@ -119,13 +128,24 @@ async def send_out(
                 offset += PIECE
 
 
+def _sources(parts: Sequence[Part]) -> dict[str, tuple[int, int]]:
+    """Return the node to take each file from, and its size: one that saved it, where any did."""
+    found: dict[str, tuple[int, int]] = {}
+    for given in (False, True):
+        for node, part in enumerate(parts):
+            for name, size in part.files:
+                if (name in part.given) == given:
+                    found.setdefault(name, (node, size))
+    return found
+
+
 class Gathering:
     """Brings home what all nodes have saved, one checkpoint after the other, the newest first."""
 
     def __init__(
         self, home: Path, world_size: int, nodes: Sequence[Ask], tell: Callable[[str], None]
     ) -> None:
-        self._home, self._world_size, self._nodes, self._tell = home, world_size, nodes, tell
+        self._home, self._nodes, self._tell = home, nodes, tell
         self._have: dict[str, list[tuple[int, ...]]] = {}
         self._ending = asyncio.Event()
         self._pieces = 0
@@ -168,7 +188,7 @@ class Gathering:
         chosen = [s for s in new if s in wanted][-1:]
         for step in chosen:
             await self._bring(step, [part[step] for part in parts])
-            checkpoints.prune(self._home, keep or None, self._world_size)
+            checkpoints.prune(self._home, keep or None)
         for ask in self._nodes if dropped else ():
             await ask("drop", dropped)
         return bool(chosen)
@@ -176,14 +196,13 @@ class Gathering:
     async def _bring(self, step: str, parts: Sequence[Part]) -> None:
         coming = self._home / f".coming-{step}"
         try:
-            for ask, part in zip(self._nodes, parts, strict=True):
-                for name, size in part.files:
-                    offset = 0
-                    while offset < size or not offset:
-                        data = await ask("piece", f"{step}/{name}", offset)
-                        await asyncio.to_thread(_write, coming / name, offset, data)
-                        offset += PIECE
-                        self._pieces += 1
+            for name, (node, size) in _sources(parts).items():
+                offset = 0
+                while offset < size or not offset:
+                    data = await self._nodes[node]("piece", f"{step}/{name}", offset)
+                    await asyncio.to_thread(_write, coming / name, offset, data)
+                    offset += PIECE
+                    self._pieces += 1
             shutil.rmtree(self._home / step, ignore_errors=True)  # as an earlier attempt saved it
             coming.rename(self._home / step)
         except OSError as error:
