@@ -100,6 +100,8 @@ def join(nodes: Nodes, ranks: int) -> tuple[World, Any]:
 
     address = own_address(nodes.host)
     conf = {"timeout": JOIN, **nodes.conf}
+    if nodes.backend == "c10d":  # it has another word for it
+        conf.setdefault("join_timeout", conf["timeout"])
     if nodes.backend == "static":
         conf["rank"] = nodes.node
     elif not (nodes.node or is_loopback(nodes.host)) and is_own(nodes.host, address):
