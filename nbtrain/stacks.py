@@ -154,10 +154,7 @@ def ask(folder: RunFolder, ranks: Iterable[int], patience: float | None = None) 
     if patience is None:
         patience = FAR if is_far else PATIENCE
     deadline = time.monotonic() + patience
-    if is_far:
-        asked = _send_far(folder, tuple(ranks))
-    else:
-        asked = [send(folder, rank) for rank in ranks]
+    asked = _send_far(folder, tuple(ranks)) if is_far else [send(folder, rank) for rank in ranks]
     found = {a.rank: a for a in asked if isinstance(a, RankStack)}
     sent = [a for a in asked if isinstance(a, _Asked)]
     for one, text in _answers(sent, deadline):
