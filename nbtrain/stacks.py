@@ -25,6 +25,9 @@ from .folder import RunFolder
 PATIENCE = 0.5
 """Seconds that ranks have to answer; most take a millisecond."""
 
+FAR = 3.0
+"""The same where ranks are on other hosts."""
+
 WORKERS = 16
 """Processes of a rank's DataLoader that are asked."""
 
@@ -138,8 +141,8 @@ class _Asked:
         return answer.endswith("\n") and (known or deep)
 
 
-def ask(folder: RunFolder, ranks: Iterable[int], patience: float = PATIENCE) -> Stacks:
-    """Return where `ranks` are now; waits up to `patience` seconds for those that do not answer."""
+def ask(folder: RunFolder, ranks: Iterable[int], patience: float | None = None) -> Stacks:
+    """Return where `ranks` are now; waits up to `patience` s for those that do not answer."""
     manifest = folder.read_manifest()
     cells: Mapping[str, str] = manifest.get("cells", {})
     if manifest["host"] != platform.node():
@@ -147,11 +150,11 @@ def ask(folder: RunFolder, ranks: Iterable[int], patience: float = PATIENCE) -> 
         return Stacks(RankStack(rank, trouble=there) for rank in ranks)
     if manifest["engine"] == "inline":
         return Stacks(_here(rank, manifest, cells) for rank in ranks)
+    is_far = folder.questions.exists()
+    if patience is None:
+        patience = FAR if is_far else PATIENCE
     deadline = time.monotonic() + patience
-    if folder.questions.exists():
-        asked = _send_far(folder, tuple(ranks))
-    else:
-        asked = [send(folder, rank) for rank in ranks]
+    asked = _send_far(folder, tuple(ranks)) if is_far else [send(folder, rank) for rank in ranks]
     found = {a.rank: a for a in asked if isinstance(a, RankStack)}
     sent = [a for a in asked if isinstance(a, _Asked)]
     for one, text in _answers(sent, deadline):

@@ -68,6 +68,9 @@ ECHO_GRACE = 1.5
 """Seconds that the others have to fail, while all that is heard is that a rank lost its peers."""
 
 
+LOOK = 2.0
+"""Seconds between two looks at the disk of a launcher that has no ranks to look at."""
+
 HOPELESS = 15.0
 """Seconds after which a rank that not even SIGKILL ended is given up."""
 
@@ -157,10 +160,14 @@ class Supervisor:
             ev.Spawned(now, rank, pid, nodes.get(rank, "")) for rank, pid in ranks.pids.items()
         )
         here = {rank: pid for rank, pid in ranks.pids.items() if rank not in nodes}
+        looks = 0.0
         with contextlib.closing(Sampler(here, self.state.device)) as sampler:
             while ranks.alive and not self._is_hopeless():
                 if here:
                     self._sample(sampler)
+                elif time.monotonic() >= looks:
+                    looks = time.monotonic() + LOOK
+                    self._look_at_disk()
                 for ended in self._turn(ranks, interrupts):
                     sampler.forget(ended.rank)
                 if self._cause is None and ranks.alive:

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from nbtrain.engines.cluster.copying import PART, Copy, appended
-from nbtrain.engines.cluster.driver import Driver
+from nbtrain.engines.cluster import RemoteRanks
+from nbtrain.engines.cluster.copying import PART, Copy, Pace, appended
+from nbtrain.engines.cluster.driver import Driver, _is_over
 from nbtrain.engines.cluster.link import Link
 from nbtrain.engines.cluster.node import Gone, Node, growing
+from nbtrain.engines.cluster.serving import serve
 from nbtrain.errors import LaunchError
 from nbtrain.folder import RunFolder
 
@@ -63,6 +65,14 @@ class Lost(Exception):
     pass
 
 
+class Failed(Lost):
+    """What was asked of a node raised there."""
+
+
+class Away(Lost):
+    pass
+
+
 class Cluster:
     """A driver, and a member of its run that copies from `there` to `here`."""
 
@@ -73,11 +83,15 @@ class Cluster:
         self._ours, theirs = Pipe()
         self.driver = Driver(theirs)
         self.driver._ray = SimpleNamespace(
-            exceptions=SimpleNamespace(RayError=Lost, ActorUnavailableError=Lost)
+            exceptions=SimpleNamespace(
+                RayError=Lost, RayTaskError=Failed, ActorUnavailableError=Away, NodeDiedError=Lost
+            )
         )
         self.member: Any = SimpleNamespace(
             actor=Agent(self.there),
-            node=SimpleNamespace(name="n"),
+            node=SimpleNamespace(name="n", id="1", address="127.0.0.1"),
+            left={0, 1},
+            pace=Pace(),
             order=SimpleNamespace(home=str(self.here)),
             copy=Copy(self.here, growing(0)),
             heard=0.0,
@@ -157,3 +171,97 @@ def test_what_a_rank_left_whole_is_told(tmp_path: Path) -> None:
     for path in (node.folder.result(1), node.folder.steps(1), node.folder.steps(0)):
         path.touch()
     assert node._left(1) == ("rank-0001.result", "rank-0001.steps")
+
+
+def test_the_ranks_of_a_node_end_whatever_befalls_who_watches_it(cluster: Cluster) -> None:
+    """And the words say what it was: a node that lives is not called dead."""
+    for error, words in (
+        (Failed("OSError: no space"), "n (127.0.0.1): Failed: OSError: no space"),
+        (KeyError("sizes"), "n (127.0.0.1): KeyError: 'sizes'"),
+        (Lost("x"), "its node n (127.0.0.1) was lost"),
+    ):
+        cluster.member.left = {0, 1}
+        cluster.member.actor = Raising(error)
+        asyncio.run(asyncio.wait_for(cluster.driver._watch(cluster.member), 30))
+        told = cluster.told
+        assert [(kind, gone.rank) for kind, gone in told] == [("gone", 0), ("gone", 1)]
+        assert words in told[0][1].cause
+
+
+class Raising:
+    def __init__(self, *errors: Exception) -> None:
+        self.do, self.errors, self.asked = self, list(errors), list[tuple[Any, ...]]()
+
+    async def remote(self, *asked: Any) -> Any:
+        self.asked.append(asked)
+        if self.errors:
+            raise self.errors.pop(0)
+
+
+def test_a_wish_gets_through_a_cut_of_the_link(cluster: Cluster) -> None:
+    cluster.driver._members = [cluster.member]
+    cluster.member.actor = actor = Raising(Away())
+
+    async def wish() -> None:
+        cluster.driver._on_wish("kill", frozenset({1}))
+        await asyncio.wait_for(asyncio.gather(*cluster.driver._tasks), 30)
+
+    asyncio.run(wish())
+    assert actor.asked == [("wish", "kill", frozenset({1}))] * 2
+
+
+def test_a_port_that_nobody_knows_is_no_sign_of_an_end() -> None:
+    assert not asyncio.run(_is_over("127.0.0.1", 0))
+
+
+def test_the_words_of_a_node_that_cannot_begin_name_it(cluster: Cluster) -> None:
+    cluster.driver._members = [cluster.member]
+    raising = Raising(ValueError("no room"))
+    with pytest.raises(LaunchError, match="on n: ValueError: no room"):
+        asyncio.run(cluster.driver._of_all(lambda _: raising.remote()))
+
+
+@pytest.mark.parametrize("ends", ["close", "eof"])
+def test_what_goes_on_is_called_off_when_the_launcher_closes(ends: str) -> None:
+    ours, theirs = Pipe()
+    done: list[str] = []
+
+    async def start() -> None:
+        done.append("began")
+        ours.send(("close", {})) if ends == "close" else ours.close()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            done.append("called off")
+
+    def close() -> None:
+        done.append("closed")
+        ours.close()
+
+    ours.send(("start", {}))
+    handlers = {"start": start, "close": close}
+    told: list[str] = []
+    serving = serve(theirs, handlers.__getitem__, lambda kind, _: told.append(kind))
+    asyncio.run(asyncio.wait_for(serving, 30))
+    assert done == ["began", "called off", "closed"][: 3 if ends == "close" else 2]
+    assert told == ["refusal", "answer"][: 2 if ends == "close" else 1]
+
+
+def test_ranks_that_are_being_started_can_be_ended(link: Link, tmp_path: Path) -> None:
+    job: Any = SimpleNamespace(world_size=2, folder=SimpleNamespace(path=tmp_path))
+    link.send("connect", address="127.0.0.1:1", sources=None)  # seconds, for all that is known
+    ranks = RemoteRanks(job, link, [0])
+    assert (ranks.pids, ranks.alive) == ({}, {0, 1})
+    ranks.interrupt({0, 1})
+    assert [(e.rank, e.returncode) for e in ranks.wait(30.0)] == [(0, -2), (1, -2)]
+    assert not ranks.alive
+    ranks.close()
+    assert not link.owes
+
+
+def test_a_start_that_is_refused_is_raised(link: Link, tmp_path: Path) -> None:
+    job: Any = SimpleNamespace(world_size=2, folder=SimpleNamespace(path=tmp_path))
+    link.send("start", order=None)  # nothing is reserved
+    ranks = RemoteRanks(job, link, [0])
+    with pytest.raises(LaunchError, match="AttributeError"):
+        ranks.wait(30.0)

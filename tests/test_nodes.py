@@ -6,19 +6,26 @@ import asyncio
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import Notebook, Outputs
+from torch.distributed import HashStore, PrefixStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
 import nbtrain
 from nbtrain import attempts, nodes, worker
 from nbtrain import events as ev
+from nbtrain.engines import node_agent
 from nbtrain.errors import LaunchError, PlanError
 from nbtrain.folder import RunFolder
 from nbtrain.plan import Call, Plan
@@ -320,6 +327,61 @@ def test_an_address_has_an_interface() -> None:
     assert nodes.is_own("localhost", "127.0.0.1")
     assert not nodes.is_own("localhost", "10.0.0.1")
     assert not nodes.is_own("no.such.host.invalid", "127.0.0.1")
+
+
+def test_a_store_that_froze_is_given_up_and_its_node_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node_agent, "LOST", 0.2)
+    thaws = threading.Event()
+    here, there = Pipe()
+    world = nodes.World(1, 2, 2, 4, "127.0.0.1", 1)
+    agent = node_agent._Agent(there, world, HashStore(), 1e5)
+    monkeypatch.setattr(agent._store, "_store", SimpleNamespace(set=lambda *_: thaws.wait()))
+    staying = threading.Thread(target=agent.stay)
+    staying.start()
+    try:
+        assert here.poll(30)
+        news = here.recv()
+        assert news.final
+        assert news.text.startswith("node 0 of 2 has not been heard of")
+    finally:
+        thaws.set()
+        here.send(("over", ""))
+        staying.join(30)
+    assert isinstance(here.recv(), node_agent.Parted)
+
+
+def test_signs_of_life_do_not_wait_for_the_next_look() -> None:
+    here, there = Pipe()
+    store = HashStore()
+    agent = node_agent._Agent(there, nodes.World(1, 2, 2, 4, "127.0.0.1", 1), store, 1e5)
+    staying = threading.Thread(target=agent.stay)
+    staying.start()
+    try:
+        beats = PrefixStore("nbtrain", store)
+        first = beats.get("1")
+        deadline = time.monotonic() + 30
+        while beats.get("1") == first and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert beats.get("1") != first
+    finally:
+        here.send(("over", ""))
+        staying.join(30)
+
+
+def test_the_timeout_is_that_of_every_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def handler(parameters: RendezvousParameters) -> None:
+        asked.append(parameters)
+        raise ConnectionError
+
+    monkeypatch.setattr(registry, "get_rendezvous_handler", handler)
+    for conf in ({"timeout": 7}, {"timeout": 7, "join_timeout": 8}):
+        with pytest.raises(ConnectionError):
+            node_agent.join(nodes.Nodes(2, 1, "127.0.0.1:1", "c10d", conf), 1)
+    assert [p.get_as_int("join_timeout") for p in asked] == [7, 8]
 
 
 Told = Callable[..., RunState]

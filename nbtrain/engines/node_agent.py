@@ -18,6 +18,8 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -100,6 +102,8 @@ def join(nodes: Nodes, ranks: int) -> tuple[World, Any]:
 
     address = own_address(nodes.host)
     conf = {"timeout": JOIN, **nodes.conf}
+    if nodes.backend == "c10d":  # it has another word for it
+        conf.setdefault("join_timeout", conf["timeout"])
     if nodes.backend == "static":
         conf["rank"] = nodes.node
     elif not (nodes.node or is_loopback(nodes.host)) and is_own(nodes.host, address):
@@ -140,6 +144,30 @@ def join(nodes: Nodes, ranks: int) -> tuple[World, Any]:
 _keep: list[object] = []
 
 
+class _Silent(RuntimeError):
+    """A call of the store was given up."""
+
+
+class _Watched:
+    """A store whose calls are given up in time.
+
+    torch's wait for minutes, in C, where the host that keeps it froze or dropped off the net.
+    """
+
+    def __init__(self, store: Any, pool: ThreadPoolExecutor) -> None:
+        self._store, self._pool = store, pool
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        call: Callable[..., Any] = getattr(self._store, name)
+        return lambda *args: self._call(call, *args)
+
+    def _call(self, call: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return self._pool.submit(call, *args).result(LOST)
+        except FutureTimeout:
+            raise _Silent(f"no answer for {LOST:.0f} s") from None
+
+
 class _Agent:
     """Tells the other nodes what the kernel says, and the kernel what they say."""
 
@@ -148,7 +176,9 @@ class _Agent:
         from torch.distributed.elastic.agent.server import api
 
         self._kernel, self._world, self._interval = kernel, world, interval
-        self._torchs, self._store = store, PrefixStore("nbtrain", store)
+        pool = ThreadPoolExecutor(1)
+        self._torchs = _Watched(store, pool)
+        self._store = _Watched(PrefixStore("nbtrain", store), pool)
         self._barrier: str = api._TERMINAL_STATE_SYNC_ID
         self._own = {"status": "running", "why": "", "host": platform.node(), "beat": ""}
         self._peers: dict[int, dict[str, Any]] = {}
@@ -163,13 +193,15 @@ class _Agent:
             while not self._is_over():
                 self._hear()
                 self._look()
-                self._kernel.poll(self._interval)
+                self._kernel.poll(min(self._interval, BEAT))
             self._part()
         except RuntimeError as error:  # the store: it went with the process that kept it
             # torchrun's node 0 leaves as soon as all have succeeded, and takes the store along.
             if self._own["status"] != "succeeded" or 0 in self._peers:
                 why = str(error).partition("\n")[0].partition(". ")[0][:200]
                 gone = f"{self._name(0)}, or what kept the nodes' store, is gone ({why})"
+                if isinstance(error, _Silent):
+                    gone = f"{self._name(0)} has not been heard of for {LOST:.0f} s"
                 self._kernel.send(News(gone, final=True))
                 self._kernel.poll(None)
         self._kernel.send(Parted())

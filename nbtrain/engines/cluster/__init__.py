@@ -8,6 +8,7 @@ so that everything else of nbtrain finds a run like any other.
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import threading
 import time
@@ -99,7 +100,7 @@ class RayEngine:
             self._link = None
 
     def start(self, job: Job) -> Ranks:
-        """Start every rank. Raises `LaunchError`, leaving none behind."""
+        """Return the ranks that will be there when the nodes are ready. Raises `LaunchError`."""
         most = (job.plan.spread or (1, 1))[1]
         order = Order(
             plan=replace(job.plan, task=Call(len)),
@@ -113,12 +114,8 @@ class RayEngine:
             job.folder.stacks(rank).unlink(missing_ok=True)
         link = self._open()
         said = [size(job.folder.path, told_by(index)) for index in range(most)]
-        try:
-            return RemoteRanks(job, link, said, **link.request("start", order=order))
-        except BaseException:
-            with contextlib.suppress(LaunchError):
-                link.request("close")
-            raise
+        link.send("start", order=order)
+        return RemoteRanks(job, link, said)
 
     def _open(self) -> Link:
         if self._link is None:
@@ -134,29 +131,34 @@ def _versions() -> dict[str, str]:
     return {"nbtrain": importlib.metadata.version("nbtrain"), "torch": str(torch.__version__)}
 
 
+ENDING = 15.0
+"""Seconds without a word after which a driver that is to end a run's ranks is left to itself."""
+
+
 class RemoteRanks:
-    """Ranks on other hosts; what is known of them comes through the driver."""
+    """Ranks on other hosts; what is known of them comes through the driver.
+
+    The nodes start them meanwhile: until that is told there are no `pids`.
+    """
 
     error: BaseException | None = None
 
-    def __init__(
-        self,
-        job: Job,
-        link: Link,
-        said: Sequence[int],
-        pids: Mapping[int, int],
-        nodes: Mapping[int, str],
-    ) -> None:
-        self._link, self._pids, self._nodes = link, dict(pids), dict(nodes)
-        self._alive = set(pids)
+    def __init__(self, job: Job, link: Link, said: Sequence[int]) -> None:
+        self._link = link
+        self._pids: Mapping[int, int] = {}
+        self._nodes: Mapping[int, str] = {}
+        self._is_starting, self._is_closing = True, False
+        self._alive = set(range(job.world_size))
+        self._exits: list[Exit] = []
         self._tails = [event_tail(job.folder.path / told_by(i)) for i in range(len(said))]
         for tail, before in zip(self._tails, said, strict=True):  # in an attempt before
             tail.skip_to(before)
         self._told: list[ev.Event] = []
-        now = time.time()
-        absent = set(range(job.world_size)) - self._alive
-        self._exits = [Exit(r, None, now, "no node for it", "stopped") for r in sorted(absent)]
-        self._alive |= absent
+
+    def _begin(self, pids: Mapping[int, int], nodes: Mapping[int, str]) -> None:
+        self._is_starting, self._pids, self._nodes = False, pids, nodes
+        now, absent = time.time(), sorted(self._alive - set(pids))
+        self._exits += [Exit(rank, None, now, "no node for it", "stopped") for rank in absent]
 
     @property
     def pids(self) -> dict[int, int]:
@@ -171,14 +173,23 @@ class RemoteRanks:
         return frozenset(self._alive)
 
     def wait(self, timeout: float) -> list[Exit]:
-        """Return the ranks that ended; see `Ranks.wait`. News of any kind end the waiting."""
+        """Return the ranks that ended; see `Ranks.wait`. News of any kind end the waiting.
+
+        Raises `LaunchError` if they could not be started.
+        """
         try:
             for kind, value in self._link.messages(0 if self._exits else timeout):
-                if kind == "gone":
+                if kind == "gone" and not self._is_starting:  # else of the attempt before
                     self._exits.append(_exit(value))
                 elif kind == "note":
                     self._told.append(ev.Note(time.time(), -1, value))
+                elif kind == "answer" and self._is_starting:
+                    self._begin(**value)
+                elif kind == "refusal" and self._is_starting:
+                    raise LaunchError(value)
         except LaunchError as error:
+            if self._is_starting:
+                raise
             gone = self._alive - {e.rank for e in self._exits}
             now = time.time()
             self._exits += [Exit(r, None, now, str(error), "failed") for r in sorted(gone)]
@@ -196,24 +207,37 @@ class RemoteRanks:
 
     def interrupt(self, ranks: Collection[int]) -> None:
         """Have ranks sent SIGINT."""
-        self._wish("interrupt", ranks)
+        self._wish("interrupt", ranks, signal.SIGINT)
 
     def terminate(self, ranks: Collection[int]) -> None:
         """Have ranks and their children sent SIGTERM."""
-        self._wish("terminate", ranks)
+        self._wish("terminate", ranks, signal.SIGTERM)
 
     def kill(self, ranks: Collection[int]) -> None:
         """Have ranks and their children sent SIGKILL."""
-        self._wish("kill", ranks)
+        self._wish("kill", ranks, signal.SIGKILL)
 
-    def _wish(self, action: str, ranks: Collection[int]) -> None:
+    def _wish(self, action: str, ranks: Collection[int], number: int) -> None:
         with contextlib.suppress(LaunchError):  # `wait` sees it
-            self._link.send("wish", action=action, ranks=frozenset(ranks))
+            if not self._is_starting:
+                self._link.send("wish", action=action, ranks=frozenset(ranks))
+                return
+            self._is_starting = False
+            self._exits += [Exit(rank, -number, time.time()) for rank in sorted(self._alive)]
+            self._call_off()
+
+    def _call_off(self) -> None:
+        if not self._is_closing:
+            self._is_closing = True
+            self._link.send("close")
 
     def close(self) -> None:
         """End what is left on the nodes."""
         with contextlib.suppress(LaunchError):
-            self._link.request("close")
+            self._call_off()
+            self._link.answer(ENDING)
+        if self._link.owes:  # what it does not end ends with it
+            self._link.close()
         self._alive.clear()
 
 

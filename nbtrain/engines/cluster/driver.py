@@ -13,9 +13,8 @@ import importlib
 import json
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from .copying import Copy, Pace
 from .node import Gone, Order
 from .placing import Node
 from .reservation import Reservation, Wanted, answer
+from .serving import serve, told
 
 RETURN = 10.0
 """Seconds that nodes have to come back, or others to take their part, before another attempt."""
@@ -41,9 +41,11 @@ POLL = 0.05
 NEWS = 20.0
 """Signs of news a second, at most: at each the launcher looks at every file of the run."""
 
+FULL = 1.0
+"""Seconds before what a full disk did not take is asked for again."""
+
 SILENT = 5.0
 """Seconds without an answer after which a node is said to be silent."""
-
 
 REFUSALS = 3
 """Times in a row that a host must say that nothing of Ray's is there, for it to be lost.
@@ -94,21 +96,7 @@ class Driver:
 
     async def serve(self) -> None:
         """Answer requests until the launcher closes its end."""
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                kind, payload = await loop.run_in_executor(None, self._link.recv)
-                if kind == "parcel":
-                    descriptor = reduction.recv_handle(self._link)
-                    payload = {"descriptor": descriptor}
-            except (EOFError, OSError):
-                return
-            try:
-                found = getattr(self, f"_on_{kind}")(**payload)
-                found = await found if isinstance(found, Awaitable) else found
-                self._tell("answer", found)
-            except Exception as error:  # Ray's own troubles are many: the launcher tells them
-                self._tell("refusal", _told(error))
+        await serve(self._link, lambda kind: getattr(self, f"_on_{kind}"), self._tell)
 
     def _tell(self, kind: str, value: Any = None) -> None:
         with contextlib.suppress(OSError):  # the launcher is gone: `serve` will see it
@@ -163,7 +151,12 @@ class Driver:
             copy = Copy(Path(order.home), own.growing())
             self._members.append(_Member(one.node, one.actor, own, copy, set(own.ranks)))
         begun = self._of_all(lambda m: m.actor.begin.remote(m.order, self._parcel))
-        ports = await asyncio.wait_for(begun, STARTING)
+        try:
+            ports = await asyncio.wait_for(begun, STARTING)
+        except asyncio.TimeoutError:
+            raise LaunchError(
+                f"what the ranks need did not reach every node within {STARTING:g} s"
+            ) from None
         await self._prepare_checkpoints(RunFolder(Path(order.home)), len(placed) * order.each)
         pids = await self._of_all(lambda m: m.actor.do.remote("start", ports[0]))
         for member in self._members:
@@ -187,12 +180,22 @@ class Driver:
         self._gathering.start()
 
     async def _of_all(self, call: Callable[[_Member], Any]) -> list[Any]:
-        return list(await asyncio.gather(*(call(member) for member in self._members)))
+        async def one(member: _Member) -> Any:
+            try:
+                return await call(member)
+            except Exception as error:  # whatever it is: whose it is counts
+                raise LaunchError(told(error, member.node.name)) from error
+
+        return list(await asyncio.gather(*map(one, self._members)))
 
     def _on_wish(self, action: str, ranks: frozenset[int]) -> None:
         for member in self._members:
             if member.left & ranks:
-                member.actor.do.remote("wish", action, ranks)
+                self._follow(self._wish(member, action, ranks))
+
+    async def _wish(self, member: _Member, action: str, ranks: frozenset[int]) -> None:
+        with contextlib.suppress(self._ray.exceptions.RayError):  # `_watch` tells
+            await self._ask(member, "wish", action, ranks)
 
     async def _on_close(self) -> None:
         await self._end_members()
@@ -244,18 +247,18 @@ class Driver:
                     await self._bring_home(member, gone)
                     member.left.discard(gone.rank)
                     self._tell("gone", gone)
-        except self._ray.exceptions.RayError as error:
+        except Exception as error:  # whatever it is: who waits for these ranks must be told
             self._lose(member, error)
 
     async def _bring_home(self, member: _Member, gone: Gone) -> None:
         """Fetch what a rank left, and the rest of what it wrote."""
         home = Path(member.order.home)
         for name in gone.files:
-            data = await self._ask(member, "fetch", name)
             try:
-                _keep(home / name, data)
-            except OSError as error:  # a full disk: the rank has ended all the same
-                self._tell("note", f"{name} of {member.node.name} was lost: {error}")
+                data = await self._ask(member, "fetch", name)
+                await asyncio.to_thread(_keep, home / name, data)
+            except OSError as error:  # here or there: the rank has ended all the same
+                self._tell("note", f"{name} of {member.node.name} was lost: {told(error)}")
         lacking = member.copy.lacks(gone.sizes)
         while lacking:
             member.copy.add(await self._ask(member, "read", lacking, 0.0))
@@ -265,17 +268,23 @@ class Driver:
 
     def _lose(self, member: _Member, error: Exception) -> None:
         """Report the ranks of a node that nothing will be heard of any more."""
-        node = member.node
-        alive = any(n["NodeID"] == node.id and n["Alive"] for n in self._ray.nodes())
-        alive = alive and not isinstance(error, self._ray.exceptions.NodeDiedError)
-        why = (
-            f"nbtrain's process on {node.name} ({node.address}) ended"
-            if alive
-            else f"its node {node.name} ({node.address}) was lost"
-        )
+        node, errors = member.node, self._ray.exceptions
+        where = f"{node.name} ({node.address})"
+        if isinstance(error, errors.RayTaskError) or not isinstance(error, errors.RayError):
+            why = f"its end could not be told: {told(error, where)}"
+        elif not isinstance(error, errors.NodeDiedError) and self._is_there(node):
+            why = f"nbtrain's process on {where} ended"
+        else:
+            why = f"its node {where} was lost"
         for rank in sorted(member.left):
             self._tell("gone", Gone(rank, None, time.time(), why))
         member.left.clear()
+
+    def _is_there(self, node: Node) -> bool:
+        try:
+            return any(n["NodeID"] == node.id and n["Alive"] for n in self._ray.nodes())
+        except Exception:  # nothing of Ray's answers any more
+            return False
 
     async def _copy(self, member: _Member) -> None:
         """Copy what the ranks of a node write, as it comes."""
@@ -284,6 +293,8 @@ class Driver:
                 parts = await self._ask(member, "read", dict(member.copy.have), 1.0)
                 if parts and member.copy.add(parts):
                     self._news()
+                elif parts:  # a full disk: asking again at once would be all that goes on
+                    await asyncio.sleep(FULL)
                 if parts:
                     await asyncio.sleep(member.pace.wait(time.monotonic()))
 
@@ -318,10 +329,10 @@ class Driver:
         folder = RunFolder(Path(member.order.home))
         with contextlib.suppress(self._ray.exceptions.RayError, OSError):
             found = await answer(member.actor.do.remote(what, ranks))
-            for rank, (told, begun) in (found or {}).items():
+            for rank, (said, begun) in (found or {}).items():
                 path = folder.recorded(rank)
                 partial = path.with_name(path.name + ".partial")
-                partial.write_bytes(told)
+                partial.write_bytes(said)
                 os.utime(partial, (begun, begun))
                 partial.rename(path)
 
@@ -332,7 +343,9 @@ class Driver:
         for task in list(self._tasks):
             task.cancel()
         if self._gathering is not None:
-            await self._gathering.finish()
+            finishing = asyncio.ensure_future(self._gathering.finish())
+            while not (await asyncio.wait([finishing], timeout=2.0))[0]:
+                self._tell("busy")  # it ends by itself where nothing comes any more
             self._gathering = None
         members, self._members = self._members, []
         closing = [answer(m.actor.do.remote("close")) for m in members]
@@ -363,7 +376,7 @@ def _keep(path: Path, data: Any) -> None:
 
 async def _is_over(address: str, port: int) -> bool:
     """Whether a host is there, but nobody listens where Ray's process for it did: that ended."""
-    for _ in range(REFUSALS):
+    for _ in range(REFUSALS if port else 0):
         try:
             _, writer = await asyncio.wait_for(asyncio.open_connection(address, port), 1.0)
         except ConnectionRefusedError:
@@ -373,14 +386,4 @@ async def _is_over(address: str, port: int) -> bool:
         else:
             writer.close()
             return False
-    return True
-
-
-def _told(error: BaseException) -> str:
-    """Word what went wrong, here or in an agent."""
-    cause: BaseException = getattr(error, "cause", None) or error
-    if isinstance(cause, LaunchError):
-        return str(cause)
-    where = "in nbtrain's process on a node: " if cause is not error else ""
-    lines = str(cause).strip().splitlines() or [""]
-    return f"{where}{type(cause).__name__}: {(lines[-1] if where else lines[0])[:300]}"
+    return bool(port)  # else nobody knows where to look

@@ -74,10 +74,15 @@ class Link:
         except OSError as error:
             raise self._is_gone() from error
 
-    def answer(self) -> Any:
-        """Return the answer to the last request. Raises `LaunchError` for a refusal."""
+    def answer(self, patience: float | None = None) -> Any:
+        """Return the answer to the last request. Raises `LaunchError` for a refusal.
+
+        Or if nothing at all was told for `patience` seconds.
+        """
         while True:
             try:
+                if not self._connection.poll(patience):
+                    raise LaunchError("the process that speaks with Ray does not answer")
                 kind, value = self._connection.recv()
             except (EOFError, OSError) as error:
                 raise self._is_gone() from error
@@ -92,21 +97,25 @@ class Link:
             return value
 
     def messages(self, patience: float) -> list[tuple[str, Any]]:
-        """Return what was told unasked; wait for it up to `patience` s. Raises `LaunchError`."""
+        """Return what was told, answers too; wait for it up to `patience` s.
+
+        Raises `LaunchError`.
+        """
         found = list(self._waiting)
         self._waiting.clear()
         try:
             while self._connection.poll(0 if found else patience):
-                message = self._connection.recv()
-                if message[0] not in ("answer", "refusal"):
-                    found.append(message)
-                else:
-                    self._owed -= 1
-                    patience = 0
+                found.append(self._connection.recv())
+                self._owed -= found[-1][0] in ("answer", "refusal")
         except (EOFError, OSError) as error:
             if not found:  # else the next time: what it told last counts
                 raise self._is_gone() from error
         return found
+
+    @property
+    def owes(self) -> bool:
+        """Whether an answer has not come."""
+        return self._owed > 0
 
     def _is_gone(self) -> LaunchError:
         said = b""
