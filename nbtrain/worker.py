@@ -110,8 +110,12 @@ def environment(job: Job, rank: int, inherited: Mapping[str, str]) -> dict[str, 
     elif "USE_TORCH_XLA" not in inherited and tpus.has_torch_xla():
         variables["USE_TORCH_XLA"] = "0"
     here = "lo0" if sys.platform == "darwin" else "lo"
+    its_own = "" if is_loopback(world.master_addr) else world.interface
+    if "GLOO_SOCKET_IFNAME" in {**inherited, **job.plan.env}:  # theirs; ours may be a wrong one
+        its_own = ""
     for name, value in (
         ("GLOO_SOCKET_IFNAME", here if is_loopback(world.master_addr) else world.interface),
+        ("NCCL_SOCKET_IFNAME", its_own and f"={its_own}"),  # without it, all that begin so
         ("OMP_NUM_THREADS", str(job.threads)),
         # A rank that ends right after gloo connected it would cut off those still connecting.
         # torchrun's do not know of it: one of ours would wait for them.

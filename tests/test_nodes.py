@@ -309,12 +309,20 @@ def test_ranks_get_the_environment_that_torchrun_gives(tmp_path: Path) -> None:
         "MASTER_PORT": "29500",
         "TORCHELASTIC_RUN_ID": "job",
         "GLOO_SOCKET_IFNAME": "eth7",
+        "NCCL_SOCKET_IFNAME": "=eth7",
         "TORCH_DIST_INIT_BARRIER": "1",
     }
     assert expected.items() <= told.items()
+    mine = {"GLOO_SOCKET_IFNAME": "eth1"}
+    assert "NCCL_SOCKET_IFNAME" not in worker.environment(job, 1, mine)
+    assert (
+        worker.environment(job, 1, {"NCCL_SOCKET_IFNAME": "eth2"}).get("NCCL_SOCKET_IFNAME") is None
+    )
+    local = replace(job, world=replace(world, master_addr="127.0.0.1"))
+    assert "NCCL_SOCKET_IFNAME" not in worker.environment(local, 1, {})
     strange = replace(job, world=replace(world, has_strangers=True, interface=""))
     assert (
-        not {"GLOO_SOCKET_IFNAME", "TORCH_DIST_INIT_BARRIER"}
+        not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCH_DIST_INIT_BARRIER"}
         & worker.environment(strange, 1, {}).keys()
     )
 
