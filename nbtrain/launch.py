@@ -67,7 +67,8 @@ def launch(
     copies of this process; what it returns comes back, and models among its arguments do, trained.
 
     Args:
-        num_processes: how many ranks; None: one a GPU or TPU chip, 2 on a host without.
+        num_processes: how many ranks; None: one a GPU or TPU chip, 2 on a host without; on
+            Ray one a GPU of each node, or one on each.
         engine: 'auto', 'fork', 'spawn' (fresh processes, which get what the function refers to),
             'tpu' (by what is installed 'xla', forked, or 'torch_tpu', fresh processes) or 'inline'
             (one rank in this process, for debugging), or 'ray' (on the nodes of a Ray cluster).
