@@ -173,3 +173,5 @@ class Plan:
         for name, amount in self.resources.items():
             if not isinstance(amount, (int, float)) or not 0 <= amount < 1e15:
                 raise PlanError(f"resources: {name} must be a number ≥ 0, not {amount!r}")
+            if name == "GPU" and amount % 1:
+                raise PlanError(f"a rank takes whole GPUs, or none, not {amount:g} of one")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import pytest
 
+from nbtrain.engines import cluster
 from nbtrain.engines.cluster.placing import Node, amounts, bundle, fitting, named, too_few
-from nbtrain.engines.cluster.reservation import Placed, Wanted, checked
-from nbtrain.errors import LaunchError
+from nbtrain.engines.cluster.reservation import Placed, Wanted, checked, where
+from nbtrain.errors import LaunchError, PlanError
+from nbtrain.plan import Call, Plan
 
 HAS = {"CPU": 8.0, "GPU": 2.0}
 FREE = Node("aaa", "big", "10.0.0.1", HAS, HAS)
@@ -64,6 +67,49 @@ def placed(node: Node, **facts: Any) -> Placed:
         "missing": [],
     }
     return Placed(node, None, {**told, **facts})
+
+
+def test_the_variable_of_ray_counts_where_no_other_cluster_was_asked_for() -> None:
+    said = {"RAY_ADDRESS": "10.0.0.9:6379"}
+    for asked in (None, "auto"):
+        assert where(asked, {}) == (None, "auto")
+        assert where(asked, said) == ("10.0.0.9:6379", "10.0.0.9:6379 (RAY_ADDRESS)")
+        with pytest.raises(PlanError, match="RAY_ADDRESS=local would start Ray"):
+            where(asked, {"RAY_ADDRESS": "local"})
+        with pytest.raises(PlanError, match=r"\(RAY_ADDRESS\): ray:// is"):
+            where(asked, {"RAY_ADDRESS": "ray://x:10001"})
+    assert where("local", said) == ("local", "local")
+    assert where("h:1", said) == ("h:1", "h:1")
+
+
+def test_a_rank_takes_no_part_of_a_gpu() -> None:
+    with pytest.raises(PlanError, match="whole GPUs"):
+        Plan(Call(print), "train", engine="ray", resources={"GPU": 0.5})
+
+
+def test_nodes_are_asked_for_what_is_known_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cluster._versions()["torch"] == version("torch")
+
+    def unknown(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", unknown)
+    assert cluster._versions() == {}
+
+
+def test_fewer_nodes_than_asked_for_are_worth_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Link:
+        def request(self, kind: str, **_: Any) -> list[Node]:
+            return [FREE, PLAIN]
+
+    monkeypatch.setattr(cluster, "Link", Link)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    plan = Plan(
+        Call(print), "t", engine="ray", num_processes=8, spread=(2, 4), resources={"GPU": 0}
+    )
+    engine = cluster.RayEngine()
+    assert engine.resolve(plan)[0].num_processes == 4
+    assert engine._room == ("4 of 8 ranks: 2 of 4 nodes have room.",)
 
 
 def test_nodes_that_are_alike_are_worth_no_word() -> None:

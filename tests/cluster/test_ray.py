@@ -147,11 +147,14 @@ def test_a_module_beside_the_notebook_travels_and_one_that_a_node_lacks_is_named
     notebook: Notebook,
 ) -> None:
     notebook.run(
-        "open('beside_it.py', 'w').write('def answer():\\n    return 42\\n')\nimport beside_it"
+        "open('beside_it.py', 'w').write('def answer():\\n    return 42\\n')\nimport beside_it\n"
+        "open('data.txt', 'w').write('data')"
     )
-    out = notebook.run("%%distributed -e ray -n 1\nbeside_it.answer()", timeout=60)
+    out = notebook.run(
+        "%%distributed -e ray -n 1\n(beside_it.answer(), open('data.txt').read())", timeout=60
+    )
     assert not out.ename, out.traceback
-    assert notebook.value("nbtrain.last_run().value") == 42
+    assert tuple(notebook.value("nbtrain.last_run().value")) == (42, "data")
     notebook.run(
         "import sys; os.makedirs('../elsewhere', exist_ok=True)\n"
         "open('../elsewhere/only_here.py', 'w').write('x = 1')\n"

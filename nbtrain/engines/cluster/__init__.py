@@ -8,6 +8,8 @@ so that everything else of nbtrain finds a run like any other.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
+import os
 import signal
 import sys
 import threading
@@ -18,7 +20,7 @@ from pathlib import Path
 
 from ... import events as ev
 from ... import ship
-from ...errors import LaunchError, PlanError
+from ...errors import LaunchError
 from ...plan import Call, Plan
 from ...tail import event_tail, new_events
 from ...worker import Job
@@ -28,7 +30,7 @@ from .copying import size
 from .link import Link
 from .node import Gone, Order, told_by
 from .placing import Node, bundle, fitting
-from .reservation import Wanted
+from .reservation import Wanted, where
 
 
 class RayEngine:
@@ -40,18 +42,14 @@ class RayEngine:
         self._link: Link | None = None
         self.notes: tuple[str, ...] = ()
         """What to mind about the nodes, once they are prepared."""
+        self._room: tuple[str, ...] = ()
 
     def resolve(self, plan: Plan) -> tuple[Plan, str]:
         """Connect, and return the plan with its number of ranks, and the kind of device.
 
         Raises `PlanError`, or `LaunchError` where there is no cluster.
         """
-        if (plan.address or "").startswith("ray://"):
-            raise PlanError(
-                "ray:// is the address of Ray's client, through which no run folder, signal or "
-                "large model goes. Start the notebook on a node of the cluster (--address auto), "
-                "or make its host one: ray start --address=HOST:6379"
-            )
+        where(plan.address, os.environ)
         self._link = Link()
         folder = Path.cwd()
         sources = str(folder) if modules.beside(plan.task, folder) else None
@@ -62,6 +60,9 @@ class RayEngine:
         each = {**({"GPU": 1.0} if gpus else {}), **plan.resources}
         able = len(fitting(nodes, bundle(per_node, each)))
         count = min(most, max(least, able))
+        if count < most:
+            ranks = f"{count * per_node} of {most * per_node} ranks"
+            self._room = (f"{ranks}: {able} of {most} nodes have room.",)
         plan = replace(
             plan,
             num_processes=count * per_node,
@@ -77,18 +78,19 @@ class RayEngine:
         Raises `LaunchError` or `PlanError`; nothing is left on the cluster then.
         """
         link, (least, most) = self._open(), plan.spread or (1, 1)
-        needed = modules.needed(plan.task)
+        versions, needed = _versions(), modules.needed(plan.task)
+        needed = sorted({*needed, *_PACKAGES} - versions.keys())
         wanted = Wanted(
             nodes=(least, most),
             per_node=(plan.num_processes or 1) // most,
             resources=dict(plan.resources),
             modules=[name for name in needed if name in sys.modules],
             perhaps=[name for name in needed if name not in sys.modules],
-            versions=_versions(),
+            versions=versions,
         )
         link.send("place", wanted=wanted)
         with contextlib.closing(ship.pack(plan)) as parcel:  # while the nodes get ready
-            self.notes = tuple(link.answer())
+            self.notes = (*self._room, *link.answer())
             with open(parcel.path, "rb") as file:
                 link.hand_over(file.fileno())
 
@@ -109,6 +111,7 @@ class RayEngine:
             device=job.device,
             attempt=job.attempt,
             each=job.world_size // most,
+            folder=str(Path.cwd()),
         )
         for rank in range(job.world_size):  # of an attempt before: nobody there listens
             job.folder.stacks(rank).unlink(missing_ok=True)
@@ -123,12 +126,16 @@ class RayEngine:
         return self._link
 
 
+_PACKAGES = ("nbtrain", "torch")
+
+
 def _versions() -> dict[str, str]:
-    import importlib.metadata
-
-    import torch
-
-    return {"nbtrain": importlib.metadata.version("nbtrain"), "torch": str(torch.__version__)}
+    """Return the versions of what nodes must have too, by their metadata, as nodes look for it."""
+    found = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a bare checkout
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 ENDING = 15.0

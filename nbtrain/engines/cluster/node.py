@@ -45,7 +45,7 @@ _LOOK = 0.01
 class Order:
     """What a node is to start: a plan without its task, for `each` ranks of a `world`.
 
-    `home` is the run folder on the launcher's host, with its manifest.
+    `home` is the run folder on the launcher's host, with its manifest; `folder` is the notebook's.
     """
 
     plan: Plan
@@ -54,6 +54,7 @@ class Order:
     device: str
     attempt: int
     each: int
+    folder: str = ""
     world: World | None = None
     name: str = ""
 
@@ -115,6 +116,24 @@ class _Parcel:
         os.close(self._file)
 
 
+def _go_to(folder: str) -> str:
+    """Work where the notebook does, as ranks on its host would; say so if there is no such place.
+
+    Ray works in its copy of the Python files, if any came: no place for data, or what is saved.
+    """
+    try:
+        os.chdir(folder or ".")
+    except OSError as error:
+        return f"has no {folder} ({error.strerror}): its ranks work in {os.getcwd()}"
+    return ""
+
+
+def _threads(order: Order) -> int:
+    """Return the CPU threads of a rank: the CPUs that the user had reserved for it, if any."""
+    reserved = order.plan.resources.get("CPU")
+    return max(1, int(reserved)) if reserved else devices.threads_per_rank(order.each)
+
+
 class Node:
     """The ranks of an order. A thread of its own starts and watches them; any may ask."""
 
@@ -129,6 +148,7 @@ class Node:
         os.environ.pop("OMP_NUM_THREADS", None)
         self._janitor = Janitor(self._scratch)
         self._parcel = _Parcel(parcel)
+        self._strange = _go_to(order.folder)
         keeps_store = order.here.node == 0
         self._listener = rendezvous.bind(None, order.here.master_addr) if keeps_store else None
         self._ranks = ChildRanks(self._scratch)
@@ -170,7 +190,7 @@ class Node:
             folder=self.folder,
             world_size=order.here.size,
             device=order.device,
-            threads=devices.threads_per_rank(order.each),
+            threads=_threads(order),
             attempt=order.attempt,
             scratch=self._scratch,
             world=replace(order.here, master_port=port),
@@ -208,6 +228,8 @@ class Node:
     def _watch(self, job: Job) -> None:
         writer = EventWriter(self.folder.path / told_by(self._order.here.node))
         kills, sent = host.oom_kills(), set[int]()
+        if self._strange:
+            writer.write(ev.Note(time.time(), -1, f"{self._order.name} {self._strange}"))
         with contextlib.closing(Sampler(self._ranks.pids, job.device)) as sampler:
             while self._ranks.alive:
                 self._grant(sent)

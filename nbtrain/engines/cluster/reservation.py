@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import LaunchError
+from ...errors import LaunchError, PlanError
 from . import agent as agent_module
 from . import modules
 from .placing import Node, amounts, bundle, fitting, named, too_few
@@ -73,7 +73,8 @@ def join(address: str | None, sources: str | None) -> Any:
     except ImportError as error:
         raise LaunchError("the ray engine needs Ray: pip install 'nbtrain[ray]'") from error
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    _check_there_is(address)
+    address, named = where(address, os.environ)
+    _check_there_is(address, named)
     options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     try:
         with tempfile.TemporaryDirectory(prefix="nbtrain-sources-") as copied:
@@ -87,9 +88,9 @@ def join(address: str | None, sources: str | None) -> Any:
                 **options,
             )
     except ConnectionError as error:
-        if address in (None, "auto"):
+        if address is None:
             raise LaunchError(f"no Ray cluster was found on this host. {_GET_ONE}") from error
-        raise _not_there(address, error) from error
+        raise _not_there(address, named, error) from error
     ray.cloudpickle.register_pickle_by_value(agent_module)
     return ray
 
@@ -110,20 +111,44 @@ def _import_quickly() -> None:
         del sys.modules[unwanted]
 
 
-def _check_there_is(address: str | None) -> None:
+def where(address: str | None, environ: Mapping[str, str]) -> tuple[str | None, str]:
+    """Return which cluster is meant, None for this host's, and what to call it in an error.
+
+    As Ray does: ``RAY_ADDRESS`` counts where no other was asked for. Raises `PlanError`. Pure.
+    """
+    named = str(address)
+    if address in (None, "auto"):
+        address = environ.get("RAY_ADDRESS")
+        named = f"{address} (RAY_ADDRESS)"
+        if address == "local":
+            raise PlanError(
+                "RAY_ADDRESS=local would start Ray: ask for that with --address local, or unset it"
+            )
+    if address in (None, "", "auto"):
+        return None, "auto"
+    if str(address).startswith("ray://"):
+        raise PlanError(
+            f"{named}: ray:// is the address of Ray's client, through which no run folder, signal "
+            "or large model goes. Start the notebook on a node of the cluster (--address auto), "
+            "or make its host one: ray start --address=HOST:6379"
+        )
+    return address, named
+
+
+def _check_there_is(address: str | None, named: str) -> None:
     """Raise `LaunchError` if nobody listens at ``HOST:PORT``: Ray would wait for a minute."""
     host, colon, port = (address or "").rpartition(":")
     if colon and port.isdecimal():
         try:
             socket.create_connection((host.strip("[]"), int(port)), ANSWERING).close()
         except OSError as error:
-            raise _not_there(str(address), error) from error
+            raise _not_there(str(address), named, error) from error
 
 
-def _not_there(address: str, error: Exception) -> LaunchError:
+def _not_there(address: str, named: str, error: Exception) -> LaunchError:
     why = str(error).strip().partition("\n")[0][:300]
     return LaunchError(
-        f"no Ray cluster answers at {address}, or this host is no node of it ({why}). A launch "
+        f"no Ray cluster answers at {named}, or this host is no node of it ({why}). A launch "
         f"starts on a node: ray start --address={address}"
     )
 
