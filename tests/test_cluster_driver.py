@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from nbtrain import host
+from nbtrain.engines import Exit
 from nbtrain.engines.cluster import RemoteRanks
 from nbtrain.engines.cluster.copying import PART, Copy, Pace, appended
 from nbtrain.engines.cluster.driver import Driver, _is_over
@@ -20,6 +22,8 @@ from nbtrain.engines.cluster.node import Gone, Node, growing
 from nbtrain.engines.cluster.serving import serve
 from nbtrain.errors import LaunchError
 from nbtrain.folder import RunFolder
+from nbtrain.state import RankState, RunState
+from nbtrain.supervise import Interrupts, Supervisor
 
 
 @pytest.fixture
@@ -265,3 +269,20 @@ def test_a_start_that_is_refused_is_raised(link: Link, tmp_path: Path) -> None:
     ranks = RemoteRanks(job, link, [0])
     with pytest.raises(LaunchError, match="AttributeError"):
         ranks.wait(30.0)
+
+
+def test_a_full_disk_here_is_told_where_all_ranks_are_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "space", lambda _: host.Space(1 << 20, 0))
+    supervisor = Supervisor(RunFolder(tmp_path), RunState("t", "ray", (RankState(0),), 0.0))
+    ranks: Any = SimpleNamespace(pids={0: 1}, nodes={0: "n"}, alive={0}, news=list)
+
+    def wait(_timeout: float) -> list[Exit]:
+        ranks.alive = set()
+        return [Exit(0, None, 1.0, "", "stopped")]
+
+    ranks.wait = wait
+    with Interrupts() as interrupts:
+        supervisor.watch(ranks, interrupts)
+    assert any("the disk is full" in note for note in supervisor.state.notes)

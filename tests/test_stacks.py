@@ -9,6 +9,7 @@ import platform
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -199,3 +200,27 @@ def test_an_answer_is_whole_however_deep_the_stack_is(depth: int, run_root: Path
     frames = run.value[0].frames
     assert frames[0].function == "send"
     assert [f.function for f in frames].count("ask") >= min(depth, 90)
+
+
+def test_a_rank_on_another_host_has_the_time_that_its_answer_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacks, "PATIENCE", 0.0)
+    monkeypatch.setattr(stacks, "FAR", 30.0)
+    folder = _folder(tmp_path)
+    folder.questions.mkdir()
+    last = '  File "a.py", line 3 in <module>'
+    folder.stacks(0).write_text(_head(psutil.Process(), last=last))
+
+    def answer() -> None:
+        while not list(folder.questions.glob("*.json")):
+            time.sleep(0.01)
+        time.sleep(0.05)
+        with folder.stacks(0).open("a") as file:
+            file.write(f"Current thread 0x1 (most recent call first):\n{last}\n")
+
+    answering = threading.Thread(target=answer)
+    answering.start()
+    (told,) = stacks.ask(folder, [0])
+    answering.join()
+    assert told.place.startswith("a.py, line 3")
