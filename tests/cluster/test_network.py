@@ -101,7 +101,7 @@ def test_without_a_common_disk_a_run_goes_on_from_the_last_whole_checkpoint(
     notebook.run(RESUMES)
     notebook.run(_launched("train", "until=80", "max_restarts=1"))
     wait_until(lambda: notebook.value(BOTH_BEGAN), 60)
-    saved = "sorted(p.name for p in (run.folder / 'checkpoints').iterdir())"
+    saved = "sorted(p.name for p in (run.folder / 'checkpoints').glob('step-*'))"
     wait_until(lambda: notebook.value(saved), 20)
     agents = [p for p in hosts.far.processes() if p.name().startswith("ray::Agent")]
     assert agents
