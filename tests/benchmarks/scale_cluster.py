@@ -144,7 +144,7 @@ class _Watched:
         if begun == 0 or (begun <= self._rounds and now >= self._marks[-1][0] + SECONDS):
             self._marks.append((now, time.process_time(), _memory(), self._drawn, self._heard))
             self._ages.append([])
-        if begun == self._rounds:
+        if len(self._marks) > self._rounds:
             supervisor.request_stop("because it was watched long enough")
 
     def figures(self, driver: list[tuple[float, float]]) -> dict[str, list[float]]:
