@@ -50,7 +50,9 @@ def quick_stop(monkeypatch: pytest.MonkeyPatch) -> None:
 def launched(function: Callable[..., Any], *args: Any, **options: Any) -> Iterator[Run]:
     """A run that goes on while the test looks at it, and is stopped at its end."""
     before = nbtrain.last_run()
-    options = {"num_processes": 2, "view": "none", "hang_after": AFTER, **options}
+    # A fresh process imports for seconds: no hang, and not the moment to be asked.
+    after = 4 * AFTER if options.get("engine") == "spawn" else AFTER
+    options = {"num_processes": 2, "view": "none", "hang_after": after, **options}
 
     def drive() -> None:
         with contextlib.suppress(KeyboardInterrupt):
