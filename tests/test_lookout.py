@@ -160,7 +160,7 @@ def test_the_rank_that_hangs_is_named_with_its_line(
         assert f"rank 1 is at {HERE}, line {line_of(mark)}" in found.text
         assert f"; rank 0 waits in {what} for it" in found.text
         assert (list(found.stuck), list(found.waiting)) == ([1], [0])
-        assert found.time - last < AFTER + 3  # on a machine that does other things, too
+        assert found.time - last < 4 * AFTER + 3  # on a machine that does other things, too
         wait_until(lambda: run.state.hang == found.text)
         assert [r.hang for r in run.state.ranks] == ["waiting", "stuck?"]
         assert run.state.status == "running"

@@ -28,7 +28,7 @@ def stopper() -> Iterator[threading.Thread]:
         return any("ready" in line for rank in run.state.ranks for line in rank.log)
 
     def stop() -> None:
-        wait_until(is_ready)
+        wait_until(is_ready, 40)  # a machine that does other things, too
         run = nbtrain.last_run()
         assert run is not None
         run.stop()
