@@ -148,7 +148,8 @@ class Supervisor:
         second, where nobody is there any more to wait for them.
         """
         self._requested = self._requested or how
-        self._hasty = self._hasty or hasty
+        if hasty:
+            self._hasty = True
 
     def watch(self, ranks: Ranks, interrupts: Interrupts) -> None:
         """Watch until every rank is gone, and what they wrote is read."""
@@ -304,7 +305,8 @@ class Supervisor:
     def _cause_to_stop(self, pressed: bool, now: float) -> str | None:
         if any(r.status in ("failing", "failed") for r in self.state.ranks) or self.state.elsewhere:
             return "failed"
-        self._requested = self._requested or asked_to_stop(self._folder)
+        if asked := asked_to_stop(self._folder):  # not in one assignment: another thread may ask
+            self.request_stop(asked)
         if pressed or self._requested:
             self._stopped_how = "by an interrupt" if pressed else self._requested or ""
             return "interrupted"

@@ -13,6 +13,8 @@ import torch
 from conftest import wait_until
 
 import nbtrain
+from nbtrain import supervise
+from nbtrain.folder import RunFolder
 from nbtrain.stopping import StopOnRequest
 
 
@@ -106,6 +108,23 @@ def test_a_loop_that_asks_and_then_does_not_listen_is_interrupted_all_the_same(
     run = nbtrain.last_run()
     assert run is not None
     assert run.value == "interrupted"
+
+
+def test_a_stop_that_comes_while_the_launcher_looks_for_one_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+
+    def look(_folder: RunFolder) -> None:
+        run = nbtrain.last_run()
+        assert run is not None
+        if run.state.status == "running" and not asked:
+            asked.append("by another thread")
+            run._watcher.request_stop(asked[0])
+
+    monkeypatch.setattr(supervise, "asked_to_stop", look)
+    with pytest.raises(KeyboardInterrupt):
+        nbtrain.launch(time.sleep, 20, num_processes=1)
 
 
 def test_outside_a_run_nobody_asks_to_stop() -> None:
