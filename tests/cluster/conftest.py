@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import tempfile
@@ -41,10 +42,16 @@ def cluster() -> Iterator[Simulated]:
 def notebook(cluster: Simulated, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     """A kernel whose runs go to the cluster by default: ``RAY_ADDRESS`` is set."""
     folder = tmp_path_factory.mktemp("kernel")
-    one = Notebook(folder / "home", folder)
-    try:
-        one.run(f"import os; os.environ['RAY_ADDRESS'] = {cluster.address!r}")
-        one.run("%load_ext nbtrain\nimport time, signal, torch, nbtrain")
+    with on(cluster.address, Notebook(folder / "home", folder)) as one:
         yield one
+
+
+@contextlib.contextmanager
+def on(address: str, notebook: Notebook) -> Iterator[Notebook]:
+    """Have a kernel's runs go to a cluster by default; end it."""
+    try:
+        notebook.run(f"import os; os.environ['RAY_ADDRESS'] = {address!r}")
+        notebook.run("%load_ext nbtrain\nimport time, signal, torch, nbtrain")
+        yield notebook
     finally:
-        one.close()
+        notebook.close()

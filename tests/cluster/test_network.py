@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import Notebook, wait_until
 
+from .conftest import on
 from .hosts import Hosts, cannot
 from .test_ray import DDP, RESUMES
 
@@ -57,13 +58,9 @@ def hosts(folder: Path) -> Iterator[Hosts]:
 @pytest.fixture(scope="module")
 def notebook(hosts: Hosts, folder: Path) -> Iterator[Notebook]:
     """A kernel on the near host."""
-    one = Notebook(folder / "home", folder, prefix=hosts.near.prefix)
-    try:
-        one.run(f"import os; os.environ['RAY_ADDRESS'] = {hosts.address!r}")
-        one.run("%load_ext nbtrain\nimport time, signal, torch, nbtrain")
+    kernel = Notebook(folder / "home", folder, prefix=hosts.near.prefix)
+    with on(hosts.address, kernel) as one:
         yield one
-    finally:
-        one.close()
 
 
 def test_a_cell_trains_on_two_hosts_and_the_weights_come_home(notebook: Notebook) -> None:

@@ -26,7 +26,7 @@ class World:
         self.notes: list[str] = []
         self.nodes = [Saves(self.of(rank) / "checkpoints", [rank]) for rank in range(RANKS)]
         self.asks = [self._asking(node) for node in self.nodes]
-        self.gathering = Gathering(self.home, RANKS, self.asks, self.notes.append)
+        self.gathering = Gathering(self.home, self.asks, self.notes.append)
 
     def of(self, rank: int) -> Path:
         return self.folder / f"node-{rank}"
@@ -70,7 +70,7 @@ def test_the_parts_of_all_nodes_come_home_as_one_and_go_out_whole(world: World) 
     assert world.look()
     assert not world.look()  # it is there
     assert world.at_home() == [10]
-    asyncio.run(send_out(world.home, RANKS, lambda piece: piece, world.asks))
+    asyncio.run(send_out(world.home, lambda piece: piece, world.asks))
     for rank in range(RANKS):
         world._set("NBTRAIN_RUN", str(world.of(rank)))
         last = nbtrain.last_checkpoint()
@@ -139,5 +139,5 @@ def test_the_end_waits_for_the_last_one_but_not_for_a_link_that_gives_nothing(
     async def never(*_: Any) -> Any:
         await asyncio.Event().wait()
 
-    world.gathering = Gathering(world.home, RANKS, [never], world.notes.append)
+    world.gathering = Gathering(world.home, [never], world.notes.append)
     asyncio.run(all_of_it())

@@ -157,7 +157,7 @@ class Driver:
             raise LaunchError(
                 f"what the ranks need did not reach every node within {STARTING:g} s"
             ) from None
-        await self._prepare_checkpoints(RunFolder(Path(order.home)), len(placed) * order.each)
+        await self._prepare_checkpoints(RunFolder(Path(order.home)))
         pids = await self._of_all(lambda m: m.actor.do.remote("start", ports[0]))
         for member in self._members:
             self._follow(self._watch(member))
@@ -168,15 +168,15 @@ class Driver:
             "nodes": {rank: m.node.name for m in self._members for rank in m.order.ranks},
         }
 
-    async def _prepare_checkpoints(self, home: RunFolder, world_size: int) -> None:
+    async def _prepare_checkpoints(self, home: RunFolder) -> None:
         """Have them saved at home if all nodes see it, else brought there."""
         if all(await self._of_all(lambda m: m.actor.do.remote("sees_home"))):
             await self._of_all(lambda m: m.actor.do.remote("save_at_home"))
             return
         asks = [functools.partial(self._ask, member, "saves") for member in self._members]
-        await saves.send_out(home.checkpoints, world_size, self._ray.put, asks)
+        await saves.send_out(home.checkpoints, self._ray.put, asks)
         note = functools.partial(self._tell, "note")
-        self._gathering = saves.Gathering(home.checkpoints, world_size, asks, note)
+        self._gathering = saves.Gathering(home.checkpoints, asks, note)
         self._gathering.start()
 
     async def _of_all(self, call: Callable[[_Member], Any]) -> list[Any]:

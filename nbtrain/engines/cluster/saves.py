@@ -114,9 +114,7 @@ Ask = Callable[..., Awaitable[Any]]
 """Asks the `Saves` of a node, one of several, to do something."""
 
 
-async def send_out(
-    home: Path, world_size: int, put: Callable[[Any], Any], nodes: Sequence[Ask]
-) -> None:
+async def send_out(home: Path, put: Callable[[Any], Any], nodes: Sequence[Ask]) -> None:
     """Give every node the newest whole checkpoint at home, whatever number of ranks saved it."""
     for folder in checkpoints.whole(home)[-1:]:
         for name in _files(folder):
@@ -142,9 +140,7 @@ def _sources(parts: Sequence[Part]) -> dict[str, tuple[int, int]]:
 class Gathering:
     """Brings home what all nodes have saved, one checkpoint after the other, the newest first."""
 
-    def __init__(
-        self, home: Path, world_size: int, nodes: Sequence[Ask], tell: Callable[[str], None]
-    ) -> None:
+    def __init__(self, home: Path, nodes: Sequence[Ask], tell: Callable[[str], None]) -> None:
         self._home, self._nodes, self._tell = home, nodes, tell
         self._have: dict[str, list[tuple[int, ...]]] = {}
         self._ending = asyncio.Event()
