@@ -6,17 +6,19 @@ Python doors. Importing this touches no device, installs no handler and starts n
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from .checkpoints import attempt, checkpoint, checkpoint_dir, last_checkpoint
-from .errors import NbtrainError, RankDied
-from .kept import runs
-from .launch import launch, notebook_launcher
-from .memory import memory_needed
-from .report import log, progress, rank, world_size
-from .run import Run, last_run
-from .speedup import scaling
-from .stopping import should_stop
+if TYPE_CHECKING:
+    from .checkpoints import attempt, checkpoint, checkpoint_dir, last_checkpoint
+    from .errors import NbtrainError, RankDied
+    from .kept import runs
+    from .launcher import launch, notebook_launcher
+    from .memory import memory_needed
+    from .report import log, progress, rank, world_size
+    from .run import Run, last_run
+    from .speedup import scaling
+    from .stopping import should_stop
 
 __all__ = [
     "NbtrainError",
@@ -38,6 +40,40 @@ __all__ = [
     "should_stop",
     "world_size",
 ]
+
+_WHERE = {
+    "NbtrainError": "errors",
+    "RankDied": "errors",
+    "Run": "run",
+    "attempt": "checkpoints",
+    "checkpoint": "checkpoints",
+    "checkpoint_dir": "checkpoints",
+    "last_checkpoint": "checkpoints",
+    "last_run": "run",
+    "launch": "launcher",
+    "log": "report",
+    "memory_needed": "memory",
+    "notebook_launcher": "launcher",
+    "progress": "report",
+    "rank": "report",
+    "runs": "kept",
+    "scaling": "speedup",
+    "should_stop": "stopping",
+    "world_size": "report",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is asked for: a rank needs but a few of them (PEP 562)."""
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(f".{_WHERE[name]}", __name__), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 __version__ = "0.1.0"
 

@@ -15,7 +15,7 @@ from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 from . import blame, doctor, export, guard, kept, memory, speedup
 from . import cell as reading
 from .errors import CellSyntaxError, PlanError
-from .launch import run_plan
+from .launcher import run_plan
 from .plan import Cell, Plan
 from .run import Run, last_run
 

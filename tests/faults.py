@@ -32,7 +32,7 @@ import nbtrain
 from nbtrain import events, supervise
 from nbtrain.cell import read_cell
 from nbtrain.engines import finish
-from nbtrain.launch import run_plan
+from nbtrain.launcher import run_plan
 from nbtrain.plan import Plan
 from nbtrain.run import Run, last_run
 from nbtrain.tail import read_events

@@ -25,7 +25,7 @@ from nbtrain import keeper
 from nbtrain.errors import LaunchError, PlanError, PreflightError
 from nbtrain.follow import Follower
 from nbtrain.kept import find
-from nbtrain.launch import START_PATIENCE
+from nbtrain.launcher import START_PATIENCE
 from nbtrain.run import Run, going_on
 
 LOAD = "%load_ext nbtrain\nimport os, time, nbtrain, torch"

@@ -23,7 +23,7 @@ def test_the_failing_ranks_own_exception_is_raised_with_the_cells_line(notebook:
     assert "----> 6         helper('luck')" in out.traceback
     assert "----> 3     raise ValueError" in out.traceback
     assert "from rank 1 of 2; rank 0 was stopped" in out.traceback
-    for launcher in ("run_cell_magic", "worker.py", "launch.py", "interactiveshell"):
+    for launcher in ("run_cell_magic", "worker.py", "launcher.py", "interactiveshell"):
         assert launcher not in out.traceback
     assert out.seconds < 10
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from nbtrain import lint
 from nbtrain.cell import read_cell
-from nbtrain.launch import run_plan
+from nbtrain.launcher import run_plan
 from nbtrain.plan import Call, Cell, Plan
 
 NOT_LOOPS = (  # wrong on purpose, plain on purpose, for one rank

@@ -48,7 +48,7 @@ LAYERS = [
     {"attempts"},
     {"keeper"},
     {"run"},
-    {"launch", "kept"},
+    {"launcher", "kept"},
     {"speedup"},
     {"blame"},
     {"doctor"},

@@ -11,7 +11,7 @@ from typing import Any
 from ..devices import usable_cpus
 from ..errors import NbtrainError, PlanError
 from ..folder import RunFolder
-from ..launch import run_plan
+from ..launcher import run_plan
 from ..plan import Call, Plan
 from ..run import Run, last_run
 from ..telemetry.timing import ASKED

@@ -224,7 +224,7 @@ def launch_and_kill(name: str) -> dict[str, float]:
 @contextlib.contextmanager
 def _marked(marks: dict[str, float]) -> Iterator[None]:
     """Note when the launch has chosen its engine, and when that is prepared."""
-    launch: Any = importlib.import_module("nbtrain.launch")  # the package's is the function
+    launch: Any = importlib.import_module("nbtrain.launcher")
 
     resolve, prepare = launch._resolve, launch._prepare
 

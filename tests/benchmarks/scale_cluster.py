@@ -75,7 +75,7 @@ def _row(what: str, unit: str, ours: Any, theirs: Any, limit: float | None = Non
 
 def watch(rounds: int) -> dict[str, list[float]]:
     """Watch a run on such a cluster; return figures of each round. Called in a kernel."""
-    launch: Any = importlib.import_module("nbtrain.launch")  # the package's is the function
+    launch: Any = importlib.import_module("nbtrain.launcher")
     from nbtrain.engines.cluster import RayEngine, link
     from nbtrain.plan import Call, Plan
     from nbtrain.supervise import Interrupts
