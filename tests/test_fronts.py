@@ -13,7 +13,7 @@ from conftest import Notebook, Outputs
 
 from nbtrain.state import RunState
 from nbtrain.view import fronts
-from nbtrain.view.screen import BYTES_PER_SECOND, Pace, wire_size
+from nbtrain.view.screen import BYTES_PER_SECOND, INTERVAL, Pace, wire_size
 from nbtrain.view.widget import _VIEW
 
 WAITS = "%%distributed -n 2\nprint('ready', flush=True)\ntime.sleep(60)"
@@ -468,3 +468,10 @@ def test_a_large_board_is_drawn_less_often() -> None:
     assert (
         wire_size('<b class="é">\n') == len(json.dumps('<b class="é">\n', ensure_ascii=False)) - 1
     )
+
+
+def test_looks_that_come_late_do_not_slow_the_board_down() -> None:
+    for every in (0.03, 0.07, 0.15, 0.19):  # seconds between two looks
+        pace, state = Pace(), RunState("name", "fork", (), 0.0)
+        drawn = sum(pace.is_due(replace(state), look * every) for look in range(int(60 / every)))
+        assert drawn == pytest.approx(60 / INTERVAL, abs=2), every

@@ -9,7 +9,7 @@ from ..state import RunState
 from . import html, text
 
 INTERVAL = 0.2
-"""Seconds between two updates of a display, at least."""
+"""Seconds between two updates of a display; on average, where looks for it come late."""
 
 BYTES_PER_SECOND = 120_000
 """What the updates of a display may cost: a large board is drawn less often."""
@@ -75,7 +75,9 @@ class Pace:
         quiet = max(1.0, self._interval)
         if 0 <= gone < self._interval or (state is self._state and 0 <= gone < quiet):
             return False
-        self._state, self._drawn = state, now
+        late = max(0.0, gone - self._interval)  # for a look that came late the next draws sooner
+        self._drawn = now - (late if late < self._interval else 0)
+        self._state = state
         return True
 
     def spent(self, size: int) -> None:
