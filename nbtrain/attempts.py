@@ -52,6 +52,7 @@ def carry_out(
                 if janitor is None and job.scratch and not engine.runs_here:
                     janitor = Janitor(job.scratch)  # now: the ranks are more urgent
                 supervisor.watch(ranks, interrupts)
+                supervisor.settle(ranks, interrupts)
             finally:
                 ranks.close()
             state = supervisor.state

@@ -11,7 +11,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -20,6 +19,7 @@ from . import events as ev
 from .deaths import Deaths
 from .engines import Exit, Ranks
 from .folder import RunFolder, asked_to_stop, leave_stop_request
+from .ladder import DEATH_BY, LADDERS, Rung
 from .lookout import Lookout
 from .outcome import is_echo
 from .reader import Reader
@@ -32,35 +32,6 @@ TICK = 0.1
 """Seconds between two looks at the run folder, where no rank ends earlier."""
 
 
-@dataclass(frozen=True)
-class Rung:
-    """A step of the stop ladder: `action` is taken `after` seconds."""
-
-    after: float
-    action: str
-
-
-# After a failure the others may report their own for a moment (the first seen need not be the
-# first that happened), then go. An interrupt leaves two seconds to save.
-_ON_FAILURE = (Rung(0.2, "terminate"), Rung(0.7, "kill"))
-_ON_REQUEST = (
-    Rung(0.0, "interrupt"),  # heard at the end of a step, or by nbtrain.should_stop()
-    Rung(0.5, "interrupt"),  # heard anywhere, but where the code asks
-    Rung(1.5, "interrupt"),  # heard anywhere
-    Rung(2.0, "terminate"),
-    Rung(2.5, "kill"),
-)
-LADDERS = {
-    "failed": _ON_FAILURE,
-    "interrupted": _ON_REQUEST,
-    "timed out": _ON_REQUEST,
-    "abandoned": (Rung(0.0, "interrupt"), Rung(0.7, "terminate"), Rung(1.0, "kill")),
-}
-_DEATH_BY = {
-    "interrupt": -signal.SIGINT,
-    "terminate": -signal.SIGTERM,
-    "kill": -signal.SIGKILL,
-}
 REPORT_GRACE = 2.0
 """Seconds that a rank which is failing already has to tell why."""
 
@@ -80,6 +51,11 @@ RESERVED = 1 << 16
 _LOST = (
     "What ranks print and report is lost as long as there is no room, and what they return may "
     "be; the training goes on."
+)
+
+_LEFT = (
+    "Stopped while what the ranks had saved came home from their nodes: the last checkpoint may "
+    "be lost."
 )
 
 
@@ -129,6 +105,7 @@ class Supervisor:
         self._hang_after = hang_after
         self._lookout = Lookout(folder, state.world_size, hang_after)
         self._requested: str | None = None
+        self._asked = 0
         self._hasty = False
         self._stopped_how = ""
         self._cause: str | None = None
@@ -148,6 +125,7 @@ class Supervisor:
         second, where nobody is there any more to wait for them.
         """
         self._requested = self._requested or how
+        self._asked += 1
         if hasty:
             self._hasty = True
 
@@ -184,6 +162,20 @@ class Supervisor:
         self._take_exits(exits)
         self._decide(ranks, interrupts)
         return exits
+
+    def settle(self, ranks: Ranks, interrupts: Interrupts) -> None:
+        """Wait for what ranks left on other hosts, unless somebody has enough of that."""
+        known = self._asked if self._cause == "interrupted" else 0
+        while not ranks.settle(TICK):
+            self.show(self.state, time.time())
+            self._note(ranks.news())
+            pressed = self._is_pressed(interrupts)
+            if self._cause is None and asked_to_stop(self._folder):
+                pressed = True
+            if pressed or self._hasty or self._asked > known:
+                self._note([ev.Note(time.time(), -1, _LEFT)])
+                return
+        self._note(ranks.news())
 
     @property
     def has_failed(self) -> bool:
@@ -351,7 +343,7 @@ class Supervisor:
     def _signal(self, ranks: Ranks, action: str, targets: Collection[int]) -> None:
         """Take an action on ranks, and remember what they will die of if they do."""
         for rank in targets:
-            self._sent.setdefault(rank, set()).add(_DEATH_BY[action])
+            self._sent.setdefault(rank, set()).add(DEATH_BY[action])
         getattr(ranks, action)(frozenset(targets))
 
     def _is_hopeless(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from pathlib import Path
@@ -15,10 +16,13 @@ import pytest
 from nbtrain import host
 from nbtrain.engines import Exit
 from nbtrain.engines.cluster import RemoteRanks
+from nbtrain.engines.cluster import driver as driver_module
 from nbtrain.engines.cluster.copying import PART, Copy, Pace, appended
-from nbtrain.engines.cluster.driver import Driver, _is_over
+from nbtrain.engines.cluster.driver import Driver
 from nbtrain.engines.cluster.link import Link
 from nbtrain.engines.cluster.node import Gone, Node, growing
+from nbtrain.engines.cluster.reservation import is_over
+from nbtrain.engines.cluster.saves import Gathering
 from nbtrain.engines.cluster.serving import serve
 from nbtrain.errors import LaunchError
 from nbtrain.folder import RunFolder
@@ -215,7 +219,7 @@ def test_a_wish_gets_through_a_cut_of_the_link(cluster: Cluster) -> None:
 
 
 def test_a_port_that_nobody_knows_is_no_sign_of_an_end() -> None:
-    assert not asyncio.run(_is_over("127.0.0.1", 0))
+    assert not asyncio.run(is_over("127.0.0.1", 0))
 
 
 def test_the_words_of_a_node_that_cannot_begin_name_it(cluster: Cluster) -> None:
@@ -286,3 +290,91 @@ def test_a_full_disk_here_is_told_where_all_ranks_are_elsewhere(
     with Interrupts() as interrupts:
         supervisor.watch(ranks, interrupts)
     assert any("the disk is full" in note for note in supervisor.state.notes)
+
+
+def test_a_copy_goes_on_when_a_node_can_read_again(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver_module, "FULL", 0.0)
+    name = growing(0)[0]
+    (cluster.there / name).write_bytes(b"x")
+    reading = Agent(cluster.there)
+    errors: list[Exception] = [Failed("OSError: input/output error"), Failed("OSError: again")]
+
+    async def remote(*asked: Any) -> Any:
+        if errors:
+            raise errors.pop(0)
+        found = await reading.remote(*asked)
+        cluster.member.left = set()
+        return found
+
+    cluster.member.actor = SimpleNamespace(do=SimpleNamespace(remote=remote))
+    asyncio.run(asyncio.wait_for(cluster.driver._copy(cluster.member), 30))
+    assert (cluster.here / name).read_bytes() == b"x"
+    notes = [text for kind, text in cluster.told if kind == "note"]
+    assert notes[0] == "n cannot read what its ranks write: Failed: OSError: input/output error"
+
+
+def test_what_was_saved_last_is_waited_for_until_that_is_called_off(tmp_path: Path) -> None:
+    ours, theirs = Pipe()
+    driver = Driver(theirs)
+
+    async def never(*_: Any) -> Any:
+        await asyncio.Event().wait()
+
+    driver._gathering = Gathering(tmp_path, [never], lambda _: None)
+    (tmp_path / ".coming-step-00000001").mkdir()
+
+    async def serve() -> None:
+        assert driver._gathering is not None
+        driver._gathering._task = asyncio.ensure_future(driver._gathering._run())
+        await driver.serve()
+
+    serving = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
+    serving.start()
+    ours.send(("settle", {}))
+    assert ours.recv() == ("waiting", "the ranks are done; their last checkpoint is looked for")
+    ours.send(("close", {}))
+    told = [ours.recv()]
+    while told[-1] != ("answer", None):
+        told.append(ours.recv())
+    assert told[-2] == ("refusal", "it was called off")
+    assert driver._gathering is None
+    assert not list(tmp_path.iterdir())
+    ours.close()
+    serving.join(30)
+    assert not serving.is_alive()
+
+
+@pytest.mark.parametrize("ends", ["press", "request", "hasty"])
+def test_an_interrupt_leaves_what_is_still_on_its_way(ends: str, tmp_path: Path) -> None:
+    supervisor = Supervisor(RunFolder(tmp_path), RunState("t", "ray", (RankState(0),), 0.0))
+    looks: list[float] = []
+    with Interrupts() as interrupts:
+
+        def settle(timeout: float) -> bool:
+            looks.append(timeout)
+            if len(looks) == 3 and ends == "press":
+                interrupts.count += 1
+            elif len(looks) == 3:
+                supervisor.request_stop("by the Stop button", hasty=ends == "hasty")
+            return False
+
+        supervisor.settle(SimpleNamespace(settle=settle, news=list), interrupts)  # type: ignore[arg-type]
+    assert len(looks) == 3
+    assert "the last checkpoint may be lost" in supervisor.state.notes[0]
+
+
+def test_who_stopped_the_ranks_is_still_owed_what_they_saved(tmp_path: Path) -> None:
+    supervisor = Supervisor(RunFolder(tmp_path), RunState("t", "ray", (RankState(0),), 0.0))
+    supervisor.request_stop("by the Stop button")
+    ranks: Any = SimpleNamespace(pids={0: 1}, nodes={0: "n"}, alive={0}, news=list)
+    ranks.wait = lambda _timeout: []
+    ranks.interrupt = lambda _: setattr(ranks, "alive", set())
+    left = [False, False, True]
+    ranks.settle = lambda _timeout: left.pop(0)
+    with Interrupts() as interrupts:
+        supervisor.watch(ranks, interrupts)
+        supervisor.settle(ranks, interrupts)
+    assert not left
+    assert not supervisor.state.notes

@@ -14,6 +14,7 @@ LAYERS = [
     {
         "errors",
         "nodes",
+        "ladder",
         "plan",
         "events",
         "writer",

@@ -71,6 +71,13 @@ class Ranks(Protocol):
         """End ranks, their child processes included, by SIGKILL."""
         ...
 
+    def settle(self, timeout: float) -> bool:
+        """Wait up to `timeout` s for what ranks that are gone left elsewhere; whether it is here.
+
+        Asked until it is, or nobody wants to wait any more; then comes `close`.
+        """
+        ...
+
     def close(self) -> None:
         """Give back what belongs to the launch; kill ranks that are not gone by then."""
         ...

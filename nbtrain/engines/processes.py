@@ -102,6 +102,10 @@ class ChildRanks:
     def _leaders(self, ranks: Collection[int]) -> list[int]:
         return [self._pids[rank] for rank in self.alive.intersection(ranks)]
 
+    def settle(self, timeout: float) -> bool:
+        """Return at once: what ranks leave is here."""
+        return True
+
     def close(self) -> None:
         """Kill and reap whatever is left, and give the store's port back."""
         self.kill(self.alive)

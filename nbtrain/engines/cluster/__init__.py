@@ -139,7 +139,11 @@ def _versions() -> dict[str, str]:
 
 
 ENDING = 15.0
-"""Seconds without a word after which a driver that is to end a run's ranks is left to itself."""
+"""Seconds after which a driver that is to end a run's ranks is left to itself."""
+
+
+_NEWS = {"note": ev.Note, "waiting": ev.Waiting}
+"""What the driver tells in words."""
 
 
 class RemoteRanks:
@@ -154,7 +158,7 @@ class RemoteRanks:
         self._link = link
         self._pids: Mapping[int, int] = {}
         self._nodes: Mapping[int, str] = {}
-        self._is_starting, self._is_closing = True, False
+        self._is_starting, self._is_settling, self._is_closing = True, False, False
         self._alive = set(range(job.world_size))
         self._exits: list[Exit] = []
         self._tails = [event_tail(job.folder.path / told_by(i)) for i in range(len(said))]
@@ -188,8 +192,8 @@ class RemoteRanks:
             for kind, value in self._link.messages(0 if self._exits else timeout):
                 if kind == "gone" and not self._is_starting:  # else of the attempt before
                     self._exits.append(_exit(value))
-                elif kind == "note":
-                    self._told.append(ev.Note(time.time(), -1, value))
+                elif kind in _NEWS:
+                    self._told.append(_NEWS[kind](time.time(), -1, value))
                 elif kind == "answer" and self._is_starting:
                     self._begin(**value)
                 elif kind == "refusal" and self._is_starting:
@@ -232,6 +236,21 @@ class RemoteRanks:
             self._is_starting = False
             self._exits += [Exit(rank, -number, time.time()) for rank in sorted(self._alive)]
             self._call_off()
+
+    def settle(self, timeout: float) -> bool:
+        """Have the last checkpoint brought home; see `Ranks.settle`."""
+        if self._is_starting or self._is_closing:
+            return True
+        try:
+            if not self._is_settling:
+                self._is_settling = True
+                self._link.send("settle")
+            for kind, value in self._link.messages(timeout):
+                if kind in _NEWS:
+                    self._told.append(_NEWS[kind](time.time(), -1, value))
+        except LaunchError:  # the driver is gone: nothing comes any more
+            return True
+        return not self._link.owes
 
     def _call_off(self) -> None:
         if not self._is_closing:

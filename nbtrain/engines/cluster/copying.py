@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 PART, BATCH = 1 << 20, 8 << 20
 """Bytes of one file, and of all, that go in one batch."""
@@ -89,6 +90,18 @@ def _end_line(folder: Path, name: str) -> int:
         if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":
             file.write(b"\n")
     return size(folder, name)
+
+
+def keep(path: Path, data: Any) -> None:
+    """Write a file that is there whole or not at all. Raises `OSError`."""
+    path.parent.mkdir(exist_ok=True, mode=0o700)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(memoryview(data))
+        partial.rename(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 class Pace:

@@ -23,10 +23,10 @@ from ...errors import LaunchError
 from ...folder import RunFolder
 from ...nodes import World
 from . import reservation, saves
-from .copying import Copy, Pace
+from .copying import Copy, Pace, keep
 from .node import Gone, Order
 from .placing import Node
-from .reservation import Reservation, Wanted, answer
+from .reservation import Reservation, Wanted, answer, is_over
 from .serving import serve, told
 
 RETURN = 10.0
@@ -46,12 +46,6 @@ FULL = 1.0
 
 SILENT = 5.0
 """Seconds without an answer after which a node is said to be silent."""
-
-REFUSALS = 3
-"""Times in a row that a host must say that nothing of Ray's is there, for it to be lost.
-
-Ray says so itself once five of its health checks failed, 15 s after such an end.
-"""
 
 
 def main(order: Mapping[str, Any]) -> None:
@@ -197,6 +191,17 @@ class Driver:
         with contextlib.suppress(self._ray.exceptions.RayError):  # `_watch` tells
             await self._ask(member, "wish", action, ranks)
 
+    async def _on_settle(self) -> None:
+        """Bring home what the ranks saved last."""
+        if self._gathering is None:
+            return
+        finishing = asyncio.ensure_future(self._gathering.finish())
+        try:
+            while not (await asyncio.wait([finishing], timeout=1.0))[0]:
+                self._tell("waiting", f"the ranks are done; {self._gathering.coming}")
+        finally:
+            finishing.cancel()
+
     async def _on_close(self) -> None:
         await self._end_members()
 
@@ -218,7 +223,7 @@ class Driver:
                 found = waiting.result()
             except errors.ActorUnavailableError:
                 self._mind(member)
-                if await _is_over(member.node.address, self._ports.get(member.node.id, 0)):
+                if await is_over(member.node.address, self._ports.get(member.node.id, 0)):
                     raise errors.NodeDiedError("nothing of Ray's is there any more") from None
                 await asyncio.sleep(0.5)
                 continue
@@ -256,7 +261,7 @@ class Driver:
         for name in gone.files:
             try:
                 data = await self._ask(member, "fetch", name)
-                await asyncio.to_thread(_keep, home / name, data)
+                await asyncio.to_thread(keep, home / name, data)
             except OSError as error:  # here or there: the rank has ended all the same
                 self._tell("note", f"{name} of {member.node.name} was lost: {told(error)}")
         lacking = member.copy.lacks(gone.sizes)
@@ -288,15 +293,24 @@ class Driver:
 
     async def _copy(self, member: _Member) -> None:
         """Copy what the ranks of a node write, as it comes."""
-        with contextlib.suppress(self._ray.exceptions.RayError):  # `_watch` tells
-            while member.left:
+        errors = self._ray.exceptions
+        while member.left:
+            try:
                 parts = await self._ask(member, "read", dict(member.copy.have), 1.0)
-                if parts and member.copy.add(parts):
-                    self._news()
-                elif parts:  # a full disk: asking again at once would be all that goes on
-                    await asyncio.sleep(FULL)
-                if parts:
-                    await asyncio.sleep(member.pace.wait(time.monotonic()))
+            except errors.RayTaskError as error:  # of a disk there, say: it may get better
+                self._tell(
+                    "note", f"{member.node.name} cannot read what its ranks write: {told(error)}"
+                )
+                await asyncio.sleep(FULL)
+                continue
+            except errors.RayError:  # `_watch` tells
+                return
+            if parts and member.copy.add(parts):
+                self._news()
+            elif parts:  # a full disk: asking again at once would be all that goes on
+                await asyncio.sleep(FULL)
+            if parts:
+                await asyncio.sleep(member.pace.wait(time.monotonic()))
 
     def _news(self) -> None:
         """Wake the launcher, not too often."""
@@ -343,9 +357,7 @@ class Driver:
         for task in list(self._tasks):
             task.cancel()
         if self._gathering is not None:
-            finishing = asyncio.ensure_future(self._gathering.finish())
-            while not (await asyncio.wait([finishing], timeout=2.0))[0]:
-                self._tell("busy")  # it ends by itself where nothing comes any more
+            await self._gathering.abandon()
             self._gathering = None
         members, self._members = self._members, []
         closing = [answer(m.actor.do.remote("close")) for m in members]
@@ -360,30 +372,3 @@ class Driver:
             self._reserved.release()
         if self._ray is not None:
             self._ray.shutdown()
-
-
-def _keep(path: Path, data: Any) -> None:
-    """Write a file that is there whole or not at all. Raises `OSError`."""
-    path.parent.mkdir(exist_ok=True, mode=0o700)
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(memoryview(data))
-        partial.rename(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-async def _is_over(address: str, port: int) -> bool:
-    """Whether a host is there, but nobody listens where Ray's process for it did: that ended."""
-    for _ in range(REFUSALS if port else 0):
-        try:
-            _, writer = await asyncio.wait_for(asyncio.open_connection(address, port), 1.0)
-        except ConnectionRefusedError:
-            await asyncio.sleep(0.2)
-        except (OSError, asyncio.TimeoutError):
-            return False
-        else:
-            writer.close()
-            return False
-    return bool(port)  # else nobody knows where to look

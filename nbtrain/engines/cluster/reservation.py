@@ -31,6 +31,12 @@ ANSWERING = 5.0
 _AGAIN = 0.5
 """Seconds between two looks at what is free."""
 
+REFUSALS = 3
+"""Times in a row that a host must say that nothing of Ray's is there, for it to be lost.
+
+Ray says so itself once five of its health checks failed, 15 s after such an end.
+"""
+
 _GET_ONE = (
     "Start one on this host: `ray start --head` (and `ray start --address=HOST:6379` on the "
     "others), or try with --address local."
@@ -258,6 +264,21 @@ class Reservation:
 async def answer(reference: Any) -> Any:
     """Wait for a reference of Ray's: what `asyncio` takes is a coroutine."""
     return await reference
+
+
+async def is_over(address: str, port: int) -> bool:
+    """Whether a host is there, but nobody listens where Ray's process for it did: that ended."""
+    for _ in range(REFUSALS if port else 0):
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(address, port), 1.0)
+        except ConnectionRefusedError:
+            await asyncio.sleep(0.2)
+        except (OSError, asyncio.TimeoutError):
+            return False
+        else:
+            writer.close()
+            return False
+    return bool(port)  # else nobody knows where to look
 
 
 def checked(placed: Sequence[Placed], wanted: Wanted, began: float, ended: float) -> list[str]:

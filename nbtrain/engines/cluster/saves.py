@@ -145,6 +145,8 @@ class Gathering:
         self._have: dict[str, list[tuple[int, ...]]] = {}
         self._ending = asyncio.Event()
         self._pieces = 0
+        self.coming = "their last checkpoint is looked for"
+        """What comes home now, in words."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -161,8 +163,15 @@ class Gathering:
             before = self._pieces
             await asyncio.wait([task], timeout=STUCK)
             if self._pieces == before:
-                task.cancel()
-                await asyncio.wait([task])
+                await self.abandon()
+
+    async def abandon(self) -> None:
+        """Leave what is not home by now where it is."""
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        for left in self._home.glob(".coming-*"):
+            shutil.rmtree(left, ignore_errors=True)
 
     async def _run(self) -> None:
         # A node that is gone: who watches it tells, and nothing can become whole any more.
@@ -192,13 +201,17 @@ class Gathering:
     async def _bring(self, step: str, parts: Sequence[Part]) -> None:
         coming = self._home / f".coming-{step}"
         try:
-            for name, (node, size) in _sources(parts).items():
+            sources = _sources(parts)
+            whole, came = sum(size for _, size in sources.values()), 0
+            for name, (node, size) in sources.items():
                 offset = 0
                 while offset < size or not offset:
                     data = await self._nodes[node]("piece", f"{step}/{name}", offset)
                     await asyncio.to_thread(_write, coming / name, offset, data)
                     offset += PIECE
                     self._pieces += 1
+                    came += len(data)
+                    self.coming = f"{step} comes home: {came / 1e9:.1f} of {whole / 1e9:.1f} GB"
             shutil.rmtree(self._home / step, ignore_errors=True)  # as an earlier attempt saved it
             coming.rename(self._home / step)
         except OSError as error:
