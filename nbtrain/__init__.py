@@ -7,6 +7,7 @@ Python doors. Importing this touches no device, installs no handler and starts n
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -64,11 +65,14 @@ _WHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is asked for: a rank needs but a few of them (PEP 562)."""
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(f".{_WHERE[name]}", __name__), name)
-    return found
+    """Import a public name, or a module, when it is asked for: a rank needs but a few (PEP 562)."""
+    if name in _WHERE:
+        module = importlib.import_module(f".{_WHERE[name]}", __name__)
+        found = globals()[name] = getattr(module, name)
+        return found
+    if not name.startswith("_") and importlib.util.find_spec(f".{name}", __name__) is not None:
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -40,6 +40,7 @@ class Options:
     address: str | None = None
     nodes: tuple[int, int] | None = None
     resources: dict[str, float] = field(default_factory=dict)
+    wait_for_nodes: float = 0.0
 
 
 class _Parser(argparse.ArgumentParser):
@@ -195,6 +196,14 @@ def _add_cluster(p: argparse.ArgumentParser) -> None:
         metavar="NAME=AMOUNT,…",
         help="with -e ray: what each rank takes of its node, by Ray's names (CPU=1, and GPU=1 "
         "where there are any)",
+    )
+    p.add_argument(
+        "--wait-for-nodes",
+        type=_seconds,
+        default=0.0,
+        metavar="SECONDS",
+        help="with -e ray: how long others on the cluster, or its autoscaler, have to make room "
+        "(0: what cannot start at once is refused)",
     )
 
 

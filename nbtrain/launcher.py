@@ -56,6 +56,7 @@ def launch(
     address: str | None = None,
     nodes: int | tuple[int, int] | None = None,
     resources: Mapping[str, float] | None = None,
+    wait_for_nodes: float = 0.0,
     **kwargs: Any,
 ) -> Run:
     """Run ``function(*args, **kwargs)`` on several ranks and return the finished `Run`.
@@ -96,6 +97,7 @@ def launch(
         nodes: how many nodes of the cluster share the ranks equally, one by default; (least,
             most): a restart goes on with as few as `least`.
         resources: what each rank takes of its node, by Ray's names ('CPU', 'GPU', …).
+        wait_for_nodes: seconds that others on the cluster, or its autoscaler, have to make room.
 
     Raises:
         PlanError: an argument that makes no sense; nothing was started.
@@ -129,6 +131,7 @@ def launch(
         address=address,
         spread=(nodes, nodes) if isinstance(nodes, int) else nodes,
         resources=dict(resources or {}),
+        wait_for_nodes=wait_for_nodes,
     )
     return run_plan(plan)
 

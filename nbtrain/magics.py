@@ -171,6 +171,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
             address=options.address,
             spread=options.nodes,
             resources=options.resources,
+            wait_for_nodes=options.wait_for_nodes,
         )
 
     def _register(self, transformed: str, raw: str) -> tuple[str, int]:

@@ -81,7 +81,7 @@ class Plan:
     given by name come back trained. `config` is a file of ``accelerate config``'s, "default" the
     usual one: it decides what is None here. `address` is that of a Ray cluster, `spread` how many
     of its nodes share the ranks, at least and at most, `resources` what each rank takes of its
-    node, by Ray's names.
+    node, by Ray's names, `wait_for_nodes` the seconds that the cluster has to make room.
     """
 
     task: Task
@@ -106,6 +106,7 @@ class Plan:
     address: str | None = None
     spread: tuple[int, int] | None = None
     resources: Mapping[str, float] = field(default_factory=dict)
+    wait_for_nodes: float = 0.0
 
     @property
     def goes_on(self) -> bool:
@@ -161,7 +162,12 @@ class Plan:
         if self.engine != "ray":
             if self.address is not None or self.spread is not None or self.resources:
                 raise PlanError("address, nodes and resources are for a cluster: --engine ray")
+            if self.wait_for_nodes:
+                raise PlanError("there are nodes to wait for on a cluster: --engine ray")
             return
+        wait = self.wait_for_nodes
+        if not isinstance(wait, (int, float)) or not 0 <= wait < 1e9:
+            raise PlanError(f"wait_for_nodes must be a number of seconds ≥ 0, not {wait!r}")
         least, most = self.spread or (1, 1)
         if type(least) is not int or type(most) is not int or not 1 <= least <= most:
             raise PlanError(f"nodes must be a number ≥ 1, or MIN:MAX, not {self.spread!r}")

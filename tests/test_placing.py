@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from nbtrain.engines import cluster
-from nbtrain.engines.cluster.placing import Node, amounts, bundle, fitting, named, too_few
+from nbtrain.engines.cluster import reservation
+from nbtrain.engines.cluster.placing import Node, amounts, awaited, bundle, fitting, named, too_few
 from nbtrain.engines.cluster.reservation import Placed, Wanted, checked, where
 from nbtrain.errors import LaunchError, PlanError
 from nbtrain.plan import Call, Plan
@@ -45,6 +46,20 @@ def test_names_are_hosts_and_differ() -> None:
     }
 
 
+def test_a_cluster_that_is_started_finds_room_for_its_sockets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp/short")
+    assert reservation._for_a_new_one() == {"include_dashboard": False}
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp/" + 40 * "x")
+    assert reservation._for_a_new_one()["_temp_dir"] == "/tmp/ray"
+
+
+def test_it_is_said_what_is_waited_for() -> None:
+    words = awaited(1, 4, {"GPU": 8.0}, 8)
+    assert words == "waiting for 4 nodes with 8 GPU free (for 8 ranks each): 1 so far"
+
+
 def test_it_is_said_what_there_is_and_what_is_lacking() -> None:
     text = too_few([FREE, BUSY], bundle(2, {"GPU": 1.0}), 2, 2)
     assert text.startswith("2 nodes with 2 CPU and 2 GPU free (for 2 ranks each) cannot be had: 1")
@@ -55,7 +70,9 @@ def test_it_is_said_what_there_is_and_what_is_lacking() -> None:
 
 
 VERSIONS = {"nbtrain": "0.1.0", "torch": "2.13.0+cpu"}
-WANTED = Wanted((2, 2), 1, {}, ["torch", "timm", "einops"], VERSIONS, perhaps=["wandb"])
+WANTED = Wanted(
+    (2, 2), 1, {}, modules=["torch", "timm", "einops"], versions=VERSIONS, perhaps=["wandb"]
+)
 
 
 def placed(node: Node, **facts: Any) -> Placed:

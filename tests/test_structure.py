@@ -105,6 +105,23 @@ def test_the_public_names_are_these() -> None:
     ]
     for name in nbtrain.__all__:
         assert getattr(nbtrain, name).__doc__
+    assert set(nbtrain.__all__) <= set(dir(nbtrain))
+
+
+def test_what_is_imported_late_is_there_all_the_same() -> None:
+    script = """
+import sys, nbtrain
+assert 'nbtrain.run' not in sys.modules and 'nbtrain.plan' not in sys.modules
+assert nbtrain.plan.SOURCES
+assert issubclass(nbtrain.errors.PlanError, nbtrain.NbtrainError)
+import nbtrain.launcher, nbtrain.speedup  # a module's name hides no function
+assert callable(nbtrain.launch) and callable(nbtrain.scaling)
+assert not hasattr(nbtrain, 'nonsense') and not hasattr(nbtrain, '__wrapped__')
+names = {}
+exec('from nbtrain import *', names)
+assert set(nbtrain.__all__) <= set(names)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
 def test_importing_is_inert() -> None:

@@ -196,7 +196,7 @@ def test_a_lost_node_is_named_and_the_run_goes_on_from_its_checkpoint_on_another
     ids = notebook.value("[n for n in run.state.hosts]")
     assert lost in ids
     began = time.monotonic()
-    cluster.tell(f"kill {_which(cluster, notebook, lost)}")
+    cluster.tell(f"kill {number_of(cluster, lost)}")
     wait_until(lambda: notebook.value("run.state.attempt") == 2, 30)
     print(f"told after {time.monotonic() - began:.1f} s")
     assert f"its node {lost} (" in notebook.value("run.state.message")
@@ -205,7 +205,7 @@ def test_a_lost_node_is_named_and_the_run_goes_on_from_its_checkpoint_on_another
     assert all(start >= 20 for start in notebook.value("run.results"))
 
 
-def _which(cluster: Simulated, notebook: Notebook, name: str) -> int:
+def number_of(cluster: Simulated, name: str) -> int:
     """Return the number of a node by its name, which ends in the beginning of its id."""
     known: list[str] = cluster.tell("list")
     return next(i for i, id in enumerate(known) if id.startswith(name.rpartition("/")[2]))

@@ -59,6 +59,9 @@ class RayEngine:
         per_node = (plan.num_processes or most * (gpus or 1)) // most
         each = {**({"GPU": 1.0} if gpus else {}), **plan.resources}
         able = len(fitting(nodes, bundle(per_node, each)))
+        if able < most and plan.wait_for_nodes:
+            wanted = Wanted((least, most), per_node, each, plan.wait_for_nodes)
+            able = self._reserve(wanted, quiet=plan.view == "none")
         count = min(most, max(least, able))
         if count < most:
             ranks = f"{count * per_node} of {most * per_node} ranks"
@@ -72,6 +75,17 @@ class RayEngine:
         )
         return plan, "cuda" if each.get("GPU") else "cpu"
 
+    def _reserve(self, wanted: Wanted, *, quiet: bool) -> int:
+        """Wait for room, and say so: an interrupt ends it."""
+
+        def heard(kind: str, words: str) -> None:
+            if kind == "waiting" and not quiet:
+                print(f"{words} ({wanted.patience:g} s at most)", flush=True)
+
+        link = self._open()
+        link.send("reserve", wanted=wanted)
+        return int(link.answer(heard=heard))
+
     def prepare(self, plan: Plan) -> None:
         """Reserve nodes, look at them, and hand over what ranks will need.
 
@@ -84,6 +98,7 @@ class RayEngine:
             nodes=(least, most),
             per_node=(plan.num_processes or 1) // most,
             resources=dict(plan.resources),
+            patience=plan.wait_for_nodes,
             modules=[name for name in needed if name in sys.modules],
             perhaps=[name for name in needed if name not in sys.modules],
             versions=versions,
@@ -158,6 +173,7 @@ class RemoteRanks:
         self._link = link
         self._pids: Mapping[int, int] = {}
         self._nodes: Mapping[int, str] = {}
+        self._has_waited = False
         self._is_starting, self._is_settling, self._is_closing = True, False, False
         self._alive = set(range(job.world_size))
         self._exits: list[Exit] = []
@@ -168,6 +184,8 @@ class RemoteRanks:
 
     def _begin(self, pids: Mapping[int, int], nodes: Mapping[int, str]) -> None:
         self._is_starting, self._pids, self._nodes = False, pids, nodes
+        if self._has_waited:
+            self._told.append(ev.Waiting(time.time(), -1, ""))
         now, absent = time.time(), sorted(self._alive - set(pids))
         self._exits += [Exit(rank, None, now, "no node for it", "stopped") for rank in absent]
 
@@ -193,7 +211,7 @@ class RemoteRanks:
                 if kind == "gone" and not self._is_starting:  # else of the attempt before
                     self._exits.append(_exit(value))
                 elif kind in _NEWS:
-                    self._told.append(_NEWS[kind](time.time(), -1, value))
+                    self._hear(kind, value)
                 elif kind == "answer" and self._is_starting:
                     self._begin(**value)
                 elif kind == "refusal" and self._is_starting:
@@ -208,6 +226,10 @@ class RemoteRanks:
         self._exits = []
         self._alive -= {e.rank for e in found}
         return found
+
+    def _hear(self, kind: str, words: str) -> None:
+        self._told.append(_NEWS[kind](time.time(), -1, words))
+        self._has_waited = self._has_waited or kind == "waiting"
 
     def news(self) -> list[ev.Event]:
         """Return what nodes told of themselves and of their ranks' processes."""
@@ -247,7 +269,7 @@ class RemoteRanks:
                 self._link.send("settle")
             for kind, value in self._link.messages(timeout):
                 if kind in _NEWS:
-                    self._told.append(_NEWS[kind](time.time(), -1, value))
+                    self._hear(kind, value)
         except LaunchError:  # the driver is gone: nothing comes any more
             return True
         return not self._link.owes

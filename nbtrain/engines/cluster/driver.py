@@ -29,9 +29,6 @@ from .placing import Node
 from .reservation import Reservation, Wanted, answer, is_over
 from .serving import serve, told
 
-RETURN = 10.0
-"""Seconds that nodes have to come back, or others to take their part, before another attempt."""
-
 STARTING = 600.0
 """Seconds in which what the ranks unpack has to reach every node."""
 
@@ -101,11 +98,16 @@ class Driver:
     def _on_connect(self, address: str | None, sources: str | None) -> list[Node]:
         """Join a cluster, with the Python files below `sources`; return what its nodes have."""
         self._ray = reservation.join(address, sources)
-        self._reserved = Reservation(self._ray)
+        self._reserved = Reservation(self._ray, functools.partial(self._tell, "waiting"))
         return reservation.nodes(self._ray)
 
+    async def _on_reserve(self, wanted: Wanted) -> int:
+        """Reserve what the ranks need, as soon as it can be had; return the number of nodes."""
+        found: int = await self._reserved.reserve(wanted)
+        return found
+
     async def _on_place(self, wanted: Wanted) -> list[str]:
-        """Reserve what the ranks need and start an agent on each node; return what to mind."""
+        """Reserve what the ranks need, start an agent on each node; return what to mind."""
         self._wanted = wanted
         # While the nodes get ready: the parcel is put into the store as an array of its.
         asyncio.get_running_loop().run_in_executor(None, importlib.import_module, "numpy")
@@ -123,7 +125,7 @@ class Driver:
         """Start the ranks of an order, cut into one a node; return where each is."""
         if order.attempt > 1:
             await self._end_members()
-            await self._reserved.place(self._wanted, RETURN)
+            await self._reserved.place(self._wanted, again=True)
         placed = self._reserved.placed
         master = placed[0].facts["address"]
         self._members = []

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
+from collections.abc import Callable
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
@@ -74,10 +75,13 @@ class Link:
         except OSError as error:
             raise self._is_gone() from error
 
-    def answer(self, patience: float | None = None) -> Any:
+    def answer(
+        self, patience: float | None = None, heard: Callable[[str, Any], None] | None = None
+    ) -> Any:
         """Return the answer to the last request. Raises `LaunchError` for a refusal.
 
-        Or if nothing at all was told for `patience` seconds.
+        Or if nothing at all was told for `patience` seconds. What is told meanwhile is `heard`,
+        else kept for `messages`.
         """
         while True:
             try:
@@ -87,7 +91,7 @@ class Link:
             except (EOFError, OSError) as error:
                 raise self._is_gone() from error
             if kind not in ("answer", "refusal"):
-                self._waiting.append((kind, value))
+                (heard or self._keep)(kind, value)
                 continue
             self._owed -= 1
             if self._owed:  # of something that was said before
@@ -95,6 +99,9 @@ class Link:
             if kind == "refusal":
                 raise LaunchError(value)
             return value
+
+    def _keep(self, kind: str, value: Any) -> None:
+        self._waiting.append((kind, value))
 
     def messages(self, patience: float) -> list[tuple[str, Any]]:
         """Return what was told, answers too; wait for it up to `patience` s.

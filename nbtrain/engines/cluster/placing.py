@@ -55,6 +55,12 @@ def too_few(nodes: Sequence[Node], needed: Mapping[str, float], wanted: int, ran
     return "\n".join([head, *lines, f"{advice} (ray status)."])
 
 
+def awaited(able: int, count: int, needed: Mapping[str, float], ranks: int) -> str:
+    """Say that `able` of the `count` nodes that are wanted are there."""
+    each = "for a rank each" if ranks == 1 else f"for {ranks} ranks each"
+    return f"waiting for {count} nodes with {amounts(needed)} free ({each}): {able} so far"
+
+
 def _words(node: Node, needed: Mapping[str, float]) -> str:
     told = (
         f"{_amount(node.free.get(name, 0.0))} of {_amount(node.total.get(name, 0.0))} {name} free"

@@ -12,15 +12,18 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...errors import LaunchError, PlanError
 from . import agent as agent_module
 from . import modules
-from .placing import Node, amounts, bundle, fitting, named, too_few
+from .placing import Node, amounts, awaited, bundle, fitting, named, too_few
+
+RETURN = 10.0
+"""Seconds that nodes have to come back, or others to take their part, before another attempt."""
 
 PLACING = 20.0
 """Seconds that Ray has to reserve what was free, and to start a process on each node."""
@@ -28,7 +31,10 @@ PLACING = 20.0
 ANSWERING = 5.0
 """Seconds that a cluster has to accept a connection."""
 
-_AGAIN = 0.5
+_ROOM = 36
+"""The longest folder of temporary files that Ray's sockets fit into: their paths have 107 bytes."""
+
+_AGAIN = 1.0
 """Seconds between two looks at what is free."""
 
 REFUSALS = 3
@@ -47,16 +53,23 @@ _GET_ONE = (
 class Wanted:
     """What a run needs: at least and at most so many nodes, with so many ranks each.
 
-    Each rank takes `resources` of its node, which must have `modules`, and the same release of
-    the packages in `versions`; it should have those that are `perhaps` imported.
+    `patience` are the seconds that the cluster has to make room. Each rank takes `resources` of
+    its node, which must have `modules`, and the same release of the packages in `versions`; it
+    should have those that are `perhaps` imported.
     """
 
     nodes: tuple[int, int]
     per_node: int
     resources: Mapping[str, float]
-    modules: Sequence[str]
-    versions: Mapping[str, str]
+    patience: float = 0.0
+    modules: Sequence[str] = ()
     perhaps: Sequence[str] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What each node must hold."""
+        return bundle(self.per_node, self.resources)
 
 
 @dataclass(frozen=True)
@@ -81,7 +94,7 @@ def join(address: str | None, sources: str | None) -> Any:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     address, named = where(address, os.environ)
     _check_there_is(address, named)
-    options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+    options: dict[str, Any] = _for_a_new_one() if address == "local" else {}
     try:
         with tempfile.TemporaryDirectory(prefix="nbtrain-sources-") as copied:
             if sources is not None and modules.copy_sources(Path(sources), Path(copied)):
@@ -99,6 +112,13 @@ def join(address: str | None, sources: str | None) -> Any:
         raise _not_there(address, named, error) from error
     ray.cloudpickle.register_pickle_by_value(agent_module)
     return ray
+
+
+def _for_a_new_one() -> dict[str, Any]:
+    """Return what Ray is started with: no dashboard, and a folder that sockets fit into."""
+    usual = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    elsewhere = {"_temp_dir": "/tmp/ray"} if len(usual) > _ROOM else {}
+    return {"include_dashboard": False, **elsewhere}
 
 
 def _import_quickly() -> None:
@@ -176,19 +196,80 @@ def nodes(ray: Any) -> list[Node]:
 class Reservation:
     """What is reserved for a run, until `release`."""
 
-    def __init__(self, ray: Any) -> None:
-        self._ray = ray
+    def __init__(self, ray: Any, say: Callable[[str], None]) -> None:
+        self._ray, self._say, self._said = ray, say, ""
         self._group: Any = None
+        self._count = 0
         self.placed: list[Placed] = []
 
-    async def place(self, wanted: Wanted, patience: float = 0.0) -> list[str]:
-        """Reserve nodes and start an agent on each; return what to mind about them.
+    async def reserve(self, wanted: Wanted, *, again: bool = False) -> int:
+        """Reserve as many nodes as are wanted at most, if they can be had; return how many.
 
-        For as many as are wanted at most it waits up to `patience` seconds. Raises `LaunchError`.
+        The cluster has `wanted.patience` seconds for that. Where a run begins `again`, it has
+        `RETURN` seconds, and the whole of its patience only where even the least cannot be had.
+        Raises `LaunchError`.
         """
-        needed = bundle(wanted.per_node, wanted.resources)
-        count = await self._wait_for_room(wanted, needed, time.monotonic() + patience)
-        handles = await self._reserve(needed, count)
+        (least, most), begun = wanted.nodes, time.monotonic()
+        patience = max(wanted.patience, RETURN if again else 0.0)
+        for count, seconds in ((most, RETURN if again else patience), (least, patience)):
+            if await self._has(wanted, count, begun + seconds):
+                return count
+            able = min(count, self._able(wanted))
+            if able >= least and await self._has(wanted, able):
+                return able
+        raise LaunchError(too_few(nodes(self._ray), wanted.bundle, least, wanted.per_node))
+
+    def _able(self, wanted: Wanted) -> int:
+        return len(fitting(nodes(self._ray), wanted.bundle))
+
+    async def _has(self, wanted: Wanted, count: int, deadline: float = 0.0) -> bool:
+        """Reserve so many nodes, if they can be had by then. Raises `LaunchError`.
+
+        They are asked for while there is no room for them, too: an autoscaler goes by that.
+        """
+        from ray.util import remove_placement_group
+        from ray.util.placement_group import placement_group
+
+        able = self._able(wanted)
+        if able >= count:
+            deadline = max(deadline, time.monotonic() + PLACING)
+        elif time.monotonic() >= deadline:
+            return False
+        group = placement_group([wanted.bundle] * count, strategy="STRICT_SPREAD")
+        ready = asyncio.ensure_future(answer(group.ready()))
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                if able < count:
+                    self._tell(awaited(able, count, wanted.bundle, wanted.per_node))
+                if (await asyncio.wait([ready], timeout=min(_AGAIN, left)))[0]:
+                    ready.result()
+                    self._group, self._count = group, count
+                    return True
+                able = self._able(wanted)
+        finally:
+            if self._group is not group:
+                ready.cancel()
+                remove_placement_group(group)
+        if able < count:
+            return False
+        raise LaunchError(
+            f"Ray could not reserve {amounts(wanted.bundle)} on each of {count} nodes in time, "
+            "though they are free (ray status)"
+        )
+
+    def _tell(self, words: str) -> None:
+        if words != self._said:
+            self._said = words
+            self._say(words)
+
+    async def place(self, wanted: Wanted, *, again: bool = False) -> list[str]:
+        """Reserve nodes if none are, and start an agent on each; return what to mind about them.
+
+        Raises `LaunchError`.
+        """
+        if self._group is None:
+            await self.reserve(wanted, again=again)
+        handles = self._agents(wanted.bundle)
         began = time.time()
         try:
             asked = [*wanted.modules, *wanted.perhaps]
@@ -200,33 +281,9 @@ class Reservation:
         self.placed = [Placed(where[i], h, facts[i]) for i, h in enumerate(handles)]
         return checked(self.placed, wanted, began, time.time())
 
-    async def _wait_for_room(
-        self, wanted: Wanted, needed: Mapping[str, float], deadline: float
-    ) -> int:
-        """Return on how many nodes there is room."""
-        least, most = wanted.nodes
-        while True:
-            every = nodes(self._ray)
-            able = len(fitting(every, needed))
-            if able >= most or time.monotonic() >= deadline:
-                break
-            await asyncio.sleep(_AGAIN)
-        if able < least:
-            raise LaunchError(too_few(every, needed, least, wanted.per_node))
-        return min(most, able)
-
-    async def _reserve(self, needed: Mapping[str, float], count: int) -> list[Any]:
-        from ray.util.placement_group import placement_group
+    def _agents(self, needed: Mapping[str, float]) -> list[Any]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self._group = placement_group([dict(needed)] * count, strategy="STRICT_SPREAD")
-        try:
-            await asyncio.wait_for(answer(self._group.ready()), PLACING)
-        except asyncio.TimeoutError:
-            raise LaunchError(
-                f"Ray could not reserve {amounts(needed)} on each of {count} nodes within "
-                f"{PLACING:g} s (ray status)"
-            ) from None
         remote, plain = self._ray.remote(agent_module.Agent), ("CPU", "GPU", "memory")
         return [
             remote.options(
@@ -237,7 +294,7 @@ class Reservation:
                 max_concurrency=16,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
             ).remote()
-            for index in range(count)
+            for index in range(self._count)
         ]
 
     def _where(self) -> dict[int, Node]:
