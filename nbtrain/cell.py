@@ -142,7 +142,7 @@ def parser() -> argparse.ArgumentParser:
     )
     told = "variables of rank 0 that come back (NAME@all: of every rank, as a list)"
     p.add_argument("--out", nargs="+", action="extend", default=[], metavar="NAMES", help=told)
-    told = "leave the notebook's models as they are; else the function's come back trained"
+    told = "leave the notebook's models as they are; else those in the cell come back trained"
     p.add_argument("--no-sync", dest="sync", action="store_false", help=told)
     p.add_argument(
         "--view", choices=VIEWS, default="auto", help="how progress is shown while the cell runs"

@@ -200,8 +200,9 @@ def load(folder: RunFolder, home: Home | None, target: Any, name: str | None) ->
         what = f"no weights of `{name}`" if name else "no weights"
         rest = f"; there are {_listed(there)}" if there else ""
         raise NbtrainError(
-            f"this run saved {what}{rest}. A model comes home that was handed to the function by "
-            f"name and was changed; after an interrupt or a failure, if it takes < {QUICK >> 20} MB"
+            f"this run saved {what}{rest}. A model comes home that the function was given, or "
+            "the cell mentions, and that changed; after an interrupt or a failure, if it takes "
+            f"< {QUICK >> 20} MB"
         )
     if target is None and not any(n in known for n in wanted):
         raise NbtrainError("what was handed over is not in this kernel: run.load(model)")

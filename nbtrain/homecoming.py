@@ -23,6 +23,7 @@ from .errors import NbtrainError
 from .fingerprints import fingerprints
 from .folder import RunFolder, write_atomically
 from .imports import when_imported
+from .names import names_read
 from .plan import OF_ALL, Call, Cell, Plan
 from .stages import Stages, put_together
 from .writer import EventWriter
@@ -73,14 +74,22 @@ def arguments_of(task: Call | Cell) -> dict[str, Any]:
     return {**given, **{name: v for name, v in task.kwargs.items() if name.isidentifier()}}
 
 
+def _read_by(task: Call | Cell) -> list[str]:
+    """Return the notebook's variables that a cell itself mentions: ``train(model)``."""
+    if not isinstance(task, Cell):
+        return []
+    return sorted(names_read(task.source, task.filename) & task.namespace.keys())
+
+
 def handed_over(plan: Plan) -> dict[str, Any]:
     """Return the models and optimizers of the notebook that are to come back, by name."""
     torch = sys.modules.get("torch")
     if torch is None:
         return {}
     given, there = arguments_of(plan.task), namespace_of(plan.task)
+    trained = (*given, *_read_by(plan.task)) if plan.sync else ()
     found: dict[str, Any] = {}
-    for name in (*plan.out, *(given if plan.sync else ())):
+    for name in (*plan.out, *trained):
         value = given.get(name, there.get(name))
         # Not isinstance: that asks the object, and a proxy may answer with an exception.
         is_ours = issubclass(type(value), torch.nn.Module) or (

@@ -78,10 +78,10 @@ class Plan:
     """One launch, as it was asked for. Raises `PlanError` if a value is out of range.
 
     `out` are the variables of rank 0 that come back; with `sync`, models that the function is
-    given by name come back trained. `config` is a file of ``accelerate config``'s, "default" the
-    usual one: it decides what is None here. `address` is that of a Ray cluster, `spread` how many
-    of its nodes share the ranks, at least and at most, `resources` what each rank takes of its
-    node, by Ray's names, `wait_for_nodes` the seconds that the cluster has to make room.
+    given, or the cell mentions, come back trained. `config` is a file of ``accelerate config``'s,
+    "default" the usual one: it decides what is None here. `address` is that of a Ray cluster,
+    `spread` how many of its nodes share the ranks, at least and at most, `resources` what each
+    rank takes of its node, by Ray's names, `wait_for_nodes` the seconds that it has to make room.
     """
 
     task: Task

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from .errors import NbtrainError
-from .fingerprints import bits, fingerprint, fits_a_file, has_no_bytes, on_cpu, parted
+from .fingerprints import fingerprint, fits_a_file, has_no_bytes, on_cpu, parted, same_bits
 
 if TYPE_CHECKING:
     import torch
@@ -263,7 +263,7 @@ def _write(path: Path, wanted: Mapping[str, list[torch.Tensor]]) -> None:
         for name, tensor in _mapped(path, wanted):
             for target in wanted[name]:
                 there = tensor.to(target.device)
-                if not bits(target.detach().to(there.dtype)).equal(bits(there)):
+                if not same_bits(target.detach().to(there.dtype), there):
                     target.copy_(there)
 
 

@@ -346,7 +346,7 @@ def test_after_a_failure_the_user_decides() -> None:
 
 
 def test_a_run_that_saved_nothing_says_what_would_have_been() -> None:
-    with pytest.raises(NbtrainError, match="A model comes home that was handed"):
+    with pytest.raises(NbtrainError, match="A model comes home that the function was given"):
         run(print).load(Net())
 
 
@@ -553,6 +553,34 @@ def train(model):
     assert notebook.value("model is other and model.weight.equal(nbtrain.last_run().value)")
     out = notebook.run(train.replace("-n 2 --out losses,rank@all", "-n 2 --no-sync --out a-b"))
     assert out.ename == "PlanError"
+
+
+@pytest.mark.parametrize(
+    ("cell", "comes"),
+    [
+        ("%%distributed -n 2\nfill(model)", True),
+        ("%distributed -n 2 fill(model)", True),
+        ("%%distributed -n 2\nmodel = torch.compile(model, backend='eager')\nfill(model)", True),
+        ("%%distributed -n 2 -e spawn\nfill(model)", True),
+        ("%%distributed -n 2\ndef train():\n    fill(model)", True),
+        ("%%distributed -n 2\nmodel = torch.nn.Linear(4, 4)\nfill(model)", False),
+        ("%%distributed -n 2 --no-sync\nfill(model)", False),
+    ],
+)
+def test_a_model_that_a_cell_mentions_comes_home(
+    notebook: Notebook, cell: str, comes: bool
+) -> None:
+    notebook.run(
+        "import torch\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "def fill(model):\n"
+        "    for p in model.parameters():\n"
+        "        p.data.fill_(7)\n"
+    )
+    out = notebook.run(cell)
+    assert not out.ename, out.traceback
+    assert notebook.value("bool((model.weight == 7).all())") is comes
+    assert ("20 parameters updated from rank 0" in out.board) is comes
 
 
 def test_an_interrupt_keeps_what_was_trained(notebook: Notebook) -> None:

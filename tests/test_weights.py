@@ -11,7 +11,7 @@ import torch
 
 from nbtrain import weights
 from nbtrain.errors import NbtrainError
-from nbtrain.fingerprints import _factors, fingerprints, is_lazy
+from nbtrain.fingerprints import _factors, fingerprints, is_lazy, same_bits
 
 
 class Net(torch.nn.Module):
@@ -382,3 +382,21 @@ def test_names_are_those_without_wrappers(path: Path) -> None:
     save(torch.compile(theirs, backend="eager"), path)  # type: ignore[arg-type]
     weights.load(path, mine)
     assert same(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.bool])
+@pytest.mark.parametrize("begin", [0, 1, 4])
+@pytest.mark.parametrize("size", [0, 1, 24, 25])
+def test_tensors_are_the_same_if_all_their_bits_are(
+    dtype: torch.dtype, begin: int, size: int
+) -> None:
+    """Wherever they begin in their storages, and however many there are."""
+    one = torch.ones(30, dtype=dtype)[begin : begin + size]
+    other = torch.ones(size, dtype=dtype)
+    assert same_bits(one, other)
+    if size and dtype is not torch.bool:
+        one[0] = other[0] = torch.nan
+        assert same_bits(one, other)
+    if size:
+        other[-1] = 0
+        assert not same_bits(one, other)

@@ -61,6 +61,7 @@ def turns(rounds: int) -> dict[str, list[float]]:
     path = Path(done.folder) / "weights" / "model.safetensors"
 
     def measured(load: Any, kind: str = "") -> float:
+        change()  # as it was before the run: another model than that in the file
         Path("/proc/self/clear_refs").write_text("5")
         without = _memory()["VmRSS"] - size
         start = time.perf_counter()
