@@ -107,7 +107,7 @@ class Supervisor:
         self._requested: str | None = None
         self._asked = 0
         self._hasty = False
-        self._stopped_how = ""
+        self._stopped_how = self._why_again = ""
         self._cause: str | None = None
         self._deaths = Deaths(folder)
         self._sent: dict[int, set[int]] = {}  # rank -> return codes that our signals give
@@ -186,6 +186,7 @@ class Supervisor:
     def begin_again(self, number: int, reason: str, wait: float, interrupts: Interrupts) -> bool:
         """Get ready for another attempt, `wait` seconds from now; False if that was stopped."""
         self._note([ev.Attempt(time.time(), -1, number, reason)])
+        self._why_again = reason
         self._cause, self._sent, self._rungs = None, {}, []
         self._end_lookout()
         self._lookout = Lookout(self._folder, self.state.world_size, self._hang_after)
@@ -368,7 +369,8 @@ class Supervisor:
         here = self.state.engine == "inline"  # there, the interrupt is the rank's own
         if here and any((r.error or "").startswith("KeyboardInterrupt") for r in failed):
             status = "interrupted"
-        message = message or closing_words(status, self.state)
+        again = self._why_again if status == "succeeded" else ""
+        message = message or again or closing_words(status, self.state)
         if status == "interrupted" and self._stopped_how:
             message = f"{self._stopped_how}; {message}"
         if status == "timed out":

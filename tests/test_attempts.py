@@ -61,6 +61,9 @@ def test_a_run_goes_on_from_its_last_whole_checkpoint(engine: str, how: str) -> 
         assert 3 <= first <= 4  # the one that rank 1 left, or the one it did not come to
         assert seen == whole[first:]
     assert run.state.attempt == 2
+    why = "ConnectionError: the storage was away" if how == "raise" else "killed by SIGKILL"
+    assert run.state.message.startswith("attempt 1 of 3 failed: rank 1: ")
+    assert why in run.state.message
     again = nbtrain.Run.open(run.folder)
     assert again.state.ranks == run.state.ranks
     assert again.state.attempt == 2
