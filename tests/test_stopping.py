@@ -87,7 +87,8 @@ def test_a_training_is_interrupted_between_two_steps(
         nbtrain.launch(train, num_processes=2)
     run = nbtrain.last_run()
     assert run is not None
-    assert all(stepped == counted > 2 for stepped, counted in run.results)
+    assert all(stepped == counted for stepped, counted in run.results)
+    assert max(counted for _, counted in run.results) > 2  # the other rank may lag behind
 
 
 def test_a_loop_that_asks_and_then_does_not_listen_is_interrupted_all_the_same(
