@@ -154,6 +154,25 @@ def test_nothing_stays_behind(engine: str) -> None:
         assert look() == before
 
 
+@pytest.mark.parametrize("engine", ["fork", "inline"])
+def test_accelerates_tracker_is_there_and_the_notebook_has_none(engine: str) -> None:
+    def train() -> list[str]:
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(log_with="nbtrain")
+        accelerator.init_trackers("mine")
+        accelerator.log({"loss": 2.0}, step=5)
+        return [tracker.name for tracker in accelerator.trackers]
+
+    run = launch(engine, train)
+    assert run.value == ["nbtrain"]
+    assert run.state.ranks[0].metrics["loss"] == 2.0
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    assert "nbtrain" not in LOGGER_TYPE_TO_CLASS
+    assert not any("AfterImport" in type(finder).__name__ for finder in sys.meta_path)
+
+
 def test_inline_refuses_more_than_one_rank() -> None:
     with pytest.raises(PlanError, match="one rank"):
         launch("inline", lambda: 1, n=2)

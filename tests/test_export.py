@@ -120,6 +120,21 @@ def test_the_launchers_train_as_the_notebook_did(
         assert _run(script, tmp_path / f"losses{number}", *launcher) == losses
 
 
+def test_a_script_knows_accelerates_tracker_where_the_training_asks_for_it(tmp_path: Path) -> None:
+    train = (
+        "%%distributed -n 2\nimport os\nfrom accelerate import Accelerator\n"
+        "def train():\n"
+        "    accelerator = Accelerator(log_with='nbtrain')\n"
+        "    accelerator.init_trackers('mine')\n"
+        "    accelerator.log({'loss': 1.0}, step=1)\n"
+        "    with open(os.environ['LOSSES'] + '-0', 'w') as file:\n"
+        "        print([t.name for t in accelerator.trackers], file=file)\n"
+    )
+    assert "offer_tracker" in _script(tmp_path, train)
+    assert _run(tmp_path / "train.py", tmp_path / "losses") == [["nbtrain"]]
+    assert "nbtrain" not in _script(tmp_path, train.replace("'nbtrain'", "'all'")).split("\n", 2)[2]
+
+
 def test_a_script_has_what_the_training_needs_and_no_more(tmp_path: Path) -> None:
     script = _script(tmp_path, *CELLS, TRAIN)
     tree = ast.parse(script)

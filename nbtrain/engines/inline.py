@@ -16,6 +16,7 @@ from .. import gate, report, worker
 from ..errors import PlanError
 from ..events import Event
 from ..plan import Cell, Plan
+from ..telemetry.libraries import offer_tracker
 from ..worker import Job
 from ..writer import EventWriter
 from . import rendezvous
@@ -46,12 +47,16 @@ class InlineEngine:
         before, had_accelerator = dict(os.environ), _has_accelerator()
         reporter = report.activate(report.Reporter(writer, 0, 1))
         blocked = gate.block(False)  # this is the training function, if not another process
+        # The one part of telemetry without which a function fails here that other ranks can run.
+        take_back = offer_tracker() if "tracker" in job.plan.telemetry else None
         try:
             os.environ.update(worker.environment(job, 0, before))
             code, error = worker.run_and_report(
                 _with_own_namespace(job), 0, writer, worker.run_task
             )
         finally:
+            if take_back is not None:
+                take_back()
             report.activate(reporter)
             gate.block(blocked)
             writer.close()

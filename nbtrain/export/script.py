@@ -91,6 +91,7 @@ def text(training: Training, material: Material, known: Iterable[str], name: str
         _settings(training.options),
         *material.parts,
         *_on_cpu(material.parts, cell),
+        *_tracker(material.parts, cell),
         f"# The cell.\n{cell}",
         call(training, known),
     ]
@@ -149,6 +150,19 @@ if int(os.environ.get("WORLD_SIZE", 1)) > 1:
     if not getattr(torch, "accelerator", torch.cuda).is_available():
         # Accelerate takes each process on a CPU for a lone one, unless it is told.
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+""".strip()
+
+
+def _tracker(parts: Sequence[str], cell: str) -> list[str]:
+    """Return what makes Accelerate know nbtrain's tracker, where the training asks for it."""
+    source = "\n".join([*parts, cell])
+    return [_TRACKER] if "log_with" in source and re.search(r"[\"']nbtrain[\"']", source) else []
+
+
+_TRACKER = """
+from nbtrain.telemetry import libraries as _libraries
+
+_libraries.offer_tracker()  # for log_with="nbtrain", which Accelerate does not know by itself
 """.strip()
 
 

@@ -1,7 +1,8 @@
 """What a rank reports without being asked. Each source can be left out.
 
 Installed in the rank, after it has become one; nothing is undone there but `finish`, which tells
-the last figures. (The inline engine, whose rank is the kernel, installs none.)
+the last figures. (The inline engine, whose rank is the kernel, installs but the tracker, and
+takes it away again.)
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 from .. import report
@@ -51,9 +53,17 @@ def _watch_trainer(module: Any) -> None:
     module.DEFAULT_CALLBACKS = [*module.DEFAULT_CALLBACKS, LogsBecomeMetrics]
 
 
-def offer_tracker() -> None:
-    """Make ``Accelerator(log_with="nbtrain")`` work in this process."""
-    when_imported("accelerate.tracking", _register)
+def offer_tracker() -> Callable[[], None]:
+    """Make ``Accelerator(log_with="nbtrain")`` work in this process; return what undoes it."""
+    name = "accelerate.tracking"
+    cancel = when_imported(name, _register)
+
+    def take_back() -> None:
+        cancel()
+        if name in sys.modules:
+            sys.modules[name].LOGGER_TYPE_TO_CLASS.pop("nbtrain", None)
+
+    return take_back
 
 
 def _register(module: Any) -> None:
