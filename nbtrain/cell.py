@@ -13,7 +13,17 @@ from typing import Any, NoReturn
 
 from .errors import PlanError
 from .names import bound_names
-from .plan import ENGINES, HANG_AFTER, PRECISIONS, SOURCES, VIEWS, Cell, Parameter, names_of
+from .plan import (
+    ENGINES,
+    HANG_AFTER,
+    PRECISIONS,
+    SOURCES,
+    VIEWS,
+    Cell,
+    Parameter,
+    names_of,
+    sources_of,
+)
 
 
 @dataclass(frozen=True)
@@ -252,16 +262,10 @@ def _add_limits(p: argparse.ArgumentParser) -> None:
 
 
 def _sources(text: str) -> tuple[str, ...]:
-    if text == "all":
-        return SOURCES
-    names = tuple(filter(None, (part.strip() for part in text.split(","))))
-    unknown = [n for n in names if n.removeprefix("-") not in (*SOURCES, "none")]
-    if unknown or not names:
-        raise argparse.ArgumentTypeError(f"choose among all, none, {', '.join(SOURCES)}")
-    taken_out = {n[1:] for n in names if n.startswith("-")}
-    if taken_out and len(taken_out) == len(names):
-        return tuple(s for s in SOURCES if s not in taken_out)
-    return tuple(s for s in SOURCES if s in names)
+    try:
+        return sources_of(text)
+    except PlanError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def parse_options(words: Sequence[str]) -> Options:

@@ -20,7 +20,7 @@ from .home import Home
 from .lint import lint
 from .manifest import cell_name, manifest, torch_version
 from .nodes import Nodes
-from .plan import HANG_AFTER, SOURCES, Call, Plan, names_of
+from .plan import HANG_AFTER, SOURCES, Call, Plan, check_kinds, names_of, sources_of
 from .reopen import initial_state
 from .run import Run, going_on, new_folder, remember
 from .state import RunState
@@ -49,7 +49,7 @@ def launch(
     background: bool = False,
     detach: bool = False,
     view: str = "auto",
-    telemetry: Iterable[str] = SOURCES,
+    telemetry: str | Iterable[str] = SOURCES,
     hang_after: float | None = HANG_AFTER,
     out: str | Iterable[str] = (),
     sync: bool = True,
@@ -64,8 +64,10 @@ def launch(
     In the `background` it is returned at once, and raises nothing of what the ranks raise:
     ``run.wait()``, then ``run.exception`` and ``run.results``.
 
-    The function may be a lambda or a closure; by fork, nothing of it is pickled. It runs in
-    copies of this process; what it returns comes back, and models among its arguments do, trained.
+    The function may be a lambda or a closure; by fork, nothing of it is pickled. Each rank is a
+    process of its own that runs it; what it returns comes back, and models among its arguments
+    do, trained. An argument of its own that is called as one of these options gets there by
+    position, or in ``functools.partial``.
 
     Args:
         num_processes: how many ranks; None: one a GPU or TPU chip, 2 on a host without; on
@@ -86,7 +88,8 @@ def launch(
         detach: the same, but it goes on whatever becomes of the kernel; ``%nbtrain show`` in
             another one finds it again.
         view: 'auto', 'widget', 'html', 'text' or 'none'.
-        telemetry: what the ranks report unasked, all of `nbtrain.plan.SOURCES` by default.
+        telemetry: what the ranks report unasked, of `nbtrain.plan.SOURCES`: names, or a text as
+            for ``%%distributed`` ('all', 'none', 'bars,steps', '-loss').
         hang_after: seconds without progress of a rank after which the board says who waits where;
             None or 0: never. It ends nothing.
         out: names of variables of rank 0 that come back (``NAME@all``: of every rank, as a list):
@@ -110,6 +113,7 @@ def launch(
     """
     if not callable(function):
         raise PlanError(f"launch needs a function to call, not a {type(function).__name__}")
+    check_kinds(config=config, env=env, resources=resources, out=out, telemetry=telemetry)
     plan = Plan(
         task=Call(function, args, kwargs),
         name=getattr(function, "__name__", type(function).__name__),
@@ -124,7 +128,7 @@ def launch(
         background=background,
         detach=detach,
         view=view,
-        telemetry=tuple(telemetry),
+        telemetry=sources_of(telemetry),
         hang_after=hang_after or None,
         out=names_of(out),
         sync=sync,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -33,6 +34,44 @@ def names_of(texts: str | Iterable[str]) -> tuple[str, ...]:
     return tuple(
         dict.fromkeys(name for text in whole for name in re.split(r"[,\s]+", text) if name)
     )
+
+
+def sources_of(asked: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the sources of telemetry that are asked for: ``"all"``, ``"none"``, names, or all but
+    those with a minus. Raises `PlanError`.
+    """
+    if asked == "all":
+        return SOURCES
+    names = names_of(asked)
+    unknown = [n for n in names if n.removeprefix("-") not in (*SOURCES, "none")]
+    if unknown or (isinstance(asked, str) and not names):
+        what = repr(unknown[0]) if unknown else "of no name"
+        raise PlanError(f"no telemetry {what}: choose among all, none, {', '.join(SOURCES)}")
+    taken_out = {n[1:] for n in names if n.startswith("-")}
+    if taken_out and len(taken_out) == len(names):
+        return tuple(s for s in SOURCES if s not in taken_out)
+    return tuple(s for s in SOURCES if s in names)
+
+
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "config": (str, os.PathLike),
+    "env": (Mapping,),
+    "resources": (Mapping,),
+    "out": (str, Iterable),
+    "telemetry": (str, Iterable),
+}
+
+
+def check_kinds(**options: Any) -> None:
+    """Refuse what cannot be an option's value: it was meant for the function. `PlanError`."""
+    for name, value in options.items():
+        if value is not None and not isinstance(value, _KINDS[name]):
+            kind = type(value).__name__
+            raise PlanError(
+                f"`{name}` is an option of nbtrain's here, and cannot be a value of type {kind}. "
+                "An argument of that name gets to the function by position, or in "
+                f"functools.partial(function, {name}=...)."
+            )
 
 
 @dataclass(frozen=True)

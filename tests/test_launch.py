@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import accelerate
 import pytest
 
 import nbtrain
-from nbtrain import folder
+from nbtrain import folder, plan
 from nbtrain.errors import LaunchError, PlanError
 from nbtrain.run import Run
 
@@ -73,6 +74,33 @@ def test_launch_refuses_bad_arguments(options: dict[str, object], words: str) ->
         nbtrain.launch(lambda: 1, **options)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="function"):
         nbtrain.launch("not a function")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["config", "env", "resources", "out", "telemetry"])
+def test_an_argument_that_is_called_as_an_option_is_shown_its_way(name: str) -> None:
+    def train(**given: object) -> dict[str, object]:
+        return given
+
+    class Own:
+        pass
+
+    words = rf"`{name}` is an option .* type Own.*functools.partial"
+    with pytest.raises(PlanError, match=words):
+        nbtrain.launch(train, view="none", **{name: Own()})  # type: ignore[arg-type]
+    if name in ("config", "env"):
+        with pytest.raises(PlanError, match=words):
+            nbtrain.scaling(train, view="none", **{name: Own()})  # type: ignore[arg-type]
+    bound = functools.partial(train, **{name: 3})
+    assert nbtrain.launch(bound, num_processes=1, view="none").value == {name: 3}
+
+
+def test_telemetry_is_named_as_in_a_cell() -> None:
+    assert plan.sources_of("all") == plan.SOURCES
+    assert plan.sources_of("none") == plan.sources_of(()) == ()
+    assert plan.sources_of("loss, bars") == plan.sources_of(["bars", "loss"]) == ("bars", "loss")
+    assert plan.sources_of("-loss") == tuple(s for s in plan.SOURCES if s != "loss")
+    with pytest.raises(PlanError, match=r"no telemetry 'speed'.*all, none, bars"):
+        nbtrain.launch(int, view="none", telemetry="speed")
 
 
 def test_only_the_last_twenty_runs_are_kept(run_root: Path) -> None:

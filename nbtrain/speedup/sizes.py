@@ -12,7 +12,7 @@ from ..devices import usable_cpus
 from ..errors import NbtrainError, PlanError
 from ..folder import RunFolder
 from ..launcher import run_plan
-from ..plan import Call, Plan
+from ..plan import Call, Plan, check_kinds
 from ..run import Run, last_run
 from ..telemetry.timing import ASKED
 from ..view.wording import counted, number
@@ -81,6 +81,7 @@ def scaling(
     """
     if not callable(function):
         raise PlanError(f"scaling needs a function to call, not a {type(function).__name__}")
+    check_kinds(config=config, env=env)
     plan = Plan(
         task=Call(function, args, kwargs),
         name=getattr(function, "__name__", type(function).__name__),
