@@ -150,7 +150,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="bind the Run to this notebook variable; nbtrain.last_run() always has it",
     )
-    told = "variables of rank 0 that come back (NAME@all: of every rank, as a list)"
+    told = "variables of rank 0 that come back: a,b (NAME@all: of every rank, as a list)"
     p.add_argument("--out", nargs="+", action="extend", default=[], metavar="NAMES", help=told)
     told = "leave the notebook's models as they are; else those in the cell come back trained"
     p.add_argument("--no-sync", dest="sync", action="store_false", help=told)

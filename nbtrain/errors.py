@@ -23,11 +23,13 @@ from typing import Any
 
 
 class NbtrainError(Exception):
-    """Base of everything nbtrain raises of its own.
+    """Base of everything nbtrain raises of its own; `nbtrain.errors` draws what is below it.
 
-    Every field of a subclass has a default, so that ``cls(*args)`` followed by ``__dict__``
-    restores an instance: that is how exceptions are pickled.
+    What a rank's code raises is none of these: it comes with its own type.
     """
+
+    # Every field of a subclass has a default, so that ``cls(*args)`` followed by ``__dict__``
+    # restores an instance: that is how exceptions are pickled.
 
     def _render_traceback_(self) -> list[str]:
         """Show one clear message in IPython instead of a launcher's frames (IPython's protocol)."""
@@ -83,7 +85,10 @@ class NodeFailed(NbtrainError, RuntimeError):
 
 
 class RankDied(NbtrainError, RuntimeError):
-    """A rank ended without an exception of its own: by a signal or with an exit code."""
+    """A rank ended without an exception of its own: by a signal or with an exit code.
+
+    `rank` says which, `signal` or `exitcode` by what, `log` what it had printed last.
+    """
 
     def __init__(
         self,

@@ -202,7 +202,7 @@ def load(folder: RunFolder, home: Home | None, target: Any, name: str | None) ->
         raise NbtrainError(
             f"this run saved {what}{rest}. A model comes home that the function was given, or "
             "the cell mentions, and that changed; after an interrupt or a failure, if it takes "
-            f"< {QUICK >> 20} MB"
+            f"< {QUICK >> 20} MB and rank 0 was not ended because another one had failed"
         )
     if target is None and not any(n in known for n in wanted):
         raise NbtrainError("what was handed over is not in this kernel: run.load(model)")

@@ -59,7 +59,7 @@ def launch(
     wait_for_nodes: float = 0.0,
     **kwargs: Any,
 ) -> Run:
-    """Run ``function(*args, **kwargs)`` on several ranks and return the finished `Run`.
+    """Run ``function(*args, **kwargs)`` on several ranks (processes); return the finished `Run`.
 
     In the `background` it is returned at once, and raises nothing of what the ranks raise:
     ``run.wait()``, then ``run.exception`` and ``run.results``.

@@ -23,7 +23,7 @@ FUTURES = functools.reduce(
     operator.or_, (getattr(__future__, n).compiler_flag for n in __future__.all_feature_names)
 )
 
-_HELP = """Train on several ranks: run this cell, or an expression, in forked copies of the kernel.
+_HELP = """Train on several ranks, copies of the kernel: run this cell, or an expression, in each.
 
     %%distributed [options]
     def train(model, epochs=3):
@@ -35,8 +35,8 @@ _HELP = """Train on several ranks: run this cell, or an expression, in forked co
 A cell whose last statement is a `def` is run on every rank and that function called, each
 parameter filled from the notebook variable of its name, else its default. Any other cell runs as
 it stands, and a trailing expression is the rank's result. Notebook variables, imports and
-functions are visible. What comes back: the result, the models that the function was given, trained,
-and the variables that --out names:
+functions are visible. What comes back: the result, the models that the cell mentions, trained, and
+the variables that --out names:
 
     run = nbtrain.last_run();  run.value;  run.results;  run.logs(rank)
 

@@ -154,7 +154,11 @@ def _step(step: Any) -> int:
 def progress(
     iterable: Iterable[T], total: float | None = None, description: str = "", unit: str = "it"
 ) -> Iterable[T]:
-    """Iterate with a progress bar: on the board inside a run, an ordinary tqdm bar outside."""
+    """Iterate with a progress bar: on the board inside a run, an ordinary tqdm bar outside.
+
+    `total` is how many there are, where the iterable cannot tell; `description` and `unit` (of what
+    is counted) are shown with it. It is a bar of tqdm's: every other one is on the board as well.
+    """
     try:
         from tqdm.auto import tqdm
     except ImportError:  # accelerate brings tqdm; without it there is just no bar

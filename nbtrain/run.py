@@ -42,7 +42,7 @@ _behind: list[Run] = []
 
 
 class Run:
-    """A run of a function on several ranks, kept in its folder.
+    """A run on several ranks (its processes): `value`, `results`, `logs`, `history`, `failure`, …
 
     Made by `%%distributed`, `launch` and `notebook_launcher`; ``Run.open(folder)`` reopens one,
     also in another kernel.

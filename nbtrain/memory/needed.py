@@ -34,14 +34,23 @@ def memory_needed(
     """Tell what a training step of a model needs on each rank, by part, without running it.
 
     A step is run on tensors without memory: nothing is allocated, no device is touched, the model
-    stays as it is. `model` is a model, or a function that builds one (it is called on the meta
-    device, so a model may be asked about that would not fit); `batch` a shape, ``"8x512"`` (rows ×
-    tokens for a text model, rows alone for images, else the shape of the one tensor it takes), or
-    a real batch, of which only shapes are read, with `rows` in place of its own. `optimizer` is a
-    name (adamw, sgd, …; none: inference) or one of yours; `precision` is autocast's, as under
-    Accelerate; `loss` makes a number of the model's output: by default its own ``loss``, else a
-    sum. `card` asks about cards of a size, ``"16GB"``; without it, about the GPUs that are here,
-    else about this host's memory. PlanError, where the model cannot be run like that.
+    stays as it is. Print what is returned, or leave it as a cell's last line, to read it.
+
+    Args:
+        model: a model, or a function that builds one (it is called on the meta device, so a model
+            may be asked about that would not fit).
+        batch: a shape, ``"8x512"`` (rows × tokens for a text model, rows alone for images, else
+            the shape of the one tensor it takes), or a real batch, of which only shapes are read.
+        optimizer: a name (adamw, sgd, …; none: inference), or one of yours.
+        precision: autocast's, as under Accelerate: 'no', 'fp16' or 'bf16'.
+        ranks: how many train together; None: one a GPU that is here, 2 without, 1 with `card`.
+        strategy: 'ddp', or 'fsdp': weights, gradients and states are shared among the ranks.
+        card: a card's memory, ``"16GB"``; None: of the GPUs that are here, else this host's.
+        rows: of a real batch, in place of its own.
+        loss: makes a number of the model's output; None: its own ``loss``, else a sum.
+
+    Raises:
+        PlanError: the model cannot be run like that.
     """
     _check(precision, strategy, ranks)
     room, ranks = _room(card, ranks)
