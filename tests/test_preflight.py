@@ -233,7 +233,9 @@ def test_limits_that_cannot_hold_the_ranks_are_refused() -> None:
     assert preflight.ask(facts(4, descriptors=Quota(100, 124), threads=2)) == []
     line = said(facts(4, descriptors=Quota(101, 124)), "refuse")
     assert "4 ranks need 24 more open files, and 101 of 124 are open" in line
-    assert "ulimit -n" in line
+    assert "ulimit -n 4096" in line
+    many = said(facts(5000, descriptors=Quota(101, 10_000), threads=2), "refuse")
+    assert "ulimit -n 16384" in many  # more than what they need
     quota = Quota(90, 100, "this container's pids.max")
     assert preflight.ask(facts(5, quotas=(quota,), threads=1)) == []
     line = said(facts(5, quotas=(quota,), threads=2), "refuse")

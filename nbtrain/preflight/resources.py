@@ -78,10 +78,11 @@ def descriptors(facts: Facts) -> Iterator[Finding]:
     quota, needed = facts.descriptors, DESCRIPTORS + DESCRIPTORS_A_RANK * facts.ranks
     if quota is None or facts.inline or quota.holds(needed):
         return
+    enough = max(4096, 1 << (quota.used + needed).bit_length())
     yield Finding(
         f"{_ranks(facts)} need {needed} more open files, and {quota.used} of {quota.limit} "
         "are open (ulimit -n).",
-        "Raise the limit before the kernel starts (`ulimit -n 4096`), or ask for fewer ranks.",
+        f"Raise the limit before the kernel starts (`ulimit -n {enough}`), or ask for fewer ranks.",
     )
 
 
