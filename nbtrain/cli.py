@@ -43,8 +43,10 @@ def _parser() -> argparse.ArgumentParser:
         "export", help="a notebook's %%%%distributed cell as a script; nothing is run for it"
     )
     command.add_argument("notebook", type=Path, metavar="NOTEBOOK.ipynb")
-    command.add_argument("-o", "--output", type=Path, metavar="FILE.py", help="the script to write")
-    command.add_argument("--cell", type=int, metavar="N", help="which, if there are several")
+    told = "the script to write; without it, NOTEBOOK.py beside the notebook"
+    command.add_argument("-o", "--output", type=Path, metavar="FILE.py", help=told)
+    told = "the N-th of its %%%%distributed cells, if there are several"
+    command.add_argument("--cell", type=int, metavar="N", help=told)
     for name, what in (
         ("show", "a run as it stands now"),
         ("logs", "what the ranks of a run printed"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
@@ -20,6 +21,18 @@ def test_the_table_lists_every_option_with_its_choices() -> None:
             assert f"`{name}" in README, name
         for choice in action.choices or ():
             assert choice in README, choice
+
+
+def test_the_tables_options_are_keywords_of_launch_as_it_says() -> None:
+    taken = inspect.signature(nbtrain.launch).parameters.keys()
+    options = {action.dest for action in cell.parser()._actions}
+    assert options - taken == {"bind", "save"}  # --as and --save
+    assert "not `--as` and `--save`" in README
+
+
+@pytest.mark.parametrize("name", nbtrain.__all__)
+def test_it_names_all_that_is_public(name: str) -> None:
+    assert re.search(rf"`(nbtrain\.|an? )?{name}\b|nbtrain\.{name}\b", README)
 
 
 def test_the_file_tree_is_the_packages() -> None:
