@@ -365,6 +365,28 @@ def test_an_interrupt_leaves_what_is_still_on_its_way(ends: str, tmp_path: Path)
     assert "the last checkpoint may be lost" in supervisor.state.notes[0]
 
 
+def test_an_interrupt_while_a_failed_attempt_settles_is_no_call_for_another(tmp_path: Path) -> None:
+    supervisor = Supervisor(RunFolder(tmp_path), RunState("t", "ray", (RankState(0),), 0.0))
+    ranks: Any = SimpleNamespace(pids={0: 1}, nodes={0: "n"}, alive={0}, news=list)
+
+    def wait(_timeout: float) -> list[Exit]:
+        ranks.alive = set()
+        return [Exit(0, None, 1.0, "its node was lost", "failed")]
+
+    def settle(_timeout: float) -> bool:
+        interrupts.count += 1
+        return False
+
+    ranks.wait, ranks.settle = wait, settle
+    with Interrupts() as interrupts:
+        supervisor.watch(ranks, interrupts)
+        supervisor.settle(ranks, interrupts)
+        assert supervisor.has_failed
+        assert not supervisor.begin_again(2, "its node was lost", 5.0, interrupts)
+        supervisor.finish()
+    assert supervisor.state.status == "interrupted"
+
+
 def test_who_stopped_the_ranks_is_still_owed_what_they_saved(tmp_path: Path) -> None:
     supervisor = Supervisor(RunFolder(tmp_path), RunState("t", "ray", (RankState(0),), 0.0))
     supervisor.request_stop("by the Stop button")
