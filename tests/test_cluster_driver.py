@@ -267,6 +267,20 @@ def test_ranks_that_are_being_started_can_be_ended(link: Link, tmp_path: Path) -
     assert not link.owes
 
 
+def test_an_end_that_was_answered_already_is_not_waited_for(
+    link: Link, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job: Any = SimpleNamespace(world_size=1, folder=SimpleNamespace(path=tmp_path))
+    link.send("connect", address="127.0.0.1:1", sources=None)
+    ranks = RemoteRanks(job, link, [0])
+    ranks.interrupt({0})
+    while link.owes:  # both answers come while the launcher looks for news
+        ranks.wait(1.0)
+    monkeypatch.setattr(link, "answer", lambda _: pytest.fail("it waits for another answer"))
+    ranks.close()
+    assert not ranks.alive
+
+
 def test_a_start_that_is_refused_is_raised(link: Link, tmp_path: Path) -> None:
     job: Any = SimpleNamespace(world_size=2, folder=SimpleNamespace(path=tmp_path))
     link.send("start", order=None)  # nothing is reserved

@@ -283,7 +283,8 @@ class RemoteRanks:
         """End what is left on the nodes."""
         with contextlib.suppress(LaunchError):
             self._call_off()
-            self._link.answer(ENDING)
+            if self._link.owes:  # else `wait` had the answer
+                self._link.answer(ENDING)
         if self._link.owes:  # what it does not end ends with it
             self._link.close()
         self._alive.clear()
