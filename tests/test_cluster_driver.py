@@ -255,8 +255,13 @@ def test_what_goes_on_is_called_off_when_the_launcher_closes(ends: str) -> None:
     assert told == ["refusal", "answer"][: 2 if ends == "close" else 1]
 
 
+def job_of(ranks: int, folder: Path, attempt: int = 1) -> Any:
+    plan, run = SimpleNamespace(max_restarts=2), SimpleNamespace(path=folder)
+    return SimpleNamespace(world_size=ranks, folder=run, plan=plan, attempt=attempt)
+
+
 def test_ranks_that_are_being_started_can_be_ended(link: Link, tmp_path: Path) -> None:
-    job: Any = SimpleNamespace(world_size=2, folder=SimpleNamespace(path=tmp_path))
+    job = job_of(2, tmp_path)
     link.send("connect", address="127.0.0.1:1", sources=None)  # seconds, for all that is known
     ranks = RemoteRanks(job, link, [0])
     assert (ranks.pids, ranks.alive) == ({}, {0, 1})
@@ -270,7 +275,7 @@ def test_ranks_that_are_being_started_can_be_ended(link: Link, tmp_path: Path) -
 def test_an_end_that_was_answered_already_is_not_waited_for(
     link: Link, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job: Any = SimpleNamespace(world_size=1, folder=SimpleNamespace(path=tmp_path))
+    job = job_of(1, tmp_path)
     link.send("connect", address="127.0.0.1:1", sources=None)
     ranks = RemoteRanks(job, link, [0])
     ranks.interrupt({0})
@@ -282,9 +287,26 @@ def test_an_end_that_was_answered_already_is_not_waited_for(
 
 
 def test_a_start_that_is_refused_is_raised(link: Link, tmp_path: Path) -> None:
-    job: Any = SimpleNamespace(world_size=2, folder=SimpleNamespace(path=tmp_path))
+    job = job_of(2, tmp_path)
     link.send("start", order=None)  # nothing is reserved
     ranks = RemoteRanks(job, link, [0])
+    with pytest.raises(LaunchError, match="AttributeError"):
+        ranks.wait(30.0)
+
+
+def test_an_attempt_that_cannot_start_has_failed_and_the_last_one_says_why(
+    link: Link, tmp_path: Path
+) -> None:
+    """A second node may be lost while the run begins again without the first."""
+    link.send("start", order=None)
+    ranks = RemoteRanks(job_of(2, tmp_path, attempt=2), link, [0])
+    exits = ranks.wait(30.0)
+    assert [(e.rank, e.verdict) for e in exits] == [(0, "failed"), (1, "failed")]
+    assert "could not be started again: AttributeError" in exits[0].cause
+    assert ranks.settle(30.0)
+    ranks.close()
+    link.send("start", order=None)
+    ranks = RemoteRanks(job_of(2, tmp_path, attempt=3), link, [0])
     with pytest.raises(LaunchError, match="AttributeError"):
         ranks.wait(30.0)
 

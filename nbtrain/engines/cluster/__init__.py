@@ -176,6 +176,7 @@ class RemoteRanks:
         self._has_waited = False
         self._is_starting, self._is_settling, self._is_closing = True, False, False
         self._alive = set(range(job.world_size))
+        self._is_last = not 1 < job.attempt <= job.plan.max_restarts
         self._exits: list[Exit] = []
         self._tails = [event_tail(job.folder.path / told_by(i)) for i in range(len(said))]
         for tail, before in zip(self._tails, said, strict=True):  # in an attempt before
@@ -188,6 +189,17 @@ class RemoteRanks:
             self._told.append(ev.Waiting(time.time(), -1, ""))
         now, absent = time.time(), sorted(self._alive - set(pids))
         self._exits += [Exit(rank, None, now, "no node for it", "stopped") for rank in absent]
+
+    def _refuse(self, why: str) -> None:
+        """Have the attempt fail: a node was lost while it started, say, and the next may do better.
+
+        Raises `LaunchError` where there is none, or nothing was ever started.
+        """
+        if self._is_last:
+            raise LaunchError(why)
+        self._is_starting, now = False, time.time()
+        cause = f"could not be started again: {why.partition(chr(10))[0]}"
+        self._exits += [Exit(rank, None, now, cause, "failed") for rank in sorted(self._alive)]
 
     @property
     def pids(self) -> dict[int, int]:
@@ -215,7 +227,7 @@ class RemoteRanks:
                 elif kind == "answer" and self._is_starting:
                     self._begin(**value)
                 elif kind == "refusal" and self._is_starting:
-                    raise LaunchError(value)
+                    self._refuse(value)
         except LaunchError as error:
             if self._is_starting:
                 raise
