@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import threading
 from collections.abc import Iterator
 from multiprocessing import Pipe
@@ -54,6 +55,27 @@ def test_a_driver_that_is_gone_is_told(link: Link) -> None:
         link.messages(30.0)
     with pytest.raises(LaunchError, match="has ended"):
         link.request("close")
+
+
+def test_an_interrupt_while_the_driver_starts_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel keeps the last traceback, and with it whatever its frames hold."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        started.append(popen(*args, **options))
+        raise KeyboardInterrupt
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt) as kept:
+        Link()
+    (driver,) = started
+    try:
+        assert driver.wait(30) == 0
+    finally:
+        driver.kill()
+        driver.wait()
+    assert kept.tb is not None
 
 
 class Agent:
