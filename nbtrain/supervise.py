@@ -169,10 +169,10 @@ class Supervisor:
         while not ranks.settle(TICK):
             self.show(self.state, time.time())
             self._note(ranks.news())
-            pressed = self._is_pressed(interrupts)
-            if self._cause is None and asked_to_stop(self._folder):
-                pressed = True
-            if pressed or self._hasty or self._asked > known:
+            if self._is_pressed(interrupts):
+                self.request_stop("by an interrupt")  # no other attempt begins, either
+            stopped = self._cause is None and asked_to_stop(self._folder)
+            if stopped or self._hasty or self._asked > known:
                 self._note([ev.Note(time.time(), -1, _LEFT)])
                 return
         self._note(ranks.news())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import threading
 from collections.abc import Iterator
 from multiprocessing import Pipe
@@ -54,6 +55,27 @@ def test_a_driver_that_is_gone_is_told(link: Link) -> None:
         link.messages(30.0)
     with pytest.raises(LaunchError, match="has ended"):
         link.request("close")
+
+
+def test_an_interrupt_while_the_driver_starts_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel keeps the last traceback, and with it whatever its frames hold."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        started.append(popen(*args, **options))
+        raise KeyboardInterrupt
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt) as kept:
+        Link()
+    (driver,) = started
+    try:
+        assert driver.wait(30) == 0
+    finally:
+        driver.kill()
+        driver.wait()
+    assert kept.tb is not None
 
 
 class Agent:
@@ -255,8 +277,13 @@ def test_what_goes_on_is_called_off_when_the_launcher_closes(ends: str) -> None:
     assert told == ["refusal", "answer"][: 2 if ends == "close" else 1]
 
 
+def job_of(ranks: int, folder: Path, attempt: int = 1) -> Any:
+    plan, run = SimpleNamespace(max_restarts=2), SimpleNamespace(path=folder)
+    return SimpleNamespace(world_size=ranks, folder=run, plan=plan, attempt=attempt)
+
+
 def test_ranks_that_are_being_started_can_be_ended(link: Link, tmp_path: Path) -> None:
-    job: Any = SimpleNamespace(world_size=2, folder=SimpleNamespace(path=tmp_path))
+    job = job_of(2, tmp_path)
     link.send("connect", address="127.0.0.1:1", sources=None)  # seconds, for all that is known
     ranks = RemoteRanks(job, link, [0])
     assert (ranks.pids, ranks.alive) == ({}, {0, 1})
@@ -267,10 +294,41 @@ def test_ranks_that_are_being_started_can_be_ended(link: Link, tmp_path: Path) -
     assert not link.owes
 
 
+def test_an_end_that_was_answered_already_is_not_waited_for(
+    link: Link, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_of(1, tmp_path)
+    link.send("connect", address="127.0.0.1:1", sources=None)
+    ranks = RemoteRanks(job, link, [0])
+    ranks.interrupt({0})
+    while link.owes:  # both answers come while the launcher looks for news
+        ranks.wait(1.0)
+    monkeypatch.setattr(link, "answer", lambda _: pytest.fail("it waits for another answer"))
+    ranks.close()
+    assert not ranks.alive
+
+
 def test_a_start_that_is_refused_is_raised(link: Link, tmp_path: Path) -> None:
-    job: Any = SimpleNamespace(world_size=2, folder=SimpleNamespace(path=tmp_path))
+    job = job_of(2, tmp_path)
     link.send("start", order=None)  # nothing is reserved
     ranks = RemoteRanks(job, link, [0])
+    with pytest.raises(LaunchError, match="AttributeError"):
+        ranks.wait(30.0)
+
+
+def test_an_attempt_that_cannot_start_has_failed_and_the_last_one_says_why(
+    link: Link, tmp_path: Path
+) -> None:
+    """A second node may be lost while the run begins again without the first."""
+    link.send("start", order=None)
+    ranks = RemoteRanks(job_of(2, tmp_path, attempt=2), link, [0])
+    exits = ranks.wait(30.0)
+    assert [(e.rank, e.verdict) for e in exits] == [(0, "failed"), (1, "failed")]
+    assert "could not be started again: AttributeError" in exits[0].cause
+    assert ranks.settle(30.0)
+    ranks.close()
+    link.send("start", order=None)
+    ranks = RemoteRanks(job_of(2, tmp_path, attempt=3), link, [0])
     with pytest.raises(LaunchError, match="AttributeError"):
         ranks.wait(30.0)
 
@@ -363,6 +421,28 @@ def test_an_interrupt_leaves_what_is_still_on_its_way(ends: str, tmp_path: Path)
         supervisor.settle(SimpleNamespace(settle=settle, news=list), interrupts)  # type: ignore[arg-type]
     assert len(looks) == 3
     assert "the last checkpoint may be lost" in supervisor.state.notes[0]
+
+
+def test_an_interrupt_while_a_failed_attempt_settles_is_no_call_for_another(tmp_path: Path) -> None:
+    supervisor = Supervisor(RunFolder(tmp_path), RunState("t", "ray", (RankState(0),), 0.0))
+    ranks: Any = SimpleNamespace(pids={0: 1}, nodes={0: "n"}, alive={0}, news=list)
+
+    def wait(_timeout: float) -> list[Exit]:
+        ranks.alive = set()
+        return [Exit(0, None, 1.0, "its node was lost", "failed")]
+
+    def settle(_timeout: float) -> bool:
+        interrupts.count += 1
+        return False
+
+    ranks.wait, ranks.settle = wait, settle
+    with Interrupts() as interrupts:
+        supervisor.watch(ranks, interrupts)
+        supervisor.settle(ranks, interrupts)
+        assert supervisor.has_failed
+        assert not supervisor.begin_again(2, "its node was lost", 5.0, interrupts)
+        supervisor.finish()
+    assert supervisor.state.status == "interrupted"
 
 
 def test_who_stopped_the_ranks_is_still_owed_what_they_saved(tmp_path: Path) -> None:

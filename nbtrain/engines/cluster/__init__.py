@@ -14,9 +14,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ... import events as ev
 from ... import ship
@@ -61,7 +62,9 @@ class RayEngine:
         able = len(fitting(nodes, bundle(per_node, each)))
         if able < most and plan.wait_for_nodes:
             wanted = Wanted((least, most), per_node, each, plan.wait_for_nodes)
-            able = self._reserve(wanted, quiet=plan.view == "none")
+            link = self._open()
+            link.send("reserve", wanted=wanted)
+            able = link.answer(heard=_telling(plan))
         count = min(most, max(least, able))
         if count < most:
             ranks = f"{count * per_node} of {most * per_node} ranks"
@@ -74,17 +77,6 @@ class RayEngine:
             mixed_precision=plan.mixed_precision or "no",
         )
         return plan, "cuda" if each.get("GPU") else "cpu"
-
-    def _reserve(self, wanted: Wanted, *, quiet: bool) -> int:
-        """Wait for room, and say so: an interrupt ends it."""
-
-        def heard(kind: str, words: str) -> None:
-            if kind == "waiting" and not quiet:
-                print(f"{words} ({wanted.patience:g} s at most)", flush=True)
-
-        link = self._open()
-        link.send("reserve", wanted=wanted)
-        return int(link.answer(heard=heard))
 
     def prepare(self, plan: Plan) -> None:
         """Reserve nodes, look at them, and hand over what ranks will need.
@@ -105,7 +97,7 @@ class RayEngine:
         )
         link.send("place", wanted=wanted)
         with contextlib.closing(ship.pack(plan)) as parcel:  # while the nodes get ready
-            self.notes = (*self._room, *link.answer())
+            self.notes = (*self._room, *link.answer(heard=_telling(plan)))
             with open(parcel.path, "rb") as file:
                 link.hand_over(file.fileno())
 
@@ -139,6 +131,17 @@ class RayEngine:
         if self._link is None:
             raise LaunchError("the connection to the cluster was closed")
         return self._link
+
+
+def _telling(plan: Plan) -> Callable[[str, Any], None]:
+    """Return what tells, in the cell, who or what is waited for: there is no board yet."""
+    limit = f" ({plan.wait_for_nodes:g} s at most)" if plan.wait_for_nodes else ""
+
+    def heard(kind: str, words: Any) -> None:
+        if kind == "waiting" and plan.view != "none":
+            print(f"{words}{limit}", flush=True)
+
+    return heard
 
 
 _PACKAGES = ("nbtrain", "torch")
@@ -176,6 +179,7 @@ class RemoteRanks:
         self._has_waited = False
         self._is_starting, self._is_settling, self._is_closing = True, False, False
         self._alive = set(range(job.world_size))
+        self._is_last = not 1 < job.attempt <= job.plan.max_restarts
         self._exits: list[Exit] = []
         self._tails = [event_tail(job.folder.path / told_by(i)) for i in range(len(said))]
         for tail, before in zip(self._tails, said, strict=True):  # in an attempt before
@@ -188,6 +192,17 @@ class RemoteRanks:
             self._told.append(ev.Waiting(time.time(), -1, ""))
         now, absent = time.time(), sorted(self._alive - set(pids))
         self._exits += [Exit(rank, None, now, "no node for it", "stopped") for rank in absent]
+
+    def _refuse(self, why: str) -> None:
+        """Have the attempt fail: a node was lost while it started, say, and the next may do better.
+
+        Raises `LaunchError` where there is none, or nothing was ever started.
+        """
+        if self._is_last:
+            raise LaunchError(why)
+        self._is_starting, now = False, time.time()
+        cause = f"could not be started again: {why.partition(chr(10))[0]}"
+        self._exits += [Exit(rank, None, now, cause, "failed") for rank in sorted(self._alive)]
 
     @property
     def pids(self) -> dict[int, int]:
@@ -215,7 +230,7 @@ class RemoteRanks:
                 elif kind == "answer" and self._is_starting:
                     self._begin(**value)
                 elif kind == "refusal" and self._is_starting:
-                    raise LaunchError(value)
+                    self._refuse(value)
         except LaunchError as error:
             if self._is_starting:
                 raise
@@ -283,7 +298,8 @@ class RemoteRanks:
         """End what is left on the nodes."""
         with contextlib.suppress(LaunchError):
             self._call_off()
-            self._link.answer(ENDING)
+            if self._link.owes:  # else `wait` had the answer
+                self._link.answer(ENDING)
         if self._link.owes:  # what it does not end ends with it
             self._link.close()
         self._alive.clear()

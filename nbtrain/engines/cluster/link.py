@@ -44,8 +44,13 @@ class Link:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # an interrupt of the kernel is not for it
             )
-        except OSError as error:
-            raise LaunchError(f"no process could be started ({error.strerror})") from error
+        except BaseException as error:  # an interrupt: its traceback would keep the socket open
+            ours.close()
+            self._said.close()
+            if isinstance(error, OSError):
+                why = f"no process could be started ({error.strerror})"
+                raise LaunchError(why) from error
+            raise
         finally:
             theirs.close()
         self._connection: Connection[Any, Any] = Connection(ours.detach())

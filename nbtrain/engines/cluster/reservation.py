@@ -209,6 +209,7 @@ class Reservation:
         `RETURN` seconds, and the whole of its patience only where even the least cannot be had.
         Raises `LaunchError`.
         """
+        self._said = ""
         (least, most), begun = wanted.nodes, time.monotonic()
         patience = max(wanted.patience, RETURN if again else 0.0)
         for count, seconds in ((most, RETURN if again else patience), (least, patience)):
@@ -227,7 +228,7 @@ class Reservation:
 
         They are asked for while there is no room for them, too: an autoscaler goes by that.
         """
-        from ray.util import remove_placement_group
+        from ray.util import placement_group_table, remove_placement_group
         from ray.util.placement_group import placement_group
 
         able = self._able(wanted)
@@ -245,7 +246,10 @@ class Reservation:
                     ready.result()
                     self._group, self._count = group, count
                     return True
-                able = self._able(wanted)
+                state = placement_group_table(group).get("state")
+                if (is_ours := state == "CREATED") and able < count:  # a process is to say so yet
+                    deadline = max(deadline, time.monotonic() + PLACING)
+                able = count if is_ours else self._able(wanted)  # ours are free no more
         finally:
             if self._group is not group:
                 ready.cancel()
