@@ -8,6 +8,7 @@ small stand-in frames that carry the file, the line and the name of the real one
 from __future__ import annotations
 
 import ast
+import builtins
 import os
 import pickle
 import re
@@ -65,6 +66,8 @@ class Captured:
     cause: Captured | None = None
     context: Captured | None = None
     suppress_context: bool = False
+    members: tuple[Captured, ...] = ()
+    """The exceptions of a group, in its order."""
 
     @property
     def headline(self) -> str:
@@ -105,7 +108,14 @@ def capture(
         # `raise … from e` makes e both: sent twice, a chain would cost twice as much a link.
         context=None if error.__context__ is error.__cause__ else chained(error.__context__),
         suppress_context=error.__suppress_context__,
+        members=tuple(member for e in _members(error) if (member := chained(e)) is not None),
     )
+
+
+def _members(error: BaseException) -> tuple[BaseException, ...]:
+    """Return the exceptions of a group (an `asyncio.TaskGroup` raises one), of no other class."""
+    group: Any = getattr(builtins, "BaseExceptionGroup", ())  # not in Python 3.10
+    return cast(Any, error).exceptions if issubclass(type(error), group) else ()
 
 
 def _frames(tb: TracebackType | None) -> Iterator[Frame]:
@@ -176,7 +186,20 @@ def restore(captured: Captured) -> BaseException:
     error.__cause__ = restore(captured.cause) if captured.cause else None
     error.__context__ = restore(captured.context) if captured.context else error.__cause__
     error.__suppress_context__ = captured.suppress_context
+    _restore_members(error, captured.members)
     return error.with_traceback(_traceback(captured.frames))
+
+
+def _restore_members(error: BaseException, members: tuple[Captured, ...]) -> None:
+    """Give the exceptions of a group, which came with it, what pickling took from them."""
+    mine = _members(error)
+    for member, captured in zip(mine, members, strict=False) if len(mine) == len(members) else ():
+        told = restore(captured)
+        set_notes(member, list(captured.notes))
+        member.__cause__, member.__context__ = told.__cause__, told.__context__
+        member.__suppress_context__ = told.__suppress_context__
+        _restore_members(member, captured.members)
+        member.__traceback__ = told.__traceback__
 
 
 def set_notes(error: BaseException, notes: list[str]) -> None:

@@ -23,6 +23,8 @@ FUTURES = functools.reduce(
     operator.or_, (getattr(__future__, n).compiler_flag for n in __future__.all_feature_names)
 )
 
+_QUESTIONS = "runs, show, stop, stacks, memory, scaling, guard and doctor"
+
 _HELP = """Train on several ranks, copies of the kernel: run this cell, or an expression, in each.
 
     %%distributed [options]
@@ -117,7 +119,10 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
             case ["scaling", *_]:
                 return speedup.ask(line.partition("scaling")[2], self.shell.user_ns, fill)
             case _:
-                raise PlanError(f"%nbtrain: no such question: {line!r} (%nbtrain? shows them)")
+                told = f"no such question: {line!r}." if line.strip() else "which question?"
+                raise PlanError(
+                    f"%nbtrain: {told} There are {_QUESTIONS} (%nbtrain? explains them)"
+                )
         return None
 
     def _run(self, options_text: str, source: str, offset: int) -> Run:

@@ -147,7 +147,8 @@ def _step(step: Any) -> int:
     except (TypeError, ValueError, RuntimeError):
         number = math.nan
     if not number.is_integer():
-        raise TypeError(f"nbtrain.log: step must be a whole number, not {step!r}")
+        hint = "; metrics go by name: nbtrain.log(**metrics)" if isinstance(step, dict) else ""
+        raise TypeError(f"nbtrain.log: step must be a whole number, not {step!r}{hint}")
     return int(number)
 
 

@@ -157,7 +157,7 @@ def main(job: Job, rank: int, call: Callable[[Task], Any] | None = None) -> int:
     writer = EventWriter(job.folder.events(rank))
     inspection.install(job.folder, rank, writer)
     report.activate(_reporter(job, rank, writer))
-    telemetry.install(job.plan.telemetry, job.plan.task)
+    telemetry.install(job.plan.telemetry, job.plan)
     if job.device == "cpu" and config.wants_fsdp(os.environ):
         when_imported("accelerate.state", config.fsdp_on_cpu)
     code, error = run_and_report(job, rank, writer, call or run_task)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import itertools
 import pickle
+import sys
 import traceback
 
 import pytest
@@ -39,6 +41,29 @@ def test_type_arguments_notes_and_chain_are_kept() -> None:
     assert back.args == ("outer",)
     assert getattr(back, "__notes__", None) == ["a note"]
     assert isinstance(back.__cause__, ValueError)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="groups came with Python 3.11")
+def test_the_exceptions_of_a_group_keep_their_lines_and_causes() -> None:
+    def fail(number: int) -> None:
+        try:
+            [][number]
+        except IndexError as error:
+            raise ValueError(number) from error
+
+    def group(name: str, *members: BaseException) -> BaseException:
+        made: BaseException = vars(builtins)["ExceptionGroup"](name, members)
+        return made
+
+    def raise_all() -> None:
+        first, second = (raised(lambda n=n: fail(n)) for n in (1, 2))  # type: ignore[misc]
+        second.__notes__ = ["of the second"]  # type: ignore[attr-defined]
+        raise group("all", first, group("inner", second))
+
+    told = "".join(traceback.format_exception(round_trip(raised(raise_all))))
+    assert told.count("raise ValueError(number) from error") == 2
+    assert told.count("[][number]") == 2
+    assert "of the second" in told
 
 
 def test_the_traceback_names_the_users_lines() -> None:

@@ -254,6 +254,18 @@ def test_the_command_writes_the_chosen_cell_and_replaces_only_its_own(
     assert cli.main(["export", str(tmp_path / "bad.ipynb")]) == 1
 
 
+def test_the_commands_quote_names_with_a_space(tmp_path: Path) -> None:
+    notebook = _notebook(tmp_path, "%%distributed --config 'my file.yaml'\n1", "%%distributed\n2")
+    script = tmp_path / "my train.py"
+    words = ["export", str(notebook), "-o", str(script), "--cell"]
+    assert cli.main([*words, "1"]) == 0
+    command = "#     accelerate launch --config_file 'my file.yaml' 'my train.py'\n"
+    assert command in script.read_text()
+    assert cli.main([*words, "2"]) == 0
+    assert "#     python 'my train.py'\n" in script.read_text()
+    assert "#     torchrun --nproc_per_node 2 'my train.py'\n" in script.read_text()
+
+
 def test_secrets_are_not_written(notebook: Notebook, tmp_path: Path) -> None:
     secret = "hf_0123456789abcdefghij"
     notebook.run(f"hub_token = '{secret}'; pad_token = '<pad>'; tokenizer = 'a-name-of-one-more'")

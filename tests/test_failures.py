@@ -137,6 +137,20 @@ def test_the_cause_is_raised_not_the_echo_in_a_collective(notebook: Notebook, ho
     assert "failed too" not in out.traceback
 
 
+@pytest.mark.parametrize(
+    "question",
+    ["input('name? ')", "import getpass; getpass.getpass()", "import pdb; pdb.set_trace()"],
+)
+def test_a_question_to_a_rank_is_refused_with_the_way_out(
+    notebook: Notebook, question: str
+) -> None:
+    out = notebook.run(f"%%distributed -n 1\n{question}\nprint('asked')")
+    assert out.ename == "StdinNotImplementedError"
+    assert "nobody can answer a rank" in out.evalue
+    assert "hand the answer to the function" in out.evalue
+    assert notebook.value("input.__self__ is get_ipython().kernel")
+
+
 def test_a_result_that_cannot_travel_is_named(notebook: Notebook) -> None:
     out = notebook.run(
         "%%distributed -n 1\n"

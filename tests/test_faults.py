@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,19 @@ def unharmed(health: Callable[[], dict[str, Any]]) -> Iterator[None]:
     pids = [str(r.pid) for r in run.state.ranks] if run is not None else []
     left = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
     assert not [name for name in left if name.startswith("torch_") and name.split("_")[1] in pids]
+
+
+def test_threads_that_are_waited_for_are_named_while_there_are_any(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    threads = [threading.main_thread()]  # the last other one has just ended
+    monkeypatch.setattr(threading, "enumerate", lambda: threads)
+    patience = finish._Patience()
+    patience()
+    assert capsys.readouterr().out == ""
+    threads.append(threading.Thread(name="a saver"))
+    patience()
+    assert "waiting for thread a saver" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)

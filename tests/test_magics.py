@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from conftest import Notebook
 
 LAST_FOLDER = "str(getattr(nbtrain.last_run(), 'folder', None))"
@@ -229,3 +230,14 @@ def test_unloading_takes_the_magics_away(notebook: Notebook) -> None:
     assert "UsageError" in notebook.run("%distributed -n 1 1").stderr
     notebook.run("%load_ext nbtrain\n%reload_ext nbtrain")
     assert notebook.run("%distributed -n 1 1").ename == ""
+
+
+@pytest.mark.parametrize("line", ["", "lint", "runs all"])
+def test_what_nbtrain_cannot_be_asked_is_answered_with_what_it_can(
+    notebook: Notebook, line: str
+) -> None:
+    out = notebook.run(f"%nbtrain {line}")
+    assert out.ename == "PlanError"
+    assert ("which question?" in out.evalue) == (not line)
+    for question in ("runs", "show", "stop", "stacks", "memory", "scaling", "guard", "doctor"):
+        assert question in out.evalue

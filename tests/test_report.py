@@ -52,6 +52,8 @@ def test_other_values_are_refused_by_name(value: object) -> None:
         nbtrain.log(thing=value)
     with pytest.raises(TypeError, match="step must be a whole number"):
         nbtrain.log(step=0.5, loss=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"metrics go by name: nbtrain\.log\(\*\*metrics\)"):
+        nbtrain.log({"loss": 1})  # type: ignore[arg-type]  # as with wandb
 
 
 def test_outside_a_run_reports_do_the_harmless_thing(

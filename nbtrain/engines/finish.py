@@ -74,9 +74,9 @@ class _Patience:
         self._told = False
 
     def __call__(self, *_signal: object) -> None:
-        if not self._told:
+        if not self._told and (threads := _still_running()):
             self._told = True
-            print(f"nbtrain: the function has returned; waiting for {_still_running()}", flush=True)
+            print(f"nbtrain: the function has returned; waiting for {threads}", flush=True)
         now, spent = time.monotonic(), time.process_time()
         if spent - self._spent > BUSY * (now - self._looked):
             self._busy = now
@@ -91,6 +91,8 @@ def _still_running() -> str:
     threads = [
         t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()
     ]
+    if not threads:  # the last has just ended
+        return ""
     return f"thread {', '.join(t.name for t in threads)} (make it a daemon if it need not end)"
 
 

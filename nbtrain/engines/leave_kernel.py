@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import builtins
 import contextlib
 import ctypes
 import faulthandler
+import getpass
 import io
 import logging
 import os
@@ -28,6 +30,11 @@ from .streams import text_stream
 _PR_SET_PDEATHSIG = 1
 _keep: list[object] = []
 """Objects of the kernel whose finalizers must not run here: zmq sockets, old streams."""
+
+_NO_INPUT = (
+    "nobody can answer a rank: ask in a cell of its own, and hand the answer to the function; "
+    "a debugger works with --engine inline"
+)
 
 
 def become_rank(log: Path, parent: int) -> int | None:
@@ -180,7 +187,21 @@ def _silence_ipython() -> None:
     if kernel is not None:
         # Every message of the kernel, comms and widgets included, leaves through its session.
         kernel.session.send = lambda *_args, **_kwargs: None
-        kernel._allow_stdin = False  # input() says so instead of waiting for ever
+        _refuse_input(kernel)
+
+
+def _refuse_input(kernel: Any) -> None:
+    """Have input(), getpass() and debuggers say that nobody answers, instead of waiting for ever.
+
+    ipykernel puts its own `raw_input` and `getpass` in their place, cell by cell.
+    """
+    from IPython.core.error import StdinNotImplementedError
+
+    def refuse(*_args: Any, **_kwargs: Any) -> str:
+        raise StdinNotImplementedError(_NO_INPUT)
+
+    kernel._allow_stdin = False  # for what asks in a way of its own
+    kernel.raw_input = kernel.getpass = builtins.input = getpass.getpass = refuse
 
 
 def _print_text(data: Any = None, *_args: Any, **_kwargs: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
@@ -105,16 +106,18 @@ def futures(statements: Iterable[Statement]) -> list[str]:
 
 def _header(training: Training, name: str) -> str:
     options = training.options
-    ranks = options.num_processes or 2
+    ranks, file = options.num_processes or 2, shlex.quote(name)
     # Without --multi_gpu, Accelerate starts one process where it sees no GPU.
     words = ["--multi_gpu" if ranks > 1 else "", f"--num_processes {ranks}"]
-    commands = [f"python {name}", f"torchrun --nproc_per_node {ranks} {name}"]
+    commands = [f"python {file}", f"torchrun --nproc_per_node {ranks} {file}"]
     if options.config is not None:  # which the others would not read
         commands = []
-        words = [f"--config_file {options.config}" if options.config != "default" else ""]
+        words = (
+            [f"--config_file {shlex.quote(options.config)}"] if options.config != "default" else []
+        )
         words += [f"--num_processes {ranks}" if options.num_processes else ""]
     words += [f"--mixed_precision {options.mixed_precision}" if options.mixed_precision else ""]
-    commands += [" ".join(["accelerate launch", *filter(None, words), name])]
+    commands += [" ".join(["accelerate launch", *filter(None, words), file])]
     return "\n".join(
         [
             f"{HEADER} from {training.where}, {date.today()}.",

@@ -11,17 +11,18 @@ from collections.abc import Collection
 
 from .. import report
 from ..late import captures
-from ..plan import SOURCES, Call, Cell
+from ..plan import SOURCES, Plan
 from . import bars, hooks, libraries
+from .strays import Strays
 from .training import Meter
 
 _meter: Meter | None = None
 
 
-def install(sources: Collection[str] = SOURCES, task: Call | Cell | None = None) -> None:
+def install(sources: Collection[str] = SOURCES, plan: Plan | None = None) -> None:
     """Watch this rank's training, whether its libraries are imported already or later.
 
-    `task` is what it runs, as far as it is known: the notebook's models are found in it.
+    `plan` is what it runs, as far as it is known: the notebook's models are found in its task.
     """
     global _meter
     reporter = report.active()
@@ -33,8 +34,11 @@ def install(sources: Collection[str] = SOURCES, task: Call | Cell | None = None)
     if "bars" in sources:
         bars.install()
     if {"steps", "loss", "data", "phases"} & set(sources):
+        task = plan.task if plan is not None else None
         _meter = Meter(reporter.writer, reporter.rank, reporter.late, task)
         _meter.install(sources)
+    if "steps" in sources and plan is not None and reporter.rank == 0:
+        Strays(plan, reporter.writer).install()
     if "trainer" in sources:
         libraries.watch_trainer()
     if "tracker" in sources:
