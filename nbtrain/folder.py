@@ -301,11 +301,12 @@ def runs() -> list[RunFolder]:
 def prune(keep: int = KEEP, in_use: Collection[Path] = ()) -> None:
     """Delete all but the newest `keep` runs, those `in_use`, and those still watched.
 
-    They are renamed first: who reads one finds it whole, or gone, and never half. Weights are
-    large: the newest `KEEP_WEIGHTS` runs keep theirs. Runs that only measured, dozens at once, do
-    not count: the newest `KEEP_SCALING` of them are kept.
+    The newest are those that ended last: one of days is not gone as soon as it is over, because
+    many short ones were run meanwhile. They are renamed first: who reads one finds it whole, or
+    gone, and never half. Weights are large: the newest `KEEP_WEIGHTS` runs keep theirs. Runs that
+    only measured, dozens at once, do not count: the newest `KEEP_SCALING` of them are kept.
     """
-    found = runs()
+    found = sorted(runs(), key=_last_told)
     measured = [folder for folder in found if folder.path.name.endswith(_SCALING)]
     every = [folder for folder in found if not folder.path.name.endswith(_SCALING)]
     for folder in (*every[:-keep], *measured[:-KEEP_SCALING]):
@@ -317,6 +318,15 @@ def prune(keep: int = KEEP, in_use: Collection[Path] = ()) -> None:
             shutil.rmtree(folder.weights, ignore_errors=True)
     for path in root().glob(f"{_GOING}*"):  # also of a kernel that ended while it deleted
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _last_told(folder: RunFolder) -> int:
+    """Return when the launcher last wrote something of the run; of one that is over, its end."""
+    times = [0]
+    for path in (folder.manifest, folder.launcher_events):
+        with contextlib.suppress(OSError):  # another kernel prunes, too
+            times.append(path.stat().st_mtime_ns)
+    return max(times)
 
 
 def is_watched(folder: RunFolder) -> bool:

@@ -96,6 +96,19 @@ def test_old_runs_leave_the_list_at_once_and_what_a_crash_left_goes_too(run_root
     assert sorted(run_root.joinpath("runs").iterdir()) == sorted(r.path for r in new)
 
 
+def test_a_long_run_is_not_gone_as_soon_as_it_ends_for_the_short_ones_meanwhile() -> None:
+    finished = b'{"kind":"finished"}\n'
+    long, *short = [made({}, finished) for _ in range(folder.KEEP_WEIGHTS + 2)]
+    for age, run in enumerate([*reversed(short), long]):
+        run.weights.mkdir()
+        os.utime(run.manifest, (1e9 - age, 1e9 - age))
+        os.utime(run.launcher_events, (1e9 - age, 1e9 - age))
+    os.utime(long.launcher_events, (1e9 + 1, 1e9 + 1))
+    folder.prune(keep=folder.KEEP_WEIGHTS + 1)
+    assert [run.path for run in folder.runs()] == [run.path for run in (long, *short[1:])]
+    assert [run.weights.exists() for run in (long, *short[1:])] == [True, False, True, True]
+
+
 def test_runs_that_only_measured_do_not_make_others_go() -> None:
     finished = b'{"kind":"finished"}\n'
     own = [made({}, finished) for _ in range(2)]
