@@ -150,7 +150,8 @@ class RunFolder:
         """Raise `NbtrainError` if the folder was deleted."""
         if not self.path.exists():
             raise NbtrainError(
-                f"the folder of this run is gone ({self.path}): the last {KEEP} runs are kept"
+                f"the folder of this run is gone ({self.path}): it was deleted, or is not one of "
+                f"the last {KEEP} runs, which are kept"
             )
 
 
@@ -212,12 +213,21 @@ def asked_to_stop(folder: RunFolder) -> str | None:
 
 def hand_over(folder: RunFolder, keeper: int) -> None:
     """Make a process the one that watches the run."""
-    manifest = {
-        **folder.read_manifest(),
-        "launcher": keeper,
-        "launcher_started": started(keeper),
-    }
-    write_atomically(folder.manifest, json.dumps(manifest).encode())
+    _write_manifest(folder, folder.read_manifest(), keeper)
+
+
+def make_anew(folder: RunFolder, manifest: Mapping[str, Any]) -> None:
+    """Make the folder of a run that goes on, and was deleted; this process watches it.
+
+    Raises `OSError`.
+    """
+    folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # a rank may have saved there
+    _write_manifest(folder, manifest, os.getpid())
+
+
+def _write_manifest(folder: RunFolder, manifest: Mapping[str, Any], launcher: int) -> None:
+    by = {"launcher": launcher, "launcher_started": started(launcher)}
+    write_atomically(folder.manifest, json.dumps({**manifest, **by}).encode())
 
 
 def set_aside(folder: RunFolder, world_size: int, attempt: int) -> None:
