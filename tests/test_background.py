@@ -22,8 +22,8 @@ import torch
 from conftest import Notebook, Outputs, wait_until
 
 import nbtrain
+from nbtrain import cli, keeper
 from nbtrain import folder as folders
-from nbtrain import keeper
 from nbtrain.errors import LaunchError, PlanError, PreflightError
 from nbtrain.follow import Follower
 from nbtrain.kept import find
@@ -367,6 +367,27 @@ def test_one_whose_folder_cannot_be_made_anew_is_lost_and_says_so(run_root: Path
     finally:
         keeper.kill()
     assert run.state.message == "its folder was deleted"
+
+
+def test_an_interrupt_of_the_command_ends_its_waiting_in_a_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = nbtrain.launch(time.sleep, 60, num_processes=1, detach=True, view="none")
+    keeper = psutil.Process(run._folder.read_manifest()["launcher"])
+    keeper.suspend()
+
+    def interrupt() -> None:
+        wait_until(run._folder.stop_wish.exists)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as other:
+        interrupted = other.submit(interrupt)
+        assert cli.main(["stop", run.folder.name]) == 130
+        interrupted.result()
+    told = f"{run.folder.name} was asked to stop, and has not ended yet\n"
+    assert capsys.readouterr().err == told
+    keeper.resume()
+    assert run.wait().state.status == "interrupted"
 
 
 def test_the_thread_that_launched_it_may_end() -> None:

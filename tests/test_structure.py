@@ -54,6 +54,7 @@ LAYERS = [
     {"blame"},
     {"doctor"},
     {"magics", "cli"},
+    {"__main__"},
 ]
 
 
