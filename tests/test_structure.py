@@ -20,6 +20,7 @@ LAYERS = [
         "writer",
         "tail",
         "folder",
+        "pruning",
         "guard",
         "imports",
         "late",
