@@ -16,7 +16,10 @@ from .view import text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 0, 1 for what cannot be done, 2 for nonsense."""
+    """Run the command and return its exit code.
+
+    That is 0, 1 for what cannot be done, 2 for nonsense, 130 for what Ctrl-C ended.
+    """
     parser = _parser()
     options = parser.parse_args(argv)
     try:
@@ -95,6 +98,10 @@ def _stop(run: Run) -> int:
     if run.state.is_over:
         print(f"{run.folder.name} is over: {run.state.status}")
         return 0
-    run.stop(how="by `nbtrain stop`")
+    try:
+        run.stop(how="by `nbtrain stop`")
+    except KeyboardInterrupt:  # Ctrl-C ends the waiting; what was asked for stays so
+        print(f"{run.folder.name} was asked to stop, and has not ended yet", file=sys.stderr)
+        return 130
     print(f"{run.folder.name}: {run.state.status} {run.state.message}")
     return 0

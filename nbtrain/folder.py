@@ -1,4 +1,4 @@
-"""The run folder: which file holds what, where folders live, and when they go.
+"""The run folder: which file holds what, and where folders live.
 
 <root>/20261120-101500-train-4f2a/
     run.json             what was launched, by whom
@@ -42,17 +42,17 @@ from .tail import last_bytes
 from .writer import reserve_beyond_end
 
 KEEP = 20
-KEEP_WEIGHTS = 3
-KEEP_SCALING = 20
-"""How many runs that only measured are kept, beside the others."""
+"""How many runs are kept, see `nbtrain.pruning`."""
 
 FORMAT = 1
 
 QUIET = 60.0
 """Seconds without a change after which a run of another host counts as gone."""
 
-_GOING = ".going-"
-_SCALING = ".scaling"
+GOING = ".going-"
+"""How the folder of a run begins that is being deleted."""
+
+SCALING = ".scaling"
 """How the folder of a run that only measured ends: it is told from others without a look inside."""
 
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
@@ -150,7 +150,8 @@ class RunFolder:
         """Raise `NbtrainError` if the folder was deleted."""
         if not self.path.exists():
             raise NbtrainError(
-                f"the folder of this run is gone ({self.path}): the last {KEEP} runs are kept"
+                f"the folder of this run is gone ({self.path}): it was deleted, or is not one of "
+                f"the last {KEEP} runs, which are kept"
             )
 
 
@@ -169,7 +170,7 @@ def create(name: str, manifest: Mapping[str, Any]) -> RunFolder:
     stamp = time.strftime("%Y%m%d-%H%M%S")
     try:
         root().mkdir(mode=0o700, parents=True, exist_ok=True)
-        ending = _SCALING if manifest.get("scaling") else ""
+        ending = SCALING if manifest.get("scaling") else ""
         path = root() / f"{stamp}-{label}-{os.urandom(3).hex()}{ending}"
         path.mkdir(mode=0o700)
         folder = RunFolder(path)
@@ -212,12 +213,21 @@ def asked_to_stop(folder: RunFolder) -> str | None:
 
 def hand_over(folder: RunFolder, keeper: int) -> None:
     """Make a process the one that watches the run."""
-    manifest = {
-        **folder.read_manifest(),
-        "launcher": keeper,
-        "launcher_started": started(keeper),
-    }
-    write_atomically(folder.manifest, json.dumps(manifest).encode())
+    _write_manifest(folder, folder.read_manifest(), keeper)
+
+
+def make_anew(folder: RunFolder, manifest: Mapping[str, Any]) -> None:
+    """Make the folder of a run that goes on, and was deleted; this process watches it.
+
+    Raises `OSError`.
+    """
+    folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # a rank may have saved there
+    _write_manifest(folder, manifest, os.getpid())
+
+
+def _write_manifest(folder: RunFolder, manifest: Mapping[str, Any], launcher: int) -> None:
+    by = {"launcher": launcher, "launcher_started": started(launcher)}
+    write_atomically(folder.manifest, json.dumps({**manifest, **by}).encode())
 
 
 def set_aside(folder: RunFolder, world_size: int, attempt: int) -> None:
@@ -293,30 +303,9 @@ def runs() -> list[RunFolder]:
     with contextlib.suppress(OSError):
         for path in root().glob("*/run.json"):
             with contextlib.suppress(FileNotFoundError):  # another kernel prunes, too
-                if not path.parent.name.startswith(_GOING):
+                if not path.parent.name.startswith(GOING):
                     found.append((path.stat().st_mtime_ns, RunFolder(path.parent)))
     return [folder for _, folder in sorted(found, key=lambda pair: pair[0])]
-
-
-def prune(keep: int = KEEP, in_use: Collection[Path] = ()) -> None:
-    """Delete all but the newest `keep` runs, those `in_use`, and those still watched.
-
-    They are renamed first: who reads one finds it whole, or gone, and never half. Weights are
-    large: the newest `KEEP_WEIGHTS` runs keep theirs. Runs that only measured, dozens at once, do
-    not count: the newest `KEEP_SCALING` of them are kept.
-    """
-    found = runs()
-    measured = [folder for folder in found if folder.path.name.endswith(_SCALING)]
-    every = [folder for folder in found if not folder.path.name.endswith(_SCALING)]
-    for folder in (*every[:-keep], *measured[:-KEEP_SCALING]):
-        if folder.path not in in_use and not is_watched(folder):
-            with contextlib.suppress(OSError):
-                folder.path.rename(folder.path.with_name(_GOING + folder.path.name))
-    for folder in [f for f in every[-keep:] if f.weights.exists()][:-KEEP_WEIGHTS]:
-        if folder.path not in in_use and not is_watched(folder):
-            shutil.rmtree(folder.weights, ignore_errors=True)
-    for path in root().glob(f"{_GOING}*"):  # also of a kernel that ended while it deleted
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def is_watched(folder: RunFolder) -> bool:

@@ -22,6 +22,9 @@ TICK = 0.1
 PATIENCE = 1.0
 """Seconds between two looks at whether anybody watches the run still."""
 
+GAP = 1.0
+"""Seconds in which who watches a run makes its folder anew, if it was deleted."""
+
 BOARDS = 3
 """Boards of one run that are drawn live: each costs as much as the first."""
 
@@ -120,13 +123,16 @@ class Follower:
                     return True
                 self._keeper = None
                 return False
+        if not self._folder.path.exists():
+            time.sleep(GAP)
         return self._folder.path.exists() and is_watched(self._folder)
 
     def _end(self) -> None:
         try:
             self.state = read_state(self._folder)
         except Exception as error:  # its folder was deleted: the picture we have stays
-            why = f"its folder cannot be read ({error})"
+            gone = not self._folder.path.exists()
+            why = "its folder was deleted" if gone else f"its folder cannot be read ({error})"
             if not self.state.is_over:
                 self.state = ended(self.state, "lost", time.time(), why)
         if self._keeper is not None:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from . import history as past
-from . import home, serialize, stacks, tensorboard, verdict
+from . import home, pruning, serialize, stacks, tensorboard, verdict
 from .digest import digest, frame
 from .errors import LaunchError, NodeFailed, RunTimeout
-from .folder import RunFolder, create, prune
+from .folder import RunFolder, create
 from .follow import TICK, Follower, following
 from .home import Home
 from .outcome import Failure, headline, to_exception
@@ -376,7 +376,7 @@ def _wait(over: threading.Event) -> None:
 def new_folder(manifest: dict[str, Any]) -> RunFolder:
     """Make a run's folder and let the oldest ones go."""
     folder = create(manifest["name"], manifest)
-    prune(in_use={run.folder for run in _needed})
+    pruning.prune(in_use={run.folder for run in _needed})
     return folder
 
 

@@ -18,7 +18,8 @@ from . import cards, host
 from . import events as ev
 from .deaths import Deaths
 from .engines import Exit, Ranks
-from .folder import RunFolder, asked_to_stop, leave_stop_request
+from .errors import NbtrainError
+from .folder import RunFolder, asked_to_stop, leave_stop_request, make_anew
 from .ladder import DEATH_BY, LADDERS, Rung
 from .lookout import Lookout
 from .outcome import is_echo
@@ -30,7 +31,6 @@ from .writer import EventWriter
 
 TICK = 0.1
 """Seconds between two looks at the run folder, where no rank ends earlier."""
-
 
 REPORT_GRACE = 2.0
 """Seconds that a rank which is failing already has to tell why."""
@@ -51,6 +51,11 @@ RESERVED = 1 << 16
 _LOST = (
     "What ranks print and report is lost as long as there is no room, and what they return may "
     "be; the training goes on."
+)
+
+_GONE = (
+    "This run's folder was deleted while it went on, and made anew. What ranks had printed, "
+    "reported and saved there is lost, and what they print from here on; what they return is not."
 )
 
 _LEFT = (
@@ -101,6 +106,9 @@ class Supervisor:
         self._timeout = timeout
         self._reader = Reader(folder, state.world_size)
         self._writer = EventWriter(folder.launcher_events, RESERVED)
+        self._manifest: dict[str, Any] | None = None
+        with contextlib.suppress(OSError, NbtrainError):
+            self._manifest = folder.read_manifest()
         self._warned = False
         self._hang_after = hang_after
         self._lookout = Lookout(folder, state.world_size, hang_after)
@@ -157,6 +165,7 @@ class Supervisor:
     def _turn(self, ranks: Ranks, interrupts: Interrupts) -> list[Exit]:
         self.show(self.state, time.time())
         exits = ranks.wait(TICK)
+        self._keep_folder()
         self._note(ranks.news())
         self._take(self._reader.read())
         self._take_exits(exits)
@@ -213,6 +222,17 @@ class Supervisor:
                     self._look_at_disk()
         except Exception:  # a driver, a process list: not worth a training; the next look may do
             return
+
+    def _keep_folder(self) -> None:
+        """Make the run's folder anew if it was deleted: what ranks return has no other place."""
+        if self._manifest is None or self._folder.manifest.exists():
+            return
+        with contextlib.suppress(OSError):  # no room for it there any more: the next look may do
+            make_anew(self._folder, self._manifest)
+            for rank in self.state.ranks:  # for who reads the folder from here on
+                if rank.pid is not None:
+                    self._writer.write(ev.Spawned(time.time(), rank.rank, rank.pid, rank.node))
+            self._note([ev.Note(time.time(), -1, _GONE)])
 
     def _look_at_disk(self) -> None:
         """Warn, once, when what the ranks write is lost."""

@@ -15,7 +15,8 @@ class Tail:
 
     At most `limit` bytes a call: where more was appended, and `skip` is true, the oldest are
     passed over, so that a rank that prints without end costs its reader nothing. A line of more
-    than `longest` bytes, by default the limit, is broken.
+    than `longest` bytes, by default the limit, is broken. A file that was deleted and made anew is
+    read from its start.
     """
 
     def __init__(
@@ -26,6 +27,7 @@ class Tail:
         self.passed = 0
         """Lines that were passed over so far, as far as they were counted."""
         self._offset = 0
+        self._file = 0
         self._rest = b""
 
     def lines(self, *, flush: bool = False) -> list[bytes]:
@@ -42,7 +44,12 @@ class Tail:
         return lines
 
     def _appended(self) -> bytes:
-        size = self._path.stat().st_size
+        status = self._path.stat()
+        size = status.st_size
+        if status.st_ino != self._file:
+            if self._file:
+                self.skip_to(0)
+            self._file = status.st_ino
         if size <= self._offset:
             return b""
         with self._path.open("rb") as file:

@@ -21,12 +21,13 @@ class EventWriter:
 
     A full disk costs the report of the training, not the training: what is written there is lost,
     and `trouble` says why. With `reserved` bytes kept free for it, as far as the file system does
-    that, a file that says little says it on a disk that others fill, too.
+    that, a file that says little says it on a disk that others fill, too. A file that was deleted
+    is made anew, if its folder is.
     """
 
     def __init__(self, path: Path, reserved: int = 0) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        self._fd = os.open(path, flags, 0o600)
+        self._path = path.absolute()
+        self._fd = _opened(path)
         self.trouble: OSError | None = None
         size = os.fstat(self._fd).st_size
         self._is_torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
@@ -38,6 +39,23 @@ class EventWriter:
         """Append one event with a single write."""
         self._append(to_line(event))
 
+    def _is_deleted(self) -> bool:
+        try:
+            return not os.fstat(self._fd).st_nlink
+        except OSError:  # it was closed
+            return False
+
+    def _make_anew(self) -> None:
+        try:
+            descriptor = _opened(self._path)
+        except OSError:  # its folder is gone, so far
+            return
+        os.dup2(descriptor, self._fd, inheritable=False)
+        os.close(descriptor)
+        self._is_torn = False
+        if self._reserved:
+            self._reserve()
+
     def write_metrics(
         self, time: float, rank: int, step: int | None, values: dict[str, float | str]
     ) -> None:
@@ -46,6 +64,8 @@ class EventWriter:
         self._append((encode(record) + "\n").encode())
 
     def _append(self, line: bytes) -> None:
+        if self._is_deleted():
+            self._make_anew()
         if self._is_torn:
             line = b"\n" + line
         if self._reserved:
@@ -75,6 +95,10 @@ class EventWriter:
             with contextlib.suppress(OSError):  # what was kept free is given back
                 os.ftruncate(descriptor, os.fstat(descriptor).st_size)
         os.close(descriptor)
+
+
+def _opened(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
 
 def reserve_beyond_end(descriptor: int, size: int) -> None:

@@ -12,16 +12,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 from conftest import Notebook, Outputs, wait_until
 
 import nbtrain
+from nbtrain import cli, keeper
 from nbtrain import folder as folders
-from nbtrain import keeper
 from nbtrain.errors import LaunchError, PlanError, PreflightError
 from nbtrain.follow import Follower
 from nbtrain.kept import find
@@ -315,12 +317,77 @@ def test_a_keeper_that_is_killed_takes_its_ranks_and_theirs_with_it(temporary: P
     wait_until(lambda: not list(temporary.glob("nbtrain-*")))
 
 
-def test_one_whose_folder_is_deleted_is_lost_and_waited_for_no_longer() -> None:
-    run = nbtrain.launch(time.sleep, 0.5, num_processes=1, background=True, view="none")
-    run.folder.rename(run.folder.with_name("elsewhere"))  # at once: its rank still writes
-    shutil.rmtree(run.folder.with_name("elsewhere"), ignore_errors=True)
-    assert run.wait().state.status == "lost"
+def until_told_to_go(go: Path, model: torch.nn.Linear) -> str:
+    """What the functions below do, with a sign of life before and one after."""
+    nbtrain.log(loss=1.0)
+    wait_until(go.exists)
+    nbtrain.log(loss=2.0)
+    with torch.no_grad():
+        model.weight.fill_(3)
+    return "done"
+
+
+@pytest.mark.parametrize("how", [{}, {"background": True}, {"detach": True}], ids=str)
+def test_a_folder_that_is_deleted_is_made_anew_and_what_ranks_return_comes_home(
+    how: dict[str, bool], tmp_path: Path, run_root: Path
+) -> None:
+    def delete() -> None:
+        wait_until(lambda: b"loss" in read(*run_root.glob("runs/*/rank-0000.jsonl")))
+        (folder,) = run_root.glob("runs/*")
+        run_root.rename(tmp_path / "gone")  # at once, as far as the others see
+        shutil.rmtree(tmp_path / "gone")
+        wait_until((folder / "run.json").exists)
+        (tmp_path / "go").touch()
+
+    model = torch.nn.Linear(1, 1)
+    with ThreadPoolExecutor(1) as other:
+        deleted = other.submit(delete)
+        options: dict[str, Any] = {"num_processes": 1, "view": "none", **how}
+        run = nbtrain.launch(until_told_to_go, tmp_path / "go", model, **options).wait()
+        deleted.result()
+    assert (run.state.status, run.value, model.weight.item()) == ("succeeded", "done", 3)
+    for state in (run.state, Run.open(run.folder).state):
+        assert "was deleted" in str(state.notes)
+        assert state.ranks[0].metrics == {"loss": 2.0}
     assert run not in going_on()
+
+
+def read(*paths: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in paths)
+
+
+def test_one_whose_folder_cannot_be_made_anew_is_lost_and_says_so(run_root: Path) -> None:
+    """Its keeper, which is stopped, cannot make it."""
+    run = nbtrain.launch(time.sleep, 60, num_processes=1, detach=True, view="none")
+    keeper = psutil.Process(run._folder.read_manifest()["launcher"])
+    keeper.suspend()
+    try:
+        shutil.rmtree(run_root)
+        assert run.wait().state.status == "lost"
+    finally:
+        keeper.kill()
+    assert run.state.message == "its folder was deleted"
+
+
+def test_an_interrupt_of_the_command_ends_its_waiting_in_a_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = nbtrain.launch(time.sleep, 60, num_processes=1, detach=True, view="none")
+    keeper = psutil.Process(run._folder.read_manifest()["launcher"])
+    keeper.suspend()
+
+    def interrupt() -> None:
+        wait_until(run._folder.stop_wish.exists)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as other:
+        interrupted = other.submit(interrupt)
+        assert cli.main(["stop", run.folder.name]) == 130
+        interrupted.result()
+    told = f"{run.folder.name} was asked to stop, and has not ended yet\n"
+    assert capsys.readouterr().err == told
+    keeper.resume()
+    assert run.wait().state.status == "interrupted"
 
 
 def test_the_thread_that_launched_it_may_end() -> None:

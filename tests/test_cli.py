@@ -39,3 +39,9 @@ def test_the_command_starts_without_torch_and_without_ipython() -> None:
     )
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert out.stdout.splitlines()[1] == "[]", out.stderr
+
+
+def test_it_is_a_module_to_run_too() -> None:
+    command = [sys.executable, "-m", "nbtrain", "--version"]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (out.returncode, out.stdout) == (0, f"nbtrain {nbtrain.__version__}\n"), out.stderr

@@ -166,3 +166,22 @@ def test_a_long_line_is_read_whole_by_small_steps(tmp_path: Path) -> None:
     path.write_bytes(line + line)
     assert len(line) > 3 << 16
     assert list(read_events(path)) == [said, said]
+
+
+def test_a_file_that_was_deleted_is_made_anew_once_its_folder_is_and_read_from_its_start(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "run" / "rank-0000.jsonl"
+    path.parent.mkdir()
+    writer, tail = EventWriter(path, reserved=1 << 12), Tail(path)
+    writer.write(ev.Started(1, 0, 5))
+    writer.write(ev.Started(2, 0, 5))
+    assert len(tail.lines()) == 2
+    path.unlink()
+    path.parent.rmdir()
+    writer.write(ev.Started(3, 0, 5))
+    assert tail.lines() == []
+    path.parent.mkdir()
+    writer.write_metrics(4, 0, 3, {"loss": 0.5})
+    assert [ev.from_line(line) for line in tail.lines()] == [ev.Metrics(4, 0, 3, {"loss": 0.5})]
+    writer.close()

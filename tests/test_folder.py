@@ -1,13 +1,11 @@
-"""Which runs are watched, and which folders go."""
+"""Which runs are watched, and which manifests are none."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,26 +79,3 @@ def test_a_manifest_that_is_none_is_one_clear_error(text: bytes) -> None:
     with pytest.raises(NbtrainError, match=r"run\.json"):
         run.read_manifest()
     assert not folder.is_watched(run)
-
-
-def test_old_runs_leave_the_list_at_once_and_what_a_crash_left_goes_too(run_root: Path) -> None:
-    left = run_root / "runs" / ".going-20200101-000000-run"
-    left.mkdir(parents=True)
-    (left / "run.json").write_text(json.dumps({"created": 1.0}))
-    finished = b'{"kind":"finished"}\n'
-    old, *new = [made({}, finished) for _ in range(3)]
-    for age, run in enumerate([*reversed(new), old]):
-        os.utime(run.manifest, (1e9 - age, 1e9 - age))
-    assert [r.path for r in folder.runs()] == [r.path for r in (old, *new)]
-    folder.prune(keep=2)
-    assert sorted(run_root.joinpath("runs").iterdir()) == sorted(r.path for r in new)
-
-
-def test_runs_that_only_measured_do_not_make_others_go() -> None:
-    finished = b'{"kind":"finished"}\n'
-    own = [made({}, finished) for _ in range(2)]
-    measured = [made({"scaling": True}, finished) for _ in range(folder.KEEP_SCALING + 1)]
-    for age, run in enumerate([*reversed(measured), *reversed(own)]):
-        os.utime(run.manifest, (1e9 - age, 1e9 - age))
-    folder.prune(keep=2)
-    assert [run.path for run in folder.runs()] == [run.path for run in (*own, *measured[1:])]

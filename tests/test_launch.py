@@ -10,7 +10,7 @@ import accelerate
 import pytest
 
 import nbtrain
-from nbtrain import folder, plan
+from nbtrain import folder, plan, pruning
 from nbtrain.errors import LaunchError, PlanError
 from nbtrain.run import Run
 
@@ -107,7 +107,7 @@ def test_only_the_last_twenty_runs_are_kept(run_root: Path) -> None:
     for number in range(23):
         made = folder.create(f"run {number}", {"created": number})
         made.launcher_events.write_text('{"kind":"finished"}\n')
-        folder.prune()
+        pruning.prune()
     kept = [made.read_manifest()["created"] for made in folder.runs()]
     assert kept == list(range(3, 23))
 
@@ -118,7 +118,7 @@ def test_a_run_that_is_still_watched_is_not_pruned() -> None:
     alive = folder.create("alive", {"launcher": os.getpid()})
     for number in range(25):
         folder.create(f"run {number}", {}).launcher_events.write_text('{"kind":"finished"}\n')
-    folder.prune()
+    pruning.prune()
     assert alive.path.exists()
 
 

@@ -20,6 +20,7 @@ LAYERS = [
         "writer",
         "tail",
         "folder",
+        "pruning",
         "guard",
         "imports",
         "late",
@@ -54,6 +55,7 @@ LAYERS = [
     {"blame"},
     {"doctor"},
     {"magics", "cli"},
+    {"__main__"},
 ]
 
 
