@@ -27,7 +27,6 @@ class Tail:
         self.passed = 0
         """Lines that were passed over so far, as far as they were counted."""
         self._offset = 0
-        self._file = 0
         self._rest = b""
 
     def lines(self, *, flush: bool = False) -> list[bytes]:
@@ -44,12 +43,9 @@ class Tail:
         return lines
 
     def _appended(self) -> bytes:
-        status = self._path.stat()
-        size = status.st_size
-        if status.st_ino != self._file:
-            if self._file:
-                self.skip_to(0)
-            self._file = status.st_ino
+        size = self._path.stat().st_size
+        if size < self._offset:  # not its number: some file systems give others now and then
+            self.skip_to(0)
         if size <= self._offset:
             return b""
         with self._path.open("rb") as file:

@@ -28,6 +28,7 @@ class EventWriter:
     def __init__(self, path: Path, reserved: int = 0) -> None:
         self._path = path.absolute()
         self._fd = _opened(path)
+        self._has_links = True
         self.trouble: OSError | None = None
         size = os.fstat(self._fd).st_size
         self._is_torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
@@ -41,7 +42,7 @@ class EventWriter:
 
     def _is_deleted(self) -> bool:
         try:
-            return not os.fstat(self._fd).st_nlink
+            return self._has_links and not os.fstat(self._fd).st_nlink
         except OSError:  # it was closed
             return False
 
@@ -52,6 +53,7 @@ class EventWriter:
             return
         os.dup2(descriptor, self._fd, inheritable=False)
         os.close(descriptor)
+        self._has_links = os.fstat(self._fd).st_nlink > 0  # not every file system counts them
         self._is_torn = False
         if self._reserved:
             self._reserve()
