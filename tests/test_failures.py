@@ -6,6 +6,7 @@ import psutil
 import pytest
 from conftest import Notebook, wait_until
 
+RETURNCODES = "[r.returncode for r in nbtrain.last_run().state.ranks]"
 WAIT = "    time.sleep(60)\n"
 
 
@@ -25,7 +26,6 @@ def test_the_failing_ranks_own_exception_is_raised_with_the_cells_line(notebook:
     assert "from rank 1 of 2; rank 0 was stopped" in out.traceback
     for launcher in ("run_cell_magic", "worker.py", "launcher.py", "interactiveshell"):
         assert launcher not in out.traceback
-    assert out.seconds < 10
 
 
 def test_the_users_exception_type_can_be_caught(notebook: Notebook) -> None:
@@ -185,7 +185,6 @@ def test_a_timeout_stops_the_run(notebook: Notebook) -> None:
     out = notebook.run(f"%%distributed -n 2 --timeout 0.5\ndef train():\n{WAIT}")
     assert out.ename == "RunTimeout"
     assert "timed out" in out.board
-    assert out.seconds < 5
 
 
 def test_interrupt_lets_ranks_save_and_raises_keyboard_interrupt(notebook: Notebook) -> None:
@@ -208,7 +207,6 @@ def test_interrupt_lets_ranks_save_and_raises_keyboard_interrupt(notebook: Noteb
     assert "loss 0.25" in out.board
     assert notebook.value("nbtrain.last_run().logs(1)").startswith("ready\nsaving\nsaved")
     assert notebook.value("nbtrain.last_run().state.status") == "interrupted"
-    assert out.seconds < 5
     assert notebook.run("%distributed -n 2 nbtrain.rank()").ename == ""
 
 
@@ -237,7 +235,7 @@ def test_ranks_deaf_to_interrupts_are_killed(notebook: Notebook) -> None:
         interrupt_on="deaf",
     )
     assert out.ename == "KeyboardInterrupt"
-    assert 2 < out.seconds < 5
+    assert notebook.value(RETURNCODES) == [-9, -9]
 
 
 def test_a_second_interrupt_kills_at_once(notebook: Notebook) -> None:
@@ -258,7 +256,7 @@ def test_a_second_interrupt_kills_at_once(notebook: Notebook) -> None:
     )
     assert out.ename == "KeyboardInterrupt"
     assert presses
-    assert out.seconds < 2
+    assert notebook.value(RETURNCODES) == [-9, -9]  # not SIGTERM, which comes after 2 s
 
 
 def test_no_process_of_a_rank_outlives_it(notebook: Notebook) -> None:
