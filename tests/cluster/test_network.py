@@ -14,7 +14,7 @@ from conftest import Notebook, wait_until
 
 from .conftest import on
 from .hosts import Hosts, cannot
-from .test_ray import DDP, RESUMES
+from .test_ray import DDP, RESUMES, check_the_quickstart
 
 CUT = 10.0
 """Seconds that the link is down."""
@@ -73,6 +73,12 @@ def test_a_cell_trains_on_two_hosts_and_the_weights_come_home(notebook: Notebook
     assert set(notebook.value("[r.node for r in run.state.ranks]")) == {"near", "far"}
     assert "near" in out.board
     assert "far" in out.board
+
+
+def test_the_quickstart_trains_on_two_hosts_to_the_bits_of_fresh_processes_here(
+    notebook: Notebook,
+) -> None:
+    check_the_quickstart(notebook)
 
 
 def test_nothing_is_lost_or_doubled_while_the_link_is_cut(notebook: Notebook, hosts: Hosts) -> None:

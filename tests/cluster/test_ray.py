@@ -218,6 +218,11 @@ MAGIC = "%%distributed -n 2\n"
 def test_the_quickstart_trains_on_two_nodes_to_the_bits_of_fresh_processes_here(
     notebook: Notebook,
 ) -> None:
+    check_the_quickstart(notebook)
+
+
+def check_the_quickstart(notebook: Notebook) -> None:
+    """Train its model in fresh processes here and on two nodes; compare all bits."""
     cells = [c.source for c in nbformat.read(QUICKSTART, 4).cells if c.cell_type == "code"]
     training = next(i for i, source in enumerate(cells) if source.startswith(MAGIC))
     for source in cells[:training]:
