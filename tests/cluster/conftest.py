@@ -30,7 +30,7 @@ def cluster() -> Iterator[Simulated]:
     """A cluster of two nodes with two CPUs each, for the tests of a module."""
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="ray-") as folder:
         package = str(Path(__file__).parent.parent.parent)
-        environment = {**os.environ, "RAY_TMPDIR": folder, "PYTHONPATH": package}
+        environment = {**os.environ, "RAY_TMPDIR": folder, "TMPDIR": folder, "PYTHONPATH": package}
         found = Simulated(2, environment)
         try:
             yield found

@@ -49,7 +49,7 @@ def hosts(folder: Path) -> Iterator[Hosts]:
     try:
         package = str(Path(__file__).parent.parent.parent)
         ray = str(folder / "ray")
-        found.start_ray({**os.environ, "RAY_TMPDIR": ray, "PYTHONPATH": package})
+        found.start_ray({**os.environ, "RAY_TMPDIR": ray, "TMPDIR": ray, "PYTHONPATH": package})
         yield found
     finally:
         found.close()
