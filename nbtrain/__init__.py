@@ -1,7 +1,7 @@
 """nbtrain: train on many devices from a notebook.
 
-``%load_ext nbtrain`` gives ``%%distributed``; `launch` and `notebook_launcher` are the plain
-Python doors. Importing this touches no device, installs no handler and starts no thread.
+``%load_ext nbtrain`` adds ``%%distributed``; `launch` and `notebook_launcher` do the same from
+Python. Importing this touches no device, installs no handler and starts no thread.
 """
 
 from __future__ import annotations
@@ -10,66 +10,41 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from .checkpoints import attempt, checkpoint, checkpoint_dir, last_checkpoint
+if TYPE_CHECKING:  # for editors and type checkers; a test compares it with `_PUBLIC`
+    from .commands.memory import memory_needed
+    from .commands.scaling import scaling
     from .errors import NbtrainError, RankDied
-    from .kept import runs
-    from .launcher import launch, notebook_launcher
-    from .memory import memory_needed
-    from .report import log, progress, rank, world_size
-    from .run import Run, last_run
-    from .speedup import scaling
-    from .stopping import should_stop
+    from .lifecycle.catalog import runs
+    from .lifecycle.launcher import launch, notebook_launcher
+    from .lifecycle.run import Run, last_run
+    from .worker.api import log, progress, rank, world_size
+    from .worker.checkpoints import attempt, checkpoint, checkpoint_dir, last_checkpoint
+    from .worker.stopping import should_stop
 
-__all__ = [
-    "NbtrainError",
-    "RankDied",
-    "Run",
-    "attempt",
-    "checkpoint",
-    "checkpoint_dir",
-    "last_checkpoint",
-    "last_run",
-    "launch",
-    "log",
-    "memory_needed",
-    "notebook_launcher",
-    "progress",
-    "rank",
-    "runs",
-    "scaling",
-    "should_stop",
-    "world_size",
-]
+__version__ = "0.2.0"
 
-_WHERE = {
-    "NbtrainError": "errors",
-    "RankDied": "errors",
-    "Run": "run",
-    "attempt": "checkpoints",
-    "checkpoint": "checkpoints",
-    "checkpoint_dir": "checkpoints",
-    "last_checkpoint": "checkpoints",
-    "last_run": "run",
-    "launch": "launcher",
-    "log": "report",
-    "memory_needed": "memory",
-    "notebook_launcher": "launcher",
-    "progress": "report",
-    "rank": "report",
-    "runs": "kept",
-    "scaling": "speedup",
-    "should_stop": "stopping",
-    "world_size": "report",
+_NAMES = {
+    "commands.memory": "memory_needed",
+    "commands.scaling": "scaling",
+    "errors": "NbtrainError RankDied",
+    "lifecycle.catalog": "runs",
+    "lifecycle.launcher": "launch notebook_launcher",
+    "lifecycle.run": "Run last_run",
+    "worker.api": "log progress rank world_size",
+    "worker.checkpoints": "attempt checkpoint checkpoint_dir last_checkpoint",
+    "worker.stopping": "should_stop",
 }
+_PUBLIC = {name: module for module, names in _NAMES.items() for name in names.split()}
+"""Every public name, and the module it is imported from when it is asked for."""
+
+__all__ = list(_PUBLIC)
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name, or a module, when it is asked for: a rank needs but a few (PEP 562)."""
-    if name in _WHERE:
-        module = importlib.import_module(f".{_WHERE[name]}", __name__)
-        found = globals()[name] = getattr(module, name)
-        return found
+    if name in _PUBLIC:
+        value = getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
+        return globals().setdefault(name, value)
     if not name.startswith("_") and importlib.util.find_spec(f".{name}", __name__) is not None:
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -79,18 +54,15 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-__version__ = "0.1.0"
-
-
 def load_ipython_extension(shell: Any) -> None:
     """Register the magics (``%load_ext nbtrain``)."""
-    from .magics import load
+    from .commands.magics import load
 
     load(shell)
 
 
 def unload_ipython_extension(shell: Any) -> None:
-    """Take the magics away (``%unload_ext nbtrain``)."""
-    from .magics import unload
+    """Remove the magics (``%unload_ext nbtrain``)."""
+    from .commands.magics import unload
 
     unload(shell)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import queue
 import shutil
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from jupyter_client.manager import KernelManager
+
+from tests.support.cuda_stub import STUB
+from tests.support.kernel import Notebook
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -42,232 +39,6 @@ def leaves_no_process(request: pytest.FixtureRequest) -> Iterator[None]:
     left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
     if "notebook" not in request.fixturenames:
         assert not left, left
-
-
-def execute(notebook: Any, folder: Path, **variables: str) -> None:
-    """Run a notebook's cells as `jupyter execute` does, in a kernel that is this Python.
-
-    Raises `CellExecutionError` where a cell fails.
-    """
-    from ipykernel.kernelspec import write_kernel_spec
-    from nbclient import NotebookClient
-
-    write_kernel_spec(folder / "kernels" / "python3")
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.outputs, cell.execution_count = [], None
-    environment = {
-        **os.environ,
-        "NBTRAIN_HOME": str(folder / "home"),
-        "IPYTHONDIR": str(folder / "ipython"),
-        **variables,
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JUPYTER_PATH", str(folder))
-        client = NotebookClient(
-            notebook,
-            kernel_name="python3",
-            timeout=200,
-            resources={"metadata": {"path": str(folder)}},
-        )
-        client.execute(env=environment)
-
-
-@dataclass
-class Outputs:
-    """What a cell left on the page."""
-
-    stdout: str = ""
-    stderr: str = ""
-    displays: list[dict[str, Any]] = field(default_factory=list)
-    updates: list[dict[str, Any]] = field(default_factory=list)
-    results: list[dict[str, Any]] = field(default_factory=list)
-    pages: list[str] = field(default_factory=list)
-    models: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Widgets that are open, by their id, each with its present state."""
-    custom: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What came last through comms that are no model's, by their id."""
-    comm_bytes: int = 0
-    comm_count: int = 0
-    ename: str = ""
-    evalue: str = ""
-    traceback: str = ""
-    seconds: float = 0.0
-
-    @property
-    def board(self) -> str:
-        """The text form of the last thing shown."""
-        return str((self.updates or self.displays)[-1]["text/plain"])
-
-    def button(self, what: str = "stop") -> tuple[str, dict[str, Any]]:
-        """The id and the state of an open button: the one to stop by, or 'search': for stacks."""
-        found = [m for m in self.models.items() if m[1].get("icon") == what]
-        assert len(found) == 1, self.models
-        return found[0]
-
-    def widget(self, kind: str) -> tuple[str, dict[str, Any]]:
-        """The id and the state of the one open widget of a kind: ``Button``, ``HTML``."""
-        found = [m for m in self.models.items() if m[1].get("_model_name") == f"{kind}Model"]
-        assert len(found) == 1, self.models
-        return found[0]
-
-
-class Notebook:
-    """A real kernel that runs cells as a notebook does."""
-
-    def __init__(
-        self, home: Path, folder: Path, allow_stdin: bool = True, prefix: Sequence[str] = ()
-    ) -> None:
-        """Start the kernel; behind a `prefix` of its command, it may have no network in common."""
-        self.allow_stdin = allow_stdin
-        self.manager = KernelManager(kernel_name="python3")
-        if prefix:
-            self.manager.transport, self.manager.ip = "ipc", str(folder / "kernel")
-        assert self.manager.kernel_spec is not None
-        self.manager.kernel_spec.argv[:0] = prefix
-        environment = {
-            **os.environ,
-            "NBTRAIN_HOME": str(home),
-            "IPYTHONDIR": str(folder / "ipython"),
-            "TMPDIR": str(folder),
-            "PYDEVD_DISABLE_FILE_VALIDATION": "1",
-        }
-        environment.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)  # Lightning sets it on import
-        self.manager.start_kernel(
-            cwd=str(folder), env=environment, extra_arguments=["--HistoryManager.enabled=False"]
-        )
-        self.client = self.manager.client()
-        self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
-
-    @property
-    def process(self) -> psutil.Process:
-        """The kernel's process."""
-        provisioner = getattr(self.manager, "provisioner", None)
-        process = getattr(provisioner, "process", None)
-        return psutil.Process((process or self.manager.kernel).pid)
-
-    def run(
-        self,
-        cell: str,
-        *,
-        interrupt_on: str | None = None,
-        during: Callable[[Outputs], None] | None = None,
-        timeout: float = 60,
-        stop_on_error: bool = False,
-        replies: list[dict[str, Any]] | None = None,
-    ) -> Outputs:
-        """Execute a cell; interrupt it once when a display or the output contains a text."""
-        out, started = Outputs(), time.monotonic()
-        request = self.client.execute(
-            cell, allow_stdin=self.allow_stdin, stop_on_error=stop_on_error
-        )
-        while True:
-            left = started + timeout - time.monotonic()
-            try:
-                message = self.client.get_iopub_msg(timeout=max(0.01, left))
-            except queue.Empty:
-                self.manager.interrupt_kernel()
-                raise AssertionError(f"the cell did not end in {timeout} s: {out}") from None
-            if message["parent_header"].get("msg_id") != request:
-                continue
-            content = message["content"]
-            _record(out, message["msg_type"], content)
-            shown = message["msg_type"] in _SHOWN
-            if shown and interrupt_on is not None and interrupt_on in str(content):
-                interrupt_on = None
-                self.manager.interrupt_kernel()
-            if during is not None:
-                during(out)
-            if message["msg_type"] == "status" and content["execution_state"] == "idle":
-                break
-        self.read_reply(request, out, replies)
-        out.seconds = time.monotonic() - started
-        return out
-
-    def send(
-        self, kind: str, content: dict[str, Any], metadata: dict[str, Any] | None = None
-    ) -> str:
-        """Send a message on the shell channel, as a page does; return its id."""
-        message = self.client.session.msg(kind, content, metadata=metadata)
-        self.client.shell_channel.send(message)
-        return str(message["header"]["msg_id"])
-
-    def click(self, model_id: str) -> str:
-        """Click a button."""
-        data = {"method": "custom", "content": {"event": "click"}}
-        return self.send("comm_msg", {"comm_id": model_id, "data": data})
-
-    def read_reply(
-        self,
-        request: str,
-        out: Outputs | None = None,
-        replies: list[dict[str, Any]] | None = None,
-    ) -> dict[str, Any]:
-        """Wait for the reply to a request; `replies` gets all that came up to it."""
-        while True:
-            reply = self.client.get_shell_msg(timeout=30)
-            if replies is not None:
-                replies.append(reply)
-            if reply["parent_header"].get("msg_id") == request:
-                pages = reply["content"].get("payload", [])
-                if out is not None:
-                    out.pages = [p["data"].get("text/plain", "") for p in pages if "data" in p]
-                return dict(reply)
-
-    def value(self, expression: str) -> Any:
-        """Evaluate an expression in the kernel; its value must have a literal repr."""
-        import ast
-
-        out = self.run(f"print('\\x02' + repr(({expression})))")
-        assert not out.ename, out.traceback
-        return ast.literal_eval(out.stdout.rpartition("\x02")[2])
-
-    def close(self) -> None:
-        """End the kernel."""
-        self.client.stop_channels()
-        self.manager.shutdown_kernel(now=True)
-        for owner in (self.client, self.manager):
-            if not owner.context.closed:
-                owner.context.destroy(linger=0)
-
-
-_SHOWN = ("stream", "display_data", "update_display_data", "comm_open", "comm_msg")
-
-
-def _record(out: Outputs, kind: str, content: dict[str, Any]) -> None:
-    if kind.startswith("comm_"):
-        _record_comm(out, kind, content)
-    if kind == "stream":
-        setattr(out, content["name"], getattr(out, content["name"]) + content["text"])
-    elif kind == "display_data":
-        out.displays.append(content["data"])
-    elif kind == "update_display_data":
-        out.updates.append(content["data"])
-    elif kind == "execute_result":
-        out.results.append(content["data"])
-    elif kind == "error":
-        out.ename, out.evalue = content["ename"], content["evalue"]
-        out.traceback = _without_colours("\n".join(content["traceback"]))
-
-
-def _record_comm(out: Outputs, kind: str, content: dict[str, Any]) -> None:
-    out.comm_count += 1
-    out.comm_bytes += len(json.dumps(content, ensure_ascii=False))
-    if kind == "comm_open":
-        out.models[content["comm_id"]] = dict(content["data"].get("state", {}))
-    elif kind == "comm_msg" and content["data"].get("method") == "update":
-        out.models.setdefault(content["comm_id"], {}).update(content["data"]["state"])
-    elif kind == "comm_msg":
-        out.custom[content["comm_id"]] = content["data"]
-    elif kind == "comm_close":
-        out.models.pop(content["comm_id"], None)
-
-
-def _without_colours(text: str) -> str:
-    import re
-
-    return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
 @pytest.fixture(scope="module")
@@ -312,21 +83,6 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
-def wait_until(condition: Callable[[], object], timeout: float = 10.0) -> None:
-    """Poll until `condition` holds; fail after `timeout` seconds."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.01)
-
-
-STUB = """
-static int initialized = 0, devices = 2;
-int cuInit(unsigned flags) { initialized = 1; return 0; }
-int cuDeviceGetCount(int *n) { if (!initialized) return 3; *n = devices; return 0; }
-"""
-
-
 @pytest.fixture
 def stub(tmp_path: Path) -> Path:
     compiler = shutil.which("cc")
@@ -340,11 +96,3 @@ def stub(tmp_path: Path) -> Path:
         check=True,
     )
     return library
-
-
-def dirty(kernel: Notebook, stub: Path, *setup: str) -> Notebook:
-    kernel.run("import ctypes, nbtrain.devices\nnbtrain.devices.gpu_count = lambda *_: 2")
-    kernel.run(f"driver = ctypes.CDLL({str(stub)!r})")
-    for cell in setup:
-        kernel.run(cell)
-    return kernel

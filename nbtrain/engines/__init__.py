@@ -1,42 +1,72 @@
-"""How ranks come to life: one module an engine, one row here."""
+"""How ranks come to life: one module per engine, one row here.
+
+Another package adds an engine by an entry point of the group ``nbtrain.engines``: a name, and the
+`Engine` class that it stands for.
+"""
 
 from __future__ import annotations
 
-from ..nodes import Nodes
-from .base import Engine, Exit, Ranks
+import importlib
+import os
 
-__all__ = ["CRASHED", "Engine", "Exit", "Ranks", "get"]
+from ..errors import PlanError
+from ..planning.option_types import engine_plugins
+from ..planning.plan import Plan
+from ..system import torch_xla
+from ..system import tpu as host_tpu
+from ..tracking.launch_log import LOGGER
+from .base import Action, Engine, Exit, Ranks
 
-CRASHED = 70
-"""Exit code of a rank whose worker itself failed (EX_SOFTWARE)."""
+__all__ = ["Action", "Engine", "Exit", "Ranks", "choose", "get"]
+
+ENGINE_CLASSES = {
+    "fork": "nbtrain.engines.fork:ForkEngine",
+    "spawn": "nbtrain.engines.spawn:SpawnEngine",
+    "inline": "nbtrain.engines.inline:InlineEngine",
+    "xla": "nbtrain.engines.tpu.torch_xla:XlaEngine",
+    "torch_tpu": "nbtrain.engines.tpu.torch_tpu:TorchTpuEngine",
+    "ray": "nbtrain.engines.ray.engine:RayEngine",
+}
+"""The engines of this package, each by the module and the name of its class.
+
+`nbtrain.planning.option_types.ENGINES` lists the same names for ``--engine``, with 'auto' and
+'tpu', for which `choose` picks one of these.
+"""
 
 
-def get(name: str, nodes: Nodes | None = None) -> Engine:
-    """Return an engine of that name, for one run; with `nodes`, the one for one of several."""
-    if nodes is not None:
-        from .nodes import NodesEngine
+def get(name: str) -> Engine:
+    """Return an engine for one launch. Raises `PlanError` where it cannot be imported."""
+    reference = ENGINE_CLASSES.get(name) or engine_plugins()[name]  # which reads every package
+    module, _, class_name = reference.partition(":")
+    try:
+        engine: Engine = getattr(importlib.import_module(module), class_name)()
+    except (ImportError, AttributeError) as error:
+        raise PlanError(f"the engine {name!r} ({reference}) cannot be imported: {error}") from error
+    return engine
 
-        return NodesEngine(nodes)
-    if name == "inline":
-        from .inline import InlineEngine
 
-        return InlineEngine()
-    if name == "spawn":
-        from .spawn import SpawnEngine
+def choose(plan: Plan) -> Engine:
+    """Return the engine that a plan asks for; for 'auto' and 'tpu', what this host has decides.
 
-        return SpawnEngine()
-    if name == "xla":
-        from .xla import XlaEngine
+    Raises `PlanError` where nothing is installed that drives a TPU.
+    """
+    name, env = plan.engine, {**os.environ, **plan.env}
+    if name == "tpu" or (name == "auto" and host_tpu.find(env=env) and host_tpu.is_wanted(env)):
+        import torch
 
-        return XlaEngine()
-    if name == "torch_tpu":
-        from .torch_tpu import TorchTpuEngine
+        name = host_tpu.engine(str(torch.__version__)) or name
+    name = "fork" if name == "auto" else name
+    LOGGER.info("the %s engine, since %s was asked for", name, plan.engine)
+    if plan.nodes is not None:
+        if name != "fork":
+            raise PlanError(
+                "several nodes (num_nodes) train on GPUs or CPUs; on a TPU use num_nodes=1"
+            )
+        from .multinode.engine import MultinodeEngine
 
-        return TorchTpuEngine()
-    if name == "ray":
-        from .cluster import RayEngine
-
-        return RayEngine()
-    from .fork import ForkEngine
-
-    return ForkEngine()
+        return MultinodeEngine(plan.nodes)
+    if name == "tpu":
+        raise PlanError(
+            f"nothing is installed that drives a TPU: {torch_xla.INSTALL}, or {host_tpu.INSTALL}"
+        )
+    return get(name)

@@ -2,108 +2,157 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from ..events import Event
-from ..plan import Plan
-from ..worker import Job
+from ..errors import PlanError
+from ..planning.plan import Plan
+from ..system import gpus, tpu
+from ..tracking.events import Event
+from ..worker.job import Job
+
+CRASHED = 70
+"""Exit code of a rank whose worker itself failed (EX_SOFTWARE)."""
+
+Action = Literal["interrupt", "terminate", "kill"]
+
+SIGNALS: Mapping[Action, signal.Signals] = {
+    "interrupt": signal.SIGINT,
+    "terminate": signal.SIGTERM,
+    "kill": signal.SIGKILL,
+}
+"""The signal that ranks are sent for each action; it is what they die of, if they do."""
 
 
 @dataclass(frozen=True)
 class Exit:
-    """A rank that is gone; `returncode` is negative for a signal, None where nobody knows it.
-
-    `cause` says why, where the engine knows: its node is lost. `verdict` says how that counts.
-    """
+    """The end of a rank."""
 
     rank: int
     returncode: int | None
+    """Negative for a signal; None where nobody knows it."""
     time: float
     cause: str = ""
+    """Why the rank ended, where the engine knows: its node is lost, for example."""
     verdict: str = ""
+    """How the end counts ('failed', 'stopped'), where the engine knows."""
 
 
-class Ranks(Protocol):
+class Ranks(ABC):
     """Ranks that were started, until `close`. Every method may be called at any time."""
 
-    @property
-    def error(self) -> BaseException | None:
-        """The rank's exception itself, where the rank ran in this very process."""
-        ...
+    error: BaseException | None = None
+    """The rank's exception itself, where the rank ran in this very process."""
 
     @property
+    @abstractmethod
     def pids(self) -> dict[int, int]:
-        """The process of each rank that was started, also of those that are gone.
+        """The process of each rank that was started, also of those that have ended.
 
         Empty as long as something else is waited for.
         """
-        ...
 
     @property
     def nodes(self) -> Mapping[int, str]:
         """The host of each rank that does not run on this one, where its process can be seen."""
-        ...
+        return {}
 
     @property
+    @abstractmethod
     def alive(self) -> frozenset[int]:
         """The ranks whose end has not been returned by `wait` yet."""
-        ...
 
+    @abstractmethod
     def wait(self, timeout: float) -> list[Exit]:
         """Return the ranks that ended since the last call; wait up to `timeout` s for one."""
-        ...
 
     def news(self) -> list[Event]:
-        """Return what befell the run since the last call, other than an end of a rank."""
-        ...
+        """Return what happened to the run since the last call, other than the end of a rank."""
+        return []
 
-    def interrupt(self, ranks: Collection[int]) -> None:
-        """Raise KeyboardInterrupt in ranks."""
-        ...
-
-    def terminate(self, ranks: Collection[int]) -> None:
-        """End ranks, their child processes included, by SIGTERM."""
-        ...
-
-    def kill(self, ranks: Collection[int]) -> None:
-        """End ranks, their child processes included, by SIGKILL."""
-        ...
+    @abstractmethod
+    def signal(self, ranks: Collection[int], action: Action) -> None:
+        """Have `ranks` interrupted (KeyboardInterrupt), or ended with their child processes."""
 
     def settle(self, timeout: float) -> bool:
-        """Wait up to `timeout` s for what ranks that are gone left elsewhere; whether it is here.
+        """Wait up to `timeout` s for what ended ranks left on other hosts; return if it is here.
 
         Asked until it is, or nobody wants to wait any more; then comes `close`.
         """
-        ...
+        return True
 
+    @abstractmethod
     def close(self) -> None:
-        """Give back what belongs to the launch; kill ranks that are not gone by then."""
-        ...
+        """Give back what belongs to the launch; kill ranks that have not ended by then."""
 
 
-class Engine(Protocol):
-    """One way for ranks to come to life."""
+class Engine(ABC):
+    """One way for ranks to come to life, for one launch: resolve, prepare, start, discard.
 
-    @property
-    def runs_here(self) -> bool:
-        """Whether the rank is this very process: one rank, no forking, no watching."""
-        ...
+    What others must know of an engine it declares here; nobody else asks for its name.
+    """
 
-    @property
-    def notes(self) -> Sequence[str]:
-        """What to mind about where the ranks will run, once they are prepared."""
-        ...
+    name: str
+    """What a run on this engine is called in its manifest and on the board."""
+    forks_kernel = False
+    """Whether ranks inherit this process's state, an accelerator that was initialised included."""
+    runs_in_kernel = False
+    """Whether the rank is this very process: one rank, no forking, no watching."""
+    checks_host = True
+    """Whether the ranks use this host's devices and memory, so that preflight looks at them."""
+    tpu_device = ""
+    """torch's name of a TPU, where the engine drives one; else it has GPUs, or the CPU."""
+    on_cluster = False
+    """Whether the plan's `address`, `spread`, `resources` and `wait_for_nodes` mean anything."""
+    can_downcast = False
+    """Whether the plan's `downcast_bf16` means anything."""
+
+    notes: Sequence[str] = ()
+    """What to mind about the places of the ranks, once they are prepared."""
+
+    def check_options(self, plan: Plan) -> None:
+        """Refuse options that mean nothing on this engine. Raises `PlanError`."""
+        if plan.downcast_bf16 and not self.can_downcast:
+            raise PlanError(
+                "downcast_bf16 is for a TPU with torch_xla; leave it out with this engine"
+            )
+        cluster_options = plan.address or plan.spread or plan.resources or plan.wait_for_nodes
+        if cluster_options and not self.on_cluster:
+            raise PlanError(
+                "address, nodes, resources and wait_for_nodes need a Ray cluster: add -e ray"
+            )
+
+    def resolve(self, plan: Plan) -> tuple[Plan, str]:
+        """Replace every 'auto' by what this host offers; return the kind of device, too.
+
+        Raises `PlanError` for what the engine cannot do; nothing was started.
+        """
+        self.check_options(plan)
+        env = {**os.environ, **plan.env}
+        if self.tpu_device:
+            ranks = tpu.ranks(tpu.find(env=env), plan.num_processes, env, self.name)
+            return self.resolved(plan, ranks), self.tpu_device
+        count = gpus.gpu_count(env)
+        ranks = plan.num_processes or count or gpus.CPU_DEFAULT
+        return self.resolved(plan, ranks), "cuda" if count else "cpu"
+
+    def resolved(self, plan: Plan, ranks: int) -> Plan:
+        """Return the plan with this engine, a number of ranks and a precision."""
+        precision = plan.mixed_precision or "no"
+        return replace(plan, engine=self.name, num_processes=ranks, mixed_precision=precision)
 
     def prepare(self, plan: Plan) -> None:
-        """Do what may refuse the plan. Raises `PlanError`; nothing was started."""
-        ...
+        """Do what may still refuse the plan. Raises `PlanError`; nothing was started."""
+        return
 
     def discard(self) -> None:
         """Let go of what was prepared, whether it was started or not."""
-        ...
+        return
 
+    @abstractmethod
     def start(self, job: Job) -> Ranks:
         """Start every rank. Raises `LaunchError`, leaving none behind."""
-        ...

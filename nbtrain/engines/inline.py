@@ -6,65 +6,80 @@ exist to avoid: what the function does to the kernel (a device, a seed, a proces
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 
-from .. import gate, report, worker
 from ..errors import PlanError
-from ..events import Event
-from ..plan import Cell, Plan
-from ..telemetry.libraries import offer_tracker
-from ..worker import Job
-from ..writer import EventWriter
+from ..planning.plan import Cell, Plan
+from ..system import accelerator_hooks
+from ..tracking import clock
+from ..tracking.event_log import EventWriter
+from ..worker import api, main, task_runner
+from ..worker.job import Job
+from ..worker.rank_environment import rank_environment
+from ..worker.telemetry.integrations import offer_tracker
 from . import rendezvous
-from .base import Exit, Ranks
+from .base import Action, Engine, Exit, Ranks
 
 
-class InlineEngine:
+class InlineEngine(Engine):
     """Runs the task during `start`; there is nothing left to wait for after it."""
 
-    notes: Sequence[str] = ()
-    runs_here = True
+    name = "inline"
+    runs_in_kernel = True
 
-    def prepare(self, plan: Plan) -> None:
-        """Do nothing: the rank is at home."""
+    def check_options(self, plan: Plan) -> None:
+        """Refuse options that need a second process. Raises `PlanError`."""
+        super().check_options(plan)
+        count = plan.num_processes
+        for is_asked, reason in (
+            (plan.scaling, "runs one rank, so there is nothing to compare"),
+            (plan.max_restarts, "cannot restart a rank, which is the kernel itself"),
+            (not plan.sync, "trains the notebook's own models: --no-sync has no effect with it"),
+            (plan.goes_on, "runs in the kernel itself, so it cannot run in the background"),
+            (count not in (None, 1), f"runs one rank (-n 1), not {count}"),
+        ):
+            if is_asked:
+                raise PlanError(f"the inline engine {reason}")
 
-    def discard(self) -> None:
-        """Do nothing: nothing was prepared."""
+    def resolved(self, plan: Plan, ranks: int) -> Plan:
+        """Return the plan with one rank."""
+        return super().resolved(plan, 1)
 
     def start(self, job: Job) -> Ranks:
-        """Run the task in this process. Raises `PlanError` for more than one rank."""
-        if job.world_size != 1:
-            raise PlanError(f"the inline engine runs one rank (-n 1), not {job.world_size}")
+        """Run the task in this process."""
         listener = rendezvous.bind(job.plan.port)
-        job = worker.with_port(job, listener.getsockname()[1])
-        store = rendezvous.serve(listener)
+        job = replace(job, port=listener.getsockname()[1])
+        with contextlib.closing(rendezvous.StoreProcess(listener)):
+            return self._run(job)
+
+    def _run(self, job: Job) -> Ranks:
         writer = EventWriter(job.folder.events(0))
         job.folder.log(0).touch(mode=0o600)
         before, had_accelerator = dict(os.environ), _has_accelerator()
-        reporter = report.activate(report.Reporter(writer, 0, 1))
-        blocked = gate.block(False)  # this is the training function, if not another process
+        reporter = api.activate(api.Reporter(writer, 0, 1))
+        blocked = accelerator_hooks.block(False)  # this is the training function
         # The one part of telemetry without which a function fails here that other ranks can run.
         take_back = offer_tracker() if "tracker" in job.plan.telemetry else None
         try:
-            os.environ.update(worker.environment(job, 0, before))
-            code, error = worker.run_and_report(
-                _with_own_namespace(job), 0, writer, worker.run_task
-            )
+            os.environ.update(rank_environment(job, 0, before))
+            own = _with_own_namespace(job)
+            code, error = main.run_and_report(own, 0, writer, task_runner.run_task)
         finally:
             if take_back is not None:
                 take_back()
-            report.activate(reporter)
-            gate.block(blocked)
+            api.activate(reporter)
+            accelerator_hooks.block(blocked)
             writer.close()
-            _restore_environment(before)
+            for name in os.environ.keys() - before.keys():
+                del os.environ[name]
+            os.environ.update(before)
             if not had_accelerator:
                 _forget_accelerator()
-            worker.leave_process_group()  # after a failure too; preflight saw that none was there
-            del store
+            main.leave_process_group()  # after a failure too; preflight saw that none was there
         return FinishedRanks(code, error)
 
 
@@ -90,26 +105,16 @@ def _forget_accelerator() -> None:
         state.GradientState._reset_state()
 
 
-def _restore_environment(before: dict[str, str]) -> None:
-    for key in os.environ.keys() - before.keys():
-        del os.environ[key]
-    os.environ.update(before)
-
-
-class FinishedRanks:
+class FinishedRanks(Ranks):
     """A rank that is over before anyone asks."""
 
     def __init__(self, code: int, error: BaseException | None) -> None:
         self.error = error
-        self._exit: Exit | None = Exit(0, code, time.time())
+        self._exit: Exit | None = Exit(0, code, clock.now())
 
     @property
     def pids(self) -> dict[int, int]:
         return {0: os.getpid()}
-
-    @property
-    def nodes(self) -> Mapping[int, str]:
-        return {}
 
     @property
     def alive(self) -> frozenset[int]:
@@ -120,18 +125,8 @@ class FinishedRanks:
         ended, self._exit = self._exit, None
         return [ended] if ended else []
 
-    def news(self) -> list[Event]:
-        """Return nothing: the rank is over."""
-        return []
-
-    def interrupt(self, ranks: Collection[int]) -> None:
+    def signal(self, ranks: Collection[int], action: Action) -> None:
         """Do nothing: the rank is over."""
 
-    terminate = kill = interrupt
-
-    def settle(self, timeout: float) -> bool:
-        """Return at once: what ranks leave is here."""
-        return True
-
     def close(self) -> None:
-        """Do nothing: nothing was kept."""
+        """Do nothing: nothing belongs to the launch."""

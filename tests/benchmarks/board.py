@@ -16,9 +16,11 @@ from typing import Any
 
 from table import Row, Target, take_turns
 
-from nbtrain import events as ev
-from nbtrain.state import RankState, RunState, fold
-from nbtrain.view import html, text
+from nbtrain.tracking import events as ev
+from nbtrain.tracking.reducers import fold
+from nbtrain.tracking.state import RankState, RunState
+from nbtrain.ui import text_summary
+from nbtrain.ui.board import board
 
 ROUNDS = 15
 MANY = 1024
@@ -70,11 +72,11 @@ def drawing(rounds: int) -> list[Row]:
     found = []
     for ranks, limit in ((8, 3.0), (64, 10.0), (MANY, 50.0)):
         state = trained(ranks)
-        drawn = html.render(state, 200.0).encode()
+        drawn = board.render(state, 200.0).encode()
         t = take_turns(
             {
-                "html": partial(milliseconds, lambda s=state: html.render(s, 200.0)),
-                "text": partial(milliseconds, lambda s=state: text.summary(s, 200.0)),
+                "html": partial(milliseconds, lambda s=state: board.render(s, 200.0)),
+                "text": partial(milliseconds, lambda s=state: text_summary.summary(s, 200.0)),
                 "peer": partial(milliseconds, partial(peer_table(), state)),
             },
             rounds,
@@ -97,7 +99,7 @@ def batch(ranks: int, tick: int) -> list[ev.Event]:
             found.append(ev.Metrics(now, rank, tick, values))
         elif kind == 1:
             found.append(
-                ev.Training(
+                ev.TrainingUpdate(
                     now, rank, 5 * tick, tick / 10, tick / 100, 64 * tick, 0.5, 1e-3, 1, tick, 900
                 )
             )

@@ -26,7 +26,7 @@ from kernel import HERE, Notebook, notebook
 from steps import give_turn
 from table import Row, Target
 
-sys.path.append(str(HERE.parent / "cluster"))
+sys.path.append(str(HERE.parent / "engines" / "ray" / "cluster"))
 from simulated import Simulated  # the tests' own
 
 LATENCIES, LAUNCHES, TURNS = 3, 10, 60
@@ -103,7 +103,7 @@ def _p95(figures: Sequence[float]) -> float:
 def ages_of_events(name: str, often: float) -> list[float]:
     """Return, in ms, how old what ranks logged was; called in a kernel."""
     import nbtrain
-    from nbtrain import events as ev
+    from nbtrain.tracking import events as ev
 
     ages: list[float] = []
 
@@ -119,7 +119,7 @@ def ages_of_events(name: str, often: float) -> list[float]:
 @contextlib.contextmanager
 def _looking(look: Callable[[Any, float], None]) -> Iterator[None]:
     """Have each event looked at once it is in the launcher's picture."""
-    from nbtrain.supervise import Supervisor
+    from nbtrain.lifecycle.supervisor import Supervisor
 
     take = Supervisor._take
 
@@ -224,24 +224,23 @@ def launch_and_kill(name: str) -> dict[str, float]:
 @contextlib.contextmanager
 def _marked(marks: dict[str, float]) -> Iterator[None]:
     """Note when the launch has chosen its engine, and when that is prepared."""
-    launch: Any = importlib.import_module("nbtrain.launcher")
+    launch: Any = importlib.import_module("nbtrain.lifecycle.launcher")
 
-    resolve, prepare = launch._resolve, launch._prepare
+    check, execute = launch._check, launch.execute
 
-    def resolving(*args: Any) -> Any:
-        found = resolve(*args)
+    def checking(*args: Any) -> Any:
         marks["resolved"] = time.time()
-        return found
+        return check(*args)
 
-    def preparing(*args: Any) -> Any:
+    def executing(*args: Any) -> Any:
         marks["prepared"] = time.time()
-        return prepare(*args)
+        return execute(*args)
 
-    launch._resolve, launch._prepare = resolving, preparing
+    launch._check, launch.execute = checking, executing
     try:
         yield
     finally:
-        launch._resolve, launch._prepare = resolve, prepare
+        launch._check, launch.execute = check, execute
 
 
 # Steps
@@ -320,7 +319,7 @@ def _cpu_ms(kernel: Notebook, name: str) -> dict[str, float]:
 
 def _is_rank(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
-        return any("nbtrain.engines.spawned" in word for word in process.cmdline())
+        return any("nbtrain.engines.spawn_main" in word for word in process.cmdline())
     return False
 
 

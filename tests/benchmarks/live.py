@@ -60,22 +60,22 @@ def watched(kernel: Notebook, ranks: int, view: str) -> dict[str, float]:
 def run(ranks: int, view: str) -> dict[str, float]:
     """Run the ranks; return how long, and the kernel's cores while all of them were running."""
     import nbtrain
-    from nbtrain import supervise
+    from nbtrain.lifecycle import supervisor
 
     marks: list[tuple[float, float]] = []
-    take = supervise.Supervisor._decide
+    take = supervisor.Supervisor._decide
 
     def noting(self: Any, *args: Any) -> None:
         if all(rank.status == "running" for rank in self.state.ranks):
             marks.append((time.monotonic(), time.process_time()))
         take(self, *args)
 
-    supervise.Supervisor._decide = noting  # type: ignore[method-assign]
+    supervisor.Supervisor._decide = noting  # type: ignore[method-assign]
     began = time.monotonic()
     try:
         nbtrain.launch(log_now_and_then, num_processes=ranks, view=view)
     finally:
-        supervise.Supervisor._decide = take  # type: ignore[method-assign]
+        supervisor.Supervisor._decide = take  # type: ignore[method-assign]
     (start, cpu), (end, cpu_end) = marks[0], marks[-1]
     return {"lasted": time.monotonic() - began, "cpu": (cpu_end - cpu) / (end - start)}
 

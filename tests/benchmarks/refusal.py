@@ -99,7 +99,7 @@ def refusals(folder: str, rounds: int) -> dict[str, list[float]]:
     from accelerate import Accelerator
 
     import nbtrain
-    import nbtrain.devices
+    import nbtrain.system.gpus
 
     def refused(launch: Any) -> None:
         with contextlib.suppress(ValueError, nbtrain.NbtrainError):
@@ -115,10 +115,10 @@ def refusals(folder: str, rounds: int) -> dict[str, list[float]]:
         command = [compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-xc", "-", "-o"]
         subprocess.run([*command, str(library)], input=STAND_IN, text=True, check=True)
         ctypes.CDLL(str(library)).cuInit(0)
-        count = nbtrain.devices.gpu_count
-        nbtrain.devices.gpu_count = lambda *_: 2  # type: ignore[assignment]
+        count = nbtrain.system.gpus.gpu_count
+        nbtrain.system.gpus.gpu_count = lambda *_: 2  # type: ignore[assignment]
         found["an initialised CUDA"] = take_turns({"": lambda: refused(ours)}, rounds)[""]
-        nbtrain.devices.gpu_count = count
+        nbtrain.system.gpus.gpu_count = count
     Accelerator(cpu=True)
     t = take_turns(
         {

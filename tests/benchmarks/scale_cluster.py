@@ -13,7 +13,7 @@ import json
 import signal
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,11 +24,11 @@ import psutil
 from kernel import HERE, notebook
 from table import Row, Target
 
-from nbtrain.engines.cluster.copying import Copy
-from nbtrain.engines.cluster.driver import Driver, _Member
-from nbtrain.engines.cluster.node import Gone, Order, told_by
-from nbtrain.engines.cluster.placing import Node
-from nbtrain.nodes import World
+from nbtrain.engines.ray.driver import Driver, Member
+from nbtrain.engines.ray.file_sync import FileCopies
+from nbtrain.engines.ray.node_ranks import NodeOrder, NodeRanks, RankExit, node_events
+from nbtrain.engines.ray.reservation import Node
+from nbtrain.planning.world import Placement
 
 ROUNDS = 6
 SECONDS = 10.0
@@ -75,22 +75,25 @@ def _row(what: str, unit: str, ours: Any, theirs: Any, limit: float | None = Non
 
 def watch(rounds: int) -> dict[str, list[float]]:
     """Watch a run on such a cluster; return figures of each round. Called in a kernel."""
-    launch: Any = importlib.import_module("nbtrain.launcher")
-    from nbtrain.engines.cluster import RayEngine, link
-    from nbtrain.plan import Call, Plan
-    from nbtrain.supervise import Interrupts
+    launch: Any = importlib.import_module("nbtrain.lifecycle.launcher")
+    from nbtrain.engines import spawn
+    from nbtrain.engines.ray.engine import DriverClient, RayEngine
+    from nbtrain.lifecycle.supervisor import Interrupts, Supervisor
+    from nbtrain.planning.plan import Call, Plan
 
-    link._BOOT = (
+    spawn._BOOT = (
         f"import sys, json; order = json.loads(sys.argv.pop()); sys.path[:] = order['path']\n"
         f"sys.path.append({str(HERE)!r}); import scale_cluster; scale_cluster.serve(order)"
     )
     engine = RayEngine()
-    engine._link = link.Link()
+    engine._client = DriverClient()
     plan = Plan(Call(len), "scale", NODES * RANKS, engine="ray", spread=(NODES, NODES))
     watched = _Watched(rounds)
     with watched.looking(), Interrupts() as interrupts:
-        run = launch._prepare(plan, "cpu", engine, interrupts)
-        run.wait()
+        job, state = launch.make_job(plan, "cpu", engine, ())
+        supervisor = Supervisor(job.folder, state, plan.timeout, plan.hang_after)
+        display = launch._display(job, supervisor)
+        run = launch.execute(job, engine, supervisor, display, interrupts)
     engine.discard()
     assert run.state.status == "interrupted", run.state.message
     driver = json.loads((run.folder / "driver.json").read_text())
@@ -109,10 +112,10 @@ class _Watched:
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
         """Look over the shoulder of supervisors, and of what draws."""
-        from nbtrain.supervise import Supervisor
-        from nbtrain.view import html
+        from nbtrain.lifecycle.supervisor import Supervisor
+        from nbtrain.ui.board import board
 
-        decide, take, parts = Supervisor._decide, Supervisor._take, html.parts
+        decide, take, parts = Supervisor._decide, Supervisor._take, board.parts
 
         def deciding(supervisor: Any, *args: Any) -> None:
             self._decide(supervisor)
@@ -130,11 +133,11 @@ class _Watched:
             return parts(*args)
 
         patched: Any = Supervisor
-        patched._decide, patched._take, html.parts = deciding, taking, drawing
+        patched._decide, patched._take, board.parts = deciding, taking, drawing
         try:
             yield
         finally:
-            patched._decide, patched._take, html.parts = decide, take, parts
+            patched._decide, patched._take, board.parts = decide, take, parts
 
     def _decide(self, supervisor: Any) -> None:
         now, begun = time.monotonic(), len(self._marks)
@@ -180,69 +183,67 @@ _KINDS = ("metrics", "training", "progress")
 
 def serve(order: Mapping[str, Any]) -> None:
     """Serve the launcher as a driver does, with nodes that are made up."""
-    link: Connection[Any, Any] = Connection(order["socket"])
-    asyncio.run(_Driver(link).serve())
+    launcher: Connection[Any, Any] = Connection(order["socket"])
+    Driver.start = _start  # type: ignore[method-assign]  # requests name the method
+    asyncio.run(Driver(launcher).serve())
 
 
 class _Never(Exception):
     pass
 
 
-class _Driver(Driver):
-    """A driver without Ray."""
-
-    def _on_start(self, order: Order) -> dict[str, Any]:  # type: ignore[override]
-        errors = SimpleNamespace(RayError=_Never, ActorUnavailableError=_Never)
-        self._ray = SimpleNamespace(exceptions=errors)
-        for index in range(NODES):
-            first = index * order.each
-            world = World(index, NODES, first, NODES * order.each, "", 0, begin=first)
-            own = replace(order, world=world, name=f"node-{index}")
-            agent = _Agent(own)
-            copy = Copy(Path(order.home), own.growing())
-            node = Node(str(index), own.name, "")
-            self._members.append(_Member(node, agent, own, copy, set(own.ranks)))
-            self._follow(self._watch(self._members[-1]))
-            self._follow(self._copy(self._members[-1]))
-        self._follow(self._listen(Path(order.home)))
-        self._follow(_note_cpu_time(Path(order.home, "driver.json")))
-        names = {rank: m.order.name for m in self._members for rank in m.order.ranks}
-        return {"pids": dict.fromkeys(names, 1), "nodes": names}
+async def _start(driver: Driver, order: NodeOrder) -> tuple[dict[int, int], dict[int, str]]:
+    """Start nodes that are made up: `Driver.start` without Ray."""
+    errors = SimpleNamespace(RayError=_Never, RayTaskError=_Never, ActorUnavailableError=_Never)
+    driver._ray, folder = SimpleNamespace(exceptions=errors), order.job.folder
+    for index in range(NODES):
+        first, size = index * RANKS, NODES * RANKS
+        world = Placement(index, NODES, first, size, "", 0, begin=first, ranks=RANKS)
+        own = replace(order, job=replace(order.job, world=world), name=f"node-{index}")
+        copies = FileCopies(folder.path, own.growing())
+        node = Node(str(index), own.name, "")
+        driver._members.append(Member(node, _Actor(own), own, copies, set(own.ranks)))
+        driver._follow(driver._watch(driver._members[-1]))
+        driver._follow(driver._copy(driver._members[-1]))
+    driver._follow(driver._answer_questions(folder))
+    driver._follow(_note_cpu_time(folder.path / "driver.json"))
+    names = {rank: m.order.name for m in driver._members for rank in m.order.ranks}
+    return dict.fromkeys(names, 1), names
 
 
 async def _note_cpu_time(path: Path) -> None:
     noted: list[tuple[float, float]] = []
     while True:
-        noted.append((time.monotonic(), time.process_time() - _Agent.spent))
+        noted.append((time.monotonic(), time.process_time() - _Actor.spent))
         path.write_text(json.dumps(noted))
         await asyncio.sleep(0.5)
 
 
-class _Agent:
+class _Actor:
     """Stands for a node: what its ranks would have written since the driver asked last."""
 
     spent = 0.0
     """Seconds of CPU time that making it up took, of all."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: NodeOrder) -> None:
         self._order = order
         self._said = 0
         self._begun = time.time()
         self._is_over = asyncio.Event()
-        self.do = self
+        self.call = self
 
-    async def remote(self, name: str, *args: Any) -> Any:
-        """Answer as an agent does."""
-        if name == "read":
-            while not (found := self._said_since(args[0])) and not self._is_over.is_set():
+    async def remote(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Answer as the actor of a node does."""
+        if method == NodeRanks.read:
+            while not (lines := self._said_since(args[0])) and not self._is_over.is_set():
                 await asyncio.sleep(0.01)
-            return found
-        if name == "gone":
+            return lines
+        if method == NodeRanks.exits:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._is_over.wait(), args[1])
-                return [Gone(r, -signal.SIGINT, time.time(), "") for r in self._order.ranks]
+                return [RankExit(r, -signal.SIGINT, time.time()) for r in self._order.ranks]
             return []
-        if name == "wish":
+        if method == NodeRanks.signal:
             self._is_over.set()
         return None
 
@@ -261,10 +262,10 @@ class _Agent:
                 rank = self._order.ranks[tick // (EACH // 2) % len(self._order.ranks)]
                 told = {"now": now, "rank": rank, "name": self._order.name}
                 lines = [_SEEN % told, *([_HOST % told] if tick % (2 * EACH) == 0 else [])]
-                texts.setdefault(told_by(self._order.here.node), []).extend(lines)
+                texts.setdefault(node_events(self._order.world.node), []).extend(lines)
         self._said = max(due, self._said)
         parts = {name: (have[name], "".join(lines).encode()) for name, lines in texts.items()}
-        _Agent.spent += time.process_time() - start
+        _Actor.spent += time.process_time() - start
         return parts
 
 

@@ -24,7 +24,7 @@ from rows import ROWS, Row  # noqa: E402
 
 LAUNCHES = """
 import json, pynvml, sys, time, nbtrain
-from nbtrain import guard
+from nbtrain.system import accelerator_guard as guard
 pynvml.nvmlInit()
 card = pynvml.nvmlDeviceGetHandleByIndex(0)
 used = lambda: pynvml.nvmlDeviceGetMemoryInfo(card).used >> 20

@@ -66,11 +66,11 @@ def main(name: str, precision: str, batch: int) -> None:
     from accelerate import Accelerator
 
     import nbtrain
-    from nbtrain import guard
+    from nbtrain.system import accelerator_guard
 
     shape = f"{batch}{MODELS[name]}"
     told = nbtrain.memory_needed(lambda: build(name), shape, precision=precision, card="1000GB")
-    dirty = sorted(guard.initialized())
+    dirty = sorted(accelerator_guard.initialized())
     accelerator = Accelerator(mixed_precision=precision)
     model = build(name).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)

@@ -23,20 +23,20 @@ def main(number: int, library: str | None) -> None:
     from IPython.core.interactiveshell import InteractiveShell
     from traitlets.config import Config
 
-    from nbtrain import guard
+    from nbtrain.system import accelerator_guard
 
     shell = InteractiveShell.instance(config=Config({"HistoryManager": {"enabled": False}}))
     shell.run_cell("%load_ext nbtrain\n%nbtrain guard off", store_history=True)
     if not row.nvml_check:
-        guard.restore_checks()
+        accelerator_guard.restore_checks()
     result = shell.run_cell(row.code, store_history=True)
-    touches = guard.history()
+    touches = accelerator_guard.history()
     torch = sys.modules.get("torch")
     found = {
         "error": repr(result.error_in_exec or result.error_before_exec or ""),
-        "dirty": "CUDA" in guard.initialized(),
+        "dirty": "CUDA" in accelerator_guard.initialized(),
         "flag": bool(torch and torch.cuda.is_initialized()),
-        "culprit": touches[0].where if touches else "",
+        "culprit": touches[0].place if touches else "",
         "line": touches[0].line if touches else None,
         "calls": touches[0].calls if touches else (),
     }

@@ -1,0 +1,1 @@
+"""What a user types: magics, the command line, the doctor, estimates, export."""

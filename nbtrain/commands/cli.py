@@ -1,0 +1,107 @@
+"""The command ``nbtrain``. Thin."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import NbtrainError
+from ..lifecycle import catalog
+from ..lifecycle.run import Run
+from ..lifecycle.summary import summary
+from ..system.text import without_controls
+from ..tracking import clock
+from ..ui import text_summary
+from . import doctor, export
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code.
+
+    That is 0, 1 for an error, 2 for wrong arguments, and 130 after Ctrl-C.
+    """
+    parser = _parser()
+    options = parser.parse_args(argv)
+    try:
+        return _do(options, parser)
+    except (NbtrainError, FileNotFoundError, IndexError) as error:
+        print(f"nbtrain: {without_controls(str(error))}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader has closed the pipe, as ``head`` does
+        sys.stderr.close()
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="nbtrain", description="Train on many devices from a notebook cell."
+    )
+    parser.add_argument("--version", action="store_true", help="print nbtrain's version")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands.add_parser("doctor", help="describe this host and list what would hinder a launch")
+    commands.add_parser("runs", help="list the runs that are kept")
+    text = "write a notebook's %%%%distributed cell as a script, without running anything"
+    command = commands.add_parser("export", help=text)
+    command.add_argument("notebook", type=Path, metavar="NOTEBOOK.ipynb")
+    text = "the script to write (by default NOTEBOOK.py, beside the notebook)"
+    command.add_argument("-o", "--output", type=Path, metavar="FILE.py", help=text)
+    text = "use the N-th %%%%distributed cell, if there are several"
+    command.add_argument("--cell", type=int, metavar="N", help=text)
+    for name, purpose in (
+        ("show", "show the present state of a run"),
+        ("logs", "print the output of a run's ranks"),
+        ("stop", "stop a run of this host (of a notebook, too) and wait until it has ended"),
+    ):
+        command = commands.add_parser(name, help=purpose)
+        text = "the name of a run, or how it begins (by default the last run)"
+        command.add_argument("run", nargs="?", default="", metavar="RUN", help=text)
+        if name == "logs":
+            command.add_argument("--rank", type=int, help="print only the output of this rank")
+            text = "print only the last N lines of each rank"
+            command.add_argument("--tail", type=int, metavar="N", help=text)
+    return parser
+
+
+def _do(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    match options.command:
+        case "doctor":
+            print(doctor.page())
+            print("\nRun `%nbtrain doctor` in a cell to see the same for a notebook's kernel.")
+        case "runs":
+            _show(catalog.page(catalog.run_infos(), clock.now()))
+        case "export":
+            output = options.output or options.notebook.with_suffix(".py")
+            export.export(options.notebook, output, options.cell)
+            print(f"wrote {output}")
+        case "show":
+            state, now = catalog.find_run(options.run).state, clock.now()
+            _show(f"{text_summary.summary(state, now)}\n\n{summary(state, now)}")
+        case "logs":
+            _show(catalog.find_run(options.run).logs(options.rank, options.tail))
+        case "stop":
+            return _stop(catalog.find_run(options.run))
+        case _ if options.version:
+            print(f"nbtrain {vars(sys.modules['nbtrain'])['__version__']}")
+        case _:
+            parser.print_help()
+    return 0
+
+
+def _stop(run: Run) -> int:
+    if run.state.is_over:
+        print(f"{run.folder.name} has ended: {run.state.status}")
+        return 0
+    try:
+        run.stop(how="by `nbtrain stop`")
+    except KeyboardInterrupt:  # Ctrl-C ends the waiting, and the run still stops
+        print(f"{run.folder.name} was asked to stop, but has not ended yet", file=sys.stderr)
+        return 130
+    _show(f"{run.folder.name}: {run.state.status} {run.state.message}")
+    return 0
+
+
+def _show(text: str) -> None:
+    """Print what files say, without what would have a terminal do more than show it."""
+    print(without_controls(text))

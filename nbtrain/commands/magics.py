@@ -1,0 +1,241 @@
+"""``%%distributed`` and ``%distributed``: from what the user typed to a plan. Thin."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import weakref
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.compilerop import PyCF_MASK
+from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
+
+from ..errors import CellSyntaxError, PlanError
+from ..lifecycle import catalog
+from ..lifecycle.launcher import run_plan
+from ..lifecycle.run import Run, last_run
+from ..planning import cell as reading
+from ..planning.option_parser import parse_options, parser, split_line, split_options
+from ..planning.plan import OPTIONS, Cell, Plan
+from ..system import accelerator_guard
+from ..tracking import clock
+from . import cell_watch
+
+if TYPE_CHECKING:  # each is imported when it is asked for: %load_ext would take longer by a tenth
+    from . import memory, scaling
+
+_COMMANDS = "runs, show, stop, stacks, memory, scaling, guard, doctor or migrate"
+
+_HELP = """Run this cell, or an expression, on several ranks, which are copies of the kernel.
+
+    %%distributed [options]
+    def train(model, epochs=3):
+        ...
+        return accuracy
+
+    %distributed [options] EXPRESSION
+
+If the last statement of the cell is a `def`, every rank runs the cell and calls that function. Each
+parameter gets the notebook variable of its name, or its default. Any other cell is run as it is,
+and a trailing expression is the rank's result. The ranks see the notebook's variables, imports and
+functions. When the run succeeds, the notebook gets the result, the trained weights of the models
+that the cell mentions, and the variables that --out names:
+
+    run = nbtrain.last_run();  run.value;  run.results;  run.logs(rank)
+
+"""
+
+
+@magics_class
+class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
+    """The magics of nbtrain."""
+
+    shell: Any
+    cell_watch: cell_watch.CellWatch
+
+    @no_var_expand
+    @line_cell_magic
+    def distributed(self, line: str, cell: str | None = None) -> Run | None:
+        if line.split() in (["--help"], ["-h"]):
+            print(parser().format_help())
+            return None
+        if cell is None:
+            options_text, expression = split_options(line)
+            return self._run(options_text, expression, offset=0)
+        self._run(line, cell, offset=1)
+        return None
+
+    distributed.__doc__ = _HELP + parser().format_help()
+
+    @no_var_expand
+    @line_cell_magic
+    def nbtrain(
+        self, line: str, cell: str | None = None
+    ) -> memory.MemoryAnatomy | scaling.ScalingReport | None:
+        """Ask nbtrain about this kernel, its runs, or a cell.
+
+        %nbtrain guard         show whether an accelerator is initialised here, and by which cell
+        %nbtrain guard warn    warn at the cell that initialises one (the default)
+        %nbtrain guard block   prevent it: raise before torch or Accelerate initialises one
+        %nbtrain guard off     remember the cell, and say nothing
+        %nbtrain doctor        describe this host and kernel on a page, also for a bug report
+        %nbtrain runs          list the runs that are kept
+        %nbtrain show [RUN]    draw a run here, running or not: RUN is how its name begins
+        %nbtrain stop [RUN]    end a run, also one of another kernel
+        %nbtrain stacks [RUN]  show where each rank of a run is now, line by line
+        %nbtrain memory MODEL --batch 8x512 [options]
+                               estimate the memory of training per rank, and whether it fits:
+            --optimizer NAME            adamw (the default), sgd, …, a variable, none: inference
+            --precision no|fp16|bf16    as under Accelerate
+            --ranks N, --strategy ddp|fsdp, --card 16GB
+            --batch-from NAME           a variable with a batch of the same shape, not --batch
+        MODEL is a variable, or an expression that builds one: no memory is allocated for it.
+        %nbtrain scaling --ranks 1,2,4 [options] train(model, steps=50)
+                               run that at each size: show the speed-up, and what is lost to what:
+            --repeat N                  run each size N times, up and down; the median counts
+            --warmup STEPS              steps to leave out at the beginning (by default a fifth)
+            --weak, --strong            the kind of scaling, where the batches do not show it
+            -e, -p, --downcast-bf16, --config, --env, --timeout, --hang-after, --as
+                                        as for %%distributed; --as assigns the report
+        %%nbtrain migrate      on top of a cell with a plain PyTorch loop: show what to change, as
+                               a diff, to train it on all ranks with Accelerate
+        %%nbtrain migrate --apply
+                               make these changes: the cell is replaced
+        """
+        if cell is not None:
+            self._migrate(line, cell)
+            return None
+        fill = functools.partial(_expanded, self.shell)
+        if line.split()[:1] not in (["memory"], ["scaling"]):  # there, only options are filled
+            line = fill(line)
+        match line.split():
+            case ["help" | "--help" | "-h"]:
+                print(inspect.getdoc(type(self).nbtrain))
+            case ["guard"]:
+                print(cell_watch.accelerator_status_text())
+            case ["guard", ("warn" | "block" | "off") as mode]:
+                self.cell_watch.set_mode(mode)
+                if mode == "block" and accelerator_guard.initialized():
+                    print(cell_watch.accelerator_status_text())
+            case ["doctor"]:
+                from . import doctor
+
+                print(doctor.page())
+            case ["runs"]:
+                print(catalog.page(catalog.run_infos(), clock.now()))
+            case ["show", *names] if len(names) <= 1:
+                catalog.find_run(*names).show()
+            case ["stop", *names] if len(names) <= 1:
+                catalog.find_run(*names).stop("by %nbtrain stop")
+            case ["stacks", *names] if len(names) <= 1:
+                print(catalog.find_run(*names).stacks())
+            case ["memory", *_]:
+                from . import memory
+
+                text = line.partition("memory")[2]
+                model, options = memory.read(text, self.shell.user_ns, fill)
+                return memory.memory_needed(model, **options)
+            case ["scaling", *_]:
+                from . import scaling
+
+                return scaling.ask(line.partition("scaling")[2], self.shell.user_ns, fill)
+            case ["migrate", *_]:
+                from . import migrate
+
+                raise PlanError(f"%nbtrain migrate works on a whole cell: {migrate.USAGE}")
+            case _:
+                problem = f"has no command {line!r}" if line.strip() else "needs a command"
+                raise PlanError(f"%nbtrain {problem}. Use {_COMMANDS} (%nbtrain? explains them)")
+        return None
+
+    def _migrate(self, line: str, cell: str) -> None:
+        from . import migrate
+
+        command, *arguments = line.split() or [""]
+        if command != "migrate":
+            raise PlanError(f"%%nbtrain {command}: the only command for a cell is `migrate`")
+        with self._syntax_errors():
+            print(migrate.migrate(self.shell, arguments, cell))
+
+    @contextlib.contextmanager
+    def _syntax_errors(self) -> Iterator[None]:
+        """Draw a cell's own syntax error as IPython does, without nbtrain's frames."""
+        try:
+            yield
+        except SyntaxError as error:
+            lines = self.shell.SyntaxTB.structured_traceback(SyntaxError, error, [])
+            raise CellSyntaxError(str(error), drawn="\n".join(lines)) from error
+
+    def _run(self, options_text: str, source: str, offset: int) -> Run:
+        before = last_run()
+        options = parse_options(split_line(_expanded(self.shell, options_text)))
+        with self._syntax_errors():
+            plan = self._plan(options, source, offset)
+        if options.save is not None and isinstance(plan.task, Cell):
+            from . import export
+
+            raw = f"%%distributed\n{source}" if offset else source
+            history = self.shell.history_manager.input_hist_raw[:-1]
+            print(export.save(plan.task, raw, history, options))
+        try:
+            return run_plan(plan)
+        finally:
+            run = last_run()
+            if options.bind is not None and run is not before:
+                self.shell.user_ns[options.bind] = run
+
+    def _plan(self, options: Namespace, source: str, offset: int) -> Plan:
+        if not source.strip():
+            raise PlanError("%distributed has nothing to run: give it a cell or an expression")
+        # The magic's own line is kept as an empty one: line numbers are those of the cell.
+        transformed = "\n" * offset + self.shell.transform_cell(source)
+        filename, number = self._register(transformed, source)
+        flags = self.shell.compile.flags & PyCF_MASK  # the notebook's ``__future__`` imports
+        cell = reading.read_cell(transformed, filename, self.shell.user_ns, flags)
+        cell = replace(cell, number=number)
+        reading.check_parameters(cell)
+        fields = {option.field: getattr(options, option.field) for option in OPTIONS}
+        return Plan(cell, reading.title(cell), **fields)
+
+    def _register(self, transformed: str, raw: str) -> tuple[str, int]:
+        """Give IPython the source, so that tracebacks show it as ``Cell In[n]``; return both."""
+        shell = self.shell
+        # Not execution_count: IPython 9 counts up before the cell runs, 7 and 8 after it.
+        number = max(1, len(shell.history_manager.input_hist_parsed) - 1)
+        return str(shell.compile.cache(transformed, number, raw_code=raw)), number
+
+
+def _expanded(_shell: Any, _text: str) -> str:
+    """Fill ``{name}`` and ``$name`` from the notebook's variables, as IPython does in magics.
+
+    IPython looks at its caller's local names as well: here none has a name of a user's.
+    """
+    return str(_shell.var_expand(_text))
+
+
+_modes: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+"""The guard's mode in each shell, which outlives a reload."""
+
+
+def load(shell: Any) -> None:
+    """Register the magics with a shell and watch its cells; again, harmlessly."""
+    unload(shell)
+    magics = NbtrainMagics(shell)
+    magics.cell_watch = cell_watch.CellWatch(shell)
+    magics.cell_watch.set_mode(_modes.get(shell, "warn"))
+    shell.register_magics(magics)
+
+
+def unload(shell: Any) -> None:
+    """Take the magics and the watch away."""
+    magics = shell.magics_manager.registry.pop("NbtrainMagics", None)
+    if magics is not None:
+        _modes[shell] = magics.cell_watch.mode
+        magics.cell_watch.stop()
+    for kind in ("line", "cell"):
+        for name in ("distributed", "nbtrain"):
+            shell.magics_manager.magics[kind].pop(name, None)

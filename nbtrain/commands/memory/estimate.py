@@ -1,0 +1,213 @@
+"""`memory_needed`, ``%nbtrain memory``: what training takes on each rank, and whether it fits."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...engines.process.forked_call import call_in_fork
+from ...errors import PlanError
+from ...planning.option_parser import OptionParser
+from ...system import gpus, host
+from ...system.text import format_bytes
+from . import breakdown, example_batches, optimizer_models, simulation
+from .breakdown import Room
+from .report import UNKNOWN, MemoryAnatomy
+
+PRECISIONS = ("no", "fp16", "bf16")
+STRATEGIES = ("ddp", "fsdp")
+
+USAGE = (
+    "%nbtrain memory MODEL --batch 8x512 [--optimizer adamw] [--precision no|fp16|bf16] "
+    "[--ranks N] [--strategy ddp|fsdp] [--card 16GB] [--batch-from NAME]"
+)
+
+_UNITS = {"GB": 10**9, "GIB": 1 << 30, "MB": 10**6, "MIB": 1 << 20, "G": 1 << 30, "M": 1 << 20}
+
+
+def memory_needed(
+    model: Any,
+    batch: Any,
+    *,
+    optimizer: Any = "adamw",
+    precision: str = "no",
+    ranks: int | None = None,
+    strategy: str = "ddp",
+    card: str | int | None = None,
+    rows: int | None = None,
+    loss: Callable[[Any], Any] | None = None,
+) -> MemoryAnatomy:
+    """Estimate what a training step of a model needs on each rank, by part.
+
+    The step runs on tensors without memory: nothing is allocated, no device is touched, the model
+    stays as it is. Print the result, or leave it as a cell's last line.
+
+    Args:
+        model: a model, or a function that builds one (it is called on the meta device, so that
+            the model may be one that would not fit).
+        batch: a shape, ``"8x512"`` (rows × tokens for a text model, rows alone for images, else
+            the shape of the one input tensor), or a real batch, of which only shapes are read.
+        optimizer: a name (adamw, sgd, …; none: inference), or an optimizer.
+        precision: autocast's, as under Accelerate: 'no', 'fp16' or 'bf16'.
+        ranks: how many train together; None: one per GPU of this host, 2 without GPUs, 1 with
+            `card`.
+        strategy: 'ddp', or 'fsdp', which shares weights, gradients and states among the ranks.
+        card: the memory of a GPU, ``"16GB"``; None: that of this host's GPUs, else of the host.
+        rows: rows to use in place of a real batch's own number.
+        loss: makes a number of the model's output; None: the output's ``loss``, else a sum.
+
+    Raises:
+        PlanError: the model cannot be run in this way.
+    """
+    for option, value, known in (
+        ("precision", precision, PRECISIONS),
+        ("strategy", strategy, STRATEGIES),
+    ):
+        if value not in known:
+            raise PlanError(f"{option} must be one of {', '.join(known)}, not {value!r}")
+    if ranks is not None and ranks < 1:
+        raise PlanError(f"ranks must be a number ≥ 1, not {ranks}")
+    room, ranks = _room(card, ranks)
+    options = {"precision": precision, "ranks": ranks, "strategy": strategy, "loss": loss}
+    return call_in_fork(lambda: _anatomy(model, batch, rows, optimizer, room, options))
+
+
+def _anatomy(
+    model: Any, batch: Any, rows: int | None, optimizer: Any, room: Room, options: dict[str, Any]
+) -> MemoryAnatomy:
+    model = simulation.own_model(model)
+    steps = simulation.Simulation(model, device=room.device, optimizer=optimizer, **options)
+    if isinstance(batch, (str, int)):
+        shape = _shape(str(batch))
+        steps.choose(example_batches.of_shape(model, shape), shape)
+    else:
+        batch = dict(batch) if isinstance(batch, Mapping) else batch
+        shape = (rows or example_batches.rows_of(batch),)
+        steps.choose([example_batches.like(model, batch)], shape)
+    name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__.lower()
+    precision, ranks, strategy = options["precision"], options["ranks"], options["strategy"]
+    step, shards = steps.step(shape[0]), ranks if strategy == "fsdp" else 1
+
+    def needs(rows: int) -> int:
+        peak = steps.step(rows).peak.total
+        return peak + sum(breakdown.overhead(peak, room.device))
+
+    largest: int | None = UNKNOWN
+    with contextlib.suppress(Exception):  # the model takes batches of this very size alone
+        largest = breakdown.largest_batch(needs, room.each, shape[0])
+    context, reserve = breakdown.overhead(step.peak.total, room.device)
+    return MemoryAnatomy(
+        model=type(model).__name__,
+        parameters=sum(p.numel() for p in model.parameters()),
+        batch=shape,
+        optimizer=name,
+        precision=simulation.precision_of(model) if precision == "no" else precision,
+        ranks=ranks,
+        strategy=strategy,
+        parts=step.most,
+        peak=step.peak,
+        phase=step.phase,
+        textbook=optimizer_models.textbook(name, model, precision, shards),
+        context=context,
+        reserve=reserve,
+        room=room,
+        largest=largest,
+        notes=simulation.left_out(model),
+    )
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"[1-9]\d*([x×*][1-9]\d*)*", text):
+        raise PlanError(f"a batch must be written as 8x512 or 32, not {text!r}")
+    return tuple(int(n) for n in re.split("[x×*]", text))
+
+
+def _room(card: str | int | None, ranks: int | None) -> tuple[Room, int]:
+    """Return where the ranks have to fit, and how many there are."""
+    if card is not None:
+        size = card if isinstance(card, int) else _size(card)
+        label = format_bytes(size) if isinstance(card, int) else card
+        return Room(size, ranks or 1, label), ranks or 1
+    cards = _cards()
+    if cards:
+        least = min(cards, key=lambda g: g.total - g.used)
+        used = f", {format_bytes(least.used << 20)} of it in use" if least.used else ""
+        label = f"{least.name} ({format_bytes(least.total << 20)}{used})"
+        return Room((least.total - least.used) << 20, len(cards), label), ranks or len(cards)
+    ranks = ranks or gpus.CPU_DEFAULT
+    memory = host.memory()
+    label = f"{format_bytes(memory.available)} of this host's memory"
+    return Room(memory.available // ranks, ranks, label, "cpu"), ranks
+
+
+def _cards() -> list[gpus.Gpu]:
+    """Return the GPUs that ranks would see, if their memory is known."""
+    if not gpus.gpu_count():
+        return []
+    cards = gpus.list_gpus()
+    shown = gpus.visible([g.uuid for g in cards], os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return [cards[i] for i in shown if cards[i].total]
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([GM](?:i?B)?)", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise PlanError(f"--card: write the memory as 16GB or 15.5GiB, not {text!r}")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def read(
+    line: str, namespace: Mapping[str, Any], fill: Callable[[str], str] = str
+) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments for `memory_needed`: the model, and the others by name.
+
+    The model is the name of a variable, or an expression that builds it and is evaluated where
+    nothing is allocated. The optimizer is a known name or that of a variable. The options pass
+    through `fill`.
+    """
+    parser = OptionParser("%nbtrain memory", f"\n{USAGE}")
+    parser.add_argument("--batch")
+    parser.add_argument("--batch-from")
+    parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--precision", choices=PRECISIONS, default="no")
+    parser.add_argument("--ranks", type=int)
+    parser.add_argument("--strategy", choices=STRATEGIES, default="ddp")
+    parser.add_argument("--card")
+    expression, *rest = re.split(r"\s+(?=--[a-z])", line.strip(), maxsplit=1)
+    if not expression or expression.startswith("--"):
+        parser.error("a model is missing")
+    options = vars(parser.parse_args(shlex.split(fill(*rest)) if rest else []))
+    source, batch = options.pop("batch_from"), options["batch"]
+    if source is not None:
+        if batch is not None and not batch.isdecimal():
+            raise PlanError("with --batch-from, --batch must be a number of rows")
+        options |= {"rows": int(batch) if batch else None, "batch": _variable(source, namespace)}
+    elif batch is None:
+        parser.error("a batch is missing: --batch 8x512, or --batch-from NAME")
+    named = namespace.get(options["optimizer"])
+    if hasattr(named, "param_groups"):
+        options["optimizer"] = named
+    return _model(expression, namespace), options
+
+
+def _variable(name: str, namespace: Mapping[str, Any]) -> Any:
+    if name not in namespace:
+        raise PlanError(f"%nbtrain memory: the notebook has no variable {name!r}")
+    return namespace[name]
+
+
+def _model(expression: str, namespace: Mapping[str, Any]) -> Any:
+    if expression.isidentifier():
+        return _variable(expression, namespace)
+    try:
+        code = compile(expression, "<%nbtrain memory>", "eval")
+    except SyntaxError as error:
+        raise PlanError(
+            f"%nbtrain memory: {expression!r} is not an expression: {error.msg}"
+        ) from None
+    scope = dict(namespace)
+    return lambda: eval(code, scope)  # the user's own expression, as in a cell

@@ -1,0 +1,64 @@
+"""``%%nbtrain migrate``: show, or make, the changes by which a plain loop trains on all ranks."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Any
+
+from ..errors import PlanError
+from ..planning.cell import read_cell
+from ..planning.lint import apply_edits, lint
+
+USAGE = "%%nbtrain migrate [--apply], on top of the cell that has the training loop"
+_MAGIC = re.compile(r"\s*%%distributed\b[^\n]*\n")
+
+
+def migrate(shell: Any, arguments: list[str], source: str) -> str:
+    """Return the changes to a cell as a unified diff; with ``--apply``, make them in the notebook.
+
+    Raises `PlanError` for a cell without a loop that can be migrated, with the reason, and
+    `SyntaxError` for one that is not Python.
+    """
+    if arguments not in ([], ["--apply"]):
+        raise PlanError(f"%nbtrain: unknown arguments {' '.join(arguments)!r}. Use {USAGE}")
+    result = migrated(shell, source)
+    if arguments:
+        shell.set_next_input(result, replace=True)
+        return "The cell is migrated to Accelerate. Run it again to train."
+    before, after = (text.rstrip("\n").split("\n") for text in (source, result))
+    lines = difflib.unified_diff(before, after, "this cell", "migrated", lineterm="")
+    return "\n".join([*lines, "", "To make these changes: %%nbtrain migrate --apply"])
+
+
+def migrated(shell: Any, source: str) -> str:
+    """Return a cell with its training loop migrated to Accelerate; see `migrate`."""
+    magic = _MAGIC.match(source)
+    head = magic.group() if magic else ""
+    body = source[len(head) :]
+    python = shell.transform_cell(body)
+    findings = lint(read_cell(python, "<cell>", shell.user_ns))
+    changes = [finding for finding in findings if finding.code == "migrate"]
+    if not changes:
+        raise PlanError(
+            "%%nbtrain migrate: this cell has no plain PyTorch loop to migrate (one that steps an "
+            "optimizer, without Accelerate or DistributedDataParallel)"
+        )
+    if not all(finding.edits for finding in changes):
+        raise PlanError(
+            f"%%nbtrain migrate: this loop needs changes by hand. {changes[0].text}. The steps "
+            "are at huggingface.co/docs/accelerate/basic_tutorials/migration"
+        )
+    if changes[0].place:
+        raise PlanError(
+            f"%%nbtrain migrate: the loop is in {changes[0].location}: put %%nbtrain migrate on "
+            "top of that cell"
+        )
+    edits = [edit for finding in changes for edit in finding.edits]
+    typed, parsed = body.split("\n"), python.split("\n")
+    for line in (edit.line for edit in edits if edit.delete):
+        if typed[line - 1 : line] != parsed[line - 1 : line]:  # IPython made several lines one
+            raise PlanError(
+                f"%%nbtrain migrate: line {line} is not plain Python; change it by hand"
+            )
+    return head + apply_edits(body, edits)

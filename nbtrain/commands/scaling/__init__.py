@@ -1,0 +1,6 @@
+"""What more ranks bring: the same function on 1, 2, 4, … of them, and where the rest is lost."""
+
+from .measure import ask, scaling
+from .report import ScalingReport
+
+__all__ = ["ScalingReport", "ask", "scaling"]

@@ -1,0 +1,421 @@
+"""Part of a Ray cluster, for one run: finds nodes, reserves them, and checks what they have.
+
+Only the driver's process runs this: its calls of Ray are synchronous, except where it waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...errors import LaunchError, PlanError
+from ...system.text import format_bytes, plural
+from . import dependencies, node_actor
+
+RETURN = 10.0
+"""Seconds that nodes have to come back, or others to replace them, before another attempt."""
+
+PLACING = 20.0
+"""Seconds that Ray has to reserve what was free, and to start a process on each node."""
+
+ANSWERING = 5.0
+"""Seconds that a cluster has to accept a connection."""
+
+_ROOM = 36
+"""The longest folder of temporary files that Ray's sockets fit into: their paths have 107 bytes."""
+
+_AGAIN = 1.0
+"""Seconds between two looks at what is free."""
+
+_GET_ONE = (
+    "Start one on this host: `ray start --head` (and `ray start --address=HOST:6379` on the "
+    "others), or try it with --address local."
+)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of a Ray cluster."""
+
+    id: str
+    name: str
+    address: str
+    total: Mapping[str, float] = field(default_factory=dict)
+    """All that it has, by Ray's names (CPU, GPU, …)."""
+    free: Mapping[str, float] = field(default_factory=dict)
+    port: int = 0
+    """Where Ray's own process listens there; 0 if unknown."""
+
+
+@dataclass(frozen=True)
+class NodeRequest:
+    """What a run needs of a cluster."""
+
+    nodes: tuple[int, int]
+    """The least and the largest number of nodes."""
+    per_node: int
+    """Ranks per node."""
+    bundle: Mapping[str, float]
+    """What each node must hold for them, by Ray's names."""
+    patience: float = 0.0
+    """Seconds that the cluster has to make room."""
+    modules: Mapping[str, bool] = field(default_factory=dict)
+    """Modules that nodes must have, or that they should have: the function may import them."""
+
+
+@dataclass(frozen=True)
+class PlacedNode:
+    """A reserved node, the `NodeActor` that runs on it, and what that reported of it."""
+
+    node: Node
+    actor: Any
+    facts: Mapping[str, Any]
+
+
+def join(address: str | None, sources: str | None) -> Any:
+    """Connect this process to a cluster, with the Python files below `sources`; return Ray.
+
+    Raises `LaunchError`.
+    """
+    # jsonschema (4.26), which Ray imports, parses the grammar of all IRIs by it: a second for
+    # nothing, wherever JupyterLab is installed.
+    sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
+    try:
+        import ray
+    except ImportError as error:
+        raise LaunchError("the ray engine needs Ray: pip install 'nbtrain[ray]'") from error
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    address, label = cluster_address(address, os.environ)
+    options: dict[str, Any] = _new_cluster_options() if address == "local" else {}
+    try:
+        _check_listens(address or "")
+        with tempfile.TemporaryDirectory(prefix="nbtrain-sources-") as folder:
+            if sources is not None and dependencies.copy_sources(Path(sources), Path(folder)):
+                options["runtime_env"] = {"working_dir": folder}
+            ray.init(
+                address=address or "auto",
+                namespace="nbtrain",
+                log_to_driver=False,
+                logging_level="error",
+                **options,
+            )
+    except ConnectionError as error:
+        if address is None:
+            raise LaunchError(f"no Ray cluster was found on this host. {_GET_ONE}") from error
+        reason = str(error).strip().partition("\n")[0][:300]
+        raise LaunchError(
+            f"no Ray cluster answers at {label}, or this host is not one of its nodes "
+            f"({reason}). A launch starts on a node: ray start --address={address}"
+        ) from error
+    ray.cloudpickle.register_pickle_by_value(node_actor)
+    return ray
+
+
+def _new_cluster_options() -> dict[str, Any]:
+    """Return the options to start Ray with: no dashboard, and a folder that sockets fit into."""
+    default = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    short = {"_temp_dir": "/tmp/ray"} if len(default) > _ROOM else {}
+    return {"include_dashboard": False, **short}
+
+
+def cluster_address(address: str | None, environ: Mapping[str, str]) -> tuple[str | None, str]:
+    """Return the address of a cluster, None for this host's, and its label in an error.
+
+    As in Ray, ``RAY_ADDRESS`` counts where the user gave no other. Raises `PlanError`. Pure.
+    """
+    label = str(address)
+    if address in (None, "auto"):
+        address = environ.get("RAY_ADDRESS")
+        label = f"{address} (RAY_ADDRESS)"
+        if address == "local":
+            raise PlanError(
+                "RAY_ADDRESS=local would start Ray: use --address local for that, or unset it"
+            )
+    if address in (None, "", "auto"):
+        return None, "auto"
+    if str(address).startswith("ray://"):
+        raise PlanError(
+            f"{label}: ray:// is the address of Ray's client, which carries no run folder, signal "
+            "or large model. Start the notebook on a node of the cluster (--address auto), "
+            "or make its host a node: ray start --address=HOST:6379"
+        )
+    return address, label
+
+
+def _check_listens(address: str) -> None:
+    """Raise `ConnectionError` if nobody listens at ``HOST:PORT``: Ray would wait for a minute."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdecimal():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), ANSWERING).close()
+        except OSError as error:
+            raise ConnectionError(str(error)) from error
+
+
+def nodes(ray: Any) -> list[Node]:
+    """Return the nodes that are alive, with what is free on them."""
+    from ray._private.state import available_resources_per_node
+
+    every = ray.nodes()
+    # Dead nodes are named, too, so that a name never changes its node.
+    names = unique_names([(n["NodeID"], n["NodeManagerHostname"]) for n in every])
+    free = available_resources_per_node()
+    return [
+        Node(
+            id=id,
+            name=names[id],
+            address=n["NodeManagerAddress"],
+            total=n["Resources"],
+            free=free.get(id, {}),
+            port=n["NodeManagerPort"],
+        )
+        for n in every
+        if n["Alive"] and (id := n["NodeID"])
+    ]
+
+
+class Reservation:
+    """What is reserved for a run, until `release`."""
+
+    def __init__(self, ray: Any, report: Callable[[str], None]) -> None:
+        self._ray, self._report, self._reported = ray, report, ""
+        self._group: Any = None
+        self._count = 0
+        self.placed: list[PlacedNode] = []
+
+    async def reserve(self, request: NodeRequest, *, again: bool = False) -> int:
+        """Reserve the largest number of nodes that the cluster has room for; return it.
+
+        The cluster has `request.patience` seconds to make room. Where a run begins `again`, it has
+        `RETURN` seconds for all nodes, and its whole patience for the least number of them.
+        Raises `LaunchError`.
+        """
+        self._reported = ""
+        (least, most), begun = request.nodes, time.monotonic()
+        patience = max(request.patience, RETURN if again else 0.0)
+        for count, seconds in ((most, RETURN if again else patience), (least, patience)):
+            if await self._try(request, count, begun + seconds):
+                return count
+            able = min(count, self._able(request))
+            if able >= least and await self._try(request, able):
+                return able
+        shortage = describe_shortage(nodes(self._ray), request.bundle, least, request.per_node)
+        raise LaunchError(shortage)
+
+    def _able(self, request: NodeRequest) -> int:
+        return len(nodes_with_room(nodes(self._ray), request.bundle))
+
+    async def _try(self, request: NodeRequest, count: int, deadline: float = 0.0) -> bool:
+        """Reserve so many nodes, if they have room by the deadline. Raises `LaunchError`.
+
+        The request stands while there is no room for it, too, since an autoscaler goes by that.
+        """
+        from ray.util import placement_group_table, remove_placement_group
+        from ray.util.placement_group import placement_group
+
+        able = self._able(request)
+        if able >= count:
+            deadline = max(deadline, time.monotonic() + PLACING)
+        elif time.monotonic() >= deadline:
+            return False
+        group = placement_group([request.bundle] * count, strategy="STRICT_SPREAD")
+        ready = asyncio.ensure_future(group.ready())
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                if able < count:
+                    self._waits(describe_wait(able, count, request.bundle, request.per_node))
+                if (await asyncio.wait([ready], timeout=min(_AGAIN, left)))[0]:
+                    ready.result()
+                    self._group, self._count = group, count
+                    return True
+                is_created = placement_group_table(group).get("state") == "CREATED"
+                if is_created and able < count:  # `ready` needs a process of Ray's to start
+                    deadline = max(deadline, time.monotonic() + PLACING)
+                # What is reserved for this run is not free any more, and so not counted as room.
+                able = count if is_created else self._able(request)
+        finally:
+            if self._group is not group:
+                ready.cancel()
+                remove_placement_group(group)
+        if able < count:
+            return False
+        raise LaunchError(
+            f"Ray could not reserve {describe_amounts(request.bundle)} on each of {count} nodes in "
+            "time, though they are free (ray status)"
+        )
+
+    def _waits(self, text: str) -> None:
+        if text != self._reported:
+            self._reported = text
+            self._report(text)
+
+    async def place(self, request: NodeRequest, *, again: bool = False) -> list[str]:
+        """Reserve nodes if none are, and start an actor on each; return the notes about them.
+
+        Raises `LaunchError`.
+        """
+        if self._group is None:
+            await self.reserve(request, again=again)
+        actors, modules = self._start_actors(request.bundle), list(request.modules)
+        here = node_actor.NodeActor().look([])
+        try:
+            looks = asyncio.gather(*(a.look.remote(modules, not i) for i, a in enumerate(actors)))
+            facts = await asyncio.wait_for(looks, PLACING)
+        except asyncio.TimeoutError:
+            raise LaunchError(f"nodes did not answer within {PLACING:g} s (ray status)") from None
+        by_id = {node.id: node for node in nodes(self._ray)}
+        pairs = zip(actors, facts, strict=True)
+        self.placed = [PlacedNode(by_id[fact["node"]], actor, fact) for actor, fact in pairs]
+        return check_nodes(self.placed, request, here, time.time())
+
+    def _start_actors(self, needed: Mapping[str, float]) -> list[Any]:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        remote, builtin = self._ray.remote(node_actor.NodeActor), ("CPU", "GPU", "memory")
+        return [
+            remote.options(
+                num_cpus=needed.get("CPU", 0),
+                num_gpus=needed.get("GPU", 0),
+                memory=needed.get("memory"),
+                resources={k: v for k, v in needed.items() if k not in builtin},
+                max_concurrency=16,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
+            ).remote()
+            for index in range(self._count)
+        ]
+
+    def release(self) -> None:
+        """Give back what was reserved; Ray ends the actors there with it."""
+        from ray.util import remove_placement_group
+
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+
+
+async def has_ended(node: Node) -> bool:
+    """Whether a host answers, but refuses connections to Ray's process there: that has ended.
+
+    Ray itself reports such an end once five of its health checks failed, 15 s later.
+    """
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(node.address, node.port), 1.0)
+        writer.close()
+    except (OSError, asyncio.TimeoutError) as error:
+        return isinstance(error, ConnectionRefusedError) and node.port > 0
+    return False
+
+
+def check_nodes(
+    placed: Sequence[PlacedNode], request: NodeRequest, here: Mapping[str, Any], ended: float
+) -> list[str]:
+    """Return notes about nodes, which reported after `here`, this host, and before `ended`.
+
+    Raises `LaunchError` for nodes on which the ranks cannot run. Pure.
+    """
+    troubles: list[str] = []
+    notes: list[str] = []
+    for name, facts in ((place.node.name, place.facts) for place in placed):
+        for package, version in here["versions"].items():
+            there = facts["versions"].get(package, version)
+            text = f"{name} has {package} {there}; this host has {version}"
+            if _release(there) != _release(version):
+                troubles.append(text)
+            elif there != version:
+                notes.append(f"{text}.")
+        if lacks := [m for m in facts["missing"] if request.modules[m]]:
+            troubles.append(f"{name} lacks {', '.join(lacks)}")
+        if lacks := [m for m in facts["missing"] if not request.modules[m]]:
+            notes.append(f"{name} lacks {', '.join(lacks)}, which the function may import.")
+        if not here["time"] - 1.0 <= facts["time"] <= ended + 1.0:
+            off = facts["time"] - here["time"]
+            notes.append(f"The clock of {name} is {off:+.1f} s off, and so are its ranks' times.")
+        if not facts["interface"]:
+            notes.append(
+                f"{name}: none of its network interfaces has the address "
+                f"{facts['address']}, by which Ray knows it. If its ranks cannot "
+                "connect to the others, name the interface: --env GLOO_SOCKET_IFNAME=…"
+            )
+    if troubles:
+        raise LaunchError(
+            "the nodes differ too much from this host:\n  " + "\n  ".join(troubles) + "\nInstall "
+            "the same on all of them; nothing was started."
+        )
+    return notes
+
+
+def _release(version: str) -> tuple[str, ...]:
+    """Return the part of a version that must agree: ``2.13``."""
+    return tuple(version.partition("+")[0].split(".")[:2])
+
+
+def unique_names(nodes: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Return a name for each node by its id, from ids and host names; no two are the same."""
+    hosts = [host for _, host in nodes]
+    return {id: host if hosts.count(host) == 1 else f"{host}/{id[:6]}" for id, host in nodes}
+
+
+def bundle(ranks: int, each: Mapping[str, float]) -> dict[str, float]:
+    """Return what a node must hold for `ranks` that need `each`; a rank needs a CPU by default.
+
+    To four digits, as Ray counts: three times 0.1 fit into 0.3.
+    """
+    wanted = {"CPU": 1.0, **each}
+    return {name: round(ranks * amount, 4) for name, amount in wanted.items() if amount}
+
+
+def nodes_with_room(nodes: Sequence[Node], needed: Mapping[str, float]) -> list[Node]:
+    """Return the nodes on which `needed` is free."""
+    return [node for node in nodes if _has_room(node, needed)]
+
+
+def _has_room(node: Node, needed: Mapping[str, float]) -> bool:
+    return all(node.free.get(name, 0.0) >= amount for name, amount in needed.items())
+
+
+def describe_shortage(
+    nodes: Sequence[Node], needed: Mapping[str, float], wanted: int, ranks: int
+) -> str:
+    """Return that fewer than `wanted` nodes have room for `ranks` ranks each, and what each has."""
+    able = len(nodes_with_room(nodes, needed))
+    head = (
+        f"{able} of {len(nodes)} nodes have {describe_amounts(needed)} free (for "
+        f"{plural(ranks, 'rank')} each), but the run needs {plural(wanted, 'such node')}."
+    )
+    lines = [f"  {node.name} ({node.address}): {_describe_node(node, needed)}" for node in nodes]
+    advice = (
+        "Ask for fewer ranks or nodes, or for fewer resources per rank (--resources), or wait "
+        "until others have finished (ray status shows them)."
+    )
+    return "\n".join([head, *lines, advice])
+
+
+def describe_wait(able: int, count: int, needed: Mapping[str, float], ranks: int) -> str:
+    """Return that `able` of the `count` nodes that are wanted have room."""
+    each = "for a rank each" if ranks == 1 else f"for {ranks} ranks each"
+    return f"waiting for {count} nodes with {describe_amounts(needed)} free ({each}): {able} so far"
+
+
+def _describe_node(node: Node, needed: Mapping[str, float]) -> str:
+    def free(name: str) -> str:
+        free, total = node.free.get(name, 0.0), node.total.get(name, 0.0)
+        return f"{_format_amount(free)} of {_format_amount(total)} {name} free"
+
+    return ", ".join(map(free, needed)) + (" (has room)" if _has_room(node, needed) else "")
+
+
+def describe_amounts(needed: Mapping[str, float]) -> str:
+    """Write amounts: ``2 CPU and 1 GPU``."""
+    return " and ".join(f"{_format_amount(amount)} {name}" for name, amount in needed.items())
+
+
+def _format_amount(value: float) -> str:
+    return format_bytes(value) if value > 1e6 else f"{value:g}"

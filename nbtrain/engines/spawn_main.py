@@ -1,0 +1,78 @@
+"""What runs in a fresh interpreter before it is a rank: `main`, called by the spawn engine."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from ..planning.plan import Call, Plan
+from ..planning.world import Placement
+from ..tracking import clock
+from ..tracking.run_folder import RunFolder
+from ..transport import exceptions, payload
+from ..worker import main as worker
+from ..worker import stack_dumps
+from ..worker.job import Job
+from .process.finish_process import finish_process, run_to_end
+from .process.kernel_detach import die_with, text_stream
+
+
+def main(order: dict[str, Any]) -> NoReturn:
+    """Load the parcel, be the rank, and end the process."""
+    run_to_end(lambda: _be_rank(order))
+
+
+def _be_rank(order: dict[str, Any]) -> int:
+    folder = RunFolder(Path(order["folder"]))
+    die_with(order["parent"])
+    clock.follow(order["clock"])
+    _die_when_asked(folder)
+    sys.stdout = sys.__stdout__ = text_stream(1)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = text_stream(2)  # type: ignore[misc]
+    faulthandler.enable(file=2)
+    stack_dumps.answer_with_stacks(folder, order["rank"])  # now: an import may hang, too
+    plan, classes = _load(order)
+    job = Job(
+        plan=plan,
+        folder=folder,
+        world=None if order["world"] is None else Placement(**order["world"]),
+        shared_classes=classes,
+        **order["job"],
+    )
+    code = worker.main(job, order["rank"])
+    finish_process()
+    return code
+
+
+def _die_when_asked(folder: RunFolder) -> None:
+    """Until the rank has begun, an interrupt that the launcher sends ends it at once."""
+
+    def end(_signum: int, _frame: FrameType | None) -> None:
+        if folder.stopping_file.exists():
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    signal.signal(signal.SIGINT, end)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _load(order: dict[str, Any]) -> tuple[Plan, frozenset[type]]:
+    """Unpack the parcel; what goes wrong in it is the rank's own failure, told as any other."""
+    try:
+        return payload.unpack(order["parcel"])
+    except Exception as error:  # whatever the import of a user's module raises
+        place = f"while loading {payload.loading()} in a fresh process"
+        exceptions.set_notes(error.with_traceback(None), [place])
+        return Plan(Call(_fail, (error,)), name="load"), frozenset()
+    finally:
+        for descriptor in order["descriptors"]:
+            os.close(descriptor)
+
+
+def _fail(error: Exception) -> NoReturn:
+    raise error

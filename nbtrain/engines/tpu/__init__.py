@@ -1,0 +1,1 @@
+"""Ranks that drive a TPU."""

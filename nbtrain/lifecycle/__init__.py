@@ -1,0 +1,1 @@
+"""The life of a run: start, watch, restart, detach, reopen, list."""

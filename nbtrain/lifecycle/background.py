@@ -1,0 +1,95 @@
+"""The background supervisor: a process that watches a run which the cell does not wait for.
+
+It is forked from the kernel and forks (or spawns) the ranks itself, so it is their parent: what the
+kernel does next, or that it dies, is nothing to it. The kernel follows the run's folder
+(`nbtrain.lifecycle.follower`), as any other process may. On a leash, it ends the run when its
+kernel ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import signal
+from functools import partial
+from typing import Any
+
+from ..engines import Engine
+from ..engines.process import kernel_detach
+from ..engines.process.forking import fork_process, ready_to_fork
+from ..errors import LaunchError
+from ..tracking.launch_log import LOGGER
+from ..tracking.run_folder import RunFolder, hand_over
+from ..tracking.state import RunState
+from ..worker.job import Job
+from .restarts import run_attempts
+from .supervisor import Interrupts, Supervisor
+
+
+def start(engine: Engine, job: Job, state: RunState, *, leash: bool) -> int | None:
+    """Start a run that nobody waits for; return its supervisor's process if it is our child.
+
+    Without a `leash` it is nobody's child, and outlives this process. Raises `LaunchError`.
+    """
+    random_state = random.getstate()  # Python gives every forked process a new one
+    watch = partial(_watch, engine, job, state, random_state, os.getpid() if leash else None)
+    try:
+        with ready_to_fork():
+            if leash:
+                return _fork_supervisor(watch, job.folder)
+            between = fork_process(partial(_fork_again, watch, job.folder))
+            with contextlib.suppress(ChildProcessError):  # reaped elsewhere: SIGCHLD is ignored
+                if code := os.waitstatus_to_exitcode(os.waitpid(between, 0)[1]):
+                    raise OSError(code, os.strerror(code))
+            return None
+    except OSError as error:
+        reason = f"no process could be made to watch the run ({error.strerror})"
+        with contextlib.suppress(OSError):  # else it would seem to run as long as this kernel
+            Supervisor(job.folder, state).abort(reason)
+        raise LaunchError(reason) from error
+
+
+def _fork_supervisor(watch: partial[int], folder: RunFolder) -> int:
+    """Fork the supervisor and write its process down: should it die at once, that shows."""
+    process = fork_process(watch)
+    try:
+        hand_over(folder, process)
+    except BaseException:  # whatever it was: a run that nobody knows of is not left behind
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        raise
+    return process
+
+
+def _fork_again(watch: partial[int], folder: RunFolder) -> int:
+    """Fork the supervisor, and end: no signal to the kernel's children hits an orphan."""
+    try:
+        _fork_supervisor(watch, folder)
+    except OSError as error:
+        return error.errno or 1
+    return 0
+
+
+def _watch(engine: Engine, job: Job, state: RunState, random_state: Any, kernel: int | None) -> int:
+    random.setstate(random_state)
+    kernel_detach.leave_kernel(job.folder.launcher_log)
+    gc.freeze()
+    plan = job.plan
+    LOGGER.info("process %d watches the run", os.getpid())
+    supervisor = Supervisor(job.folder, state, plan.timeout, plan.hang_after)
+
+    def end(_signum: int, _frame: object) -> None:
+        supervisor.request_stop("by SIGTERM to the process that watched it", hasty=True)
+
+    def look(_state: RunState, _now: float) -> None:
+        # Not PR_SET_PDEATHSIG: that comes when the thread that forked ends, and on Linux alone.
+        if kernel is not None and os.getppid() != kernel:
+            supervisor.request_stop("because its kernel ended", hasty=True)
+
+    signal.signal(signal.SIGTERM, end)
+    supervisor.show = look
+    with Interrupts(wanted=False) as interrupts:
+        error = run_attempts(engine, job, supervisor, interrupts)
+    return 0 if error is None else 1

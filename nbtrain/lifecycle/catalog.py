@@ -1,0 +1,83 @@
+"""Lists the kept runs, and finds one by its name."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+from ..errors import NbtrainError, PlanError
+from ..system.text import format_duration, plural
+from ..tracking import run_folder as folders
+from ..ui.labels import main_metric
+from ..ui.tables import text_table
+from .run import Run, going_on, last_run
+from .run_info import RunInfo, frame, run_info
+
+
+def run_infos() -> list[RunInfo]:
+    """Return the kept runs, the newest last; those whose manifest cannot be read are left out."""
+    infos = []
+    for folder in folders.runs():
+        with contextlib.suppress(OSError, NbtrainError):  # pruned meanwhile, or damaged
+            infos.append(run_info(folder))
+    return infos
+
+
+def runs() -> Any:
+    """Return the kept runs as a pandas DataFrame, a row each, the newest last.
+
+    Columns are run, status, created (UTC), seconds, ranks, engine, mixed_precision, then a column
+    for each plain argument of the training functions, and one for each metric: the mean over ranks
+    of its last value.
+
+    Raises `MissingExtra` where pandas is not installed.
+    """
+    return frame(run_infos())
+
+
+def page(infos: list[RunInfo], now: float) -> str:
+    """Return a table of runs, and how to show one of them."""
+    skipped = [f"{name} {reason}: skipped" for name, reason in folders.foreign().items()]
+    if not infos:
+        return "\n".join([f"No run is kept in {folders.root()}.", *skipped])
+    head = ("run", "status", "when", "ranks", "took", "last")
+    lines = text_table([head, *(_row(info, now) for info in infos)], "<" * len(head))
+    hint = "%nbtrain show RUN displays a run, %nbtrain stop RUN ends it (RUN: how its name begins)."
+    return "\n".join([*lines, "", *skipped, hint])
+
+
+def _row(info: RunInfo, now: float) -> tuple[str, ...]:
+    so_far = max(0.0, now - info.created) if info.status == "running" else None
+    seconds = so_far if info.seconds is None else info.seconds
+    metric = main_metric(info.metrics)
+    return (
+        info.name,
+        info.status,
+        time.strftime("%a %d %b %H:%M", time.localtime(info.created)),
+        plural(info.ranks, "rank"),
+        "" if seconds is None else format_duration(seconds),
+        "" if metric is None else f"{metric} {info.metrics[metric]:.4g}",
+    )
+
+
+def find_run(beginning: str = "") -> Run:
+    """Return the run whose folder's name is, or uniquely begins with, a text; '' for the last.
+
+    Raises `PlanError` where there is none, or more than one.
+    """
+    last = last_run()
+    if not beginning and last is not None:
+        return last
+    every = folders.runs()
+    matches = [f for f in every if f.path.name.startswith(beginning)]
+    exact = [f for f in matches if f.path.name == beginning] if beginning else every[-1:]
+    if not exact and len(matches) != 1:
+        problem = "no run is kept yet"
+        if beginning:
+            count = f"{len(matches)} kept runs begin" if matches else "no kept run begins"
+            problem = f"{count} with {beginning!r}"
+        raise PlanError(f"{problem}: `%nbtrain runs`, or `nbtrain runs` in a terminal, lists them")
+    path = (exact or matches)[0].path
+    known = [run for run in (last, *going_on()) if run is not None and run.folder == path]
+    return known[0] if known else Run.open(path)

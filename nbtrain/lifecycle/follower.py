@@ -1,0 +1,157 @@
+"""Follows a run that another process watches, by what that writes into the run's folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+from ..tracking import clock
+from ..tracking import events as ev
+from ..tracking.event_log import new_events
+from ..tracking.reducers import ended, fold
+from ..tracking.replay import catch_up, in_order, read_state
+from ..tracking.run_folder import RunFolder, ask_to_stop, is_watched
+from ..tracking.state import RunState
+
+TICK = 0.1
+"""Seconds between two looks at the folder."""
+
+PATIENCE = 1.0
+"""Seconds between two looks at whether anybody watches the run still."""
+
+GAP = 5.0
+"""Seconds that the process which watches a run has to make its folder again, if it was deleted."""
+
+BOARDS = 3
+"""Boards of one run that are drawn live: each costs as much as the first."""
+
+Show = Callable[[RunState, float], None]
+
+
+class Follower:
+    """Keeps the picture of a run up to date, in a thread, until the run is over.
+
+    `supervisor` is the process that watches it, where that is a child of this one. Raises as
+    `nbtrain.tracking.replay.read_state` does.
+    """
+
+    def __init__(self, folder: RunFolder, supervisor: int | None = None) -> None:
+        self.state, _, self._reader = catch_up(folder)
+        self.over = threading.Event()
+        self._folder = folder
+        self._supervisor = supervisor
+        self._shows: list[tuple[Show, Show]] = []
+        self._has_ended = False
+        self._ending = threading.Lock()
+        self._thread = threading.Thread(target=self._follow, name="nbtrain-follow", daemon=True)
+
+    def start(self) -> None:
+        """Begin to follow."""
+        self._thread.start()
+
+    def wait_for_ranks(self, patience: float) -> bool:
+        """Wait until the ranks were started; False if they will not be. Before `start`."""
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline and not self.state.is_over:
+            if all(rank.pid is not None for rank in self.state.ranks):
+                return True
+            if not self._is_watched():
+                return False
+            time.sleep(TICK / 10)
+            self._look()
+        return not self.state.is_over or any(rank.pid is not None for rank in self.state.ranks)
+
+    def show(self, update: Show, finish: Show) -> None:
+        """Have `update` called at each look, in the follower's thread, and `finish` at the end."""
+        with self._ending:
+            if not self._has_ended:
+                self._shows.append((update, finish))
+                return
+        finish(self.state, clock.now())
+
+    def request_stop(self, how: str) -> None:
+        """Ask the process that watches the run to end it."""
+        ask_to_stop(self._folder, how)
+
+    def _follow(self) -> None:
+        due = 0.0
+        try:
+            while not self.state.is_over:
+                with contextlib.suppress(OSError):  # no descriptor left here: the next look may do
+                    self._look()
+                while len(self._shows) > BOARDS:
+                    self._shows.pop(0)[1](self.state, clock.now())
+                for update, _ in tuple(self._shows):
+                    update(self.state, clock.now())
+                if time.monotonic() >= due:
+                    due = time.monotonic() + PATIENCE
+                    if not self._is_watched():
+                        break
+                self.over.wait(TICK)
+        finally:
+            self._end()
+
+    def _look(self) -> None:
+        launcher_events: list[ev.Event] = []
+        with contextlib.suppress(OSError):  # out of descriptors: the next look may do
+            launcher_events += new_events(self._reader.launcher)
+        ready, closing = in_order(launcher_events, [])
+        ended_ranks = {event.rank for event in closing if event.rank >= 0}
+        if any(isinstance(event, ev.Attempt) for event in ready):  # theirs first, then the next
+            ended_ranks = set(range(self.state.world_size))
+        rank_events = self._reader.read(ended=ended_ranks)
+        attempts = [event.time for event in ready if isinstance(event, ev.Attempt)]
+        before = [event for event in rank_events if attempts and event.time < attempts[-1]]
+        after = [event for event in rank_events if not attempts or event.time >= attempts[-1]]
+        self.state = fold(self.state, [*before, *ready, *after, *closing])
+
+    def _is_watched(self) -> bool:
+        """Whether the process that watches the run is there; a child that ended is let go."""
+        if self._supervisor is not None:
+            with contextlib.suppress(ChildProcessError):
+                if os.waitpid(self._supervisor, os.WNOHANG)[0] == 0:
+                    return True
+                self._supervisor = None
+                return False
+        given_up = time.monotonic() + GAP
+        while not self._folder.path.exists():
+            if time.monotonic() > given_up:
+                return False
+            time.sleep(TICK)
+        return is_watched(self._folder)
+
+    def _end(self) -> None:
+        try:
+            self.state = read_state(self._folder)
+        except Exception as error:  # its folder was deleted: the picture we have stays
+            is_there = self._folder.path.exists()
+            reason = (
+                f"its folder cannot be read ({error})" if is_there else "its folder was deleted"
+            )
+            if not self.state.is_over:
+                self.state = ended(self.state, "lost", clock.now(), reason)
+        if self._supervisor is not None:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self._supervisor, 0)
+        with self._ending:
+            self._has_ended = True
+        for _, finish in self._shows:
+            finish(self.state, clock.now())
+        self.over.set()
+
+
+_followers: weakref.WeakValueDictionary[Path, Follower] = weakref.WeakValueDictionary()
+
+
+def following(folder: RunFolder) -> Follower:
+    """Return the follower that this run has already, or a new one."""
+    follower = _followers.get(folder.path)
+    if follower is None or follower.over.is_set():
+        follower = _followers[folder.path] = Follower(folder)
+        follower.start()
+    return follower

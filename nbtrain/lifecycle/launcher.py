@@ -1,0 +1,374 @@
+"""From a plan to a finished run: resolve, check, prepare, execute, raise.
+
+`run_plan` has the five steps; `execute` starts the ranks and watches them to their end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from .. import engines
+from ..engines import Engine
+from ..errors import LaunchError, PlanError, PreflightError
+from ..planning import accelerate_config as config_file
+from ..planning import build_estimate, preflight
+from ..planning import world as several
+from ..planning.findings import Finding
+from ..planning.lint import lint
+from ..planning.option_parser import plan_fields
+from ..planning.option_types import HANG_AFTER, SOURCES
+from ..planning.plan import Call, Plan
+from ..planning.world import Rendezvous
+from ..system import host, tpu
+from ..system.text import plural
+from ..tracking import clock, launch_log
+from ..tracking.diagnosis import stacks
+from ..tracking.launch_log import LOGGER
+from ..tracking.replay import initial_state
+from ..tracking.state import RunState
+from ..transport import result_pickler
+from ..ui.displays import select
+from ..ui.displays.html_display import Display
+from ..ui.displays.tracebacks import show_from_the_rank
+from ..worker.job import Job
+from . import background
+from .follower import Follower
+from .restarts import run_attempts
+from .results import ResultReceiver
+from .run import Run, conclude, draw_live, going_on, new_folder, remember
+from .run_info import cell_name, manifest
+from .supervisor import Interrupts, Supervisor
+
+START_PATIENCE = 20.0
+"""Seconds that a cell waits until the ranks of a run in the background were started."""
+
+
+def launch(
+    function: Callable[..., Any],
+    /,
+    *args: Any,
+    num_processes: int | None = None,
+    engine: str = "auto",
+    mixed_precision: str | None = None,
+    downcast_bf16: bool = False,
+    config: str | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+    max_restarts: int = 0,
+    background: bool = False,
+    detach: bool = False,
+    view: str = "auto",
+    telemetry: str | Iterable[str] = SOURCES,
+    hang_after: float | None = HANG_AFTER,
+    out: str | Iterable[str] = (),
+    sync: bool = True,
+    address: str | None = None,
+    nodes: int | tuple[int, int] | None = None,
+    resources: Mapping[str, float] | None = None,
+    wait_for_nodes: float = 0.0,
+    **kwargs: Any,
+) -> Run:
+    """Run ``function(*args, **kwargs)`` on several ranks (processes); return the finished `Run`.
+
+    With `background`, the run is returned at once, and the ranks' errors are not raised: call
+    ``run.wait()``, then read ``run.exception`` and ``run.results``.
+
+    The function may be a lambda or a closure; the fork engine pickles nothing of it. Each rank is a
+    process of its own. Its return value is copied back, and so are the trained weights of the
+    models that the function is given. If the function has an argument of the same name as an option
+    below, pass that argument by position, or with ``functools.partial``.
+
+    Args:
+        num_processes: how many ranks; None: one per GPU or TPU chip, or 2 on a host without any; on
+            Ray one per GPU of each node, or one per node.
+        engine: 'auto', 'fork', 'spawn' (fresh processes, which get what the function refers to),
+            'tpu' ('xla', forked, or 'torch_tpu', fresh processes, whichever is installed), 'ray'
+            (on the nodes of a Ray cluster) or 'inline' (one rank in this process, for debugging).
+        mixed_precision: 'no' (None), 'fp16', 'bf16' or 'fp8', for a plain ``Accelerator()``; on a
+            TPU, bf16 applies to every float.
+        downcast_bf16: on a TPU with bf16, torch.float becomes bf16, torch.double a 32-bit float.
+        config: an ``accelerate config`` file, 'default' for Accelerate's default file. It decides
+            what is None here, and FSDP, DeepSpeed, dynamo and the like.
+        env: environment variables of the ranks.
+        timeout: seconds after which the run is stopped, restarts included.
+        max_restarts: how often all ranks start again after one failed, unless the failure is a
+            mistake that would only repeat itself; see `nbtrain.last_checkpoint`.
+        background: return the run as soon as its ranks were started; it ends with the kernel.
+        detach: the same, but the run survives the kernel; ``%nbtrain show`` displays it in another.
+        view: 'auto', 'widget', 'html', 'text' or 'none'.
+        telemetry: what the ranks report by themselves, of
+            `nbtrain.planning.option_types.SOURCES`: names, or a text as for ``%%distributed``
+            ('all', 'none', 'bars,steps', '-loss').
+        hang_after: report a hang after this many seconds without progress of a rank; None or 0:
+            never. A report ends nothing.
+        out: names of variables of rank 0 to copy back (``NAME@all``: of every rank, as a list):
+            arguments, or global variables of the function's module, where they are then assigned.
+        sync: load the trained weights into the models that the function is given, if it succeeds.
+        address: of the Ray cluster: 'auto' (None: the one that this host is a node of), 'local'
+            (start one here, to try it out) or 'HOST:PORT'.
+        nodes: how many nodes of the cluster share the ranks equally, one by default; (least,
+            most): a restart continues with as few as `least`.
+        resources: what each rank reserves on its node, by Ray's names ('CPU', 'GPU', …).
+        wait_for_nodes: seconds to wait until the cluster has room.
+
+    Raises:
+        PlanError: an argument that makes no sense; nothing was started.
+        PreflightError: the state of this process forbids the launch; nothing was started.
+        LaunchError: the ranks could not be started.
+        RankDied: a rank was killed or exited.
+        RunTimeout: the timeout was exceeded.
+        KeyboardInterrupt: the run was interrupted; all ranks have ended.
+        Exception: what the causing rank raised, with its own type.
+    """
+    options = plan_fields(locals())
+    if not callable(function):
+        raise PlanError(f"launch needs a function to call, not a {type(function).__name__}")
+    call = Call(function, args, kwargs)
+    return run_plan(Plan(call, call.name, **options))
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Any = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str | int | None = "29500",
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: Mapping[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+) -> Run:
+    """Do what ``accelerate.notebook_launcher`` does, with its exact signature; return the `Run`.
+
+    Differences: the precision takes effect; CPU ranks form one world; `num_processes` None means
+    one per GPU (2 without any); one process is forked like several, so that the kernel stays clean;
+    a rank's own exception is raised; return values are in ``run.results``, and models among `args`
+    are updated in place. The default port means a free one; any other is used or refused.
+
+    With `num_nodes` > 1, call it on every node, each with its own `node_rank` and with the address
+    and port of node 0 (or start the nodes by ``torchrun``): the ranks of all nodes form one world.
+    Each node shows its own ranks; a failure, a stop or a restart on one node is one on all.
+    ``rdzv_conf={"timeout": 60}`` sets how long the nodes wait for each other (15 min);
+    `log_line_prefix_template` has no effect: every line has its rank already.
+
+    Raises:
+        PlanError: an argument that makes no sense; nothing was started.
+        LaunchError: the ranks could not be started, or the nodes did not meet.
+        NodeFailed: another node failed.
+        PreflightError, RankDied, KeyboardInterrupt, Exception: see `launch`.
+    """
+    if not callable(function):
+        raise PlanError(f"notebook_launcher needs a function, not a {type(function).__name__}")
+    nodes = None
+    if (num_nodes, node_rank) != (1, 0):
+        meet_at = rdzv_endpoint or f"{master_addr}:{use_port or 29500}"
+        nodes = Rendezvous(
+            num_nodes, node_rank, meet_at, rdzv_backend, rdzv_conf or {}, rdzv_id, monitor_interval
+        )
+    call = Call(function, tuple(args))
+    plan = Plan(
+        call,
+        call.name,
+        num_processes=num_processes,
+        mixed_precision=str(getattr(mixed_precision, "value", mixed_precision)).lower(),
+        port=None if nodes is not None else _requested_port(use_port),
+        max_restarts=max_restarts,
+        nodes=nodes,
+    )
+    return run_plan(plan)
+
+
+def _requested_port(use_port: str | int | None) -> int | None:
+    """Return the port the caller chose; Accelerate's default is no choice."""
+    text = "" if use_port is None else str(use_port)
+    if text in ("", "0", "29500"):
+        return None
+    if not text.isdecimal():
+        raise PlanError(f"use_port must be a port number, not {use_port!r}")
+    return int(text)
+
+
+@launch_log.recorded()
+def run_plan(plan: Plan) -> Run:
+    """Resolve a plan, check it, prepare its engine, execute it; return the run, or raise its error.
+
+    A run in the background is returned as soon as its ranks were started.
+    """
+    plan, findings = config_file.applied(plan)
+    engine = engines.choose(plan)
+    try:
+        plan, device = engine.resolve(plan)
+        LOGGER.info("%s on %s", plural(plan.num_processes or 1, "rank"), device)
+        findings += _check(plan, device, engine)
+        engine.prepare(plan)
+        notes = [*(finding.text for finding in findings), *engine.notes]
+        for note in notes:
+            LOGGER.info("note: %s", note)
+        if plan.goes_on:
+            return _start_in_background(plan, device, engine, notes)
+        with Interrupts(wanted=not engine.runs_in_kernel) as interrupts:
+            job, state = make_job(plan, device, engine, notes, lambda: interrupts.count > 0)
+            supervisor = Supervisor(job.folder, state, plan.timeout, plan.hang_after)
+            stop = partial(supervisor.request_stop, "by the Stop button")
+            ask = partial(stacks.ask, job.folder, range(job.world_size))
+            display = select.choose(plan.view, stop, ask, inline=job.in_kernel)
+            run = execute(job, engine, supervisor, display, interrupts)
+    except OSError as failure:  # out of descriptors, most likely
+        raise LaunchError(f"the run could not be started: {failure}") from failure
+    finally:
+        engine.discard()
+    error = run.exception
+    if error is None and interrupts.count and run.state.status == "succeeded":
+        error = KeyboardInterrupt("the interrupt came when the run had ended")
+    if error is not None:
+        raise show_from_the_rank(error)
+    return run
+
+
+def execute(
+    job: Job, engine: Engine, supervisor: Supervisor, display: Display, interrupts: Interrupts
+) -> Run:
+    """Start the ranks, watch them to their end, and return the run with what they left.
+
+    What goes wrong is in ``run.exception``; nothing of it is raised.
+    """
+    run = Run(job.folder, supervisor.state, watcher=supervisor, home=ResultReceiver(job.plan))
+    remember(run)
+    drawing = select.GuardedDisplay(display)
+    supervisor.show = drawing.update
+    error = run_attempts(engine, job, supervisor, interrupts)
+    run.bring_home()  # before the board is drawn for the last time
+    drawing.finish(supervisor.state, clock.now())
+    conclude(run, error)
+    return run
+
+
+def _check(plan: Plan, device: str, engine: Engine) -> list[Finding]:
+    """Return everything to mind about a launch. Raises `PreflightError` or `PlanError`."""
+    return [
+        *config_file.check_device(plan, device),
+        *several.notes(plan.nodes, plan.num_processes or 1, plan.name),
+        *(_check_alone(plan, device) if engine.checks_host else ()),
+        *_check_task(plan, device, engine),
+    ]
+
+
+def _check_task(plan: Plan, device: str, engine: Engine) -> list[Finding]:
+    """Return what may go wrong. Raises `PreflightError` for what is certain to."""
+    ranks, built = plan.num_processes or 1, 0
+
+    def bytes_built() -> int:
+        nonlocal built
+        with contextlib.suppress(Exception):  # reading any source may raise anything
+            built = build_estimate.bytes_built(plan.task)
+        return built
+
+    on_host = preflight.check(plan, device, engine, bytes_built) if engine.checks_host else ()
+    in_code: tuple[Finding, ...] = ()
+    with contextlib.suppress(Exception):  # it is advice
+        memory = host.memory()
+        is_filled = memory is not None and ranks * built > memory.available
+        in_code = lint(
+            plan.task,
+            device=device,
+            low_ram_tpu=device in tpu.ENGINES.values() and is_filled,
+            ranks=ranks,
+            name_cell=cell_name,
+        )
+    return [*on_host, *in_code]
+
+
+_LOGGED = ("name", "engine", "mixed_precision", "timeout", "max_restarts", "env", "scaling")
+"""What the log says of a plan, by the keys of the manifest: of `env`, it has the names alone."""
+
+
+def _check_alone(plan: Plan, device: str) -> list[Finding]:
+    """Return a finding if another run of this kernel goes on. On the same devices it is refused.
+
+    Raises `PreflightError`.
+    """
+    others = [run.folder.name for run in going_on()]
+    if not others:
+        return []
+    other = f"Run {others[-1]} of this notebook is still running in the background"
+    if device == "cpu" or (device == "cuda" and "CUDA_VISIBLE_DEVICES" in plan.env):
+        return [Finding(f"{other}; the new run shares this host with it.")]
+    devices, share = "TPU", "."
+    if device == "cuda":
+        devices, share = "GPUs", ", or give each run its own: --env CUDA_VISIBLE_DEVICES=0,1"
+    raise PreflightError(
+        f"{other}, on the same {devices}. Wait for it (nbtrain.last_run().wait()), "
+        f"or end it (nbtrain.last_run().stop()){share}"
+    )
+
+
+def _start_in_background(plan: Plan, device: str, engine: Engine, notes: Sequence[str]) -> Run:
+    """Start a run that the cell does not wait for; return it once its ranks were started.
+
+    Raises `LaunchError` if they cannot start.
+    """
+    job, state = make_job(plan, device, engine, notes)
+    supervisor = background.start(engine, job, state, leash=not plan.detach)
+    follower = Follower(job.folder, supervisor)
+    run = Run(job.folder, state, watcher=follower, home=ResultReceiver(plan))
+    remember(run, goes_on=True)
+    try:
+        started = follower.wait_for_ranks(START_PATIENCE)
+    except KeyboardInterrupt:
+        follower.start()
+        run.stop("by an interrupt")
+        raise
+    if not started:
+        follower.start()
+        run.wait()
+        printed = launch_log.printed_in(job.folder.launcher_log)
+        raise LaunchError(". ".join(filter(None, (follower.state.message, printed))))
+    draw_live(run, plan.view)
+    follower.start()
+    return run
+
+
+def make_job(
+    plan: Plan,
+    device: str,
+    engine: Engine,
+    notes: Sequence[str],
+    is_interrupted: Callable[[], bool] = lambda: False,
+) -> tuple[Job, RunState]:
+    """Make the run's folder; return what its ranks need, and the picture before they start."""
+    world_size = plan.num_processes or 1
+    if not going_on():  # a run in the background keeps its time
+        clock.synchronize()
+    contents = manifest(plan, world_size, device, notes, engine.runs_in_kernel)
+    job = Job(
+        plan=plan,
+        folder=new_folder(contents, is_interrupted),
+        world_size=world_size,
+        device=device,
+        threads=host.threads_per_rank(world_size),
+        in_kernel=engine.runs_in_kernel,
+        shared_classes=result_pickler.notebook_classes(),
+    )
+    launch_log.keep_in(job.folder.launcher_log)
+    LOGGER.info(
+        "nbtrain %s, Python %s, torch %s, %s, process %d",
+        vars(sys.modules["nbtrain"])["__version__"],
+        contents["python"],
+        contents["torch"],
+        f"{platform.system()} {platform.release()}",  # platform.platform() starts a process
+        os.getpid(),
+    )
+    LOGGER.info("plan: %s", ", ".join(f"{name} {contents[name]!r}" for name in _LOGGED))
+    return job, initial_state(contents)

@@ -1,0 +1,161 @@
+"""From the start of the ranks to their end, and again where another attempt may go better."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from ..engines import Engine
+from ..engines.process.orphan_reaper import OrphanReaper
+from ..system.processes import process_identity
+from ..tracking.diagnosis.failures import is_secondary_failure
+from ..tracking.diagnosis.verdict import line
+from ..tracking.run_folder import set_aside
+from ..tracking.state import RankState, RunState
+from ..worker.job import Job
+from .supervisor import Interrupts, Supervisor
+
+FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0
+"""Seconds before the second attempt, twice as many before each further one, and at most."""
+
+ROOM = 58
+"""The longest folder of temporary files in which sockets can be made: a path of one has 107 bytes,
+103 on macOS, and a run's folder with a socket of nbtrain or `multiprocessing` adds 45."""
+
+SCRATCH = "nbtrain-"
+"""How the names of temporary folders of runs begin; the launcher's process is next."""
+
+ABANDONED = 86400.0
+"""Seconds after which such a folder goes whose launcher has ended."""
+
+_MISTAKES = (
+    "SyntaxError",
+    "IndentationError",
+    "NameError",
+    "UnboundLocalError",
+    "ImportError",
+    "ModuleNotFoundError",
+    "AttributeError",
+    "TypeError",
+)
+"""What a function that never works raises before its first step, at every attempt."""
+
+
+def run_attempts(
+    engine: Engine, job: Job, supervisor: Supervisor, interrupts: Interrupts
+) -> BaseException | None:
+    """Start and watch, attempt after attempt, until the run is over.
+
+    Returns an exception that is at hand as such, not in the run folder.
+    """
+    job = replace(job, scratch=_scratch())
+    reaper: OrphanReaper | None = None
+    supervisor.look_at_cards()
+    try:
+        while True:
+            ranks = engine.start(job)
+            try:
+                if reaper is None and job.scratch and not engine.runs_in_kernel:
+                    reaper = OrphanReaper(job.scratch)  # now: the ranks are more urgent
+                supervisor.watch(ranks, interrupts)
+                supervisor.settle(ranks, interrupts)
+            finally:
+                ranks.close()
+            state = supervisor.state
+            if not supervisor.has_failed or not is_worth_a_restart(state):
+                break
+            reason = (
+                f"attempt {state.attempt} of {state.attempts} failed: {describe_failure(state)}"
+            )
+            set_aside(job.folder, job.world_size, state.attempt)
+            number = state.attempt + 1
+            if not supervisor.begin_again(
+                number, reason, seconds_before_restart(number), interrupts
+            ):
+                break
+            job = replace(job, attempt=number)
+    except BaseException as error:  # an interrupt too: written here, raised by the caller
+        supervisor.abort(f"{type(error).__name__}: {error}")
+        return error
+    finally:
+        if reaper is not None:
+            reaper.close()
+        if job.scratch:
+            shutil.rmtree(job.scratch, ignore_errors=True)
+    supervisor.look_at_cards()
+    supervisor.finish()
+    return ranks.error
+
+
+def _scratch() -> str:
+    usual = tempfile.gettempdir()
+    parent = usual if len(usual) <= ROOM else "/tmp"
+    _delete_abandoned(Path(parent))
+    try:
+        return tempfile.mkdtemp(prefix=f"{SCRATCH}{os.getpid()}-", dir=parent)
+    except OSError:  # a full disk: the run may not need it
+        return ""
+
+
+def _delete_abandoned(parent: Path) -> None:
+    """Delete what launchers left that were killed before their ranks and their reaper were there.
+
+    Empty folders, after a day: /tmp may be shared with a container, whose processes nobody sees.
+    """
+    with contextlib.suppress(OSError):  # out of descriptors: another launcher will
+        for path in parent.glob(f"{SCRATCH}*-*"):
+            pid = path.name.removeprefix(SCRATCH).partition("-")[0]
+            with contextlib.suppress(OSError):  # not empty, another user's, or gone by now
+                is_old = time.time() - path.lstat().st_mtime > ABANDONED
+                if is_old and pid.isdecimal() and process_identity(int(pid)) is None:
+                    path.rmdir()
+
+
+def seconds_before_restart(number: int) -> float:
+    """Return the seconds before the `number`-th attempt: what was in the way may be gone then."""
+    return min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** (number - 2))
+
+
+def is_worth_a_restart(state: RunState) -> bool:
+    """Whether there is another attempt, and the failure is none that it would only repeat."""
+    if state.attempt >= state.attempts:
+        return False
+    if state.peer_failure is not None and (state.peer_failure.final or _is_only_echoed(state)):
+        return not state.peer_failure.final  # it is for the node that failed to say
+    began = any(_has_begun(rank) for rank in state.ranks)
+    kinds = [(rank.error or "").partition(":")[0] for rank in causes(state)]
+    return began or not all(kind in _MISTAKES for kind in kinds)
+
+
+def describe_failure(state: RunState) -> str:
+    """Return why an attempt failed: the first failure that is no echo of another."""
+    failed = causes(state)
+    if state.peer_failure is not None and _is_only_echoed(state):
+        return state.peer_failure.text
+    if not failed:
+        return "no rank reported why"
+    first = min(failed, key=lambda rank: rank.ended or 0.0)
+    return f"rank {first.rank}: {line(first)}"
+
+
+def causes(state: RunState) -> list[RankState]:
+    """Return the ranks whose failure is no echo of another's; else all that failed."""
+    failed = [rank for rank in state.ranks if rank.status in ("failed", "failing")]
+    return [rank for rank in failed if not is_secondary_failure(rank.error or "")] or failed
+
+
+def _is_only_echoed(state: RunState) -> bool:
+    return all(
+        is_secondary_failure(rank.error or "") for rank in state.ranks if rank.status == "failed"
+    )
+
+
+def _has_begun(rank: RankState) -> bool:
+    """Whether a rank got beyond its first step."""
+    steps = rank.progress.steps if rank.progress is not None else 0
+    return steps > 0 or any(bar.n > 0 for bar in rank.bars.values()) or rank.step is not None

@@ -1,0 +1,258 @@
+"""Copies what the ranks of a run left back into the notebook: trained weights and variables."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from ..errors import NbtrainError
+from ..planning.option_types import OF_ALL
+from ..planning.plan import Plan
+from ..planning.task_values import is_model, namespace, returned
+from ..tracking import clock
+from ..tracking import events as ev
+from ..tracking.event_log import EventWriter
+from ..tracking.reducers import fold
+from ..tracking.run_folder import RunFolder
+from ..tracking.state import RunState
+from ..transport import result_pickler, weights
+from ..transport.weight_reader import WeightReader
+from ..ui.labels import not_updated
+from ..worker.result_sender import QUICK
+
+
+class ResultReceiver:
+    """Copies results into the notebook's own objects, as long as they live, and its variables.
+
+    Made before the run starts.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._objects = {name: weakref.ref(value) for name, value in returned(plan).items()}
+        self._namespace = namespace(plan.task)
+        self._has_received = False
+
+    def objects(self) -> dict[str, Any]:
+        """Return the models and optimizers that are copied back, if they are there still."""
+        return {name: value for name, ref in self._objects.items() if (value := ref()) is not None}
+
+    def take(self, folder: RunFolder, state: RunState) -> RunState:
+        """Copy what the ranks saved, weights in place and variables by assignment, once.
+
+        Return the run's state after it. What cannot be copied raises nothing: the state says so,
+        and a warning.
+        """
+        if self._has_received:
+            return state
+        self._has_received = True
+        events = self._received(folder, [saved for rank in state.ranks for saved in rank.saved])
+        if not events:
+            return state
+        with contextlib.suppress(OSError):  # no descriptor left here: the picture at hand has it
+            writer = EventWriter(folder.launcher_events)
+            for event in events:
+                writer.write(event)
+            writer.close()
+        for event in events:
+            if event.trouble:  # on the board too, where there is one
+                message = not_updated(event.name, event.trouble)
+                with contextlib.suppress(Warning):  # where warnings are errors
+                    warnings.warn_explicit(message, UserWarning, "nbtrain", 1)
+        return fold(state, events)
+
+    def _received(
+        self, folder: RunFolder, saved: Sequence[ev.ArtifactSaved]
+    ) -> list[ev.ArtifactLoaded]:
+        troubles: dict[str, str] = {}
+        for sent in saved:
+            troubles[sent.name] = troubles.get(sent.name) or sent.trouble
+        names = [sent.name for sent in saved if sent.what != "value" and not troubles[sent.name]]
+        troubles.update(_take_weights(folder, names, self.objects(), troubles))
+        try:
+            values, lost = _unpickled(folder, self)
+        except Exception as error:  # a file that is gone or damaged
+            values, lost = {}, {sent.name: error for sent in saved if sent.what == "value"}
+        for name, reason in lost.items():
+            troubles[name] = troubles.get(name) or f"{type(reason).__name__}: {reason}"
+        self._namespace.update({n: v for n, v in values.items() if not troubles.get(n)})
+        now = clock.now()
+        return [ev.ArtifactLoaded(now, -1, name, trouble) for name, trouble in troubles.items()]
+
+
+def _take_weights(
+    folder: RunFolder, names: Collection[str], objects: Mapping[str, Any], lost: Mapping[str, str]
+) -> dict[str, str]:
+    """Load weights in place; return the reasons why some could not be, by name.
+
+    What shares tensors with a model that cannot be loaded, or was `lost` in the rank, is not
+    loaded either: else a part of that one would be changed.
+    """
+    with contextlib.ExitStack() as files:
+        return _loaded(folder, names, objects, lost, files)
+
+
+def _loaded(
+    folder: RunFolder,
+    names: Collection[str],
+    objects: Mapping[str, Any],
+    lost: Mapping[str, str],
+    files: contextlib.ExitStack,
+) -> dict[str, str]:
+    ready, troubles = {}, {name: reason for name, reason in lost.items() if reason}
+    for name in names:
+        try:
+            ready[name] = _loading(folder, name, objects.get(name), files, is_handed_over=True)
+        except NbtrainError as error:
+            troubles[name] = str(error)
+    tensors = {name: _ids(value) for name, value in objects.items()}
+    out = [name for name in troubles if name in tensors]
+    while out:
+        first = out.pop()
+        for name in ready.keys() - troubles.keys():
+            if tensors[name] & tensors[first]:
+                troubles[name] = f"it shares tensors with `{first}`, which cannot be loaded"
+                out.append(name)
+    for name in ready.keys() - troubles.keys():
+        try:
+            with _as_nbtrain_error():
+                ready[name]()
+        except NbtrainError as error:
+            troubles[name] = str(error)
+    return troubles
+
+
+def _ids(value: Any) -> set[int]:
+    return set(map(id, weights.named_tensors(value).values())) if is_model(value) else set()
+
+
+def _loading(
+    folder: RunFolder,
+    name: str,
+    target: Any,
+    files: contextlib.ExitStack,
+    *,
+    is_handed_over: bool = False,
+) -> Callable[[], None]:
+    """Return what loads weights in place, from a file that `files` closes.
+
+    Raises `NbtrainError` if they cannot be loaded.
+    """
+    if target is None:
+        raise NbtrainError(
+            "the notebook's object does not exist any more. "
+            f"run.load(model, {name!r}) loads the weights into another model or optimizer"
+        )
+    with _as_nbtrain_error():
+        file = files.enter_context(WeightReader(folder.weights_of(name)))
+        return weights.prepared_load(file, target, is_handed_over=is_handed_over)
+
+
+@contextlib.contextmanager
+def _as_nbtrain_error(prefix: str = "") -> Iterator[None]:
+    try:
+        yield
+    except NbtrainError as error:
+        if not prefix:
+            raise
+        raise type(error)(f"{prefix}{error}") from error
+    except Exception as error:  # a file that is gone or damaged, a target of an unknown kind
+        raise NbtrainError(f"{prefix}{type(error).__name__}: {error}") from error
+
+
+def values(folder: RunFolder, home: ResultReceiver | None) -> dict[str, Any]:
+    """Return the returned variables by name; warn of those that cannot be unpickled.
+
+    Raises what unpickling raised if there is no other.
+    """
+    variables, lost = _unpickled(folder, home)
+    if lost and not variables:
+        raise next(iter(lost.values()))
+    for name, error in lost.items():
+        reason = f"{type(error).__name__}: {error}"
+        warnings.warn(f"{name} could not be loaded: {reason}", stacklevel=3)
+    return variables
+
+
+def _unpickled(
+    folder: RunFolder, home: ResultReceiver | None
+) -> tuple[dict[str, Any], dict[str, Exception]]:
+    """Return the returned variables by name, and why others could not be unpickled.
+
+    What refers to a model of the notebook does so again, and else is an `NbtrainError`.
+    """
+    objects = home.objects() if home is not None else {}
+
+    def find(path: tuple[str, str]) -> Any:
+        name, of_tensor = path
+        if name not in objects:
+            raise NbtrainError(f"it refers to `{name}`, which is not in this kernel any more")
+        return weights.named_tensors(objects[name])[of_tensor] if of_tensor else objects[name]
+
+    ranks = range(folder.read_manifest()["num_processes"])
+    paths = [folder.out(rank) for rank in ranks]
+    sent = [pickle.loads(path.read_bytes()) if path.exists() else {} for path in paths]
+    variables, lost = dict[str, Any](), dict[str, Exception]()
+    for asked in dict.fromkeys(name for by_name in sent for name in by_name):
+        each = (s.get(asked) for s in (sent if asked.endswith(OF_ALL) else sent[:1]))
+        name = asked.removesuffix(OF_ALL)
+        try:
+            every = [None if data is None else result_pickler.loads(data, find) for data in each]
+        except Exception as error:  # whatever a value raises: the others are none the worse
+            lost[name] = error
+        else:
+            variables[name] = every if asked.endswith(OF_ALL) else every[0]
+    return variables, lost
+
+
+def load(folder: RunFolder, home: ResultReceiver | None, target: Any, name: str | None) -> None:
+    """Load weights that a run saved into `target`, or with None into the notebook's own objects.
+
+    Raises `NbtrainError`, and nothing is changed then.
+    """
+    folder.check_it_is_there()
+    saved = folder.names_of_weights()
+    known = home.objects() if home is not None else {}
+    targets = {n: value for n, value in known.items() if value is target or target is None}
+    wanted = [n for n in saved if n in targets]
+    if name is not None:
+        wanted = [name]
+    elif target is not None and not targets:
+        wanted = list(saved)
+        if len(saved) > 1:
+            every = _listed(saved)
+            raise NbtrainError(f"this run saved {every}. Choose one: run.load(model, NAME)")
+    is_unsaved = name not in saved if name is not None else target is not None and not wanted
+    if not saved or is_unsaved:
+        missing = name or next(iter(targets), None)
+        what = f"no weights of `{missing}`" if missing else "no weights"
+        rest = f"; there are {_listed(saved)}" if saved else ""
+        raise NbtrainError(
+            f"this run saved {what}{rest}. A run saves the models that its function or cell "
+            "refers to and that changed. After an interrupt or a failure, a model is saved only if "
+            f"it is smaller than {QUICK >> 20} MiB, and none is saved if rank 0 was stopped "
+            "because another rank failed"
+        )
+    if target is None and not any(n in known for n in wanted):
+        raise NbtrainError(
+            "the notebook's own objects are not in this kernel: pass one, run.load(model)"
+        )
+    ready = {}
+    with contextlib.ExitStack() as files:
+        for each in wanted:  # all of them are checked before any is loaded
+            aim = known[each] if target is None else target
+            try:
+                ready[each] = _loading(folder, each, aim, files)
+            except NbtrainError as error:
+                reason = f"`{each}` was not loaded, and nothing changed: {error}"
+                raise NbtrainError(reason) from error
+        for each, step in ready.items():
+            with _as_nbtrain_error(f"`{each}`: "):
+                step()
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)

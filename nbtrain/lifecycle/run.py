@@ -1,0 +1,407 @@
+"""What the user holds of a run: its values, logs, failure and picture, now or later."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..errors import LaunchError, NodeFailed, RunTimeout
+from ..system.text import plural
+from ..tracking import clock, pruning
+from ..tracking import history as past
+from ..tracking.diagnosis import stacks, verdict
+from ..tracking.diagnosis.failures import Failure, headline, to_exception
+from ..tracking.pruning import Mark
+from ..tracking.replay import TAIL_BYTES, read_state
+from ..tracking.run_folder import RunFolder, create
+from ..tracking.state import RankState, RunState
+from ..transport import result_pickler
+from ..ui import matplotlib_figure
+from ..ui.board import board
+from ..ui.displays import html_display, kernel_comms, select
+from ..ui.displays.html_display import Display, execution_count
+from ..ui.displays.widget_board import listening_ids
+from . import results as home
+from .follower import TICK, Follower, following
+from .results import ResultReceiver
+from .run_info import frame, run_info
+from .summary import Summary, summary
+from .supervisor import Interrupts, Supervisor
+
+SMALL = 1 << 20
+"""Bytes of a result that is held in memory as soon as its run is over."""
+
+_last: Run | None = None
+_last_pid: int | None = None
+_behind: list[Run] = []
+"""Runs that go on behind their cells, or did when last looked at: also those nobody holds."""
+
+
+class Run:
+    """A run on several ranks (its processes): `value`, `results`, `logs`, `history`, `failure`, …
+
+    Made by `%%distributed`, `launch` and `notebook_launcher`; ``Run.open(folder)`` reopens one,
+    also in another kernel.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        state: RunState,
+        *,
+        watcher: Supervisor | Follower | None = None,
+        home: ResultReceiver | None = None,
+    ) -> None:
+        self._folder = folder
+        self._state = state
+        self._watcher = watcher
+        self._home = home
+        self._mark = _marked(folder) if home is not None else None
+        self._homing = threading.Lock()
+        self._launcher_thread = threading.get_ident() if isinstance(watcher, Supervisor) else None
+        self._results: dict[int, Any] = {}
+        self._small: dict[int, bytes] = {}
+        self._error: BaseException | None = None
+        self._drawn_in: int | None = None
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Run:
+        """Reopen a run from its folder, as it stands now.
+
+        Raises `FileNotFoundError` where there is none, `NbtrainError` for a damaged one.
+        """
+        run_folder = RunFolder(Path(folder).expanduser().absolute())
+        return cls(run_folder, read_state(run_folder))
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder: one log and one event file per rank."""
+        return self._folder.path
+
+    @property
+    def state(self) -> RunState:
+        """The present picture: `status`, `ranks`, `elapsed(now)`. Immutable."""
+        return self._watcher.state if self._watcher is not None else self._state
+
+    @property
+    def results(self) -> list[Any]:
+        """What each rank returned, by rank; None for one that returned nothing or did not end.
+
+        Raises `NbtrainError` where the run's folder was deleted meanwhile.
+        """
+        return [self._result(rank) for rank in range(self.state.world_size)]
+
+    @property
+    def value(self) -> Any:
+        """What rank 0 returned."""
+        return self._result(0)
+
+    def _result(self, rank: int) -> Any:
+        if rank not in self._results:
+            data = self._small.get(rank) or self._read_result(rank)
+            if data is None:
+                return None
+            self._results[rank] = result_pickler.loads(data)
+        return self._results[rank]
+
+    def _read_result(self, rank: int) -> bytes | None:
+        try:
+            return self._folder.result(rank).read_bytes()
+        except FileNotFoundError:
+            self._folder.check_it_is_there()
+            return None
+
+    def _keep_results(self) -> None:
+        """Have small results in memory, so that the folder may go; keep it for large ones."""
+        is_needed = False
+        for rank in range(self.state.world_size):
+            with contextlib.suppress(OSError):
+                if self._folder.result(rank).stat().st_size <= SMALL:
+                    self._small[rank] = self._folder.result(rank).read_bytes()
+                else:
+                    is_needed = True
+        if self._mark is not None and not is_needed:
+            self._mark.release()
+
+    @property
+    def out(self) -> dict[str, Any]:
+        """The variables that came back (``--out``), by name."""
+        self._folder.check_it_is_there()
+        return home.values(self._folder, self._home)
+
+    def load(self, model: Any = None, name: str | None = None) -> None:
+        """Load the weights that the run saved last into a model, in place: all, or nothing.
+
+        `model` may be an optimizer; None: what was handed to the function. `name` is what that
+        called it, where more than one was saved. Raises `NbtrainError` for what does not fit.
+        """
+        with _whole():
+            home.load(self._folder, self._home, model, name)
+
+    def bring_home(self) -> None:
+        """Take what ranks left for the notebook, once, if the run has succeeded."""
+        with self._homing:
+            if self._home and self._watcher and self.state.status == "succeeded":
+                self._watcher.state = self._home.take(self._folder, self.state)
+
+    @property
+    def exception(self) -> BaseException | None:
+        """What the cell raised: the causing rank's own exception, or None after a success."""
+        if self._error is None and self.state.is_over:
+            self._error = self._find_error()
+        return self._error
+
+    def _find_error(self) -> BaseException | None:
+        state = self.state
+        if state.status == "interrupted":
+            return KeyboardInterrupt(f"the run was stopped ({state.message})")
+        if state.status == "timed out":
+            return RunTimeout(f"the run took longer than its timeout: {state.message}")
+        failures = [self._failure(r) for r in state.ranks if r.status == "failed"]
+        report = verdict.explain(state, failures)
+        if report is None:
+            return None
+        if report.rank < 0:
+            return (NodeFailed if report.kind == "node" else LaunchError)(state.message)
+        cause = headline(failures)
+        note = verdict.note(cause, state, report)
+        return to_exception(replace(cause, description=report.headline), note)
+
+    @property
+    def failure(self) -> verdict.FailureReport | None:
+        """Why the run failed: kind, rank, headline, evidence; None if it did not (yet)."""
+        state = self.state
+        return verdict.explain(
+            state, [self._failure(r) for r in state.ranks if r.status == "failed"]
+        )
+
+    def _failure(self, rank: RankState) -> Failure:
+        try:
+            failed_at, captured = result_pickler.loads(self._folder.failure(rank.rank).read_bytes())
+        except FileNotFoundError:
+            log = "\n".join(verdict.final_lines(self._log_lines(rank.rank, tail=200)))
+            description, ended = verdict.death(rank), rank.ended or 0.0
+            return Failure(rank.rank, ended, None, rank.returncode, log, description)
+        return Failure(rank.rank, failed_at, captured)
+
+    def logs(self, rank: int | None = None, tail: int | None = None) -> str:
+        """Return what a rank printed, or all ranks, each line with its rank.
+
+        Args:
+            rank: the rank; None for all, one after the other.
+            tail: only the last `tail` lines of each (at most the last MiB).
+        """
+        size = self.state.world_size
+        if rank is None:
+            lines = (f"[rank {r}] {line}" for r in range(size) for line in self._log_lines(r, tail))
+            return "\n".join(lines)
+        if not 0 <= rank < size:
+            raise IndexError(f"there is no rank {rank}: the run had ranks 0 to {size - 1}")
+        return "\n".join(self._log_lines(rank, tail))
+
+    def _log_lines(self, rank: int, tail: int | None) -> list[str]:
+        try:
+            with self._folder.log(rank).open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - TAIL_BYTES) if tail is not None else 0)
+                text = file.read().decode("utf-8", "replace")
+        except FileNotFoundError:
+            self._folder.check_it_is_there()
+            return []
+        lines = text.removesuffix("\n").split("\n") if text else []
+        return lines if tail is None else lines[-tail:] if tail > 0 else []
+
+    @property
+    def history(self) -> Any:
+        """Everything logged and seen so far, as a tidy pandas DataFrame.
+
+        Columns are step, rank, time (seconds since the epoch) and one per metric; rows are in the
+        order of time. What a rank did not log in a row is missing there.
+
+        Raises:
+            MissingExtra: pandas is not installed.
+            NbtrainError: the run's folder was deleted meanwhile.
+        """
+        return past.frame(self._history_rows())
+
+    def _history_rows(self) -> list[past.Row]:
+        self._folder.check_it_is_there()
+        return past.rows(self._folder, self.state.world_size)
+
+    def plot(self, metric: str | Sequence[str] | None = None, *others: Run) -> Any:
+        """Return a matplotlib figure of a metric or several, else of the loss.
+
+        Every rank is faint, their mean strong; `others` are drawn over it, each in a colour of its
+        own. The figure is not registered with pyplot.
+
+        Raises:
+            MissingExtra: matplotlib is not installed.
+            NbtrainError: there is no number of that name.
+        """
+        metrics = [metric] if isinstance(metric, str) else list(metric or ())
+        runs = {run.folder.name: run for run in (self, *others)}
+        if not others:
+            runs = {self.state.name: self}
+        rows = {name: run._history_rows() for name, run in runs.items()}
+        return matplotlib_figure.figure(rows, metrics)
+
+    def compare(self, *others: Run) -> Any:
+        """Return the arguments and outcomes of runs side by side: a column per run.
+
+        A pandas DataFrame; its rows are those of `nbtrain.runs`.
+
+        Raises:
+            MissingExtra: pandas is not installed.
+            NbtrainError: the folder of one of the runs was deleted meanwhile.
+        """
+        for run in (self, *others):
+            run._folder.check_it_is_there()
+        return frame([run_info(run._folder) for run in (self, *others)]).set_index("run").T
+
+    def to_tensorboard(self, folder: str | Path) -> Path:
+        """Write every number that was logged or seen as TensorBoard's event files; return where.
+
+        They are in ``folder/RUN/rank-N``, each number at its step and its time.
+
+        Raises:
+            MissingExtra: tensorboard is not installed.
+            NbtrainError: the run's folder was deleted meanwhile.
+        """
+        return past.write_tensorboard(self._history_rows(), Path(folder) / self.folder.name)
+
+    def wait(self) -> Run:
+        """Wait until every rank is gone; return the run. Does not raise what a rank raised.
+
+        An interrupt ends the waiting for a run in the background, not the run.
+        """
+        self._follow()
+        if self._watcher is not None and not self._watcher.over.is_set():
+            with _whole() as interrupts:
+                # Interrupts are counted: one raised in a pump could lose a message to another cell.
+                pump = kernel_comms.find_pump(html_display.ipython_shell())
+                while not self._watcher.over.wait(TICK) and not interrupts.count:
+                    if pump is not None and not pump(listening_ids()):
+                        pump = None
+        with _whole():
+            self.bring_home()
+        return self
+
+    def _follow(self) -> None:
+        """Have the picture kept up to date, if the run goes on in another process."""
+        if self._watcher is None and not self._state.is_over:
+            self._watcher = following(self._folder)
+
+    def stop(self, how: str = "by run.stop()") -> None:
+        """End the run as an interrupt would, and wait until it has ended. May be repeated.
+
+        It need not be one of this kernel. In the thread that watches the run (a signal handler, a
+        button's callback) it only asks. `how` is kept with the run, and shown.
+        """
+        self._follow()
+        if self._watcher is not None and not self.state.is_over:
+            self._watcher.request_stop(how)
+            if self._launcher_thread != threading.get_ident():
+                self.wait()
+
+    def stacks(self) -> stacks.Stacks:
+        """Return where each rank is now: its Python stacks, also of one that hangs.
+
+        Takes milliseconds; up to half a second where a rank cannot answer. Works for a run of
+        another kernel on this host, too. Print it to read it.
+        """
+        self._folder.check_it_is_there()
+        return stacks.ask(self._folder, range(self.state.world_size))
+
+    def summary(self) -> Summary:
+        """Return what it took and what came of it, in numbers: so far, or in the end."""
+        self._follow()
+        return summary(self.state, clock.now())
+
+    def __repr__(self) -> str:
+        state = self.state
+        return (
+            f"<Run {state.name}: {state.status}, {plural(state.world_size, 'rank')}, "
+            f"{state.elapsed(clock.now()):.1f} s>"
+        )
+
+    def _repr_html_(self) -> str:
+        return board.render(self.state, clock.now())
+
+    def _ipython_display_(self) -> None:
+        if self._drawn_in is not None and self._drawn_in == execution_count():
+            return
+        self.show()
+
+    def show(self) -> None:
+        """Draw the run in the present cell; one that goes on in the background is drawn live."""
+        self._follow()
+        if self.state.is_over or not draw_live(self):
+            html_display.show(html_display.bundle(self.state, clock.now()))
+
+
+def draw_live(run: Run, view: str = "auto") -> bool:
+    """Draw a run in the background, from here to its end; False if nothing can be drawn so."""
+    watcher = run._watcher
+    if not isinstance(watcher, Follower):
+        return False
+    stop = partial(watcher.request_stop, "by the Stop button")
+    display = select.choose(view, stop, run.stacks, behind=True)
+    guarded = select.GuardedDisplay(display)
+    guarded.update(run.state, clock.now())
+    watcher.show(guarded.update, guarded.finish)
+    return type(display) is not Display  # that shows nothing
+
+
+def _marked(folder: RunFolder) -> Mark | None:
+    try:
+        return Mark(folder)
+    except OSError:  # a full disk: the run goes on, and other kernels may prune it once it is over
+        return None
+
+
+@contextlib.contextmanager
+def _whole() -> Iterator[Interrupts]:
+    """Do something to its end, and raise `KeyboardInterrupt` after it: half of a model is none."""
+    with Interrupts() as interrupts:
+        yield interrupts
+    if interrupts.count:
+        raise KeyboardInterrupt
+
+
+def new_folder(manifest: dict[str, Any], is_over: Callable[[], bool]) -> RunFolder:
+    """Make a run's folder and let the oldest ones go, but for what is left once `is_over`."""
+    folder = create(manifest["name"], manifest)
+    pruning.prune(newest=folder, is_over=is_over)
+    return folder
+
+
+def last_run() -> Run | None:
+    """Return the last run launched from this process, however it ended; None before the first."""
+    return _last if _last_pid == os.getpid() else None  # a rank inherits the notebook's
+
+
+def remember(run: Run, goes_on: bool = False) -> None:
+    """Make `run` the one that `last_run` returns; it may be one that goes on behind its cell."""
+    global _last, _last_pid
+    _last, _last_pid = run, os.getpid()
+    if goes_on:
+        _behind.append(run)
+
+
+def conclude(run: Run, error: BaseException | None) -> None:
+    """Take note that the launcher watched a run to its end, in the present cell."""
+    run._error = error
+    run._drawn_in = execution_count()
+    run._keep_results()
+
+
+def going_on() -> list[Run]:
+    """Return the runs of this process that go on in the background."""
+    _behind[:] = [run for run in _behind if not run.state.is_over]
+    return list(_behind)

@@ -1,0 +1,210 @@
+"""A run at a glance: its manifest, written before it starts, and its digest, read later."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import MissingExtra
+from ..planning import build_estimate
+from ..planning.plan import Cell, Plan, Task
+from ..planning.secrets import is_secret
+from ..planning.task_values import arguments
+from ..system import host
+from ..system.files import last_bytes
+from ..system.processes import process_identity
+from ..tracking import clock, history
+from ..tracking import events as ev
+from ..tracking.replay import initial_state
+from ..tracking.run_folder import RunFolder, is_watched
+
+CELLS = 1000
+"""How many cells a run can name where its stacks are read, the last ones."""
+
+TAIL_BYTES = 1 << 16
+"""Bytes at the end of a rank's events among which its last numbers are looked for."""
+
+MOST_RANKS = 16
+"""Ranks of which the last numbers are read, and averaged."""
+
+_UNNAMED = re.compile(r"argument\d+")
+
+_LONGEST = 200
+"""Characters of a text that still counts as a parameter, not as data."""
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What is known of a run at a glance.
+
+    `created` is in seconds since the epoch; `seconds` None while nobody knows how long it took.
+    `parameters` are the plain arguments of the training function, `metrics` the means over ranks
+    of what each said last.
+    """
+
+    name: str
+    status: str
+    created: float
+    ranks: int
+    seconds: float | None = None
+    engine: str = ""
+    mixed_precision: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def run_info(folder: RunFolder) -> RunInfo:
+    """Read a run's digest from its folder; a few blocks, whatever it wrote.
+
+    Raises `FileNotFoundError` where there is no run, `NbtrainError` where it cannot be read.
+    """
+    manifest = folder.read_manifest()
+    state = initial_state(manifest, folder.manifest)
+    ended = [e for e in _tail(folder.launcher_events) if isinstance(e, ev.Finished)]
+    if ended:
+        status, seconds = ended[-1].status, max(0.0, ended[-1].time - state.created)
+    else:
+        status, seconds = "running" if is_watched(folder) else "lost", None
+    given = manifest.get("parameters")
+    ranks = range(min(state.world_size, MOST_RANKS))
+    return RunInfo(
+        folder.path.name,
+        status,
+        state.created,
+        state.world_size,
+        seconds,
+        str(manifest.get("engine") or ""),
+        str(manifest.get("mixed_precision") or ""),
+        given if isinstance(given, dict) else {},
+        history.last(history.merged(map(_tail, map(folder.events, ranks)))),
+    )
+
+
+def _tail(path: Path) -> list[ev.Event]:
+    events = map(ev.from_line, last_bytes(path, TAIL_BYTES).split(b"\n"))
+    return [event for event in events if event is not None]
+
+
+def manifest(
+    plan: Plan, world_size: int, device: str, notes: Sequence[str], in_kernel: bool = False
+) -> dict[str, Any]:
+    """Return the manifest of a run: all that is known before it starts."""
+    import torch
+
+    return {
+        "name": plan.name,
+        "created": clock.now(),
+        "engine": plan.engine,
+        "in_kernel": in_kernel,
+        "num_processes": world_size,
+        "mixed_precision": plan.mixed_precision,
+        "device": device,
+        "timeout": plan.timeout,
+        "max_restarts": plan.max_restarts,
+        "env": sorted(plan.env),
+        "scaling": plan.scaling,
+        "launcher": os.getpid(),
+        "launcher_started": process_identity(os.getpid()),
+        "host": platform.node(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "notes": list(notes),
+        "cells": _cells(plan),
+        "parameters": parameters(plan.task),
+        "if_killed": list(_if_killed(plan, world_size)),
+    }
+
+
+def _if_killed(plan: Plan, ranks: int) -> Sequence[str]:
+    """Return what to say if a rank is killed for want of memory: what each builds for itself."""
+    memory = host.memory()
+    try:
+        return build_estimate.advice(
+            plan.task, ranks, memory.available if memory is not None else None
+        )
+    except Exception:  # what reads any source may meet anything; advice is never worth a launch
+        return ()
+
+
+def _cells(plan: Plan) -> dict[str, str]:
+    """Return the names of cells by those of their files; IPython 7 keeps none, but this one's."""
+    numbers = dict(list(_cell_numbers().items())[-CELLS:])
+    if isinstance(plan.task, Cell) and plan.task.number is not None:
+        numbers[plan.task.filename] = plan.task.number
+    return {file: f"In[{number}]" for file, number in numbers.items()}
+
+
+def cell_name(filename: str) -> str | None:
+    """Return ``In[3]`` for the file name of a cell."""
+    number = _cell_numbers().get(filename)
+    return None if number is None else f"In[{number}]"
+
+
+def _cell_numbers() -> Mapping[str, int]:
+    """Return the numbers of cells by the names of their files, as IPython 8 and 9 keep them."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    numbers: Mapping[str, int] = getattr(getattr(shell, "compile", None), "_filename_map", {})
+    return numbers
+
+
+def parameters(task: Task) -> dict[str, Any]:
+    """Return the plain arguments (numbers, short texts) a training function will get, by name.
+
+    Not those of ``*args``, which have no name of their own: any may be a secret.
+    """
+    values = arguments(task, with_defaults=True)
+    return {
+        name: value
+        for name, value in values.items()
+        if _is_plain(value) and not is_secret(name, value) and not _UNNAMED.fullmatch(name)
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    if issubclass(type(value), str):
+        return str.__len__(value) <= _LONGEST
+    if type(value) is int:
+        return value.bit_length() < 64
+    return type(value) in (type(None), bool, float)
+
+
+def frame(saved_runs: Sequence[RunInfo]) -> Any:
+    """Return a row a run as a pandas DataFrame.
+
+    Columns are run, status, created (UTC), seconds, ranks, engine, mixed_precision, then a column
+    a parameter and a metric; a metric that is called like a parameter is ``NAME (last)``.
+
+    Raises `MissingExtra` where pandas is not installed.
+    """
+    try:
+        import pandas as pd
+    except ImportError as error:
+        raise MissingExtra(
+            'a table of runs is a DataFrame and needs pandas: pip install "nbtrain[history]"'
+        ) from error
+    given = dict.fromkeys(name for run in saved_runs for name in run.parameters)
+    metrics = dict.fromkeys(name for run in saved_runs for name in run.metrics)
+    columns: dict[str, list[Any]] = {"run": [run.name for run in saved_runs]}
+    for name in ("status", "created", "seconds", "ranks", "engine", "mixed_precision"):
+        columns[name] = [getattr(run, name) for run in saved_runs]
+    columns["created"] = list(pd.to_datetime(columns["created"], unit="s", utc=True))
+    used = {*columns, *given}
+    columns |= {
+        _apart(name, columns): [run.parameters.get(name) for run in saved_runs] for name in given
+    }
+    columns |= {
+        _apart(name, used, "last"): [run.metrics.get(name) for run in saved_runs]
+        for name in metrics
+    }
+    return pd.DataFrame(columns)
+
+
+def _apart(name: str, used: Any, kind: str = "given") -> str:
+    return f"{name} ({kind})" if name in used else name

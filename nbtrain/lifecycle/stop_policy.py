@@ -1,0 +1,202 @@
+"""Decides when a run is to stop and which ranks are sent what: no clock, no file, no process.
+
+The supervisor asks at each turn, with the time and the present picture, and carries out the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Literal, NamedTuple
+
+from ..engines.base import SIGNALS, Action
+from ..tracking.diagnosis.failures import is_secondary_failure
+from ..tracking.events import JOINING
+from ..tracking.state import RankState, RunState
+
+Cause = Literal["failed", "interrupted", "timed out"]
+
+
+StopStep = tuple[float, Action]
+"""Seconds after the stop began, and what is sent then."""
+
+# After a failure the others may report their own for a moment (the first seen need not be the
+# first that happened), then go. An interrupt leaves two seconds to save.
+_ON_FAILURE: Sequence[StopStep] = ((0.2, "terminate"), (0.7, "kill"))
+_ON_REQUEST: Sequence[StopStep] = (
+    (0.0, "interrupt"),  # heard at the end of a step, or by nbtrain.should_stop()
+    (0.5, "interrupt"),  # heard anywhere, but where the code asks
+    (1.5, "interrupt"),  # heard anywhere
+    (2.0, "terminate"),
+    (2.5, "kill"),
+)
+# Ranks that import libraries, or wait for each other, do so in calls in which they hear no
+# interrupt. Where no rank has trained, there is nothing to save.
+_ON_START: Sequence[StopStep] = ((0.0, "interrupt"), (0.4, "terminate"), (0.7, "kill"))
+STOP_POLICIES: dict[str, Sequence[StopStep]] = {
+    "failed": _ON_FAILURE,
+    "interrupted": _ON_REQUEST,
+    "timed out": _ON_REQUEST,
+    "starting": _ON_START,
+    "abandoned": ((0.0, "interrupt"), (0.7, "terminate"), (1.0, "kill")),
+}
+"""The steps by the cause of the stop; 'starting' for a request while a rank has yet to begin or
+to join the others and none has trained, and 'abandoned' where nobody is there to wait any more."""
+
+STARTING = 60.0
+"""Seconds in which ranks may be starting yet. Later, one that has not reported its beginning may be
+one that could not: on a full disk, what ranks report is lost."""
+
+REPORT_GRACE = 2.0
+"""Seconds that a rank which is failing already has to report why."""
+
+ECHO_GRACE = 1.5
+"""Seconds that the others have to fail while every failure so far is that a rank lost its peers."""
+
+HOPELESS = 15.0
+"""Seconds after which a rank that not even SIGKILL ended is given up."""
+
+
+class StopSignal(NamedTuple):
+    """What is to be sent to which ranks, and why."""
+
+    action: Action
+    ranks: frozenset[int]
+    reason: str
+
+
+class StopController:
+    """The state of a stop. Times are seconds of one monotonic clock."""
+
+    def __init__(self, started: float, timeout: float | None = None) -> None:
+        self.cause: Cause | None = None
+        """Why the ranks are being stopped; None as long as they are not."""
+        self.how = ""
+        """By what a requested stop was requested."""
+        self.requests = 0
+        """How often a stop was requested by `request`."""
+        self.is_hasty = False
+        """Whether nobody is there any more to wait for the ranks."""
+        self._started, self._timeout = started, timeout
+        self._requested = ""
+        self._sent: dict[int, set[int]] = {}  # rank -> return codes that our signals give
+        self._began = 0.0
+        self._delay = 0.0  # seconds by which the steps are late
+        self._steps: list[StopStep] = []
+
+    def request(self, how: str, *, hasty: bool = False) -> None:
+        """Ask for a stop; from any thread, any number of times. The first `how` counts."""
+        self._requested = self._requested or how
+        self.requests += 1
+        self.is_hasty = self.is_hasty or hasty
+
+    def reset(self) -> None:
+        """Forget the stop of one attempt: another begins."""
+        self.cause, self._sent, self._steps = None, {}, []
+
+    def decide(
+        self, now: float, state: RunState, alive: Collection[int], *, pressed: bool, asked: str
+    ) -> tuple[str, list[StopSignal]]:
+        """Return why a stop begins at this moment ('' if none does), and what is to be sent.
+
+        `pressed`: there was an interrupt since the last decision; `asked`: who asked for a stop by
+        the file in the run's folder, '' for nobody.
+        """
+        begins, signals = "", list[StopSignal]()
+        if self.cause is None:
+            if alive or pressed:
+                begins = self.check(now, state, pressed=pressed, asked=asked)
+        elif asked and self._has_only_echoes(state):
+            self._requested = self.how = asked  # of another node, whose ranks these lost
+            begins = self._begin("interrupted", now, state)
+        elif pressed:  # a second time: no more patience; after a failure: and no other attempt
+            self._requested = self._requested or "by an interrupt"
+            signals += self._send("kill", alive, "a second interrupt")
+        if self.cause is not None:
+            signals += self._due(now, state, frozenset(alive))
+        return begins, signals
+
+    def check(self, now: float, state: RunState, *, pressed: bool, asked: str) -> str:
+        """Begin a stop if there is a cause for one; return its reason, or ''."""
+        failed = any(r.status in ("failing", "failed") for r in state.ranks)
+        if failed or state.peer_failure:
+            return self._begin("failed", now, state)
+        if asked:
+            self.request(asked)
+        if pressed or self._requested:
+            self.how = "by an interrupt" if pressed else self._requested
+            return self._begin("interrupted", now, state)
+        if self._timeout is not None and now - self._started > self._timeout:
+            return self._begin("timed out", now, state)
+        return ""
+
+    def is_hopeless(self, now: float) -> bool:
+        """Whether ranks outlived SIGKILL for long: in the grip of a driver or a file system."""
+        return self.cause is not None and now - self._began > HOPELESS
+
+    def was_sent(self, rank: int, returncode: int | None) -> bool:
+        """Whether a rank that ended with this code died of a signal that it was sent."""
+        sent = self._sent.get(rank, set())
+        return returncode in sent or (returncode is None and bool(sent))
+
+    def verdict(
+        self, state: RunState, rank: int, returncode: int | None, *, has_reported: bool
+    ) -> str:
+        """Return how the end of a rank without a result counts: 'stopped' or 'failed'.
+
+        `has_reported`: it left its exception.
+        """
+        error = state.ranks[rank].error or ""
+        if has_reported:
+            obeyed = error.startswith("KeyboardInterrupt") or is_secondary_failure(error)
+            return "stopped" if self.cause in ("interrupted", "timed out") and obeyed else "failed"
+        was_failing = self.cause == "failed" and state.ranks[rank].status == "failing"
+        return "stopped" if self.was_sent(rank, returncode) and not was_failing else "failed"
+
+    def _begin(self, cause: Cause, now: float, state: RunState) -> str:
+        """Begin a stop; return its reason, as the board shows it."""
+        self.cause, self._began, self._delay = cause, now, 0.0
+        is_early = now - self._started < STARTING and not any(map(_has_trained, state.ranks))
+        is_starting = is_early and any(map(_is_starting, state.ranks))
+        policy = "starting" if is_starting and cause != "failed" else cause
+        self._steps = list(STOP_POLICIES["abandoned" if self.is_hasty else policy])
+        rest = "ranks were still starting" if is_starting else "ranks have 2 s to save"
+        if cause == "interrupted":
+            return f"stopped {self.how}: {rest}"
+        if cause == "timed out":
+            return f"the timeout of {self._timeout:g} s has passed; {rest}"
+        peer = state.peer_failure
+        return peer.text if peer else "a rank failed; the others are being stopped"
+
+    def _due(self, now: float, state: RunState, alive: frozenset[int]) -> list[StopSignal]:
+        since, signals = now - self._began, list[StopSignal]()
+        if since < ECHO_GRACE and self._has_only_echoes(state):
+            self._delay = since
+        since -= self._delay
+        reporting = {r.rank for r in state.ranks if r.status == "failing"}
+        if self.cause != "failed" or since >= REPORT_GRACE:
+            reporting = set()
+        reason = self.how or self.cause or ""
+        while self._steps and since >= self._steps[0][0]:
+            signals += self._send(self._steps.pop(0)[1], alive - reporting, reason)
+        if not self._steps and since >= REPORT_GRACE:
+            signals += self._send("kill", alive, reason)
+        return signals
+
+    def _has_only_echoes(self, state: RunState) -> bool:
+        """Whether each failed rank reports that it lost another, and none of those reported yet."""
+        failed = [r for r in state.ranks if r.status in ("failing", "failed")]
+        known = self.cause != "failed" or state.peer_failure is not None
+        return not known and all(is_secondary_failure(r.error or "") for r in failed)
+
+    def _send(self, action: Action, ranks: Collection[int], reason: str) -> list[StopSignal]:
+        for rank in ranks:
+            self._sent.setdefault(rank, set()).add(-SIGNALS[action])
+        return [StopSignal(action, frozenset(ranks), reason)]
+
+
+def _is_starting(rank: RankState) -> bool:
+    return rank.status == "starting" or (rank.status == "running" and rank.phase == JOINING)
+
+
+def _has_trained(rank: RankState) -> bool:
+    return bool(rank.progress or rank.metrics or rank.bars or rank.saved)

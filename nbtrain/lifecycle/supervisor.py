@@ -1,0 +1,334 @@
+"""Watches a run until its last rank has ended: events in, state out, signals to ranks.
+
+The one loop of nbtrain. It never blocks on a rank, and it survives an interrupt at any moment,
+because SIGINT only leaves a mark that the loop reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
+from typing import Any
+
+from ..engines import Exit, Ranks
+from ..errors import NbtrainError
+from ..system import host
+from ..system.text import format_ranks
+from ..tracking import clock, resource_sampler
+from ..tracking import events as ev
+from ..tracking.diagnosis.exit_causes import ExitCauses
+from ..tracking.diagnosis.verdict import describe_endings
+from ..tracking.diagnosis.watchdog import HangWatchdog
+from ..tracking.event_log import EventWriter, Reader
+from ..tracking.launch_log import LOGGER
+from ..tracking.reducers import fold
+from ..tracking.resource_sampler import Sampler
+from ..tracking.run_folder import RunFolder, asked_to_stop, mark_stopping, recreate
+from ..tracking.state import RunState
+from .stop_policy import StopController
+
+TICK = 0.1
+"""Seconds between two looks at the run folder, where no rank ends earlier."""
+
+LOOK = 2.0
+"""Seconds between two looks at the disk."""
+
+RESERVED = 1 << 16
+"""Bytes that are kept free for the launcher's own events."""
+
+_LOST = (
+    "Until there is room again, what the ranks print and report is lost, and their results may be "
+    "lost; the training continues."
+)
+_RECREATED = (
+    "This run's folder was deleted during the run, and nbtrain made it again. What the ranks had "
+    "printed, reported and saved there is lost, and so is what they print from now on; their "
+    "results are not lost."
+)
+
+_UNSETTLED = "Stopped while the last checkpoint was being copied from the nodes: it may be lost."
+
+
+class Interrupts:
+    """Counts SIGINTs instead of raising KeyboardInterrupt somewhere; puts the old handler back.
+
+    Where it is not `wanted` (the rank is this process), an interrupt does what it always does.
+    """
+
+    def __init__(self, wanted: bool = True) -> None:
+        self.count = 0
+        self._wanted = wanted and threading.current_thread() is threading.main_thread()
+        self._old: Any = signal.getsignal(signal.SIGINT)  # None: not Python's, cannot be restored
+
+    def __enter__(self) -> Interrupts:
+        if self._wanted and self._old is not None:
+            signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        if self._wanted and self._old is not None:
+            signal.signal(signal.SIGINT, self._old)
+
+    def _note(self, _signum: int, _frame: FrameType | None) -> None:
+        self.count += 1
+
+
+class Supervisor:
+    """Drives one run from its start to its end. `state` is always the present picture."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        state: RunState,
+        timeout: float | None = None,
+        hang_after: float | None = None,
+    ) -> None:
+        self.state = state
+        self.show: Callable[[RunState, float], None] = lambda _state, _now: None
+        self.over = threading.Event()
+        self._folder = folder
+        self._timeout = timeout
+        self._reader = Reader(folder, state.world_size)
+        self._writer = EventWriter(folder.launcher_events, RESERVED)
+        self._disk = DiskWatch(folder, self._writer)
+        self._hang_after = hang_after
+        self._watchdog = HangWatchdog(folder, state.world_size, hang_after)
+        # Monotonic, as all times here: a clock that is set, or a laptop that slept, ends no run.
+        self._stop = StopController(time.monotonic(), timeout)
+        self._exit_causes = ExitCauses(folder)
+        self._retry_reason = ""
+        self._presses = 0
+
+    def request_stop(self, how: str, *, hasty: bool = False) -> None:
+        """Ask the loop to end the run; from any thread, any number of times. The first counts.
+
+        `how` is kept with the run, and shown: "by the Stop button". `hasty` leaves the ranks one
+        second, where nobody is there any more to wait for them.
+        """
+        self._stop.request(how, hasty=hasty)
+
+    def watch(self, ranks: Ranks, interrupts: Interrupts) -> None:
+        """Watch until every rank is gone, and what they wrote is read."""
+        while ranks.alive and not ranks.pids and not self._stop.is_hopeless(time.monotonic()):
+            self._turn(ranks, interrupts)  # the other nodes have yet to join
+        now, nodes = clock.now(), ranks.nodes
+        self._note(
+            ev.Spawned(now, rank, pid, nodes.get(rank, "")) for rank, pid in ranks.pids.items()
+        )
+        here = {rank: pid for rank, pid in ranks.pids.items() if rank not in nodes}
+        looks = 0.0  # when the disk is looked at next
+        with contextlib.closing(Sampler(here, self.state.device)) as sampler:
+            while ranks.alive and not self._stop.is_hopeless(time.monotonic()):
+                if time.monotonic() >= looks:
+                    looks = time.monotonic() + LOOK
+                    self._note(self._disk.check_room(self.state.world_size))
+                if here:
+                    with contextlib.suppress(Exception):  # a driver: the next look may do
+                        self._note(sampler.sample())
+                for ended in self._turn(ranks, interrupts):
+                    sampler.forget(ended.rank)
+                if self._stop.cause is None and ranks.alive:
+                    self._note(self._watchdog.check(self.state, time.monotonic()))
+        self._note(ev.Exited(clock.now(), rank, -signal.SIGKILL, "stopped") for rank in ranks.alive)
+        self._take(self._reader.read(ended=range(self.state.world_size)))
+
+    def _turn(self, ranks: Ranks, interrupts: Interrupts) -> list[Exit]:
+        self.show(self.state, clock.now())
+        exits = ranks.wait(TICK)
+        self._note(self._disk.restore(self.state))
+        self._note(ranks.news())
+        self._take(self._reader.read())
+        self._take_exits(exits)
+        self._decide(ranks, interrupts)
+        return exits
+
+    def settle(self, ranks: Ranks, interrupts: Interrupts) -> None:
+        """Wait for what ranks left on other hosts, unless somebody has enough of that."""
+        known = self._stop.requests if self._stop.cause == "interrupted" else 0
+        while not ranks.settle(TICK):
+            self.show(self.state, clock.now())
+            self._note(ranks.news())
+            if self._is_pressed(interrupts):
+                self.request_stop("by an interrupt")  # no other attempt begins, either
+            stopped = self._stop.cause is None and asked_to_stop(self._folder)
+            if stopped or self._stop.is_hasty or self._stop.requests > known:
+                self._note([ev.RunNote(clock.now(), -1, _UNSETTLED)])
+                return
+        self._note(ranks.news())
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the ranks that were watched are gone because one of them failed."""
+        failed = any(r.status == "failed" for r in self.state.ranks)
+        return self._stop.cause == "failed" or (self._stop.cause is None and failed)
+
+    def begin_again(self, number: int, reason: str, wait: float, interrupts: Interrupts) -> bool:
+        """Get ready for another attempt, `wait` seconds from now; False if that was stopped."""
+        self._note([ev.Attempt(clock.now(), -1, number, reason)])
+        self._retry_reason = reason
+        self._stop.reset()
+        self._end_watchdog()
+        self._watchdog = HangWatchdog(self._folder, self.state.world_size, self._hang_after)
+        begins = time.monotonic() + wait
+        while self._stop.cause is None and (now := time.monotonic()) < begins:
+            self.show(self.state, clock.now())
+            time.sleep(min(TICK, begins - now))
+            pressed, asked = self._is_pressed(interrupts), asked_to_stop(self._folder) or ""
+            now = time.monotonic()
+            self._begin_stop(self._stop.check(now, self.state, pressed=pressed, asked=asked))
+        return self._stop.cause is None
+
+    def _end_watchdog(self) -> None:
+        self._watchdog.close()
+        for rank in range(self.state.world_size):  # nobody answers there; copies trip over sockets
+            with contextlib.suppress(OSError):
+                self._folder.recorder(rank).unlink()
+
+    def look_at_cards(self) -> None:
+        """Write what the GPUs hold: to be asked before the ranks start, and when they are gone."""
+        if any(rank.node for rank in self.state.ranks):  # theirs are elsewhere
+            return
+        with contextlib.suppress(Exception):  # a driver in trouble: not worth a training
+            before = self.state.gpu_memory
+            self._note(
+                resource_sampler.measure_gpus(self.state.device, before[0] if before else None)
+            )
+
+    def abort(self, message: str) -> None:
+        """Write that the run could not start, or not be watched."""
+        if self.over.is_set():
+            return
+        self._stop.cause = "failed"
+        self.finish(message)
+
+    def _note(self, events: Iterable[ev.Event]) -> None:
+        """Write events of the launcher's own, and fold them."""
+        for event in events:
+            self._writer.write(event)
+            self._take([event])
+            self._log(event)
+
+    def _log(self, event: ev.Event) -> None:
+        match event:
+            case ev.Spawned(rank=rank, pid=pid, node=node):
+                LOGGER.info("rank %d is process %d%s", rank, pid, node and f" on {node}")
+            case ev.Exited(rank=rank, returncode=code, verdict=verdict):
+                # Not its text, which may be a secret: "ValueError: …", or "sys.exit('…')".
+                error = (self.state.ranks[rank].error or "").partition(":")[0].partition("(")[0]
+                reason = f" ({error})" if error and verdict == "failed" else ""
+                LOGGER.info("rank %d ended with exit code %s: %s%s", rank, code, verdict, reason)
+            case ev.Attempt(number=number):
+                LOGGER.info("attempt %d begins", number)
+
+    def _take(self, events: Sequence[ev.Event]) -> None:
+        self._watchdog.observe(events, time.monotonic())
+        self.state = fold(self.state, events)
+
+    def _take_exits(self, exits: list[Exit]) -> None:
+        if exits:
+            self._take(self._reader.read(ended={e.rank for e in exits}))
+        for e in exits:
+            verdict = e.verdict or self._verdict(e)
+            cause, evidence = e.cause if verdict == "failed" else "", tuple[str, ...]()
+            if verdict == "failed" and not cause:
+                killed = self._stop.was_sent(e.rank, -signal.SIGKILL)
+                rank = self.state.ranks[e.rank]
+                cause, evidence = self._exit_causes.cause_of(rank, e.returncode, killed)
+            self._note([ev.Exited(e.time, e.rank, e.returncode, verdict, cause, evidence)])
+
+    def _verdict(self, ended: Exit) -> str:
+        if self._folder.result(ended.rank).exists():
+            return "done"
+        has_reported = self._folder.failure(ended.rank).exists()
+        code = ended.returncode
+        return self._stop.verdict(self.state, ended.rank, code, has_reported=has_reported)
+
+    def _decide(self, ranks: Ranks, interrupts: Interrupts) -> None:
+        """Carry out what the stop policy says of this moment."""
+        begins, signals = self._stop.decide(
+            time.monotonic(),
+            self.state,
+            ranks.alive,
+            pressed=self._is_pressed(interrupts),
+            asked=asked_to_stop(self._folder) or "",
+        )
+        self._begin_stop(begins)
+        for action, targets, reason in signals:
+            ranks.signal(targets, action)
+            if targets:
+                LOGGER.info("%s sent to %s (%s)", action, format_ranks(sorted(targets)), reason)
+
+    def _begin_stop(self, reason: str) -> None:
+        if not reason:
+            return
+        if self._stop.cause != "failed":
+            mark_stopping(self._folder)
+        LOGGER.info("stopping the ranks: %s %s", self._stop.cause, self._stop.how)
+        self._note([ev.Stopping(clock.now(), -1, reason)])
+
+    def _is_pressed(self, interrupts: Interrupts) -> bool:
+        """Whether ■ was pressed since the last question."""
+        before, self._presses = self._presses, interrupts.count
+        return interrupts.count > before
+
+    def finish(self, message: str = "") -> None:
+        """Write how the run ended."""
+        self._end_watchdog()
+        self._take(self._reader.read(ended=range(self.state.world_size)))
+        failed = [r for r in self.state.ranks if r.status == "failed"]
+        status = self._stop.cause or ("failed" if failed else "succeeded")
+        self._note(self._disk.check_room(self.state.world_size))
+        # In this very process, the interrupt is the rank's own; another host has the same numbers.
+        here = [r for r in failed if r.pid == os.getpid() and not r.node]
+        if any((r.error or "").startswith("KeyboardInterrupt") for r in here):
+            status = "interrupted"
+        retried = self._retry_reason if status == "succeeded" else ""
+        message = message or retried or describe_endings(status, self.state)
+        if status == "interrupted" and self._stop.how:
+            message = f"{self._stop.how}; {message}"
+        if status == "timed out":
+            message = f"{self._timeout:g} s; {message}"
+        self._note([ev.Finished(clock.now(), -1, status, message)])
+        LOGGER.info("the run %s after %.1f s", status, self.state.elapsed(clock.now()))
+        self._writer.close()
+        self.over.set()
+
+
+class DiskWatch:
+    """Watches one run's folder, and returns the events that report what befell it."""
+
+    def __init__(self, folder: RunFolder, writer: EventWriter) -> None:
+        self._folder, self._writer = folder, writer
+        self._manifest: dict[str, Any] = {}
+        with contextlib.suppress(OSError, NbtrainError):
+            self._manifest = folder.read_manifest()
+        self._has_warned = False
+
+    def restore(self, state: RunState) -> list[ev.Event]:
+        """Make the folder again if it was deleted: what ranks return has no other place."""
+        if not self._manifest or self._folder.manifest.exists():
+            return []
+        with contextlib.suppress(OSError):  # no room for it there any more: the next look may do
+            recreate(self._folder, self._manifest)
+            for rank in state.ranks:  # for those who read the folder from here on
+                if rank.pid is not None:
+                    self._writer.write(ev.Spawned(clock.now(), rank.rank, rank.pid, rank.node))
+            return [ev.RunNote(clock.now(), -1, _RECREATED)]
+        return []
+
+    def check_room(self, world_size: int) -> list[ev.Event]:
+        """Warn, once, when what the ranks write is lost."""
+        if self._has_warned:
+            return []
+        left, trouble = host.space(self._folder.path), self._writer.trouble
+        spare = RESERVED * (1 + world_size)  # what each gives back when it ends
+        if trouble is None and (left is None or left.free >= spare):
+            return []
+        self._has_warned = True
+        reason = trouble.strerror if trouble is not None else "the disk is full"
+        return [ev.RunNote(clock.now(), -1, f"{self._folder.path}: {reason}. {_LOST}")]

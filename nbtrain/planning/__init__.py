@@ -1,0 +1,1 @@
+"""From a cell's text to a checked plan. Starts nothing."""

@@ -1,0 +1,217 @@
+"""Read a file of ``accelerate config``, by Accelerate's own code, into the fields of a plan.
+
+What ``accelerate launch --config_file`` would put into the environment of its processes becomes
+that of the ranks; the user's own options win. The kernel's environment does not change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import PlanError
+from ..system import tpu
+from .findings import Finding
+from .option_types import PRECISIONS
+from .plan import Plan
+
+_SET_BY_NBTRAIN = ("MASTER_", "OMP_NUM_THREADS", "KMP_", "PYTHONPATH", "ACCELERATE_USE_CPU")
+"""The variables that nbtrain sets: the rendezvous, the number of threads, the device."""
+
+_YES = ("1", "true", "yes", "on", "y", "t")
+
+_OF_PODS = ("tpu_name", "tpu_zone", "tpu_use_sudo", "commands", "command_file")
+"""The keys that describe the hosts of a TPU pod; on a single host they have no effect."""
+
+_NOT_DONE = {
+    "num_machines": "several machines are not supported yet",
+    "tpu_use_cluster": "TPU pods are not supported",
+    "tpu_vm": "TPU pods are not supported",
+    "mpirun_config": "nbtrain starts the ranks without mpirun",
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """The settings of a file; None where it leaves the choice."""
+
+    file: Path
+    num_processes: int | None
+    mixed_precision: str | None
+    env: dict[str, str]
+    on_tpu: bool = False
+    downcast_bf16: bool = False
+    unused: tuple[str, ...] = ()
+    """Keys of the file that have no effect here."""
+
+
+def applied(plan: Plan) -> tuple[Plan, list[Finding]]:
+    """Return the plan with its `config` filled in, and a finding for each contradiction.
+
+    The plan's own values win. Raises `PlanError` for a file that cannot be used.
+    """
+    if plan.config is None:
+        return plan, []
+    config = read(plan.config, plan.num_processes)
+    name = config.file.name
+    findings = [
+        Finding(f"{option}: {asked} is used, as asked for, and not {value} from {name}.")
+        for option, asked, value in (
+            ("Number of processes", plan.num_processes, config.num_processes),
+            ("Mixed precision", plan.mixed_precision, config.mixed_precision),
+            *((f"${k}", v, config.env.get(k)) for k, v in plan.env.items()),
+        )
+        if asked is not None and value is not None and asked != value
+    ]
+    precision = plan.mixed_precision or config.mixed_precision
+    filled = replace(
+        plan,
+        num_processes=plan.num_processes or config.num_processes,
+        mixed_precision=precision,
+        env={**config.env, **plan.env},
+    )
+    if not config.on_tpu:
+        return filled, findings
+    if plan.engine not in ("auto", "tpu", *tpu.ENGINES):
+        ignored = f"Engine: {plan.engine} is used, as asked for, and not the TPU of {name}."
+        return filled, [*findings, Finding(ignored)]
+    if config.unused:
+        keys = ", ".join(config.unused)
+        findings.append(Finding(f"{name}: for a TPU pod only, and not used here: {keys}."))
+    downcast = plan.downcast_bf16 or (config.downcast_bf16 and precision == "bf16")
+    engine = "tpu" if plan.engine == "auto" else plan.engine
+    return replace(filled, engine=engine, downcast_bf16=downcast), findings
+
+
+def check_device(plan: Plan, device: str) -> list[Finding]:
+    """Return what to know about a config on this device. Raises `PlanError` for FSDP 1 on CPUs."""
+    wants_fsdp = plan.env.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    if plan.config is None or device != "cpu" or not wants_fsdp:
+        return []
+    if plan.env.get("FSDP_VERSION") != "2":
+        raise PlanError(
+            f"{plan.config}: FSDP 1 needs GPUs, and the ranks are on the CPU; "
+            "with fsdp_version: 2 (Accelerate ≥ 1.6) they can do it too"
+        )
+    return [
+        Finding("The CPU ranks use FSDP, to try it out: Accelerate itself has it for GPUs only.")
+    ]
+
+
+def read(name: str, num_processes: int | None = None) -> Config:
+    """Read a file, or Accelerate's default one for ``default``. Raises `PlanError`.
+
+    `num_processes` is the number that was asked for by name, which wins over the file's.
+    """
+    import accelerate.commands.config.config_args as files
+
+    file = Path(files.default_config_file if name == "default" else name).expanduser()
+    if not file.is_file():
+        make = "; run `accelerate config` in a shell to create it" if name == "default" else ""
+        raise PlanError(f"there is no config file {file}{make}")
+    try:
+        with _as_it_was():
+            settings = files.load_config_from_file(str(file))
+            _refuse(settings, file, num_processes)
+            env = _environment(file, settings, num_processes)
+    except PlanError:
+        raise
+    except AttributeError as error:  # a list, a text, nothing
+        raise PlanError(f"the config {file} cannot be used: it has no keys") from error
+    except Exception as error:  # YAML's, Accelerate's: whatever their readers raise about a file
+        problem = " ".join(str(error).split()) or type(error).__name__
+        if "'TPU' is not a valid" in problem:
+            problem += " (Accelerate calls it XLA now: distributed_type: XLA)"
+        raise PlanError(f"the config {file} cannot be used: {problem}") from error
+    precision = env.pop("ACCELERATE_MIXED_PRECISION", None) if settings.mixed_precision else None
+    env.pop("ACCELERATE_MIXED_PRECISION", None)
+    if precision is not None and precision not in PRECISIONS:
+        raise PlanError(f"the config {file} cannot be used: no mixed_precision {precision!r}")
+    if settings.use_cpu:
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    processes = None if settings.num_processes == -1 else settings.num_processes
+    on_tpu = _is_for_tpu(settings)
+    if on_tpu:
+        env |= dict(text.split("=", 1) for text in settings.tpu_env or () if "=" in text)
+    return Config(
+        file,
+        processes,
+        precision,
+        env,
+        on_tpu,
+        downcast_bf16=on_tpu and str(settings.downcast_bf16).lower() in _YES,
+        unused=tuple(key for key in _OF_PODS if on_tpu and getattr(settings, key, None)),
+    )
+
+
+def _refuse(settings: Any, file: Path, num_processes: int | None) -> None:
+    """Raise `PlanError` for settings that nbtrain does not support."""
+    if not hasattr(settings, "num_processes"):
+        raise PlanError(f"{file}: compute_environment: SageMaker jobs are not supported")
+    count = settings.num_processes
+    if count == -1 and num_processes is None and not _is_for_tpu(settings):
+        raise PlanError(
+            f"{file}: num_processes: -1 leaves the number open; add the number of ranks (-n 2)"
+        )
+    if type(count) is not int or (count < 1 and count != -1):
+        raise PlanError(f"{file}: num_processes: {count!r} is not a whole number ≥ 1")
+    for key, reason in _NOT_DONE.items():
+        value = getattr(settings, key, None)
+        alone = key == "num_machines" and value == 1
+        if value and not alone and (not isinstance(value, dict) or any(value.values())):
+            raise PlanError(f"{file}: {key}: {value!r}: {reason}")
+
+
+def _is_for_tpu(settings: Any) -> bool:
+    return str(getattr(settings.distributed_type, "value", settings.distributed_type)) == "XLA"
+
+
+def _environment(file: Path, settings: Any, num_processes: int | None) -> dict[str, str]:
+    """Return what ``accelerate launch`` adds to the environment of its processes.
+
+    By the steps of its private ``launch_command``, seen in Accelerate 1.0 to 1.15.
+    """
+    from accelerate.commands import launch
+    from accelerate.utils import launch as prepare
+
+    # Port 0 is any free one: Accelerate checks it, and the ranks do not use it.
+    fixed = "--num_cpu_threads_per_process 1 --main_process_port 0 --config_file"
+    arguments = [*fixed.split(), str(file)]
+    if num_processes is not None or settings.num_processes == -1:
+        arguments += ["--num_processes", str(num_processes or 1)]
+    args, _, from_config = launch._validate_launch_command(
+        launch.launch_command_parser().parse_args([*arguments, "script.py"])
+    )
+    if args.use_deepspeed:
+        fields = [*settings.deepspeed_config, *(["mixed_precision"] if from_config else [])]
+        args.deepspeed_fields_from_accelerate_config = ",".join(fields)
+        env = prepare.prepare_deepspeed_cmd_env(args)[1]
+    elif args.use_fsdp or args.use_megatron_lm or args.multi_gpu:
+        env = prepare.prepare_multi_gpu_env(args)
+    else:
+        env = prepare.prepare_simple_launcher_cmd_env(args)[1]
+    return {
+        key: value
+        for key, value in env.items()
+        if value != os.environ.get(key) and not key.startswith(_SET_BY_NBTRAIN)
+    }
+
+
+@contextlib.contextmanager
+def _as_it_was() -> Iterator[None]:
+    """Keep the kernel's logging: Accelerate's launcher sets it up when it is imported."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of ports, which are not used
+            yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)

@@ -1,0 +1,84 @@
+"""A cell's source, read into what the ranks will run."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+from ..errors import PlanError
+from ..system.text import shorten
+from .plan import Cell, Parameter
+from .source_names import bound_names
+
+
+def read_cell(source: str, filename: str, namespace: dict[str, Any], flags: int = 0) -> Cell:
+    """Read a cell: its training function if it ends in one. Raises the cell's own SyntaxError."""
+    tree = ast.parse(source, filename)
+    # Compiled here too: the parser does not find all errors ('return' outside a function).
+    compile(tree, filename, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | flags, dont_inherit=True)
+    last = tree.body[-1] if tree.body else None
+    if last is None:
+        raise PlanError("the cell is empty, so there is nothing to run")
+    if not isinstance(last, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return Cell(source, filename, namespace, flags=flags)
+    return Cell(source, filename, namespace, last.name, _parameters(last.args), flags)
+
+
+def _parameters(args: ast.arguments) -> tuple[Parameter, ...]:
+    positional = [*args.posonlyargs, *args.args]
+    required = len(positional) - len(args.defaults)
+    defaults = [*[None] * required, *args.defaults, *args.kw_defaults]
+    return tuple(
+        Parameter(a.arg, ast.unparse(default) if default else None, a in args.posonlyargs)
+        for a, default in zip([*positional, *args.kwonlyargs], defaults, strict=True)
+    )
+
+
+def check_parameters(cell: Cell) -> None:
+    """Refuse a training function whose parameters have neither a value nor a default.
+
+    Raises `PlanError` naming all of them, and the notebook variables that look alike.
+    """
+    bound = bound_names(cell.source, cell.filename)
+    if "*" in bound:  # a star import: its names are known only when it has run
+        return
+    known = bound | cell.namespace.keys()
+    missing = [p.name for p in cell.parameters if p.default is None and p.name not in known]
+    if not missing:
+        return
+    described = ", ".join(with_lookalikes(name, known) for name in missing)
+    raise PlanError(
+        f"{cell.function}() needs a value for {described}: the notebook has no such variable, and "
+        "there is no default. Define it in a cell, or give the parameter a default."
+    )
+
+
+def with_lookalikes(name: str, known: Iterable[str]) -> str:
+    """Return a name for a message, with those that are known and look like it."""
+    public = {k.lower(): k for k in known if not k.startswith("_")}
+    alike = [public[k] for k in difflib.get_close_matches(name.lower(), public, n=3, cutoff=0.6)]
+    return f"`{name}`" + (f" (there is {' and '.join(f'`{a}`' for a in alike)})" if alike else "")
+
+
+def title(cell: Cell) -> str:
+    """Return a name for the run: the function with its numbers, or a line of the cell."""
+    if cell.function is None:
+        lines = [line for line in cell.source.splitlines() if line.strip()]
+        dull = ("#", "import ", "from ", "%", "!")
+        telling = (line for line in lines if not line.lstrip().startswith(dull))
+        return shorten(next(telling, lines[0]).strip(), 60)
+    shown = (_filled(p, cell.namespace) for p in cell.parameters)
+    return f"{cell.function}({', '.join(shown)})"
+
+
+def _filled(parameter: Parameter, namespace: dict[str, Any]) -> str:
+    name, text = parameter.name, parameter.default or ""
+    if name in namespace:
+        value = namespace[name]
+        # Numbers only: a text may be a password, and notebooks store titles.
+        text = f"{value:.6g}" if isinstance(value, float) else ""
+        if isinstance(value, int) and abs(value) < 10**15:
+            text = repr(value)
+    return f"{name}={text}" if 0 < len(text) <= 24 else name

@@ -1,0 +1,146 @@
+"""Lint: what a cell, and the functions it calls, will do wrong on several ranks.
+
+By `ast` alone: nothing of the user's is imported, executed or evaluated. What is reported is
+certain; in doubt it stays quiet. Nothing here stops a launch.
+
+    source_index.py     one piece of source, indexed
+    value_kinds.py      what a notebook variable is, by its exact type
+    source_finder.py    which pieces of source a launch will run
+    program.py          all of them together; what only one rank does
+    rules.py, save_rule.py, prepare_rule.py    the rules
+    training_loop.py, edits.py, migration.py    a plain loop, and its edits
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+
+from ..findings import CodeFinding, Edit
+from ..plan import Call, Cell
+from .edits import apply_edits
+from .migration import RANK_DEVICE, migration
+from .prepare_rule import unprepared
+from .program import Program
+from .rules import (
+    backward,
+    built_model,
+    captured_accelerator,
+    captured_device,
+    doubled,
+    model_calls,
+    pinned_device,
+)
+from .save_rule import saving
+from .source_finder import NameCell, gather
+from .source_index import Unit
+
+__all__ = ["CODES", "CodeFinding", "Edit", "Unit", "apply_edits", "lint", "models_built"]
+
+CODES = {
+    "accelerator": "an Accelerator made in the notebook is used in the ranks",
+    "backward": "`loss.backward()` in a loop under Accelerate",
+    "captured-device": "a `device` chosen in the notebook places things in the ranks",
+    "device": "a hard-coded `cuda` that every rank would use",
+    "doubled": "DistributedDataParallel or DistributedSampler, and `prepare` too",
+    "migrate": "a plain PyTorch loop: what to change, line by line, to train on all ranks",
+    "model-per-rank": "a model built by every rank where memory is scarce",
+    "prepare": "a loader, model or optimizer that never comes out of `prepare`",
+    "save": "a file that every rank writes",
+}
+"""Every code, and what it is about."""
+
+
+def lint(
+    task: Call | Cell,
+    *,
+    device: str = "cpu",
+    low_ram_tpu: bool = False,
+    ranks: int | None = None,
+    name_cell: NameCell | None = None,
+) -> tuple[CodeFinding, ...]:
+    """Return what will go wrong with a task on several ranks, in the order of the source.
+
+    Args:
+        device: what the ranks will train on ("cpu", "cuda", …).
+        low_ram_tpu: the host has memory for one copy of a model, not for one a rank.
+        ranks: how many there will be; None: several. One rank has no peers to trip over.
+        name_cell: turns a cell's file name into "In[3]", None for a file of another kind.
+    """
+    try:
+        units = gather(task, name_cell)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ()  # the ranks will say so, at the line
+    try:
+        return _lint(units, device, low_ram_tpu, ranks) if units else ()
+    except RecursionError:  # an expression nested deeper than ast can be asked about
+        return ()
+
+
+def models_built(task: Call | Cell) -> list[tuple[Unit, ast.Call]]:
+    """Return the calls by which each rank builds or loads a model, with the source they are in."""
+    try:
+        return list(model_calls(Program(gather(task))))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+
+
+def _lint(
+    units: list[Unit], device: str, low_ram_tpu: bool, ranks: int | None
+) -> tuple[CodeFinding, ...]:
+    lines = {unit.place: unit.lines for unit in units}
+    findings = dict.fromkeys(_findings(Program(units), device, low_ram_tpu, ranks))
+    silenced = {finding for finding in findings if _silences(lines[finding.place], finding)}
+    if any(f.code == "migrate" for f in silenced):  # its other edits alone would break the loop
+        silenced |= {finding for finding in findings if finding.code == "migrate"}
+    order = list(lines)
+    shown = (finding for finding in findings if finding not in silenced)
+    return tuple(sorted(shown, key=lambda f: (order.index(f.place), f.line, f.column)))
+
+
+def _findings(
+    program: Program, device: str, low_ram_tpu: bool, ranks: int | None
+) -> Iterator[CodeFinding]:
+    yield from captured_accelerator(program)
+    yield from backward(program)
+    yield from unprepared(program)
+    yield from doubled(program)
+    if low_ram_tpu:
+        yield from built_model(program)
+    if ranks == 1:
+        return
+    migrations = migration(program)
+    yield from migrations
+    # What the edits put right needs no second finding.
+    edits = [(finding.place, edit) for finding in migrations for edit in finding.edits]
+    changed = {(place, edit.line) for place, edit in edits}
+    rewritten = [edit.insert.strip().partition(" = ") for _, edit in edits if edit.insert]
+    names = tuple(name for name, _, value in rewritten if value == RANK_DEVICE)
+    for finding in (*pinned_device(program), *captured_device(program, device)):
+        if (finding.place, finding.line) not in changed and not _is_about(finding, names, program):
+            yield finding
+    yield from saving(program)
+
+
+def _is_about(finding: CodeFinding, names: tuple[str, ...], program: Program) -> bool:
+    """Return whether a finding about a device is about one of these variables."""
+    unit = next(unit for unit in program.units if unit.place == finding.place)
+    text = unit.lines[finding.line - 1]
+    if finding.code == "device":
+        return text.partition("=")[0].strip() in names
+    return text[finding.column - 1 :].startswith(names)
+
+
+_IGNORE = re.compile(r"#\s*nbtrain:\s*ignore(?:\[([^\]]*)\])?")
+
+
+def _silences(lines: Sequence[str], finding: CodeFinding) -> bool:
+    """Return whether a comment on the finding's line, or above all code, asks to leave it out."""
+    comments = itertools.takewhile(lambda text: not text.strip() or text.lstrip()[0] == "#", lines)
+    return any(
+        match[1] is None or finding.code in {code.strip() for code in match[1].split(",")}
+        for text in (*lines[finding.line - 1 : finding.line], *comments)
+        for match in _IGNORE.finditer(text)
+    )

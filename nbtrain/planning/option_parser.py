@@ -1,0 +1,139 @@
+"""Reads the options of a launch: from a magic's line, and from the keywords of a function."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from ..errors import PlanError
+from .option_types import Option, is_variable
+from .plan import OPTIONS
+
+MAGIC_ONLY = (
+    Option(
+        "--as",
+        "assign the Run to this notebook variable; nbtrain.last_run() always returns it",
+        field="bind",
+        metavar="NAME",
+        must_be=("a variable name", is_variable),
+    ),
+    Option(
+        "--save",
+        "write the cell and what it needs to a script, too, then run the cell; the script works "
+        "with python, torchrun and accelerate launch",
+        field="save",
+        metavar="FILE.py",
+    ),
+)
+"""The options that `nbtrain.launch` lacks: their fields are none of `Plan`'s."""
+
+_BY_FIELD = {option.field: option for option in (*OPTIONS, *MAGIC_ONLY)}
+
+
+def plan_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of `Plan` from the arguments of a function that are named as options.
+
+    Raises `PlanError` for a value that cannot be an option's: it was meant for the user's function.
+    """
+    fields = {}
+    for option in OPTIONS:
+        if option.argument not in arguments:
+            continue
+        name, value = option.argument, arguments[option.argument]
+        if option.types and value is not None and not isinstance(value, option.types):
+            raise PlanError(
+                f"nbtrain takes `{name}` as its own option, and a value of type "
+                f"{type(value).__name__} does not fit it. To pass `{name}` to your function "
+                f"instead, give it by position, or with functools.partial(function, {name}=...)."
+            )
+        fields[option.field] = option.convert(value)
+    return fields
+
+
+def _reader(option: Option) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return None if option.none and text == option.none else option.read(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(option.problem(text, option.none)) from None
+
+    return read
+
+
+class OptionParser(argparse.ArgumentParser):
+    """A parser of a magic's options. Its errors are `PlanError`s of one line and a hint."""
+
+    def __init__(self, prog: str, hint: str) -> None:
+        super().__init__(prog, usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False)
+        self.hint = hint
+
+    def error(self, message: str) -> NoReturn:
+        raise PlanError(f"{self.prog}: {message}{self.hint}")
+
+
+def parser(
+    fields: Iterable[str] = _BY_FIELD,
+    prog: str = "%distributed",
+    hint: str = " (%%distributed? shows the options)",
+) -> OptionParser:
+    """Return a parser of the options with these fields; its help documents them."""
+    result = OptionParser(prog, hint)
+    for option in (_BY_FIELD[field] for field in fields):
+        traits: dict[str, Any] = {"metavar": option.metavar, "type": _reader(option)}
+        if option.is_switch:
+            traits = {"action": "store_false" if option.default else "store_true"}
+        elif option.repeats:
+            traits |= {"action": "extend" if option.nargs else "append", "nargs": option.nargs}
+        traits["default"] = [] if option.repeats else option.default
+        result.add_argument(*option.flags.split(), dest=option.field, help=option.help, **traits)
+    return result
+
+
+def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the options of ``%%distributed``. Raises `PlanError`, in one line."""
+    return checked(parser().parse_args(arguments))
+
+
+def checked(parsed: argparse.Namespace) -> argparse.Namespace:
+    """Return what a parser made of options as values of `Plan`'s fields. Raises `PlanError`."""
+    for name, value in vars(parsed).items():
+        if (option := _BY_FIELD.get(name)) is not None:
+            setattr(parsed, name, option.convert(value))
+            option.check(getattr(parsed, name), option.flags.split()[-1])
+    return parsed
+
+
+def split_options(line: str, more_flags: Collection[str] = ()) -> tuple[str, str]:
+    """Split a line magic's text into its options and the expression after them.
+
+    The expression begins at the first word that is neither an option nor an option's value, or
+    after ``--``. `more_flags` are options without a value that `OPTIONS` does not have.
+    """
+    switches = {flag for o in OPTIONS if o.is_switch for flag in o.flags.split()}
+    position, expects_value = 0, False
+    for word in re.finditer(r"""(?:[^\s"']|"[^"]*"|'[^']*')+""", line):
+        text = word.group()
+        if line[position : word.start()].strip():  # a quote that nobody closed
+            return line[:position], line[position:].strip()
+        if expects_value:
+            expects_value = False
+        elif text == "--":
+            return line[:position], line[word.end() :].strip()
+        elif text.startswith("-"):
+            has_value = "=" in text or re.fullmatch(r"-\w.+", text)
+            expects_value = not (has_value or text in switches or text in more_flags)
+        else:
+            return line[:position], line[word.start() :].strip()
+        position = word.end()
+    return line, ""
+
+
+def split_line(line: str) -> list[str]:
+    """Split a magic's line as a shell would. Raises `PlanError` for an open quote."""
+    try:
+        return shlex.split(line)
+    except ValueError as error:
+        raise PlanError(f"%distributed: {str(error).lower()} in {line.strip()!r}") from None

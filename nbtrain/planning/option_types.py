@@ -1,0 +1,202 @@
+"""How an option of a launch is declared: its flags, default, values and help, all in one place.
+
+The fields of `Plan` are the options (`option` declares each). The parser of ``%%distributed``, its
+help and the check of their values come from there. `nbtrain.launch` writes its keywords out,
+because editors read them; a test compares the two. Ranks import this: no parser is loaded here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import keyword
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import PlanError
+
+ENGINES = ("auto", "fork", "spawn", "tpu", "xla", "torch_tpu", "ray", "inline")
+PRECISIONS = ("no", "fp16", "bf16", "fp8")
+VIEWS = ("auto", "widget", "html", "text", "none")
+SOURCES = ("bars", "steps", "loss", "data", "phases", "trainer", "tracker")
+"""What a rank reports by itself: tqdm bars; optimizer steps and learning rate; the loss that goes
+backward; batches and the time spent waiting for them; joining the other ranks, saving and
+compiling; the logs of transformers' Trainer; Accelerate's tracker."""
+
+HANG_AFTER = 300.0
+"""Seconds without a sign of progress after which a rank is asked for its stack; None: never."""
+
+OF_ALL = "@all"
+"""After a name of `Plan.out`: the variable's values in all ranks, as a list."""
+
+
+def engine_plugins() -> dict[str, str]:
+    """Return the engines that other packages add (entry points), as name and ``module:Class``."""
+    from importlib.metadata import entry_points  # loads email and zipfile: not in every rank
+
+    return {point.name: point.value for point in entry_points(group="nbtrain.engines")}
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of ``%%distributed``, of `nbtrain.launch`, or of both."""
+
+    flags: str
+    """Separated by spaces, the long one last."""
+
+    help: str
+    default: Any = None
+    field: str = ""
+    """The field of `Plan`, or the attribute of the parsed options."""
+
+    keyword: str = ""
+    """The argument of `nbtrain.launch`, where it is not called as the field."""
+
+    metavar: str | None = None
+    read: Callable[[str], Any] = str
+    """Turns the text after the flag into a value. Raises `ValueError`."""
+
+    convert: Callable[[Any], Any] = lambda value: value
+    """Turns a value, from a text or from Python, into the field's; its own result unchanged."""
+
+    must_be: tuple[str, Callable[[Any], bool]] = ("", lambda value: True)
+    """What is accepted, after "must be", and whether a value is that. Of a mapping, and of an
+    option that takes several values, each item is asked about."""
+
+    types: tuple[type, ...] = ()
+    """The types of the argument; one of another type was meant for the user's function."""
+
+    none: str = ""
+    """The text that stands for None."""
+
+    nargs: str | None = None
+
+    @property
+    def argument(self) -> str:
+        return self.keyword or self.field
+
+    @property
+    def is_switch(self) -> bool:
+        return isinstance(self.default, bool)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the flag may be given several times, each adding to the value."""
+        return self.nargs is not None or self.field == "env"
+
+    def check(self, value: Any, label: str) -> None:
+        """Raise `PlanError` for a field's value that is out of range."""
+        items = value.items() if isinstance(value, Mapping) else value if self.nargs else (value,)
+        for item in items:
+            if not (self.must_be[1](item) or (item is None and self.may_be_none)):
+                none = self.none if label.startswith("-") else "None"
+                raise PlanError(f"{label} {self.problem(item, none)}")
+
+    def problem(self, value: Any, none: str) -> str:
+        """Return what is wrong with a value; `none` is how the user writes None."""
+        choice = f" or {none}" if none and self.may_be_none else ""
+        return f"must be {self.must_be[0]}{choice}, not {value!r}"
+
+    @property
+    def may_be_none(self) -> bool:
+        return bool(self.none) or self.default is None
+
+
+def option(flags: str, help: str, default: Any = None, **traits: Any) -> Any:
+    """Declare a field of `Plan` as an option."""
+    metadata = {"option": Option(flags, help, default, **traits)}
+    if default == {}:
+        return dataclasses.field(default_factory=dict, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def options_of(plan: Any) -> tuple[Option, ...]:
+    """Return the options that are fields of a dataclass."""
+    fields = [field for field in dataclasses.fields(plan) if field.metadata]
+    return tuple(dataclasses.replace(f.metadata["option"], field=f.name) for f in fields)
+
+
+def one_of(
+    names: Sequence[str], more: Callable[[], Iterable[str]] = tuple[str, ...]
+) -> dict[str, Any]:
+    """Return the traits of an option that takes one of a few names, or of `more` not listed."""
+    must_be = (f"one of {', '.join(names)}", lambda name: name in names or name in list(more()))
+    return {"metavar": "|".join(names), "must_be": must_be}
+
+
+def is_seconds(value: Any) -> bool:
+    return isinstance(value, (int, float)) and 0 < value < 1e9
+
+
+SECONDS: dict[str, Any] = {
+    "read": float,
+    "must_be": ("a number of seconds > 0 and < 1e9", is_seconds),
+}
+
+
+def is_resource(item: tuple[str, Any]) -> bool:
+    name, amount = item
+    is_amount = isinstance(amount, (int, float)) and 0 <= amount < 1e15
+    return is_amount and (name != "GPU" or amount % 1 == 0)
+
+
+def is_variable(name: Any) -> bool:
+    return isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
+
+
+def is_output(name: str) -> bool:
+    return is_variable(name.removesuffix(OF_ALL))
+
+
+def is_whole(number: Any, least: int = 1, most: float = math.inf) -> bool:
+    return type(number) is int and least <= number <= most
+
+
+def is_environment(pair: tuple[Any, Any]) -> bool:
+    key, value = pair
+    texts = isinstance(key, str) and isinstance(value, str)
+    return texts and key != "" and "=" not in key and "\0" not in key + value
+
+
+def pair_of(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError
+    return key, value
+
+
+def node_counts(text: str) -> int | tuple[int, ...]:
+    counts = tuple(map(int, text.split(":")))
+    return counts[0] if len(counts) == 1 else counts
+
+
+def is_range(pair: Any) -> bool:
+    is_pair = isinstance(pair, tuple) and len(pair) == 2 and all(map(is_whole, pair))
+    return is_pair and pair[0] <= pair[1]
+
+
+def names_of(texts: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the names in a text or several, where they are separated by commas or spaces."""
+    texts = [texts] if isinstance(texts, str) else texts
+    return tuple(
+        dict.fromkeys(name for text in texts for name in re.split(r"[,\s]+", text) if name)
+    )
+
+
+def sources_of(asked: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the sources of telemetry that are asked for: ``"all"``, ``"none"``, names, or all but
+    those with a minus. Raises `PlanError`.
+    """
+    if asked == "all":
+        return SOURCES
+    names = names_of(asked)
+    unknown = [n for n in names if n.removeprefix("-") not in (*SOURCES, "none")]
+    if unknown or (isinstance(asked, str) and not names):
+        name = repr(unknown[0]) if unknown else "without a name"
+        raise PlanError(f"there is no telemetry {name}: use all, none, {', '.join(SOURCES)}")
+    left_out = {n[1:] for n in names if n.startswith("-")}
+    if left_out and len(left_out) == len(names):
+        return tuple(s for s in SOURCES if s not in left_out)
+    return tuple(s for s in SOURCES if s in names)

@@ -1,0 +1,262 @@
+"""What to run, on how many ranks, by which engine, within which limits: frozen values."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import PlanError
+from . import option_types as options
+from .option_types import option
+from .world import Rendezvous
+
+
+@dataclass(frozen=True)
+class Call:
+    """Call ``function(*args, **kwargs)`` on every rank."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    owner: str = ""
+    """The notebook's name for the object of a bound method: a fresh process cannot look it up."""
+
+    @property
+    def name(self) -> str:
+        """What to call a run of the function, which may be any callable."""
+        return str(getattr(self.function, "__name__", type(self.function).__name__))
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of the training function, as the cell's source writes it."""
+
+    name: str
+    default: str | None = None
+    positional_only: bool = False
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Run a notebook cell on every rank, then call its training function if it ends in one.
+
+    `flags` are the compiler's: the ``__future__`` imports of earlier cells. `number` is that of
+    ``In[number]``.
+    """
+
+    source: str
+    filename: str
+    namespace: dict[str, Any]
+    function: str | None = None
+    parameters: tuple[Parameter, ...] = ()
+    flags: int = 0
+    number: int | None = None
+
+
+Task = Call | Cell
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One launch, as it was asked for. A field that is an `option` has its help there.
+
+    Raises `PlanError` for a value that is out of range, and for options that exclude each other.
+    """
+
+    task: Task
+    name: str
+    """What to call the run: its folder and its board have it."""
+
+    num_processes: int | None = option(
+        "-n --num-processes",
+        "ranks to start; auto (the default): one per GPU or TPU chip, or 2 on a host without any",
+        metavar="N|auto",
+        read=int,
+        must_be=("a whole number ≥ 1", options.is_whole),
+        none="auto",
+    )
+    engine: str = option(
+        "-e --engine",
+        "how ranks are started. fork (auto): copies of the kernel; spawn: fresh processes, which "
+        "get what the cell refers to; tpu (auto on a TPU host): xla (torch_xla, forked) or "
+        "torch_tpu (its successor, fresh processes), whichever is installed; ray: on a Ray "
+        "cluster; inline: one rank in the kernel itself, for debugging",
+        "auto",
+        **options.one_of(options.ENGINES, options.engine_plugins),
+    )
+    mixed_precision: str | None = option(
+        "-p --mixed-precision",
+        "the precision of a plain Accelerator() in the ranks; on a TPU, bf16 applies to every "
+        "float",
+        **options.one_of(options.PRECISIONS),
+    )
+    downcast_bf16: bool = option(
+        "--downcast-bf16",
+        "on a TPU with -p bf16: float becomes bf16, and double a 32-bit float",
+        False,
+    )
+    env: Mapping[str, str] = option(
+        "--env",
+        "set an environment variable of the ranks (repeatable)",
+        {},
+        metavar="KEY=VALUE",
+        types=(Mapping,),
+        read=options.pair_of,
+        convert=lambda env: dict(env or {}),
+        must_be=("environment variables (KEY=VALUE)", options.is_environment),
+    )
+    out: tuple[str, ...] = option(
+        "--out",
+        "copy these variables of rank 0 back to the notebook: a,b (NAME@all: of every rank, as a "
+        "list)",
+        (),
+        metavar="NAMES",
+        nargs="+",
+        types=(str, Iterable),
+        convert=options.names_of,
+        must_be=(
+            f"variable names (NAME, or NAME{options.OF_ALL})",
+            options.is_output,
+        ),
+    )
+    sync: bool = option(
+        "--no-sync",
+        "leave the notebook's models unchanged; without it, a run that succeeds updates the "
+        "models that the cell mentions",
+        True,
+    )
+    view: str = option(
+        "--view",
+        "how progress is shown while the cell runs",
+        "auto",
+        **options.one_of(options.VIEWS),
+    )
+    config: str | None = option(
+        "--config",
+        "take options not given here from an `accelerate config` file: ranks, precision, FSDP, "
+        "DeepSpeed, dynamo; default: Accelerate's default file",
+        metavar="FILE|default",
+        types=(str, os.PathLike),
+    )
+    address: str | None = option(
+        "--address",
+        "with -e ray: the address of the cluster; auto (the default): the cluster that this host "
+        "belongs to; local: start one here, to try it out",
+        metavar="auto|local|HOST:PORT",
+    )
+    spread: tuple[int, int] | None = option(
+        "--nodes",
+        "with -e ray: spread the ranks evenly over N nodes (default 1); with MIN:MAX, a restart "
+        "after a failure may use as few as MIN nodes",
+        keyword="nodes",
+        metavar="N|MIN:MAX",
+        read=options.node_counts,
+        convert=lambda nodes: (nodes, nodes) if isinstance(nodes, int) else nodes,
+        must_be=(
+            "a number of nodes ≥ 1, the least and the most of them (MIN:MAX)",
+            options.is_range,
+        ),
+    )
+    resources: Mapping[str, float] = option(
+        "--resources",
+        "with -e ray: what each rank reserves on its node, by Ray's names (by default CPU=1, and "
+        "GPU=1 on a cluster that has GPUs)",
+        {},
+        metavar="NAME=AMOUNT,…",
+        types=(Mapping,),
+        read=lambda text: {k: float(v) for k, v in map(options.pair_of, text.split(","))},
+        convert=lambda resources: dict(resources or {}),
+        must_be=("amounts ≥ 0 (CPU=2,GPU=1), and whole GPUs", options.is_resource),
+    )
+    wait_for_nodes: float = option(
+        "--wait-for-nodes",
+        "with -e ray: how long to wait until the cluster has room, or its autoscaler has added "
+        "nodes (0: a launch that cannot start at once is refused)",
+        0.0,
+        metavar="SECONDS",
+        read=float,
+        convert=lambda seconds: seconds or 0.0,
+        must_be=("a number of seconds ≥ 0 and < 1e9", lambda s: s == 0 or options.is_seconds(s)),
+    )
+    timeout: float | None = option(
+        "--timeout",
+        "stop the run after this many seconds",
+        **options.SECONDS,
+        metavar="SECONDS",
+    )
+    max_restarts: int = option(
+        "--max-restarts",
+        "if a rank fails, start all ranks again, up to N times (see nbtrain.checkpoint)",
+        0,
+        metavar="N",
+        read=int,
+        must_be=(
+            "a number of restarts from 0 to 1000",
+            lambda n: type(n) is int and n in range(1001),
+        ),
+    )
+    background: bool = option(
+        "--background",
+        "return the prompt at once; the board stays live, and run.wait() waits for the end",
+        False,
+    )
+    detach: bool = option(
+        "--detach",
+        "like --background, but the run also survives the kernel: %%nbtrain show displays it in "
+        "another one",
+        False,
+    )
+    hang_after: float | None = option(
+        "--hang-after",
+        "report a hang: after this many seconds without progress (300), show which rank is "
+        "stuck, where, and who waits for it",
+        options.HANG_AFTER,
+        **options.SECONDS,
+        metavar="SECONDS|off",
+        none="off",
+        convert=lambda seconds: seconds or None,
+    )
+    telemetry: tuple[str, ...] = option(
+        "--telemetry",
+        f"what ranks report by themselves: {', '.join(options.SOURCES)}; with a minus: all but "
+        "these",
+        options.SOURCES,
+        metavar="all|none|NAME,…|-NAME,…",
+        types=(str, Iterable),
+        convert=options.sources_of,
+    )
+    port: int | None = None
+    """The port where the ranks meet; None: a free one."""
+
+    nodes: Rendezvous | None = None
+    """This node and where it meets the others, for a launch on several."""
+
+    scaling: bool = False
+    """Whether the run is one of a comparison of sizes: its ranks time every step."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run goes on behind the cell: to the kernel's end, or beyond (`detach`)."""
+        return self.background or self.detach
+
+    def __post_init__(self) -> None:
+        for each in OPTIONS:
+            each.check(getattr(self, each.field), f"`{each.argument}`")
+        precision_is_known = self.mixed_precision is not None or self.config is None
+        if self.downcast_bf16 and precision_is_known and self.mixed_precision != "bf16":
+            raise PlanError("downcast_bf16 needs bf16 mixed precision: use -p bf16 --downcast-bf16")
+        if self.port is not None and not 0 < self.port < 65536:
+            raise PlanError(f"the port must be between 1 and 65535, not {self.port!r}")
+        most = (self.spread or (1, 1))[1]
+        if (self.num_processes or most) % most:
+            raise PlanError(
+                f"{self.num_processes} ranks cannot be shared equally by {most} nodes: "
+                f"use a multiple of {most}"
+            )
+
+
+OPTIONS = options.options_of(Plan)
+"""Every option that `nbtrain.launch` has, in the order of the help."""

@@ -1,0 +1,1 @@
+"""This host and this process: processors, GPUs, TPUs, files, text. Knows nothing of training."""

@@ -1,0 +1,108 @@
+"""Notices calls that would initialise an accelerator in this process, and refuses them on demand.
+
+torch initialises CUDA lazily, through one function, so the stack at that moment shows the caller.
+`close` undoes every patch: when nbtrain is unloaded, and in every rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import traceback
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from ..errors import AcceleratorBlockedError
+from . import accelerator_guard
+from .instrumentation import Undo, patch, when_imported
+from .source_files import is_library, is_own
+
+_DEPTH = 12
+_GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl", "/dev/kfd")
+"""What a driver for NVIDIA's GPUs (Linux, WSL, Jetson) or AMD's leaves for processes to open."""
+_undo: list[Undo] = []
+_blocking = False
+
+
+def open_() -> None:
+    """Notice, from now on, which code makes torch initialise CUDA."""
+    if not _undo:
+        _undo.append(when_imported("torch", _watch_torch))
+        _watch(
+            "accelerate.state:PartialState",
+            "__init__",
+            "An Accelerator (or PartialState)",
+            lambda state, *_: not state._shared_state and (_blocking or _can_be_initialized()),
+        )
+
+
+def close() -> None:
+    """Undo everything that `open_` did."""
+    global _blocking
+    _blocking = False
+    while _undo:
+        _undo.pop()()
+
+
+def block(wanted: bool) -> bool:
+    """Refuse those calls from now on, or let them pass again; return the setting before."""
+    global _blocking
+    before, _blocking = _blocking, wanted
+    return before
+
+
+def _watch_torch(torch: ModuleType) -> None:
+    # Seen in torch 2.4 to 2.13; the CPU builds have neither of the first two.
+    _watch(torch._C, "_cuda_init", "Initialising CUDA")
+    _watch(torch._C, "_cuda_getDeviceCount", "Asking CUDA itself for its devices")
+    if torch.version.cuda or torch.version.hip:
+        _watch(torch.Tensor, "pin_memory", "pin_memory()")
+
+
+def _can_be_initialized(*_: Any) -> bool:
+    """Return whether there is a GPU, and this process has initialised none."""
+    return any(map(os.path.exists, _GPU_FILES)) and not accelerator_guard.initialized()
+
+
+def _watch(
+    owner: Any, name: str, action: str, matters: Callable[..., bool] = _can_be_initialized
+) -> None:
+    """Pass calls of ``owner.name`` that matter through `_notice` first."""
+    _undo.append(patch(owner, name, functools.partial(_notice, action, matters)))
+
+
+def _notice(action: str, matters: Callable[..., bool], original: Any, *args: Any, **kw: Any) -> Any:
+    if matters(*args):
+        if _blocking:
+            raise AcceleratorBlockedError(
+                f"{action} in the notebook itself would keep it from forking ranks. Do that inside "
+                "the training function, or allow it here with `%nbtrain guard warn`."
+            )
+        accelerator_guard.note_calls(_calls())
+    return original(*args, **kw)
+
+
+def _calls() -> tuple[str, ...]:
+    """Return the calls that led here, outermost first, from the user's own code on."""
+    stack = traceback.extract_stack()
+    while stack and is_own(stack[-1].filename):
+        stack.pop()
+    user = [i for i, frame in enumerate(stack) if not is_library(frame.filename)]
+    calls = [_text(frame) for frame in stack[user[0] if user else 0 :]]
+    if len(calls) > _DEPTH:
+        calls[_DEPTH - 4 : -4] = ["…"]
+    return tuple(calls)
+
+
+def _text(frame: traceback.FrameSummary) -> str:
+    function = "" if frame.name.startswith(("<module", "<cell")) else f", in {frame.name}"
+    return f"{_short(frame.filename)}, line {frame.lineno}{function}: {frame.line or ''}".rstrip()
+
+
+def _short(filename: str) -> str:
+    """Return a file's name as people know it: from its package on."""
+    for folder in ("site-packages/", "dist-packages/"):
+        if folder in filename:
+            return filename.rpartition(folder)[2]
+    return "a cell" if "ipykernel_" in filename or "<ipython" in filename else filename

@@ -1,0 +1,247 @@
+"""Reads files that grow, writes files whole or not at all, and reserves room for them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import operator
+import os
+import stat
+import threading
+from pathlib import Path
+from typing import BinaryIO
+
+from ..errors import NbtrainError
+
+
+class Tail:
+    """Reads the complete lines that were appended to a file since the last call.
+
+    At most `limit` bytes a call: where more was appended, and `skip` is true, the oldest are
+    skipped, so that a rank that prints without end costs its reader nothing. A line of more than
+    `longest` bytes, by default the limit, is broken. A file that was deleted and created again is
+    read from its start.
+    """
+
+    def __init__(
+        self, path: Path, *, limit: int = 1 << 20, skip: bool = False, longest: int = 0
+    ) -> None:
+        self._path, self._limit, self._skip = path, limit, skip
+        self._longest = longest or limit
+        self.passed = 0
+        """Lines that were skipped so far, as far as they were counted."""
+        self._offset = 0
+        self._rest = b""
+
+    def lines(self, *, flush: bool = False) -> list[bytes]:
+        """Return new complete lines; with `flush`, an incomplete last one as well."""
+        try:
+            data = self._appended()  # may have emptied the rest
+        except FileNotFoundError:  # not yet there, or deleted meanwhile
+            return []
+        self._rest += data
+        *lines, self._rest = self._rest.split(b"\n")
+        if (flush or len(self._rest) > self._longest) and self._rest:
+            lines.append(self._rest)
+            self._rest = b""
+        return lines
+
+    def _appended(self) -> bytes:
+        size = self._path.stat().st_size
+        if size < self._offset:  # not its number: some file systems give others now and then
+            self.skip_to(0)
+        if size <= self._offset:
+            return b""
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            if self._skip and size - self._offset > self._limit:
+                self.passed += _newlines(file, min(size - self._limit - self._offset, _COUNTED))
+                self._offset, self._rest = size - self._limit, b""
+            file.seek(self._offset)
+            data = file.read(self._limit)
+        self._offset += len(data)
+        return data
+
+    def skip_to(self, offset: int) -> None:
+        """Go on reading from there."""
+        self._offset, self._rest = offset, b""
+
+    @property
+    def behind(self) -> bool:
+        """Whether more than the last call returned is already in the file."""
+        try:
+            return self._path.stat().st_size > self._offset
+        except FileNotFoundError:
+            return False
+
+
+_COUNTED = 1 << 26
+"""Bytes, of those that are skipped in a call, in which lines are counted."""
+
+
+def _newlines(file: BinaryIO, size: int) -> int:
+    count = 0
+    while size > 0 and (block := file.read(min(size, 1 << 20))):
+        count += block.count(b"\n")
+        size -= len(block)
+    return count
+
+
+def last_bytes(path: Path, size: int = 1 << 16) -> bytes:
+    """Return the end of a file; b"" where there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - size))
+            return file.read(size)
+    except FileNotFoundError:
+        return b""
+
+
+def reserve_beyond_end(descriptor: int, size: int) -> None:
+    """Have the file system keep `size` bytes for what is appended to a file. Raises `OSError`."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "fallocate"):
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+    keep_size, end = 1, ctypes.c_int64(os.fstat(descriptor).st_size)
+    if libc.fallocate(descriptor, keep_size, end, ctypes.c_int64(size)):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def write_atomically(
+    path: Path, data: bytes | memoryview, *, modified: float | None = None
+) -> None:
+    """Write a file that is there whole or not at all, as of the time `modified`.
+
+    Raises `OSError`, and leaves nothing behind then.
+    """
+    # The name is unique: two processes may ask a run to stop at once.
+    partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+        if modified is not None:
+            os.utime(partial, (modified, modified))
+        partial.rename(path)
+    except BaseException:  # a full disk, an interrupt: half a file is in the way of others
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+OPEN = "can be written by other users"
+"""What `distrust` returns for a folder of this user's into which others may put files."""
+
+
+def open_own(path: Path) -> int:
+    """Open a file that this user owns, for reading; return its descriptor.
+
+    Raises `NbtrainError` for one of another user's, and for what is no regular file (a link, a pipe
+    that nobody writes to, a device without end); `OSError`.
+    """
+    flags = (getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK"))
+    try:
+        descriptor = os.open(path, functools.reduce(operator.or_, flags, os.O_RDONLY))
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise NbtrainError(f"{path} is a link, which nbtrain does not follow") from None
+        raise
+    reason = distrust(descriptor)
+    if reason:
+        os.close(descriptor)
+        raise NbtrainError(f"{path} {reason}, so nbtrain does not read it")
+    return descriptor
+
+
+def read_own(path: Path, most: int) -> bytes:
+    """Return what is in a file, as `open_own` opens it. Raises `NbtrainError` beyond `most` bytes.
+
+    And what `open_own` raises.
+    """
+    with open(open_own(path), "rb") as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise NbtrainError(f"{path} is larger than any such file of nbtrain")
+        return file.read()
+
+
+def distrust(file: int | Path, *, is_folder: bool = False) -> str:
+    """Return why a file, or a folder, may hold what another user put there; "" if it cannot.
+
+    Whoever may write a folder may replace all that is in it, but in one like /tmp. A path is looked
+    at as it is: no link is followed. Raises `OSError`.
+    """
+    status = os.fstat(file) if isinstance(file, int) else file.lstat()
+    if not (stat.S_ISDIR if is_folder else stat.S_ISREG)(status.st_mode):
+        if stat.S_ISLNK(status.st_mode):
+            return "is a link"
+        return "is not a folder" if is_folder else "is not a regular file"
+    if not hasattr(os, "geteuid"):  # Windows, where files have other rights
+        return ""
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"belongs to another user (uid {status.st_uid})"
+    by_group = status.st_mode & stat.S_IWGRP and _has_others(status.st_gid)
+    if is_folder and (by_group or status.st_mode & stat.S_IWOTH):
+        return "" if status.st_mode & stat.S_ISVTX else OPEN
+    return ""
+
+
+def _has_others(group: int) -> bool:
+    """Whether a group has a member beside this user: many systems give each user a group."""
+    import grp
+    import pwd
+
+    try:
+        own = pwd.getpwuid(os.geteuid()).pw_name
+        members = {*grp.getgrgid(group).gr_mem}
+    except KeyError:  # in a container, numbers need no names, and nobody else is there
+        return False
+    members |= {user.pw_name for user in pwd.getpwall() if user.pw_gid == group}
+    return bool(members - {own, "root"})
+
+
+class Spare:
+    """Room for one small file, kept free in a folder until it is closed or its process ends.
+
+    Linux has it (O_TMPFILE, fallocate), on most file systems; elsewhere there is none.
+    """
+
+    def __init__(self, folder: Path, size: int = 1 << 16) -> None:
+        self._descriptor = -1
+        with contextlib.suppress(OSError, AttributeError):
+            flags = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC
+            self._descriptor = os.open(folder, flags, 0o600)
+            reserve_beyond_end(self._descriptor, size)
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Write a file atomically, on a full disk too if there is room for it. Raises `OSError`."""
+        try:
+            write_atomically(path, data)
+        except OSError as error:
+            try:
+                has_it = self._write_here(path, data)
+            except OSError:
+                has_it = False
+            if not has_it:
+                raise error from None
+
+    def _write_here(self, path: Path, data: bytes) -> bool:
+        descriptor = self._descriptor
+        if os.fstat(descriptor).st_nlink:  # the user closed it, and another file has its number
+            return False
+        if os.pwrite(descriptor, data, 0) < len(data):
+            return False
+        os.ftruncate(descriptor, len(data))
+        # Python follows this symbolic link only where a folder's descriptor is named, too.
+        os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor)
+        return True
+
+    def close(self) -> None:
+        """Give the room back."""
+        descriptor, self._descriptor = self._descriptor, -1
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
+OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)

@@ -1,0 +1,280 @@
+"""The GPUs of this host, listed without initialising any accelerator."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CPU_DEFAULT = 2
+"""How many ranks a host without an accelerator gets by default."""
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that uses a GPU."""
+
+    pid: int
+    mib: int | None = None
+    """MiB of the GPU's memory; None where the driver hides it."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """An NVIDIA GPU as NVML describes it."""
+
+    index: int
+    uuid: str
+    name: str = ""
+    total: int = 0
+    """MiB of memory; 0 where it is unknown."""
+    used: int = 0
+    """MiB of memory; 0 where it is unknown."""
+    holders: tuple[Holder, ...] = ()
+    mode: int = 0
+    """NVML's compute mode: 0 for everyone, 3 for one process at a time, 2 for none."""
+    driver: str = ""
+    busy: float | None = None
+    """The percentage of the last moments in which it worked."""
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """What a torch was built for."""
+
+    version: str
+    cuda: str | None = None
+    hip: str | None = None
+    xpu: bool = False
+    mps: bool = False
+
+    @property
+    def label(self) -> str:
+        """The build as text: ``CUDA 13.0``, ``ROCm (HIP 6.2)``, ``XPU``, ``CPU only``."""
+        if self.cuda or self.hip:
+            return f"CUDA {self.cuda}" if self.cuda else f"ROCm (HIP {self.hip})"
+        return "XPU" if self.xpu else "MPS" if self.mps else "CPU only"
+
+
+def gpu_count(env: Mapping[str, str] = os.environ) -> int:
+    """Return how many GPUs the ranks will see: NVIDIA's by NVML, AMD's by their kernel driver.
+
+    ``CUDA_VISIBLE_DEVICES`` and its kin are honoured as the runtimes do; a torch that was built
+    for neither sees none. No driver is called: counting must leave the kernel fit to fork.
+    """
+    import torch
+
+    if torch.version.hip is not None:
+        return len(rocm_visible(rocm_uuids(), env))
+    if torch.version.cuda is None:
+        return 0
+    return len(visible(_uuids(), env.get("CUDA_VISIBLE_DEVICES")))
+
+
+def build_of(torch: Any) -> TorchBuild:
+    """Return what a torch module was built for; reads constants only."""
+    version = getattr(torch, "version", None)
+    compiled = getattr(torch, "_C", None)
+    return TorchBuild(
+        str(getattr(torch, "__version__", "?")),
+        getattr(version, "cuda", None),
+        getattr(version, "hip", None),
+        bool(getattr(compiled, "_has_xpu", False)),
+        bool(getattr(compiled, "_has_mps", False)),
+    )
+
+
+def visible(uuids: Sequence[str], setting: str | None) -> list[int]:
+    """Return the indices of the GPUs a ``CUDA_VISIBLE_DEVICES`` setting leaves visible.
+
+    CUDA reads it from the left, by index or by the start of a UUID, up to the first entry that
+    names no device. A device named twice makes none visible.
+    """
+    if setting is None:
+        return list(range(len(uuids)))
+    indices: list[int] = []
+    for entry in (part.strip() for part in setting.split(",")):
+        if entry.startswith("MIG-"):  # a slice of a GPU: CUDA shows one of them, as one device
+            return indices or list(range(len(uuids)))[:1]
+        index = _index_of(entry, uuids)
+        if index is None:
+            break
+        if index in indices:
+            return []
+        indices.append(index)
+    return indices
+
+
+def _index_of(entry: str, uuids: Sequence[str]) -> int | None:
+    if entry.isdecimal():
+        return int(entry) if int(entry) < len(uuids) else None
+    matches = [i for i, uuid in enumerate(uuids) if entry and uuid.startswith(entry)]
+    return matches[0] if len(matches) == 1 else None
+
+
+@contextlib.contextmanager
+def _nvml() -> Iterator[Any]:
+    """Yield NVML while it is initialised; None where no driver has one. It initialises no CUDA."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield None
+        return
+    try:
+        yield pynvml
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):  # a driver in trouble, which has answered
+            pynvml.nvmlShutdown()
+
+
+def _uuids() -> list[str]:
+    with _nvml() as nvml:
+        return [] if nvml is None else [_uuid(nvml, index) for index in range(_count(nvml))]
+
+
+def _count(nvml: Any) -> int:
+    return int(_ask(nvml, nvml.nvmlDeviceGetCount) or 0)
+
+
+def _uuid(nvml: Any, index: int) -> str:
+    try:
+        return str(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(index)))
+    except nvml.NVMLError:  # fallen off the bus: it keeps its place in the count
+        return f"lost-{index}"
+
+
+def list_gpus() -> tuple[Gpu, ...]:
+    """Return every NVIDIA GPU of this host, including those that a variable hides."""
+    with _nvml() as nvml:
+        return () if nvml is None else describe(nvml)
+
+
+class GpuWatch:
+    """Asks NVML for this host's GPUs repeatedly, in a thread of its own, until it is closed.
+
+    NVML stays initialised meanwhile: initialising it takes long on a host with many GPUs. A driver
+    in trouble may not answer for minutes; `close` then leaves the thread behind. A process should
+    not fork before `is_over`.
+    """
+
+    def __init__(self, delay: float, pause: Callable[[float], float]) -> None:
+        """Begin after `delay` seconds; `pause` maps a look's seconds to those before the next."""
+        self.seen: tuple[Gpu, ...] = ()
+        self._delay, self._pause = delay, pause
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="nbtrain-gpus", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def close(self, patience: float = 2.0) -> None:
+        """End the thread, and wait for that at most `patience` seconds."""
+        self._closing.set()
+        self._thread.join(patience)
+
+    def _watch(self) -> None:
+        if self._closing.wait(self._delay):
+            return
+        with _nvml() as nvml:
+            while nvml is not None and not self._closing.is_set():
+                begun = time.monotonic()
+                self.seen = describe(nvml)
+                self._closing.wait(self._pause(time.monotonic() - begun))
+
+
+def describe(nvml: Any) -> tuple[Gpu, ...]:
+    """Return the GPUs that an initialised NVML lists.
+
+    Any single question may fail (a lost device, MIG, a container that hides processes). Its answer
+    is then left out, and the GPU keeps its place.
+    """
+    driver = _ask(nvml, nvml.nvmlSystemGetDriverVersion) or ""
+    return tuple(_describe(nvml, i, driver) for i in range(_count(nvml)))
+
+
+def _describe(nvml: Any, index: int, driver: str) -> Gpu:
+    handle = _ask(nvml, nvml.nvmlDeviceGetHandleByIndex, index)
+    if handle is None:
+        return Gpu(index, f"lost-{index}", "lost", driver=driver)
+    memory = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
+    running = [
+        *(_ask(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()),
+        *(_ask(nvml, nvml.nvmlDeviceGetGraphicsRunningProcesses, handle) or ()),
+    ]
+    held = {p.pid: None if p.usedGpuMemory is None else p.usedGpuMemory // _MIB for p in running}
+    rates = _ask(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
+    return Gpu(
+        index,
+        _uuid(nvml, index),
+        _ask(nvml, nvml.nvmlDeviceGetName, handle) or "GPU",
+        total=memory.total // _MIB if memory else 0,
+        used=memory.used // _MIB if memory else 0,
+        holders=tuple(Holder(pid, mib) for pid, mib in held.items()),
+        mode=_ask(nvml, nvml.nvmlDeviceGetComputeMode, handle) or 0,
+        driver=driver,
+        busy=None if rates is None else float(rates.gpu),
+    )
+
+
+def _ask(nvml: Any, function: Any, *args: Any) -> Any:
+    """Return an answer of NVML; None for NotSupported, NoPermission, a lost GPU and the like."""
+    try:
+        return function(*args)
+    except (nvml.NVMLError, UnicodeDecodeError):  # some drivers return names that are no text
+        return None
+
+
+def rocm_uuids(root: Path = Path("/")) -> list[str]:
+    """Return AMD's GPUs as their kernel driver lists them (KFD), without loading ROCm.
+
+    A node with SIMDs is a GPU, a node without is a CPU. A container lists the GPUs that it may not
+    use, too, but cannot read them.
+    """
+    nodes = (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")
+    uuids: list[str] = []
+    for path in sorted(nodes, key=lambda p: (len(p.parent.name), p.parent.name)):
+        with contextlib.suppress(OSError, ValueError):
+            lines = (line.split() for line in path.read_text().splitlines())
+            fields = {line[0]: int(line[1]) for line in lines if len(line) == 2}
+            if fields.get("simd_count", 0) > 0:
+                uuids.append(f"GPU-{fields.get('unique_id', 0):016x}")
+    return uuids
+
+
+def rocm_visible(uuids: Sequence[str], env: Mapping[str, str]) -> list[int]:
+    """Return the GPUs that ROCm's variables leave visible.
+
+    ROCR_VISIBLE_DEVICES comes first; HIP_VISIBLE_DEVICES, or CUDA_VISIBLE_DEVICES in its place,
+    then chooses among what that left.
+    """
+    first = visible(uuids, env.get("ROCR_VISIBLE_DEVICES"))
+    second = env.get("HIP_VISIBLE_DEVICES", env.get("CUDA_VISIBLE_DEVICES"))
+    return [first[i] for i in visible([uuids[i] for i in first], second)]
+
+
+def unused_accelerator(build: TorchBuild, root: Path = Path("/"), system: str | None = None) -> str:
+    """Name an accelerator that this torch could use and nbtrain does not yet; empty for none.
+
+    ``torch.xpu.device_count()`` may initialise the device where its management library is missing.
+    The kernel's list of graphics devices is read instead.
+    """
+    if (system or f"{platform.system()} {platform.machine()}") == "Darwin arm64" and build.mps:
+        return "MPS (Apple's GPU)"
+    if build.xpu:
+        for vendor in (root / "sys/class/drm").glob("renderD*/device/vendor"):
+            with contextlib.suppress(OSError):
+                if vendor.read_text().strip() == "0x8086":
+                    return "XPU (Intel's GPU)"
+    return ""

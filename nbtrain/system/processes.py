@@ -1,0 +1,85 @@
+"""Processes of this host: their identity, their names, and which one listens on a port."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from .files import OUT_OF_DESCRIPTORS
+
+
+def process_identity(pid: Any) -> str | None:
+    """Return what no other process with the same number has; None if the process has ended.
+
+    On Linux that is the clock tick it started at, and the boot from which ticks are counted: the
+    time of day, to which psutil converts it, changes when the clock is set. Raises `OSError` if
+    this process is out of descriptors and cannot look.
+    """
+    if type(pid) is not int:
+        return None
+    if Path("/proc/self/stat").exists():
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+            has_ended = fields[0] in (b"Z", b"X")  # a zombie does nothing any more
+            return None if has_ended else f"{fields[19].decode()} {_boot()}"
+        except (OSError, IndexError) as error:
+            if getattr(error, "errno", None) in OUT_OF_DESCRIPTORS:
+                raise
+            return None
+    import psutil
+
+    try:
+        return str(psutil.Process(pid).create_time())
+    except (psutil.Error, ValueError):
+        return None
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # a sandbox without it
+        return ""
+
+
+def is_process(pid: int, created: float) -> bool:
+    """Whether a process is alive, and is the one that psutil saw created at that time.
+
+    For a file that names a process by that time, in seconds since 1970. The clock may have been
+    set by some seconds meanwhile, which `process_identity` does not mind.
+    """
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        is_alive = process.status() != psutil.STATUS_ZOMBIE
+        return bool(is_alive and abs(process.create_time() - created) < 5)
+    except psutil.Error:
+        return False
+
+
+def port_listener(port: int) -> str:
+    """Return the process that listens on a port, as ``python, pid 4711``; "" if unknown."""
+    import psutil
+
+    try:
+        pids = [
+            connection.pid
+            for connection in psutil.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+        ]
+    except (psutil.Error, OSError):  # macOS allows this to root only
+        return ""
+    return next((process_name(pid) for pid in pids if pid), "")
+
+
+def process_name(pid: int) -> str:
+    """Return ``python, pid 4711``; the pid alone where the name is unknown."""
+    import psutil
+
+    if pid == os.getpid():
+        return f"this kernel itself, pid {pid}"
+    try:
+        return f"{psutil.Process(pid).name()}, pid {pid}"
+    except psutil.Error:
+        return f"pid {pid}"

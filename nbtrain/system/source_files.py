@@ -1,0 +1,41 @@
+"""Whose a source file is: the user's, an installed package's, Python's own, or nbtrain's."""
+
+from __future__ import annotations
+
+import os
+import re
+import sysconfig
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1]
+"""The folder of nbtrain itself."""
+
+RANK_BODY = (str(PACKAGE / "worker" / "main.py"), str(PACKAGE / "worker" / "task_runner.py"))
+"""The files that call the user's task: what is above them in a stack is the launcher's."""
+
+_OWN = str(PACKAGE) + os.sep
+_LIBRARIES = tuple(
+    {
+        sysconfig.get_path(name) + os.sep
+        for name in ("stdlib", "platstdlib", "purelib", "platlib")
+        if sysconfig.get_path(name)
+    }
+)
+# A stack may be of another host or another Python, whose folders this one does not know.
+_INSTALLED = re.compile(r"/(?:site|dist)-packages/|/lib/python3\.\d+t?/|^<frozen ")
+
+
+def is_own(filename: str) -> bool:
+    """Whether a source file is one of nbtrain."""
+    return filename.startswith(_OWN)
+
+
+def is_library(filename: str) -> bool:
+    """Whether a source file is one of an installed package, of Python or of nbtrain.
+
+    A name like ``<string>`` counts as the user's: code that a cell gave to `exec` has one.
+    """
+    normal = filename.replace(os.sep, "/")
+    return (
+        _INSTALLED.search(normal) is not None or filename.startswith(_LIBRARIES) or is_own(filename)
+    )

@@ -1,0 +1,39 @@
+"""The time of day when this process, or its last launch, began, and counted on from there.
+
+``time.time()`` jumps when the clock is set (by NTP, by hand, by a host that resumes a virtual
+machine). The events of a run are ordered by their times and its duration is a difference of two, so
+a jump of an hour made a run of ten seconds one of an hour, or none, and put one attempt's failure
+into another. Times of files are the system's: compare these with ``time.time()``.
+"""
+
+from __future__ import annotations
+
+import time
+
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+"""It counts the time that a laptop sleeps, too, where the system has such a clock (Linux)."""
+
+
+def now() -> float:
+    """Return seconds since the epoch that never jump during a run."""
+    return time.clock_gettime(_CLOCK) + _offset
+
+
+def synchronize() -> None:
+    """Take the time of day from the system's clock again: a kernel lives for weeks."""
+    follow(time.time() - time.clock_gettime(_CLOCK))
+
+
+def offset() -> float:
+    """Return what another process of this host must `follow` to have the same time."""
+    return _offset
+
+
+def follow(offset: float) -> None:
+    """Have the time of another process of this host, which may have begun before a jump."""
+    global _offset
+    _offset = offset
+
+
+_offset = 0.0
+synchronize()

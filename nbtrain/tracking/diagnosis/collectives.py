@@ -1,0 +1,174 @@
+"""What PyTorch's flight recorder has of a rank: which collectives it is in, and was in."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..run_folder import RunFolder
+
+DEFAULT = "default_pg"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One rank's part in a collective."""
+
+    group: str
+    """The name of its process group; members are not recorded."""
+    number: int
+    """Counted within the group."""
+    name: str
+    shape: tuple[int, ...] | None = None
+    """Of the first input."""
+    pending: bool = False
+    began: float = 0.0
+    """Seconds since the epoch."""
+    point: bool = False
+    """Whether it is between two ranks alone."""
+
+    @property
+    def label(self) -> str:
+        """Return ``all_reduce #812``."""
+        return f"{self.name} #{self.number}"
+
+    def like(self, other: Collective) -> bool:
+        """Whether two ranks' parts may belong together."""
+        symmetric = self.name in ("all_reduce", "broadcast", "reduce", "allreduce")
+        same = self.shape == other.shape or None in (self.shape, other.shape)
+        return self.name == other.name and (same or not symmetric)
+
+
+@dataclass(frozen=True)
+class FlightRecord:
+    """The answer of one rank's recorder."""
+
+    by_group: Mapping[str, tuple[Collective, ...]] = field(default_factory=dict)
+    """Its last collectives, oldest first."""
+
+    def last(self, group: str) -> int:
+        """Return the number of the last collective that the rank began in a group; 0: none."""
+        return max((c.number for c in self.by_group.get(group, ())), default=0)
+
+    def at(self, group: str, number: int) -> Collective | None:
+        """Return a collective by its number, if it is still remembered."""
+        return next((c for c in self.by_group.get(group, ()) if c.number == number), None)
+
+    @property
+    def pending(self) -> Collective | None:
+        """The collective that the rank has been in for longest."""
+        pending = (c for cs in self.by_group.values() for c in cs if c.pending)
+        return min(pending, key=lambda c: c.began, default=None)
+
+
+def parse(text: str | bytes, since: float = 0.0) -> FlightRecord | None:
+    """Read a dump (``version`` 2.x, as torch 2.13 writes it); None for what is none.
+
+    What was recorded before `since` is not the rank's: it inherited it with the kernel's memory.
+    """
+    try:
+        dump = json.loads(text)
+        if "version" not in dump:
+            return None
+        by_group: dict[str, list[Collective]] = {}
+        for entry in dump.get("entries", ()):  # there are none before the first collective
+            collective = _collective(entry)
+            if collective.began >= since:
+                by_group.setdefault(collective.group, []).append(collective)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return None
+    return FlightRecord({group: tuple(those) for group, those in by_group.items()})
+
+
+def _collective(entry: Mapping[str, Any]) -> Collective:
+    name, description = entry["process_group"]
+    point = bool(entry.get("is_p2p"))
+    group = DEFAULT if description == DEFAULT else str(name)
+    sizes = entry.get("input_sizes") or []
+    return Collective(
+        group=f"{group}, point to point" if point else group,
+        number=int(entry["p2p_seq_id" if point else "collective_seq_id"]),
+        name=str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"]),
+        shape=tuple(sizes[0]) if sizes else None,
+        pending=not entry["retired"],
+        began=int(entry["time_created_ns"]) / 1e9,
+        point=point,
+    )
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: Path, timeout: float) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        if sys.platform != "linux":
+            self.sock.connect(str(self._path))
+            return
+        folder = os.open(self._path.parent, os.O_RDONLY)  # its path may be too long for a socket
+        try:
+            self.sock.connect(f"/proc/self/fd/{folder}/{self._path.name}")
+        finally:
+            os.close(folder)
+
+
+def ask(folder: RunFolder, ranks: Collection[int], patience: float) -> dict[int, FlightRecord]:
+    """Return the answers of ranks' recorders, within about `patience` seconds."""
+    deadline = time.monotonic() + patience
+    if folder.questions.exists():
+        return _ask_remote(folder, ranks, deadline)
+    records: dict[int, FlightRecord] = {}
+    for rank in ranks:
+        left = deadline - time.monotonic()
+        if left > 0 and (record := fetch(folder.recorder(rank), left / 2)) is not None:
+            records[rank] = record
+    return records
+
+
+def _ask_remote(
+    folder: RunFolder, ranks: Collection[int], deadline: float
+) -> dict[int, FlightRecord]:
+    for rank in ranks:
+        folder.recorded(rank).unlink(missing_ok=True)
+    folder.ask_remote("recorders", ranks)
+    records: dict[int, FlightRecord] = {}
+    while len(records) < len(ranks) and time.monotonic() < deadline:
+        for rank in set(ranks) - records.keys():
+            path = folder.recorded(rank)
+            if path.exists():
+                records[rank] = parse(path.read_bytes(), path.stat().st_mtime) or FlightRecord()
+        time.sleep(0.01)
+    return records
+
+
+def fetch(path: Path, timeout: float) -> FlightRecord | None:
+    """Ask a rank's recorder through its socket; None where there is no answer.
+
+    `timeout` seconds for each wait, of which there are two.
+    """
+    answer = dump(path, timeout)
+    return parse(*answer) if answer is not None else None
+
+
+def dump(path: Path, timeout: float) -> tuple[bytes, float] | None:
+    """Return a recorder's answer, and when the rank's first group began; see `fetch`."""
+    connection = _UnixConnection(path, timeout)
+    try:
+        connection.request("POST", "/handler/fr_trace_json")
+        reply = connection.getresponse()
+        begun = path.stat().st_mtime  # with the rank's first group
+        return (reply.read(), begun) if reply.status == 200 else None
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()

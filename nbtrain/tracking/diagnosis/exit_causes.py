@@ -1,0 +1,69 @@
+"""Why a rank ended, where its return code misleads and its host knows more."""
+
+from __future__ import annotations
+
+import signal
+
+from ...system import host
+from ...system.text import format_bytes
+from ..run_folder import RunFolder
+from ..state import RankState
+from .failures import describe_returncode
+
+FULL = 1 << 16
+"""Bytes free at which the run folder's file system counts as full: no report fits."""
+
+Cause = tuple[str, tuple[str, ...]]
+"""Why a rank ended, "" where nobody knows more than its return code; and the evidence for that."""
+
+
+class OomKills:
+    """Separates ranks that the system killed to free memory from those that somebody killed.
+
+    The evidence is the system's own count of such kills in this container, or on this host. It
+    names no process, so each kill since this object was made explains the death of one rank.
+    """
+
+    def __init__(self) -> None:
+        self._explained = host.oom_kills()
+
+    def explain(self, *, node: str = "", memory: int | None = None) -> Cause:
+        """Return why a rank of this host was killed by SIGKILL that nbtrain did not send.
+
+        `node` is the name of this host, where that is not the launcher's; `memory` the bytes that
+        the rank held when last seen.
+        """
+        place = f" on {node}" if node else ""
+        before, count = self._explained, host.oom_kills()
+        if before is None or count is None:
+            return (f"was killed by SIGKILL{place}" if node else ""), ()
+        if count <= before:
+            evidence = f"the system's count of out-of-memory kills is still {count}"
+            return f"was killed by SIGKILL{place}, but not because memory ran out", (evidence,)
+        self._explained = before + 1
+        evidence = f"the system's count of out-of-memory kills rose from {before} to {count}"
+        held = f"; the rank held {format_bytes(memory)} when last seen" if memory else ""
+        cause = (
+            f"ran out of memory and was killed by the system ({host.memory().bound}{place}{held})"
+        )
+        return cause, (evidence,)
+
+
+class ExitCauses:
+    """Explains the ends of the ranks of a run on this host."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._oom_kills = OomKills()
+
+    def cause_of(self, rank: RankState, returncode: int | None, was_killed: bool) -> Cause:
+        """Return why a rank ended; `was_killed`: nbtrain sent it SIGKILL."""
+        folder = self._folder
+        if returncode == -signal.SIGKILL:
+            return ("", ()) if was_killed else self._oom_kills.explain(memory=rank.usage.memory)
+        space = host.space(folder.path)
+        has_reported = folder.failure(rank.rank).exists() or rank.error
+        if has_reported or space is None or space.free > FULL or (returncode or 0) < 0:
+            return "", ()
+        end = describe_returncode(returncode)
+        return f"{end}, and the disk of the run folder ({folder.path}) is full", ()

@@ -1,0 +1,111 @@
+"""How a rank ended, as a value, and which of several failures is the cause of a run's end."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ...errors import RankDied
+from ...transport.exceptions import CapturedException, restore, set_notes
+
+_ECHOING = ("runtimeerror", "distbackenderror", "distnetworkerror", "diststoreerror")
+# What a rank raises when another one went away: the echo of a failure, not its cause.
+_ECHOES = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "socket closed",
+    "read error",
+    "timed out waiting",
+    "nccl communicator was aborted",
+    "remote process exited",
+    "failed to recv, got 0 bytes",
+    "socket timeout",
+    "client socket has timed out",
+    "watchdog caught collective operation timeout",
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank's failure: it raised an exception, or its process died."""
+
+    rank: int
+    time: float
+    error: CapturedException | None = None
+    """The exception; None where the process died."""
+    returncode: int | None = None
+    """How the process died: an exit code, or negative, a signal."""
+    log: str = ""
+    description: str = ""
+    """Replaces the return code's sentence where that would mislead: the launcher ended a rank that
+    was failing already."""
+
+    @property
+    def is_secondary(self) -> bool:
+        """Whether this looks like the consequence of another rank's failure."""
+        if self.error is None:  # native code may end a rank over it
+            text = self.log.lower()
+            is_native = "terminate called" in text or "watchdog" in text
+            is_abort = self.returncode == -signal.SIGABRT
+            return is_abort and is_native and any(echo in text for echo in _ECHOES)
+        return is_secondary_failure(f"{self.error.type_name}: {self.error.text}")
+
+    @property
+    def summary(self) -> str:
+        """One line: what happened."""
+        if self.error is not None:
+            return self.error.headline
+        return self.description or describe_returncode(self.returncode)
+
+
+def is_secondary_failure(error: str) -> bool:
+    """Whether an error, as ``Type: text``, is what a rank raises when another one went away."""
+    kind, _, text = error.lower().partition(":")
+    return kind in _ECHOING and any(echo in text for echo in _ECHOES)
+
+
+def headline(failures: Iterable[Failure]) -> Failure:
+    """Return the failure that caused the others: the earliest that is no echo."""
+    return min(failures, key=lambda f: (f.is_secondary, f.time, f.rank))
+
+
+def describe_returncode(returncode: int | None) -> str:
+    """Describe how a process ended."""
+    if returncode is None:
+        return "ended, and other code in this process collected its exit code (os.wait, SIGCHLD)"
+    if returncode == 0:
+        return "exited with code 0 before its function had returned"
+    if returncode > 0:
+        return f"exited with code {returncode}"
+    try:
+        name = signal.Signals(-returncode).name
+    except ValueError:
+        name = f"signal {-returncode}"
+    hint = {
+        "SIGKILL": " (often the system's answer to too little memory)",
+        "SIGSEGV": " (a crash in native code)",
+        "SIGBUS": " (often too little shared memory in /dev/shm)",
+        "SIGABRT": " (native code gave up)",
+    }.get(name, "")
+    return f"was killed by {name}{hint}"
+
+
+def to_exception(failure: Failure, note: str) -> BaseException:
+    """Return what the notebook raises: the rank's own exception, or `RankDied`."""
+    if failure.error is not None:
+        error = restore(failure.error)
+    else:
+        log, code = failure.log.rstrip(), failure.returncode
+        printed = f"Its last output:\n{log}" if log else "It had printed nothing."
+        error = RankDied(
+            f"rank {failure.rank} {failure.summary}. {printed}",
+            rank=failure.rank,
+            exitcode=code if code is not None and code >= 0 else None,
+            signal=-code if code is not None and code < 0 else None,
+            log=failure.log,
+        )
+    set_notes(error, [*getattr(error, "__notes__", []), note])
+    return error

@@ -1,0 +1,183 @@
+"""Which rank hangs, and which wait for it: from stacks and collectives to a sentence. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ...system.text import format_duration, format_ranks
+from .collectives import DEFAULT, Collective, FlightRecord
+from .stacks import RankStack
+
+PLACES = 4
+"""Places that a sentence names; the others are counted."""
+
+SETTLED = 1.0
+"""Seconds that a rank must be in a collective to be waiting in it, rather than passing through."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What is known of the ranks at one moment."""
+
+    now: float
+    """Seconds since the epoch."""
+    after: float
+    """Seconds of silence from which a rank's is to be explained."""
+    silent: Mapping[int, float]
+    """For each rank that runs, the seconds since its last sign of progress."""
+    over: Mapping[int, str] = field(default_factory=dict)
+    """How each of the other ranks ended: its status."""
+    stacks: Mapping[int, RankStack] = field(default_factory=dict)
+    recorded: Mapping[int, FlightRecord] = field(default_factory=dict)
+    groups: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    """The members of process groups, but for the default one."""
+
+    @property
+    def stalled(self) -> list[int]:
+        """The ranks whose silence is to be explained."""
+        return [rank for rank, seconds in self.silent.items() if seconds >= 0.8 * self.after]
+
+    def members(self, group: str) -> Collection[int]:
+        """Return the ranks of a group; where it was not announced, those that used it."""
+        if group == DEFAULT:
+            return {*self.silent, *self.over}
+        users = {rank for rank, record in self.recorded.items() if group in record.by_group}
+        return self.groups.get(group, users)
+
+
+@dataclass(frozen=True)
+class HangReport:
+    """Why ranks make no progress, as a sentence."""
+
+    text: str
+    stuck: tuple[int, ...] = ()
+    """The ranks that others wait for."""
+    waiting: tuple[int, ...] = ()
+
+
+def explain(seen: Observation) -> HangReport:
+    """Say what is known of why ranks make no progress; accuse none where it is not known."""
+    waits = _waits(seen)
+    if mismatch := _mismatch(seen, waits):
+        return HangReport(mismatch, waiting=tuple(sorted(waits)))
+    missing = _missing(seen, waits) - waits.keys()
+    if not waits or not missing:
+        return _without_cause(seen, waits)
+    alive = sorted(missing & seen.silent.keys())
+    ended = sorted(missing - seen.silent.keys())
+    parts = _places(seen, alive)
+    parts += [f"{format_ranks([rank])} has ended ({seen.over[rank]})" for rank in ended]
+    pronoun = "it" if len(missing) == 1 else "them"
+    return HangReport(f"{'; '.join(parts)}; {_waiting(waits, pronoun)}", tuple(alive), tuple(waits))
+
+
+def _waits(seen: Observation) -> dict[int, Collective]:
+    """Return which ranks wait in which collective: by the recorder, else by their stacks."""
+    waits: dict[int, Collective] = {}
+    settled = min(SETTLED, seen.after / 2)
+    for rank, seconds in sorted(seen.silent.items()):
+        recorded = seen.recorded.get(rank)
+        pending = recorded.pending if recorded is not None else None
+        # Both are the clock's: one that was set back says nothing of how long this goes on.
+        if pending is not None and not 0 <= seen.now - pending.began < settled:
+            waits[rank] = pending
+        elif pending is None and seconds >= seen.after / 2:
+            name = _waiting_call(seen.stacks.get(rank))
+            if name:
+                waits[rank] = Collective("", 0, name, pending=True)
+    return waits
+
+
+def _waiting_call(stack: RankStack | None) -> str:
+    """Return the function of torch.distributed that the user's code is in."""
+    for frame in reversed(stack.frames if stack is not None else ()):
+        if frame.file.endswith("/torch/distributed/distributed_c10d.py"):
+            return frame.function
+    return ""
+
+
+def _mismatch(seen: Observation, waits: Mapping[int, Collective]) -> str:
+    """Return a sentence if ranks are in different collectives where they should be in one."""
+    for wait in waits.values():
+        parts = [
+            (rank, part)
+            for rank, recorded in seen.recorded.items()
+            if wait.number and (part := recorded.at(wait.group, wait.number)) is not None
+        ]
+        if wait.point or all(part.like(wait) for _, part in parts):
+            continue
+        kinds: dict[str, list[int]] = {}
+        for rank, part in parts:
+            shape = f" of {list(part.shape)}" if part.shape is not None else ""
+            kinds.setdefault(f"{part.label}{shape}", []).append(rank)
+        texts = []
+        for label, ranks in kinds.items():
+            stack = seen.stacks.get(ranks[0])
+            frame = stack.location if stack is not None else None
+            place = f" ({frame.file}, line {frame.line})" if frame is not None else ""
+            texts.append(f"{format_ranks(ranks)} {_are(ranks)} in {label}{place}")
+        return f"{', '.join(texts[:PLACES])}: these do not match, so no rank can continue"
+    return ""
+
+
+def _missing(seen: Observation, waits: Mapping[int, Collective]) -> set[int]:
+    """Return the ranks that have not joined a collective in which others wait.
+
+    Without a recorder's answer, those that make no progress and wait in none.
+    """
+    missing: set[int] = set()
+    for wait in waits.values():
+        if not wait.number or wait.point:
+            continue
+        for rank in seen.members(wait.group):
+            recorded = seen.recorded.get(rank)
+            is_behind = recorded is not None and recorded.last(wait.group) < wait.number
+            if rank in seen.over or is_behind:
+                missing.add(rank)
+    known = missing - waits.keys()
+    return known or {rank for rank in seen.stalled if rank not in waits}
+
+
+def _without_cause(seen: Observation, waits: Mapping[int, Collective]) -> HangReport:
+    """Say where the ranks are, and leave it to the reader what that means."""
+    stalled = seen.stalled
+    parts = _places(seen, [rank for rank in stalled if rank not in waits])
+    if waits:
+        parts.append(_waiting(waits, ""))
+    rest = [seconds for rank, seconds in seen.silent.items() if rank not in (*stalled, *waits)]
+    going = "; the other ranks continue" if rest and max(rest) < seen.after / 2 else ""
+    longest = max((seen.silent[rank] for rank in stalled), default=seen.after)
+    text = f"no sign of progress for {format_duration(longest)}: {'; '.join(parts)}{going}"
+    return HangReport(text, waiting=tuple(waits))
+
+
+def _places(seen: Observation, ranks: Iterable[int]) -> list[str]:
+    """Return where ranks are, those at one place together."""
+    places: dict[tuple[str, bool], list[int]] = {}
+    for rank in ranks:
+        stack = seen.stacks.get(rank, RankStack(rank, trouble="was not asked"))
+        places.setdefault((stack.place, stack.location is not None), []).append(rank)
+    texts = [
+        f"{format_ranks(there)} {_are(there)} at {place}"
+        if is_known
+        else f"{format_ranks(there)}{' ' if len(there) == 1 else ': each '}{place}"
+        for (place, is_known), there in places.items()
+    ]
+    left = len(texts) - PLACES
+    return [*texts[:PLACES], *([f"others at {left} more places"] if left > 0 else [])]
+
+
+def _waiting(waits: Mapping[int, Collective], pronoun: str) -> str:
+    groups: dict[str, list[int]] = {}
+    for rank, wait in waits.items():
+        groups.setdefault(wait.label if wait.number else wait.name, []).append(rank)
+    texts = [
+        f"{format_ranks(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {label}"
+        for label, ranks in groups.items()
+    ]
+    return ", ".join(texts[:PLACES]) + (f" for {pronoun}" if pronoun else "")
+
+
+def _are(ranks: Collection[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"

@@ -1,0 +1,293 @@
+"""Why a run failed, as a value: which rank, of what kind, in a line, and the evidence.
+
+Pure: made from the picture and from what ranks left, so it is the same live and reopened.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...system import tpu
+from ...system.text import format_bytes, format_bytes_of, format_ranks
+from ...transport.exceptions import CapturedException, TracebackFrame
+from ..state import RankState, RunState
+from .failures import Failure, describe_returncode, headline
+
+MISMATCH = "collective mismatch"
+_KINDS = {
+    "cuda out of memory": r"^(torch\.)?OutOfMemoryError|CUDA (error: )?out of memory|hipErrorOutOf",
+    "data loader worker": r"DataLoader worker \(pid",
+    "disk full": r"o space left on |Errno 28\]|Disk quota exceeded|disk of the run folder .* full",
+    "fork refused": r"the system refused a new |processes could be (forked|started)",
+    "out of memory": r"^MemoryError|ran out of memory and was killed|an't allocate memory"
+    r"|std::bad_alloc|Cannot allocate memory|not enough memory: you tried",
+    "communication": r"collective mismatch|Watchdog caught collective|NCCL communicator was aborted"
+    r"|^(Dist\w+Error|RuntimeError): .*([Tt]imed out|Timeout|NCCL error)",
+}
+"""The first of these that matches a line of what is known of a failure is its kind."""
+_NAMED_BY_EVIDENCE = ("data loader worker", "disk full", "fork refused")
+_STACK = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
+_ADVICE = {
+    "data loader worker": (
+        "Try num_workers=0: data is then loaded in the rank and its error is shown. Fewer workers "
+        "or smaller batches use less /dev/shm.",
+    )
+}
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """Why a run failed."""
+
+    kind: str
+    """One of: exception, exit, signal, segfault, out of memory, cuda out of memory, communication,
+    data loader worker, disk full, fork refused, timeout, node (another one), launch."""
+    rank: int
+    """-1 where no rank caused it."""
+    headline: str
+    evidence: tuple[str, ...] = ()
+    others: str = ""
+    """How the other ranks ended."""
+    advice: tuple[str, ...] = ()
+    """What to do about it, where that is known."""
+
+    def __str__(self) -> str:
+        label = f"rank {self.rank}: " if self.rank >= 0 else ""
+        rest = [f"  · {line}" for line in (*self.evidence, self.others) if line]
+        return "\n".join([f"{label}{self.headline}  [{self.kind}]", *rest])
+
+    def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:
+        printer.text(str(self))
+
+
+def explain(state: RunState, failures: Sequence[Failure]) -> FailureReport | None:
+    """Return why a run failed; None where it did not, or was interrupted."""
+    if state.status == "interrupted":
+        return None
+    if state.status == "timed out":
+        reluctant = [f"rank {r.rank} {_held_out(r)}" for r in state.ranks if _held_out(r)]
+        text = f"took longer than its timeout: {state.message}"
+        return FailureReport("timeout", -1, text, tuple(reluctant))
+    if state.peer_failure is not None and all(failure.is_secondary for failure in failures):
+        return FailureReport("node", -1, state.peer_failure.text)
+    if failures:
+        return _of_rank(headline(failures), failures, state)
+    if state.status == "succeeded" or not state.is_over:
+        return None
+    kind, text = diagnose(state.message, died=False)
+    return FailureReport("launch" if kind == "exception" else kind, -1, text)
+
+
+def _held_out(rank: RankState) -> str:
+    """Describe how a rank ended that did not stop when it was asked."""
+    if rank.status == "failed":
+        return line(rank)
+    return "had to be killed" if rank.returncode == -signal.SIGKILL else ""
+
+
+def _of_rank(cause: Failure, failures: Sequence[Failure], state: RunState) -> FailureReport:
+    rank = state.ranks[cause.rank]
+    # Of a rank that native code ended, nothing but its log has the reason.
+    native_log = cause.log if (cause.returncode or 0) < 0 else ""
+    details = _texts(cause.error) if cause.error is not None else native_log
+    died = cause.error is None and (not rank.error or _is_exit(rank.error))
+    kind, text = diagnose(cause.summary, details, rank.returncode, rank.evidence, died=died)
+    if cause.is_secondary:
+        kind, text = "communication", lost(state, text)
+    evidence = [
+        *_lines(cause, rank, kind),
+        *(item for item in rank.evidence if not text.startswith(item)),
+        *(_gpu_shares(rank, state) if kind == "cuda out of memory" else ()),
+        *(advice := _advice(kind, rank, state)),
+    ]
+    became = others(cause, failures, state)
+    return FailureReport(kind, cause.rank, text, tuple(dict.fromkeys(evidence)), became, advice)
+
+
+def _advice(kind: str, rank: RankState, state: RunState) -> tuple[str, ...]:
+    """Return what to do; a host that is out of memory ends ranks by signals, a TPU's by SIGSEGV."""
+    killed = rank.returncode == -signal.SIGKILL and not rank.error
+    killed = killed and "not because memory ran out" not in death(rank)
+    killed = killed or kind == "out of memory"
+    killed = killed or (kind == "segfault" and state.device in tpu.ENGINES.values())
+    return (*_ADVICE.get(kind, ()), *(state.if_killed if killed else ()))
+
+
+def diagnose(
+    summary: str,
+    details: str = "",
+    returncode: int | None = None,
+    seen: Sequence[str] = (),
+    *,
+    died: bool,
+) -> tuple[str, str]:
+    """Return the kind of a failure and its headline.
+
+    `summary` is its one line, `details` all of its text, `seen` what the rank saw
+    (`nbtrain.worker.failure_evidence`).
+    """
+    text = "\n".join((summary, details, *seen))
+    kind = next((kind for kind, sign in _KINDS.items() if re.search(sign, text, re.M)), "")
+    if kind == "communication" and MISMATCH in text:
+        return kind, f"{summary}: ranks called different collectives, or with different sizes"
+    if kind in _NAMED_BY_EVIDENCE:
+        better = (line for line in seen if re.search(_KINDS[kind], line) and line not in summary)
+        return kind, next((f"{line} ({summary})" for line in better), summary)
+    if kind == "cuda out of memory":
+        return kind, ". ".join(summary.split(". ")[:2])
+    if kind or not died:
+        return kind or "exception", summary
+    if returncode is None or returncode >= 0 or "sys.exit(" in summary:
+        return "exit", summary
+    if returncode != -signal.SIGSEGV:
+        return "signal", summary
+    for frame in _stack(details):  # the innermost of the user's own that faulthandler left
+        if not frame.is_own and not frame.is_library:
+            return "segfault", f"{summary}, in {frame.function} at {_place(frame)}"
+    return "segfault", summary
+
+
+def lost(state: RunState, summary: str) -> str:
+    """Explain why a rank lost its peers, where none failed: some may have returned early."""
+    done = [r.rank for r in state.ranks if r.status == "done"]
+    return f"lost {format_ranks(done)}, whose function had returned: {summary}" if done else summary
+
+
+def describe_endings(ended: str, state: RunState) -> str:
+    """Describe how ranks ended, where their own lines do not say why."""
+    if ended == "failed" and state.peer_failure is not None:
+        return state.peer_failure.text
+    if ended in ("succeeded", "failed"):
+        return ""
+    groups: dict[str, list[int]] = {}
+    for rank in state.ranks:
+        status = "not started again" if rank.status == "starting" else rank.status
+        groups.setdefault(status, []).append(rank.rank)
+    return ", ".join(f"{format_ranks(ranks)} {status}" for status, ranks in groups.items())
+
+
+def line(rank: RankState) -> str:
+    """Return the headline of one rank's failure, from the picture alone."""
+    raised = bool(rank.error) and not _is_exit(rank.error) and (rank.returncode or 0) >= 0
+    if raised or not rank.is_over:
+        return diagnose(rank.error or "", "", None, rank.evidence, died=False)[1]
+    log = "\n".join(rank.log[-60:]) if (rank.returncode or 0) < 0 else ""
+    return diagnose(death(rank), log, rank.returncode, rank.evidence, died=True)[1]
+
+
+def death(rank: RankState) -> str:
+    """Describe how a rank ended that left no exception."""
+    if rank.cause:
+        return rank.cause
+    ending = describe_returncode(rank.returncode)
+    if not rank.error:
+        return ending
+    if (rank.returncode or 0) < 0:  # the launcher killed it for taking too long over it
+        return f"failed with {rank.error}; its process then did not exit and was killed"
+    if _is_exit(rank.error):
+        return f"{ending} ({rank.error})"
+    return f"failed with {rank.error}; its report could not be written"
+
+
+def _is_exit(error: str | None) -> bool:
+    return (error or "").startswith("sys.exit(")
+
+
+def _texts(error: CapturedException | None) -> str:
+    """Return the texts of an exception and of what it came from."""
+    texts: list[str] = []
+    while error is not None and len(texts) < 20:
+        texts.append(f"{error.type_name}: {error.text}")
+        error = error.cause or (None if error.suppress_context else error.context)
+    return "\n".join(texts)
+
+
+def _lines(cause: Failure, rank: RankState, kind: str) -> list[str]:
+    """Return the evidence in what the rank itself left."""
+    lines: list[str] = []
+    if cause.error is not None and (frames := cause.error.frames):
+        at = next((f for f in reversed(frames) if not f.is_library), frames[-1])
+        lines.append(f"at {_place(at)} in {at.function}")
+    if cause.error is not None and kind == "cuda out of memory":
+        lines += [part.rstrip(".") for part in cause.error.text.split(". ")[2:]]
+    code = cause.returncode if cause.error is None else None
+    if code is not None:
+        lines.append(f"exit code {code}" if code >= 0 else f"signal {-code}")
+    if code is not None and code < 0:
+        lines += [f"at {_place(f)} in {f.function}" for f in _stack(cause.log) if not f.is_own]
+    if (held := rank.usage.memory) and "memory" in kind + cause.summary:
+        lines.append(f"the rank held {format_bytes(held)} of memory when last seen")
+    steps = rank.step if rank.step is not None else rank.progress.steps if rank.progress else None
+    return [*lines, *([f"its last step was {steps}"] if steps else [])]
+
+
+def _stack(log: str) -> Iterator[TracebackFrame]:
+    for match in filter(None, map(_STACK.match, log.splitlines())):
+        number = int(match["line"])
+        yield TracebackFrame(match["file"], number, match["function"], number, number)
+
+
+def _place(frame: TracebackFrame) -> str:
+    """Name a line; without the file where that is a cell's, whose name no user knows."""
+    is_cell = "ipykernel_" in frame.filename or frame.filename.startswith("<")
+    return f"line {frame.line}" if is_cell else f"{Path(frame.filename).name}:{frame.line}"
+
+
+def _gpu_shares(rank: RankState, state: RunState) -> list[str]:
+    """Describe which ranks held how much of the rank's GPU when it was last measured."""
+    gpus = state.host.gpus if state.host is not None else ()
+    for index, name, used, total, *_ in gpus:
+        if index == rank.usage.gpu:
+            held = {r.rank: r.usage.gpu_memory or 0 for r in state.ranks if r.usage.gpu == index}
+            rest = max(0, used - sum(held.values()))
+            parts = [f"rank {r} {format_bytes(size)}" for r, size in held.items()]
+            shares = ", ".join([*parts, f"others {format_bytes(rest)}"])
+            whole = format_bytes_of(used, total)
+            return [f"GPU {index} ({name}), when last seen, held {whole}: {shares}"]
+    return []
+
+
+def others(cause: Failure, failures: Sequence[Failure], state: RunState) -> str:
+    """Say in a line how the other ranks ended."""
+    became: dict[str, list[int]] = {}
+    for rank in state.ranks:
+        if rank.rank != cause.rank and rank.status != "failed":
+            ended = {"done": "had finished", "stopped": "stopped"}.get(rank.status, "still there")
+            became.setdefault(ended, []).append(rank.rank)
+    for other in failures:
+        if other is not cause:
+            kind = other.error.type_name if other.error else other.summary
+            echo = other.is_secondary and not cause.is_secondary
+            ended = "failed because of it" if echo else f"failed too ({kind})"
+            became.setdefault(ended, []).append(other.rank)
+    verbs = {"still there": ("is ", "are "), "stopped": ("was ", "were ")}
+    return "; ".join(
+        f"{format_ranks(ranks)} {verbs.get(end, ('', ''))[len(ranks) > 1]}{end}"
+        for end, ranks in became.items()
+    )
+
+
+def final_lines(lines: list[str], count: int = 12) -> list[str]:
+    """Return the lines that show how a process died: its last, or those of faulthandler's stack,
+    from the thread that crashed on.
+    """
+    crash = [i for i, line in enumerate(lines) if line.startswith("Fatal Python error:")]
+    if not crash:
+        return lines[-count:]
+    stacks = lines[crash[-1] + 1 :]
+    own = [i for i, line in enumerate(stacks) if line.startswith("Current thread ")]
+    return [*lines[max(0, crash[-1] - 4) : crash[-1] + 1], *stacks[own[0] if own else 0 :]][:count]
+
+
+def note(cause: Failure, state: RunState, report: FailureReport) -> str:
+    """Say which rank the exception is from, how the others ended, and what it does not say."""
+    others = f"; {report.others}" if report.others else ""
+    origin = f"nbtrain: this is from rank {cause.rank} of {state.world_size}{others}."
+    text = f"{origin} What rank {cause.rank} printed: nbtrain.last_run().logs({cause.rank})"
+    known = cause.error is None or report.kind == "exception" or report.headline == cause.summary
+    return "\n".join([text, *([] if known else [f"nbtrain: {report.headline}"]), *report.advice])

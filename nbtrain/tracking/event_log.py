@@ -1,0 +1,161 @@
+"""The files of events: lines of JSON that one process appends and any process reads.
+
+Each rank has its own file, the launcher another. A line is written with a single ``write(2)`` to a
+descriptor in append mode, so a line survives a SIGKILL of its writer, and a reader never waits for
+a writer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from ..system.files import Tail, reserve_beyond_end
+from . import clock
+from . import events as ev
+from .run_folder import RunFolder
+
+LOG_BYTES = 1 << 16
+"""The most that is read of a log in one call: the end of what is new."""
+
+
+def event_tail(path: Path) -> Tail:
+    """Return a tail that holds little of a file of events: many may be read side by side."""
+    return Tail(path, limit=1 << 16, longest=1 << 20)
+
+
+def new_events(tail: Tail) -> Iterator[ev.Event]:
+    """Yield the events that were appended since the last time, of a long file some of them."""
+    return (event for line in tail.lines() if (event := ev.from_line(line)) is not None)
+
+
+def all_events(tail: Tail) -> Iterator[ev.Event]:
+    """Yield every event from where the tail stands to the end of its file."""
+    while True:
+        yield from new_events(tail)
+        if not tail.behind:
+            return
+
+
+def read_events(path: Path) -> Iterator[ev.Event]:
+    """Read every event of a file."""
+    return all_events(event_tail(path))
+
+
+class Reader:
+    """Reads what was appended to the files of a run since the last time."""
+
+    def __init__(self, folder: RunFolder, world_size: int) -> None:
+        ranks = range(world_size)
+        self.launcher = event_tail(folder.launcher_events)
+        self.ranks = [event_tail(folder.events(r)) for r in ranks]
+        self.logs = [Tail(folder.log(r), limit=LOG_BYTES, skip=True) for r in ranks]
+
+    def read(self, *, ended: Collection[int] = ()) -> list[ev.Event]:
+        """Return new events of ranks, lines of output among them; of the `ended`, all there are.
+
+        What cannot be read now (this process is out of descriptors, a file system is away) is
+        there for the next time.
+        """
+        events: list[ev.Event] = []
+        for rank in range(len(self.ranks)):
+            with contextlib.suppress(OSError):
+                events.extend(self._of_rank(rank, rank in ended))
+        return events
+
+    def _of_rank(self, rank: int, is_over: bool) -> Iterator[ev.Event]:
+        tail, log = self.ranks[rank], self.logs[rank]
+        yield from all_events(tail) if is_over else new_events(tail)
+        lines = tuple(line.decode("utf-8", "replace") for line in log.lines(flush=is_over))
+        if lines:
+            passed, log.passed = log.passed, 0
+            yield ev.Output(clock.now(), rank, lines, passed)
+
+
+class EventWriter:
+    """Appends events to a file; safe to use from several threads and after a fork.
+
+    A full disk costs the report of the training, not the training: what is written there is lost,
+    and `trouble` has the error. With `reserved` bytes kept free for it, where the file system does
+    that, a short file is complete even on a disk that others fill. A file that was deleted is made
+    again, if its folder is.
+    """
+
+    def __init__(self, path: Path, reserved: int = 0) -> None:
+        self._path = path.absolute()
+        self._reserved, self._room = reserved, reserved
+        self.trouble: OSError | None = None
+        self._fd = _opened(path)
+        self._has_links = True
+        size = os.fstat(self._fd).st_size
+        self._is_torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
+        self._reserve()
+
+    def write(self, event: ev.Event) -> None:
+        """Append one event with a single write."""
+        self._append(ev.to_line(event))
+
+    def write_metrics(
+        self, time: float, rank: int, step: int | None, values: dict[str, float | str]
+    ) -> None:
+        """Append a `Metrics` event by the shortest way: this one is called in training loops."""
+        record = {"kind": "metrics", "time": time, "rank": rank, "step": step, "values": values}
+        self._append((ev.encode(record) + "\n").encode())
+
+    def _append(self, line: bytes) -> None:
+        if self._is_deleted():
+            self._recreate()
+        if self._is_torn:
+            line = b"\n" + line
+        self._room -= len(line)
+        if self._room < self._reserved // 2:
+            self._reserve()
+        try:
+            written = os.write(self._fd, line)
+        except OSError as error:
+            self.trouble = self.trouble or error
+        else:  # the end of a disk may take the beginning of a line
+            self._is_torn = written < len(line)
+
+    def _is_deleted(self) -> bool:
+        try:
+            return self._has_links and not os.fstat(self._fd).st_nlink
+        except OSError:  # it was closed
+            return False
+
+    def _recreate(self) -> None:
+        try:
+            descriptor = _opened(self._path)
+        except OSError:  # its folder is gone, so far
+            return
+        os.dup2(descriptor, self._fd, inheritable=False)
+        os.close(descriptor)
+        self._has_links = os.fstat(self._fd).st_nlink > 0  # not every file system counts them
+        self._is_torn = False
+        self._reserve()
+
+    def _reserve(self) -> None:
+        """Have room kept for what comes, beyond the file's end (Linux, and not everywhere)."""
+        if not self._reserved:
+            return
+        try:
+            reserve_beyond_end(self._fd, self._reserved)
+            self._room = self._reserved
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                self.trouble = self.trouble or error
+
+    def close(self) -> None:
+        """Close the file; later writes go nowhere."""
+        descriptor, self._fd = self._fd, -1
+        if self._reserved:
+            with contextlib.suppress(OSError):  # what was kept free is given back
+                os.ftruncate(descriptor, os.fstat(descriptor).st_size)
+        os.close(descriptor)
+
+
+def _opened(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)

@@ -1,0 +1,134 @@
+"""All that a run's ranks reported: rows read from its files, as a table, as TensorBoard's files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from ..errors import MissingExtra
+from . import events as ev
+from .event_log import read_events
+from .run_folder import RunFolder
+
+KEYS = ("step", "rank", "time")
+
+Curve = list[tuple[float, float]]
+
+Row = dict[str, Any]
+"""A step, a rank, a time in seconds since the epoch, and the values reported then, by name."""
+
+
+def rows(folder: RunFolder, world_size: int) -> list[Row]:
+    """Return a row for each thing that was logged or seen, in the order of time.
+
+    What torch shows (loss, lr, epoch, steps/s, samples) is in rows of its own. Where the user
+    logs a metric of the same name, the user's is the one that stays.
+    """
+    read = merged(list(read_events(folder.events(rank))) for rank in range(world_size))
+    folder.check_it_is_there()  # what was deleted meanwhile was read in part
+    return read
+
+
+def merged(by_rank: Iterable[Sequence[ev.Event]]) -> list[Row]:
+    """Return the rows of the events of ranks 0, 1, …"""
+    logged: list[Row] = []
+    seen: list[Row] = []
+    for rank, events in enumerate(by_rank):
+        logged.extend(_logged(events, rank))
+        seen.extend(_seen(events, rank))
+    by_user = {name for row in logged for name in row} - set(KEYS)
+    rest = ({k: v for k, v in row.items() if k not in by_user} for row in seen)
+    every = [*logged, *(row for row in rest if not row.keys() <= set(KEYS))]
+    return sorted(every, key=lambda row: float(row["time"]))
+
+
+def _logged(events: Iterable[ev.Event], rank: int) -> Iterator[Row]:
+    for event in events:
+        if isinstance(event, ev.Metrics):
+            named = event.values.items()
+            values = {f"{k} (logged)" if k in KEYS else k: value for k, value in named}
+            yield {"step": event.step, "rank": rank, "time": event.time, **values}
+
+
+def _seen(events: Iterable[ev.Event], rank: int) -> Iterator[Row]:
+    before = ev.TrainingUpdate(0.0, rank)
+    for event in events:
+        if isinstance(event, ev.TrainingUpdate):
+            row: Row = {"step": event.steps, "rank": rank, "time": event.time}
+            row |= {"loss": event.loss, "lr": event.lr, "epoch": event.epoch}
+            row |= {"samples": event.samples, "steps/s": _rate(before, event)}
+            before = event
+            yield {key: value for key, value in row.items() if value is not None}
+
+
+def _rate(before: ev.TrainingUpdate, event: ev.TrainingUpdate) -> float | None:
+    steps, seconds = event.steps - before.steps, event.elapsed - before.elapsed
+    return steps / seconds if seconds > 0 and steps >= 0 else None
+
+
+def last(rows: Iterable[Row]) -> dict[str, float]:
+    """Return the mean over ranks of the number each reported last, by name."""
+    newest: dict[str, dict[int, float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name not in KEYS and is_number(value):
+                newest.setdefault(name, {})[row["rank"]] = float(value)
+    return {name: sum(ranks.values()) / len(ranks) for name, ranks in newest.items()}
+
+
+def names(rows: Iterable[Row]) -> list[str]:
+    """Return the names that have numbers, in the order in which they came up."""
+    every = dict.fromkeys(name for row in rows for name, value in row.items() if is_number(value))
+    return [name for name in every if name not in KEYS]
+
+
+def curves(rows: Iterable[Row], name: str) -> dict[int, Curve]:
+    """Return each rank's points (step, value), by rank; without a step, they are counted."""
+    drawn: dict[int, Curve] = {}
+    for row in rows:
+        if is_number(value := row.get(name)):
+            curve = drawn.setdefault(row["rank"], [])
+            curve.append((len(curve) if row["step"] is None else row["step"], float(value)))
+    return dict(sorted(drawn.items()))
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Whether a value can be drawn or averaged; a bool can."""
+    return isinstance(value, (int, float))
+
+
+def frame(rows: Sequence[Row]) -> Any:
+    """Return rows as a pandas DataFrame. Raises `MissingExtra` where pandas is not installed."""
+    try:
+        import pandas as pd
+    except ImportError as error:
+        raise MissingExtra(
+            'run.history is a DataFrame and needs pandas: pip install "nbtrain[history]"'
+        ) from error
+    columns = dict.fromkeys([*KEYS, *(name for row in rows for name in row)])
+    table = pd.DataFrame({name: [row.get(name) for row in rows] for name in columns})
+    return table.astype({"step": "Int64", "rank": "int64", "time": "float64"})
+
+
+def write_tensorboard(rows: Sequence[Row], folder: Path) -> Path:
+    """Write every number into ``folder/rank-N``, at its step and its time; return `folder`.
+
+    A row without a step is written at how many numbers of its name its rank had reported before.
+
+    Raises `MissingExtra` where tensorboard is not installed.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise MissingExtra(
+            'run.to_tensorboard() needs tensorboard: pip install "nbtrain[tensorboard]"'
+        ) from error
+    for rank in sorted({row["rank"] for row in rows}):
+        own = [row for row in rows if row["rank"] == rank]
+        with SummaryWriter(str(folder / f"rank-{rank}")) as writer:
+            for name in names(own):
+                for count, row in enumerate(row for row in own if is_number(row.get(name))):
+                    step = count if row["step"] is None else row["step"]
+                    writer.add_scalar(name, row[name], step, walltime=row["time"])
+    return folder

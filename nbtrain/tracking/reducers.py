@@ -1,0 +1,266 @@
+"""What each kind of event changes in the picture of a run: two tables, by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+from ..system.text import strip_escapes, strip_escapes_by_line
+from . import events as ev
+from .curves import CurvesDraft
+from .state import ProgressBar, RankState, RunState, progress_after
+
+LOG_LINES = 200
+"""How many of a rank's last lines the picture has; the log file has all."""
+
+METRICS = 32
+"""How many metrics of a rank keep their last value in the picture, the first that come."""
+
+SAVED = 1000
+"""How many of the things that a rank saved for the notebook the picture has, the last that come."""
+
+OPEN_BARS = 16
+"""How many bars of a rank are drawn; a loop that never closes its bars makes ever more."""
+
+NOTE = 1000
+"""Characters of a note, a hang or a trouble that are shown."""
+
+NAME = 80
+"""Characters of a metric's, a host's or a variable's name that are shown."""
+
+Draft = dict[str, Any]
+"""Fields of a `RankState` that is being changed within one fold, or of a `RunState`."""
+
+
+def fold(state: RunState, events: Iterable[ev.Event]) -> RunState:
+    """Return the picture after `events`."""
+    events = list(events)
+    if not events:
+        return state
+    size = len(state.ranks)
+    drafts: dict[int, Draft] = {}
+    curves = CurvesDraft(state.curves, size)
+    for event in events:
+        kind = type(event)
+        if event.rank < 0:
+            if kind in RUN_REDUCERS:
+                state, drafts = _with(state, drafts), {}
+                state = replace(state, **RUN_REDUCERS[kind](state, event))
+        elif event.rank < size and kind in RANK_REDUCERS:
+            draft = drafts.get(event.rank)
+            if draft is None:
+                draft = drafts[event.rank] = dict(vars(state.ranks[event.rank]))
+            draft.update(RANK_REDUCERS[kind](draft, event))
+            _add_to_curves(curves, draft, event)
+    state = _with(state, drafts)
+    if state.status == "starting" and any(r.status != "starting" for r in state.ranks):
+        state = replace(state, status="running")
+    return replace(state, curves=curves.freeze())
+
+
+def _with(state: RunState, drafts: Mapping[int, Draft]) -> RunState:
+    if not drafts:
+        return state
+    ranks = list(state.ranks)
+    for rank, draft in drafts.items():
+        ranks[rank] = RankState(**draft)
+    return replace(state, ranks=tuple(ranks))
+
+
+def ended(state: RunState, status: str, at: float, message: str) -> RunState:
+    """Return the picture of a run that is over: no rank goes on."""
+    ranks = tuple(r if r.is_over else replace(r, status="stopped") for r in state.ranks)
+    return replace(state, ranks=ranks, status=status, ended=at, message=message)
+
+
+# Of the run: what an event changes in the picture.
+
+
+def _hang(state: RunState, event: ev.Hang) -> Draft:
+    roles = dict.fromkeys(event.waiting, "waiting") | dict.fromkeys(event.stuck, "stuck?")
+    ranks = tuple(replace(r, hang=roles.get(r.rank, "")) for r in state.ranks)
+    return {"ranks": ranks, "hang": strip_escapes(event.text, NOTE)}
+
+
+def _attempt(state: RunState, event: ev.Attempt) -> Draft:
+    ranks = tuple(  # what they printed and logged before stays
+        RankState(r.rank, metrics=r.metrics, log=r.log, log_count=r.log_count) for r in state.ranks
+    )
+    message = strip_escapes(event.reason)
+    new = {"ranks": ranks, "attempt": event.number, "message": message, "status": "starting"}
+    return {**new, "hang": "", "peer_failure": None}
+
+
+def _finished(state: RunState, event: ev.Finished) -> Draft:
+    hang = "" if event.status == "succeeded" else state.hang
+    message = strip_escapes_by_line(event.message) or ""
+    return {**vars(ended(state, event.status, event.time, message)), "hang": hang}
+
+
+def _run_note(state: RunState, event: ev.RunNote) -> Draft:
+    text = strip_escapes(event.text, NOTE)
+    is_known = text in state.notes  # of another rank, or an attempt before
+    return {} if is_known else {"notes": (text, *state.notes)}
+
+
+def _not_finite(state: RunState, event: ev.NotFinite) -> Draft:
+    """Note the earliest such loss: the gradients carry it to the other ranks a step later."""
+    before = state.not_finite
+    if before is not None and before.time <= event.time:
+        return {}
+    notes = [note for note in state.notes if before is None or note != _not_finite_note(before)]
+    return {"not_finite": event, "notes": (_not_finite_note(event), *notes)}
+
+
+def _not_finite_note(event: ev.NotFinite) -> str:
+    loss = strip_escapes(event.loss, NAME)
+    return (
+        f"the loss of rank {event.loss_rank} became {loss} by step {event.step + 1}, and such "
+        "a loss can spoil the weights. Lower the learning rate, or clip the gradients; "
+        "torch.autograd.set_detect_anomaly(True) names the operation that made it"
+    )
+
+
+def _artifact_loaded(state: RunState, event: ev.ArtifactLoaded) -> Draft:
+    loaded = {**state.loaded, strip_escapes(event.name, NAME): strip_escapes(event.trouble, NOTE)}
+    return {"loaded": MappingProxyType(dict(list(loaded.items())[-SAVED:]))}
+
+
+def _host(state: RunState, event: ev.Host) -> Draft:
+    node, whose = strip_escapes(event.node, NAME), strip_escapes(event.whose, NAME)
+    event = replace(event, node=node, whose=whose)
+    return {"hosts": MappingProxyType({**state.hosts, node: event})}
+
+
+def _gpu_memory(state: RunState, event: ev.GpuMemory) -> Draft:
+    gpus = tuple((index, name[:NAME], used) for index, name, used in event.gpus)
+    return {"gpu_memory": (*state.gpu_memory[:1], replace(event, gpus=gpus))}
+
+
+RUN_REDUCERS: Mapping[type[ev.Event], Callable[[RunState, Any], Draft]] = {
+    ev.Hang: _hang,
+    ev.Attempt: _attempt,
+    ev.Stopping: lambda _, e: {"status": "stopping", "message": strip_escapes(e.reason)},
+    ev.Finished: _finished,
+    ev.Waiting: lambda _, e: {"message": strip_escapes(e.text)},
+    ev.PeerNodeFailed: lambda _, e: {"peer_failure": replace(e, text=strip_escapes(e.text))},
+    ev.RunNote: _run_note,
+    ev.NotFinite: _not_finite,
+    ev.ArtifactLoaded: _artifact_loaded,
+    ev.Host: _host,
+    ev.GpuMemory: _gpu_memory,
+}
+
+
+# Of a rank: what an event changes in its draft.
+
+
+def _metrics(rank: Draft, event: ev.Metrics) -> Draft:
+    metrics = dict(rank["metrics"])
+    for key, value in event.values.items():
+        name = _name(key[:400])
+        if name in metrics or len(metrics) < METRICS:
+            metrics[name] = strip_escapes(value) if isinstance(value, str) else value
+    return {"metrics": MappingProxyType(metrics), "step": event.step}
+
+
+@lru_cache(4096)
+def _name(key: str) -> str:
+    return strip_escapes(key, NAME)
+
+
+def _output(rank: Draft, event: ev.Output) -> Draft:
+    lines = tuple(strip_escapes(line) for line in event.lines[-LOG_LINES:])
+    count = rank["log_count"] + event.passed + len(event.lines)
+    return {"log": (rank["log"] + lines)[-LOG_LINES:], "log_count": count}
+
+
+def _ended(_rank: Draft, event: ev.Ended) -> Draft:
+    return {
+        "status": "done" if event.error is None else "failing",
+        "error": strip_escapes_by_line(event.error),
+        "result": strip_escapes_by_line(event.result),
+        "ended": event.time,
+        "evidence": _evidence(event),
+    }
+
+
+def _artifact_saved(rank: Draft, event: ev.ArtifactSaved) -> Draft:
+    name, trouble = strip_escapes(event.name, NAME), strip_escapes(event.trouble, NOTE)
+    others = [old for old in rank["saved"] if old.name != name]
+    return {"saved": (*others[1 - SAVED :], replace(event, name=name, trouble=trouble))}
+
+
+def _exited(rank: Draft, event: ev.Exited) -> Draft:
+    return {
+        "status": event.verdict,
+        "ended": rank["ended"] or event.time,
+        "returncode": event.returncode,
+        "cause": strip_escapes(event.cause),
+        "evidence": (*rank["evidence"], *_evidence(event)),
+        "error": None if event.verdict == "done" else rank["error"],
+    }
+
+
+def _evidence(event: ev.Ended | ev.Exited) -> tuple[str, ...]:
+    return tuple(map(strip_escapes, event.evidence[:16]))
+
+
+RANK_REDUCERS: Mapping[type[ev.Event], Callable[[Draft, Any], Draft]] = {
+    ev.Spawned: lambda _, e: {"pid": e.pid, "node": strip_escapes(e.node, NAME)},
+    ev.Started: lambda _, e: {"status": "running", "pid": e.pid, "started": e.time},
+    ev.Metrics: _metrics,
+    ev.TrainingUpdate: lambda rank, e: {"progress": progress_after(rank["progress"], e)},
+    ev.Resources: lambda rank, e: {"usage": rank["usage"].after_measuring(e)},
+    ev.TensorMemory: lambda rank, e: {"usage": rank["usage"].after_counting(e)},
+    ev.Progress: lambda rank, e: {"bars": MappingProxyType(_bars(rank["bars"], e))},
+    ev.Output: _output,
+    ev.Phase: lambda _, e: {"phase": strip_escapes(e.phase, 20)},
+    ev.Compiled: lambda _, e: {"compiled": (e.programs, e.seconds)},
+    ev.Failing: lambda _, e: {"status": "failing", "error": strip_escapes_by_line(e.error)},
+    ev.Ended: _ended,
+    ev.ArtifactSaved: _artifact_saved,
+    ev.Exited: _exited,
+}
+
+
+def _add_to_curves(curves: CurvesDraft, rank: Draft, event: ev.Event) -> None:
+    if isinstance(event, ev.Metrics):
+        for key, value in event.values.items():
+            curves.add_logged(event.rank, event.step, _name(key[:400]), value)
+    elif isinstance(event, ev.TrainingUpdate):
+        progress = rank["progress"]
+        values = {"loss": event.loss, "lr": progress.lr}
+        rates = {"steps/s": progress.step_rate, "samples/s": progress.sample_rate}
+        for name, value in {**values, **rates}.items():
+            if value is not None:
+                curves.add_seen(event.rank, progress.steps, name, value)
+
+
+def _bars(bars: Mapping[int, ProgressBar], event: ev.Progress) -> dict[int, ProgressBar]:
+    new = dict(bars)
+    if event.closed:
+        new.pop(event.bar, None)  # finished last, shown last
+        if not event.kept:
+            return new
+    texts = strip_escapes(event.description), strip_escapes(event.unit)
+    new[event.bar] = ProgressBar(
+        event.n, event.total, event.elapsed, *texts, event.closed, event.time
+    )
+    if len(new) > OPEN_BARS:
+        del new[list(new)[1]]  # never closed, most likely; the outermost stays
+    closed = [key for key, bar in new.items() if bar.closed]
+    for key in closed[:-1]:  # a bar an epoch, a hundred epochs: the last finished one is enough
+        if not _ended_with(new[closed[-1]], new[key]):
+            del new[key]
+    return new
+
+
+def _ended_with(outer: ProgressBar, inner: ProgressBar) -> bool:
+    """Whether a bar was ended, before its end, by what ended the one around it: an exception."""
+    are_cut_short = all(b.fraction is not None and b.fraction < 1 for b in (outer, inner))
+    is_around = outer.time - outer.elapsed <= inner.time - inner.elapsed
+    return are_cut_short and is_around and outer.time - inner.time < 1

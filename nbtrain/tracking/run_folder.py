@@ -1,0 +1,299 @@
+"""The run folder: which files it has, where folders live, and which of them stay.
+
+What each file holds is in notebooks/reference/run-folder.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import shutil
+import stat
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+from ..errors import LaunchError, NbtrainError
+from ..system.files import (
+    OPEN,
+    OUT_OF_DESCRIPTORS,
+    distrust,
+    last_bytes,
+    read_own,
+    write_atomically,
+)
+from ..system.processes import process_identity
+
+FORMAT = 1
+
+LARGEST_MANIFEST = 64 << 20
+"""Bytes of a file that may still be a manifest."""
+
+QUIET = 60.0
+"""Seconds without a change after which a run of another host counts as ended."""
+
+
+DELETED = ".going-"
+"""How the folder of a run begins that is being deleted."""
+
+SCALING = ".scaling"
+"""How the folder of a run that only measured ends, so that nobody has to look inside."""
+
+
+class _File:
+    """The path of a file of the run."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: RunFolder, _: type[RunFolder]) -> Path:
+        return folder.path / self._name
+
+
+class _RankFile(_File):
+    """The path of a file of each rank, by rank."""
+
+    def __get__(self, folder: RunFolder, _: type[RunFolder]) -> Callable[[int], Path]:  # type: ignore[override]
+        return lambda rank: folder.path / f"rank-{rank:04d}.{self._name}"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Names the files of one run."""
+
+    path: Path
+
+    manifest = _File("run.json")
+    launcher_events = _File("launcher.jsonl")
+    launcher_log = _File("launcher.log")
+    stop_request_file = _File("stop-wish")
+    stopping_file = _File("stop")
+    checkpoints = _File("checkpoints")
+    weights = _File("weights")
+    questions = _File("questions")
+
+    events = _RankFile("jsonl")
+    log = _RankFile("log")
+    result = _RankFile("result")
+    failure = _RankFile("failure")
+    out = _RankFile("out")
+    steps = _RankFile("steps")
+    stacks = _RankFile("stacks")
+    recorder = _RankFile("recorder")
+    recorded = _RankFile("recorded")
+
+    def weights_of(self, name: str) -> Path:
+        """Return the file of ``model`` or ``config['net']``; other than in names is escaped."""
+        safe = re.sub(r"[^\w.'\[\]-]", lambda sign: quote(sign[0], safe=""), name)
+        return self.weights / f"{safe}.safetensors"
+
+    def names_of_weights(self) -> list[str]:
+        """Return the names of all that the run saved."""
+        return sorted(unquote(path.stem) for path in self.weights.glob("*.safetensors"))
+
+    def ask_remote(self, subject: str, ranks: Collection[int]) -> None:
+        """Have ranks on other hosts asked for their ``stacks``, or their ``recorders``."""
+        path = self.questions / f"{os.getpid()}-{time.monotonic_ns()}.json"
+        write_atomically(path, json.dumps([subject, *ranks]).encode())
+
+    def read_manifest(self) -> dict[str, Any]:
+        """Return what `create` wrote.
+
+        Raises `FileNotFoundError` where there is none, `NbtrainError` for one that cannot be read.
+        """
+        try:
+            manifest = json.loads(read_own(self.manifest, LARGEST_MANIFEST))
+        except (FileNotFoundError, NbtrainError):
+            raise
+        except (OSError, ValueError, RecursionError) as error:
+            raise NbtrainError(f"{self.manifest} cannot be read: {error}") from error
+        if isinstance(manifest, dict):
+            return manifest
+        raise NbtrainError(f"{self.manifest} is not the manifest of a run: {manifest!r:.40}")
+
+    def check_trust(self) -> None:
+        """Raise `NbtrainError` for the folder of another user's, or that one can write to.
+
+        To open a run is to trust it: its results are pickled, its processes are signalled.
+        """
+        path = self.path.resolve()
+        reason = distrust(path, is_folder=True) if path.is_dir() else ""
+        if reason:
+            raise NbtrainError(
+                f"{self.path} {reason}, so nbtrain does not open it: what a run returned is "
+                "unpickled. If you trust it: copy it, and chmod -R go-w the copy"
+            )
+
+    def check_it_is_there(self) -> None:
+        """Raise `NbtrainError` if the folder was deleted."""
+        if not self.path.exists():
+            raise NbtrainError(
+                f"the folder of this run was deleted ({self.path}); nbtrain itself deletes the "
+                "folders of all runs but the last ones"
+            )
+
+
+def root() -> Path:
+    """Return where run folders live: ``$NBTRAIN_HOME``, else the user's cache."""
+    home = os.environ.get("NBTRAIN_HOME")
+    if home:
+        return Path(home).expanduser().absolute() / "runs"
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache").absolute() / "nbtrain" / "runs"
+
+
+def create(name: str, manifest: Mapping[str, Any]) -> RunFolder:
+    """Make a private folder for a new run. Raises `LaunchError` where it cannot be written."""
+    label = re.sub(r"[^A-Za-z0-9_]+", "-", name).strip("-")[:24] or "run"
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    try:
+        root().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_private(root())
+        ending = SCALING if manifest.get("scaling") else ""
+        path = root() / f"{stamp}-{label}-{os.urandom(3).hex()}{ending}"
+        path.mkdir(mode=0o700)
+        folder = RunFolder(path)
+        write_atomically(folder.manifest, json.dumps({"format": FORMAT, **manifest}).encode())
+    except OSError as error:
+        raise LaunchError(
+            f"the run folder cannot be written under {root()}: {error.strerror or error}. "
+            "Set NBTRAIN_HOME to a folder that can be written."
+        ) from error
+    return folder
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder in which nobody else can put a run. Raises `LaunchError`, `OSError`."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.stat()  # it may be a link of the user's own
+    uid = os.geteuid() if hasattr(os, "geteuid") else status.st_uid
+    if uid in (status.st_uid, 0) and distrust(folder.resolve(), is_folder=True):
+        with contextlib.suppress(OSError):  # some file systems have no modes
+            folder.chmod(stat.S_IMODE(status.st_mode) & ~0o022)
+    reason = distrust(folder.resolve(), is_folder=True)
+    if reason and uid:  # root's own runs are told from others' by their owner
+        raise LaunchError(
+            f"{folder} {reason}, and nbtrain trusts what it finds there. Set NBTRAIN_HOME to a "
+            "folder of your own"
+        )
+
+
+def ask_to_stop(folder: RunFolder, how: str) -> None:
+    """Ask the process that watches the run to end it, and say `how`. Raises `NbtrainError`."""
+    with contextlib.suppress(OSError):
+        return write_atomically(folder.stop_request_file, how.encode())
+    try:  # a full disk still has room for a name
+        folder.stop_request_file.touch(mode=0o600)
+    except OSError as error:
+        raise NbtrainError(
+            f"{folder.stop_request_file} cannot be written: {error.strerror}"
+        ) from error
+
+
+def mark_stopping(folder: RunFolder) -> None:
+    """Write the file by which ranks know that an interrupt asks them to stop."""
+    with contextlib.suppress(OSError, AttributeError):
+        try:
+            folder.stopping_file.touch(mode=0o600)
+        except OSError:  # out of descriptors: mknod needs none
+            os.mknod(folder.stopping_file, 0o600)
+
+
+def asked_to_stop(folder: RunFolder) -> str | None:
+    """Return how the run was asked to stop; None if it was not."""
+    try:
+        return folder.stop_request_file.read_text("utf-8", "replace")[:200] or "by a request"
+    except OSError:
+        return None
+
+
+def hand_over(folder: RunFolder, keeper: int) -> None:
+    """Make a process the one that watches the run."""
+    _write_manifest(folder, folder.read_manifest(), keeper)
+
+
+def recreate(folder: RunFolder, manifest: Mapping[str, Any]) -> None:
+    """Make the folder of a run anew that was deleted while it goes on; this process watches it.
+
+    Raises `OSError`.
+    """
+    folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # a rank may have saved there
+    _write_manifest(folder, manifest, os.getpid())
+
+
+def _write_manifest(folder: RunFolder, manifest: Mapping[str, Any], launcher: int) -> None:
+    by = {"launcher": launcher, "launcher_started": process_identity(launcher)}
+    write_atomically(folder.manifest, json.dumps({**manifest, **by}).encode())
+
+
+def set_aside(folder: RunFolder, world_size: int, attempt: int) -> None:
+    """Rename what an attempt left, so that the next one has its own."""
+    for rank in range(world_size):
+        for path in (folder.result(rank), folder.failure(rank), folder.out(rank)):
+            with contextlib.suppress(FileNotFoundError):
+                path.rename(path.with_name(f"{path.name}.attempt-{attempt}"))
+    shutil.rmtree(folder.weights, ignore_errors=True)  # large, and of an attempt that failed
+
+
+def runs(
+    *, is_trusted: bool = True, is_over: Callable[[], bool] = lambda: False
+) -> list[RunFolder]:
+    """Return this user's runs under the root, oldest first.
+
+    Those into which others could have put something, too, if not `is_trusted`: to delete them.
+    Not all of them once `is_over`: nobody waits for the answer any more.
+    """
+    folders: list[tuple[int, RunFolder]] = []
+    for path in _candidates():
+        if is_over():
+            break
+        with contextlib.suppress(OSError):  # another kernel prunes, too
+            reason = distrust(path, is_folder=True)
+            if not reason or (not is_trusted and reason == OPEN):
+                folders.append(((path / "run.json").lstat().st_mtime_ns, RunFolder(path)))
+    return [folder for _, folder in sorted(folders, key=itemgetter(0))]
+
+
+def foreign() -> dict[str, str]:
+    """Return the names of what is under the root and no run to trust, and why it is not."""
+    reasons = dict[str, str]()
+    for path in _candidates():
+        with contextlib.suppress(OSError):
+            reasons[path.name] = distrust(path, is_folder=True)
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def _candidates() -> list[Path]:
+    with contextlib.suppress(OSError):
+        paths = [path for path in root().iterdir() if not path.name.startswith(DELETED)]
+        return [path for path in paths if (path / "run.json").exists() or path.is_symlink()]
+    return []
+
+
+def is_watched(folder: RunFolder) -> bool:
+    """Whether the process that launched the run lives, and has not written its end yet.
+
+    That of a run from another host cannot be seen here: it is watched as long as its files change.
+    """
+    try:
+        manifest = folder.read_manifest()
+        if b'"kind":"finished"' in last_bytes(folder.launcher_events):
+            return False
+        if manifest.get("host", platform.node()) != platform.node():
+            newest = max((path.stat().st_mtime for path in folder.path.iterdir()), default=0.0)
+            return time.time() - newest < QUIET
+        launcher = process_identity(manifest.get("launcher"))
+    except FileNotFoundError:  # it is about to start, or being deleted
+        return True
+    except OSError as error:
+        return error.errno in OUT_OF_DESCRIPTORS  # then nobody can know
+    except NbtrainError as error:
+        return getattr(error.__cause__, "errno", None) in OUT_OF_DESCRIPTORS
+    return launcher is not None and manifest.get("launcher_started") in (None, launcher)

@@ -1,0 +1,316 @@
+"""The picture of a run: immutable, folded from its events by `nbtrain.tracking.reducers`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from . import events as ev
+from .curves import Curves
+
+SHORTEST = 0.1
+"""Seconds that a rate covers, at least."""
+
+SMOOTHED = 5.0
+"""Seconds over which a rank's rates and its waiting are averaged."""
+
+
+@dataclass(frozen=True)
+class ProgressBar:
+    """A progress bar, as of `time`."""
+
+    n: float = 0
+    total: float | None = None
+    elapsed: float = 0.0
+    description: str = ""
+    unit: str = "it"
+    closed: bool = False
+    time: float = field(default=0.0, compare=False)
+
+    @property
+    def fraction(self) -> float | None:
+        return min(1.0, max(0.0, self.n / self.total)) if self.total else None
+
+    @property
+    def rate(self) -> float | None:
+        return self.n / self.elapsed if self.elapsed > 0 and self.n > 0 else None
+
+    @property
+    def remaining(self) -> float | None:
+        """Seconds left at the mean rate so far."""
+        if self.closed or not self.rate or self.total is None:
+            return None
+        return max(0.0, self.total - self.n) / self.rate
+
+
+@dataclass(frozen=True)
+class TrainingProgress(ev.TrainingCounts):
+    """How a rank's training goes, as of `time`, with rates that are smoothed."""
+
+    time: float = 0.0
+    step_rate: float | None = None
+    """Steps per second, as are the rates of samples and batches."""
+    sample_rate: float | None = None
+    waiting: float | None = None
+    """The share of time, 0 to 1, spent waiting for data."""
+    batch_rate: float | None = None
+
+    @property
+    def bar(self) -> ProgressBar | None:
+        """Where the loader stands, for a loop that shows no bar of its own."""
+        if self.batch is None:
+            steps = ProgressBar(self.steps, None, self.elapsed, "", "step", time=self.time)
+            return steps if self.steps else None
+        name = "" if self.epoch is None else f"epoch {self.epoch}"
+        # The rate of an epoch alone would begin anew with each.
+        elapsed = self.batch / self.batch_rate if self.batch_rate else 0.0
+        return ProgressBar(self.batch, self.batches, elapsed, name, "batch", time=self.time)
+
+
+_COUNTS = tuple(f.name for f in fields(ev.TrainingCounts))
+
+
+def progress_after(old: TrainingProgress | None, event: ev.TrainingUpdate) -> TrainingProgress:
+    """Return how training goes after `event`."""
+    old = old or TrainingProgress()
+    counts: dict[str, Any] = {name: getattr(event, name) for name in _COUNTS}
+    if event.loss is None:
+        counts["loss"] = old.loss
+    return TrainingProgress(**counts, time=event.time, **_rates(old, event))
+
+
+def _rates(old: TrainingProgress, event: ev.TrainingUpdate) -> dict[str, Any]:
+    """Return rates and the share of waiting, averaged over the last seconds."""
+    seconds = event.elapsed - old.elapsed
+    # Nothing new, or counted anew; or a first moment, which shows no rate.
+    is_too_soon = seconds < SHORTEST or event.steps < old.steps or event.waited < old.waited
+    weight = 1 - math.exp(-max(0.0, seconds) / SMOOTHED)
+
+    def smooth(before: float | None, count: float | None) -> float | None:
+        if is_too_soon or count is None or count < 0:
+            return before
+        now = count / seconds
+        return now if before is None else before + weight * (now - before)
+
+    samples = None if event.samples is None else event.samples - (old.samples or 0)
+    waited = min(seconds, event.waited - old.waited)
+    return {
+        "step_rate": smooth(old.step_rate, event.steps - old.steps),
+        "sample_rate": smooth(old.sample_rate, samples),
+        "waiting": smooth(old.waiting, waited),
+        "batch_rate": smooth(old.batch_rate, _batches_since(old, event)),
+    }
+
+
+def _batches_since(old: TrainingProgress, event: ev.TrainingUpdate) -> int | None:
+    """Return how many batches there were since `old`; None where that is not known."""
+    if event.batch is None or event.epoch is None:
+        return None
+    if old.epoch is None or event.epoch == old.epoch:
+        return event.batch - (old.batch or 0)
+    if old.batch is None or old.batches is None:
+        return None
+    return old.batches - old.batch + (event.epoch - old.epoch - 1) * old.batches + event.batch
+
+
+@dataclass(frozen=True)
+class ResourceUsage:
+    """What a rank uses of its host and its GPU."""
+
+    cpu: float | None = None
+    """Cores."""
+    memory: int | None = None
+    """Bytes, as are all memories here."""
+    gpu: int | None = None
+    """The index of its GPU."""
+    gpu_memory: int | None = None
+    most_memory: int | None = None
+    most_gpu_memory: int | None = None
+    on: str = ""
+    """The kind of device that has its weights, gradients and optimizer states."""
+    weights: int = 0
+    """The most that there was, as of gradients and optimizer states."""
+    gradients: int = 0
+    optimizer_states: int = 0
+
+    @property
+    def counted(self) -> int:
+        """The bytes of all tensors that were counted."""
+        return self.weights + self.gradients + self.optimizer_states
+
+    def after_measuring(self, event: ev.Resources) -> ResourceUsage:
+        """Return the usage after it was measured from outside."""
+        return replace(
+            self,
+            cpu=event.cpu,
+            memory=event.memory,
+            gpu=event.gpu,
+            gpu_memory=event.gpu_memory,
+            most_memory=_larger(self.most_memory, event.memory),
+            most_gpu_memory=_larger(self.most_gpu_memory, event.gpu_memory),
+        )
+
+    def after_counting(self, event: ev.TensorMemory) -> ResourceUsage:
+        """Return the usage after the rank has counted its tensors."""
+        return replace(
+            self,
+            on=event.on,
+            weights=max(self.weights, event.weights),
+            gradients=max(self.gradients, event.gradients),
+            optimizer_states=max(self.optimizer_states, event.optimizer_states),
+        )
+
+
+def _larger(old: int | None, new: int | None) -> int | None:
+    return max((n for n in (old, new) if n is not None), default=None)
+
+
+REST = "Python, libraries, activations"
+"""The part of a host's memory that cannot be divided further."""
+
+
+@dataclass(frozen=True)
+class RankState:
+    """One rank."""
+
+    rank: int
+    status: str = "starting"
+    """Starting, running, failing, done, failed or stopped."""
+    phase: str = ""
+    """What a running rank is busy with, where that is not training."""
+    hang: str = ""
+    """What the rank does in a hang: 'stuck?', 'waiting', or, of its own pace, 'slow?'."""
+    pid: int | None = None
+    node: str = ""
+    """The name of its host, where that is not the launcher's."""
+    started: float | None = None
+    ended: float | None = None
+    bars: Mapping[int, ProgressBar] = field(default_factory=dict)
+    metrics: Mapping[str, float | str] = field(default_factory=dict)
+    """The last values logged, of at most `reducers.METRICS` names."""
+    step: int | None = None
+    progress: TrainingProgress | None = None
+    usage: ResourceUsage = field(default_factory=ResourceUsage)
+    compiled: tuple[int, float] | None = None
+    """How many programs torch_xla compiled, and in how many seconds."""
+    log: tuple[str, ...] = ()
+    """Its last lines, at most `reducers.LOG_LINES`."""
+    log_count: int = 0
+    """How many lines were seen; a log that grew by tens of MiB at once has more."""
+    error: str | None = None
+    result: str | None = None
+    returncode: int | None = None
+    cause: str = ""
+    evidence: tuple[str, ...] = ()
+    saved: tuple[ev.ArtifactSaved, ...] = ()
+    """What it saved for the notebook."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.status in ("done", "failed", "stopped")
+
+    @property
+    def nest(self) -> list[ProgressBar]:
+        """The bars that move, from the outside in; if none does, those that ended last."""
+        every = list(self.bars.values())
+        return [bar for bar in every if not bar.closed] or every[::-1]
+
+    @property
+    def bar(self) -> ProgressBar | None:
+        """The bar to show where there is room for one: the innermost.
+
+        Without any, the one that the training itself makes.
+        """
+        made = self.progress.bar if self.progress is not None else None
+        return self.nest[-1] if self.bars else made
+
+    @property
+    def loss(self) -> float | None:
+        """The last loss: the one that was logged, else the one that was seen."""
+        logged = self.metrics.get("loss")
+        if isinstance(logged, (int, float)):
+            return logged
+        return self.progress.loss if self.progress is not None else None
+
+    def bytes_by_part(self, *, most: bool = False) -> dict[str, int]:
+        """Return the bytes that the rank holds on its GPU, else in its host's memory, by part.
+
+        As of now, or (`most`) when it held most. Weights, gradients and optimizer states are
+        counted in the rank; the rest is what torch, or the system, reports beyond them. Parts that
+        are not known are left out, and so are those that would be less than nothing: memory shared
+        with the notebook counts for neither.
+        """
+        usage, progress = self.usage, self.progress or TrainingProgress()
+        known = {
+            "weights": usage.weights,
+            "gradients": usage.gradients,
+            "optimizer states": usage.optimizer_states,
+        }
+        peak, reserved = progress.peak, progress.reserved
+        if peak and usage.on != "cpu":
+            beyond = "activations, temporary buffers" if usage.counted else "allocated"
+            rest = {beyond: peak - usage.counted}
+            if reserved is not None:
+                total = usage.most_gpu_memory if most else usage.gpu_memory
+                rest["allocator's reserve"] = reserved - peak
+                rest["CUDA context"] = 0 if total is None else total - max(peak, reserved)
+        else:
+            memory = usage.most_memory if most else usage.memory
+            in_memory = usage.on == "cpu" and memory is not None
+            rest = {REST: (memory or 0) - usage.counted if in_memory else 0}
+        return {name: size for name, size in {**known, **rest}.items() if size > 0}
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A whole run."""
+
+    name: str
+    engine: str
+    ranks: tuple[RankState, ...]
+    created: float
+    mixed_precision: str = "no"
+    device: str = "cpu"
+    status: str = "starting"
+    """Starting, running, stopping, succeeded, failed, interrupted, timed out or lost."""
+    ended: float | None = None
+    message: str = ""
+    notes: tuple[str, ...] = ()
+    """What may go wrong, seen before the run started or since: one line each."""
+    attempt: int = 1
+    attempts: int = 1
+    """How many attempts there are at most."""
+    curves: Curves = field(default_factory=Curves)
+    hosts: Mapping[str, ev.Host] = field(default_factory=dict)
+    """How hosts were when last measured, by name; "" is the launcher's own."""
+    gpu_memory: tuple[ev.GpuMemory, ...] = ()
+    """Of the launcher's GPUs, before the ranks started and after they ended."""
+    hang: str = ""
+    """Which ranks hang, and where."""
+    if_killed: tuple[str, ...] = ()
+    """What may have used the memory, should a rank be killed for want of it."""
+    loaded: Mapping[str, str] = field(default_factory=dict)
+    """What the notebook loaded of what ranks saved, each with what was in the way."""
+    not_finite: ev.NotFinite | None = None
+    """The first loss of any rank that was not finite."""
+    peer_failure: ev.PeerNodeFailed | None = None
+    """The failure of another node in this attempt."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.ended is not None
+
+    @property
+    def host(self) -> ev.Host | None:
+        """What the launcher's own host had left, if ranks run there."""
+        return self.hosts.get("")
+
+    @property
+    def world_size(self) -> int:
+        return len(self.ranks)
+
+    def elapsed(self, now: float) -> float:
+        """Seconds since the launch, or that the run took."""
+        return max(0.0, (self.ended if self.ended is not None else now) - self.created)

@@ -1,0 +1,292 @@
+"""A rank's exception on its way to the notebook: its type, chain, notes and frames.
+
+Pickling drops tracebacks and chains, so they travel beside the exception, and are rebuilt around
+small stand-in frames that carry the file, the line and the name of the real ones (the way of
+``tblib``). IPython then shows the cell's own source lines, and ``except ValueError`` works.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from types import CodeType, TracebackType
+from typing import Any, cast
+
+from ..errors import RankError
+from ..system import source_files
+from . import result_pickler
+
+LARGEST = 16 << 20
+"""Bytes of an exception, or of an attribute of it, that are copied to the notebook."""
+
+MARK = "__nbtrain_rank_frame__"
+_CAUGHT_IN_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)\.")
+
+
+@dataclass(frozen=True)
+class TracebackFrame:
+    """One line of a traceback, with the span of the expression in it where Python knows it."""
+
+    filename: str
+    line: int
+    function: str
+    first_line: int
+    end_line: int
+    column: int = 0
+    end_column: int = 0
+
+    @property
+    def is_own(self) -> bool:
+        return source_files.is_own(self.filename)
+
+    @property
+    def is_library(self) -> bool:
+        return source_files.is_library(self.filename)
+
+
+@dataclass(frozen=True)
+class CapturedException:
+    """An exception as data."""
+
+    type_name: str
+    text: str
+    pickled: bytes | None
+    """None where the instance itself cannot travel."""
+    frames: tuple[TracebackFrame, ...]
+    notes: tuple[str, ...] = ()
+    cause: CapturedException | None = None
+    context: CapturedException | None = None
+    suppress_context: bool = False
+    members: tuple[CapturedException, ...] = ()
+    """The exceptions of a group, in its order."""
+
+    @property
+    def headline(self) -> str:
+        lines = self.text.strip().splitlines()
+        if lines and (caught := _CAUGHT_IN_WORKER.fullmatch(lines[0])):
+            # torch puts the exception of a worker, with its traceback, into one of its own
+            return f"{lines[-1].strip()} (in {caught[1]})"
+        return f"{self.type_name}: {lines[0]}" if lines else self.type_name
+
+
+def user_frames(frames: Iterable[TracebackFrame]) -> tuple[TracebackFrame, ...]:
+    """Return the user's frames, and the last one where a library raised."""
+    every = tuple(f for f in frames if not f.is_own)
+    user = tuple(f for f in every if not f.is_library)
+    if not user:
+        return every
+    return user if every[-1] is user[-1] else (*user, every[-1])
+
+
+def capture(
+    error: BaseException,
+    shared: frozenset[type] = frozenset(),
+    *,
+    pickles: bool = True,
+    _seen: frozenset[int] = frozenset(),
+) -> CapturedException:
+    """Turn an exception into data; never raises, however hostile the exception is.
+
+    Without the instances unless `pickles`: those may take long, and run code of the user's.
+    """
+    seen = _seen | {id(error)}
+
+    def chained(other: BaseException | None) -> CapturedException | None:
+        if other is None or id(other) in seen or len(seen) >= 20:
+            return None
+        return capture(other, shared, pickles=pickles, _seen=seen)
+
+    pickled, left_out = _pickled(error, shared) if pickles else (None, ())
+    return CapturedException(
+        type_name=type(error).__name__,
+        text=_safe_str(error),
+        pickled=pickled,
+        frames=user_frames(_frames(error.__traceback__)),
+        notes=(*_notes(error), *map(_left_out_note, left_out)),
+        cause=chained(error.__cause__),
+        # `raise … from e` makes e both: sent twice, a chain would cost twice as much a link.
+        context=None if error.__context__ is error.__cause__ else chained(error.__context__),
+        suppress_context=error.__suppress_context__,
+        members=tuple(member for e in _members(error) if (member := chained(e)) is not None),
+    )
+
+
+def _members(error: BaseException) -> tuple[BaseException, ...]:
+    """Return the exceptions of a group (an `asyncio.TaskGroup` raises one), of no other class."""
+    group: Any = getattr(builtins, "BaseExceptionGroup", ())  # not in Python 3.10
+    return cast(Any, error).exceptions if issubclass(type(error), group) else ()
+
+
+def _frames(tb: TracebackType | None) -> Iterator[TracebackFrame]:
+    while tb is not None:
+        code, line = tb.tb_frame.f_code, tb.tb_lineno or 1
+        span = (line, line, 0, 0)
+        if sys.version_info >= (3, 11) and tb.tb_lasti >= 0:
+            known = next(islice(code.co_positions(), tb.tb_lasti // 2, None), (None,) * 4)
+            if None not in known:
+                span = cast("tuple[int, int, int, int]", known)
+        yield TracebackFrame(
+            code.co_filename, span[0], code.co_name, code.co_firstlineno, *span[1:]
+        )
+        tb = tb.tb_next
+
+
+def _notes(error: BaseException) -> tuple[str, ...]:
+    notes = getattr(error, "__notes__", ())
+    return tuple(map(_safe_str, notes)) if isinstance(notes, (list, tuple)) else ()
+
+
+def _safe_str(value: object) -> str:
+    try:
+        return str(value)
+    except BaseException as inner:  # a user's __str__ may raise anything
+        return f"<{type(value).__name__}.__str__ raised {type(inner).__name__}>"
+
+
+def _without_addresses(value: object) -> str:
+    return re.sub(r"0x[0-9a-f]+", "0x", str(value))  # those of a copy are others
+
+
+def _pickled(error: BaseException, shared: frozenset[type]) -> tuple[bytes | None, tuple[str, ...]]:
+    """Pickle the instance as it wishes, else without its ``__init__``, else only what can be.
+
+    Returns None where none of it works, and the names of attributes that were left out.
+    """
+    if (data := _tried(error, error, shared)) is not None:
+        return data, ()
+    state = {k: v for k, v in getattr(error, "__dict__", {}).items() if k != "__notes__"}
+    left_out = tuple(name for name, value in state.items() if not _is_portable(value, shared))
+    for name in left_out:
+        del state[name]
+    return _tried(error, _Parts(type(error), error.args, state), shared), left_out
+
+
+def _tried(error: BaseException, form: Any, shared: frozenset[type]) -> bytes | None:
+    """Pickle a form of an exception; None unless it can be rebuilt from that, here at least."""
+    try:
+        text = _without_addresses(error)  # what cannot be shown is better shown by a stand-in
+        data = result_pickler.dumps(form, shared, limit=LARGEST)
+        rebuilt = _rebuilt(result_pickler.loads(data))  # tried out here, where it costs nothing
+        return (
+            data
+            if isinstance(rebuilt, BaseException) and _without_addresses(rebuilt) == text
+            else None
+        )
+    except (Exception, SystemExit):  # a user's exception may refuse pickling in any way
+        return None
+
+
+def _is_portable(value: Any, shared: frozenset[type]) -> bool:
+    try:
+        result_pickler.loads(result_pickler.dumps(value, shared, limit=LARGEST))
+        return True
+    except (Exception, SystemExit):  # whatever its reducer raises
+        return False
+
+
+def _left_out_note(name: str) -> str:
+    return f"The attribute `{name}` of this exception stayed in the rank: it cannot be copied."
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What an exception is made of, where calling its class with its args does not remake it."""
+
+    cls: type[BaseException]
+    args: tuple[Any, ...]
+    state: dict[str, Any]
+
+
+def _rebuilt(value: Any) -> Any:
+    if not isinstance(value, _Parts):
+        return value
+    error = value.cls.__new__(value.cls, *value.args)
+    error.args = value.args
+    vars(error).update(value.state)
+    return error
+
+
+def restore(captured: CapturedException) -> BaseException:
+    """Rebuild the exception with its chain and a traceback of its own frames."""
+    error = _instance(captured)
+    if captured.notes:
+        set_notes(error, list(captured.notes))
+    error.__cause__ = restore(captured.cause) if captured.cause else None
+    error.__context__ = restore(captured.context) if captured.context else error.__cause__
+    error.__suppress_context__ = captured.suppress_context
+    _restore_members(error, captured.members)
+    return error.with_traceback(_traceback(captured.frames))
+
+
+def _restore_members(error: BaseException, members: tuple[CapturedException, ...]) -> None:
+    """Give the exceptions of a group, which came with it, what pickling took from them."""
+    own = _members(error)
+    for member, captured in zip(own, members, strict=False) if len(own) == len(members) else ():
+        restored = restore(captured)
+        set_notes(member, list(captured.notes))
+        member.__cause__, member.__context__ = restored.__cause__, restored.__context__
+        member.__suppress_context__ = restored.__suppress_context__
+        _restore_members(member, captured.members)
+        member.__traceback__ = restored.__traceback__
+
+
+def set_notes(error: BaseException, notes: list[str]) -> None:
+    """Give an exception its notes; Python 3.10 has no `add_note`, IPython shows them there too."""
+    error.__notes__ = notes  # type: ignore[attr-defined,unused-ignore]
+
+
+def _instance(captured: CapturedException) -> BaseException:
+    if captured.pickled is not None:
+        try:
+            error = _rebuilt(result_pickler.loads(captured.pickled))
+            if isinstance(error, BaseException):
+                return error
+        except (Exception, SystemExit):
+            pass  # a kernel that lacks the class; a class that can be built in a rank alone
+    return RankError(f"{captured.type_name}: {captured.text}", type_name=captured.type_name)
+
+
+def _traceback(frames: tuple[TracebackFrame, ...]) -> TracebackType | None:
+    """Return the traceback of code that poses as each of the frames, and raises there."""
+    tb: TracebackType | None = None
+    for frame in reversed(frames):
+        try:
+            exec(_stub_code(frame), {"__name__": frame.function, MARK: True})
+        except StopIteration as raised:
+            stub: Any = raised.__traceback__
+            tb = TracebackType(tb, stub.tb_next.tb_frame, stub.tb_next.tb_lasti, frame.line)
+    return tb
+
+
+def _stub_code(frame: TracebackFrame) -> CodeType:
+    """Return code that raises at the frame's very line, in a function that begins at its line."""
+    tree = ast.parse("def stub(): raise StopIteration")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            node.lineno, node.end_lineno = min(frame.first_line, frame.line), frame.end_line
+        elif isinstance(node, (ast.stmt, ast.expr)):
+            node.lineno, node.end_lineno = frame.line, frame.end_line
+            node.col_offset, node.end_col_offset = frame.column, frame.end_column
+    module = compile(tree, frame.filename, "exec")
+    code = next(const for const in module.co_consts if isinstance(const, CodeType))
+    names: dict[str, Any] = {"co_name": frame.function}
+    if sys.version_info >= (3, 11):
+        names["co_qualname"] = frame.function
+    return code.replace(**names)
+
+
+def rank_frames(tb: TracebackType | None) -> TracebackType | None:
+    """Return the part of a traceback that happened in a rank; None where no part did."""
+    inner: TracebackType | None = None
+    while tb is not None:
+        if MARK in tb.tb_frame.f_globals:
+            return tb
+        if tb.tb_frame.f_code.co_filename in source_files.RANK_BODY:
+            inner = tb.tb_next  # the inline engine: real frames follow
+        tb = tb.tb_next
+    return inner

@@ -1,0 +1,185 @@
+"""Values on their way from a rank to the notebook.
+
+Three things plain cloudpickle does not do. A class that the notebook had before the ranks were
+forked arrives as that very class (so ``except MyError`` and ``isinstance`` hold). A tensor on an
+accelerator arrives on the CPU, because loading it elsewhere would initialise the accelerator in
+the kernel. And what cannot be pickled is named by its path inside the value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import pickle
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import cloudpickle
+
+from ..errors import ResultNotPicklable
+from ..system.text import format_bytes
+
+TRIED = 16 << 20
+"""Bytes of a result that is unpickled in the rank, to see that the notebook can."""
+
+
+def notebook_classes() -> frozenset[type]:
+    """Return the classes defined in ``__main__`` now; ranks forked later share them."""
+    main = vars(sys.modules["__main__"])
+    classes = {v for v in main.values() if isinstance(v, type) and v.__module__ == "__main__"}
+    return frozenset(cls for cls in classes if main.get(cls.__qualname__) is cls)
+
+
+def _class_of_main(name: str) -> Any:
+    try:
+        return vars(sys.modules["__main__"])[name]
+    except KeyError:
+        raise AttributeError(f"the notebook has no class {name} any more") from None
+
+
+class ResultPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, file: io.BytesIO, shared: frozenset[type]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._shared = shared
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type) and obj in self._shared:
+            return _class_of_main, (obj.__qualname__,)
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(obj, torch.Tensor):
+            return _tensor_on_cpu(torch, obj)
+        return super().reducer_override(obj)
+
+
+def _tensor_on_cpu(torch: Any, tensor: Any) -> Any:
+    if tensor.device.type in ("cpu", "meta"):
+        return NotImplemented
+    moved = tensor.detach().cpu()
+    if isinstance(tensor, torch.nn.Parameter):
+        moved = torch.nn.Parameter(moved, requires_grad=tensor.requires_grad)
+    else:
+        moved.requires_grad_(tensor.requires_grad)
+    return moved.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+class _ReferringPickler(ResultPickler):
+    """Pickles what the notebook has as a reference to it."""
+
+    def __init__(self, file: io.BytesIO, shared: frozenset[type], known: Mapping[int, Any]) -> None:
+        super().__init__(file, shared)
+        self._known = known
+
+    def persistent_id(self, obj: Any) -> Any:
+        reference = self._known.get(id(obj))
+        if reference is None and type(obj).__name__ == "DTensor":
+            raise TypeError("a part of it is a shard of a tensor")
+        return reference
+
+
+class _LimitedBuffer(io.BytesIO):
+    """Holds so many bytes at most."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def write(self, data: Any) -> int:
+        if self.tell() + memoryview(data).nbytes > self._limit:
+            raise ValueError(f"it takes more than {format_bytes(self._limit)}")
+        return super().write(data)
+
+
+def dumps(
+    value: Any,
+    shared: frozenset[type] = frozenset(),
+    known: Mapping[int, Any] | None = None,
+    limit: int | None = None,
+) -> bytes:
+    """Pickle a value for the notebook.
+
+    Raises whatever its parts raise, and `ValueError` for what takes more than `limit` bytes.
+
+    Of parts that are `known`, by their id, only the reference there is sent.
+    """
+    buffer = io.BytesIO() if limit is None else _LimitedBuffer(limit)
+    pickler = _ReferringPickler(buffer, shared, known) if known else ResultPickler(buffer, shared)
+    pickler.dump(value)
+    return buffer.getvalue()
+
+
+def loads(data: bytes, find: Callable[[Any], Any] | None = None) -> Any:
+    """Rebuild a value that `dumps` made, in the process that forked the rank or in another.
+
+    `find` returns the known part that a reference stands for.
+    """
+    unpickler: Any = pickle.Unpickler(io.BytesIO(data))
+    if find is not None:
+        unpickler.persistent_load = find
+    return unpickler.load()
+
+
+def dump_result(value: Any, shared: frozenset[type] = frozenset()) -> bytes:
+    """Pickle a rank's return value, or raise `ResultNotPicklable` naming the part in the way."""
+    try:
+        return dumps(value, shared)
+    except Exception as error:  # any reducer of any class may raise anything
+        path, part = find_unpicklable(value, lambda v: dumps(v, shared))
+        subject = "it" if path == "result" else f"`{path}`, a {type_name(part)},"
+        wrapped = type(value).__module__.startswith("torch.nn.parallel")
+        instead = "accelerator.unwrap_model(model)" if wrapped else "numbers, tensors, a state_dict"
+        raise ResultNotPicklable(
+            f"the function returned a {type_name(value)} and {subject} cannot be pickled "
+            f"({type(error).__name__}: {error}). Return {instead} instead."
+        ) from None
+
+
+def reading_trouble(data: bytes) -> str:
+    """Return why a pickled value cannot be unpickled, in this process; "" if it can, or is large.
+
+    Else it would be a success, and an error only once somebody asks for it.
+    """
+    try:
+        if len(data) <= TRIED:
+            loads(data)
+    except (Exception, SystemExit) as error:  # whatever the classes of its parts raise
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def type_name(value: Any) -> str:
+    cls = type(value)
+    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__name__}"
+
+
+def find_unpicklable(
+    value: Any, dump: Callable[[Any], object], path: str = "result", depth: int = 6
+) -> tuple[str, Any]:
+    """Return the path and the value of the innermost part that `dump` cannot take."""
+    for name, part in _parts(value) if depth else ():
+        try:
+            dump(part)
+        except Exception:  # the very thing that is looked for, whatever its type
+            return find_unpicklable(part, dump, path + name, depth - 1)
+    return path, value
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        yield from ((f"[{k!r}]", v) for k, v in value.items())
+    elif isinstance(value, (list, tuple)):
+        yield from ((f"[{i}]", v) for i, v in enumerate(value))
+    elif isinstance(value, types.FunctionType):
+        with contextlib.suppress(ValueError):  # a closure that is not filled yet
+            used = inspect.getclosurevars(value)
+            yield from ((f" → {k}", v) for k, v in {**used.nonlocals, **used.globals}.items())
+    elif isinstance(value, types.MethodType):
+        yield ".__self__", value.__self__
+    elif "_parameters" in getattr(value, "__dict__", ()):  # a torch module
+        for kind in ("_parameters", "_buffers", "_modules"):
+            yield from ((f".{k}", v) for k, v in vars(value).get(kind, {}).items())
+        yield from ((f".{k}", v) for k, v in vars(value).items())
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        yield from ((f".{k}", v) for k, v in vars(value).items())

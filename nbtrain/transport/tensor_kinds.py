@@ -1,0 +1,130 @@
+"""Tensors of every kind, as the plain tensors that a safetensors file holds.
+
+A file holds strided tensors of the common dtypes. Another one that `torch.save` can write (sparse,
+nested, quantized, complex) is held as that function's bytes; `torch.load` reads them with
+``weights_only=True``, which runs no code of the file's.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+_DTYPES = frozenset(
+    f"torch.{name}"
+    for name in (
+        *("bool", "uint8", "int8", "int16", "int32", "int64"),
+        *("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"),
+    )
+)
+"""What every version of safetensors that nbtrain works with can hold."""
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no shape yet: that of a ``LazyLinear``, before its first batch."""
+    return "Uninitialized" in type(tensor).__name__
+
+
+def has_no_bytes(tensor: torch.Tensor) -> bool:
+    """Whether there is nothing in memory: on the meta device, or without a shape yet."""
+    return tensor.is_meta or is_lazy(tensor)
+
+
+def is_strided(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but numbers in a block of memory."""
+    import torch
+
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+
+
+def is_block(tensor: torch.Tensor) -> bool:
+    """Whether a strided tensor's bytes are its numbers; not if they are conjugated when read."""
+    return is_strided(tensor) and not tensor.is_conj() and not tensor.is_neg()
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a file holds a tensor as it is."""
+    return is_block(tensor) and str(tensor.dtype) in _DTYPES
+
+
+def fits_a_file(tensor: torch.Tensor) -> bool:
+    """Whether a file can hold a tensor, plain or encoded; one in oneDNN's own format it cannot."""
+    return not has_no_bytes(tensor) and not tensor.is_mkldnn
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return a tensor's shape; of a nested one, that of its parts one after another."""
+    if not tensor.is_nested:
+        return tuple(tensor.shape)
+    return tuple(length for part in tensor.unbind() for length in part.shape)
+
+
+def size_of(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's content."""
+    return sum(part.numel() * part.element_size() for part in dense_parts(tensor))
+
+
+def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the dense tensors that a tensor is made of: itself, or indices and values."""
+    import torch
+
+    if tensor.is_nested:
+        return tuple(tensor.unbind())
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()  # the public ones ask for coalescing
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
+
+
+def words(data: torch.Tensor) -> torch.Tensor:
+    """Return bytes, eight of them as one integer; a copy of what begins between two in memory."""
+    import torch
+
+    aligned = data.clone() if data.storage_offset() % 8 else data
+    return aligned.view(torch.int64)
+
+
+def encoded(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of any kind as bytes; equal tensors as equal bytes."""
+    import torch
+
+    content = tensor.detach().to_dense() if tensor.is_mkldnn else tensor.detach().cpu()
+    if is_strided(content):  # neither the class, which `torch.load` refuses, nor what it views
+        content = content.as_subclass(torch.Tensor).resolve_conj().resolve_neg().clone()
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that quantized or nested tensors will change one day
+        torch.save(content, buffer)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+
+
+def decoded(data: bytes) -> torch.Tensor:
+    """Return the tensor that `encoded` made bytes of."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tensor: torch.Tensor = torch.load(io.BytesIO(data), weights_only=True)
+    return tensor
+
+
+def assign(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Give a tensor of any kind another content, in place: what refers to it still does."""
+    import torch
+
+    there = value.to(target.device)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if target.is_quantized:  # `copy_` would keep the scale
+            target.data = there
+            return
+        if str(target.layout).startswith("torch.sparse_") and target.layout != torch.sparse_coo:
+            target.resize_as_sparse_(there)  # else `copy_` refuses another number of values
+        target.copy_(there)

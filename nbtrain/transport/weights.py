@@ -1,0 +1,463 @@
+"""A model's tensors, or an optimizer's state, in a safetensors file; and back, in place.
+
+A file has each tensor once, under its first name. The rest is in the header, as JSON: names of the
+same tensor (tied weights), buffers that no state_dict has, numbers of an optimizer, and
+fingerprints of tensors that were left out, as they did not change.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import NbtrainError
+from .fingerprints import fingerprint, on_cpu, parted, same_bits
+from .tensor_kinds import (
+    assign,
+    encoded,
+    fits_a_file,
+    has_no_bytes,
+    is_block,
+    is_plain,
+    is_strided,
+    shape_of,
+    size_of,
+)
+from .weight_reader import CHECKSUM, CHUNK, KEY, WeightReader, checksum, text_checksum
+
+if TYPE_CHECKING:
+    import torch
+
+_WRAPPED = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+"""What torch.compile, FSDP and activation checkpointing put into the names of tensors."""
+
+
+class PartlyLoaded(NbtrainError):
+    """A file failed while it was loaded: the model has some of its tensors, and not the others."""
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """The content of a file."""
+
+    tensors: Mapping[str, torch.Tensor]
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """What is no tensor."""
+
+
+def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers by all their names; without wrappers' parts of a name.
+
+    Not those that were expanded: they cannot be written to, so no training has.
+    """
+    every = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
+    return {plain_name(name): t for name, t in every if not _is_expanded(t)}
+
+
+def plain_name(name: str) -> str:
+    """Return a tensor's name as it is without wrappers."""
+    for part in _WRAPPED:
+        name = name.replace(part, "")
+    return name
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    if has_no_bytes(tensor) or not is_strided(tensor):
+        return False
+    return any(n > 1 and not s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def transient_names(module: torch.nn.Module) -> set[str]:
+    """Return the names of buffers that no state_dict has: caches, most of them."""
+    return {
+        plain_name(f"{prefix}.{name}" if prefix else name)
+        for prefix, part in module.named_modules(remove_duplicate=False)
+        for name in part._non_persistent_buffers_set
+    }
+
+
+def changes(
+    module: torch.nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    before: Mapping[str, Any],
+    *,
+    entire: bool = False,
+) -> WeightFile | None:
+    """Return what a file has of a module whose fingerprints were `before`; None if they still are.
+
+    Only the tensors that changed, if they are less than half of the bytes and `entire` is False:
+    else the file may as well serve any model. Raises `NbtrainError` for what no file can have.
+    """
+    rest = {name: tensor for name, tensor in tensors.items() if fits_a_file(tensor)}
+    half = 0 if entire else sum({id(t): size_of(t) for t in rest.values()}.values()) / 2
+    changed, same = parted(tensors, before, half)
+    if not changed and same.keys() == before.keys():
+        return None
+    for name, tensor in changed.items():
+        if not fits_a_file(tensor):
+            reason = "has no memory" if has_no_bytes(tensor) else "is in the format of oneDNN"
+            raise NbtrainError(f"`{name}` changed and {reason} in the rank, so it cannot be saved")
+    if sum({id(t): size_of(t) for t in changed.values()}.values()) > half:
+        copies = {id(t): on_cpu(t) for name, t in rest.items() if name not in changed}
+        changed = {n: changed[n] if n in changed else copies[id(t)] for n, t in rest.items()}
+        same = {name: mark for name, mark in same.items() if name not in rest}
+    return of_module(module, changed, same)
+
+
+def of_module(
+    module: torch.nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    unchanged: Mapping[str, str] | None = None,
+) -> WeightFile:
+    """Return what a file has of a module, whose `tensors` are on the CPU.
+
+    `unchanged` are the fingerprints of the tensors that are left out.
+    """
+    unique, first, tied = {}, dict[Any, str](), {}
+    for name, tensor in tensors.items():
+        place: Any = id(tensor)
+        if is_strided(tensor) and tensor.numel():
+            place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if place in first:
+            tied[name] = first[place]
+        else:
+            first[place] = name
+            unique[name] = tensor
+    left_out = unchanged or {}
+    transient = sorted(transient_names(module) & {*tensors, *left_out})
+    buffers = {plain_name(name) for name, _ in module.named_buffers()}
+    count = sum(t.numel() for name, t in unique.items() if name not in buffers)
+    about = {"parameters": count, "tied": tied, "transient": transient, "unchanged": left_out}
+    return WeightFile(unique, {"kind": "model", **about})
+
+
+def of_optimizer(optimizer: torch.optim.Optimizer, *, keep: bool = True) -> WeightFile:
+    """Return what a file has of an optimizer. Raises `TypeError` for what it cannot have.
+
+    Without its tensors if not `keep`: then this rank only does its part for those in shards.
+    """
+    import torch
+
+    content = optimizer.state_dict()
+    tensors: dict[str, torch.Tensor] = {}
+
+    def plain(value: Any, place: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            entire = whole(value)
+            if keep:
+                tensors[place] = entire.detach().cpu()
+            return {KEY: place}
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError):
+            raise TypeError(f"its {place} is a {type(value).__name__}") from None
+        return value
+
+    state = {
+        str(i): {k: plain(v, f"state.{i}.{k}") for k, v in values.items()}
+        for i, values in content["state"].items()
+    }
+    groups = [
+        {k: plain(v, f"param_groups.{i}.{k}") for k, v in group.items()}
+        for i, group in enumerate(content["param_groups"])
+    ]
+    about = {"state": state, "param_groups": groups, "shapes": _parameter_shapes(optimizer)}
+    return WeightFile(tensors, {"kind": "optimizer", **about})
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether a tensor is one rank's part of a `DTensor`."""
+    return hasattr(tensor, "full_tensor")
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole of a sharded tensor: every rank has to ask, in the same order."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def save(content: WeightFile, path: Path) -> None:
+    """Write a file. Raises what safetensors does: `OSError` or its own error on a full disk."""
+    from safetensors.torch import save_file
+
+    plain = {name: tensor for name, tensor in content.tensors.items() if is_plain(tensor)}
+    owners = Counter(t.untyped_storage().data_ptr() for t in plain.values())
+    ready = {}
+    for name, tensor in content.tensors.items():
+        if name not in plain:
+            ready[name] = encoded(tensor)
+        elif owners[tensor.untyped_storage().data_ptr()] > 1:  # views of one memory
+            ready[name] = tensor.detach().clone()
+        else:
+            ready[name] = tensor.detach().contiguous()
+    sums = {name: checksum(_chunks(tensor)) for name, tensor in ready.items()}
+    kinds = {name: (shape_of(t), _stored_kind(t)) for name, t in content.tensors.items()}
+    about = {
+        **content.about,
+        "tensors": {name: [*kinds[name], sums[name]] for name in ready},
+        "encoded": sorted(ready.keys() - plain.keys()),
+        "not_finite": sorted(name for name, tensor in plain.items() if not _is_finite(tensor)),
+    }
+    text = json.dumps(about)
+    save_file(ready, path, {"format": "pt", KEY: text, CHECKSUM: text_checksum(text)})
+    path.chmod(0o600)  # whatever the umask is
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all elements are numbers. Their sum, which takes less, tells it nearly always."""
+    import torch
+
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.element_size() < 2:
+        return True  # torch cannot add up float8
+    tensor = tensor.detach()
+    wide = torch.float32 if tensor.element_size() == 2 else None  # half precision ends at 65504
+    if tensor.sum(dtype=wide).isfinite():
+        return True
+    return all(bool(part.isfinite().all()) for part in torch.split(tensor.reshape(-1), CHUNK))
+
+
+def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    import torch
+
+    flat = tensor.reshape(-1).view(torch.uint8)
+    yield from torch.split(flat, CHUNK) if len(flat) else ()
+
+
+def _stored_kind(tensor: torch.Tensor) -> str:
+    """Return a tensor's dtype, and before it how it is kept unless that is in one block."""
+    layout = "" if is_strided(tensor) else f"{_layout(tensor)} "
+    return layout + str(tensor.dtype).removeprefix("torch.")
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    if tensor.is_quantized:
+        return "quantized"
+    return "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+
+
+def prepared_load(
+    file: WeightReader, target: Any, *, is_handed_over: bool = False
+) -> Callable[[], None]:
+    """Check that a file fits a module or an optimizer; return what loads it, in place.
+
+    What is not in the file, as it did not change in the run, has to be in the target as it was in
+    the run, but for the model that the run itself began with (`is_handed_over`): whatever the
+    notebook has done to it since stays.
+
+    The file is read to its end before anything is changed, and again while it is loaded: the
+    tensors of a large model are never in memory twice. Raises `NbtrainError` naming what does not
+    fit or is damaged; what it returns raises `PartlyLoaded` if the file fails only then.
+    """
+    import torch
+
+    kind = "optimizer" if isinstance(target, torch.optim.Optimizer) else "model"
+    saved = file.about["kind"]
+    if saved != kind:
+        article = {"model": "a model", "optimizer": "an optimizer"}
+        raise NbtrainError(f"{file.path.name} holds {article[saved]}, not {article[kind]}")
+    file.check()
+    if kind == "optimizer":
+        if is_handed_over and file.about.get("not_finite"):
+            raise NbtrainError(_not_finite(file.about["not_finite"][0], kind))
+        return _loading_optimizer(file, target)
+    return _loading_module(file, target, is_handed_over)
+
+
+def _loading_module(
+    file: WeightReader, module: torch.nn.Module, is_handed_over: bool
+) -> Callable[[], None]:
+    tied, unchanged = file.about["tied"], file.about["unchanged"]
+    tensors = named_tensors(module)
+    optional = {*file.about["transient"], *transient_names(module)}
+    kinds = {name: _kind_of(*file.shape_and_dtype(name)) for name in file.names()}
+    saved = {**kinds, **{name: kinds[source] for name, source in tied.items()}}
+    targets = {name: tensor for name, tensor in tensors.items() if name not in unchanged}
+    trouble = [
+        *_differences(targets, saved, optional),
+        *(_only_in_rank(name) for name in unchanged if name not in {*tensors, *optional}),
+        *(() if is_handed_over else _changed_since(tensors, unchanged, optional)),
+    ]
+    if is_handed_over and not trouble:
+        trouble = [*_spoiled(file, module)]
+    if trouble:
+        more = f"; {len(trouble) - 1} more differ" if len(trouble) > 1 else ""
+        raise NbtrainError(trouble[0] + more)
+    wanted: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in targets.items():
+        if name in saved and _kind(tensor) == saved[name]:
+            same = wanted.setdefault(tied.get(name, name), [])
+            if not any(t is tensor for t in same):
+                same.append(tensor)
+    _check_still_tied(file, wanted, {id(tensors[n]): n for n in unchanged if n in tensors})
+    return functools.partial(_write, file, wanted)
+
+
+def _write(file: WeightReader, wanted: Mapping[str, list[torch.Tensor]]) -> None:
+    """Write into the tensors what differs there.
+
+    Nothing else: a buffer may be in memory that is read-only. And a model that a rank has only
+    cast, to evaluate it in half precision, is no less precise here.
+    """
+    import torch
+
+    written = 0
+    try:
+        with torch.no_grad():
+            for name, targets in wanted.items():
+                for target in targets:
+                    _write_tensor(file, name, target)
+                    written += 1
+    except Exception as error:  # the file system failed, or the device's memory is full
+        count = sum(map(len, wanted.values()))
+        raise PartlyLoaded(
+            f"only {written} of its {count} tensors were loaded "
+            f"({type(error).__name__}: {error}), so it is neither as it was nor as the run left it"
+        ) from error
+
+
+def _write_tensor(file: WeightReader, name: str, target: torch.Tensor) -> None:
+    if name in file.about["encoded"] or not is_block(target) or not target.is_contiguous():
+        value = file.tensor(name)
+        if not is_block(target) or not is_block(value) or not _is_same(target, value):
+            assign(target, value)
+        return
+
+    def pairs() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        flat, place = target.detach().view(-1), 0
+        for chunk in file.chunks(name):
+            yield flat[place : place + len(chunk)], chunk
+            place += len(chunk)
+
+    is_cast = file.shape_and_dtype(name)[1] != _stored_kind(target)
+    if is_cast and all(_is_same(part, chunk) for part, chunk in pairs()):
+        return
+    for part, chunk in pairs():  # one that is cast is written whole, not rounded in part
+        if is_cast or not _is_same(part, chunk):
+            part.copy_(chunk)
+
+
+def _is_same(target: torch.Tensor, value: torch.Tensor) -> bool:
+    there = value.to(target.device)
+    return same_bits(target.detach().to(there.dtype), there)
+
+
+_Kind = tuple[tuple[int, ...], str]
+
+
+def _kind_of(shape: tuple[int, ...], stored: str) -> _Kind:
+    """Return a shape, and whether there are floats, ints, bools or complex numbers, kept how."""
+    layout, _, dtype = stored.rpartition(" ")
+    number = re.match("[a-z]+", dtype.removeprefix("u"))
+    kinds = {"bfloat": "float", "qint": "int", "quint": "int"}
+    kind = number[0] if number else dtype
+    return shape, f"{layout} {kinds.get(kind, kind)}".strip()
+
+
+def _kind(tensor: torch.Tensor) -> _Kind:
+    return _kind_of(shape_of(tensor), _stored_kind(tensor))
+
+
+def _only_in_rank(name: str) -> str:
+    return f"the rank has `{name}`, the notebook's object does not"
+
+
+def _differences(
+    targets: Mapping[str, torch.Tensor], saved: Mapping[str, _Kind], optional: set[str]
+) -> Iterator[str]:
+    """Yield each difference for which a file cannot be loaded."""
+    for name, tensor in targets.items():
+        if has_no_bytes(tensor) or tensor.is_inference():
+            yield f"`{name}` has no memory in the notebook that could be written to"
+        elif name in optional:
+            continue
+        elif name not in saved:
+            yield f"the rank did not save `{name}`"
+        else:
+            (shape, kind), (shape_here, kind_here) = saved[name], _kind(tensor)
+            if shape != shape_here:
+                yield f"`{name}` is {list(shape)} in the rank, {list(shape_here)} in the notebook"
+            elif kind != kind_here:
+                yield f"`{name}` is {kind} in the rank, {kind_here} in the notebook"
+    for name in saved:
+        if name not in targets and name not in optional:
+            yield _only_in_rank(name)
+
+
+def _changed_since(
+    tensors: Mapping[str, torch.Tensor], unchanged: Mapping[str, str], optional: set[str]
+) -> Iterator[str]:
+    """Yield which tensors are neither in the file nor here."""
+    for name in tensors.keys() & unchanged.keys() - optional:
+        tensor = tensors[name]
+        if not has_no_bytes(tensor) and fingerprint(on_cpu(tensor)) != unchanged[name]:
+            yield (
+                f"`{name}` did not change in the run, so it was not saved, and the notebook's "
+                f"`{name}` differs from the run's"
+            )
+
+
+def _spoiled(file: WeightReader, module: torch.nn.Module) -> Iterator[str]:
+    """Yield a parameter that is finite in the notebook, and is not in the rank."""
+    parameters = {plain_name(name): p for name, p in module.named_parameters()}
+    for name in file.about.get("not_finite", ()):
+        if name in parameters and _is_finite(parameters[name]):
+            yield _not_finite(name, "model")
+            return
+
+
+def _not_finite(name: str, kind: str) -> str:
+    return (
+        f"`{name}` is not finite (nan or inf) in the rank. `nbtrain.last_run().load({kind})` loads "
+        f"the rank's {kind} all the same"
+    )
+
+
+def _check_still_tied(
+    file: WeightReader, wanted: Mapping[str, list[torch.Tensor]], unchanged: Mapping[int, str]
+) -> None:
+    """Raise `NbtrainError` if one tensor here was two in the rank that differ."""
+    sources: dict[int, list[str]] = {}
+    for name, targets in wanted.items():
+        for target in targets:
+            sources.setdefault(id(target), []).append(name)
+    for key, names in sources.items():
+        every = [*names, *([unchanged[key]] if key in unchanged else ())]
+        digests = {json.dumps(file.about["tensors"][name]) for name in names}
+        if len(every) > len(names) or len(digests) > 1:
+            raise NbtrainError(
+                f"`{'` and `'.join(every)}` are tied in the notebook, but differ in the rank"
+            )
+
+
+def _loading_optimizer(file: WeightReader, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    about = file.about
+    if about["shapes"] != _parameter_shapes(optimizer):
+        raise NbtrainError(
+            "the optimizer's parameters have other shapes in the notebook than in the rank"
+        )
+
+    def read(value: Any) -> Any:
+        is_tensor = isinstance(value, dict) and set(value) == {KEY}
+        return file.tensor(value[KEY]) if is_tensor else value
+
+    state = {
+        int(i): {k: read(v) for k, v in values.items()} for i, values in about["state"].items()
+    }
+    groups = [{k: read(v) for k, v in group.items()} for group in about["param_groups"]]
+    for group, own in zip(groups, optimizer.param_groups, strict=False):
+        for key, value in group.items():  # JSON has no tuples
+            if isinstance(value, list) and isinstance(own.get(key), tuple):
+                group[key] = tuple(value)
+    return functools.partial(optimizer.load_state_dict, {"state": state, "param_groups": groups})
+
+
+def _parameter_shapes(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    return [list(p.shape) for group in optimizer.param_groups for p in group["params"]]

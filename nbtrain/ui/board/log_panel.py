@@ -1,0 +1,140 @@
+"""What ranks print, merged: lines that several ranks printed are one line. Pure.
+
+Logs carry no times. So lines are merged from the end, which is now for all ranks: a line is placed
+once no rank has it further up, and ranks take turns where nothing else decides.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from html import escape
+
+from ...system.text import plural, shorten
+from ...tracking.state import RankState, RunState
+from .. import labels
+from . import theme
+
+LIVE_LINES = 12
+FINAL_LINES = 60
+GROUPS = 24
+"""Different logs that are merged; of more, those of ranks in trouble and the first."""
+
+ALONE = 8
+"""Ranks whose own log can be unfolded after the run: those in trouble, and the first."""
+
+LIVE_BYTES = 4_000
+BYTES = 60_000
+"""What all panels may take together, as HTML."""
+
+_WIDTH = 160
+
+
+def merged(state: RunState, count: int) -> list[tuple[str, str]]:
+    """Return the last `count` lines of all ranks, as (ranks, line)."""
+    tails: dict[tuple[str, ...], list[int]] = {}
+    for rank in sorted(state.ranks, key=_in_trouble_first):
+        if rank.log:
+            tails.setdefault(rank.log[-2 * count :], []).append(rank.rank)
+    stacks = [_Stack(list(tail), ranks) for tail, ranks in list(tails.items())[:GROUPS]]
+    others = [(frozenset(tail), ranks) for tail, ranks in list(tails.items())[GROUPS:]]
+    newest_first: list[tuple[list[int], str]] = []
+    while len(newest_first) < count and any(stack.lines for stack in stacks):
+        line = _next(stacks)
+        owners = [stack for stack in stacks if stack.lines and stack.lines[-1] == line]
+        for stack in owners:
+            stack.pop()
+        ranks = [r for stack in owners for r in stack.ranks]
+        ranks += [r for tail, beyond in others if line in tail for r in beyond]
+        newest_first.append((sorted(ranks), line))
+    return [(labels.name_ranks(ranks, state), line) for ranks, line in reversed(newest_first)]
+
+
+def _in_trouble_first(rank: RankState) -> bool:
+    return rank.status not in ("failing", "failed")
+
+
+class _Stack:
+    """The lines of ranks that printed the same, the newest on top."""
+
+    def __init__(self, lines: list[str], ranks: list[int]) -> None:
+        self.lines, self.ranks, self.popped = lines, ranks, 0
+        self._left = Counter(lines)
+
+    def pop(self) -> None:
+        self._left[self.lines.pop()] -= 1
+        self.popped += 1
+
+    def has_further_up(self, line: str) -> bool:
+        return bool(self.lines) and self.lines[-1] != line and self._left[line] > 0
+
+
+def _next(stacks: Sequence[_Stack]) -> str:
+    """Return the line to place next: one that no rank has further up, of the least used stack."""
+    tops = sorted((s for s in stacks if s.lines), key=lambda s: (s.popped, -s.ranks[0]))
+    for stack in tops:
+        line = stack.lines[-1]
+        if not any(other.has_further_up(line) for other in tops):
+            return line
+    return tops[0].lines[-1]
+
+
+def draw(state: RunState, only: int | None = None) -> str:
+    """Draw the log: while the run goes on, its last lines, of one rank if `only` is given.
+
+    After the run, the merged log and that of each rank are there to unfold.
+    """
+    count = sum(rank.log_count for rank in state.ranks)
+    if not count:
+        return ""
+    if not state.is_over:
+        lines = merged(state, LIVE_LINES)
+        if only is not None and only < state.world_size:
+            lines = [(f"rank {only}", line) for line in state.ranks[only].log[-LIVE_LINES:]]
+        return _pre(lines, "max-height:220px", LIVE_BYTES, brief=True)
+    everything = _details(f"Log: {plural(count, 'line')}", merged(state, FINAL_LINES), BYTES // 2)
+    talkers = sorted((rank for rank in state.ranks if rank.log), key=_in_trouble_first)
+    single = ""
+    if len(talkers) > 1:
+        alone = "".join(
+            _details(
+                f"rank {rank.rank}: {plural(rank.log_count, 'line')}",
+                [("", line) for line in rank.log[-FINAL_LINES:]],
+                BYTES // 2 // ALONE,
+            )
+            for rank in talkers[:ALONE]
+        )
+        left = f": {ALONE} of {len(talkers)}" if len(talkers) > ALONE else ""
+        single = theme.folded(f"Log by rank{left}", f'<div style="margin-left:16px">{alone}</div>')
+    return f'<div style="margin-top:6px">{everything}{single}</div>'
+
+
+def _details(title: str, lines: Sequence[tuple[str, str]], limit: int) -> str:
+    return theme.folded(title, _pre(lines, "max-height:320px", limit))
+
+
+def _pre(lines: Sequence[tuple[str, str]], height: str, limit: int, *, brief: bool = False) -> str:
+    """Draw the last of the lines, as many as fit into `limit` bytes."""
+    width = max((len(ranks) for ranks, _ in lines), default=0)
+    drawn: list[str] = []
+    for ranks, line in reversed(lines):
+        html = _line(ranks, line, width, brief)
+        limit -= len(html.encode())
+        if limit < 0:
+            break
+        drawn.insert(0, html)
+    cut = len(lines) - len(drawn)
+    above = f"… {plural(cut, 'line')} above: run.logs()\n" if cut else ""
+    return (
+        f'<pre style="{theme.MONO};line-height:1.4;margin:4px 0 0;padding:0;background:none;'
+        f'border:none;color:inherit;white-space:pre;overflow:auto;{height}">'
+        f"{above}{chr(10).join(drawn)}</pre>"
+    )
+
+
+def _line(ranks: str, line: str, width: int, brief: bool) -> str:
+    prefix = f'<span style="{theme.SOFT}">{escape(f"{ranks:<{width}}")} │</span> ' if width else ""
+    short = escape(shorten(line, _WIDTH))
+    if brief or len(line) <= _WIDTH:
+        return prefix + short
+    return f'{prefix}<span title="{escape(line)}">{short}</span>'

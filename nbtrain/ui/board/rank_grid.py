@@ -1,0 +1,115 @@
+"""Many ranks as one small cell each, which progress fills and the state colours. Pure.
+
+A thousand cells as elements would be 100 KB five times per second. So cells are dashes of lines:
+neighbours that look the same are one stroke, and 1,024 ranks take a few KB.
+"""
+
+from __future__ import annotations
+
+from html import escape
+from itertools import groupby
+from typing import NamedTuple
+
+from ...system.text import format_number, plural
+from ...tracking.state import RankState, RunState
+from .. import eta, labels
+from . import theme
+
+LEVELS = 8
+"""Steps in which a cell fills."""
+
+TITLED = 64
+"""Ranks up to which each cell has a title."""
+
+
+class Shape(NamedTuple):
+    """Cells of `cell` and `gap` pixels, `columns` in a row."""
+
+    columns: int
+    cell: int
+    gap: int
+
+    @property
+    def pitch(self) -> int:
+        return self.cell + self.gap
+
+    def width(self, cells: int) -> int:
+        return cells * self.pitch - self.gap
+
+
+def draw(state: RunState) -> str:
+    """Draw the grid: inline while the run goes on, as an image once it is over."""
+    ranks = state.world_size
+    shape = Shape(32, 20, 3) if ranks <= 128 else Shape(64, 10, 2)
+    shape = Shape(128, 5, 1) if ranks > 4096 else shape
+    shown = state.ranks[: 64 * shape.columns]
+    rows = -(-len(shown) // shape.columns)
+    label = escape(f"{plural(ranks, 'rank')}: {labels.statuses(state.ranks)}")
+    inner = _track(len(shown), shape) + _fills(shown, shape)
+    inner += _titles(shown, shape) if ranks <= TITLED and not state.is_over else ""
+    size = shape.columns * shape.pitch, rows * shape.pitch
+    return theme.picture(inner, size, label, margin="4px 0", as_image=state.is_over)
+
+
+def _track(count: int, shape: Shape) -> str:
+    """Draw every cell, empty."""
+    path = "".join(
+        f"M0 {y * shape.pitch + shape.cell / 2:g}h{shape.width(min(shape.columns, left))}"
+        for y, left in enumerate(range(count, 0, -shape.columns))
+    )
+    return _strokes(path, shape.cell, "#808080", shape, ' stroke-opacity=".25"')
+
+
+def _strokes(path: str, thick: float, colour: str, shape: Shape, more: str = "") -> str:
+    return (
+        f'<path d="{path}" stroke="{colour}" stroke-width="{thick:g}" '
+        f'stroke-dasharray="{shape.cell} {shape.gap}"{more}/>'
+    )
+
+
+def _fills(ranks: tuple[RankState, ...], shape: Shape) -> str:
+    """Draw what fills the cells: neighbours that look the same are one line."""
+    lines: dict[tuple[str, int], str] = {}
+    for row, start in enumerate(range(0, len(ranks), shape.columns)):
+        column = 0
+        for look, same in groupby(map(_look, ranks[start : start + shape.columns])):
+            count, level = len(list(same)), look[1]
+            y = row * shape.pitch + shape.cell - shape.cell * level / LEVELS / 2
+            line = f"M{column * shape.pitch} {y:g}h{shape.width(count)}" if level else ""
+            lines[look] = lines.get(look, "") + line
+            column += count
+    return "".join(
+        _strokes(path, shape.cell * level / LEVELS, colour, shape)
+        for (colour, level), path in lines.items()
+        if path
+    )
+
+
+def _look(rank: RankState) -> tuple[str, int]:
+    """Return a cell's colour and how far it is filled; fully if the progress is unknown."""
+    colour = theme.status_colour(labels.badge(rank))
+    if rank.status == "starting":
+        return colour, 0
+    if rank.is_over or rank.status == "failing":
+        return colour, LEVELS
+    done = eta.fraction(rank)
+    return colour, LEVELS if done is None else max(1, int(done * LEVELS))
+
+
+def _titles(ranks: tuple[RankState, ...], shape: Shape) -> str:
+    """Put a title over each of the cells."""
+    rects = "".join(
+        f'<rect x="{i % shape.columns * shape.pitch}" y="{i // shape.columns * shape.pitch}" '
+        f'width="{shape.cell}" height="{shape.cell}">'
+        f"<title>{escape(f'rank {rank.rank}: {_title(rank)}')}</title></rect>"
+        for i, rank in enumerate(ranks)
+    )
+    return f'<g fill-opacity="0">{rects}</g>'
+
+
+def _title(rank: RankState) -> str:
+    done, loss = eta.fraction(rank), rank.loss
+    parts = [labels.badge(rank)]
+    parts += [f"{done:.0%}"] if done is not None else []
+    parts += [f"loss {format_number(loss)}"] if loss is not None else []
+    return " · ".join(parts)

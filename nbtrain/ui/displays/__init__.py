@@ -1,0 +1,1 @@
+"""Where a run is shown: widget, plain HTML, terminal."""

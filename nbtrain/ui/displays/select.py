@@ -1,0 +1,114 @@
+"""Choosing the display of a run: by ``--view``, and by what the notebook can show."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ...tracking.state import RunState
+from . import kernel_comms
+from .html_display import Display, HtmlDisplay, ipython_shell
+from .terminal import TableDisplay, TextDisplay, can_redraw
+from .widget_board import WidgetDisplay
+
+
+def choose(
+    view: str,
+    stop: Callable[[], None] = lambda: None,
+    stacks: Callable[[], object] = lambda: "",
+    *,
+    inline: bool = False,
+    behind: bool = False,
+) -> Display:
+    """Return the display for ``--view``; its buttons call `stop` and `stacks`.
+
+    'auto' is a board with a Stop button where a click can be handled while the cell runs, HTML in
+    any other notebook, text in a terminal, and lines of text followed by the HTML summary in a
+    headless run (``jupyter execute``, papermill). An `inline` run has the main thread to itself,
+    so no click is handled. A run that goes on `behind` its cell is drawn in notebooks only: in a
+    terminal it would write over the prompt.
+    """
+    shell = ipython_shell()
+    kernel = getattr(shell, "kernel", None)
+    if view == "none" or (behind and kernel is None):
+        return Display()
+    if shell is None or (kernel is None and view == "auto") or view == "text":
+        redraws = view == "auto" and can_redraw(sys.stdout)
+        return TableDisplay() if redraws else TextDisplay()
+    if view == "auto" and _is_headless(shell) and not behind:
+        return TextDisplay(keep_html=True)
+    if view == "html" or (view == "auto" and (inline or not _has_widgets(shell))):
+        return HtmlDisplay()
+    if behind:
+        pump: kernel_comms.Pump | None = kernel_comms.idle_pump
+    else:
+        pump = None if inline else kernel_comms.find_pump(shell)
+    return HtmlDisplay() if pump is None and view == "auto" else WidgetDisplay(pump, stop, stacks)
+
+
+def _is_headless(shell: Any) -> bool:
+    """Return whether a program executes this cell: it cannot answer ``input()``."""
+    try:
+        content = shell.get_parent()["content"]
+    except (AttributeError, KeyError, TypeError):
+        return False
+    return content.get("allow_stdin") is False
+
+
+def _has_widgets(shell: Any) -> bool:
+    """Return whether the page shows widgets and sends their clicks; Colab does neither mid-cell."""
+    try:
+        return "google.colab" not in str(shell) and bool(importlib.util.find_spec("ipywidgets"))
+    except ValueError:  # sys.modules has a module of that name without a spec
+        return False
+
+
+RETRY = 5.0
+"""Seconds after which a failed drawing is tried again."""
+
+
+class GuardedDisplay:
+    """A display whose failure does not stop the run: it warns once.
+
+    A failed drawing is tried again later, and clicks are handled meanwhile: a browser that was
+    away may return, and the next state may be one that can be drawn.
+    """
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+        self._failed = -math.inf
+        self._warned = False
+
+    def update(self, state: RunState, now: float) -> None:
+        """Handle clicks, and show the present state if that works."""
+        self._attempt(self._display.listen)
+        passed = time.monotonic() - self._failed
+        if passed > RETRY and not self._attempt(partial(self._display.update, state, now)):
+            self._failed = time.monotonic()
+
+    def finish(self, state: RunState, now: float) -> None:
+        """Show the final state if that works."""
+        self._attempt(partial(self._display.finish, state, now))
+
+    def _attempt(self, act: Callable[[], None]) -> bool:
+        try:
+            act()
+        except Exception as error:  # a lost page, a changed library: not worth the training
+            if not self._warned:
+                self._warned = True
+                reason = f"{type(error).__name__}: {error}"
+                with contextlib.suppress(RuntimeWarning):  # even if warnings are errors
+                    warnings.warn(
+                        f"nbtrain: the display failed ({reason}); the run goes on",
+                        RuntimeWarning,
+                        stacklevel=3,
+                    )
+            return False
+        return True

@@ -1,0 +1,137 @@
+"""A run in a terminal: lines that stay, or a table that is redrawn if the cursor can move."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TextIO
+
+from ...system.text import plural
+from ...tracking.state import RunState
+from .. import labels, text_summary
+from .html_display import Display, Pace, bundle, show
+
+TEXT_INTERVAL = 5.0
+"""Seconds between two progress lines of a rank in plain text."""
+
+_COLOURS = {"done": 32, "succeeded": 32, "running": 34, "failed": 31, "failing": 31}
+_COLOURS |= {"stopping": 33, "interrupted": 33, "timed out": 33, "stopped": 33}
+_STATUS = re.compile(rf"(?<=: )(?:{'|'.join(_COLOURS)})\b")
+
+
+class TextDisplay(Display):
+    """Lines of text: what ranks print, and now and then a line of progress per rank."""
+
+    def __init__(self, *, keep_html: bool = False) -> None:
+        self._keep_html = keep_html
+        self._output = _Output()
+        self._lines: dict[int, str] = {}
+        self._due: float | None = None
+        self._hang = ""
+
+    def update(self, state: RunState, now: float) -> None:
+        _print(self._output.new(state))
+        if state.hang != self._hang:
+            self._hang = state.hang
+            _print([f"⚠ {state.hang}" if state.hang else "● the run goes on again"])
+        if self._due is None:
+            self._due = now + TEXT_INTERVAL
+            _print([f"● {state.name}: {labels.facts(state, now)}"])
+        elif not 0 < self._due - now <= TEXT_INTERVAL:  # reached, or the clock was set
+            self._due = now + TEXT_INTERVAL
+            _print(self._progress(state))
+
+    def _progress(self, state: RunState) -> list[str]:
+        """Return the lines of ranks that have moved."""
+        moved = []
+        for rank in state.ranks:
+            line = text_summary.rank_line(rank, state)
+            if self._lines.get(rank.rank) != line and not rank.is_over:
+                self._lines[rank.rank] = line
+                moved.append(line)
+        return moved
+
+    def finish(self, state: RunState, now: float) -> None:
+        _print(self._output.new(state))
+        if self._keep_html:
+            show(bundle(state, now))
+        else:  # the notes were printed at the start
+            _print([text_summary.summary(replace(state, notes=()), now)])
+
+
+class TableDisplay(Display):
+    """A table of the ranks, redrawn in place; what ranks print scrolls above it."""
+
+    def __init__(self) -> None:
+        self._output = _Output()
+        self._pace = Pace()
+        self._height = 0
+        """Lines of the table on the screen, right above the cursor."""
+
+    def update(self, state: RunState, now: float) -> None:
+        if self._pace.is_due(state, now):
+            size = shutil.get_terminal_size()
+            table = text_summary.summary(replace(state, notes=()), now).split("\n")
+            table = [line[: size.columns] for line in table[: max(1, size.lines - 2)]]
+            self._put(self._output.new(state), table)
+
+    def finish(self, state: RunState, now: float) -> None:
+        final = text_summary.summary(replace(state, notes=()), now).split("\n")
+        self._put(self._output.new(state), final, wrap=True)
+        self._height = 0
+
+    def _put(self, above: list[str], table: list[str], wrap: bool = False) -> None:
+        """Replace the table, with new lines above it, in one write: nothing flickers."""
+        up = f"\x1b[{self._height}F\x1b[0J" if self._height else ""
+        head = "".join(f"{line}\n" for line in above)
+        body = "\n".join(map(coloured, table))
+        clip, unclip = ("", "") if wrap else ("\x1b[?7l", "\x1b[?7h")
+        sys.stdout.write(f"{up}{head}{clip}{body}\n{unclip}")
+        sys.stdout.flush()
+        self._height = len(table)
+
+
+class _Output:
+    """What is printed once: the notes, then what ranks print."""
+
+    def __init__(self) -> None:
+        self._printed: dict[int, int] = {}
+        self._noted: set[str] = set()
+
+    def new(self, state: RunState) -> list[str]:
+        """Return the lines not returned before."""
+        lines = [note for note in labels.notes(state) if note not in self._noted]
+        self._noted.update(lines)
+        for rank in state.ranks:
+            new = rank.log_count - self._printed.get(rank.rank, 0)
+            if new <= 0:
+                continue
+            self._printed[rank.rank] = rank.log_count
+            if new > len(rank.log):
+                lines.append(
+                    f"[rank {rank.rank}] … {plural(new - len(rank.log), 'line')}: run.logs()"
+                )
+            lines.extend(f"[rank {rank.rank}] {line}" for line in rank.log[-new:])
+        return lines
+
+
+def can_redraw(stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether a stream is a terminal that moves its cursor and allows colours."""
+    term = environment.get("TERM", "")
+    if term in ("", "dumb") or environment.get("NO_COLOR"):
+        return False
+    return bool(getattr(stream, "isatty", lambda: False)())
+
+
+def coloured(line: str) -> str:
+    """Return a line of a summary with its status in colour."""
+    return _STATUS.sub(lambda m: f"\x1b[{_COLOURS[m[0]]}m{m[0]}\x1b[0m", line, count=1)
+
+
+def _print(lines: list[str]) -> None:
+    if lines:
+        print(*lines, sep="\n", flush=True)

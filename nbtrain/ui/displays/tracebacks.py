@@ -1,0 +1,42 @@
+"""Showing a rank's exception in IPython with the rank's frames, without the launcher's."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from ...errors import NbtrainError
+from ...transport.exceptions import rank_frames
+from .html_display import ipython_shell
+
+
+class _FromTheRank:
+    """An exception's ``_render_traceback_``: IPython calls it to draw the exception."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self._error = error
+
+    def __call__(self) -> list[str] | None:
+        shell, error = ipython_shell(), self._error
+        if shell is None or error is None:
+            return None
+        frames = rank_frames(error.__traceback__)
+        lines = [f"{type(error).__name__}: {error}"]
+        if frames is not None:  # else an interrupt: no frame of the user's code raised it
+            draw = shell.InteractiveTB.structured_traceback
+            lines = draw(type(error), error, frames, tb_offset=0)
+        drawn = "\n".join(lines)
+        notes = [note for note in getattr(error, "__notes__", ()) if note not in drawn]
+        return [*lines, *notes]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _FromTheRank, ()
+
+
+def show_from_the_rank(error: BaseException) -> BaseException:
+    """Make IPython draw `error` without the frames between the cell and the rank."""
+    own = isinstance(error, NbtrainError) and rank_frames(error.__traceback__) is None
+    if not own and ipython_shell() is not None:
+        with contextlib.suppress(AttributeError, TypeError):  # a class may forbid attributes
+            error._render_traceback_ = _FromTheRank(error)  # type: ignore[attr-defined]
+    return error

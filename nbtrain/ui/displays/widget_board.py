@@ -1,0 +1,161 @@
+"""The board with its controls: widgets while the run goes on, static HTML afterwards."""
+
+from __future__ import annotations
+
+import collections
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ...tracking.state import RunState
+from ..board import board
+from .html_display import Display, Pace, bundle, show, wire_size
+from .kernel_comms import Pump
+from .widget_controls import Controls
+
+_VIEW = "application/vnd.jupyter.widget-view+json"
+KEEP = 20
+"""Boards of finished runs that stay open as widgets: as many as there are run folders."""
+
+_NO_WIDGETS = (
+    '<div style="opacity:.7;font-size:12px">This is how the run began: this page shows no '
+    "widgets. <code>--view html</code> updates the board without widgets.</div>"
+)
+"""Part of the HTML form, which a page without a renderer for widgets shows."""
+
+
+class WidgetDisplay(Display):
+    """Controls above the board's parts, and static HTML in their place at the end.
+
+    Each part is a widget: a new number in the table does not clear text that a user has selected
+    in the log. `pump` handles the controls while the cell runs; without it there are none.
+
+    A page that was reloaded since the run began gets no update through a display id: it shows the
+    widget that was saved with the notebook, as long as the kernel has it. So the last boards also
+    stay open as widgets, with the final picture and no button; closed, they would show
+    "Error displaying widget" there.
+    """
+
+    def __init__(
+        self,
+        pump: Pump | None,
+        stop: Callable[[], None],
+        stacks: Callable[[], object],
+    ) -> None:
+        self._pump = pump
+        self._stop, self._stacks = stop, stacks
+        self._parts: list[Any] = []
+        self._frame: Any = None
+        self._controls: Controls | None = None
+        self._box: Any = None
+        self._handle: Any = None
+        self._pace = Pace()
+
+    def update(self, state: RunState, now: float) -> None:
+        if self._box is None:
+            self._open(state, now)
+        chosen = self._controls is not None and self._controls.has_changed()
+        if chosen or self._pace.is_due(state, now):
+            self._draw(state, now)
+            if self._handle is None:
+                self._show(state, now)
+
+    def finish(self, state: RunState, now: float) -> None:
+        data = bundle(state, now)
+        self._drop_controls()
+        if self._handle is not None:
+            import ipywidgets
+
+            self._handle.update(data, raw=True)
+            self._box.children = (ipywidgets.HTML(data["text/html"]),)  # has its own frame
+            _close(self._frame)
+            _keep_open(self._box)
+            return
+        show(data)  # the run ended before the first drawing
+        if self._box is not None:
+            _close(self._box)
+
+    def _open(self, state: RunState, now: float) -> None:
+        import ipywidgets
+
+        self._parts = [ipywidgets.HTML() for _ in board.parts(state, now)]
+        around = {name.replace("-", "_"): value for name, value in board.FRAME.items()}
+        self._frame = ipywidgets.VBox(self._parts, layout=around)
+        self._box = ipywidgets.VBox([self._frame])
+        if self._pump is not None:
+            self._controls = Controls(self._stop, self._stacks)
+            self._box.children = (self._controls.row, self._controls.panel, self._frame)
+            _listening.add(self)
+
+    def _show(self, state: RunState, now: float) -> None:
+        view = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
+        forms = bundle(state, now)
+        self._handle = show({_VIEW: view, **forms, "text/html": forms["text/html"] + _NO_WIDGETS})
+
+    def _draw(self, state: RunState, now: float) -> None:
+        choices = board.ViewChoices() if self._controls is None else self._controls.choices
+        changed = [
+            (part, drawn)
+            for part, drawn in zip(self._parts, board.parts(state, now, choices), strict=True)
+            if drawn != part.value
+        ]
+        for part, drawn in changed:
+            part.value = drawn
+        if changed:
+            self._pace.spent(wire_size(*(drawn for _, drawn in changed)))
+        if self._controls is not None:
+            self._controls.follow(state)
+
+    def listen(self) -> None:
+        if self._pump is None or self._controls is None:
+            return
+        if not self._pump(listening_ids()):
+            self._pump = None
+            self._drop_controls()
+
+    def _drop_controls(self) -> None:
+        if self._controls is None:
+            return
+        _listening.discard(self)
+        self._box.children = (self._frame,)
+        self._controls.close()
+        for control in self._controls.widgets():
+            _close(control)
+        self._controls = None
+
+    def ids(self) -> set[str]:
+        """Return the ids of this board's widgets."""
+        controls = self._controls
+        shown = [] if controls is None else [*_with_parts(self._box), *controls.widgets()]
+        return {widget.model_id for widget in shown if widget.model_id is not None}
+
+
+_listening: weakref.WeakSet[WidgetDisplay] = weakref.WeakSet()
+
+
+def listening_ids() -> set[str]:
+    """Return the widgets of all boards with controls: a cell may wait for another run."""
+    return {name for display in tuple(_listening) for name in display.ids()}
+
+
+_open_boxes: collections.deque[Any] = collections.deque()
+
+
+def _keep_open(box: Any) -> None:
+    """Keep a board open in the kernel, and close the oldest beyond `KEEP`."""
+    _open_boxes.append(box)
+    while len(_open_boxes) > KEEP:
+        _close(_open_boxes.popleft())
+
+
+def _close(widget: Any) -> None:
+    for each in _with_parts(widget):
+        each.close()
+
+
+def _with_parts(widget: Any) -> Iterator[Any]:
+    """Yield a widget, its children, their layouts and styles: each is open in the kernel."""
+    for inner in getattr(widget, "children", ()):
+        yield from _with_parts(inner)
+    yield from filter(None, (getattr(widget, part, None) for part in ("layout", "style")))
+    yield widget

@@ -1,0 +1,127 @@
+"""The controls of a live board: stop the run, show the stacks, choose what is drawn."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ...tracking.state import RunState
+from ..board import board
+
+_STOP_TIP = "End all ranks of this run, as ■ does; they have 2 s to save what they need"
+_STACKS_TIP = "Show the line that each rank is at; press this when nothing moves"
+_AUTOMATIC, _EVERY = "automatic", "all ranks"
+_AXES = {_AUTOMATIC: None, "linear": False, "logarithmic": True}
+MENU = 64
+"""The most entries of a menu; of more ranks or metrics, the first."""
+
+
+class Controls:
+    """Buttons, and a menu for each choice.
+
+    `row` is the widget that holds them, `panel` shows the stacks of the ranks on request, `choices`
+    has what the user chose.
+    """
+
+    def __init__(self, stop: Callable[[], None], stacks: Callable[[], object]) -> None:
+        import ipywidgets
+
+        self._stop = stop
+        self._stacks = stacks
+        self._asking: threading.Thread | None = None
+        self._changed = self._stopping = False
+        new = partial(ipywidgets.Button, layout={"width": "110px"})
+        self._button = new(description="Stop", icon="stop", tooltip=_STOP_TIP)
+        self._button.on_click(self._on_click)
+        self._stacks_button = new(description="Stacks", icon="search", tooltip=_STACKS_TIP)
+        self._stacks_button.on_click(self._on_stacks)
+        self.panel = ipywidgets.HTML()
+        self._chart = self._menu("chart", _AUTOMATIC)
+        self._axis = self._menu("axis", *_AXES)
+        self._log = self._menu("log", _EVERY)
+        self._buttons = [self._button, self._stacks_button]
+        self._menus = [self._chart, self._axis, self._log]
+        self.row = ipywidgets.HBox(self._buttons, layout={"flex_flow": "row wrap"})
+
+    def _menu(self, name: str, *options: str) -> Any:
+        import ipywidgets
+
+        style = {"description_width": "initial"}
+        menu = ipywidgets.Dropdown(
+            options=options, description=f"{name}:", style=style, layout={"width": "170px"}
+        )
+        menu.observe(self._on_choice, "value")
+        return menu
+
+    @property
+    def choices(self) -> board.ViewChoices:
+        """What the user chose to see."""
+        metric, log = self._chart.value, self._log.value
+        return board.ViewChoices(
+            metric=None if metric == _AUTOMATIC else metric,
+            rank=None if log == _EVERY else int(log.removeprefix("rank ")),
+            log=_AXES[self._axis.value],
+        )
+
+    def has_changed(self) -> bool:
+        """Return whether the user did anything since the last call."""
+        changed, self._changed = self._changed, False
+        return changed
+
+    def follow(self, state: RunState) -> None:
+        """Update the choices, and show that the run is stopping."""
+        talkers = [f"rank {rank.rank}" for rank in state.ranks if rank.log]
+        _offer(self._chart, [_AUTOMATIC, *list(state.curves.all)[:MENU]])
+        _offer(self._log, [_EVERY, *talkers[:MENU]])
+        choices = len(self._chart.options) > 2, state.curves.all, len(self._log.options) > 2
+        wanted = [*self._buttons, *itertools.compress(self._menus, choices)]
+        if wanted != list(self.row.children):
+            self.row.children = wanted
+        stopping = self._stopping or state.status == "stopping"
+        if stopping and not self._button.disabled:
+            self._button.description, self._button.disabled = "stopping…", True
+
+    def widgets(self) -> list[Any]:
+        """Return all widgets, also those not shown yet."""
+        return [self.row, *self._buttons, *self._menus, self.panel]
+
+    def _on_click(self, _button: Any) -> None:
+        """Handle a click, on any thread."""
+        if not self._stopping:
+            self._stop()
+            self._stopping = self._changed = True
+
+    def _on_stacks(self, _button: Any) -> None:
+        """Show or hide the stacks; a thread collects them, since that takes a moment."""
+        if self.panel.value:
+            self.panel.value = ""
+        elif self._asking is None or not self._asking.is_alive():
+            self._asking = threading.Thread(target=self._show_stacks, daemon=True)
+            self._asking.start()
+
+    def _show_stacks(self) -> None:
+        try:
+            text = str(self._stacks())
+        except Exception as error:  # the folder is gone, a process list cannot be read
+            text = f"{type(error).__name__}: {error}"
+        self.panel.value = board.preformatted(text)
+
+    def close(self) -> None:
+        """Wait for the thread that collects stacks."""
+        if self._asking is not None:
+            self._asking.join()
+
+    def _on_choice(self, _change: Any) -> None:
+        self._changed = True
+
+
+def _offer(menu: Any, options: list[str]) -> None:
+    """Change the options of a menu and keep the choice."""
+    if list(menu.options) != options and menu.value in options:
+        chosen = menu.value
+        with menu.hold_sync():
+            menu.options = options
+            menu.value = chosen

@@ -1,0 +1,273 @@
+"""What every view says of ranks and runs: states, positions, memory, results. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+
+from ..system.text import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_number,
+    format_ranks,
+    plural,
+    shorten,
+)
+from ..tracking import events as ev
+from ..tracking.diagnosis import verdict
+from ..tracking.diagnosis.failures import is_secondary_failure
+from ..tracking.reducers import METRICS
+from ..tracking.state import ProgressBar, RankState, RunState
+from . import host_status
+from .eta import fraction, remaining
+
+RESULTS = 32
+"""Different results that are shown."""
+
+
+def metrics(rank: RankState, limit: int = 6, *, but: Collection[str] = ()) -> str:
+    """Return the last metrics of a rank: ``loss 0.2315 · lr 0.001``."""
+    rest = [(name, value) for name, value in rank.metrics.items() if name not in but]
+    shown = [f"{name} {format_number(value)}" for name, value in rest[:limit]]
+    more = len(rest) - len(shown)
+    full = "+" if len(rank.metrics) >= METRICS else ""
+    return " · ".join([*shown, *([f"{more}{full} more"] if more else [])])
+
+
+def position(rank: RankState) -> str:
+    """Return where a rank stands: ``epoch: 2/3 › batch: 20/45 · 12.3 it/s · 2.1 s left``."""
+    time_left = f"{left(rank)} left" if left(rank) else ""
+    return " · ".join(filter(None, [bar_positions(rank), rate(rank), time_left]))
+
+
+def bar_positions(rank: RankState) -> str:
+    """Return the bars that move, from the outside in: ``epoch: 2/3 › batch: 20/45``."""
+    if not rank.bars:
+        return "" if rank.bar is None else _bar_position(rank.bar)
+    *outer, inner = rank.nest
+    return " › ".join(map(_bar_position, [*outer[:3], inner]))
+
+
+def rate(rank: RankState) -> str:
+    """Return how fast the shown bar moves: ``12.3 it/s``, or ``2.0 s/it``."""
+    bar = rank.bar
+    if bar is None or not bar.rate:
+        return ""
+    if bar.rate < 1:
+        return f"{format_duration(1 / bar.rate)}/{bar.unit}"
+    return f"{bar.rate:,.0f} {bar.unit}/s" if bar.rate >= 99.95 else f"{bar.rate:#.3g} {bar.unit}/s"
+
+
+def left(rank: RankState) -> str:
+    """Return how long the shown bar will still take."""
+    bar = rank.bar
+    if bar is None or not bar.remaining or rank.is_over:
+        return ""
+    return format_duration(bar.remaining)
+
+
+def _bar_position(bar: ProgressBar) -> str:
+    total = f" {bar.unit}" if bar.total is None else f"/{format_number(bar.total)}"
+    return (f"{bar.description}: " if bar.description else "") + format_number(bar.n) + total
+
+
+def outliers(state: RunState, limit: int) -> list[tuple[RankState, str]]:
+    """Return the ranks to name among many, each with the reason: in trouble, slow, a high loss."""
+    order = {"failed": 0, "failing": 0, "stuck?": 1, "slow?": 2}
+    troubled = [r for r in state.ranks if badge(r) in order]
+    troubled.sort(key=lambda r: (order[badge(r)], is_secondary_failure(r.error or "")))
+    named = {r.rank: (r, "") for r in troubled[:limit]}
+    for rank, reason in (_slowest(state), _highest_loss(state)):
+        if rank is not None and rank.rank not in named and len(named) < limit:
+            named[rank.rank] = (rank, reason)
+    return list(named.values())
+
+
+def _slowest(state: RunState) -> tuple[RankState | None, str]:
+    moving = [(f, r) for r in state.ranks if not r.is_over and (f := fraction(r)) is not None]
+    slow, rank = min(moving, key=lambda pair: pair[0], default=(0.0, None))
+    ahead = max((f for f, _ in moving), default=0.0)
+    return (rank, "slowest") if ahead - slow >= 0.01 else (None, "")
+
+
+def _highest_loss(state: RunState) -> tuple[RankState | None, str]:
+    losses = [(r.loss, r) for r in state.ranks if r.loss is not None]
+    strange = [r for loss, r in losses if not math.isfinite(loss)]
+    if strange:
+        return strange[0], "loss is not finite"
+    high, rank = max(losses, key=lambda pair: pair[0], default=(0.0, None))
+    low = min((loss for loss, _ in losses), default=0.0)
+    return (rank, "highest loss") if high > low else (None, "")
+
+
+def spread(state: RunState) -> list[tuple[str, str]]:
+    """Return the progress and the loss over many ranks, each as (name, lowest, mean, highest)."""
+    done = [100 * f for r in state.ranks if (f := fraction(r)) is not None]
+    losses = [v for r in state.ranks if (v := r.loss) is not None and math.isfinite(v)]
+    rows = ("progress", done, " %"), ("loss", losses, "")
+    return [(name, _low_mean_high(values, unit)) for name, values, unit in rows if values]
+
+
+def _low_mean_high(values: Collection[float], unit: str) -> str:
+    numbers = min(values), sum(values) / len(values), max(values)
+    low, mean, high = (f"{v:.1f}{unit}" if unit else format_number(v) for v in numbers)
+    return low if low == high else f"min {low} · mean {mean} · max {high}"
+
+
+def statuses(ranks: Iterable[RankState]) -> str:
+    """Return how many ranks are in which state: ``1,020 running, 3 done, 1 failed``."""
+    counts: dict[str, int] = {}
+    for rank in ranks:
+        counts[badge(rank)] = counts.get(badge(rank), 0) + 1
+    return ", ".join(f"{count:,} {status}" for status, count in counts.items())
+
+
+def badge(rank: RankState) -> str:
+    """Return a rank's state in a word: for a running one, its part in a hang, or its phase."""
+    return (rank.hang or rank.phase or rank.status) if rank.status == "running" else rank.status
+
+
+def hang(state: RunState) -> str:
+    """Return which rank waits for which; of a run that is over, how that was at the end."""
+    return f"when the run ended: {state.hang}" if state.is_over and state.hang else state.hang
+
+
+def memory_use(rank: RankState) -> str:
+    """Return a rank's device and memory: ``GPU 0 · 12.3 GiB``; without a GPU, ``1.2 GiB``."""
+    usage, on_gpu = rank.usage, rank.usage.gpu_memory
+    if on_gpu is None and rank.progress is not None:
+        on_gpu = rank.progress.reserved
+    if usage.gpu is not None or on_gpu is not None:
+        device = "GPU" if usage.gpu is None else f"GPU {usage.gpu}"
+        return device if on_gpu is None else f"{device} · {format_bytes(on_gpu)}"
+    return "" if usage.memory is None else format_bytes(usage.memory)
+
+
+def cpu(rank: RankState) -> str:
+    """Return the share of a core that a rank and its children use: ``98 %``, ``210 %``."""
+    share = None if rank.is_over else rank.usage.cpu
+    return "" if share is None else f"{100 * share:.0f} %"
+
+
+def waiting(rank: RankState) -> str:
+    """Return the share of its time that a rank waits for data; empty below 10 %."""
+    share = rank.progress.waiting if rank.progress is not None else None
+    return f"{100 * share:.0f} %" if share is not None and share >= 0.1 and not rank.is_over else ""
+
+
+def compiled(rank: RankState) -> str:
+    """Return what torch_xla has compiled: ``3 in 41 s``."""
+    if rank.compiled is None:
+        return ""
+    return f"{rank.compiled[0]} in {format_duration(rank.compiled[1])}"
+
+
+def main_metric(names: Iterable[str]) -> str | None:
+    """Return the metric to show large: the loss under any of its names, else the first metric."""
+    known = list(names)
+    for wanted in ("loss", "train_loss", "train/loss"):
+        if wanted in known:
+            return wanted
+    lossy = [name for name in known if "loss" in name.lower()]
+    return next(iter(lossy or known), None)
+
+
+def trouble(rank: RankState, state: RunState, width: int = 160) -> str:
+    """Return what went wrong in a rank, in a line; empty if nothing did."""
+    if is_only_echo(rank, state):
+        return "lost its peers"
+    line = verdict.line(rank) if rank.status in ("failed", "failing") else ""
+    if is_secondary_failure(rank.error or "") and line:
+        line = verdict.lost(state, line)
+    return shorten(line, width)
+
+
+def is_only_echo(rank: RankState, state: RunState) -> bool:
+    """Return whether a rank failed only because another one had failed."""
+    failed = (r for r in state.ranks if r.status in ("failing", "failed"))
+    known = state.peer_failure is not None or any(
+        not is_secondary_failure(r.error or "") for r in failed
+    )
+    return is_secondary_failure(rank.error or "") and known
+
+
+def facts(state: RunState, now: float) -> str:
+    """Return the run in a line: ``2 ranks · fork · cpu · 12 s · about 3 min left``."""
+    parts = [plural(state.world_size, "rank"), state.engine, host_status.devices(state)]
+    if state.mixed_precision != "no":
+        parts.append(state.mixed_precision)
+    if state.attempt > 1:
+        parts.append(f"attempt {state.attempt} of {state.attempts}")
+    parts.append(format_duration(state.elapsed(now)))
+    return " · ".join(filter(None, [*parts, remaining(state, now)]))
+
+
+def notes(state: RunState, limit: int = 6) -> list[str]:
+    """Return what may go wrong, one line each; of those beyond `limit`, only the number."""
+    more = len(state.notes) - limit
+    shown = [f"⚠ {note}" for note in state.notes[:limit]]
+    return [*shown, *([f"… and {plural(more, 'more note')}"] if more > 0 else [])]
+
+
+def results(state: RunState) -> list[tuple[str, str]]:
+    """Return (``rank 0 → ``, result), equal results in one row; empty if all returned None.
+
+    The row with the number of further results has no ranks.
+    """
+    by_result: dict[str, list[int]] = {}
+    for rank in state.ranks:
+        if rank.result is not None:
+            by_result.setdefault(rank.result, []).append(rank.rank)
+    if set(by_result) <= {"None"}:
+        return []
+    rows = [(f"{name_ranks(ranks, state)} → ", result) for result, ranks in by_result.items()]
+    more = len(rows) - RESULTS
+    return [*rows[:RESULTS], *([("", plural(more, "more result"))] if more > 0 else [])]
+
+
+def name_ranks(ranks: Collection[int], state: RunState) -> str:
+    """Name ranks: ``all ranks``, ``rank 3``, ``ranks 0, 4–7``."""
+    return "all ranks" if len(ranks) == state.world_size > 1 else format_ranks(ranks)
+
+
+def artifact_lines(state: RunState) -> list[str]:
+    """Return one line for each value that ranks sent to the notebook, and whether it arrived.
+
+    ``model: 86 M parameters updated from rank 0 (328 MiB)``.
+    """
+    by_name: dict[str, list[tuple[int, ev.ArtifactSaved]]] = {}
+    for rank in state.ranks:
+        for saved in rank.saved:
+            by_name.setdefault(saved.name, []).append((rank.rank, saved))
+    lines = []
+    for name, sent in by_name.items():
+        saved, trouble = sent[0][1], state.loaded.get(name) or sent[0][1].trouble
+        if trouble:
+            lines.append(f"⚠ {not_updated(name, trouble)}")
+            continue
+        is_value = saved.what == "value"
+        ranks, size = format_ranks([r for r, _ in sent]), format_bytes(sum(s.size for _, s in sent))
+        content = {"model": f"{format_count(saved.parameters)} parameters", "optimizer": "state"}
+        label = f"{name}: {content.get(saved.what, 'value')}"
+        if name in state.loaded:
+            lines.append(f"{label}{'' if is_value else ' updated'} from {ranks} ({size})")
+        elif state.status == "succeeded":
+            call = "run.wait()" if is_value else "run.wait(), or run.load(model)"
+            lines.append(f"{label} of {ranks} ({size}), not in the notebook yet: call {call}")
+        elif not is_value and state.is_over:
+            part = f"state ({size})"
+            if saved.what == "model":
+                part = f"weights ({format_count(saved.parameters)} parameters, {size})"
+            lines.append(f"{name}: {ranks} left its {part}; run.load() copies it to the notebook")
+    return lines[:METRICS]
+
+
+def not_updated(name: str, trouble: str) -> str:
+    """Say that a value of the notebook was not updated, or only in part, and the reason."""
+    if name == ev.RETURNED:
+        return f"{name} cannot be read: {trouble}"
+    if trouble.startswith("there is no variable"):
+        return f"{name} was not returned: {trouble}"
+    in_part = trouble.startswith("only ")  # `PartlyLoaded`
+    return f"{name} was {'updated only in part' if in_part else 'not updated'}: {trouble}"

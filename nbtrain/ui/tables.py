@@ -1,0 +1,69 @@
+"""Tables as lines of text and as HTML. Pure.
+
+A row that has fewer cells than the table has columns ends in a cell that takes the rest: an error
+in place of numbers, a remark below a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import NamedTuple
+
+from .board import theme
+
+LEFT, RIGHT = "text-align:left", "text-align:right"
+"""Styles of columns."""
+
+_TABLE = (
+    "border-collapse:collapse;border:none;margin:2px 0;background:none;font-size:13px;"
+    "white-space:nowrap"
+)
+
+
+class Cell(NamedTuple):
+    """A cell that is HTML already; a cell that is a string is escaped."""
+
+    html: str
+    style: str = ""
+
+
+def text_table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
+    """Return a line for each row; `align` has ``<`` or ``>`` for each column."""
+    full = [row for row in rows if len(row) == len(align)]
+    widths = [max(map(len, column)) for column in zip(*full, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [f"{c:{a}{w}}" for c, a, w in zip(row, align, widths, strict=False)]
+        if len(row) < len(align):
+            cells[-1] = row[-1]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def html_table(
+    rows: Iterable[Sequence[str | Cell]], styles: Sequence[str], *, head: bool = False
+) -> str:
+    """Draw rows; `styles` is the CSS of each column, with `head` the first row holds headings.
+
+    Every style is inline and set against Jupyter's own: an untrusted notebook drops style sheets.
+    """
+    drawn = [_row(row, styles, "th" if head and not i else "td") for i, row in enumerate(rows)]
+    top = f"<thead>{drawn.pop(0)}</thead>" if head else ""
+    return f'<table style="{_TABLE}">{top}<tbody>{"".join(drawn)}</tbody></table>'
+
+
+def _row(row: Sequence[str | Cell], styles: Sequence[str], tag: str) -> str:
+    heading = f";font-weight:400;{theme.SOFT}" if tag == "th" else ""
+    span = f' colspan="{len(styles) - len(row) + 1}"' if len(row) < len(styles) else ""
+    cells = []
+    for number, (cell, style) in enumerate(zip(row, styles, strict=False), 1):
+        html, own = (escape(cell), "") if isinstance(cell, str) else cell
+        more = f"{heading};{own}".rstrip(";")
+        rest = span if number == len(row) else ""
+        scope = ' scope="col"' if heading else ""
+        cells.append(
+            f'<{tag}{scope}{rest} style="padding:1px 10px 1px 0;border:0;{style}{more}">'
+            f"{html}</{tag}>"
+        )
+    return f'<tr style="background:none;border:0">{"".join(cells)}</tr>'

@@ -1,0 +1,81 @@
+"""A run as lines of text, for terminals, headless jobs and the text form of a display. Pure."""
+
+from __future__ import annotations
+
+import math
+
+from ..system.text import format_number
+from ..tracking.curves import Series
+from ..tracking.diagnosis import stragglers
+from ..tracking.state import RankState, RunState
+from . import labels
+
+_WIDTH = 20
+_ROWS = 16
+_RESULT = 2000
+_TICKS = "▁▂▃▄▅▆▇█"
+
+
+def summary(state: RunState, now: float) -> str:
+    """Return the whole run in a few lines, its notes first."""
+    state = stragglers.with_slow_ranks_marked(state)
+    mark = {"succeeded": "✓", "failed": "✗"}.get(state.status, "●")
+    head = f"{mark} {state.name[:200]}: {state.status} · {labels.facts(state, now)}"
+    returned = [f"  {label}{result[:_RESULT]}" for label, result in labels.results(state)]
+    returned += [f"  {line}" for line in labels.artifact_lines(state)]
+    message = [f"  {state.message[:_RESULT]}"] if state.message else []
+    rows = [*_ranks(state), *_curve(state), *returned, *message]
+    hang = [f"  ⚠ {labels.hang(state)}"] if state.hang else []
+    return "\n".join([*labels.notes(state), head, *hang, *rows])
+
+
+def _ranks(state: RunState) -> list[str]:
+    if state.world_size <= _ROWS:
+        return [rank_line(rank, state) for rank in state.ranks]
+    spread = [f"  {name}: {values}" for name, values in labels.spread(state)]
+    named = labels.outliers(state, _ROWS // 2)
+    rows = [rank_line(r, state) + (f"  ({reason})" if reason else "") for r, reason in named]
+    return [f"  {labels.statuses(state.ranks)}", *spread, *rows]
+
+
+def rank_line(rank: RankState, state: RunState) -> str:
+    """Return one rank's line: status, bar, metrics, error."""
+    place = f" on {rank.node}" if rank.node else ""
+    parts = [f"  rank {rank.rank}{place}: {labels.badge(rank):<8}"]
+    bar = rank.bar
+    if bar is not None:
+        if bar.fraction is not None:
+            done = round(bar.fraction * _WIDTH)
+            parts.append(f"{'█' * done}{'·' * (_WIDTH - done)} {bar.fraction:4.0%}")
+        parts.append(labels.position(rank))
+    if rank.metrics:
+        step = "" if rank.step is None else f"step {rank.step}: "
+        parts.append(step + labels.metrics(rank))
+    elif rank.loss is not None:
+        parts.append(f"loss {format_number(rank.loss)}")
+    if rank.compiled is not None:
+        parts.append(f"compiled {labels.compiled(rank)}")
+    parts.append(labels.trouble(rank, state))
+    return "  ".join(filter(None, parts)).rstrip()
+
+
+def _curve(state: RunState) -> list[str]:
+    """Return the main metric as a line of ticks: ``loss ▇▅▃▂▁▁ 2.3 → 0.02``."""
+    curves = state.curves.all
+    name = labels.main_metric(n for n in curves if n not in ("steps/s", "samples/s", "lr"))
+    if name is None or len(curves[name].band) < 3:
+        return []
+    series = curves[name]
+    first = format_number(series.band[0].mean)
+    last = format_number(math.nan if series.last is None else series.last)
+    return [f"  {name} {sparkline(series)} {first} → {last}"]
+
+
+def sparkline(series: Series, width: int = 24) -> str:
+    """Return a curve as a line of ticks; by its logarithm where it spans decades."""
+    means = [b.mean for b in series.thinned(width)]
+    if means and min(means) > 0 and max(means) / min(means) > 300:
+        means = [math.log(mean) for mean in means]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    per = (len(_TICKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_TICKS[min(7, max(0, round((mean - low) * per)))] for mean in means)

@@ -1,0 +1,1 @@
+"""Inside a rank: its start, its task, what it reports, what it returns."""

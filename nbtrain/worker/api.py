@@ -1,0 +1,157 @@
+"""What user code calls in its training: `log`, `progress`, `rank`, `world_size`.
+
+Inside a rank these append events to the rank's own file. Outside a run they do the harmless
+thing, so that the same function runs under ``torchrun`` or in plain Python.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ..system.text import shorten
+from ..tracking import clock
+from ..tracking.event_log import EventWriter
+from .device_scalars import KINDS, ScalarReader
+
+T = TypeVar("T")
+
+_log = logging.getLogger("nbtrain")
+
+
+@dataclass(frozen=True)
+class Reporter:
+    """Where this process's reports go.
+
+    Of several nodes, `rank` is the one among this node's, the `first` of which is not 0.
+    """
+
+    writer: EventWriter
+    rank: int
+    world_size: int
+    first: int = 0
+    late: ScalarReader = field(default_factory=ScalarReader)
+
+
+active: Reporter | None = None
+"""Where this process reports to, if it is a rank."""
+
+
+def activate(reporter: Reporter | None) -> Reporter | None:
+    """Make this process report as a rank (or, with None, as none); return what was before."""
+    global active
+    previous, active = active, reporter
+    return previous
+
+
+def rank() -> int:
+    """Return this process's rank: 0 outside a run (``$RANK`` under another launcher)."""
+    return active.first + active.rank if active is not None else int(os.environ.get("RANK", 0))
+
+
+def world_size() -> int:
+    """Return the number of ranks: 1 outside a run (``$WORLD_SIZE`` under another launcher)."""
+    return active.world_size if active is not None else int(os.environ.get("WORLD_SIZE", 1))
+
+
+def log(step: int | None = None, **metrics: Any) -> None:
+    """Report metrics of this rank, e.g. ``nbtrain.log(step=i, loss=loss)``.
+
+    A value is a number, a text or a tensor with one element; one on a GPU or TPU is read when
+    that has got there, and nobody waits for it. Outside a run the values go to the logger
+    ``nbtrain`` at level INFO.
+
+    Raises:
+        TypeError: for any other value, naming the metric.
+    """
+    log_values(step, metrics)
+
+
+def log_values(step: Any, metrics: dict[str, Any]) -> None:
+    """Report metrics of any name, as `log` does."""
+    reporter = active
+    if step is not None and type(step) is not int:
+        step = _step(step)
+    if reporter is not None and any(map(_is_on_gpu, metrics.values())):
+        _log_late(reporter, step, metrics)
+        return
+    values = {
+        name: value if type(value) is float else _metric(name, value)
+        for name, value in metrics.items()
+    }
+    if reporter is None:
+        _log.info("step %s: %s", step, values)
+    else:
+        reporter.writer.write_metrics(clock.now(), reporter.rank, step, values)
+
+
+def _log_late(reporter: Reporter, step: int | None, metrics: dict[str, Any]) -> None:
+    """Report metrics some of which are on a GPU, once they have come from there."""
+    on_gpu = {name: value for name, value in metrics.items() if _is_on_gpu(value)}
+    here = {name: None if name in on_gpu else _metric(name, v) for name, v in metrics.items()}
+    now = clock.now()
+
+    def write(read: dict[str, Any]) -> None:
+        values = here | {name: _metric(name, value) for name, value in read.items()}
+        known = {name: value for name, value in values.items() if value is not None}
+        reporter.writer.write_metrics(now, reporter.rank, step, known)
+
+    reporter.late.submit(on_gpu, write)
+    reporter.late.deliver()
+
+
+def _is_on_gpu(value: Any) -> bool:
+    """Whether a value is a real scalar tensor on a GPU or a TPU."""
+    kind = getattr(getattr(value, "device", None), "type", "")
+    return kind in KINDS and bool(value.numel() == 1 and not value.is_complex())
+
+
+def is_metric(value: Any) -> bool:
+    """Whether `log` would take a value; one on a GPU is not read for it."""
+    try:
+        return _is_on_gpu(value) or _metric("", value) is not None
+    except TypeError:
+        return False
+
+
+def _metric(name: str, value: Any) -> float | str:
+    if isinstance(value, str):
+        return shorten(value, 200)
+    if isinstance(value, (bool, int)) and abs(value) < 1 << 53:
+        return value
+    try:
+        return float(value.detach() if hasattr(value, "detach") else value)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise TypeError(
+            f"nbtrain.log: {name} is a {type(value).__name__}; a metric is a number, a text "
+            f"or a tensor with one element ({error})"
+        ) from None
+
+
+def _step(step: Any) -> int:
+    try:
+        number = float(step)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if not number.is_integer():
+        hint = "; metrics go by name: nbtrain.log(**metrics)" if isinstance(step, dict) else ""
+        raise TypeError(f"nbtrain.log: step must be a whole number, not {step!r}{hint}")
+    return int(number)
+
+
+def progress(
+    iterable: Iterable[T], total: float | None = None, description: str = "", unit: str = "it"
+) -> Iterable[T]:
+    """Iterate with a progress bar: on the board inside a run, an ordinary tqdm bar outside.
+
+    `total` is how many there are, where the iterable cannot tell; `description` and `unit` (of what
+    is counted) are shown with it. It is a bar of tqdm's: every other one is on the board as well.
+    """
+    from tqdm.auto import tqdm  # which accelerate brings
+
+    bar: Iterable[T] = tqdm(iterable, total=total, desc=description or None, unit=unit)
+    return bar

@@ -1,0 +1,105 @@
+"""Gives a training folders for its checkpoints, and finds the last whole one.
+
+A checkpoint is a folder that all ranks may write into. It counts once every rank has left it: a
+rank that dies while it saves leaves one that is never taken for whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..tracking.run_folder import RunFolder
+
+_NAME = re.compile(r"step-\d{8}")
+_STAMP = re.compile(r"attempt \d+, (\d+) ranks")
+
+
+def attempt() -> int:
+    """Return the number of this attempt at the run: 1, or more after restarts."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) + 1
+
+
+def checkpoint_dir() -> Path:
+    """Return the run's folder for checkpoints, the same for all its ranks and attempts.
+
+    It goes when the run's folder goes (the last 20 are kept). Outside a run: ``./checkpoints``.
+    """
+    folder = _dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _dir() -> Path:
+    run = os.environ.get("NBTRAIN_RUN")
+    return RunFolder(Path(run)).checkpoints if run else Path("checkpoints").absolute()
+
+
+@contextlib.contextmanager
+def checkpoint(step: int, keep: int | None = 2) -> Iterator[Path]:
+    """Give a folder to save `step` into: ``with nbtrain.checkpoint(step) as path: ...``.
+
+    Every rank enters, whether it writes (``accelerator.save_state(path)``) or not: the checkpoint
+    is whole when all have left without an exception. Then rank 0 deletes older ones, but the
+    newest `keep` (None: all stay).
+
+    Raises:
+        ValueError: `step` is negative, or `keep` is not positive.
+    """
+    if int(step) < 0 or (keep is not None and keep < 1):
+        raise ValueError(f"checkpoint: step must be ≥ 0 and keep ≥ 1, not {step!r} and {keep!r}")
+    rank = os.environ.get("RANK", "0")
+    folder = checkpoint_dir() / f"step-{int(step):08d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    mark = folder / f".done-{rank}"
+    mark.unlink(missing_ok=True)  # of an earlier attempt at this step: from here on, it is not
+    yield folder
+    if rank == "0":
+        (folder / ".keep").write_text(str(keep or 0))  # for the copy from other hosts
+    # What all parts of a checkpoint share, and those of another attempt do not.
+    mark.write_text(f"attempt {attempt()}, {int(os.environ.get('WORLD_SIZE') or 1)} ranks")
+    if rank == "0":
+        prune(_dir(), keep)
+
+
+def last_checkpoint() -> Path | None:
+    """Return the newest checkpoint that is whole; None where there is none.
+
+    All ranks of an attempt see the same, as long as none of them has begun to save. Where nodes
+    have no disk in common, it stays the one that the attempt began with. Another number of ranks
+    may have saved it: an attempt on fewer nodes must be able to load, or leave, what more saved.
+    """
+    return next(iter(whole(_dir())[-1:]), None)
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, whole or not, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
+
+
+def whole(folder: Path) -> list[Path]:
+    """Return those that all ranks of the attempt which saved them have left, oldest first."""
+    return list(filter(_is_whole, checkpoints_in(folder)))
+
+
+def prune(folder: Path, keep: int | None) -> None:
+    """Delete what is older than the newest `keep` that are whole (None: all stay)."""
+    newest = whole(folder)[-keep:] if keep is not None else []
+    for path in checkpoints_in(folder) if newest else ():
+        if path < newest[0]:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether as many ranks have left it as the stamp says, which all of them share."""
+    try:
+        stamp = (folder / ".done-0").read_text()
+        match = _STAMP.fullmatch(stamp)
+        others = range(1, int(match[1])) if match else ()
+        return bool(match) and all((folder / f".done-{r}").read_text() == stamp for r in others)
+    except FileNotFoundError:
+        return False

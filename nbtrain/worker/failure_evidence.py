@@ -1,0 +1,141 @@
+"""Collects what only the failing rank can see of its failure, and only at that moment.
+
+How a DataLoader's workers ended, the room left on a full disk, the limits of descriptors and
+processes: a line each, stored in the rank's last event. The first line names what happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import signal
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ..system import host
+from ..system.text import format_bytes
+from ..tracking.diagnosis.failures import describe_returncode
+
+_LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
+_STARTERS = {"fork", "forkpty", "fork_exec", "_fork_exec", "posix_spawn", "spawnv_passfds"}
+_NO_ROOM = re.compile(
+    "No space left on device|Disk quota exceeded|PytorchStreamWriter|inline_container|iostream"
+)
+_NO_PROCESS = "can't start new thread"
+LITTLE = 1 << 20
+"""Bytes free at which a file system counts as full, where the error does not name it."""
+
+
+@contextlib.contextmanager
+def without_child_signals() -> Iterator[None]:
+    """Ignore the ends of children: a DataLoader's SIGCHLD handler raises when a worker ended."""
+    number = getattr(signal, "SIGCHLD", None)
+    if number is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(number, signal.SIG_DFL if before is None else before)
+
+
+def evidence(error: BaseException) -> tuple[str, ...]:
+    """Return the circumstances of an exception, a line each; never raises."""
+    lines: list[str] = []
+    for look in (_loader_workers, _full_disk, _descriptors, _no_process):
+        with contextlib.suppress(Exception):  # a hostile exception, a /proc that is not there
+            lines.extend(look(error))
+    return tuple(lines)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    link: BaseException | None = error
+    for _ in range(20):  # it may be a circle
+        if link is not None:
+            yield link
+            link = link.__cause__ or link.__context__
+
+
+def _frames(error: BaseException) -> Iterator[FrameType]:
+    for link in _chain(error):
+        yield from (frame for frame, _line in traceback.walk_tb(link.__traceback__))
+
+
+def _text(error: BaseException) -> str:
+    return "\n".join(f"{type(link).__name__}: {link}" for link in _chain(error))
+
+
+def _loader_workers(error: BaseException) -> Iterator[str]:
+    """Yield how the workers of a DataLoader ended, and what is free in /dev/shm."""
+    frames = [frame for frame in _frames(error) if frame.f_code.co_filename.endswith(_LOADER)]
+    loaders = [frame.f_locals.get("self") for frame in frames]
+    workers: list[Any] = next((w for o in loaders if (w := getattr(o, "_workers", None))), [])
+    message = f"{type(error).__name__}: {error}"
+    if "Caught " in message or not (
+        "DataLoader worker" in message or isinstance(error, (ConnectionError, EOFError))
+    ):
+        return
+    for worker in workers:
+        worker.join(0.2)  # it has ended, or will in a moment
+        if worker.exitcode:
+            yield f"a DataLoader worker (pid {worker.pid}) {describe_returncode(worker.exitcode)}"
+    room = host.shared_memory()
+    if room is not None:
+        free, size = format_bytes(room.free), format_bytes(room.size)
+        yield f"/dev/shm, where workers leave their batches, has {free} free of {size}"
+
+
+def _full_disk(error: BaseException) -> Iterator[str]:
+    """Yield which file system is full; torch's writer raises an error that does not name it."""
+    codes = {link.errno for link in _chain(error) if isinstance(link, OSError)}
+    if codes.isdisjoint((errno.ENOSPC, errno.EDQUOT)) and not _NO_ROOM.search(_text(error)):
+        return
+    for file in _files(error):
+        folder = Path(file).absolute().parent
+        room = host.space(folder)
+        if room is not None and room.free < LITTLE < room.size:  # not /proc
+            free, size = format_bytes(room.free), format_bytes(room.size)
+            yield f"no space left on {folder}: {free} free of {size}"
+            return
+
+
+def _files(error: BaseException) -> Iterator[str]:
+    """Yield names of files that may have been written to, the surest first."""
+    values = [getattr(link, "filename", None) for link in _chain(error)]
+    if "/torch_" in _text(error):  # a tensor on its way to another process
+        values.append("/dev/shm/torch")
+    for frame in reversed(list(_frames(error))):
+        values += (*frame.f_locals.values(), *frame.f_code.co_consts)
+    for value in [*values, "a file in the working folder"]:
+        name = getattr(value, "name", value)
+        if isinstance(name, (str, os.PathLike)) and "\0" not in str(name):
+            yield str(name)
+
+
+def _descriptors(error: BaseException) -> Iterator[str]:
+    if "Too many open files" in _text(error):
+        quota = host.descriptors()
+        if quota is not None:
+            yield f"at most {quota.limit} descriptors may be open in a process ({quota.source})"
+        if any("multiprocessing" in frame.f_code.co_filename for frame in _frames(error)):
+            yield "torch.multiprocessing.set_sharing_strategy('file_system') needs fewer of them"
+
+
+def _no_process(error: BaseException) -> Iterator[str]:
+    """Yield why a process or a thread could not be started."""
+    *_, innermost = _frames(error)
+    starting = _STARTERS.intersection(innermost.f_code.co_names)
+    refused = isinstance(error, OSError) and error.errno in (errno.EAGAIN, errno.ENOMEM)
+    if not (refused and starting) and _NO_PROCESS not in _text(error):
+        return
+    yield f"the system refused a new {'thread' if _NO_PROCESS in _text(error) else 'process'}"
+    for quota in (host.tasks(), host.processes(1)):
+        if quota is not None and quota.limit is not None:
+            yield f"{quota.used} of {quota.limit} allowed processes and threads ({quota.source})"

@@ -1,0 +1,30 @@
+"""One run, ready to start: the plan with nothing left to decide."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..planning.plan import Plan
+from ..planning.world import Placement
+from ..tracking.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run, ready to start: the plan with every 'auto' resolved, and where it reports.
+
+    `scratch` is a folder for sockets of the ranks' own workers; the launcher deletes it. Of a run
+    on several nodes these are one's ranks, numbered from 0: `world` says where they are in it.
+    """
+
+    plan: Plan
+    folder: RunFolder
+    world_size: int
+    device: str
+    threads: int
+    port: int = 0
+    attempt: int = 1
+    scratch: str = ""
+    world: Placement | None = None
+    in_kernel: bool = False
+    shared_classes: frozenset[type] = field(default_factory=frozenset)

@@ -1,0 +1,208 @@
+"""The body of a rank: environment, threads, the call, the outcome. Knows nothing of IPython.
+
+Whatever engine brought the process to life calls `main` in it, with everything a rank needs in a
+`Job`; what the rank reports goes into the run folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..planning.plan import Task
+from ..system import torch_xla
+from ..system.files import Spare, write_atomically
+from ..system.source_files import is_own
+from ..system.text import short_repr
+from ..tracking import clock
+from ..tracking import events as ev
+from ..tracking.event_log import EventWriter
+from ..transport import exceptions, result_pickler
+from . import api, failure_evidence, stack_dumps, stopping, telemetry
+from .job import Job
+from .rank_environment import (
+    allow_fsdp_on_cpu,
+    join_world_on_cpu,
+    rank_environment,
+    serve_own_store,
+)
+from .result_sender import ResultSender
+from .task_runner import run_task
+
+FAILED = 1
+"""The exit code of a rank whose exception is in its failure file."""
+
+
+def main(job: Job, rank: int, call: Callable[[Task], Any] | None = None) -> int:
+    """Run the plan's task as `rank`, report how it ended, and return the exit code.
+
+    `call` runs it, instead of `run_task`.
+    """
+    os.environ.update(rank_environment(job, rank, os.environ))
+    stopping.activate(job.folder.stopping_file)
+    if os.environ.get("USE_TORCH_XLA") == "0":
+        torch_xla.leave_alone()
+    _set_threads()
+    if job.scratch:
+        from multiprocessing import process
+
+        # For the sockets of `multiprocessing`: each worker of a DataLoader makes a folder for
+        # them, and leaves it behind when it is killed.
+        process.current_process()._config["tempdir"] = job.scratch  # type: ignore[attr-defined]
+    writer = EventWriter(job.folder.events(rank))
+    stack_dumps.install(job.folder, rank, writer)
+    world = job.world
+    first, size = (world.first - world.begin, world.size) if world else (0, job.world_size)
+    api.activate(api.Reporter(writer, rank, size, first))
+    telemetry.install(job.plan.telemetry, job.plan)
+    serve_own_store(world.master_port if world else job.port)
+    if job.device == "cpu":
+        join_world_on_cpu()
+        if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+            allow_fsdp_on_cpu()
+    code, error = run_and_report(job, rank, writer, call or run_task)
+    if error is not None:
+        _print_traceback(error)
+    return code
+
+
+def run_and_report(
+    job: Job, rank: int, writer: EventWriter, call: Callable[[Task], Any]
+) -> tuple[int, BaseException | None]:
+    """Run the task and leave its outcome in the run folder; return exit code and exception."""
+    folder, spare = job.folder, Spare(job.folder.path)
+    sender: ResultSender | None = None
+    try:
+        writer.write(ev.Started(clock.now(), rank, pid=os.getpid()))
+        sender = ResultSender(job, rank, writer)
+        value = _run_watched(job.plan.task, call)
+        _finish_device_work()
+        data = result_pickler.dump_result(value, job.shared_classes)
+        ended = ev.Ended(clock.now(), rank, result=short_repr(value))
+        _save_result(spare, folder.result(rank), data)  # before what takes longer, and may fail
+        if trouble := result_pickler.reading_trouble(data):
+            returned = ev.ArtifactSaved(clock.now(), rank, ev.RETURNED, "value", trouble=trouble)
+            writer.write(returned)
+        sender.gather()
+        leave_process_group()
+        sender.send()
+        writer.write(ended)
+        return 0, None
+    except SystemExit as leaving:
+        return _leave(rank, writer, leaving.code), None
+    except BaseException as error:  # whatever the user's code raised is this rank's outcome
+        _report_failure(job, rank, writer, spare, error)
+        if sender is not None and job.device != "xla":  # it would compile what never ran
+            sender.rescue()
+        return FAILED, error
+    finally:
+        spare.close()
+
+
+def _save_result(spare: Spare, path: Path, data: bytes) -> None:
+    try:
+        spare.write(path, data)
+    except OSError as error:
+        size = f"{len(data):,} bytes of what the rank returned do not fit into the run folder"
+        raise OSError(error.errno, f"{size} ({error.strerror})", str(path)) from None
+
+
+def _report_failure(
+    job: Job, rank: int, writer: EventWriter, spare: Spare, error: BaseException
+) -> None:
+    """Leave an exception in the run folder; where that fails too, its headline and both reasons."""
+    now, headline = clock.now(), type(error).__name__
+    evidence: tuple[str, ...] = ()
+    writer.write(ev.Failing(now, rank, error=headline))
+    with failure_evidence.without_child_signals():
+        try:
+            captured = exceptions.capture(error, job.shared_classes, pickles=False)
+            headline, evidence = captured.headline, failure_evidence.evidence(error)
+            with contextlib.suppress(OSError):  # the room kept free is for the next one
+                write_atomically(job.folder.failure(rank), result_pickler.dumps((now, captured)))
+            # Now with the instance, which is dispensable: user code may take too long over it.
+            captured = exceptions.capture(error, job.shared_classes)
+            spare.write(job.folder.failure(rank), result_pickler.dumps((now, captured)))
+        except Exception as second:  # a full disk, no memory: the first failure is still the cause
+            reason = f"its report could not be written: {type(second).__name__}: {second}"
+            evidence = (*evidence, reason)
+        writer.write(ev.Ended(clock.now(), rank, error=headline, evidence=evidence))
+
+
+def _run_watched(task: Task, call: Callable[[Task], Any]) -> Any:
+    """Run the task, and report the last figures at its end; ``sys.exit(0)`` is an end, too."""
+    ended, process = False, os.getpid()
+    try:
+        value = call(task)
+        ended = True
+        return value
+    except SystemExit as leaving:
+        ended = leaving.code in (None, 0)
+        if not ended:
+            raise
+        return None
+    finally:
+        _end_if_forked(process)
+        with contextlib.suppress(Exception):  # a GPU in trouble gives no last figures
+            telemetry.finish(wait=ended)  # after a failure, the GPU may never be done
+
+
+def _end_if_forked(process: int) -> None:
+    """End a process that the task forked and that came back from it: it is not the rank."""
+    if os.getpid() == process:
+        return
+    error, code = sys.exc_info()[1], 0
+    with contextlib.suppress(Exception):  # a closed stream
+        if isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        elif error is not None:
+            code = FAILED
+            _print_traceback(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code & 0xFF)
+
+
+def _leave(rank: int, writer: EventWriter, code: Any) -> int:
+    """Treat ``sys.exit()`` as the interpreter would: a message goes to stderr and means 1."""
+    writer.write(ev.Failing(clock.now(), rank, error=f"sys.exit({code!r})"))
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    return code & 0xFF or 1
+
+
+def _print_traceback(error: BaseException) -> None:
+    """Leave the whole traceback in the rank's log, the launcher's frames cut off."""
+    with contextlib.suppress(Exception):  # a hostile __str__, a full disk: the report is out
+        report = traceback.TracebackException.from_exception(error)
+        frames = [frame for frame in report.stack if not is_own(frame.filename)]
+        report.stack = traceback.StackSummary.from_list(frames)
+        sys.stderr.write("".join(report.format()))
+
+
+def _set_threads() -> None:
+    """Apply OMP_NUM_THREADS to a torch that read the variable long ago, in the kernel."""
+    torch = sys.modules.get("torch")
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    if torch is not None and wanted.isdecimal() and int(wanted) > 0:
+        torch.set_num_threads(int(wanted))
+
+
+def _finish_device_work() -> None:
+    """Let what was queued on a GPU end: a peer may be waiting for this rank's part of it."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def leave_process_group() -> None:
+    """Leave the default process group, if this process is in one."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,149 @@
+"""What makes plain code distributed in a rank: environment variables, and FSDP on CPU ranks.
+
+torchrun, Accelerate, gloo, NCCL and torch_xla read the variables.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from ..planning.plan import Plan
+from ..planning.world import Placement
+from ..system import tpu
+from ..system.instrumentation import patch
+from ..system.network import is_loopback
+from .job import Job
+
+
+def rank_environment(job: Job, rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables a rank adds to those it inherited.
+
+    They are what ``torchrun`` sets (an ``env://`` process group needs no argument), and what
+    makes a plain ``Accelerator()`` distributed on CPU ranks and honour the precision.
+    """
+    world = job.world or Placement(0, 1, 0, job.world_size, "127.0.0.1", job.port)
+    local, size = rank - world.begin, str(world.size)
+    number = str(world.first + local)
+    variables = {
+        "RANK": number,
+        "LOCAL_RANK": str(local),
+        "GROUP_RANK": str(world.node),
+        "ROLE_RANK": number,
+        "ROLE_NAME": "default",
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": str(world.ranks or job.world_size),
+        "GROUP_WORLD_SIZE": str(world.nodes),
+        "ROLE_WORLD_SIZE": size,
+        "MASTER_ADDR": world.master_addr,
+        "MASTER_PORT": str(world.master_port),
+        # The launcher keeps the store: no rank has to win a port.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(job.attempt - 1),
+        "TORCHELASTIC_MAX_RESTARTS": str(job.plan.max_restarts),
+        "TORCHELASTIC_RUN_ID": world.run_id if job.world else job.folder.path.name,
+        "FORK_LAUNCHED": "1",
+        "ACCELERATE_MIXED_PRECISION": job.plan.mixed_precision or "no",
+        "NBTRAIN_RUN": str(job.folder.path),
+    }
+    if job.device == "cpu":
+        variables["ACCELERATE_USE_CPU"] = "true"
+    if job.device == "xla":
+        # transformers takes it, beside torch_xla, for torchrun on another maker's chips.
+        del variables["TORCHELASTIC_RUN_ID"]
+        variables["PJRT_DEVICE"] = inherited.get("PJRT_DEVICE", "TPU")
+        variables |= _xla_precision(job.plan, inherited)
+    elif "USE_TORCH_XLA" not in inherited and tpu.has_torch_xla():
+        variables["USE_TORCH_XLA"] = "0"
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    is_local = is_loopback(world.master_addr)
+    for_gloo = loopback if is_local else world.interface
+    # The user's choice for gloo holds for NCCL, too: the interface that nbtrain found may be wrong.
+    is_chosen = "GLOO_SOCKET_IFNAME" in {**inherited, **job.plan.env}
+    for_nccl = "" if is_local or is_chosen else world.interface
+    for name, value in (
+        ("GLOO_SOCKET_IFNAME", for_gloo),
+        # "=" asks for this very interface; otherwise NCCL takes every one that begins so.
+        ("NCCL_SOCKET_IFNAME", for_nccl and f"={for_nccl}"),
+        ("OMP_NUM_THREADS", str(job.threads)),
+        # A rank that ends right after gloo connected it would cut off those still connecting.
+        # torchrun's ranks do not take part in this barrier: a rank of nbtrain would wait for them.
+        ("TORCH_DIST_INIT_BARRIER", "" if world.has_strangers else "1"),
+    ):
+        if name not in inherited and value:
+            variables[name] = value
+    return {**variables, **job.plan.env}
+
+
+def _xla_precision(plan: Plan, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return what makes torch_xla compute in bf16.
+
+    Accelerate sets the same when an Accelerator is made; but torch_xla reads it once, at the
+    first float tensor, and Accelerate takes ``ACCELERATE_DOWNCAST_BF16=false`` for a yes.
+    """
+    asked = inherited.get("ACCELERATE_DOWNCAST_BF16", "").lower() in ("1", "true", "yes", "on")
+    downcast = plan.downcast_bf16 or asked
+    variables = {"ACCELERATE_DOWNCAST_BF16": "true" if downcast else ""}
+    if plan.mixed_precision == "bf16":
+        variables |= {
+            "XLA_USE_BF16": str(int(not downcast)),
+            "XLA_DOWNCAST_BF16": str(int(downcast)),
+        }
+    return variables
+
+
+def join_world_on_cpu() -> None:
+    """Let a plain `PartialState()` of CPU ranks join the run's world, as one of GPU ranks does.
+
+    Accelerate (1.15) joins none without ``cpu=True``, which `Accelerator()` reads in the
+    environment and `PartialState` does not: every rank would be alone, with all of the data.
+    """
+    patch("accelerate.state:PartialState", "__init__", _init_on_cpu)
+
+
+def _init_on_cpu(original: Any, state: Any, cpu: bool = False, *args: Any, **kwargs: Any) -> None:
+    original(state, True, *args, **kwargs)
+
+
+def serve_own_store(served: int) -> None:
+    """Let ranks meet at a port of their own, as code written for `mp.spawn` does.
+
+    That code sets MASTER_ADDR and MASTER_PORT itself. No launcher serves a store there, so rank 0
+    has to: torch does not while ``TORCHELASTIC_USE_AGENT_STORE`` says that the launcher does, as it
+    does at the port `served`, by whatever name of the host.
+    """
+
+    def create(original: Any, hostname: str, port: int, *args: Any, **kwargs: Any) -> Any:
+        before = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "")
+        if port != served:
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+        try:
+            return original(hostname, port, *args, **kwargs)
+        finally:
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = before
+
+    patch("torch.distributed.rendezvous", "_create_c10d_store", create)  # torch 2.4 to 2.13
+
+
+def allow_fsdp_on_cpu() -> None:
+    """Let `Accelerator` do FSDP on CPU ranks too, whether it is imported already or later.
+
+    Accelerate (1.15) passes its FSDP plugin to the state of GPU ranks only, though what follows
+    works on any device.
+    """
+    patch("accelerate.state:AcceleratorState", "__init__", _init_with_fsdp)
+
+
+def _init_with_fsdp(original: Any, state: Any, *args: Any, **kwargs: Any) -> None:
+    original(state, *args, **kwargs)
+    module: Any = sys.modules["accelerate.state"]
+    plugin = kwargs.get("fsdp_plugin")
+    if plugin is None or state.distributed_type != module.DistributedType.MULTI_CPU:
+        return
+    if state.mixed_precision != "no":
+        plugin.set_mixed_precision(state.mixed_precision)
+    state.fsdp_plugin = plugin
+    state.distributed_type = module.DistributedType.FSDP
+    module.PartialState._shared_state["distributed_type"] = state.distributed_type

@@ -1,0 +1,285 @@
+"""Saves what a rank returns to the notebook: trained weights of its objects, and variables.
+
+Rank 0 saves them in the run folder once the function has returned; the notebook loads them when the
+run has succeeded (`nbtrain.lifecycle.results`). Both take the names of what is returned from
+`nbtrain.planning.task_values`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from ..errors import NbtrainError
+from ..planning.option_types import OF_ALL
+from ..planning.task_values import by_name, is_model, namespace, returned
+from ..system.files import write_atomically
+from ..system.instrumentation import patch
+from ..tracking import clock
+from ..tracking import events as ev
+from ..tracking.event_log import EventWriter
+from ..transport import result_pickler, weights
+from ..transport.fingerprints import fingerprints
+from ..transport.pipeline_stages import Stages, put_together
+from ..transport.tensor_kinds import size_of
+from .job import Job
+
+QUICK = 512 << 20
+"""Bytes of weights that are saved after a failure or an interrupt: there is little time."""
+
+_INSIDE = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "FullyShardedDataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+    "AcceleratedOptimizer": "optimizer",
+}
+"""Wrappers of models and optimizers, and where they keep what they wrap."""
+
+_FLAT = "FullyShardedDataParallel"
+
+
+def unwrapped(value: Any) -> Any:
+    """Return a model or an optimizer without what training libraries put around it."""
+    while type(value).__name__ in _INSIDE:
+        value = getattr(value, _INSIDE[type(value).__name__])
+    return value
+
+
+class ResultSender:
+    """Remembers in a rank what it was given, before the task runs, and saves it afterwards.
+
+    What the notebook has is known by identity: whatever is put around a model (DDP, FSDP,
+    Accelerate, torch.compile), its own tensors are those that are trained.
+    """
+
+    def __init__(self, job: Job, rank: int, writer: EventWriter) -> None:
+        plan = self._plan = job.plan
+        self._folder, self._rank, self._writer = job.folder, rank, writer
+        self._shared = job.shared_classes
+        self._returned = returned(plan)
+        # In the kernel, the notebook has them already.
+        self._objects = {} if job.in_kernel else self._returned
+        self._before = {name: self._mark(value) for name, value in self._objects.items()}
+        self._flattened: list[tuple[Any, Any]] = []
+        self._ready: dict[str, weights.WeightFile | None] = {}
+        self._names = {n: id(v) for n, v in namespace(plan.task).items()} if plan.out else {}
+        self._stages = Stages() if self._objects else None
+        if self._objects:
+            fsdp = "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel"
+            patch(fsdp, "__init__", self._fsdp_init)
+
+    def _mark(self, value: Any) -> Any:
+        with contextlib.suppress(Exception):  # a model of a kind that cannot be asked: it is sent
+            if self._rank == 0 and is_model(value):
+                return fingerprints(weights.named_tensors(value))
+        return {}
+
+    def _fsdp_init(self, original: Any, wrapper: Any, module: Any, *args: Any, **rest: Any) -> None:
+        """Keep each FSDP (version 1) of a returned model: nothing else can put it together."""
+        models = [value for value in self._objects.values() if value is module]
+        original(wrapper, module, *args, **rest)
+        self._flattened += [(model, wrapper) for model in models]
+
+    def gather(self) -> None:
+        """Put together what is in parts. Every rank has to call it, before it leaves the group.
+
+        This and `send` report what cannot be returned, and raise nothing: the training is done,
+        and its result counts.
+        """
+        for name, value in self._objects.items():
+            with self._reporting(name):
+                _reshard(value)
+                if is_model(value) and not self._is_in_parts(value):
+                    continue
+                self._ready[name] = None  # whatever comes of it, `send` has nothing to add
+                if not is_model(value):
+                    self._check_is_in_no_stage(value)
+                    state = weights.of_optimizer(value, keep=self._rank == 0)
+                    self._ready[name] = None if self._rank else state
+                elif gathered := self._gathered(name, value):
+                    self._ready[name] = weights.changes(value, gathered, self._before[name])
+
+    def send(self) -> None:
+        """Save in the run folder what is returned. Ranks need not wait for one another."""
+        for name, value in self._objects.items() if self._rank == 0 else ():
+            with self._reporting(name):
+                if name in self._ready:
+                    ready = self._ready.pop(name)
+                else:  # it is whole in this rank
+                    ready = weights.changes(value, weights.named_tensors(value), self._before[name])
+                if ready is not None:
+                    self._write(name, ready)
+                else:  # an attempt that failed may have left some
+                    self._folder.weights_of(name).unlink(missing_ok=True)
+        self._send_values()
+
+    def rescue(self) -> None:
+        """Save the weights as they are now, after a failure, if they are small (`QUICK`).
+
+        The other ranks may be dead: a model that is in parts is not saved.
+        """
+        for name, value in self._objects.items() if self._rank == 0 else ():
+            with contextlib.suppress(Exception):  # the cause is the failure, which is reported
+                _reshard(value)
+                if not is_model(value) or self._is_in_parts(value):
+                    continue
+                tensors = weights.named_tensors(value)
+                if sum(map(size_of, tensors.values())) <= QUICK:
+                    # All of them: it may be another model that they are loaded into.
+                    ready = weights.changes(value, tensors, self._before[name], entire=True)
+                    if ready is not None:
+                        self._write(name, ready)
+
+    @contextlib.contextmanager
+    def _reporting(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # a full disk, a left process group, a tensor of no known type
+            kind = "" if isinstance(error, NbtrainError) else f"{type(error).__name__}: "
+            self._report(name, trouble=f"{kind}{error}")
+
+    def _report(self, name: str, **about: Any) -> None:
+        self._writer.write(ev.ArtifactSaved(clock.now(), self._rank, name, **about))
+
+    def _write(self, name: str, ready: weights.WeightFile) -> None:
+        path = self._folder.weights_of(name)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        try:
+            weights.save(ready, partial)
+            partial.rename(path)
+        finally:
+            partial.unlink(missing_ok=True)
+        kind, count = ready.about["kind"], ready.about.get("parameters", 0)
+        self._report(name, what=kind, parameters=count, size=path.stat().st_size)
+
+    def _is_sharded(self, module: Any) -> bool:
+        flat = self._flat_root(module) is not None
+        return flat or any(map(weights.is_sharded, weights.named_tensors(module).values()))
+
+    def _is_in_parts(self, module: Any) -> bool:
+        return self._is_sharded(module) or bool(self._stages and self._stages.of(module))
+
+    def _flat_root(self, module: Any) -> Any:
+        """Return what FSDP version 1 can put together: the model's wrapper, or the model."""
+        wrappers = [wrapper for model, wrapper in self._flattened if model is module]
+        inside = any(type(part).__name__ == _FLAT for part in module.modules())
+        return wrappers[-1] if wrappers else module if inside else None
+
+    def _gathered(self, name: str, module: Any) -> dict[str, Any] | None:
+        """Return the whole tensors of a model in parts, on the CPU; None in ranks but 0."""
+        dist: Any = sys.modules["torch.distributed"]
+        if not dist.is_initialized():
+            raise NbtrainError(
+                "its parts are on several ranks, but the function has destroyed the process group. "
+                "Do not destroy the group in the function; nbtrain does so afterwards"
+            )
+        root = self._flat_root(module)
+        if root is not None:
+            flat = _gathered_flat(root, module)
+            if self._rank == 0 and flat is None:
+                raise NbtrainError(
+                    "only the first node has the whole model; save it in the function"
+                )
+            return None if self._rank else flat
+        stages = self._stages.of(module) if self._stages else []
+        tensors, copies = weights.named_tensors(module), dict[int, Any]()
+        for tensor in tensors.values():
+            if id(tensor) not in copies:
+                entire = weights.whole(tensor).detach()  # one at a time
+                copies[id(tensor)] = entire.cpu() if self._rank == 0 or stages else None
+        gathered = {of_tensor: copies[id(tensor)] for of_tensor, tensor in tensors.items()}
+        if stages:
+            path = self._folder.weights_of(name)
+            return put_together(stages, module, gathered, path, collects=self._rank == 0)
+        return None if self._rank else gathered
+
+    # Variables
+
+    def _send_values(self) -> None:
+        wanted = [n for n in self._plan.out if n.endswith(OF_ALL) or self._rank == 0]
+        pickled: dict[str, bytes] = {}
+        variables = by_name(self._plan.task)
+        known = self._known() if wanted else {}
+        for asked in wanted:
+            name = asked.removesuffix(OF_ALL)
+            with self._reporting(name):
+                if name not in variables:
+                    raise NbtrainError(self._absent(name))
+                value = unwrapped(variables[name])
+                if any(value is other for other in self._returned.values()) and name == asked:
+                    continue
+                self._check_is_whole(value)
+                if name == asked:
+                    self._check_is_in_no_stage(value)
+                pickled[asked] = result_pickler.dumps(value, self._shared, known)
+        if pickled:
+            with self._reporting(", ".join(pickled)):
+                write_atomically(self._folder.out(self._rank), pickle.dumps(pickled))
+                for asked, data in pickled.items():
+                    self._report(asked.removesuffix(OF_ALL), size=len(data))
+
+    def _check_is_whole(self, value: Any) -> None:
+        models = filter(is_model, self._returned.values())
+        if hasattr(value, "param_groups") and any(map(self._is_sharded, models)):
+            raise NbtrainError("its state is split over the ranks (sharded), as the model was")
+
+    def _check_is_in_no_stage(self, value: Any) -> None:
+        models = filter(is_model, self._returned.values())
+        if hasattr(value, "param_groups") and self._stages and any(map(self._stages.of, models)):
+            raise NbtrainError("its state is split over the pipeline stages, as the model was")
+
+    def _known(self) -> dict[int, tuple[str, str]]:
+        """Return names of the notebook's models and tensors, by id: a new optimizer refers to them.
+
+        Only in rank 0, which sends the models: those of other ranks may differ.
+        """
+        known: dict[int, tuple[str, str]] = {}
+        for name, value in self._returned.items() if self._rank == 0 else ():
+            if is_model(value):
+                for of_tensor, tensor in weights.named_tensors(value).items():
+                    known.setdefault(id(tensor), (name, of_tensor))
+            known[id(value)] = (name, "")
+        return known
+
+    def _absent(self, name: str) -> str:
+        """Say that a variable does not exist, and which do."""
+        variables = namespace(self._plan.task)
+        new = [n for n, v in variables.items() if self._names.get(n) != id(v) and n[0] != "_"]
+        return (
+            f"there is no variable `{name}`. Local variables of a function are gone when it "
+            f"returns. The run assigned: {', '.join(new[-8:]) or 'none'}"
+        )
+
+
+def _reshard(value: Any) -> None:
+    """Give FSDP (version 2) its shards back, which an evaluation leaves put together, and cast."""
+    cls: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    for part in value.modules() if cls and is_model(value) else ():
+        if isinstance(part, cls):
+            part.reshard()
+
+
+def _gathered_flat(root: Any, module: Any) -> dict[str, Any] | None:
+    """Return the whole tensors of a model in FSDP version 1; None in ranks that did not get them.
+
+    On the CPU not by its state_dict: with ``offload_to_cpu`` that reads freed memory (torch 2.13).
+    """
+    flat = next(part for part in root.modules() if type(part).__name__ == _FLAT)
+    if getattr(flat, "compute_device", None) == sys.modules["torch"].device("cpu"):
+        with type(flat).summon_full_params(root, writeback=False):
+            tensors = weights.named_tensors(module)
+            copies = {id(t): t.detach().clone() for t in tensors.values()}
+            return {name: copies[id(tensor)] for name, tensor in tensors.items()}
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(root, options=options)
+    if sys.modules["torch.distributed"].get_rank():  # of the world: there is one on one node only
+        return None
+    buffers = {weights.plain_name(n): b.detach().cpu() for n, b in module.named_buffers()}
+    return {**buffers, **{weights.plain_name(name): tensor for name, tensor in state.items()}}

@@ -1,0 +1,143 @@
+"""Prepares a rank, when it begins, to show where it is even while it hangs.
+
+There are two ways, and neither needs the rank's Python: a signal at which `faulthandler` appends
+the stacks of all threads to a file, and PyTorch's own server of its flight recorder, whose threads
+are C++. None of this runs again until somebody asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..system import host
+from ..system.instrumentation import patch
+from ..tracking import clock
+from ..tracking import events as ev
+from ..tracking.event_log import EventWriter
+from ..tracking.run_folder import RunFolder
+
+_keep: list[object] = []
+"""The recorder's server: nothing ends it but the end of the process."""
+
+_THREADS = 8
+"""Threads that the recorder's server starts at least; one per core where there are more cores."""
+
+_GROUP_THREADS = 4
+"""Threads that a gloo group needs beside them."""
+
+_answering: int | None = None
+"""The process that has registered for the signal; a rank inherits its kernel's, or a rank's."""
+
+
+def signal_number() -> int:
+    """Return the signal that asks a rank for its stacks.
+
+    A real-time one where there are any: SIGUSR1 is what training code itself listens to, to save
+    before a cluster takes the machine away.
+    """
+    first = getattr(signal, "SIGRTMIN", None)
+    return int(signal.SIGUSR1) if first is None else int(first) + 11
+
+
+def install(folder: RunFolder, rank: int, writer: EventWriter) -> None:
+    """Make this process answer both; once in its life, and never in a kernel.
+
+    The recorder's server starts with the first process group; each group's members are reported.
+    Private API of torch, seen in 2.13: the server starts in 0.4 ms and keeps as many idle threads
+    as there are cores, at least eight; no rank without a process group has them. Where any of it
+    is missing, the stacks are all there is.
+    """
+    answer_with_stacks(folder, rank)
+    pid = os.getpid()
+
+    def watch_group(original: Any, *args: Any, **kwargs: Any) -> Any:
+        with contextlib.suppress(Exception):  # torch without it, a folder without sockets
+            if os.getpid() == pid:
+                if not _keep:
+                    _keep.append(
+                        _server(folder.recorder(rank)) if _has_room(int(args[0])) else None
+                    )
+                _size, in_group, members, _backend, _store, group = args[:6]
+                if members and in_group >= 0:
+                    name, of = str(group), tuple(members)
+                    writer.write(ev.Group(clock.now(), rank, name=name, members=of))
+        return original(*args, **kwargs)
+
+    patch("torch.distributed.distributed_c10d", "_new_process_group_helper", watch_group)
+
+
+def _has_room(group_size: int) -> bool:
+    """Whether the limits leave room for the recorders of a group's ranks, all at once.
+
+    With too few threads, the server's destructor ends the process (SIGABRT): a training that needs
+    three threads would end for the sake of nine that only explain hangs.
+    """
+    threads = 1 + max(_THREADS, os.cpu_count() or 1) + _GROUP_THREADS
+    needed = group_size * threads
+    return all(
+        quota is None or quota.holds(needed) for quota in (host.processes(needed), host.tasks())
+    )
+
+
+def answer_with_stacks(folder: RunFolder, rank: int) -> None:
+    """Make this process answer the signal, if it does not yet."""
+    global _answering
+    if _answering != os.getpid():
+        _answering = os.getpid()
+        with contextlib.suppress(Exception):  # a full disk, a system without: not worth a training
+            _register(folder.stacks(rank))
+
+
+def _register(path: Path) -> None:
+    """Register for the signal; the file appears once it is safe to send it.
+
+    Its first line of JSON has the process and the signal to ask with, and the line that a whole
+    answer ends with: the outermost frame, which stays. `system.files.write_atomically` is no help
+    here, because `faulthandler` goes on writing to the descriptor after the file was renamed.
+    """
+    import psutil
+
+    number = signal_number()
+    partial = path.with_name(path.name + ".partial")
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+    descriptor = os.open(partial, flags, 0o600)
+    faulthandler.register(number, file=descriptor, all_threads=True, chain=False)
+    faulthandler.dump_traceback(descriptor, all_threads=False)
+    last = os.pread(descriptor, 1 << 20, 0).decode("utf-8", "replace").splitlines()[-1]
+    head = {"pid": os.getpid(), "began": psutil.Process().create_time(), "signal": number}
+    os.write(descriptor, (json.dumps({**head, "last": last}) + "\n").encode())
+    partial.rename(path)
+
+
+def _server(path: Path) -> object:
+    from torch._C._distributed_c10d import _WorkerServer
+
+    # A socket's name has room for some 107 bytes: it is given through the folder's descriptor.
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        short = f"/proc/self/fd/{folder}/{path.name}" if sys.platform == "linux" else str(path)
+        with _quiet_stderr():  # it announces itself as a warning
+            server: object = _WorkerServer(short, -1)
+        return server
+    finally:
+        os.close(folder)
+
+
+@contextlib.contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(null)

@@ -1,0 +1,104 @@
+"""How a rank is asked to stop: by `should_stop`, then by KeyboardInterrupt.
+
+The launcher sends SIGINT up to three times. At the first, a training whose optimizer steps are
+seen goes on to the end of its step, and of what it does after it (a scheduler, a counter): up to
+where it asks for the next batch, or without a loader goes backward again. At the second
+KeyboardInterrupt is raised wherever it is. Code that asks `should_stop` is let alone until the
+third.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+
+class StopOnRequest:
+    """The SIGINT handler of a rank: KeyboardInterrupt, once, and only when the launcher asks.
+
+    Jupyter signals the kernel's whole process group and VS Code every descendant; the launcher
+    alone decides what an interrupt means for the ranks: it leaves the file `request`.
+    """
+
+    def __init__(self, request: Path) -> None:
+        self._request = str(request)
+        self._heard = 0
+        self._raised = False
+        self.is_asked = self.is_stepping = False
+        self._has_stepped = self._is_fed = False
+
+    def __call__(self, _signum: int, _frame: FrameType | None) -> None:
+        if self._raised or not os.path.exists(self._request):
+            return
+        self._heard += 1
+        patience = 3 if self.is_asked else 2 if self.is_stepping else 1
+        if self._heard >= patience:
+            self._raise()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the rank was asked to stop and goes on."""
+        return bool(self._heard) and not self._raised
+
+    def stepped(self) -> None:
+        """Take note that an optimizer has stepped."""
+        self.is_stepping = self._has_stepped = True
+
+    def before_next(self, *, fetch: bool) -> None:
+        """Raise KeyboardInterrupt if it is due, and a step lies behind: the next one begins here.
+
+        It begins where its batch is fetched, else where it goes backward. Not in code that asks
+        itself, nor in another thread than the main one: there it would end that thread alone.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._is_fed = self._is_fed or fetch
+        if fetch == self._is_fed and self._has_stepped:
+            self._has_stepped = False
+            if self.is_due and not self.is_asked:
+                self._raise()
+
+    def _raise(self) -> None:
+        self._raised = True
+        raise KeyboardInterrupt
+
+    def unraisable(self, error: Any) -> None:
+        """Try again a moment later where Python could not raise it (in a finalizer, a fork)."""
+        if not (self._raised and isinstance(error.exc_value, KeyboardInterrupt)):
+            sys.__unraisablehook__(error)
+            return
+        self._raised = False
+        again = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT))
+        again.daemon = True
+        again.start()
+
+
+active: StopOnRequest | None = None
+"""The handler of this process, if it is a rank."""
+
+
+def activate(request: Path) -> None:
+    """Make SIGINT mean what the launcher says, in this process."""
+    global active
+    active = StopOnRequest(request)
+    signal.signal(signal.SIGINT, active)
+    sys.unraisablehook = active.unraisable
+
+
+def should_stop() -> bool:
+    """Whether this rank was asked to stop: by ■, the Stop button, a timeout, another terminal.
+
+    A loop that asks (once a step, say) is not interrupted: it has 1.5 s to see it, and may then
+    save and return, within the run's grace. Ranks hear it within milliseconds of each other, not
+    at the same step: where they step together, let all agree (an ``all_reduce`` of the answer).
+    Outside a run always False.
+    """
+    if active is None:
+        return False
+    active.is_asked = True
+    return active.is_due

@@ -1,0 +1,53 @@
+"""What a rank reports of its training without any code of the user's. Each source can be off.
+
+`install` runs in the rank once the process has become one, and is not undone. The inline engine,
+whose rank is the kernel, offers the tracker only, and withdraws it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ...planning.option_types import SOURCES
+from ...planning.plan import Plan
+from .. import api
+from ..device_scalars import captures
+from . import integrations, progress_bars, safe_hooks
+from .training_meter import TrainingMeter
+from .unsynced_models import UnsyncedModels
+
+_meter: TrainingMeter | None = None
+
+
+def install(sources: Collection[str] = SOURCES, plan: Plan | None = None) -> None:
+    """Watch this rank's training, whether its libraries are imported already or later.
+
+    `plan` is what the rank runs, where it is known: its task names the notebook's models.
+    """
+    global _meter
+    reporter = api.active
+    if reporter is None:
+        return
+    safe_hooks.activate()
+    integrations.hide_notebook_from_lightning()
+    captures.watch()
+    if "bars" in sources:
+        progress_bars.install()
+    if {"steps", "loss", "data", "phases"} & set(sources):
+        _meter = TrainingMeter(reporter, plan)
+        _meter.install(sources)
+    if "steps" in sources and plan is not None and reporter.rank == 0:
+        UnsyncedModels(plan, reporter.writer).install()
+    if "trainer" in sources:
+        integrations.watch_trainer()
+    if "tracker" in sources:
+        integrations.offer_tracker()
+
+
+def finish(wait: bool) -> None:
+    """Report the last figures of a training that is over; with `wait`, also those on their way."""
+    reporter = api.active
+    if reporter is not None:
+        reporter.late.finish(wait)
+    if _meter is not None:
+        _meter.finish(wait)

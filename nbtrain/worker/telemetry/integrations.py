@@ -1,0 +1,91 @@
+"""What a rank changes in transformers, Lightning and Accelerate, so that it sees their logs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ...system.instrumentation import replace, when_imported
+from .. import api
+
+
+def hide_notebook_from_lightning() -> None:
+    """Have Lightning treat a rank like a process of torchrun, not like a notebook.
+
+    In a notebook it forks processes of its own where it is given more than one device.
+    """
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        replace(f"{package}.trainer.connectors.accelerator_connector", "_IS_INTERACTIVE", False)
+    for package in ("lightning.fabric", "lightning_fabric"):  # seen in 2.0 to 2.6
+        replace(f"{package}.connector", "_IS_INTERACTIVE", False)
+
+
+def watch_trainer() -> None:
+    """Report what transformers' `Trainer` logs as metrics; have it and Lightning use tqdm bars."""
+    when_imported("transformers.trainer", _watch_trainer)
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        name = f"{package}.trainer.connectors.callback_connector"
+        when_imported(name, _replace_rich_bar)
+
+
+def _replace_rich_bar(module: Any) -> None:
+    """Lightning draws with rich where it is installed, which needs a screen that no rank has."""
+    if hasattr(module, "TQDMProgressBar"):  # seen in 2.0 to 2.6
+        replace(module, "RichProgressBar", module.TQDMProgressBar)
+
+
+def _watch_trainer(module: Any) -> None:
+    # In a notebook its progress is a table that a forked rank cannot show; a tqdm bar is reported.
+    replace(module, "DEFAULT_PROGRESS_CALLBACK", module.ProgressCallback)
+
+    class ReportLogs(module.TrainerCallback):  # type: ignore[misc]
+        def on_log(self, _args: Any, state: Any, _control: Any, logs: Any = None, **_: Any) -> None:
+            numbers = {k: v for k, v in (logs or {}).items() if isinstance(v, (int, float))}
+            if numbers:
+                api.log_values(int(state.global_step), numbers)
+
+    replace(module, "DEFAULT_CALLBACKS", [*module.DEFAULT_CALLBACKS, ReportLogs])
+
+
+def offer_tracker() -> Callable[[], None]:
+    """Make ``Accelerator(log_with="nbtrain")`` work in this process; return what undoes it."""
+    name = "accelerate.tracking"
+    cancel = when_imported(
+        name, lambda m: m.LOGGER_TYPE_TO_CLASS.setdefault("nbtrain", _tracker_class(m))
+    )
+
+    def withdraw() -> None:
+        cancel()
+        if name in sys.modules:
+            sys.modules[name].LOGGER_TYPE_TO_CLASS.pop("nbtrain", None)
+
+    return withdraw
+
+
+def _tracker_class(module: Any) -> type:
+    """Return the tracker, made for the Accelerate that is installed."""
+
+    class NbtrainTracker(module.GeneralTracker):  # type: ignore[misc]
+        """Reports what ``accelerator.log`` is given as metrics of the rank."""
+
+        name = "nbtrain"
+        requires_logging_directory = False
+        main_process_only = False  # where Accelerate lets other ranks have one, they report too
+
+        def __init__(self, run_name: str = "", **_options: Any) -> None:
+            super().__init__()
+
+        @property
+        def tracker(self) -> None:
+            """Return nothing: what is logged goes to the rank's own file."""
+
+        def store_init_configuration(self, values: dict[str, Any]) -> None:
+            """Print the configuration into the rank's log."""
+            print("configuration:", ", ".join(f"{k}={v}" for k, v in values.items()))
+
+        def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+            """Report the values as metrics."""
+            api.log_values(step, {str(k): v for k, v in values.items() if api.is_metric(v)})
+
+    return NbtrainTracker

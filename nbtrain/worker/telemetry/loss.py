@@ -1,0 +1,176 @@
+"""The loss of a training: what backward is called on, before anything scales it."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...system.instrumentation import patch
+from .. import stopping
+from ..device_scalars import KINDS, ScalarReader, captures
+from .safe_hooks import telemetry
+
+INTERVAL = 0.5
+"""Seconds between two losses that are read off a GPU or TPU."""
+
+SKIPPED = 10
+"""Losses in a row that are not finite and that a `GradScaler` may skip: it looks for its scale."""
+
+_UNSCALED = "_nbtrain_unscaled"
+"""The attribute of a scaled loss that holds the loss; a tensor computed from it has none."""
+
+
+class LossMeter:
+    """Keeps the last loss; a GPU's is read behind the work (see `nbtrain.worker.device_scalars`).
+
+    A loss that cannot be known behind a scaler (a sum of scaled losses, say) is not reported: no
+    number is better than a wrong one.
+    """
+
+    def __init__(self, reader: ScalarReader, on_not_finite: Callable[[float], None]) -> None:
+        self._reader, self._on_not_finite = reader, on_not_finite
+        self._not_finite = 0  # in a row
+        self._has_scaler = False
+        self._value: float | None = None
+        self._reported: float | None = None
+        self._on_device: Any = None  # the last one on a GPU or TPU, detached: for the end
+        self._due = 0.0
+        self._is_paused = False  # while a library scales the loss and goes backward
+        self._is_scaling = False  # a loss was scaled since the last step
+
+    def install(self) -> None:
+        """Watch backward and what scales a loss before it, now or when it is imported."""
+        patch("torch:Tensor", "backward", self._backward)
+        # Accelerate divides by the steps of the accumulation, and DeepSpeed scales, too.
+        patch("accelerate.accelerator:Accelerator", "backward", self._library_backward)
+        patch("deepspeed.runtime.engine:DeepSpeedEngine", "backward", self._library_backward)
+        sharded = "torch.distributed.fsdp.sharded_grad_scaler:ShardedGradScaler"
+        patch("torch.amp.grad_scaler:GradScaler", "scale", self._scale)
+        patch(sharded, "scale", self._scale)
+        patch("transformers.trainer:Trainer", "training_step", self._trainer_step)
+        for package in ("lightning.pytorch", "pytorch_lightning"):  # seen in 2.0 to 2.6
+            result = f"{package}.loops.optimization.automatic:ClosureResult"
+            patch(result, "from_training_step_output", self._closure_result)
+
+    def take(self) -> float | None:
+        """Return the last loss if it is a new one: a value that stands is no point of a curve."""
+        value, self._value = self._value, None
+        self._reported = self._reported if value is None else value
+        return value
+
+    def last(self) -> float | None:
+        """Return the last loss that is known."""
+        return self._reported if self._value is None else self._value
+
+    def read_last(self) -> None:
+        """Begin to read the last loss on a GPU, however recently one was read."""
+        if self._on_device is not None:
+            self._reader.submit({"loss": self._on_device}, self._arrived)
+
+    def stepped(self) -> None:
+        """Forget that a loss was scaled: what follows a step may be another training."""
+        self._is_scaling = False
+
+    def _backward(self, original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if stopping.active is not None:
+            stopping.active.before_next(fetch=False)
+        if not self._is_paused:
+            self._observe_backward(tensor)
+        return original(tensor, *args, **kwargs)
+
+    def _library_backward(
+        self, original: Any, engine: Any, loss: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not self._is_paused:  # else one library calls another
+            self._observe(loss)
+        return self._paused(True, original, engine, loss, *args, **kwargs)
+
+    def _scale(self, original: Any, scaler: Any, outputs: Any) -> Any:
+        """Note the loss behind a product: backward is called on the product."""
+        scaled = original(scaler, outputs)
+        if scaled is not outputs:  # the same where it is not enabled
+            self._has_scaler = True
+            if not self._is_paused:
+                self._remember_unscaled(outputs, scaled)
+        return scaled
+
+    def _trainer_step(self, original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Leave an accumulated loss to the Trainer's log: backward gets a share of it only."""
+        accumulates = getattr(trainer, "current_gradient_accumulation_steps", 1) > 1
+        return self._paused(accumulates, original, trainer, *args, **kwargs)
+
+    def _paused(self, is_paused: bool, original: Any, *args: Any, **kwargs: Any) -> Any:
+        before, self._is_paused = self._is_paused, self._is_paused or is_paused
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._is_paused = before
+
+    def _closure_result(self, original: Any, cls: Any, output: Any, normalize: int = 1) -> Any:
+        """Note the loss that Lightning divides by the batches of an accumulation."""
+        result = original(cls, output, normalize)
+        if normalize != 1:
+            self._remember_undivided(output, result.closure_loss)
+        return result
+
+    @telemetry
+    def _remember_undivided(self, output: Any, share: Any) -> None:
+        if share is not None:
+            whole = output["loss"] if isinstance(output, Mapping) else output
+            setattr(share, _UNSCALED, whole.detach())
+
+    @telemetry
+    def _remember_unscaled(self, losses: Any, products: Any) -> None:
+        self._is_scaling = True
+        if hasattr(losses, "detach"):
+            losses, products = [losses], [products]
+        if isinstance(losses, (list, tuple)):  # an iterator's products do not exist yet
+            for loss, product in zip(losses, products, strict=True):
+                if hasattr(product, "detach"):  # not a list within the list
+                    setattr(product, _UNSCALED, getattr(loss, _UNSCALED, loss).detach())
+
+    @telemetry
+    def _observe_backward(self, tensor: Any) -> None:
+        loss = getattr(tensor, _UNSCALED, None)
+        if loss is not None:
+            self._keep(loss)
+        elif not self._is_scaling:
+            self._keep(tensor)
+
+    @telemetry
+    def _observe(self, loss: Any) -> None:
+        self._keep(loss)
+
+    def _keep(self, loss: Any) -> None:
+        """Take a loss: its value at once, since its owner may change it in place."""
+        torch: Any = sys.modules["torch"]
+        ordinary = type(loss) in (torch.Tensor, torch.nn.Parameter) and loss.is_floating_point()
+        if not ordinary or loss.ndim:
+            return
+        if loss.device.type == "cpu":
+            self._take(loss.item())
+        elif loss.device.type in KINDS:  # reading any other would wait for the device
+            # On a TPU, a step that keeps its loss is another program than one that does not, so
+            # every step keeps it, whether the loss is read or not.
+            self._on_device = loss.detach()
+            now = time.monotonic()
+            is_cuda = loss.device.type == "cuda"
+            if now >= self._due and not (is_cuda and captures.under_way(torch)):
+                self._due = now + INTERVAL
+                self.read_last()
+
+    def _arrived(self, values: dict[str, Any]) -> None:
+        if "loss" in values:
+            self._take(float(values["loss"]))
+
+    def _take(self, value: float) -> None:
+        self._value = value
+        if math.isfinite(value):
+            self._not_finite = 0
+            return
+        self._not_finite += 1
+        if self._not_finite == (SKIPPED if self._has_scaler else 1):
+            self._on_not_finite(value)

@@ -1,0 +1,154 @@
+"""Every tqdm bar of a rank, reported without any code of the user's.
+
+tqdm counts as it always does. Only its drawing is replaced, so an iteration costs what it costs
+anywhere. A rank keeps these patches for its life. (The inline engine, whose rank is the kernel,
+does not install them.)
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import sys
+import threading
+import time
+import weakref
+from itertools import count
+from typing import Any
+
+from ...system.instrumentation import patch, replace, when_imported
+from ...tracking import clock
+from ...tracking import events as ev
+from .. import api
+
+INTERVAL = 0.1
+"""Seconds between two reports of a bar, at least; its end is always reported."""
+
+
+class _Nowhere(io.TextIOBase):
+    """The file of a reported bar, which keeps nothing of what tqdm writes."""
+
+    encoding = "utf-8"
+
+    def write(self, _text: str) -> int:
+        return 0
+
+
+_NOWHERE = _Nowhere()
+_ids = count()
+_DRAWING = ["status_printer", "display", "colour", "__iter__", "update", "close", "clear", "reset"]
+
+
+def install() -> None:
+    """Report this rank's bars, whether tqdm is imported already or later."""
+    when_imported("tqdm.std", _report_bars)
+    when_imported("tqdm.notebook", lambda module: _draw_plainly(module.tqdm_notebook))
+    when_imported("tqdm.rich", lambda module: _draw_plainly(module.tqdm_rich))
+
+
+def _report_bars(module: Any) -> None:
+    """Make ``tqdm.std.tqdm`` report where it would draw. Written against tqdm 4.60 to 4.70."""
+    cls = module.tqdm
+    # The lock, its semaphore and the monitor's thread were the kernel's: a rank that is killed
+    # while it holds the lock would leave every later bar of the notebook waiting.
+    lock = getattr(module, "TqdmDefaultWriteLock", None)
+    if lock is not None:
+        if "mp_lock" in vars(lock):
+            del lock.mp_lock
+        lock.th_lock = threading.RLock()
+        cls.set_lock(lock())
+    cls.monitor = None
+    cls._instances = weakref.WeakSet()
+    patch(cls, "__init__", _init)
+    patch(cls, "display", _display)
+    patch(cls, "close", _close)
+
+
+def _init(original: Any, bar: Any, *args: Any, **kwargs: Any) -> None:
+    original(bar, *args, **kwargs)
+    if _is_for_the_screen(bar):
+        bar.fp = _NOWHERE
+
+
+def _display(original: Any, bar: Any, *args: Any, **kwargs: Any) -> Any:
+    if not _is_reported(bar):
+        return original(bar, *args, **kwargs)
+    _report(bar, closed=False)
+    return True
+
+
+def _close(original: Any, bar: Any) -> None:
+    was_open = not getattr(bar, "disable", True)
+    original(bar)
+    if was_open and _is_reported(bar):
+        _report(bar, closed=True)
+
+
+def _is_for_the_screen(bar: Any) -> bool:
+    stream = getattr(bar, "fp", None)
+    while "_wrapped" in getattr(stream, "__dict__", ()):  # tqdm wraps the stream it is given
+        stream = stream.__dict__["_wrapped"]
+    return stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+
+
+def _is_reported(bar: Any) -> bool:
+    return getattr(bar, "fp", None) is _NOWHERE or _is_for_the_screen(bar)
+
+
+def _seconds(bar: Any) -> float:
+    """Return the seconds since a bar began, or was reset: tqdm's own jump when the clock is set."""
+    start = getattr(bar, "start_t", None)
+    if start is None:
+        return 0.0
+    if getattr(bar, "_nbtrain_start", None) != start:
+        bar._nbtrain_start = start
+        bar._nbtrain_began = time.monotonic() - max(0.0, time.time() - start)
+    return max(0.0, time.monotonic() - float(bar._nbtrain_began))
+
+
+def _report(bar: Any, *, closed: bool) -> None:
+    reporter = api.active
+    if reporter is None:
+        return
+    if not hasattr(bar, "_nbtrain_id"):
+        bar._nbtrain_id, bar._nbtrain_due = next(_ids), 0.0
+    # set_postfix() draws at every iteration, whatever the bar's own interval.
+    if not closed and time.monotonic() < bar._nbtrain_due:
+        return
+    bar._nbtrain_due = time.monotonic() + INTERVAL
+    now = clock.now()
+    try:
+        event = ev.Progress(
+            now,
+            reporter.rank,
+            bar=bar._nbtrain_id,
+            n=_plain(bar.n),
+            total=None if bar.total is None else _plain(bar.total),
+            elapsed=_seconds(bar),
+            description=str(bar.desc or "").removesuffix(": "),
+            unit=str(bar.unit),
+            closed=closed,
+            kept=bool(bar.leave) or (bar.leave is None and bar.pos == 0),
+        )
+    except (TypeError, ValueError, RuntimeError):  # a count that is no number: tqdm's concern
+        return
+    reporter.writer.write(event)
+
+
+def _plain(number: Any) -> float:
+    """Return a count that JSON can hold: numpy's and torch's numbers are not Python's."""
+    return number if type(number) is int else float(number)
+
+
+def _draw_plainly(cls: Any) -> None:
+    """Take the drawing out of tqdm's notebook or rich bar: it is then reported as any other."""
+    for name in _DRAWING:
+        # As if the class did not define it; the standard bar has no class attribute `colour`.
+        replace(cls, name, inspect.getattr_static(cls.__base__, name, None))
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in ("display", "progress", "options"):
+            kwargs.pop(name, None)
+        super(cls, self).__init__(*args, **kwargs)
+
+    replace(cls, "__init__", init)

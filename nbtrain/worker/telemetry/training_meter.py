@@ -1,0 +1,208 @@
+"""The progress of a rank's training: steps, loss, learning rate and batches, as torch does them.
+
+The hot paths only count and keep a reference. Twice a second the counts are written as one
+`TrainingUpdate` event. A loss on a GPU is read behind the work, and on a TPU after the step (see
+`nbtrain.worker.device_scalars`).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Collection
+from types import ModuleType
+from typing import Any
+
+from ...planning.plan import Plan
+from ...system.instrumentation import patch, when_imported
+from ...tracking import clock
+from ...tracking import events as ev
+from .. import stopping
+from ..api import Reporter
+from ..device_scalars import captures
+from .data_loading import DataLoadingMeter
+from .loss import LossMeter
+from .safe_hooks import telemetry
+from .step_timing import StepTimer
+from .tensor_memory import TensorMemoryMeter
+from .xla_compilation import CompilationMeter
+
+INTERVAL = 0.5
+"""Seconds between two reports."""
+
+
+class TrainingMeter:
+    """Counts what a rank does, and reports it. It keeps none of the user's objects alive."""
+
+    def __init__(self, reporter: Reporter, plan: Plan | None = None) -> None:
+        writer, rank = reporter.writer, reporter.rank
+        self._writer, self._rank, self._reader = writer, rank, reporter.late
+        self._loss = LossMeter(reporter.late, self._report_not_finite)
+        self._loading = DataLoadingMeter(self._tick)
+        self._memory = TensorMemoryMeter(writer, rank, plan.task if plan else None)
+        self._steps = 0  # rounds of all optimizers: a GAN has two, a new fold a new one
+        self._round: set[int] = set()  # ids of the optimizers that stepped in it
+        self._lr: float | None = None
+        self._gpu: int | None = None  # of the trained parameters; None: the current one
+        self._open_phases = 0
+        self._phase_lock = threading.Lock()
+        self._compilation = CompilationMeter(writer, rank, self._report_phase)
+        self._timer = StepTimer(self._loading, rank) if plan and plan.scaling else None
+        self._began: float | None = None
+        self._was_finite = True
+        self._due = 0.0
+
+    def install(self, sources: Collection[str]) -> None:
+        """Watch torch, now or when it is imported."""
+        if "steps" in sources:
+            when_imported(
+                "torch.optim.optimizer",
+                lambda module: module.register_optimizer_step_post_hook(self._on_step),
+            )
+            patch("torch.optim.optimizer:Optimizer", "__init__", self._optimizer_init)
+            if self._timer is not None:
+                self._timer.install()
+            self._memory.install()
+        if "loss" in sources:
+            self._loss.install()
+        if "data" in sources:
+            self._loading.install()
+        if "phases" in sources:
+            patch("torch.serialization", "_save", self._save)  # not of a tensor that is pickled
+            patch("safetensors.torch", "save_file", self._save)
+            for owner in ("torch.distributed.distributed_c10d", "torch.distributed"):
+                patch(owner, "init_process_group", self._join)
+            when_imported("torch._dynamo.callback", self._watch_compiler)
+            when_imported("torch_xla.core.xla_model", self._watch_xla)
+
+    @telemetry
+    def finish(self, wait: bool) -> None:
+        """Report the last figures; with `wait`, also those on their way."""
+        self._compilation.look()
+        if self._timer is not None:
+            self._timer.finish(wait)
+        if self._began is not None:
+            if wait:
+                self._loss.read_last()
+            self._reader.finish(wait)
+            self._report(time.monotonic(), self._loss.last())
+
+    # Called by torch
+
+    @telemetry
+    def _on_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        self._loading.stepped()
+        if not self._round or id(optimizer) in self._round:
+            self._steps += 1
+            self._round = set()
+            self._lr = _learning_rate(optimizer)
+            if self._steps == 1:
+                self._gpu = _gpu_of(optimizer)
+            if self._timer is not None:
+                self._timer.stepped(self._gpu)
+        self._round.add(id(optimizer))
+        self._loss.stepped()
+        now = time.monotonic()
+        self._tick(now, now)
+        self._memory.stepped(optimizer, now)
+        if stopping.active is not None:
+            stopping.active.stepped()
+
+    def _optimizer_init(self, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """End the round: what is made after a step belongs to another training, or fold."""
+        self._round = set()
+        original(optimizer, *args, **kwargs)
+
+    def _save(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._in_phase("saving", original, *args, **kwargs)
+
+    def _join(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._in_phase(ev.JOINING, original, *args, **kwargs)
+
+    def _in_phase(self, name: str, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self._report_phase(name)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._report_phase("")
+
+    def _watch_compiler(self, module: ModuleType) -> None:
+        handler = getattr(module, "callback_handler", None)  # torch 2.5 and later
+        if handler is not None:
+            handler.register_start_callback(lambda *_: self._report_phase("compiling"))
+            handler.register_end_callback(lambda *_: self._report_phase(""))
+
+    def _watch_xla(self, _module: ModuleType) -> None:
+        self._compilation.start()
+        self._loading.batch_listener = self._compilation.see_batch
+
+    @telemetry
+    def _report_phase(self, phase: str) -> None:
+        with self._phase_lock:  # checkpoints are saved in threads, too
+            self._open_phases += 1 if phase else -1
+            if self._open_phases == (1 if phase else 0):  # a save within another counts once
+                self._writer.write(ev.Phase(clock.now(), self._rank, phase))
+
+    # Reports
+
+    def _report_not_finite(self, loss: float) -> None:
+        if self._was_finite:
+            self._was_finite = False
+            event = ev.NotFinite(clock.now(), -1, self._rank, self._steps, str(loss))
+            self._writer.write(event)
+
+    def _tick(self, began: float, now: float) -> None:
+        if self._began is None:
+            self._began = began
+        torch = _torch_with_cuda()
+        if now >= self._due and not (torch and captures.under_way(torch)):
+            self._due = now + INTERVAL
+            self._reader.deliver()
+            self._report(now, self._loss.take())
+
+    def _report(self, now: float, loss: float | None) -> None:
+        update = ev.TrainingUpdate(
+            clock.now(),
+            self._rank,
+            steps=self._steps,
+            elapsed=now - (self._began or now),
+            waited=self._loading.waited,
+            samples=self._loading.samples,
+            loss=loss,
+            lr=self._lr,
+            **self._loading.position(),
+            **_gpu_memory(self._gpu),
+        )
+        self._writer.write(update)
+
+
+def _gpu_memory(gpu: int | None) -> dict[str, int]:
+    torch = _torch_with_cuda()
+    if torch is None:
+        return {}
+    try:
+        return {
+            "allocated": torch.cuda.memory_allocated(gpu),
+            "reserved": torch.cuda.memory_reserved(gpu),
+            "peak": torch.cuda.max_memory_allocated(gpu),
+        }
+    except RuntimeError:  # another allocator than torch's keeps no count
+        return {}
+
+
+def _gpu_of(optimizer: Any) -> int | None:
+    """Return the first GPU that holds parameters of an optimizer."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return next((p.device.index for p in parameters if p.is_cuda), None)
+
+
+def _torch_with_cuda() -> Any:
+    torch: Any = sys.modules["torch"]
+    return torch if torch.cuda.is_initialized() else None
+
+
+def _learning_rate(optimizer: Any) -> float | None:
+    lr: Any = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
+    on_cpu = getattr(getattr(lr, "device", None), "type", "") == "cpu"  # or for a captured step
+    return float(lr) if on_cpu or isinstance(lr, (int, float)) else None

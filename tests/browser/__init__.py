@@ -1,1 +1,0 @@
-"""Tests in a real browser: `pytest tests/browser`."""

@@ -1,1 +1,0 @@
-"""What needs Ray: clusters of several nodes on this machine."""

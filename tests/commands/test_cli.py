@@ -1,0 +1,63 @@
+"""The command ``nbtrain``, in this process and as one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import nbtrain
+from nbtrain.commands import cli
+
+
+def test_doctor_prints_its_page_and_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"nbtrain {nbtrain.__version__} · ")
+    assert "A launch now" in printed
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"nbtrain {nbtrain.__version__}\n"
+    assert cli.main([]) == 0
+    assert "doctor" in capsys.readouterr().out
+
+
+def test_a_command_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["nurse"])
+    assert left.value.code == 2
+    assert "nurse" in capsys.readouterr().err
+
+
+def test_the_command_starts_without_torch_and_without_ipython() -> None:
+    script = (
+        "import sys\nfrom nbtrain.commands import cli\ncli.main(['--version'])\n"
+        "print([m for m in ('torch', 'IPython', 'pynvml', 'psutil') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert out.stdout.splitlines()[1] == "[]", out.stderr
+
+
+def test_it_is_a_module_to_run_too() -> None:
+    command = [sys.executable, "-m", "nbtrain", "--version"]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (out.returncode, out.stdout) == (0, f"nbtrain {nbtrain.__version__}\n"), out.stderr
+
+
+def test_no_escape_of_a_run_reaches_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    def train() -> None:
+        print("\x1b]0;title\x07\x1b[31mred\x1b[0m \x9b2J bell\x07 tab\tend")
+
+    folder = nbtrain.launch(train, num_processes=1, view="none").folder
+    manifest = json.loads((folder / "run.json").read_text())
+    manifest |= {"name": "a\x1b[2Jb", "engine": "\x1b[31mfork", "mixed_precision": "no\x07"}
+    (folder / "run.json").write_text(json.dumps(manifest))
+    for command in ("logs", "show", "runs", "stop"):
+        assert cli.main([command]) == 0
+        printed = capsys.readouterr().out
+        assert not {*printed} & {"\x1b", "\x07", "\x9b"}, command
+        assert command != "logs" or "red 2J bell tab\tend" in printed

@@ -1,0 +1,154 @@
+"""The doctor's page: what it shows of given hosts, of this one, and of a real kernel."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import nbtrain
+from nbtrain.commands import doctor
+from nbtrain.planning.findings import Finding
+from nbtrain.system import accelerator_guard, tpu
+from nbtrain.system.gpus import Gpu, Holder
+from tests.support.kernel import Notebook
+
+GPUS = (
+    Gpu(0, "GPU-0", "Tesla T4", 15360, 9000, (Holder(os.getpid(), 8192),), driver="550.54"),
+    Gpu(1, "GPU-1", "Tesla T4", 15360, 3, driver="550.54", mode=3),
+)
+
+
+def test_every_gpu_is_shown_with_who_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    rows = list(doctor.accelerators(GPUS, 2, ["", ""]))
+    assert ("GPU 0", "Tesla T4 · 8.8 of 15.0 GiB used · driver 550.54") in rows
+    assert (" ", f"this kernel itself, pid {os.getpid()}: 8.0 GiB") in rows
+    assert rows[2][1].endswith("EXCLUSIVE_PROCESS")
+    assert ("for ranks", "2 GPUs that torch can use") in rows
+    assert rows[-1][0] == "set"
+    assert "CUDA_VISIBLE_DEVICES=0,1" in rows[-1][1]
+
+
+def test_a_host_without_a_gpu_shows_that_or_its_tpu() -> None:
+    ((_, text), *_) = doctor.accelerators((), 0, [""])
+    assert text.startswith("none listed by the NVIDIA (NVML)")
+    rows = list(doctor.accelerators((), 0, ["TPU (TPU_NAME)"]))
+    assert rows[0] == ("other", "TPU (TPU_NAME)")
+    assert "GPU" not in dict(rows)
+
+
+def test_what_hinders_a_launch_is_shown_by_engine() -> None:
+    refusal = Finding("CUDA is already initialised in this kernel.", "Restart it.", "refuse")
+    warning = Finding("GPU 0 is in use.", "End it.", "warn")
+    assert list(doctor.launch("fork", [refusal, warning])) == [
+        ("", "fork refused: CUDA is already initialised in this kernel. Restart it."),
+        ("", "fork warned: GPU 0 is in use. End it."),
+    ]
+    assert list(doctor.launch("spawn", [])) == [("", "spawn: nothing hinders a launch")]
+    assert list(doctor.launch("fork", [], "torch is not installed")) == [
+        ("", "fork refused: torch is not installed")
+    ]
+
+
+def test_a_long_row_is_wrapped_beside_its_label() -> None:
+    lines = list(doctor.section("Versions", [("packages", "word " * 60), ("", "finding " * 30)]))
+    assert lines[:2] == ["", "Versions"]
+    assert lines[2].startswith("  packages      word")
+    assert lines[3].startswith(" " * 16 + "word")
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize(
+    ("shell", "variable", "name"),
+    [
+        (None, "", "no notebook (a plain Python process)"),
+        ("<google.colab._shell.Shell>", "", "Colab"),
+        ("<ZMQInteractiveShell>", "KAGGLE_KERNEL_RUN_TYPE", "Kaggle"),
+        ("<TerminalInteractiveShell>", "VSCODE_PID", "terminal IPython"),
+        ("<ZMQInteractiveShell>", "VSCODE_PID", "VS Code"),
+        ("<ZMQInteractiveShell>", "VSCODE_CWD", "VS Code"),
+        ("<ZMQInteractiveShell>", "VSCODE_GIT_IPC_HANDLE", "Jupyter kernel"),
+        ("<ZMQInteractiveShell>", "JUPYTERHUB_USER", "JupyterHub"),
+        ("<ZMQInteractiveShell>", "HOME", "Jupyter kernel"),
+    ],
+)
+def test_the_frontend_is_named_as_far_as_it_can_be_known(
+    shell: str | None, variable: str, name: str
+) -> None:
+    assert doctor.frontend(shell, {variable: "1"}) == name
+
+
+def test_this_very_host_is_examined_and_nothing_is_initialised() -> None:
+    nbtrain.launch(print, num_processes=1, view="none")
+    page = doctor.page()
+    assert page.startswith(f"nbtrain {nbtrain.__version__} · Python ")
+    for text in (f"torch         {torch.__version__}, built for", "accelerate ", "open files "):
+        assert text in page
+    assert re.search(r"memory  .* available \(host .*(cgroup|container's)", page)
+    assert re.search(r"run folders .*1 run, .* free", " ".join(page.split()))
+    assert len(page.splitlines()) <= 40
+    assert accelerator_guard.initialized() == frozenset()
+    if not torch.cuda.device_count() and not tpu.signs():
+        assert "A launch now: 2 ranks on the CPU (-n auto)" in page
+
+
+def test_the_users_home_is_not_in_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("NBTRAIN_HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    page = doctor.page()
+    assert "~/.cache/nbtrain/runs: 0 runs" in page
+    assert str(tmp_path) not in page
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        ("raise OSError('libtorch.so: cannot open')", "cannot be imported: OSError: libtorch.so"),
+        ("import torch_is_not_whole", "No module named 'torch_is_not_whole'"),
+        (None, "torch is not installed"),
+    ],
+)
+def test_without_a_torch_that_works_the_page_says_so(
+    tmp_path: Path, module: str | None, reason: str
+) -> None:
+    if module is not None:
+        (tmp_path / "torch.py").write_text(module)
+    hide = "class Hide:\n    def find_spec(self, name, *_):\n        if name == 'torch':\n"
+    hide += "            raise ModuleNotFoundError('hidden', name='torch')\n"
+    script = "import sys\n" + (hide + "sys.meta_path.insert(0, Hide())\n" if not module else "")
+    script += "from nbtrain.commands import doctor\nprint(doctor.page())"
+    path = os.pathsep.join([str(tmp_path), str(Path(nbtrain.__file__).parent.parent)])
+    out = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        timeout=60,
+    )
+    assert out.returncode == 0, out.stderr
+    page = " ".join(out.stdout.split())
+    assert reason in page, out.stdout
+    assert "fork refused: torch" in page
+
+
+def test_a_notebook_asks_the_doctor(notebook: Notebook) -> None:
+    out = notebook.run("%nbtrain doctor")
+    assert out.ename == "", out.traceback
+    first, *_ = out.stdout.splitlines()
+    assert first.startswith("nbtrain ")
+    assert first.endswith("Jupyter kernel")
+    assert "No accelerator is initialised in this kernel" in out.stdout
+    assert "fork: nothing hinders a launch" in out.stdout
+    assert max(map(len, out.stdout.splitlines())) <= 80
+    notebook.run("from accelerate import PartialState\nPartialState(cpu=True)")
+    page = " ".join(notebook.run("%nbtrain doctor").stdout.split())
+    assert "refused: An Accelerator (or PartialState) was created in the notebook" in page
+    assert "CachingCompiler().ast_parse" in page
+    assert "accelerate.state.PartialState.__init__ by nbtrain.system.accelerator_hooks" in page

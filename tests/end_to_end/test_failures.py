@@ -1,0 +1,331 @@
+"""How runs end badly, through a real kernel: what is raised, what is said, what is left."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+
+from tests.support.kernel import Notebook
+from tests.support.waiting import wait_until
+
+RETURNCODES = "[r.returncode for r in nbtrain.last_run().state.ranks]"
+WAIT = "    time.sleep(60)\n"
+
+
+def test_the_failing_ranks_own_exception_is_raised_with_the_cells_line(notebook: Notebook) -> None:
+    out = notebook.run(
+        "%%distributed -n 2\n"
+        "def helper(x):\n"
+        "    raise ValueError(f'bad {x}')\n"
+        "def train():\n"
+        "    if nbtrain.rank() == 1:\n"
+        "        helper('luck')\n"
+        f"{WAIT}"
+    )
+    assert out.ename == "ValueError"
+    assert "----> 6         helper('luck')" in out.traceback
+    assert "----> 3     raise ValueError" in out.traceback
+    assert "from rank 1 of 2; rank 0 was stopped" in out.traceback
+    for launcher in ("run_cell_magic", "worker.py", "launcher.py", "interactiveshell"):
+        assert launcher not in out.traceback
+
+
+def test_the_users_exception_type_can_be_caught(notebook: Notebook) -> None:
+    out = notebook.run(
+        "class MyError(Exception):\n"
+        "    def __init__(self, a, *, b):\n"
+        "        super().__init__(a); self.b = b\n"
+        "    def __reduce__(self):\n"
+        "        return (make, (self.args[0], self.b))\n"
+        "def make(a, b): return MyError(a, b=b)\n"
+        "def fail(): raise MyError('why', b=3)\n"
+        "try:\n"
+        "    nbtrain.launch(fail, num_processes=2, view='none')\n"
+        "except MyError as error:\n"
+        "    print(error.b, error.__notes__[0])"
+    )
+    assert out.stdout.startswith("3 nbtrain: this is from rank")
+    assert "failed too (MyError)" in out.stdout
+
+
+@pytest.mark.parametrize(
+    ("definition", "shown"),
+    [
+        ("class E(Exception):\n    def __init__(self, a, b): super().__init__(a)", "E: one"),
+        ("class E(Exception):\n    def __str__(self): raise RuntimeError('no')", "__str__ raised"),
+        (
+            "import threading\nclass E(Exception):\n"
+            "    def __init__(self, a, b): super().__init__(a); self.lock = threading.Lock()",
+            "E: one",
+        ),
+    ],
+)
+def test_hostile_exceptions_are_told_all_the_same(
+    notebook: Notebook, definition: str, shown: str
+) -> None:
+    out = notebook.run(f"%%distributed -n 1\n{definition}\nraise E('one', 'two')")
+    assert out.ename in ("RankError", "E")
+    assert shown in out.traceback
+
+
+def test_a_chain_of_causes_arrives_whole(notebook: Notebook) -> None:
+    out = notebook.run(
+        "%%distributed -n 1\n"
+        "try:\n"
+        "    {}['key']\n"
+        "except KeyError as error:\n"
+        "    raise ValueError('no such setting') from error"
+    )
+    assert out.ename == "ValueError"
+    assert "KeyError: 'key'" in out.traceback
+    assert "direct cause" in out.traceback
+    assert "----> 3     {}['key']" in out.traceback
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("os._exit(3)", "exited with code 3"),
+        ("os._exit(0)", "exited with code 0 before its function had returned"),
+        ("__import__('sys').exit(4)", "exited with code 4"),
+        ("__import__('sys').exit('sorry')", "exited with code 1"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL"),
+        ("__import__('ctypes').string_at(0)", "was killed by SIGSEGV"),
+    ],
+)
+def test_a_death_is_told_with_the_ranks_last_words(
+    notebook: Notebook, code: str, words: str
+) -> None:
+    out = notebook.run(
+        "%%distributed -n 2\n"
+        "def train():\n"
+        "    print('last words of', nbtrain.rank())\n"
+        "    if nbtrain.rank() == 1:\n"
+        f"        {code}\n"
+        f"{WAIT}"
+    )
+    assert out.ename == "RankDied"
+    assert f"rank 1 {words}" in out.traceback
+    assert "last words of 1" in out.traceback
+    assert "rank 0 was stopped" in out.traceback
+    if "string_at" in code:  # faulthandler's Python stack of the moment
+        assert "Fatal Python error: Segmentation fault" in out.traceback
+    if "sorry" in code:
+        assert "sorry" in out.traceback
+
+
+def test_sys_exit_without_a_code_is_a_success(notebook: Notebook) -> None:
+    out = notebook.run("%%distributed -n 2\nimport sys\nsys.exit()")
+    assert out.ename == ""
+    assert notebook.value("nbtrain.last_run().results") == [None, None]
+
+
+@pytest.mark.parametrize("how", ["raise ValueError('cause')", "os._exit(3)"])
+def test_the_cause_is_raised_not_the_echo_in_a_collective(notebook: Notebook, how: str) -> None:
+    out = notebook.run(
+        "%%distributed -n 3\n"
+        "import torch.distributed as dist\n"
+        "def train():\n"
+        "    dist.init_process_group('gloo')\n"
+        "    dist.barrier()\n"
+        "    if nbtrain.rank() == 2:\n"
+        f"        {how}\n"
+        "    while True:\n"
+        "        dist.all_reduce(torch.ones(1))\n"
+    )
+    assert out.ename in ("ValueError", "RankDied"), out.traceback
+    assert "rank 2" in out.traceback
+    # The others met the echo, or were stopped before they could: never another failure.
+    assert "failed too" not in out.traceback
+
+
+@pytest.mark.parametrize(
+    "question",
+    ["input('name? ')", "import getpass; getpass.getpass()", "import pdb; pdb.set_trace()"],
+)
+def test_a_question_to_a_rank_is_refused_with_the_way_out(
+    notebook: Notebook, question: str
+) -> None:
+    out = notebook.run(f"%%distributed -n 1\n{question}\nprint('asked')")
+    assert out.ename == "StdinNotImplementedError"
+    assert "nobody can type an answer for a rank" in out.evalue
+    assert "pass the answer to the function" in out.evalue
+    assert notebook.value("input.__self__ is get_ipython().kernel")
+
+
+def test_a_result_that_cannot_travel_is_named(notebook: Notebook) -> None:
+    out = notebook.run(
+        "%%distributed -n 1\n"
+        "import threading\n"
+        "class Holder: pass\n"
+        "h = Holder(); h.inner = {'lock': [threading.Lock()]}\n"
+        "h"
+    )
+    assert out.ename == "ResultNotPicklable"
+    assert "returned a __main__.Holder and `result.inner['lock'][0]`" in out.traceback
+    assert "lock" in out.traceback
+
+
+def test_classes_and_tensors_come_back_as_what_they_are(notebook: Notebook) -> None:
+    notebook.run(
+        "from dataclasses import dataclass\n"
+        "@dataclass\n"
+        "class Score:\n"
+        "    value: float\n"
+        "run = %distributed -n 1 (Score(0.5), torch.arange(3), torch.nn.Linear(2, 1), lambda: 7)"
+    )
+    notebook.run("score, tensor, module, function = run.value")
+    assert notebook.value("isinstance(score, Score), tensor.tolist(), function()") == (
+        True,
+        [0, 1, 2],
+        7,
+    )
+    assert notebook.value("module(torch.ones(1, 2)).shape == (1, 1)") is True
+
+
+def test_a_timeout_stops_the_run(notebook: Notebook) -> None:
+    out = notebook.run(f"%%distributed -n 2 --timeout 0.5\ndef train():\n{WAIT}")
+    assert out.ename == "RunTimeout"
+    assert "timed out" in out.board
+
+
+def test_interrupt_lets_ranks_save_and_raises_keyboard_interrupt(notebook: Notebook) -> None:
+    out = notebook.run(
+        "%%distributed -n 2\n"
+        "def train():\n"
+        "    nbtrain.log(step=1, loss=0.25)\n"
+        "    print('ready')\n"
+        "    try:\n"
+        "        time.sleep(60)\n"
+        "    except KeyboardInterrupt:\n"
+        "        print('saving')\n"
+        "        time.sleep(0.3)\n"
+        "        print('saved')\n"
+        "        raise\n",
+        interrupt_on="ready",
+    )
+    assert out.ename == "KeyboardInterrupt"
+    assert "interrupted" in out.board
+    assert "loss 0.25" in out.board
+    assert notebook.value("nbtrain.last_run().logs(1)").startswith("ready\nsaving\nsaved")
+    assert notebook.value("nbtrain.last_run().state.status") == "interrupted"
+    assert notebook.run("%distributed -n 2 nbtrain.rank()").ename == ""
+
+
+def test_a_rank_that_catches_the_interrupt_may_return_its_result(notebook: Notebook) -> None:
+    out = notebook.run(
+        "%%distributed -n 2\n"
+        "def train():\n"
+        "    try:\n"
+        "        print('ready'); time.sleep(60)\n"
+        "    except KeyboardInterrupt:\n"
+        "        return 'saved'\n",
+        interrupt_on="ready",
+    )
+    assert out.ename == "KeyboardInterrupt"
+    assert notebook.value("nbtrain.last_run().results") == ["saved", "saved"]
+
+
+def test_ranks_deaf_to_interrupts_are_killed(notebook: Notebook) -> None:
+    out = notebook.run(
+        "%%distributed -n 2\n"
+        "def train():\n"
+        "    signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "    print('deaf')\n"
+        f"{WAIT}",
+        interrupt_on="deaf",
+    )
+    assert out.ename == "KeyboardInterrupt"
+    assert notebook.value(RETURNCODES) == [-9, -9]
+
+
+def test_a_second_interrupt_kills_at_once(notebook: Notebook) -> None:
+    presses = []
+
+    def press_again(out: object) -> None:
+        if "2 s to save" in str(out) and not presses:
+            presses.append(notebook.manager.interrupt_kernel())
+
+    out = notebook.run(
+        "%%distributed -n 2\n"
+        "def train():\n"
+        "    signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "    print('deaf')\n"
+        f"{WAIT}",
+        interrupt_on="deaf",
+        during=press_again,
+    )
+    assert out.ename == "KeyboardInterrupt"
+    assert presses
+    assert notebook.value(RETURNCODES) == [-9, -9]  # not SIGTERM, which comes after 2 s
+
+
+def test_no_process_of_a_rank_outlives_it(notebook: Notebook) -> None:
+    out = notebook.run(
+        "%%distributed -n 2\n"
+        "import subprocess\n"
+        "from torch.utils.data import DataLoader\n"
+        "def train():\n"
+        "    loader = DataLoader(list(range(1000)), num_workers=2, persistent_workers=True)\n"
+        "    it = iter(loader); next(it)\n"
+        "    child = subprocess.Popen(['sleep', '60'])\n"
+        "    import psutil\n"
+        "    print([p.pid for p in psutil.Process().children()], flush=True)\n"
+        "    if nbtrain.rank() == 1:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"{WAIT}"
+    )
+    assert out.ename == "RankDied"
+    started = [
+        pid
+        for rank in (0, 1)
+        for pid in notebook.value(notebook.value(f"nbtrain.last_run().logs({rank}, tail=1)"))
+    ]
+    assert len(started) == 6
+    wait_until(lambda: not any(_is_running(pid) for pid in started))
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_an_interrupt_is_not_lost_in_a_finalizer_or_a_fork(notebook: Notebook) -> None:
+    out = notebook.run(
+        "%%distributed -n 2\n"
+        "from torch.utils.data import DataLoader\n"
+        "def train():\n"
+        "    try:\n"
+        "        for i in range(10_000):\n"
+        "            next(iter(DataLoader([1, 2], num_workers=1)))\n"
+        "            if i == 3: print('ready')\n"
+        "    except KeyboardInterrupt:\n"
+        "        print('saved')\n"
+        "        raise\n",
+        interrupt_on="ready",
+    )
+    assert out.ename == "KeyboardInterrupt"
+    for rank in (0, 1):
+        assert "saved" in notebook.value(f"nbtrain.last_run().logs({rank})")
+
+
+def test_an_exception_that_cannot_travel_is_shown_with_its_line(notebook: Notebook) -> None:
+    out = notebook.run(
+        "%%distributed -n 1\n"
+        "import threading\n"
+        "class E(Exception): pass\n"
+        "error = E('one', threading.Lock())\n"
+        "raise error"
+    )
+    assert out.ename == "RankError"
+    assert "----> 5 raise error" in out.traceback
+
+
+def test_a_variable_of_any_name_may_give_an_option(notebook: Notebook) -> None:
+    notebook.run("offset = text = shell = line = 3\n")
+    for name in ("offset", "text", "shell", "line"):
+        notebook.run(f"%distributed -n {{{name}}} nbtrain.rank()")
+        assert notebook.value("nbtrain.last_run().results") == [0, 1, 2]

@@ -1,0 +1,156 @@
+"""The fault matrix: every row of `tests/tools/faults.py` is named, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from nbtrain import last_run
+from nbtrain.engines.process import finish_process
+from tests.support.health import HEALTH
+from tests.support.waiting import wait_until
+from tests.tools import faults
+from tests.tools.faults import ROWS, Outcome, Row, Unavailable
+
+ELSEWHERE = {"shared memory"}
+"""What other processes of this host change, too; looked at by name, below."""
+
+
+@pytest.fixture(scope="module")
+def health() -> Callable[[], dict[str, Any]]:
+    namespace: dict[str, Any] = {}
+    exec(HEALTH, namespace)
+    for warm_up in (Row("exception", "collective", "exception"), Row("SIGKILL", "end", "signal")):
+        faults.launched(warm_up)  # what is loaded once stays
+    found: Callable[[], dict[str, Any]] = namespace["health"]
+    return found
+
+
+@pytest.fixture
+def unharmed(health: Callable[[], dict[str, Any]]) -> Iterator[None]:
+    """This process stays as it was, as a kernel must."""
+    before = health()
+    yield
+    after = health()
+    for look in (before, after):
+        look["environment"].pop("PYTEST_CURRENT_TEST", None)
+        handlers = ((k, [h for h in v if "LogCap" not in h]) for k, v in look["logging"].items())
+        look["logging"] = {name: left for name, left in handlers if left}
+    for item in before.keys() - ELSEWHERE:
+        assert after[item] == before[item], item
+    run = last_run()
+    pids = [str(r.pid) for r in run.state.ranks] if run is not None else []
+    left = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    assert not [name for name in left if name.startswith("torch_") and name.split("_")[1] in pids]
+
+
+def test_threads_that_are_waited_for_are_named_while_there_are_any(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    threads = [threading.main_thread()]  # the last other one has just ended
+    monkeypatch.setattr(threading, "enumerate", lambda: threads)
+    patience = finish_process._IdleAlarm()
+    patience()
+    assert capsys.readouterr().out == ""
+    threads.append(threading.Thread(name="a saver"))
+    patience()
+    assert "waiting for thread a saver" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_fault_is_told_for_what_it_is_and_leaves_nothing(
+    row: Row, unharmed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finish_process, "QUIET", 0.3)
+    try:
+        out = faults.carry_out(row)
+    except Unavailable as why:
+        pytest.skip(str(why))
+    _check_verdict(row, out)
+    _check_order(row, out)
+
+
+def _check_verdict(row: Row, out: Outcome) -> None:
+    found = out.verdict
+    if not row.kind:
+        assert found is None, found
+        assert out.raised == ""
+        return
+    assert found is not None, out
+    assert (found.kind, row.word in found.headline) == (row.kind, True), found
+    assert row.rank in (None, found.rank), found
+    assert "\n" not in found.headline
+    assert found.headline in str(found)
+    assert out.raised
+    assert out.reopened == found
+
+
+def _check_order(row: Row, out: Outcome) -> None:
+    exits = [rank for kind, rank in out.order if kind == "exited"]
+    assert sorted(exits) == list(range(row.ranks)), out.order
+    if row.kind and out.gone_after is not None and out.seen_after is not None:
+        assert out.gone_after - out.seen_after < 5, out  # promised: a second
+    if row.kind in ("exit", "signal", "segfault") and row.when != "collective":
+        assert exits[0] == row.culprit, out.order
+
+
+def test_another_process_finds_the_same_verdict() -> None:
+    out = faults.launched(Row("exception of a class that pickle cannot remake", "mid-run", "x"))
+    run = last_run()
+    assert run is not None
+    code = f"import nbtrain; print(nbtrain.Run.open({str(run.folder)!r}).failure)"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert told.stdout.strip() == str(out.verdict), told.stderr
+    assert "rank 1: Odd: odd one  [exception]\n  · at line " in told.stdout
+    assert told.stdout.rstrip().endswith("· rank 0 was stopped")
+
+
+def test_no_child_of_a_rank_is_left(unharmed: None) -> None:
+    faults.launched(Row("children left running", "end"))
+    run = last_run()
+    assert run is not None
+    sessions = {r.pid for r in run.state.ranks}
+    wait_until(lambda: not _of_sessions(sessions))
+
+
+def _of_sessions(leaders: set[int | None]) -> list[int]:
+    found = []
+    for pid in psutil.pids():
+        try:
+            if os.getsid(pid) in leaders:
+                found.append(pid)
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def test_deaths_are_seen_at_once() -> None:
+    seen = sorted(faults.deaths(5))
+    assert 0 < seen[2] < 0.3, seen  # promised: 0.1 s
+
+
+@pytest.mark.parametrize("deaf", [False, True], ids=["behaving", "deaf"])
+@pytest.mark.parametrize("door", faults.DOORS)
+def test_every_door_stops_a_run(door: str, deaf: bool, unharmed: None) -> None:
+    assert faults.stopped(door, deaf) < (12 if deaf else 3)  # promised: 4 s and 1 s
+    run = last_run()
+    assert run is not None
+    assert run.state.status == ("timed out" if door == "timeout" else "interrupted")
+    assert (run.failure is None) == (door != "timeout")
+
+
+def test_sockets_of_killed_workers_go_with_their_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    faults.launched(Row("DataLoader worker killed", "mid-run", "data loader worker"))
+    assert list(tmp_path.iterdir()) == []

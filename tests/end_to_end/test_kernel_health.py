@@ -1,0 +1,142 @@
+"""Promise 1: whatever a run does, the kernel afterwards is what it was before."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import psutil
+
+from tests.support.health import HEALTH
+from tests.support.kernel import Notebook
+from tests.support.waiting import wait_until
+
+CASES = [
+    ("ok", "%distributed -n 2 nbtrain.rank()", ""),
+    ("ok", "%%distributed -n 2\ndef train():\n    torch.distributed.init_process_group('gloo')\n"
+           "    torch.distributed.barrier()", ""),
+    ("exception", "%%distributed -n 2\nif nbtrain.rank(): 1 / 0\ntime.sleep(60)",
+     "ZeroDivisionError"),
+    ("interrupt", "%%distributed -n 2\nprint('ready')\ntime.sleep(60)", "KeyboardInterrupt"),
+    ("exit", "%%distributed -n 2\nif nbtrain.rank(): os._exit(3)\ntime.sleep(60)", "RankDied"),
+    ("sigkill", "%%distributed -n 2\nif nbtrain.rank(): os.kill(os.getpid(), 9)\ntime.sleep(60)",
+     "RankDied"),
+    ("unpicklable", "%distributed -n 2 __import__('threading').Lock()", "ResultNotPicklable"),
+    ("refused", "%distributed -n 0 1", "PlanError"),
+    ("hostile", "%%distributed -n 2\nos.environ['X'] = '1'; os.chdir('/'); torch.manual_seed(7)\n"
+                "signal.signal(signal.SIGTERM, signal.SIG_IGN); torch.set_num_threads(1)\n"
+                "import logging; logging.basicConfig(); logging.getLogger().addHandler("
+                "logging.NullHandler())", ""),
+]  # fmt: skip
+
+
+def test_twenty_runs_of_every_kind_leave_the_kernel_as_it_was(
+    start_kernel: Callable[..., Notebook],
+) -> None:
+    kernel = start_kernel()
+    kernel.run("%load_ext nbtrain\nimport nbtrain, os, signal, time, torch, tqdm.auto")
+    kernel.run("import torch.distributed, accelerate, transformers\n" + HEALTH)
+    kernel.run("torch.manual_seed(1); torch.randn(2000, 2000) @ torch.randn(2000, 2000)")
+    kernel.run("before = health(); native = len(os.listdir('/proc/self/task'))")
+    for number in range(20):
+        kind, cell, ename = CASES[number % len(CASES)]
+        out = kernel.run(cell, interrupt_on="ready" if kind == "interrupt" else None)
+        assert out.ename == ename, (kind, out)
+    before, after = kernel.value("before, health()")
+    for item in before:
+        assert after[item] == before[item], item
+    assert before["children"] == []
+    assert kernel.value("len(os.listdir('/proc/self/task')) <= native") is True
+
+
+def test_a_kernel_that_used_all_threads_gives_ranks_with_threads(
+    start_kernel: Callable[..., Notebook],
+) -> None:
+    kernel = start_kernel()
+    kernel.run("%load_ext nbtrain\nimport torch, nbtrain\ntorch.set_num_threads(2)")
+    kernel.run("a = torch.randn(1500, 1500, requires_grad=True); (a @ a).sum().backward()")
+    out = kernel.run(
+        "%%distributed -n 2 --env OMP_NUM_THREADS=2\n"
+        "from torch.utils.data import DataLoader\n"
+        "def train(a):\n"
+        "    b = (a @ a).relu().sum(); b.backward()\n"
+        "    batches = list(DataLoader(torch.randn(64, 3), batch_size=8, num_workers=1))\n"
+        "    return torch.get_num_threads(), a.grad is not None, len(batches)\n",
+        timeout=60,
+    )
+    assert out.ename == "", out.traceback
+    assert kernel.value("nbtrain.last_run().results") == [(2, True, 8)] * 2
+    assert kernel.run("(a @ a).sum().item() is not None").ename == ""
+
+
+def test_ranks_die_with_a_killed_kernel(start_kernel: Callable[..., Notebook]) -> None:
+    kernel = start_kernel()
+    kernel.run("%load_ext nbtrain\nimport nbtrain, time, os")
+    ranks: list[psutil.Process] = []
+
+    def kill_the_kernel(_out: object) -> None:
+        children = kernel.process.children(recursive=True)
+        if "ready" in str(_out) and len(children) >= 2:
+            ranks.extend(children)
+            kernel.process.kill()
+            raise KernelKilled
+
+    class KernelKilled(Exception):
+        pass
+
+    with contextlib.suppress(KernelKilled):
+        kernel.run(
+            "%%distributed -n 2\nprint('ready'); time.sleep(60)", during=kill_the_kernel, timeout=30
+        )
+    assert len(ranks) >= 2
+    wait_until(lambda: not any(_runs(p) for p in ranks))
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_shared_model_stays_shared(start_kernel: Callable[..., Notebook]) -> None:
+    kernel = start_kernel()
+    kernel.run("%load_ext nbtrain\nimport torch, nbtrain, gc, psutil")
+    kernel.run("model = torch.nn.Linear(5000, 5000)  # 100 MB")
+    kernel.run(
+        "%%distributed -n 2\n"
+        "def train(model):\n"
+        "    total = sum(p.sum() for p in model.parameters()); gc.collect()\n"
+        "    return psutil.Process().memory_full_info().uss / 2**20"
+    )
+    for private in kernel.value("nbtrain.last_run().results"):
+        assert private < 60
+
+
+def test_a_headless_run_prints_lines_and_keeps_the_summary(
+    start_kernel: Callable[..., Notebook],
+) -> None:
+    kernel = start_kernel(allow_stdin=False)
+    kernel.run("%load_ext nbtrain\nimport nbtrain")
+    out = kernel.run("%%distributed -n 2\nprint('hello from', nbtrain.rank())\n'result'")
+    assert "[rank 1] hello from 1" in out.stdout
+    assert len(out.displays) == 1
+    assert "succeeded" in out.displays[0]["text/html"]
+    assert out.updates == []
+
+
+def test_every_view_works(start_kernel: Callable[..., Notebook]) -> None:
+    kernel = start_kernel()
+    kernel.run("%load_ext nbtrain\nimport nbtrain")
+    cell = "%%distributed -n 1 --view {}\nprint('said')\n'result'"
+    assert "text/html" in kernel.run(cell.format("html")).updates[-1]
+    widget = kernel.run(cell.format("widget"))
+    assert "application/vnd.jupyter.widget-view+json" in widget.displays[0]
+    assert "application/vnd.jupyter.widget-view+json" not in widget.updates[-1]
+    assert "result" in widget.updates[-1]["text/html"]
+    text = kernel.run(cell.format("text"))
+    assert "[rank 0] said" in text.stdout
+    assert "'result'" in text.stdout
+    assert text.displays == []
+    silent = kernel.run(cell.format("none"))
+    assert (silent.stdout, silent.displays) == ("", [])

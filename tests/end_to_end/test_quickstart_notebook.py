@@ -1,0 +1,137 @@
+"""The quickstart runs headless, two ranks learn as well as one, what is committed is clean."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbformat import NotebookNode
+from nbformat.v4 import new_code_cell
+
+from tests.support.kernel import execute
+from tests.support.paths import NOTEBOOKS
+
+pytestmark = pytest.mark.timeout(240)
+
+PATH = NOTEBOOKS / "quickstart.ipynb"
+
+MAGIC = "%%distributed -n 2\n"
+ONE_PROCESS = "%%distributed -n 1 --as one --env OMP_NUM_THREADS=1 --no-sync\n"
+SPAWNED = "%%distributed -n 2 --as spawned --engine spawn --no-sync\n"
+
+PROBE = """
+print({
+    "two": [{name: r[name] for name in ("accuracy", "checksum")} for r in run.results],
+    "one": one.value["accuracy"],
+    "spawned": [r["checksum"] for r in spawned.results],
+    "printed by two": run.logs(0),
+    "printed by one": one.logs(0),
+    "in the notebook": (accuracy_here(), checksum(model)),
+})
+"""
+
+
+@dataclass
+class Executed:
+    """The notebook after a run, and what its variables then held."""
+
+    notebook: NotebookNode
+    found: dict[str, Any]
+
+    def outputs(self, start: str) -> list[NotebookNode]:
+        """Return the outputs of the one cell whose source begins with `start`."""
+        (cell,) = [c for c in self.notebook.cells if c.source.startswith(start)]
+        outputs: list[NotebookNode] = cell.outputs
+        return outputs
+
+
+@pytest.fixture(scope="module")
+def committed() -> NotebookNode:
+    return nbformat.read(PATH, as_version=4)
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory: pytest.TempPathFactory) -> Executed:
+    """Run a copy in which the training cell also runs, before, in one process, and by spawn."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    notebook = nbformat.read(PATH, as_version=4)
+    (training,) = [i for i, c in enumerate(notebook.cells) if c.source.startswith(MAGIC)]
+    body = notebook.cells[training].source.removeprefix(MAGIC)
+    notebook.cells.insert(training, new_code_cell(ONE_PROCESS + body))
+    notebook.cells.insert(training, new_code_cell(SPAWNED + body))
+    notebook.cells.append(new_code_cell(PROBE))
+    execute(notebook, folder, HF_HUB_OFFLINE="1")
+    return Executed(notebook, ast.literal_eval(notebook.cells[-1].outputs[0].text))
+
+
+def test_fresh_processes_train_to_the_same_bits_as_forked_ones(executed: Executed) -> None:
+    forked = [result["checksum"] for result in executed.found["two"]]
+    assert executed.found["spawned"] == forked
+
+
+def test_no_cell_fails_or_warns(executed: Executed) -> None:
+    outputs = [o for c in executed.notebook.cells for o in c.get("outputs", ())]
+    assert [o for o in outputs if o.output_type == "error" or o.get("name") == "stderr"] == []
+
+
+def test_two_ranks_recognise_the_digits(executed: Executed) -> None:
+    assert [result["accuracy"] >= 0.93 for result in executed.found["two"]] == [True, True]
+
+
+def test_both_ranks_and_then_the_notebook_hold_the_same_model(executed: Executed) -> None:
+    one, other = executed.found["two"]
+    assert one == other
+    accuracy, checksum = executed.found["in the notebook"]
+    assert checksum == one["checksum"]
+    assert accuracy == pytest.approx(one["accuracy"], abs=0.006)  # two images: batches round
+
+
+def test_one_process_with_the_same_steps_and_batches_does_no_better(executed: Executed) -> None:
+    steps, images = _steps(executed.found["printed by one"])
+    assert _steps(executed.found["printed by two"]) == (steps, images // 2)
+    assert executed.found["one"] <= executed.found["two"][0]["accuracy"] + 0.02
+
+
+def _steps(printed: str) -> tuple[int, int]:
+    found = re.search(r"(\d+) steps of (\d+) images", printed)
+    assert found is not None, printed
+    return int(found[1]), int(found[2])
+
+
+def test_the_training_cell_keeps_its_summary(executed: Executed) -> None:
+    last = executed.outputs(MAGIC)[-1]
+    assert last.output_type == "display_data"
+    assert "succeeded" in last.data["text/html"]
+    assert "succeeded" in last.data["text/plain"]
+
+
+def test_a_failure_is_caught_by_its_own_type_and_names_its_rank(executed: Executed) -> None:
+    (cell,) = [c for c in executed.notebook.cells if "except EmptyBatch" in c.source]
+    said = "".join(o.text for o in cell.outputs if o.output_type == "stream")
+    assert "EmptyBatch('no images in batch 17')" in said
+    assert "rank 1 of 2" in said
+
+
+def test_the_committed_outputs_are_of_one_whole_run(committed: NotebookNode) -> None:
+    cells = [c for c in committed.cells if c.cell_type == "code"]
+    assert [c.execution_count for c in cells] == list(range(1, len(cells) + 1))
+    assert not [o for c in cells for o in c.outputs if o.output_type == "error"]
+    (training,) = [c for c in cells if c.source.startswith(MAGIC)]
+    assert "succeeded" in training.outputs[-1].data["text/html"]
+
+
+@pytest.mark.parametrize("path", sorted(PATH.parent.glob("*.ipynb")), ids=lambda p: p.stem)
+def test_a_committed_file_is_small_and_says_nothing_of_the_machine_it_ran_on(path: Path) -> None:
+    committed = nbformat.read(path, as_version=4)
+    assert path.stat().st_size < 300_000
+    assert "widgets" not in committed.metadata
+    assert "widget-view" not in path.read_text()
+    assert committed.metadata.kernelspec.name == "python3"
+    assert committed.metadata.language_info.name == "python"
+    outputs = str([c.outputs for c in committed.cells if c.cell_type == "code"])
+    assert re.findall(r"/(?:tmp|home|root|work|usr|opt|Users)/\S*", outputs) == []

@@ -1,0 +1,170 @@
+"""Loops as people write them, in a real kernel: the board shows all that is seen of each rank.
+
+Not one call of nbtrain's is in them. Their data take their time, or there were no rate to tell.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from dataclasses import dataclass
+
+import pytest
+
+from nbtrain.system.text import format_number
+from tests.support.kernel import Notebook, Outputs
+
+DATA = """
+import time, torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+class Slow(Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, i):
+        time.sleep(0.01)
+        return torch.full((4,), i / 64), torch.ones(1)
+"""
+
+PLAIN = """
+def train():
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    loader = DataLoader(Slow(), batch_size=8)
+    for _ in range(2):
+        for x, y in loader:
+            loss = (model(x) - y).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return loss.item()
+"""
+
+ACCELERATE = """
+from accelerate import Accelerator
+
+def train():
+    accelerator = Accelerator()
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    loader = DataLoader(Slow(), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for _ in range(4):
+        for x, y in loader:
+            loss = (model(x) - y).pow(2).mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    return loss.item()
+"""
+
+TRAINER = """
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+class Rows(Slow):
+    def __getitem__(self, i):
+        time.sleep(0.01)
+        return {"input_ids": torch.arange(6), "labels": i % 2}
+
+def train():
+    config = BertConfig(
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+    )
+    arguments = TrainingArguments(
+        output_dir="unused",
+        per_device_train_batch_size=4,
+        num_train_epochs=4,
+        logging_steps=2,
+        save_strategy="no",
+        report_to="none",
+    )
+    trainer = Trainer(BertForSequenceClassification(config), arguments, train_dataset=Rows())
+    trainer.train()
+    return [logged["loss"] for logged in trainer.state.log_history if "loss" in logged][-1]
+"""
+
+LIGHTNING = """
+import lightning
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+    def training_step(self, batch, _index):
+        x, y = batch
+        loss = self.told = (self.layer(x) - y).pow(2).mean()
+        return loss
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+def train():
+    module = Module()
+    trainer = lightning.Trainer(
+        max_epochs=4, accelerator="cpu", devices=2, logger=False, enable_checkpointing=False
+    )
+    trainer.fit(module, DataLoader(Slow(), batch_size=4))
+    return module.told.item()
+"""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop, where its ranks are at the end, and how many steps each took."""
+
+    cell: str
+    at: tuple[str, str]
+    steps: int
+    needs: str = "torch"
+
+
+LOOPS = {
+    "plain": Loop(PLAIN, ("epoch 2: 8/8", "epoch 2: 8/8"), 16),
+    "accelerate": Loop(ACCELERATE, ("epoch 4: 8/8", "epoch 4: 8/8"), 32),
+    # Both draw a bar, in the first rank alone.
+    "trainer": Loop(TRAINER, ("32/32", "epoch 4: 8/8"), 32, "transformers"),
+    "lightning": Loop(LIGHTNING, ("Epoch 3: 8/8", "epoch 4: 8/8"), 32, "lightning"),
+}
+FASTEST = 25.0
+"""Steps a second that the slowness of the data allows, at four samples a step."""
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_without_a_call_of_ours_is_on_the_board(name: str, notebook: Notebook) -> None:
+    loop = LOOPS[name]
+    pytest.importorskip(loop.needs)
+    out = notebook.run(f"%%distributed -n 2 --as run\n{DATA}{loop.cell}")
+    assert not out.ename, out.traceback
+    losses = notebook.value("run.results")
+    assert notebook.value("[r.progress.steps for r in run.state.ranks]") == [loop.steps] * 2
+    rows = table(out)
+    for rank, (at, loss) in enumerate(zip(loop.at, losses, strict=True)):
+        shown = format_number(loss)
+        (line,) = [line for line in out.board.splitlines() if f"rank {rank}: done" in line]
+        assert "100%" in line
+        assert f"  {at} · " in line
+        assert f"loss {shown}" in line
+        row = rows[str(rank)]
+        assert (row["at"], float(row["loss"])) == (at, float(shown))  # all as long: 0.0340
+        rate, unit = row["rate"].split()
+        assert 0 < float(rate) < 1.5 * FASTEST
+        assert unit == ("batch/s" if at.startswith("epoch") else "it/s")
+        assert f"{rate} {unit}" in line
+
+
+def table(out: Outputs) -> dict[str, dict[str, str]]:
+    """Return the cells of the page's table, by rank and by column."""
+    _, state = out.widget("HTML")
+    rows = [
+        [
+            html.unescape(re.sub("<[^>]*>", " ", cell)).strip()
+            for cell in re.findall(r"<t[dh].*?</t[dh]>", row)
+        ]
+        for row in re.findall(r"<tr.*?</tr>", state["value"])
+    ]
+    names, *ranks = rows
+    return {row[0]: dict(zip(names, row, strict=True)) for row in ranks if len(row) == len(names)}

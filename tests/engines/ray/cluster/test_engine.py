@@ -1,0 +1,198 @@
+"""Cells on a Ray cluster of several simulated nodes: as anywhere else, and from both nodes."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.support.kernel import Notebook
+from tests.support.waiting import wait_until
+
+from .runs import DDP, RESUMES, check_the_quickstart, number_of
+from .simulated import Simulated
+
+SPIN = """
+def spin(steps=100_000):
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    for step in range(steps):
+        dist.all_reduce(torch.ones(3))
+        nbtrain.log(step=step, x=1.0)
+        time.sleep(0.02)
+"""
+HANGS = """
+def hangs():
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    for step in range(100):
+        if step == 2 and dist.get_rank() == 1:
+            time.sleep(600)
+        dist.all_reduce(torch.ones(3))
+"""
+
+
+def test_a_cell_trains_on_two_nodes_and_the_weights_come_home(notebook: Notebook) -> None:
+    notebook.run("torch.manual_seed(0); model = torch.nn.Linear(4, 1); before = id(model)")
+    out = notebook.run(f"%%distributed -e ray --nodes 2 -n 2\n{DDP}", timeout=120)
+    assert not out.ename, out.traceback
+    notebook.run("run = nbtrain.last_run()")
+    first, second = notebook.value("run.results")
+    assert first == second == notebook.value("[p.tolist() for p in model.parameters()]")
+    assert notebook.value("id(model) == before")
+    nodes = notebook.value("[r.node for r in run.state.ranks]")
+    assert len(set(nodes)) == 2
+    assert all(node in out.board for node in nodes)
+    assert notebook.value("[run.logs(r) for r in (0, 1)]") == [
+        "trained on node 0 of 2",
+        "trained on node 1 of 2",
+    ]
+    steps = notebook.value("[g.step.dropna().tolist() for _, g in run.history.groupby('rank')]")
+    assert all(set(range(20)) <= set(of_rank) for of_rank in steps)
+    assert notebook.value("len(run.state.hosts)") == 2
+
+
+def test_a_failure_is_raised_with_the_cells_line_and_the_next_run_works(notebook: Notebook) -> None:
+    out = notebook.run(
+        "%%distributed -e ray --nodes 2 -n 4\n"
+        "def train():\n"
+        "    import torch.distributed as dist\n"
+        "    dist.init_process_group('gloo')\n"
+        "    if dist.get_rank() == 2:\n"
+        "        raise ValueError('rank two it was')\n"
+        "    while True:\n"
+        "        dist.all_reduce(torch.ones(1))\n",
+        timeout=120,
+    )
+    assert out.ename == "ValueError"
+    assert "rank two it was" in out.evalue
+    assert "raise ValueError('rank two it was')" in out.traceback
+    assert notebook.value("nbtrain.last_run().failure.rank") == 2
+    assert notebook.value("[r.status for r in nbtrain.last_run().state.ranks].count('failed')") >= 1
+
+
+def test_ranks_tell_their_stacks_die_and_stop_like_others(notebook: Notebook) -> None:
+    notebook.run(SPIN)
+    notebook.run(
+        "run = nbtrain.launch(spin, engine='ray', nodes=2, num_processes=2, background=True)"
+    )
+    wait_until(lambda: notebook.value("all((r.step or 0) > 5 for r in run.state.ranks)"), 60)
+    assert notebook.value("[s.location.function for s in run.stacks()]") == ["spin", "spin"]
+    killed = notebook.value(
+        "[(os.kill(run.state.ranks[1].pid, 9), run.wait()) and run.failure.rank, str(run.failure)]"
+    )
+    assert killed[0] == 1
+    assert "killed by SIGKILL" in killed[1]
+    assert "rank 0 failed because of it" in killed[1]
+    notebook.run(
+        "run = nbtrain.launch(spin, engine='ray', nodes=2, num_processes=2, background=True)"
+    )
+    wait_until(lambda: notebook.value("all((r.step or 0) > 5 for r in run.state.ranks)"), 60)
+    notebook.run("run.stop(); run.wait()")
+    assert notebook.value("run.state.status") == "interrupted"
+
+
+def test_who_waits_for_whom_is_told_across_nodes(notebook: Notebook) -> None:
+    notebook.run(HANGS)
+    notebook.run(
+        "run = nbtrain.launch(hangs, engine='ray', nodes=2, num_processes=2, background=True,\n"
+        "                     hang_after=2)"
+    )
+    wait_until(lambda: "rank 0 waits" in notebook.value("run.state.hang"), 60)
+    told = notebook.value("run.state.hang")
+    notebook.run("run.stop(); run.wait()")
+    assert re.search(r"^rank 1 is at In\[\d+\], line 6: time.sleep\(600\);", told), told
+    assert "rank 0 waits in all_reduce #3 for it" in told
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("--nodes 2 -n 8", "have 4 CPU free (for 4 ranks each), but the run needs 2 such nodes"),
+        (
+            "--nodes 3 -n 3",
+            "2 of 3 nodes have 1 CPU free (for 1 rank each), but the run needs 3 such nodes",
+        ),
+        ("--nodes 2 -n 3", "3 ranks cannot be shared equally by 2 nodes"),
+        ("-n 1 --resources unicorn=1", "0 of 0 unicorn free"),
+        ("-n 1 --address 192.0.2.77:6379", "no Ray cluster answers at 192.0.2.77:6379"),
+        ("-n 1 --address ray://x:10001", "Start the notebook on a node of the cluster"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_with_what_there_is(
+    notebook: Notebook, options: str, told: str
+) -> None:
+    before = notebook.value("len(nbtrain.runs())")
+    out = notebook.run(f"%%distributed -e ray {options}\nprint('started')", timeout=60)
+    assert told in out.evalue, out.evalue
+    assert notebook.value("len(nbtrain.runs())") == before
+
+
+def test_a_module_beside_the_notebook_travels_and_one_that_a_node_lacks_is_named(
+    notebook: Notebook,
+) -> None:
+    notebook.run(
+        "open('beside_it.py', 'w').write('def answer():\\n    return 42\\n')\nimport beside_it\n"
+        "open('data.txt', 'w').write('data')"
+    )
+    out = notebook.run(
+        "%%distributed -e ray -n 1\n(beside_it.answer(), open('data.txt').read())", timeout=60
+    )
+    assert not out.ename, out.traceback
+    assert tuple(notebook.value("nbtrain.last_run().value")) == (42, "data")
+    notebook.run(
+        "import sys; os.makedirs('../elsewhere', exist_ok=True)\n"
+        "open('../elsewhere/only_here.py', 'w').write('x = 1')\n"
+        "sys.path.append('../elsewhere'); import only_here"
+    )
+    out = notebook.run("%%distributed -e ray -n 1\nonly_here.x", timeout=60)
+    assert "lacks only_here" in out.evalue
+
+
+def test_a_lost_node_is_named_and_the_run_goes_on_from_its_checkpoint_on_another(
+    cluster: Simulated, notebook: Notebook
+) -> None:
+    cluster.tell("add")
+    notebook.run(RESUMES)
+    notebook.run(
+        "run = nbtrain.launch(train, engine='ray', nodes=2, num_processes=2, background=True,\n"
+        "                     max_restarts=1)"
+    )
+    wait_until(lambda: notebook.value("all((r.step or 0) > 20 for r in run.state.ranks)"), 60)
+    lost = notebook.value("run.state.ranks[1].node")
+    ids = notebook.value("[n for n in run.state.hosts]")
+    assert lost in ids
+    began = time.monotonic()
+    cluster.tell(f"kill {number_of(cluster, lost)}")
+    wait_until(lambda: notebook.value("run.state.attempt") == 2, 30)
+    print(f"told after {time.monotonic() - began:.1f} s")
+    assert f"its node {lost} (" in notebook.value("run.state.message")
+    notebook.run("run.wait()", timeout=120)
+    assert notebook.value("run.state.status") == "succeeded"
+    assert all(start >= 20 for start in notebook.value("run.results"))
+
+
+def test_the_quickstart_trains_on_two_nodes_to_the_bits_of_fresh_processes_here(
+    notebook: Notebook,
+) -> None:
+    check_the_quickstart(notebook)
+
+
+def test_a_detached_run_goes_on_without_its_kernel_and_is_shown_in_another(
+    cluster: Simulated, start_kernel: Callable[..., Notebook]
+) -> None:
+    first = start_kernel()
+    first.run(f"import os; os.environ['RAY_ADDRESS'] = {cluster.address!r}")
+    first.run("%load_ext nbtrain\nimport torch, time, nbtrain")
+    first.run(SPIN.replace("100_000", "150"))
+    first.run("run = nbtrain.launch(spin, engine='ray', nodes=2, num_processes=2, detach=True)")
+    wait_until(lambda: first.value("all((r.step or 0) > 5 for r in run.state.ranks)"), 60)
+    first.process.kill()
+    second = start_kernel()
+    second.run("%load_ext nbtrain\nfrom nbtrain.lifecycle import catalog")
+    second.run("run = catalog.find_run().wait()", timeout=100)
+    assert second.value("run.state.status") == "succeeded"
+    logged = "[g.dropna(subset=['x']).step.tolist() for _, g in run.history.groupby('rank')]"
+    assert second.value(logged) == [list(range(150))] * 2

@@ -1,0 +1,104 @@
+"""Clusters that have room later, that lose nodes for good, or that are started for one run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.kernel import Notebook, Outputs
+from tests.support.waiting import wait_until
+
+from .runs import RESUMES, number_of
+from .simulated import Simulated
+
+
+def test_a_launch_waits_for_nodes_if_it_is_told_to(cluster: Simulated, notebook: Notebook) -> None:
+    added: list[str] = []
+
+    def add(out: Outputs) -> None:
+        if not added and "waiting for 3 nodes" in out.stdout:
+            added.append(cluster.tell("add"))
+
+    cell = "%%distributed -e ray --nodes 3 -n 3 --wait-for-nodes 60\nnbtrain.rank()"
+    out = notebook.run(cell, during=add, timeout=120)
+    assert not out.ename, out.traceback
+    assert (
+        "waiting for 3 nodes with 1 CPU free (for a rank each): 2 so far (60 s at most)\n"
+        in out.stdout
+    )
+    assert notebook.value("nbtrain.last_run().results") == [0, 1, 2]
+    assert notebook.value("len({r.node for r in nbtrain.last_run().state.ranks})") == 3
+
+
+def test_waiting_can_be_given_up_and_ends(notebook: Notebook) -> None:
+    before = notebook.value("len(nbtrain.runs())")
+    cell = "%%distributed -e ray --nodes 9 -n 9 --wait-for-nodes 600\nnbtrain.rank()"
+    out = notebook.run(cell, interrupt_on="waiting for 9 nodes", timeout=60)
+    assert out.ename == "KeyboardInterrupt"
+    out = notebook.run(cell.replace("600", "2"), timeout=60)
+    assert (
+        "3 of 4 nodes have 1 CPU free (for 1 rank each), but the run needs 9 such nodes"
+        in out.evalue
+    )
+    assert notebook.value("len(nbtrain.runs())") == before
+    out = notebook.run("%%distributed -e ray --nodes 3 -n 6\nnbtrain.rank()", timeout=60)
+    assert not out.ename, out.traceback  # nothing is left reserved
+
+
+def test_a_run_goes_on_with_fewer_nodes_if_none_takes_the_place_of_a_lost_one(
+    cluster: Simulated, notebook: Notebook
+) -> None:
+    notebook.run(RESUMES)
+    notebook.run(
+        "run = nbtrain.launch(train, engine='ray', nodes=(2, 3), num_processes=3,\n"
+        "                     background=True, max_restarts=1)"
+    )
+    wait_until(lambda: notebook.value("all((r.step or 0) > 20 for r in run.state.ranks)"), 60)
+    lost = notebook.value("run.state.ranks[2].node")
+    cluster.tell(f"kill {number_of(cluster, lost)}")
+    wait_until(lambda: notebook.value("run.state.message").startswith("waiting for 3 nodes"), 60)
+    notebook.run("run.wait()", timeout=120)
+    assert notebook.value("run.state.status") == "succeeded"
+    assert notebook.value("[r.status for r in run.state.ranks]") == ["done", "done", "stopped"]
+    assert all(start >= 20 for start in notebook.value("run.results[:2]"))
+
+
+@pytest.fixture
+def alone(
+    start_kernel: Callable[..., Notebook],
+    tmp_path: Path,
+    temporary: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Notebook:
+    """A kernel without a cluster, whose Ray writes into a home and a folder of its own."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RAY_TMPDIR", str(temporary))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return start_kernel()
+
+
+def test_ray_is_started_for_a_run_that_asks_for_it_and_ended_with_it(alone: Notebook) -> None:
+    alone.run("%load_ext nbtrain\nimport os, torch, nbtrain\nmodel = torch.nn.Linear(4, 1)")
+    cell = "%%distributed -e ray --address local -n 2\nmodel(torch.ones(1, 4)).shape[0]"
+    began: set[str] = set()
+    out = alone.run(cell, during=lambda _: began.update(_others(alone)), timeout=120)
+    assert not out.ename, out.traceback
+    assert alone.value("nbtrain.last_run().results") == [1, 1]
+    assert {"raylet", "gcs_server"} <= began
+    wait_until(lambda: not _others(alone), 30)
+
+
+def _others(notebook: Notebook) -> set[str]:
+    """Return the names of the processes that a kernel began, or that those left."""
+    kernel, found = notebook.process, set()
+    folder = kernel.environ()["TMPDIR"]
+    for process in psutil.process_iter():
+        try:
+            if process.pid != kernel.pid and process.environ().get("TMPDIR") == folder:
+                found.add(process.name())
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found

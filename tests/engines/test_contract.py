@@ -1,0 +1,767 @@
+"""The engine contract: one suite, every engine, real processes, no notebook."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import nbtrain
+from nbtrain import engines
+from nbtrain.engines import rendezvous
+from nbtrain.engines.process.forking import release_openmp_pools
+from nbtrain.errors import PlanError, PreflightError, RankDied, RankError, ResultNotPicklable
+from nbtrain.lifecycle.run import Run
+from nbtrain.planning import option_types
+from tests.support.waiting import wait_until
+
+NAMES = ["fork", "spawn", "xla", "inline"]
+HAS_XLA = importlib.util.find_spec("torch_xla") is not None
+WITHOUT = pytest.mark.skipif(
+    not HAS_XLA, reason="needs torch_xla: pip install -r tests/requirements/xla.txt"
+)
+ENGINES = [pytest.param(n, marks=[pytest.mark.xla, WITHOUT] if n == "xla" else []) for n in NAMES]
+
+
+@pytest.fixture(scope="session")
+def tpu() -> None:
+    from tests.support import tpu_plugin as plugin
+
+    plugin.pretend(1)
+
+
+@pytest.fixture(autouse=True)
+def has_its_device(request: pytest.FixtureRequest) -> None:
+    """Give the xla engine a TPU, as far as it can tell."""
+    if getattr(request.node, "callspec", None) and "xla" in request.node.callspec.params.values():
+        request.getfixturevalue("tpu")
+
+
+def launch(engine: str, function: object, *args: object, n: int = 1, **options: object) -> Run:
+    return nbtrain.launch(
+        function,  # type: ignore[arg-type]
+        *args,
+        num_processes=n,
+        engine=engine,
+        view="none",
+        **options,
+    )
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_value_comes_back_and_the_folder_tells_the_story(engine: str) -> None:
+    def train(a: int, *, b: int) -> dict[str, int]:
+        nbtrain.log(step=1, loss=0.5)
+        return {"sum": a + b}
+
+    run = launch(engine, train, 1, b=2)
+    assert run.value == {"sum": 3}
+    assert run.state.status == "succeeded"
+    assert dict(run.state.ranks[0].metrics) == {"loss": 0.5}
+    assert Run.open(run.folder).state == run.state
+    assert run.folder.stat().st_mode & 0o777 == 0o700
+    assert nbtrain.last_run() is run
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_exception_keeps_its_type_and_its_lines(engine: str) -> None:
+    def helper() -> None:
+        raise FileNotFoundError(2, "none", "weights.pt")
+
+    with pytest.raises(FileNotFoundError) as raised:
+        launch(engine, helper)
+    assert raised.value.filename == "weights.pt"
+    names = [entry.name for entry in raised.traceback]
+    assert names[-1] == "helper"
+    run = nbtrain.last_run()
+    assert run is not None
+    assert run.state.status == "failed"
+    assert run.exception is raised.value
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_result_that_cannot_travel_is_a_failure(engine: str) -> None:
+    with pytest.raises(ResultNotPicklable, match=r"result\['lock'\]"):
+        launch(engine, lambda: {"lock": threading.Lock()})
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_rank_sees_an_environment_that_torchrun_would_make(engine: str) -> None:
+    before = dict(os.environ)
+    run = launch(engine, lambda: dict(os.environ), env={"EXTRA": "1"}, mixed_precision="bf16")
+    seen = run.value
+    expected = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "EXTRA": "1",
+    }
+    assert {k: seen[k] for k in expected} == expected
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_process_group_needs_no_argument(engine: str) -> None:
+    def train() -> float:
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        ones = torch.ones(1)
+        dist.all_reduce(ones)
+        dist.destroy_process_group()
+        return ones.item()
+
+    assert launch(engine, train).value == 1.0
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_exit_codes_are_told(engine: str) -> None:
+    with pytest.raises(RankDied) as raised:
+        launch(engine, lambda: sys.exit(5))
+    assert (raised.value.rank, raised.value.exitcode, raised.value.signal) == (0, 5, None)
+    assert launch(engine, lambda: sys.exit(0)).value is None
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("how", "code"), [("return", 0), ("raise", 1), ("exit", 3)])
+def test_a_child_that_the_function_forks_is_not_the_rank(engine: str, how: str, code: int) -> None:
+    def train() -> int:
+        child = os.fork()
+        if child:
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if how == "raise":
+            raise ValueError("the child's")
+        return sys.exit(3) if how == "exit" else 5
+
+    run = launch(engine, train)
+    assert run.value == code
+    assert run.state.status == "succeeded"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_nothing_stays_behind(engine: str) -> None:
+    launch(engine, lambda: 1)
+
+    def look() -> tuple[object, ...]:
+        return (
+            sorted(os.listdir("/proc/self/fd")),
+            threading.active_count(),
+            len(os.listdir("/proc/self/task")),
+            signal.getsignal(signal.SIGINT),
+            sorted(os.listdir("/dev/shm")),
+            nbtrain.world_size(),
+        )
+
+    before = look()
+    for function in (lambda: 1, lambda: 1 / 0):
+        with contextlib.suppress(ZeroDivisionError):
+            launch(engine, function)
+        assert look() == before
+
+
+@pytest.mark.parametrize("engine", ["fork", "inline"])
+def test_accelerates_tracker_is_there_and_the_notebook_has_none(engine: str) -> None:
+    def train() -> list[str]:
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(log_with="nbtrain")
+        accelerator.init_trackers("mine")
+        accelerator.log({"loss": 2.0}, step=5)
+        return [tracker.name for tracker in accelerator.trackers]
+
+    run = launch(engine, train)
+    assert run.value == ["nbtrain"]
+    assert run.state.ranks[0].metrics["loss"] == 2.0
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    assert "nbtrain" not in LOGGER_TYPE_TO_CLASS
+    assert not any("AfterImport" in type(finder).__name__ for finder in sys.meta_path)
+
+
+def test_inline_refuses_more_than_one_rank() -> None:
+    with pytest.raises(PlanError, match="one rank"):
+        launch("inline", lambda: 1, n=2)
+
+
+def test_inline_leaves_the_real_frames_to_a_debugger() -> None:
+    def train() -> None:
+        local = "here"
+        raise KeyError(local)
+
+    with pytest.raises(KeyError) as raised:
+        launch("inline", train)
+    assert raised.traceback[-1].locals["local"] == "here"
+
+
+def test_every_engine_of_the_table_can_be_had() -> None:
+    names = set(option_types.ENGINES) - {"auto", "tpu"}  # what is chosen for the user
+    assert names == {*NAMES, "torch_tpu", "ray"}  # which have tests of their own
+    assert len({type(engines.get(name)) for name in names}) == len(names)
+    assert all(engines.get(name).name == name for name in names)
+
+
+def test_another_package_adds_an_engine(tmp_path: Path) -> None:
+    info = tmp_path / "loud-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: loud\nVersion: 1.0\n")
+    points = "[nbtrain.engines]\nloud = loud:LoudEngine\nbroken = nowhere:Engine\n"
+    (info / "entry_points.txt").write_text(points)
+    (tmp_path / "loud.py").write_text("""
+from nbtrain.engines.fork import ForkEngine
+class LoudEngine(ForkEngine):
+    name = "loud"
+""")
+    script = """
+import nbtrain
+run = nbtrain.launch(lambda: nbtrain.rank(), num_processes=2, engine="loud", view="none")
+print(run.results, run.state.engine)
+try:
+    nbtrain.launch(int, engine="broken", view="none")
+except nbtrain.NbtrainError as error:
+    print(error)
+try:
+    nbtrain.launch(int, engine="absent", view="none")
+except nbtrain.NbtrainError as error:
+    print(error)
+"""
+    paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-c", script]
+    out = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **paths})
+    ran, broken, absent = out.stdout.splitlines() or out.stderr.splitlines()
+    assert ran == "[0, 1] loud"
+    assert broken.startswith("the engine 'broken' (nowhere:Engine) cannot be imported")
+    assert absent.startswith("`engine` must be one of auto, fork")
+
+
+def test_ranks_are_told_apart_and_each_is_its_own_process() -> None:
+    run = launch("fork", lambda: (nbtrain.rank(), nbtrain.world_size(), os.getpid()), n=3)
+    assert [value[:2] for value in run.results] == [(0, 3), (1, 3), (2, 3)]
+    assert len({value[2] for value in run.results} | {os.getpid()}) == 4
+
+
+def test_thirty_two_ranks_meet() -> None:
+    def train() -> int:
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        ones = torch.ones(1)
+        dist.all_reduce(ones)
+        return int(ones.item())
+
+    assert launch("fork", train, n=32).results == [32] * 32
+
+
+def test_changes_a_rank_makes_stay_there() -> None:
+    state = {"count": 0}
+
+    def train() -> int:
+        state["count"] += 1
+        os.chdir("/")
+        return state["count"]
+
+    here = os.getcwd()
+    assert launch("fork", train, n=2).results == [1, 1]
+    assert (state, os.getcwd()) == ({"count": 0}, here)
+
+
+def test_sockets_of_the_kernel_are_not_kept_open_by_ranks() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def train() -> list[str]:
+            inode = os.readlink(f"/proc/self/fd/{server.fileno()}")
+            return [inode]
+
+        assert launch("fork", train).value == ["/dev/null"]
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+
+
+def test_open_files_and_pipes_of_the_notebook_work_in_ranks(tmp_path: Path) -> None:
+    import multiprocessing
+
+    receiving, sending = multiprocessing.Pipe()
+    with (tmp_path / "data").open("w+") as file:
+
+        def train() -> None:
+            file.write("written by a rank")
+            file.flush()
+            sending.send("through a pipe")
+
+        launch("fork", train)
+        assert (tmp_path / "data").read_text() == "written by a rank"
+        assert receiving.poll(5)
+        assert receiving.recv() == "through a pipe"
+
+
+def test_exit_handlers_and_threads_of_a_rank_are_run_to_their_end(tmp_path: Path) -> None:
+    import atexit
+
+    def train() -> None:
+        atexit.register(lambda: (tmp_path / "atexit").touch())
+        threading.Thread(target=lambda: (time.sleep(0.2), (tmp_path / "thread").touch())).start()
+
+    launch("fork", train)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["atexit", "thread"]
+
+
+def test_an_idle_thread_pool_does_not_keep_a_rank_alive() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    inherited = ThreadPoolExecutor(2)
+    inherited.submit(int).result()
+
+    def train() -> int:
+        kept = globals().setdefault("kept_pool", ThreadPoolExecutor(2))
+        return kept.submit(lambda: 7).result()
+
+    assert launch("fork", train, n=2).results == [7, 7]
+    inherited.shutdown()
+
+
+def test_exit_handlers_of_the_parent_are_not_run_in_ranks(tmp_path: Path) -> None:
+    script = (
+        "import atexit, nbtrain, os\n"
+        "atexit.register(lambda: print('goodbye', flush=True))\n"
+        "nbtrain.launch(lambda: 1, num_processes=2, view='none')\n"
+    )
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert out.stdout == "goodbye\n"
+    assert out.returncode == 0
+
+
+def test_a_busy_port_is_refused_before_any_process_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        before = psutil.Process().children()
+        with pytest.raises(PreflightError, match=f"port {port} cannot be used .*pid {os.getpid()}"):
+            nbtrain.notebook_launcher(lambda: 1, (), 2, use_port=str(port))
+        assert psutil.Process().children() == before
+    run = nbtrain.notebook_launcher(lambda: os.environ["MASTER_PORT"], (), 2, use_port=str(port))
+    assert run.results == [str(port)] * 2
+
+
+def test_the_store_listens_on_loopback_only() -> None:
+    listener = rendezvous.bind(None)
+    address = listener.getsockname()[0]
+    store = rendezvous.serve(listener)
+    store.set("key", "value")
+    assert (address, store.get("key")) == ("127.0.0.1", b"value")
+
+
+def test_a_default_process_group_in_the_notebook_is_refused(tmp_path: Path) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with pytest.raises(PreflightError, match="destroy_process_group"):
+            launch("fork", lambda: 1)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_openmp_pools_are_found() -> None:
+    import torch
+
+    torch.ones(8) @ torch.ones(8)
+    assert release_openmp_pools()
+
+
+def test_a_launch_from_a_thread_works() -> None:
+    results: list[object] = []
+    thread = threading.Thread(
+        target=lambda: results.extend(launch("fork", nbtrain.rank, n=2).results)
+    )
+    thread.start()
+    thread.join(30)
+    assert results == [0, 1]
+
+
+def test_stop_from_another_thread_ends_the_run() -> None:
+    raised: list[BaseException] = []
+    before = nbtrain.last_run()
+
+    def start() -> None:
+        try:
+            launch("fork", lambda: time.sleep(60), n=2)
+        except KeyboardInterrupt as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    wait_until(lambda: nbtrain.last_run() is not before)
+    run = nbtrain.last_run()
+    assert run is not None
+    wait_until(lambda: run.state.status == "running")
+    run.stop()
+    run.stop()
+    thread.join(10)
+    assert run.state.status == "interrupted"
+    assert len(raised) == 1
+
+
+def test_fork_running_out_of_processes_is_one_clear_error() -> None:
+    script = """
+import os, nbtrain, psutil
+from nbtrain.engines import fork
+real, count = os.fork, 0
+def failing():
+    global count
+    count += 1
+    if count == 3:
+        raise BlockingIOError(11, 'Resource temporarily unavailable')
+    return real()
+os.fork = failing
+try:
+    nbtrain.launch(lambda: __import__('time').sleep(60), num_processes=4, view='none')
+except nbtrain.NbtrainError as error:
+    print(type(error).__name__, error)
+print(psutil.Process().children())
+"""
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert "LaunchError only 2 of 4 processes could be forked" in out.stdout, out.stderr
+    assert out.stdout.endswith("[]\n")
+
+
+class _SlowToPickle(Exception):
+    def __reduce__(self) -> Any:
+        time.sleep(60)
+        return (_SlowToPickle, ())
+
+
+def test_a_rank_too_slow_to_tell_why_it_failed_is_a_failure_all_the_same() -> None:
+    def train() -> None:
+        raise _SlowToPickle
+
+    with pytest.raises(RankError, match="_SlowToPickle"):
+        launch("fork", train, n=2)
+
+
+def test_a_failed_exit_that_threads_hold_up_is_a_failure_all_the_same() -> None:
+    def train() -> None:
+        threading.Thread(target=time.sleep, args=(60,)).start()
+        sys.exit(3)
+
+    with pytest.raises(RankDied, match=r"failed with sys.exit\(3\)"):
+        launch("fork", train)
+
+
+def test_a_killed_rank_is_the_cause_not_the_collectives_echo() -> None:
+    def train() -> None:
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        for step in range(1000):
+            if step == 3 and nbtrain.rank() == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.all_reduce(torch.ones(1000))
+
+    for _ in range(6):
+        with pytest.raises(RankDied) as raised:
+            launch("fork", train, n=4)
+        assert (raised.value.rank, raised.value.signal) == (2, 9)
+
+
+def test_results_of_runs_at_hand_are_not_pruned() -> None:
+    large = b"x" * (2 << 20)
+    runs = [launch("inline", lambda i=i: (i, large if i == 1 else b"")) for i in range(23)]
+    assert [run.value[0] for run in runs] == list(range(23))
+    assert [run.folder.exists() for run in runs[:4]] == [False, True, False, True]
+    with pytest.raises(nbtrain.NbtrainError, match="all runs but the last ones"):
+        runs[0].logs()
+
+
+def test_a_deleted_run_says_so(tmp_path: Path) -> None:
+    import shutil
+
+    run = launch("fork", lambda: b"x" * (2 << 20))
+    shutil.rmtree(run.folder)
+    with pytest.raises(nbtrain.NbtrainError, match="was deleted"):
+        assert run.value
+
+
+def test_a_rank_killed_with_tqdms_lock_does_not_hang_the_notebook() -> None:
+    from tqdm import tqdm
+
+    with open(os.devnull, "w") as nowhere:
+        list(tqdm(range(2), file=nowhere))
+
+        def train() -> None:
+            tqdm.get_lock().acquire()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        with pytest.raises(RankDied):
+            launch("fork", train)
+        list(tqdm(range(2), file=nowhere))
+
+
+def test_a_bar_of_odd_numbers_is_drawn() -> None:
+    def train() -> None:
+        import numpy as np
+        import torch
+        from tqdm import tqdm
+
+        bar = tqdm(total=np.int64(10), desc="odd", mininterval=0)
+        bar.update(np.int64(3))
+        bar.update(torch.tensor(3))
+        bar.refresh()
+
+    bar = launch("fork", train).state.ranks[0].bar
+    assert bar is not None
+    assert (bar.n, bar.total) == (6, 10)
+
+
+def test_streams_held_from_before_lead_to_the_log() -> None:
+    held = sys.stdout
+
+    def train() -> None:
+        print("through the old stream", file=held)
+        print("through the new one")
+
+    assert launch("fork", train).logs(0) == "through the old stream\nthrough the new one"
+
+
+def test_files_left_open_are_written_out(tmp_path: Path) -> None:
+    def train() -> None:
+        global kept_file
+        kept_file = (tmp_path / "metrics.csv").open("w")
+        kept_file.write("step,loss\n")
+
+    launch("fork", train)
+    assert (tmp_path / "metrics.csv").read_text() == "step,loss\n"
+
+
+def test_a_relative_root_survives_a_change_of_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NBTRAIN_HOME", "home")
+    run = launch("fork", lambda: os.chdir("/"), n=2)
+    monkeypatch.chdir("/")
+    assert run.results == [None, None]
+    assert run.folder.is_absolute()
+
+
+def test_a_rank_has_no_last_run_and_may_launch_its_own() -> None:
+    launch("fork", lambda: 1)
+
+    def train() -> tuple[bool, int]:
+        return nbtrain.last_run() is None, launch("fork", lambda: 7).value
+
+    assert launch("fork", train).value == (True, 7)
+
+
+def test_stop_in_the_watching_thread_only_asks() -> None:
+    def stop(*_: object) -> None:
+        run = nbtrain.last_run()
+        assert run is not None
+        run.stop()
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    try:
+        timer = threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGUSR1))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            launch("fork", lambda: time.sleep(60), n=2)
+        timer.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_the_end_of_a_log_is_read_without_its_beginning() -> None:
+    def train() -> None:
+        os.write(1, b"x" * (30 << 20) + b"\n")
+        print("the end")
+
+    run = launch("fork", train)
+    assert run.logs(0, tail=1) == "the end"
+
+
+def test_shared_memory_of_a_failing_rank_is_given_back() -> None:
+    before = sorted(os.listdir("/dev/shm"))
+
+    def train() -> None:
+        from multiprocessing.shared_memory import SharedMemory
+
+        globals()["kept_memory"] = SharedMemory(create=True, size=100)
+        raise ValueError("forgot it")
+
+    with pytest.raises(ValueError, match="forgot it"):
+        launch("fork", train)
+    wait_until(lambda: sorted(os.listdir("/dev/shm")) == before)
+
+
+def test_inline_refuses_a_timeout_it_cannot_keep() -> None:
+    with pytest.raises(PreflightError, match="timeout"):
+        launch("inline", lambda: 1, timeout=5)
+
+
+def test_an_interrupt_of_an_inline_rank_is_an_interrupt() -> None:
+    def train() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+
+    with pytest.raises(KeyboardInterrupt):
+        launch("inline", train)
+    run = nbtrain.last_run()
+    assert run is not None
+    assert run.state.status == "interrupted"
+
+
+def test_interrupts_at_any_moment_leave_nothing_behind() -> None:
+    script = """
+import os, random, signal, sys, threading, time, nbtrain, psutil
+nbtrain.launch(lambda: 1, num_processes=1, view='none')
+before = sorted(os.listdir('/proc/self/fd')), signal.getsignal(signal.SIGINT)
+random.seed(0)
+for i in range(25):
+    timer = threading.Timer(random.random() * 0.12, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        nbtrain.launch(lambda: time.sleep(60), num_processes=3, view='none')
+    except KeyboardInterrupt:
+        pass
+    timer.join()
+assert (sorted(os.listdir('/proc/self/fd')), signal.getsignal(signal.SIGINT)) == before
+print('children', psutil.Process().children())
+"""
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90)
+    assert out.stdout == "children []\n", out.stderr
+
+
+def test_a_fork_run_follows_an_inline_one_with_the_same_accelerate_loop() -> None:
+    def train() -> int:
+        from accelerate import Accelerator
+
+        count: int = Accelerator().num_processes
+        return count
+
+    assert launch("inline", train).value == 1
+    assert launch("fork", train, n=2).results == [2, 2]
+
+
+def test_odd_objects_and_deaf_pipes_do_not_hold_up_the_end(tmp_path: Path) -> None:
+    def train() -> None:
+        import weakref
+
+        class Thing:
+            pass
+
+        thing = Thing()
+        globals()["kept_proxy"] = weakref.proxy(thing)
+        del thing
+        globals()["kept_file_2"] = file = (tmp_path / "out").open("w")
+        file.write("hello")
+        child = subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE)
+        globals()["kept_child"] = child
+        assert child.stdin is not None
+        threading.Thread(target=child.stdin.write, args=(b"x" * (1 << 20),), daemon=True).start()
+        time.sleep(0.05)
+
+    run = launch("fork", train)
+    assert (tmp_path / "out").read_text() == "hello"
+    assert run.state.elapsed(0) < 50  # the child sleeps for 60
+
+
+def test_a_child_that_holds_the_trackers_pipe_is_not_waited_for() -> None:
+    def train() -> None:
+        from multiprocessing.shared_memory import SharedMemory
+
+        memory = SharedMemory(create=True, size=100)
+        if os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+        memory.close()
+        memory.unlink()
+
+    assert launch("fork", train).state.elapsed(0) < 50  # the child sleeps for 60
+
+
+def test_helper_processes_with_bars_work_in_ranks() -> None:
+    def train() -> list[int]:
+        from tqdm import tqdm
+        from tqdm.contrib.concurrent import process_map
+
+        list(tqdm(range(2)))
+        assert tqdm.get_lock().mp_lock is not None
+        result: list[int] = process_map(abs, [-1, 2], max_workers=1)
+        return result
+
+    assert launch("fork", train).value == [1, 2]
+
+
+def test_a_failed_inline_run_leaves_no_process_group() -> None:
+    def train() -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        raise ValueError("after joining")
+
+    with pytest.raises(ValueError, match="after joining"):
+        launch("inline", train)
+    assert launch("fork", lambda: 1).value == 1
+
+
+def test_a_ranks_own_keyboard_interrupt_is_its_own() -> None:
+    def train() -> None:
+        raise KeyboardInterrupt("mine")
+
+    with pytest.raises(KeyboardInterrupt, match="mine"):
+        launch("fork", train)
+
+
+def test_large_counts_are_shown_in_full() -> None:
+    def train() -> None:
+        from tqdm import tqdm
+
+        bar = tqdm(total=2_000_000)
+        bar.update(1_234_567)
+        bar.refresh()
+
+    from nbtrain.ui import labels
+
+    assert "1,234,567/2,000,000" in labels.position(launch("fork", train).state.ranks[0])
+
+
+def test_a_rank_that_ends_right_after_it_joined_the_group_cuts_nobody_off() -> None:
+    def train() -> int:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        return dist.get_world_size()
+
+    for _ in range(20):
+        assert launch("fork", train, n=3).results == [3, 3, 3]
+
+
+@pytest.mark.parametrize("engine", ["fork", "spawn"])
+def test_random_numbers_are_those_the_notebook_would_have_drawn(engine: str) -> None:
+    import random
+
+    import numpy as np
+    import torch
+
+    def draw() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(1))
+
+    draw()  # numpy has no state before its first use
+    run = launch(engine, draw, n=2)
+    here = draw()
+    assert run.results == [here, here]

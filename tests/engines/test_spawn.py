@@ -1,0 +1,474 @@
+"""Fresh processes in place of forked ones: the same cell, the same loss, the same everything."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from nbtrain.engines import spawn
+from nbtrain.errors import RankDied
+from nbtrain.system import accelerator_guard
+from tests.support import runs
+from tests.support.kernel import Notebook
+from tests.support.waiting import is_gone, wait_until
+
+launch = functools.partial(runs.launch, engine="spawn")
+
+
+SETUP = """
+%load_ext nbtrain
+import ctypes, torch, nbtrain, nbtrain.system.gpus
+from torch import nn
+nbtrain.system.gpus.gpu_count = lambda *_: 2
+torch.manual_seed(5)
+factor = 0.5
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    def forward(self, x):
+        return scaled(self.layers(x))
+def scaled(x):
+    return x * factor
+model = Net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+data = torch.randn(64, 8)
+"""
+
+TRAIN = """
+factor = 0.25
+def train(model, optimizer, data, steps=15):
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    mine = data[nbtrain.rank()::nbtrain.world_size()]
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    losses = []
+    for _ in nbtrain.progress(range(steps)):
+        noise = torch.randn_like(mine) * 0.1
+        loss = (wrapped(mine + noise) - mine.sum(1, keepdim=True)).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+"""
+
+
+def test_a_dirty_kernel_trains_by_spawn_to_the_loss_of_a_clean_fork(
+    start_kernel: Callable[..., Notebook],
+    stub: Path,
+) -> None:
+    kernel = start_kernel()
+    kernel.run(SETUP)
+    state = "hash(torch.get_rng_state().numpy().tobytes())"
+    before = kernel.value(state)
+    assert kernel.run("%%distributed -n 2 --no-sync" + TRAIN).ename == ""
+    forked = kernel.value("nbtrain.last_run().results")
+    assert forked[0] != forked[1]
+    assert forked[0][-1] < forked[0][0]
+
+    kernel.run(f"ctypes.CDLL({str(stub)!r}).cuInit(0)")
+    refused = kernel.run("%%distributed -n 2" + TRAIN)
+    assert refused.ename == "AcceleratorInitializedError"
+    assert "--engine spawn" in refused.traceback
+    assert refused.displays == []
+
+    out = kernel.run("%%distributed -n 2 --engine spawn" + TRAIN)
+    assert out.ename == "", out.traceback
+    assert "spawn" in out.board
+    assert kernel.value("nbtrain.last_run().results") == forked
+    assert kernel.value(state) == before
+    assert kernel.value("factor") == 0.5
+
+
+def test_a_cell_in_a_fresh_process_is_still_a_cell_of_the_notebook(notebook: Notebook) -> None:
+    notebook.run("class Odd(ValueError): pass\nfactor = 3\ndef helper(x): return factor * x")
+    out = notebook.run(
+        "%%distributed -n 1 -e spawn\n"
+        "!echo from the shell\n"
+        "%env NBTRAIN_TEST=magic\n"
+        "display({'shown': 1})\n"
+        "import inspect, os, sys\n"
+        "print(inspect.getsource(helper), os.environ['NBTRAIN_TEST'])\n"
+        "print('in the log', file=sys.stderr)\n"
+        "raise Odd(f'{helper(14)}')"
+    )
+    assert (out.ename, out.evalue) == ("Odd", "42")
+    assert "----> 8 raise Odd" in out.traceback
+    log = notebook.run("print(nbtrain.last_run().logs(0))").stdout
+    for said in ("from the shell", "{'shown': 1}", "return factor * x", "magic", "in the log"):
+        assert said in log
+    assert "raise Odd(f'{helper(14)}')" in log  # with its line, as the notebook knows it
+    assert notebook.run(
+        "try:\n    %distributed -n 1 -e spawn (_ for _ in ()).throw(Odd('again'))\n"
+        "except Odd as error: print('caught', error)"
+    ).stdout.startswith("caught again")
+
+
+def test_instances_of_the_notebooks_classes_come_back_as_such(notebook: Notebook) -> None:
+    notebook.run(
+        "class Point:\n    made = 0\n    def __init__(self, x): self.x = x\n"
+        "    class Inner:\n        def name(self): return 'here'\n"
+        "p, q = Point(1), Point.Inner()"
+    )
+    notebook.run(
+        "%%distributed -n 1 -e spawn\nPoint.made = 5\nPoint.Inner.name = lambda self: 'there'\n"
+        "(p, Point(2), q)"
+    )
+    assert notebook.run("a, b, c = nbtrain.last_run().value").ename == ""
+    assert notebook.value("(type(a) is Point, b.x, Point.made, q.name())") == (True, 2, 0, "here")
+
+
+def test_an_interrupt_while_they_import_ends_them(notebook: Notebook) -> None:
+    out = notebook.run("%%distributed -n 2 -e spawn\nwhile True: pass", interrupt_on="starting")
+    assert out.ename == "KeyboardInterrupt"
+    assert "interrupted" in out.board
+    assert "failed" not in out.board
+
+
+PRESS = """
+import signal, threading
+def press_when(is_there):
+    before = nbtrain.last_run()
+    def wait():
+        while (run := nbtrain.last_run()) is before or not is_there(run):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=wait).start()
+"""
+
+SLOW = """
+import os
+if "NBTRAIN_RUN" in os.environ:
+    open(os.environ["NBTRAIN_RUN"] + "/here", "w").close()
+    sum(range(10**10))  # in C, which looks for no signal
+def train():
+    pass
+"""
+
+
+def test_an_interrupt_ends_a_rank_whose_import_hears_none(notebook: Notebook) -> None:
+    notebook.run(f"{PRESS}\nopen('slow_to_load.py', 'w').write({SLOW!r})\nimport slow_to_load")
+    notebook.run("press_when(lambda run: (run.folder / 'here').exists())")
+    out = notebook.run("nbtrain.launch(slow_to_load.train, engine='spawn', num_processes=1)")
+    assert "still starting" in notebook.value(
+        "(nbtrain.last_run().folder / 'launcher.jsonl').read_text()"
+    )
+    assert out.ename == "KeyboardInterrupt"
+    assert "interrupted" in out.board
+
+
+@pytest.mark.parametrize("engine", ["fork", "spawn"])
+def test_an_interrupt_ends_a_rank_that_waits_for_another(notebook: Notebook, engine: str) -> None:
+    notebook.run(f"{PRESS}\npress_when(lambda run: run.state.ranks[0].phase == 'joining')")
+    out = notebook.run(
+        f"%%distributed -n 2 -e {engine}\nimport torch.distributed as dist\n"
+        "if nbtrain.rank(): time.sleep(60)\ndist.init_process_group('gloo')"
+    )
+    assert "still starting" in notebook.value(
+        "(nbtrain.last_run().folder / 'launcher.jsonl').read_text()"
+    )
+    assert out.ename == "KeyboardInterrupt"
+    assert "interrupted" in out.board
+
+
+def test_an_interrupt_is_an_interrupt_in_the_rank(notebook: Notebook) -> None:
+    out = notebook.run(
+        "%%distributed -n 2 -e spawn\n"
+        "folder = os.environ['NBTRAIN_RUN']\n"
+        "open(f'{folder}/here-{nbtrain.rank()}', 'w').close()\n"
+        "while not all(os.path.exists(f'{folder}/here-{r}') for r in (0, 1)): time.sleep(0.01)\n"
+        "print('be' + 'gun', flush=True)\n"
+        "try: time.sleep(60)\nexcept KeyboardInterrupt: print('saved')",
+        interrupt_on="begun",
+    )
+    assert out.ename == "KeyboardInterrupt"
+    assert notebook.value("nbtrain.last_run().logs()").count("saved") == 2
+
+
+def test_a_variable_that_cannot_go_stops_the_launch_before_it(notebook: Notebook) -> None:
+    notebook.run("before = nbtrain.last_run()\nrows = (i for i in range(3))")
+    out = notebook.run("%%distributed -n 2 -e spawn\nsum(rows)")
+    assert out.ename == "PlanError"
+    assert "`rows`, a generator, cannot be sent to a fresh process" in out.traceback
+    assert out.displays == []
+    assert notebook.value("nbtrain.last_run() is before")
+    assert notebook.run("%%distributed -n 2 -e spawn\nrows = [1]\nsum(rows)").ename == ""
+
+
+def test_the_first_word_and_the_last_of_a_killed_rank_are_there() -> None:
+    def train() -> None:
+        print("last words")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(RankDied, match="last words"):
+        launch(train, n=2)
+
+
+def test_a_crash_in_native_code_leaves_the_python_stack() -> None:
+    def train() -> None:
+        import ctypes
+
+        ctypes.string_at(0)
+
+    with pytest.raises(RankDied, match="string_at") as raised:
+        launch(train)
+    assert raised.value.signal == signal.SIGSEGV
+
+
+def test_what_cannot_be_loaded_there_is_told_as_the_ranks_failure(tmp_path: Path) -> None:
+    (tmp_path / "vanishing_module.py").write_text("class K: pass\n")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        import vanishing_module  # type: ignore[import-not-found]
+
+        assert launch(lambda k: type(k).__module__, vanishing_module.K()).value
+        (tmp_path / "vanishing_module.py").unlink()
+        for cached in tmp_path.glob("__pycache__/*"):
+            cached.unlink()
+        with pytest.raises(ModuleNotFoundError, match="vanishing_module") as raised:
+            launch(len, vanishing_module.K())
+        assert "in a fresh process" in str(raised.value.__notes__)
+    finally:
+        sys.path.remove(str(tmp_path))
+        sys.modules.pop("vanishing_module", None)
+
+
+def test_the_environment_is_the_notebooks_and_the_ranks_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("OF_THE_NOTEBOOK", "1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(
+        "PYTORCH_NVML_BASED_CUDA_CHECK", raising=False
+    )  # importing lightning sets it
+
+    def look() -> Any:
+        import torch
+
+        names = ("OF_THE_NOTEBOOK", "EXTRA", "PYTORCH_NVML_BASED_CUDA_CHECK")
+        return [os.environ.get(n) for n in names], os.getcwd(), torch.get_num_threads()
+
+    accelerator_guard.keep_checks_harmless()
+    try:
+        seen = launch(look, n=2, env={"EXTRA": "2", "OMP_NUM_THREADS": "3"}).value
+    finally:
+        accelerator_guard.restore_checks()
+    assert seen == (["1", "2", None], str(tmp_path), 3)
+
+
+def test_the_model_is_in_memory_once_however_many_ranks_read_it() -> None:
+    model = torch.nn.Linear(4000, 4000)  # 64 MB
+
+    def look(model: Any) -> tuple[int, int, float]:
+        read = float(model.weight.detach().sum())
+        mapped = [m for m in psutil.Process().memory_maps() if "memfd:nbtrain" in m.path]
+        untouched = sum(m.anonymous for m in mapped)
+        with torch.no_grad():
+            model.weight.zero_()
+        mapped = [m for m in psutil.Process().memory_maps() if "memfd:nbtrain" in m.path]
+        return untouched, sum(m.anonymous for m in mapped), read
+
+    for untouched, written, read in launch(look, model, n=2, sync=False).results:
+        assert untouched < 1 << 20
+        assert written > 60 << 20
+        assert read == pytest.approx(float(model.weight.detach().sum()), abs=1e-2)
+
+
+def test_they_end_with_the_launcher(tmp_path: Path) -> None:
+    script = (
+        "import nbtrain, os, time\n"
+        "def train():\n"
+        f"    open({str(tmp_path)!r} + f'/{{os.getpid()}}', 'w').close()\n"
+        "    time.sleep(60)\n"
+        "nbtrain.launch(train, num_processes=2, engine='spawn', view='none')\n"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 2, timeout=30)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    pids = [int(p.name) for p in tmp_path.iterdir()]
+    wait_until(lambda: all(map(is_gone, pids)))
+
+
+def test_a_run_leaves_nothing(notebook: Notebook) -> None:
+    look = (
+        "(sorted(os.listdir('/proc/self/fd')), len(os.listdir('/proc/self/task')), "
+        "sorted(os.listdir('/dev/shm')), dict(os.environ), signal.pthread_sigmask(0, []), "
+        "signal.getsignal(signal.SIGINT) is signal.default_int_handler, os.getcwd())"
+    )
+    notebook.run("%distributed -n 2 -e spawn 1")
+    notebook.run(f"before = {look}")
+    notebook.run("%distributed -n 2 -e spawn 1")
+    notebook.run("%distributed -n 2 -e spawn 1 / 0")
+    assert notebook.value(f"before == {look}")
+
+
+HOLDINGS = """
+import collections, dataclasses, enum, functools, logging, sys, typing, warnings
+import numpy as np, torch
+import email.mime.text, xml.dom.minidom, logging.handlers
+from torch import nn
+import torch.nn.functional as F
+
+@functools.lru_cache(maxsize=7)
+def cached(n): return n if n < 2 else cached(n - 1) + cached(n - 2)
+UserId = typing.NewType("UserId", int)
+class Colour(enum.Enum):
+    RED = 1
+@dataclasses.dataclass
+class Point:
+    x: int
+    colour: Colour = Colour.RED
+Pair = collections.namedtuple("Pair", "a b")
+class Base:
+    count = 0
+    def __init__(self): type(self).count += 1
+class Derived(Base):
+    def __init__(self):
+        super().__init__()
+        self.where = here()
+def here(): return place
+def reads(): return steps * 2
+place, steps = "notebook", 1
+derived, pair, point = Derived(), Pair(1, [2]), Point(3)
+leaf = torch.ones(3, requires_grad=True)
+(leaf * 2).sum().backward()
+words = torch.arange(6, dtype=torch.float32)
+as_ints, as_bytes = words.view(torch.int32), np.arange(40000.0)
+half = as_bytes.view(np.uint8)
+tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)); tied[1].weight = tied[0].weight
+complex_, real = torch.ones(2, dtype=torch.complex64), None
+real = torch.view_as_real(complex_)
+strided, scalar = torch.arange(12).reshape(3, 4).t(), torch.tensor(2.5)
+sparse = torch.eye(3).to_sparse()
+locked = np.zeros(20000); locked.flags.writeable = False
+log = logging.getLogger("mine"); log.setLevel(logging.INFO)
+warnings.filterwarnings("error", message="special")
+torch.set_default_dtype(torch.float64); torch.set_grad_enabled(False); sys.setrecursionlimit(2345)
+torch.backends.cudnn.deterministic = True
+big = [0] * 10
+"""
+
+LOOK = """
+steps = 5
+%time timed = steps + len(big)
+del big
+def look():
+    try: warnings.warn("special"); warned = False
+    except UserWarning: warned = True
+    try: locked[0] = 1; wrote = True
+    except ValueError: wrote = False
+    return repr({
+        "cached": (cached(20), cached.cache_parameters(), cached.cache_info().currsize),
+        "newtype": UserId(3), "enum": point.colour is Colour.RED, "point": point, "pair": pair,
+        "class": (Derived.count, Derived().where, type(derived) is Derived, Base.count),
+        "reads": reads(), "email": email.mime.text.MIMEText.__name__,
+        "dom": xml.dom.minidom.__name__, "handlers": logging.handlers.__name__,
+        "grad": (leaf.grad.tolist(), leaf.requires_grad), "views": (as_ints.tolist(), len(half)),
+        "tied": tied[0].weight is tied[1].weight, "complex": real.tolist(),
+        "strided": (strided.stride(), strided.tolist()), "scalar": scalar, "sparse": sparse,
+        "locked": wrote, "level": (log.level, logging.root.level), "warned": warned,
+        "settings": (torch.get_default_dtype(), torch.is_grad_enabled(), sys.getrecursionlimit(),
+                     torch.backends.cudnn.deterministic),
+        "F": F.relu(torch.tensor([-1.0])).tolist(), "timed": timed,
+    })
+"""
+
+
+def test_whatever_a_notebook_holds_is_what_a_forked_rank_would_find(
+    start_kernel: Callable[..., Notebook],
+) -> None:
+    kernel = start_kernel()
+    kernel.run("%load_ext nbtrain\nimport nbtrain")
+    out = kernel.run(HOLDINGS)
+    assert out.ename == "", out.traceback
+    found = {}
+    for engine in ("fork", "spawn"):
+        out = kernel.run(f"%%distributed -n 1 -e {engine}{LOOK}")
+        assert out.ename == "", out.traceback
+        found[engine] = kernel.value("nbtrain.last_run().value")
+    assert found["spawn"] == found["fork"]
+
+
+def test_what_would_arrive_as_something_else_is_refused(notebook: Notebook) -> None:
+    notebook.run(
+        "leaf = torch.ones(2, requires_grad=True)\ncomputed = leaf * 2\n"
+        "@torch.compile(backend='eager')\ndef compiled(x): return x"
+    )
+    for cell, said in (
+        ("computed.sum()", "`computed` is computed from tensors that need gradients"),
+        (
+            "compiled(1)",
+            "it was compiled: call torch.compile in the training function",
+        ),
+    ):
+        out = notebook.run(f"%%distributed -n 1 -e spawn\n{cell}")
+        assert out.ename == "PlanError"
+        assert said in out.traceback
+
+
+def test_a_variable_that_fails_to_load_is_named_without_a_library_s_frames(
+    notebook: Notebook,
+) -> None:
+    notebook.run(
+        "class Two(Exception):\n    def __init__(self, a, b): super().__init__(a)\n"
+        "fine, history = 1, [1, {'k': Two(1, 2)}]"
+    )
+    out = notebook.run("%%distributed -n 1 -e spawn\nfine, history")
+    assert out.ename == "TypeError"
+    assert "while loading `history` in a fresh process" in out.traceback
+    assert "serialization.py" not in out.traceback
+
+
+def test_a_module_of_the_folder_that_is_named_like_pythons_own_does_no_harm(
+    start_kernel: Callable[..., Notebook],
+) -> None:
+    kernel = start_kernel()
+    kernel.run("import nbtrain\n%load_ext nbtrain\nopen('json.py', 'w').close()")
+    out = kernel.run("%distributed -n 1 -e spawn 1 + 1")
+    assert out.ename == "", out.traceback
+
+
+def test_an_interrupt_while_packing_leaves_no_copy_behind(notebook: Notebook) -> None:
+    notebook.run(
+        "class Interrupting:\n    def __reduce__(self): raise KeyboardInterrupt\n"
+        "held = torch.zeros(100), Interrupting()"
+    )
+    memory = (
+        "[l for l in open('/proc/self/maps') if 'memfd:nbtrain' in l] + [d for d in "
+        "os.listdir('/proc/self/fd') if os.path.lexists(f'/proc/self/fd/{d}') and "
+        "'memfd:nbtrain' in os.readlink(f'/proc/self/fd/{d}')]"
+    )
+    assert notebook.run("%distributed -n 1 -e spawn held").ename == "KeyboardInterrupt"
+    assert notebook.value(memory) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.EMFILE, "ulimit -n"),
+        (errno.EAGAIN, "ulimit -u"),
+        (errno.EACCES, "must be able to start"),
+        (errno.E2BIG, "too long"),
+    ],
+)
+def test_a_refused_interpreter_is_no_matter_of_a_limit_that_was_not_reached(
+    number: int, advice: str
+) -> None:
+    text = spawn._advice(OSError(number, os.strerror(number)))
+    assert advice in text
+    assert ("ulimit" in text) == ("ulimit" in advice)

@@ -1,0 +1,94 @@
+"""The runs that are kept: listed, and found by name."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+import nbtrain
+from nbtrain.errors import PlanError
+from nbtrain.lifecycle import catalog
+from tests.support.kernel import Notebook
+
+
+@pytest.fixture
+def runs() -> list[nbtrain.Run]:
+    """One that succeeded and one that failed."""
+    good = nbtrain.launch(lambda: 1, num_processes=1, view="none")
+    with pytest.raises(ZeroDivisionError):
+        nbtrain.launch(lambda: 1 / 0, num_processes=2, view="none")
+    bad = nbtrain.last_run()
+    assert bad is not None
+    return [good, bad]
+
+
+def test_the_list_tells_of_each_run_in_a_line(runs: list[nbtrain.Run]) -> None:
+    briefs = catalog.run_infos()
+    assert [b.name for b in briefs] == [r.folder.name for r in runs]
+    assert [(b.status, b.ranks) for b in briefs] == [("succeeded", 1), ("failed", 2)]
+    assert all(b.seconds is not None for b in briefs)
+    lines = catalog.page(briefs, briefs[0].created).splitlines()
+    assert lines[0].split() == ["run", "status", "when", "ranks", "took", "last"]
+    assert "succeeded" in lines[1]
+    assert "1 rank " in lines[1]
+    assert "2 ranks" in lines[2]
+
+
+def test_no_runs_and_damaged_ones_are_no_trouble(run_root: Path) -> None:
+    assert "No run is kept" in catalog.page(catalog.run_infos(), 0.0)
+    for name, text in [("a", "{"), ("b", "[]"), ("c", '{"created": "x", "num_processes": 1}')]:
+        folder = run_root / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "run.json").write_text(text)
+    assert catalog.run_infos() == []
+
+
+def test_a_run_whose_kernel_is_gone_is_lost_and_one_that_is_watched_runs(
+    runs: list[nbtrain.Run],
+) -> None:
+    folder = runs[0].folder
+    manifest = json.loads((folder / "run.json").read_text())
+    (folder / "launcher.jsonl").write_text("")
+    for pid, status in [(os.getpid(), "running"), (2**22 + 1, "lost")]:
+        (folder / "run.json").write_text(json.dumps({**manifest, "launcher": pid}))
+        (brief,) = [b for b in catalog.run_infos() if b.name == folder.name]
+        assert (brief.status, brief.seconds) == (status, None)
+        assert status in catalog.page([brief], brief.created + 3)
+
+
+def test_a_run_is_found_by_name_by_its_beginning_and_by_default_the_last(
+    runs: list[nbtrain.Run],
+) -> None:
+    good, bad = runs
+    assert catalog.find_run() is bad
+    assert catalog.find_run(bad.folder.name) is bad
+    assert catalog.find_run(good.folder.name).value == 1
+    different = next(
+        i for i, (a, b) in enumerate(zip(good.folder.name, bad.folder.name, strict=True)) if a != b
+    )
+    assert catalog.find_run(good.folder.name[: different + 1]).folder == good.folder
+    with pytest.raises(PlanError, match=r"2 kept runs begin.*%nbtrain runs"):
+        catalog.find_run(good.folder.name[:2])
+    with pytest.raises(PlanError, match="no kept run begins with 'zzz'"):
+        catalog.find_run("zzz")
+
+
+def test_in_a_cell_runs_are_listed_and_drawn_also_from_another_kernel(
+    notebook: Notebook, run_root: Path
+) -> None:
+    notebook.run("%%distributed -n 1\n'first'")
+    name = notebook.value("nbtrain.last_run().folder.name")
+    notebook.run("%%distributed -n 1\n'second'")
+    listed = notebook.run("%nbtrain runs").stdout
+    assert name in listed
+    assert "succeeded" in listed
+    assert "'second'" in notebook.run("%nbtrain show").displays[0]["text/plain"]
+    shown = notebook.run(f"%nbtrain show {name}").displays[0]
+    assert "'first'" in shown["text/plain"]
+    assert "succeeded" in shown["text/html"]
+    out = notebook.run("%nbtrain show nothing-like-it")
+    assert out.ename == "PlanError"
+    assert len(out.traceback.splitlines()) == 1

@@ -1,0 +1,190 @@
+"""The doors of plain Python: `launch` and `notebook_launcher`, and what they refuse."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from pathlib import Path
+
+import accelerate
+import pytest
+
+import nbtrain
+from nbtrain.errors import LaunchError, PlanError
+from nbtrain.lifecycle.run import Run
+from nbtrain.planning import option_types
+from nbtrain.tracking import pruning, run_folder
+
+
+def test_notebook_launcher_has_accelerates_exact_signature() -> None:
+    def head(function: object) -> list[tuple[str, object]]:
+        parameters = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
+        return [(p.name, p.default) for p in parameters]
+
+    assert head(nbtrain.notebook_launcher) == head(accelerate.notebook_launcher)
+
+
+def test_notebook_launcher_trains_one_world_on_cpu_with_the_precision_asked_for() -> None:
+    def train(offset: int) -> tuple[object, ...]:
+        a = accelerate.Accelerator()
+        return str(a.distributed_type), a.num_processes, a.mixed_precision, offset
+
+    run = nbtrain.notebook_launcher(train, (5,), 2, "bf16")
+    assert run.results == [("DistributedType.MULTI_CPU", 2, "bf16", 5)] * 2
+
+
+def test_one_process_is_forked_too_and_none_means_auto() -> None:
+    import os
+
+    assert nbtrain.notebook_launcher(os.getpid, (), 1).value != os.getpid()
+    assert len(nbtrain.notebook_launcher(lambda: 1).results) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_restarts": -1}, "restarts"),
+        ({"num_processes": 0}, "≥ 1"),
+        ({"num_processes": 2.5}, "≥ 1"),
+        ({"mixed_precision": "fp4"}, "fp4"),
+        ({"use_port": "http"}, "http"),
+        ({"use_port": "70000"}, "70000"),
+    ],
+)
+def test_notebook_launcher_refuses_what_it_cannot_do(
+    options: dict[str, object], words: str, run_root: Path
+) -> None:
+    with pytest.raises(PlanError, match=words):
+        nbtrain.notebook_launcher(lambda: 1, **options)  # type: ignore[arg-type]
+    assert list(run_root.rglob("run.json")) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_processes": True}, "≥ 1"),
+        ({"engine": "thread"}, "thread"),
+        ({"view": "3d"}, "3d"),
+        ({"hang_after": -1}, "hang_after"),
+        ({"timeout": 0}, "timeout"),
+        ({"env": {"A=B": "1"}}, "environment variables"),
+    ],
+)
+def test_launch_refuses_bad_arguments(options: dict[str, object], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        nbtrain.launch(lambda: 1, **options)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="function"):
+        nbtrain.launch("not a function")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["config", "env", "resources", "out", "telemetry"])
+def test_an_argument_that_is_called_as_an_option_is_shown_its_way(name: str) -> None:
+    def train(**given: object) -> dict[str, object]:
+        return given
+
+    class Own:
+        pass
+
+    words = (
+        rf"`{name}` as its own option, and a value of type Own does not fit it.*functools.partial"
+    )
+    with pytest.raises(PlanError, match=words):
+        nbtrain.launch(train, view="none", **{name: Own()})  # type: ignore[arg-type]
+    if name in ("config", "env"):
+        with pytest.raises(PlanError, match=words):
+            nbtrain.scaling(train, view="none", **{name: Own()})  # type: ignore[arg-type]
+    bound = functools.partial(train, **{name: 3})
+    assert nbtrain.launch(bound, num_processes=1, view="none").value == {name: 3}
+
+
+def test_telemetry_is_named_as_in_a_cell() -> None:
+    assert option_types.sources_of("all") == option_types.SOURCES
+    assert option_types.sources_of("none") == option_types.sources_of(()) == ()
+    assert (
+        option_types.sources_of("loss, bars")
+        == option_types.sources_of(["bars", "loss"])
+        == ("bars", "loss")
+    )
+    assert option_types.sources_of("-loss") == tuple(s for s in option_types.SOURCES if s != "loss")
+    with pytest.raises(PlanError, match=r"no telemetry 'speed'.*all, none, bars"):
+        nbtrain.launch(int, view="none", telemetry="speed")
+
+
+def test_only_the_last_twenty_runs_are_kept(run_root: Path) -> None:
+    for number in range(23):
+        made = run_folder.create(f"run {number}", {"created": number})
+        made.launcher_events.write_text('{"kind":"finished"}\n')
+        pruning.prune()
+    kept = [made.read_manifest()["created"] for made in run_folder.runs()]
+    assert kept == list(range(3, 23))
+
+
+def test_a_run_that_is_still_watched_is_not_pruned() -> None:
+    import os
+
+    alive = run_folder.create("alive", {"launcher": os.getpid()})
+    for number in range(25):
+        run_folder.create(f"run {number}", {}).launcher_events.write_text('{"kind":"finished"}\n')
+    pruning.prune()
+    assert alive.path.exists()
+
+
+def test_a_root_that_cannot_be_written_is_one_clear_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NBTRAIN_HOME", "/proc/nowhere")
+    with pytest.raises(LaunchError, match="NBTRAIN_HOME"):
+        nbtrain.launch(lambda: 1, num_processes=1, view="none")
+
+
+def test_logs_results_and_repr_of_a_run() -> None:
+    def train() -> int:
+        print("first", nbtrain.rank())
+        print("second")
+        return nbtrain.rank()
+
+    run = nbtrain.launch(train, num_processes=2, view="none")
+    assert run.logs(1) == "first 1\nsecond"
+    assert run.logs(0, tail=1) == "second"
+    assert run.logs(tail=1) == "[rank 0] second\n[rank 1] second"
+    with pytest.raises(IndexError, match="no rank 2"):
+        run.logs(2)
+    assert repr(run).startswith("<Run train: succeeded, 2 ranks, ")
+    assert "succeeded" in run._repr_html_()
+    assert run.wait() is run
+    assert run.exception is None
+
+
+def test_a_run_is_reopened_with_its_results_and_its_failure() -> None:
+    def train() -> str:
+        if nbtrain.rank() == 1:
+            raise ValueError("kept")
+        return "also kept"
+
+    with pytest.raises(ValueError, match="kept"):
+        nbtrain.launch(train, num_processes=2, view="none")
+    run = nbtrain.last_run()
+    assert run is not None
+    again = Run.open(run.folder)
+    assert again.results in (["also kept", None], [None, None])  # stopped before or after
+    assert isinstance(again.exception, ValueError)
+    assert again.state == run.state
+    with pytest.raises(FileNotFoundError):
+        Run.open(run.folder / "nothing")
+
+
+def test_text_is_printed_outside_a_notebook(capsys: pytest.CaptureFixture[str]) -> None:
+    nbtrain.launch(lambda: print("hello"), num_processes=2)
+    printed = capsys.readouterr().out
+    assert "[rank 0] hello" in printed
+    assert "[rank 1] hello" in printed
+    assert "succeeded" in printed
+
+
+def test_a_view_that_fails_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nbtrain.ui import text_summary
+
+    monkeypatch.setattr(text_summary, "summary", lambda *_: 1 / 0)
+    with pytest.warns(RuntimeWarning, match="the display failed"):
+        run = nbtrain.launch(lambda: 7, num_processes=1, view="text")
+    assert run.value == 7

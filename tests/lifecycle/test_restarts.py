@@ -1,0 +1,277 @@
+"""Runs that start again: with real ranks, real process groups, and checkpoints to go on from."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nbtrain
+from nbtrain.errors import PlanError, RankDied
+from nbtrain.lifecycle import restarts
+from nbtrain.lifecycle.supervisor import Supervisor
+from nbtrain.tracking import events as ev
+from nbtrain.tracking.reducers import fold
+from nbtrain.tracking.state import RankState, RunState
+from tests.support.waiting import wait_until
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "FIRST_WAIT", 0.05)
+
+
+def fails_once(how: str, steps: int = 6, dies_at: int = 4) -> tuple[int, list[float], int]:
+    """Train a number for `steps`; in the first attempt, die of `how` on rank 1 at `dies_at`."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    value, first = torch.zeros(1), 0
+    last = nbtrain.last_checkpoint()
+    if last is not None:
+        state = torch.load(last / f"{nbtrain.rank()}.pt")
+        value, first = state["value"], state["step"] + 1
+    seen = []
+    for step in range(first, steps):
+        if nbtrain.attempt() == 1 and step == dies_at and nbtrain.rank() == 1:
+            if how == "raise":
+                raise ConnectionError("the storage was away")
+            os.kill(os.getpid(), signal.SIGKILL)
+        grad = torch.full((1,), float(step + nbtrain.rank()))
+        dist.all_reduce(grad)
+        value += grad
+        seen.append(float(value))
+        nbtrain.log(step=step, loss=value)
+        with nbtrain.checkpoint(step) as path:
+            torch.save({"value": value, "step": step}, path / f"{nbtrain.rank()}.pt")
+    return nbtrain.attempt(), seen, first
+
+
+@pytest.mark.parametrize(("engine", "how"), [("fork", "raise"), ("fork", "die"), ("spawn", "die")])
+def test_a_run_goes_on_from_its_last_whole_checkpoint(engine: str, how: str) -> None:
+    undisturbed = nbtrain.launch(fails_once, how, 6, 99, num_processes=2)
+    run = nbtrain.launch(fails_once, how, num_processes=2, max_restarts=2, engine=engine)
+    assert run.state.status == "succeeded"
+    for (number, seen, first), (_, whole, _) in zip(run.results, undisturbed.results, strict=True):
+        assert number == 2
+        assert 3 <= first <= 4  # the one that rank 1 left, or the one it did not come to
+        assert seen == whole[first:]
+    assert run.state.attempt == 2
+    why = "ConnectionError: the storage was away" if how == "raise" else "killed by SIGKILL"
+    assert run.state.message.startswith("attempt 1 of 3 failed: rank 1: ")
+    assert why in run.state.message
+    again = nbtrain.Run.open(run.folder)
+    assert again.state.ranks == run.state.ranks
+    assert again.state.attempt == 2
+    history = run.history
+    assert set(history["step"].dropna()) == set(range(6))
+    failures = sorted(p.name for p in run.folder.glob("*.attempt-1"))
+    assert ("rank-0001.failure.attempt-1" in failures) == (how == "raise"), failures
+
+
+def accelerated(steps: int = 8, dies_at: int = 99) -> list[float]:
+    """What the guide shows: Accelerate's own state saved and loaded."""
+    import accelerate
+
+    accelerator = accelerate.Accelerator()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    first, done = 0, nbtrain.last_checkpoint()
+    if done:
+        accelerator.load_state(str(done))
+        first = int(done.name.removeprefix("step-")) + 1
+    for step in range(first, steps):
+        if step == dies_at and nbtrain.attempt() == 1 and nbtrain.rank() == 1:
+            os._exit(3)
+        data = torch.full((4, 3), float(step + nbtrain.rank()))
+        accelerator.backward(model(data).pow(2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        with nbtrain.checkpoint(step) as folder:
+            accelerator.save_state(str(folder))
+    return [p for weight in model.parameters() for p in weight.flatten().tolist()]
+
+
+def test_accelerates_own_state_is_gone_on_from() -> None:
+    undisturbed = nbtrain.launch(accelerated, num_processes=2)
+    run = nbtrain.launch(accelerated, dies_at=5, num_processes=2, max_restarts=1)
+    assert run.state.attempt == 2
+    assert run.results == undisturbed.results
+
+
+def test_the_last_attempts_failure_is_raised_and_no_more_are_made() -> None:
+    def always() -> None:
+        nbtrain.log(step=1, loss=1.0)
+        raise OSError(f"attempt {nbtrain.attempt()}")
+
+    with pytest.raises(OSError, match="attempt 3"):
+        nbtrain.launch(always, num_processes=1, max_restarts=2)
+    run = nbtrain.last_run()
+    assert run is not None
+    assert (run.state.status, run.state.attempt, run.state.attempts) == ("failed", 3, 3)
+
+
+def test_ranks_that_are_killed_every_time_end_as_such() -> None:
+    def dies() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(RankDied, match="SIGKILL"):
+        nbtrain.launch(dies, num_processes=1, max_restarts=1)
+
+
+def test_a_mistake_is_not_repeated() -> None:
+    def mistaken() -> None:
+        undefined  # type: ignore[name-defined]  # noqa: B018, F821
+
+    with pytest.raises(NameError):
+        nbtrain.launch(mistaken, num_processes=2, max_restarts=5)
+    run = nbtrain.last_run()
+    assert run is not None
+    assert run.state.attempt == 1
+
+
+def test_a_stop_between_two_attempts_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "FIRST_WAIT", 60.0)
+
+    def fails() -> None:
+        raise OSError("away")
+
+    def stop() -> None:
+        wait_until(lambda: (run := nbtrain.last_run()) is not None and run.state.attempt == 2)
+        run = nbtrain.last_run()
+        assert run is not None
+        run._watcher.request_stop("by the test")  # type: ignore[union-attr]
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    with pytest.raises(KeyboardInterrupt):
+        nbtrain.launch(fails, num_processes=1, max_restarts=1)
+    stopper.join()
+    run = nbtrain.last_run()
+    assert run is not None
+    assert run.state.status == "interrupted"
+    assert "rank 0 not started again" in run.state.message
+
+
+def test_notebook_launcher_restarts_too() -> None:
+    def fails() -> int:
+        if nbtrain.attempt() == 1:
+            raise OSError("away")
+        return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+    assert nbtrain.notebook_launcher(fails, (), 1, max_restarts=1).value == 1
+
+
+@pytest.mark.parametrize("options", [{"max_restarts": -1}, {"max_restarts": True}])
+def test_numbers_of_restarts_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match="restarts"):
+        nbtrain.launch(int, num_processes=1, **options)
+    with pytest.raises(PlanError, match="inline"):
+        nbtrain.launch(int, engine="inline", max_restarts=1)
+
+
+def failed(error: str, **more: Any) -> RunState:
+    rank = RankState(0, status="failed", error=error, ended=5.0, **more)
+    other = RankState(1, status="stopped")
+    return RunState("train()", "fork", (rank, other), created=1.0, attempts=3)
+
+
+def test_which_failures_are_worth_another_attempt() -> None:
+    assert restarts.is_worth_a_restart(failed("OSError: gone"))
+    assert not restarts.is_worth_a_restart(failed("TypeError: 3 arguments"))
+    assert restarts.is_worth_a_restart(failed("TypeError: None came from the network", step=7))
+    assert not restarts.is_worth_a_restart(replace(failed("OSError: gone"), attempt=3))
+    both = replace(
+        failed("TypeError: x"),
+        ranks=(
+            RankState(0, status="failed", error="TypeError: x"),
+            RankState(1, status="failed", error="RuntimeError: Connection closed by peer"),
+        ),
+    )
+    assert not restarts.is_worth_a_restart(both)
+    assert "rank 0: TypeError: x" in restarts.describe_failure(both)
+
+
+def test_the_wait_grows_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert [restarts.seconds_before_restart(n) for n in (2, 3, 4, 9, 99)] == [
+        1.0,
+        2.0,
+        4.0,
+        30.0,
+        30.0,
+    ]
+
+
+def test_a_new_attempt_keeps_what_was_printed_and_drops_how_it_ended() -> None:
+    state = failed("OSError: gone", log=("said",), log_count=1, metrics={"loss": 1.0})
+    state = fold(state, [ev.Attempt(6.0, -1, 2, "because"), ev.Started(7.0, 0, 11)])
+    rank = state.ranks[0]
+    assert (rank.status, rank.error, rank.ended) == ("running", None, None)
+    assert (rank.log, rank.log_count, rank.metrics) == (("said",), 1, {"loss": 1.0})
+    assert (state.status, state.attempt, state.message) == ("running", 2, "because")
+
+
+def test_an_interrupt_while_an_attempt_fails_lets_no_other_begin() -> None:
+    def slow_to_fail() -> None:
+        nbtrain.log(step=1, loss=1.0)
+        if nbtrain.rank() == 1:
+            raise OSError("away")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        threading.Event().wait(60)
+
+    def press(supervisor: Supervisor, *args: Any) -> None:
+        begin(supervisor, *args)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    begin = Supervisor._begin_stop
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Supervisor, "_begin_stop", press)
+        with pytest.raises(KeyboardInterrupt):
+            nbtrain.launch(slow_to_fail, num_processes=2, max_restarts=3)
+    run = nbtrain.last_run()
+    assert run is not None
+    assert run.state.status == "interrupted"
+    assert run.state.attempt <= 2
+
+
+def test_what_a_failed_attempt_left_for_the_notebook_is_not_the_next_ones() -> None:
+    def train(layer: torch.nn.Module) -> None:
+        if nbtrain.attempt() == 1:
+            with torch.no_grad():
+                layer.weight.fill_(99.0)  # type: ignore[operator]
+            raise RuntimeError("once")
+
+    layer = torch.nn.Linear(2, 2)
+    before = layer.weight.clone()
+    run = nbtrain.launch(train, layer, num_processes=1, max_restarts=1, view="none")
+    assert run.state.attempt == 2
+    assert torch.equal(layer.weight, before)
+    with pytest.raises(nbtrain.NbtrainError, match="no weights"):
+        run.load(layer)
+
+
+def test_what_a_launcher_left_that_was_killed_at_once_goes_after_a_day(temporary: Path) -> None:
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    old, new = (temporary / f"{restarts.SCRATCH}{ended.pid}-{age}" for age in ("old", "new"))
+    own = temporary / f"{restarts.SCRATCH}{os.getpid()}-old"
+    other = temporary / f"{restarts.SCRATCH}sources-old"
+    full = temporary / f"{restarts.SCRATCH}{ended.pid}-full"
+    for folder in (old, new, own, other, full):
+        folder.mkdir(mode=0o700)
+        if folder is full:
+            (folder / "ranks").touch()
+        if folder is not new:
+            os.utime(folder, (1e9, 1e9))
+    nbtrain.launch(lambda: 1, num_processes=1, view="none")
+    assert sorted(temporary.iterdir()) == sorted([new, own, other, full])

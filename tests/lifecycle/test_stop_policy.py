@@ -1,0 +1,205 @@
+"""When a run is stopped and which ranks are sent what: decisions alone, at times of the test's."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+
+import pytest
+
+from nbtrain.lifecycle.stop_policy import (
+    ECHO_GRACE,
+    HOPELESS,
+    REPORT_GRACE,
+    StopController,
+    StopSignal,
+)
+from nbtrain.tracking.events import PeerNodeFailed
+from nbtrain.tracking.state import RankState, RunState
+
+ECHO = "RuntimeError: Connection closed by peer"
+BOTH = frozenset({0, 1})
+
+
+def picture(*statuses: str, error: str | None = None) -> RunState:
+    ranks = tuple(
+        RankState(i, status=status, error=error if status in ("failing", "failed") else None)
+        for i, status in enumerate(statuses)
+    )
+    return RunState("t", "fork", ranks, 0.0)
+
+
+Decision = tuple[str, list[StopSignal]]
+"""Why a stop begins, and what is sent."""
+
+NOTHING: Decision = ("", [])
+RUNNING = picture("running", "running")
+
+
+def decide(
+    controller: StopController,
+    now: float,
+    state: RunState = RUNNING,
+    alive: frozenset[int] = BOTH,
+    *,
+    pressed: bool = False,
+    asked: str = "",
+) -> Decision:
+    return controller.decide(now, state, alive, pressed=pressed, asked=asked)
+
+
+def sent(decision: Decision) -> list[tuple[str, set[int]]]:
+    return [(signal.action, set(signal.ranks)) for signal in decision[1]]
+
+
+def test_a_run_that_nothing_happens_to_is_left_alone() -> None:
+    controller = StopController(0.0, timeout=100.0)
+    for now in (0.0, 50.0, 100.0):
+        assert decide(controller, now) == NOTHING
+    assert controller.cause is None
+    assert not controller.is_hopeless(1e6)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [("press", "by an interrupt"), ("file", "in a terminal"), ("call", "by run.stop()")],
+)
+def test_a_request_gives_two_seconds_to_save_then_ends_the_ranks(how: str, reason: str) -> None:
+    controller = StopController(0.0)
+    if how == "call":
+        controller.request(reason)
+    asked = reason if how == "file" else ""
+    first = decide(controller, 10.0, pressed=how == "press", asked=asked)
+    assert first[0] == f"stopped {reason}: ranks have 2 s to save"
+    assert sent(first) == [("interrupt", BOTH)]
+    assert first[1][0].reason == reason
+    assert sent(decide(controller, 10.4)) == []
+    assert sent(decide(controller, 10.6)) == [("interrupt", BOTH)]
+    assert sent(decide(controller, 12.1)) == [("interrupt", BOTH), ("terminate", BOTH)]
+    killed = sent(decide(controller, 12.6))
+    assert killed[0] == ("kill", BOTH)
+    assert sent(decide(controller, 20.0)) == [("kill", BOTH)]  # again and again
+    assert controller.is_hopeless(10.0 + HOPELESS + 0.1)
+
+
+@pytest.mark.parametrize("yet", ["starting", "joining"])
+def test_while_ranks_have_yet_to_begin_all_are_ended_within_a_second(yet: str) -> None:
+    state = picture("running", "starting")
+    if yet == "joining":
+        ranks = (state.ranks[0], replace(state.ranks[1], status="running", phase="joining"))
+        state = replace(state, ranks=ranks)
+    controller = StopController(0.0)
+    first = decide(controller, 5.0, state, pressed=True)
+    assert first[0] == "stopped by an interrupt: ranks were still starting"
+    assert sent(first) == [("interrupt", BOTH)]
+    assert sent(decide(controller, 5.3)) == []
+    assert sent(decide(controller, 5.5)) == [("terminate", BOTH)]
+    assert sent(decide(controller, 5.8)) == [("kill", BOTH)]
+
+
+def test_a_rank_that_trains_has_its_two_seconds_though_another_is_starting() -> None:
+    state = picture("running", "starting")
+    state = replace(state, ranks=(replace(state.ranks[0], metrics={"x": 1.0}), state.ranks[1]))
+    controller = StopController(0.0)
+    first = decide(controller, 5.0, state, pressed=True)
+    assert first[0] == "stopped by an interrupt: ranks have 2 s to save"
+    assert {action for action, _ in sent(decide(controller, 6.9))} == {"interrupt"}
+
+
+def test_ranks_whose_beginning_was_perhaps_lost_have_two_seconds_to_save() -> None:
+    controller = StopController(0.0)
+    late = decide(controller, 61.0, picture("running", "starting"), pressed=True)
+    assert late[0] == "stopped by an interrupt: ranks have 2 s to save"
+    assert sent(decide(controller, 62.0)) == [("interrupt", BOTH)]
+
+
+def test_a_second_interrupt_kills_at_once() -> None:
+    controller = StopController(0.0)
+    decide(controller, 1.0, pressed=True)
+    again = decide(controller, 1.1, pressed=True)
+    assert sent(again) == [("kill", BOTH)]
+    assert again[0] == ""
+
+
+def test_a_timeout_counts_from_the_start_whatever_attempt_it_is() -> None:
+    controller = StopController(100.0, timeout=5.0)
+    failed = picture("failed", "running", error="ValueError: x")
+    decide(controller, 101.0, failed)
+    controller.reset()
+    assert decide(controller, 104.9) == NOTHING
+    late = decide(controller, 105.1)
+    assert late[0] == "the timeout of 5 s has passed; ranks have 2 s to save"
+    assert controller.cause == "timed out"
+
+
+def test_where_nobody_waits_the_ranks_have_one_second() -> None:
+    controller = StopController(0.0)
+    controller.request("because its kernel ended", hasty=True)
+    assert sent(decide(controller, 1.0)) == [("interrupt", BOTH)]
+    assert sent(decide(controller, 1.8)) == [("terminate", BOTH)]
+    assert sent(decide(controller, 2.1)) == [("kill", BOTH)]
+
+
+def test_after_a_failure_a_rank_that_is_failing_itself_has_its_time_to_report() -> None:
+    controller = StopController(0.0)
+    state = picture("failed", "failing", "running", error="ValueError: x")
+    alive = frozenset({1, 2})
+    assert decide(controller, 1.0, state, alive)[0].startswith("a rank failed")
+    assert sent(decide(controller, 1.3, state, alive)) == [("terminate", {2})]
+    assert sent(decide(controller, 1.8, state, alive)) == [("kill", {2})]
+    late = decide(controller, 1.0 + REPORT_GRACE, state, alive)
+    assert sent(late) == [("kill", {1, 2})]
+
+
+def test_while_there_are_only_echoes_the_rank_that_failed_first_has_time_to_say_so() -> None:
+    controller = StopController(0.0)
+    echoes = picture("failed", "running", error=ECHO)
+    alive = frozenset({1})
+    decide(controller, 0.0, echoes, alive)
+    assert sent(decide(controller, ECHO_GRACE - 0.1, echoes, alive)) == []
+    own = replace(echoes, ranks=(echoes.ranks[0], replace(echoes.ranks[1], status="failed")))
+    own = replace(own, ranks=(own.ranks[0], replace(own.ranks[1], error="ValueError: x")))
+    assert sent(decide(controller, ECHO_GRACE, own, alive)) == []
+    assert sent(decide(controller, ECHO_GRACE + 0.2, own, alive)) == [("terminate", {1})]
+
+
+def test_ranks_that_only_lost_those_of_a_stopped_node_are_stopped_too() -> None:
+    controller = StopController(0.0)
+    echoes = picture("failed", "running", error=ECHO)
+    decide(controller, 0.0, echoes, frozenset({1}))
+    assert controller.cause == "failed"
+    stopped = decide(controller, 0.1, echoes, frozenset({1}), asked="on node 1: by an interrupt")
+    assert controller.cause == "interrupted"
+    assert stopped[0] == "stopped on node 1: by an interrupt: ranks have 2 s to save"
+
+
+def test_a_failure_of_another_node_is_the_reason_where_there_is_one() -> None:
+    controller = StopController(0.0)
+    state = replace(
+        RUNNING, peer_failure=PeerNodeFailed(0.0, -1, "node 1 failed: ValueError", True)
+    )
+    assert decide(controller, 0.0, state)[0] == "node 1 failed: ValueError"
+
+
+def test_what_an_end_counts_as() -> None:
+    controller = StopController(0.0)
+    assert controller.verdict(RUNNING, 0, 0, has_reported=False) == "failed"  # nothing was sent
+    decide(controller, 0.0, pressed=True)
+    obeyed = picture("failed", "running", error="KeyboardInterrupt")
+    assert controller.verdict(obeyed, 0, 1, has_reported=True) == "stopped"
+    raised = picture("failed", "running", error="ValueError: x")
+    assert controller.verdict(raised, 0, 1, has_reported=True) == "failed"
+    assert controller.verdict(RUNNING, 1, -signal.SIGINT, has_reported=False) == "stopped"
+    assert controller.verdict(RUNNING, 1, None, has_reported=False) == "stopped"
+    assert controller.verdict(RUNNING, 1, -signal.SIGSEGV, has_reported=False) == "failed"
+    controller.reset()
+    assert controller.verdict(RUNNING, 1, -signal.SIGINT, has_reported=False) == "failed"
+
+
+def test_a_rank_that_was_failing_when_it_was_killed_has_failed() -> None:
+    controller = StopController(0.0)
+    state = picture("failed", "failing", error="ValueError: x")
+    decide(controller, 0.0, state, frozenset({1}))
+    decide(controller, REPORT_GRACE + 0.1, state, frozenset({1}))
+    assert controller.was_sent(1, -signal.SIGKILL)
+    assert controller.verdict(state, 1, -signal.SIGKILL, has_reported=False) == "failed"

@@ -1,0 +1,868 @@
+"""Lint: what it finds, at which line and column, and that correct code is left in peace."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import linecache
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator, PartialState
+from IPython.core.compilerop import CachingCompiler
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from nbtrain.lifecycle.launcher import run_plan
+from nbtrain.planning import lint
+from nbtrain.planning.cell import read_cell
+from nbtrain.planning.plan import Call, Cell, Plan
+from tests.support.loops import CORRECT, PLAIN, UNCERTAIN
+from tests.support.paths import NOTEBOOKS, ROOT
+
+NOT_LOOPS = (  # wrong on purpose, plain on purpose, for one rank
+    "loops.py",
+    "test_summary.py",
+    "test_lint.py",
+    "test_training_meter.py",
+    "test_data_loading.py",
+    "telemetry.py",
+    "test_weights.py",
+    "test_unsynced_models.py",
+    "gpu",
+)
+
+
+def cell(source: str, **namespace: Any) -> Cell:
+    return read_cell(source, "<cell>", namespace)
+
+
+def found(source: str, host: str = "cpu", low: bool = False, **namespace: Any) -> list[Any]:
+    """Return (code, line, column) of every finding."""
+    findings = lint.lint(cell(source, **namespace), device=host, low_ram_tpu=low)
+    return [(finding.code, finding.line, finding.column) for finding in findings]
+
+
+def defined(source: str, filename: str, **namespace: Any) -> dict[str, Any]:
+    """Run a cell as IPython does: its source in linecache, its names in the notebook."""
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    namespace["__name__"] = "__main__"
+    exec(compile(source, filename, "exec"), namespace)
+    return namespace
+
+
+# No false finding
+
+
+@pytest.mark.parametrize("name", CORRECT)
+@pytest.mark.parametrize("host", ["cpu", "cuda"])
+def test_correct_cells_are_left_in_peace(name: str, host: str) -> None:
+    assert found(CORRECT[name], host) == []
+    model = nn.Linear(1, 1)
+    data = TensorDataset(torch.zeros(4, 1), torch.zeros(4, 1))
+    values = {"model": model, "loader": DataLoader(data), "data": data, "teacher": model}
+    assert found(CORRECT[name], host, train_loader=DataLoader(data), **values) == []
+
+
+def test_every_cell_of_the_notebooks_is_left_in_peace() -> None:
+    count = 0
+    for path in NOTEBOOKS.glob("*.ipynb"):
+        for each in json.loads(path.read_text())["cells"]:
+            if each["cell_type"] != "code":
+                continue
+            lines = "".join(each["source"]).splitlines()
+            source = "\n".join("" if line.startswith("%") else line for line in lines)
+            for host in ("cpu", "cuda"):
+                low = "%%distributed" in lines
+                assert lint.lint(Cell(source, "<cell>", {}), device=host, low_ram_tpu=low) == ()
+            count += 1
+    assert count > 8
+
+
+def _texts(path: Path) -> list[str]:
+    """Return a file's own source if it trains, and the strings in it that are cells."""
+    tree = ast.parse(path.read_text())
+    texts = [path.read_text()] if "backward" in path.read_text() else []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" in node.value:
+            texts.append(node.value.replace("%%distributed", "#"))
+    return texts
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p for p in (ROOT / "tests").rglob("*.py") if not {*p.parts} & {*NOT_LOOPS}],
+    ids=lambda p: p.name,
+)
+def test_every_cell_of_the_tests_is_left_in_peace(path: Path) -> None:
+    for text in _texts(path):
+        assert lint.lint(Cell(text, "<cell>", {})) == ()
+
+
+# The rules
+
+
+HEAD = "accelerator = Accelerator()\nmodel, opt, dl = accelerator.prepare(model, opt, dl)\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (HEAD + "for x in dl:\n    loss = model(x)\n    loss.backward()\n    opt.step()", (5, 5)),
+        (HEAD + "for x in dl:\n    model(x).mean().backward()\n    opt.step()", (4, 5)),
+        (HEAD + "for x in dl:\n    (model(x) / 2).backward()\n    opt.step()", (4, 5)),
+        (HEAD + "for x in dl:\n    scaler.scale(loss).backward(retain_graph=True)", (4, 5)),
+        (HEAD + "for x in dl:\n    out = model(x)\n    out.loss.backward()", (5, 5)),
+        (
+            "def step(loss, opt):\n    loss.backward()\n    opt.step()\n"
+            "def train(model):\n    acc = Accelerator()\n    step(model(1), 2)",
+            (2, 5),
+        ),
+    ],
+)
+def test_backward_past_accelerate_is_found(source: str, expected: tuple[int, int]) -> None:
+    assert found(source) == [("backward", *expected)]
+
+
+def test_gradients_wanted_for_themselves_are_left_in_peace() -> None:
+    loop = HEAD + "for x in dl:\n    loss = model(x)\n    loss.backward()\n    opt.step()\n"
+    assert found(loop + "    print(p.grad.norm())") == []
+    assert found(loop + "    for p in ps:\n        print(p.grad.norm())") == []
+    assert found(loop + "print(p.grad.norm())") == [("backward", 5, 5)]
+
+
+def test_one_of_two_backward_calls_is_found() -> None:
+    source = HEAD + (
+        "for x in dl:\n    d = model(x)\n    d.backward()\n    opt.step()\n"
+        "    accelerator.backward(model(x))\n    opt.step()"
+    )
+    assert found(source) == [("backward", 5, 5)]
+    (finding,) = lint.lint(cell(source))
+    assert "accelerator.backward(d)" in finding.message
+    assert finding.text == f"line 5, column 5: {finding.message} [backward]"
+
+
+@pytest.mark.parametrize(
+    ("line", "column"),
+    [
+        ('model.to("cuda")', 10),
+        ('model = model.to("cuda:0", non_blocking=True)', 18),
+        ("model.cuda()", 1),
+        ("é = x.cuda(0)", 5),
+        ('y = "é", x.to(torch.device("cuda"))', 28),
+        ('z = torch.zeros(3, 4, device="cuda")', 30),
+        ('d = torch.device("cuda:1" if torch.cuda.is_available() else "cpu")', 18),
+        ('d = torch.device("cuda", 0)', 5),
+        ("torch.cuda.set_device(0)", 1),
+        ('device = "cuda"; model.to(device)', 10),
+        ('device = "cuda" if fast else "cpu"\nx.to(device)', 10),
+        ('x = x.to(device="xpu")', 17),
+    ],
+)
+def test_a_device_that_all_ranks_would_share_is_found(line: str, column: int) -> None:
+    assert found(f"accelerator = Accelerator()\n{line}") == [("device", 2, column)]
+    assert found(f"dist.init_process_group()\n{line}") == [("device", 2, column)]
+
+
+def test_functions_that_nobody_mentions_are_left_in_peace() -> None:
+    plain = PLAIN["called in the cell"]
+    assert found(plain) != []
+    assert found(plain.replace("main(model)\n", "print(model)\n")) == []
+    learner = UNCERTAIN["an object's own"]
+    assert found(learner.replace(".fit()", ".predict()")) == []
+    module = "class A(nn.Module):\n    def forward(self, x):\n        return x.cuda()\nA()"
+    assert found(module) == [("device", 3, 16)]
+
+
+def test_a_plain_cuda_is_the_ranks_own_once_it_is_chosen() -> None:
+    chosen = 'torch.cuda.set_device(local_rank)\nmodel.to("cuda")\nx.cuda()\n'
+    assert found(chosen) == []
+    assert found(chosen + 'x.to("cuda:0")') == [("device", 4, 6)]
+    assert found('os.environ["CUDA_VISIBLE_DEVICES"] = str(i)\nmodel.to("cuda:0")') == []
+    assert found('if rank == 0:\n    x.to("cuda:0")') == []
+
+
+LOOP = """
+def train(model):
+    accelerator = Accelerator()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    dl = DataLoader(data, batch_size=4, shuffle=True)
+    {prepare}
+    for epoch in range(3):
+        for i, (x, y) in enumerate(tqdm(dl, desc="x")):
+            opt.zero_grad()
+            accelerator.backward(F.cross_entropy(model(x), y))
+            opt.step()
+"""
+LOADER, MODEL, OPTIMIZER = ("prepare", 8, 41), ("prepare", 10, 50), ("prepare", 11, 13)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "expected"),
+    [
+        ("model, opt, dl = accelerator.prepare(model, opt, dl)", []),
+        ("model, opt = accelerator.prepare(model, opt)", [LOADER]),
+        ("opt, dl = accelerator.prepare(opt, dl)", [MODEL]),
+        ("model, dl = accelerator.prepare(model, dl)", [OPTIMIZER]),
+        ("pass", [LOADER, MODEL, OPTIMIZER]),
+        ("model = model.to(accelerator.device)", [LOADER, MODEL, OPTIMIZER]),
+        ("accelerator.prepare(model, opt, dl)", [LOADER, MODEL, OPTIMIZER]),
+        ("model, opt, dl = setup(accelerator, model, opt, dl)", []),
+        ("model, opt, dl = map(accelerator.prepare, (model, opt, dl))", []),
+        ("model, opt, dl = accelerator.prepare(*things)", []),
+        ("model = opt = dl = helper(accelerator)", []),
+        ("things = accelerator.prepare([model, opt, dl])", []),
+    ],
+)
+def test_what_never_goes_through_prepare_is_found(prepare: str, expected: list[Any]) -> None:
+    assert found(LOOP.format(prepare=prepare)) == expected
+
+
+def test_loaders_handed_in_are_judged_by_what_they_are() -> None:
+    source = LOOP.format(prepare="model, opt = accelerator.prepare(model, opt)")
+    source = source.replace("    dl = DataLoader(data, batch_size=4, shuffle=True)\n", "\n")
+    source = source.replace("train(model)", "train(model, dl)")
+    assert found(source, dl=DataLoader([1, 2])) == [LOADER]
+    assert found(source, dl=[1, 2]) == []
+    assert found(source) == [LOADER]
+    assert found(source.replace("dl", "batches")) == []
+    outside = source.replace("train(model, dl)", "train(model)")
+    assert found(outside, dl=DataLoader([1, 2])) == [LOADER]
+    assert found(outside, dl=range(3)) == []
+
+
+def test_a_loader_with_its_own_sampler_is_left_in_peace() -> None:
+    source = LOOP.format(prepare="model, opt = accelerator.prepare(model, opt)")
+    assert found(source.replace("shuffle=True", "sampler=mine")) == []
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "data.shard(8, accelerator.process_index)",
+        "data[accelerator.process_index :: 2]",
+        "split_dataset_by_node(data, 0, 2)",
+        "mine",
+    ],
+)
+def test_a_loader_of_the_ranks_own_part_is_left_in_peace(data: str) -> None:
+    source = LOOP.format(prepare="model, opt = accelerator.prepare(model, opt)")
+    source = source.replace("DataLoader(data", f"DataLoader({data}")
+    mine = "    mine = data.shard(2, i)\n    opt ="
+    assert found(source.replace("    opt =", mine, 1)) == []
+
+
+@pytest.fixture
+def accelerator() -> Accelerator:
+    """An object of the type; a real one would make this process one that cannot be forked."""
+    return Accelerator.__new__(Accelerator)
+
+
+def test_an_accelerator_of_the_notebook_is_found(accelerator: Accelerator) -> None:
+    source = "def train(model):\n    acc.print(1)\n    acc.wait_for_everyone()"
+    assert found(source, acc=accelerator) == [("accelerator", 2, 5)]
+    source = "def train(acc):\n    return  acc.device"
+    assert found(source, acc=accelerator) == [("accelerator", 2, 13)]
+    state = PartialState.__new__(PartialState)
+    assert found("x = 1\nprint(s.device)", s=state) == [("accelerator", 2, 7)]
+
+
+def test_an_accelerator_made_in_the_cell_is_not(accelerator: Accelerator) -> None:
+    source = "acc = Accelerator()\ndef train():\n    acc.print(1)"
+    assert found(source, acc=accelerator) == []
+    assert found("def train():\n    acc = Accelerator()\n    acc.print(1)", acc=accelerator) == []
+    assert found("def train(acc=None): ...\nx = 1", acc=accelerator) == []
+
+
+class Net(nn.Module):
+    """A model of the notebook."""
+
+
+def test_models_built_by_each_rank_are_found_where_memory_is_scarce() -> None:
+    source = "def train():\n    model = {}\n    return model"
+    for made in (
+        "Net(3)",
+        "AutoModel.from_pretrained('x')",
+        "transformers.BertForMaskedLM.from_pretrained('x')",
+        "Auto.from_config(c)",
+        "nn.Sequential(a, b)",
+    ):
+        cls = {"Net": Net, "nn": nn, "Auto": Net}
+        assert found(source.format(made), low=True, **cls) == [("model-per-rank", 2, 13)], made
+        assert found(source.format(made), **cls) == []
+
+
+def test_what_is_small_may_be_built_by_each_rank() -> None:
+    for made in (
+        "AutoTokenizer.from_pretrained('x')",
+        "BertConfig.from_pretrained('x')",
+        "nn.CrossEntropyLoss()",
+        "nn.Linear(1, 1)",
+        "dict()",
+    ):
+        assert found(f"def train():\n    x = {made}", low=True, nn=nn) == []
+    source = "class A(nn.Module):\n    def __init__(self):\n        self.part = Net()"
+    assert found(source, low=True, nn=nn, Net=Net) == []
+    source = "with torch.device('meta'):\n    model = Net()"
+    assert found(source, low=True, Net=Net) == []
+
+
+def test_a_model_class_of_the_cell_is_known() -> None:
+    source = "class A(nn.Module): ...\nclass B(A): ...\ndef train():\n    return B()"
+    assert found(source, low=True) == [("model-per-rank", 4, 12)]
+
+
+@pytest.mark.parametrize("value", [torch.device("cuda:0"), "cuda", torch.device("cuda")])
+def test_a_device_of_the_notebook_is_found(value: Any) -> None:
+    source = "accelerator = Accelerator()\nx = x.to(dev)\ny.to(dev)"
+    for host in ("cpu", "cuda"):
+        assert found(source, host, dev=value) == [("captured-device", 2, 10)]
+    source = "def train():\n    accelerator = Accelerator()\n    torch.ones(1, device=dev)"
+    assert found(source, dev=value) == [("captured-device", 3, 26)]
+
+
+def test_the_notebooks_cpu_matters_only_where_there_is_more() -> None:
+    source = "accelerator = Accelerator()\nx = x.to(device)"
+    for value in ("cpu", torch.device("cpu")):
+        assert found(source, "cpu", device=value) == []
+        assert found(source, "cuda", device=value) == [("captured-device", 2, 10)]
+    assert found(source, "cuda", device=3) == []
+    assert found("device = accelerator.device\nx.to(device)", "cuda", device="cuda") == []
+
+
+@pytest.mark.parametrize(
+    ("source", "line", "column"),
+    [
+        ('def train(model):\n    torch.save(model.state_dict(), "m.pt")', 2, 5),
+        ("def train(m, out):\n    if best:\n        m.save_pretrained(out)", 3, 9),
+        ('path = Path("out") / "m.pt"\ntorch.save(m, path)', 2, 1),
+        ('from safetensors.torch import save_file\nsave_file(w, f"{epoch}.st")', 2, 1),
+        ('np.save("x.npy", x)', 1, 1),
+        ('with open("x.pkl", "wb") as f:\n    pickle.dump(x, f)', 2, 5),
+        ('joblib.dump(x, os.path.join(out, "x"))', 1, 1),
+        (
+            "def keep(m):\n    torch.save(m, 'm.pt')\ndef train(m):\n"
+            "    if rank == 0:\n        keep(m)\n    keep(m)",
+            2,
+            5,
+        ),
+        ("if rank == 0:\n    print(1)\ntorch.save(m, 'm.pt')", 3, 1),
+        ("def train(m):\n    if rank == 0: print(1)\n    m.save_pretrained('x')", 3, 5),
+    ],
+)
+def test_a_file_that_all_ranks_write_is_found(source: str, line: int, column: int) -> None:
+    assert found(source) == [("save", line, column)]
+
+
+def test_a_save_in_a_function_only_one_rank_calls_is_left_in_peace() -> None:
+    keep = "def keep(m):\n    torch.save(m, 'm.pt')\n"
+    assert found(keep + "def train(m):\n    if rank == 0:\n        keep(m)") == []
+    assert found(keep) == [("save", 2, 5)]  # the last function: all ranks call it
+    assert found(keep + "x = 1") == []
+    assert found("def a():\n    b()\ndef b():\n    torch.save(1, 'x')\n    a()\nx = 1") == []
+
+
+def test_a_context_of_one_rank_is_a_guard() -> None:
+    assert found("with on_rank_zero():\n    torch.save(x, 'x.pt')") == []
+    assert found("with open('x.pt', 'wb') as f:\n    torch.save(x, f)") == [("save", 2, 5)]
+
+
+def test_lines_are_counted_as_python_counts_them() -> None:
+    source = "x = 1\x0c\ny = '\u2028\x1c'\naccelerator = Accelerator()\nx.cuda()"
+    assert found(source + "  # nbtrain: ignore") == []
+    assert found(source) == [("device", 4, 1)]
+    assert found("accelerator = Accelerator()\r\nx.cuda()\r\n") == [("device", 2, 1)]
+
+
+def test_one_rank_alone_has_no_peers_to_write_over() -> None:
+    task = cell("torch.save(1, 'x.pt')")
+    assert lint.lint(task, ranks=1) == ()
+    assert len(lint.lint(task, ranks=2)) == 1
+
+
+@pytest.mark.parametrize(
+    ("made", "line"),
+    [
+        ("model = DistributedDataParallel(Net())", 3),
+        ("model = DDP(Net(), find_unused_parameters=True)", 3),
+        ("model = DataLoader(d, sampler=DistributedSampler(d))", 3),
+        ("s = DistributedSampler(d); model = DataLoader(d, sampler=s)", 3),
+    ],
+)
+def test_what_is_distributed_twice_is_found(made: str, line: int) -> None:
+    source = f"accelerator = Accelerator()\n{made}\nmodel = accelerator.prepare(model)"
+    assert found(source) == [("doubled", line, 29)]
+
+
+# Where the source is
+
+
+def test_functions_of_earlier_cells_are_read_too() -> None:
+    helper = (
+        "import torch\n\ndef helper(x):\n    return deeper(x)\n\ndef deeper(x):\n    x.cuda()\n"
+    )
+    names = defined(helper, "<ipython-input-3-abcdef012345>")
+    (finding,) = lint.lint(cell("def train():\n    helper(1)", **names))
+    assert (finding.code, finding.location, finding.line, finding.column) == (
+        "device",
+        "In[3], line 7",
+        7,
+        5,
+    )
+    assert finding.text.startswith("In[3], line 7, column 5: ")
+
+
+def test_the_shell_says_which_cell_a_file_name_is() -> None:
+    filename = "/tmp/ipykernel_7/123.py"
+    names = defined("class A:\n    def go(self, x):\n        x.cuda()\n", filename)
+    names["a"] = names["A"]()
+    task = cell("a.go(1)", a=names["a"])
+    (finding,) = lint.lint(task, name_cell={filename: "In[12]"}.get)
+    assert finding.location == "In[12], line 3"
+    (finding,) = lint.lint(task)
+    assert finding.location == "an earlier cell, line 3"
+
+
+def test_cells_that_ipython_compiled_are_found() -> None:
+    compiler = CachingCompiler()
+    source = "def place(x):\n    x.cuda()\n"
+    filename = compiler.cache(source, 3)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(source, filename, "exec"), names)
+    known = getattr(compiler, "_filename_map", {})  # IPython 7 has the number in the name instead
+
+    def name_cell(name: str) -> str | None:
+        return f"In[{known[name]}]" if name in known else None
+
+    (finding,) = lint.lint(cell("place(1)", **names), name_cell=name_cell)
+    assert finding.location == "In[3], line 2"
+
+
+def test_the_guide_lists_the_codes() -> None:
+    guide = (NOTEBOOKS / "guides" / "lint.md").read_text()
+    for code, meaning in lint.CODES.items():
+        assert f"| `{code}` | " in guide, code
+        assert meaning in guide or code == "accelerator", code
+    sources = "".join(p.read_text() for p in Path(lint.__file__).parent.glob("*.py"))
+    assert all(sources.count(f'"{code}"') >= 2 for code in lint.CODES)
+
+
+def test_functions_of_the_users_files_are_read_and_libraries_are_not(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("def place(x):\n    x.cuda()\n")
+    names = defined(path.read_text(), str(path))
+    (finding,) = lint.lint(cell("place(1)", **names))
+    assert finding.location == "mine.py, line 2"
+    library = tmp_path / "site-packages" / "theirs.py"
+    assert lint.lint(cell("place(1)", **defined(path.read_text(), str(library)))) == ()
+    assert lint.lint(cell("dumps(1)\nDataLoader(1)", dumps=json.dumps, DataLoader=DataLoader)) == ()
+
+
+def test_decorators_partials_and_caches_are_seen_through() -> None:
+    source = (
+        "import functools\n\n"
+        "def loud(f):\n    @functools.wraps(f)\n    def inner(*a):\n        return f(*a)\n"
+        "    return inner\n\n"
+        "@loud\n@loud\ndef a(x):\n    x.cuda()\n\n"
+        "@functools.cache\ndef b(x):\n    x.cuda()\n\n"
+        "c = functools.partial(lambda x: x.cuda(), 1)\n\n"
+        "async def d(x):\n    x.cuda()\n"
+    )
+    names = defined(source, "<ipython-input-1-abc>")
+    lines = {"a": 12, "b": 16, "c": 18, "d": 21}
+    for name, line in lines.items():
+        (finding,) = lint.lint(cell(f"{name}(1)", **names))
+        assert finding.location == f"In[1], line {line}"
+        (same,) = lint.lint(Call(names[name]))
+        assert same == finding
+
+
+def test_a_call_knows_what_it_hands_in(accelerator: Accelerator) -> None:
+    def train(a: Any, b: Any = 1, *, c: Any = None) -> None:
+        a.print(b.x)
+        c.print()
+
+    line = train.__code__.co_firstlineno
+    (finding,) = lint.lint(Call(train, (accelerator,)))
+    assert (finding.code, finding.location) == ("accelerator", f"test_lint.py, line {line + 1}")
+    (finding,) = lint.lint(Call(functools.partial(train, 1), (), {"c": accelerator}))
+    assert finding.line == line + 2
+    (finding,) = lint.lint(Call(functools.partial(train, 1, b=accelerator), ()))
+    assert finding.line == line + 1
+    assert lint.lint(Call(train, (1, 2))) == ()
+    captured = accelerator
+    (finding,) = lint.lint(Call(lambda: captured.device))
+    assert finding.code == "accelerator"
+
+
+def test_a_method_is_called_with_its_own_names() -> None:
+    class Runner:
+        def __call__(self, x: Any) -> None:
+            self.place(x)
+
+        def place(self, x: Any) -> None:
+            x.cuda()
+
+    (finding,) = lint.lint(Call(Runner().place, (1,)))
+    assert finding.code == "device"
+    assert lint.lint(Call(Runner(), (1,))) == (finding,)
+
+
+# Silencing
+
+
+def test_notes_are_silenced_by_line_and_by_cell() -> None:
+    source = "accelerator = Accelerator()\nx.cuda(){}\nx.cuda()"
+    for comment in ("# nbtrain: ignore", "# nbtrain: ignore[device]", "#nbtrain:ignore[a, device]"):
+        assert found(source.format("  " + comment)) == [("device", 3, 1)]
+        assert found(f"\n# mine\n{comment}\n" + source.format("")) == []
+    for comment in ("# nbtrain: ignore[save]", "# ignore", "# nbtrain: ignore[]"):
+        assert len(found(source.format("  " + comment))) == 2
+    assert len(found("x = 1\n# nbtrain: ignore\n" + source.format(""))) == 2
+
+
+# Hostile input
+
+
+class Hostile:
+    """Raises, or worse, at every question."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError("asked for " + name)
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("compared")
+
+    def __bool__(self) -> bool:
+        raise RuntimeError("asked for truth")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Meta(type):
+    """A class of classes that raises, too."""
+
+    def __getattribute__(cls, name: str) -> Any:
+        raise RuntimeError("asked for " + name)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        raise RuntimeError("asked for instances")
+
+
+class Worse(metaclass=Meta):
+    """An object of it."""
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("asked for its class")
+
+
+def test_objects_of_the_user_are_not_touched() -> None:
+    source = (
+        "accelerator = Accelerator()\nfor x in h:\n    h.backward()\n    h(x).to(h)\n"
+        "    w.x.step()\n    w().save_pretrained(h)\n    c(device=w)\n"
+        "def train(h, w, c):\n    h.to(w); c(h)\n"
+    )
+    lint.lint(cell(source, h=Hostile(), w=object.__new__(Worse), c=Worse), low_ram_tpu=True)
+    lint.lint(Call(Hostile.__eq__, (Hostile(), Hostile())), low_ram_tpu=True)
+    lint.lint(Call(Hostile()))  # type: ignore[arg-type]
+    lint.lint(Call(Worse))
+
+
+@pytest.mark.parametrize(
+    "source", ["def f(", "x = = 1", "\0", "(" * 500 + ")" * 500, "", "# only", "-" * 50_000 + "1"]
+)
+def test_what_cannot_be_parsed_has_no_notes(source: str) -> None:
+    assert lint.lint(Cell(source, "<cell>", {})) == ()
+
+
+@pytest.mark.parametrize(
+    "function", [print, len, int, dict.get, functools.partial(print), str.join]
+)
+def test_functions_without_source_have_no_notes(function: Callable[..., Any]) -> None:
+    assert lint.lint(Call(function)) == ()
+    assert lint.lint(cell("f(1)", f=function)) == ()
+
+
+def test_a_function_whose_source_is_gone_or_changed_has_no_notes() -> None:
+    names = defined("def f(x):\n    x.cuda()\n", "<ipython-input-9-f>")
+    for lines in (["x = 1\n"], ["def f(\n"], []):
+        linecache.cache["<ipython-input-9-f>"] = (1, None, lines, "<ipython-input-9-f>")
+        assert lint.lint(cell("f(1)", **names)) == ()
+
+
+def test_functions_that_call_each_other_are_read_once() -> None:
+    source = "def a(x):\n    b(x)\n    x.cuda()\n\ndef b(x):\n    a(x)\n    a(x)\n"
+    names = defined(source, "<ipython-input-4-abc>")
+    assert [n.location for n in lint.lint(cell("a(1); b(2)", **names))] == ["In[4], line 3"]
+
+
+def test_odd_shapes_do_no_harm() -> None:
+    source = (
+        "from math import *\n"
+        "f = lambda m: (lambda: m.cuda())()\n"
+        "class A:\n    class B:\n        x = [y.cuda() for y in z]\n"
+        "async def g():\n    async for x in y:\n        async with w as v:\n            await v\n"
+        "match a:\n    case {'k': [b, *c]}:\n        pass\n"
+        "def h(*a, b=1, **c):\n    global q\n    q = 1\n    def i():\n        nonlocal b\n"
+        "        b = q\n    return i\n"
+    )
+    assert found(source) == [("device", 2, 24), ("device", 5, 14)]
+
+
+_FUNCTIONS = "".join(
+    f"def f{i}(model, y):\n    x = model(y).to(z)\n    if x: torch.save(x, path)\n"
+    f"    loss.backward()\n    f{i - 1}(x, y)\n\n\n"
+    for i in range(1500)
+)
+_LINES = 'x.cuda()\ntorch.save(x, "x")\n(x + y).backward()\nopt.step()\n' * 2500
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("source", [_FUNCTIONS, _LINES], ids=["functions", "lines"])
+@pytest.mark.parametrize("head", ["accelerator = Accelerator()\n", "\n"], ids=["Accelerate", ""])
+def test_a_huge_cell_is_read_in_under_a_second(head: str, source: str) -> None:
+    assert source.count("\n") >= 10_000
+    task = Cell(head + source, "<cell>", {})
+    took = []
+    for _ in range(3):
+        start = time.process_time()
+        lint.lint(task)
+        took.append(time.process_time() - start)
+    assert min(took) < 1
+
+
+# Migration
+
+
+class Noisy(Dataset[Any]):
+    """Data that no two processes see the same."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(os.getpid() * 100 + place)
+        x = torch.randn(3, generator=generator)
+        return x, x.sum(0, keepdim=True)
+
+
+def things() -> dict[str, Any]:
+    """Return what a notebook holds before it trains."""
+    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 1))
+    return {
+        "__name__": "__main__",
+        "torch": torch,
+        "DataLoader": DataLoader,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "dataset": Noisy(),
+        "loader": DataLoader(Noisy(), batch_size=4),
+        "criterion": nn.MSELoss(),
+    }
+
+
+def edited(findings: tuple[lint.CodeFinding, ...], source: str) -> str:
+    return lint.apply_edits(source, [edit for finding in findings for edit in finding.edits])
+
+
+def trained(task: Cell | Call) -> tuple[bool, bool]:
+    """Train on two ranks; return whether they have the same parameters, and saw the same."""
+    run = run_plan(Plan(task, "train", num_processes=2, view="none"))
+    (first, seen), (second, also_seen) = run.results
+    assert len(first) == len(second) == 4
+    return all(map(torch.equal, first, second)), seen == also_seen
+
+
+def test_the_canonical_loop_takes_three_lines_and_changes_two() -> None:
+    source = PLAIN["model handed in"]
+    findings = lint.lint(cell(source, **things()), device="cuda")
+    assert {finding.code for finding in findings} == {"migrate"}
+    edits = [edit for finding in findings for edit in finding.edits]
+    assert [(edit.line, edit.insert) for edit in edits if edit.insert is not None] == [
+        (2, "from accelerate import Accelerator"),
+        (7, "    accelerator = Accelerator()"),
+        (7, "    model.to(accelerator.device)"),
+        (10, "    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"),
+        (16, "            accelerator.backward(loss)"),
+    ]
+    lines = source.split("\n")
+    gone = [(edit.line, lines[edit.line - 1].strip()) for edit in edits if edit.delete]
+    assert gone == [(7, 'model.to("cuda")'), (16, "loss.backward()")]
+    assert [(finding.line, finding.column) for finding in findings] == [
+        (2, 1),
+        (7, 5),
+        (7, 14),
+        (10, 5),
+        (16, 13),
+    ]
+    assert "each rank would train a model of its own" in findings[0].message
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_ranks_train_one_model_with_the_edits_and_their_own_without(name: str) -> None:
+    source = PLAIN[name]
+    findings = lint.lint(cell(source, **things()), device="cuda")
+    assert {finding.code for finding in findings} == {"migrate"}
+    assert all(finding.edits for finding in findings)
+    result = edited(findings, source)
+    assert "cuda" not in result.replace(', device="cuda"):', "")
+    assert lint.lint(cell(result, **things()), device="cuda") == ()
+    assert trained(cell(result, **things())) == (True, False)
+    plain = source.replace('"cuda"', '"cpu"').replace(".cuda()", ".cpu()")
+    assert trained(cell(plain, **things())) == (False, False)
+
+
+def test_a_function_of_an_earlier_cell_is_migrated_in_its_cell() -> None:
+    source = PLAIN["model handed in"]
+    names = defined(source, "<ipython-input-5-abc>", **things())
+    findings = lint.lint(Call(names["train"], (names["model"],)))
+    assert [finding.location for finding in findings][:2] == ["In[5], line 2", "In[5], line 7"]
+    result = edited(findings, source)
+    names = defined(result, "<ipython-input-6-abc>", **things())
+    assert lint.lint(Call(names["train"], (names["model"],))) == ()
+    assert trained(Call(names["train"], (names["model"],))) == (True, False)
+
+
+def test_odd_ways_of_placing_are_migrated() -> None:
+    source = (
+        'device = "cuda"\n'
+        "def train(model, loader):\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    model.to(device)\n"
+        "    for batch in loader:\n"
+        '        batch = {k: v.to("cuda") for k, v in batch.items()}\n'
+        "        loss = model((batch + 1).cuda(non_blocking=True).half()).loss\n"
+        "        loss.backward()  # ß\n"
+        "        optimizer.step()\n"
+        "        mask = torch.zeros(1).to(device)\n"
+    )
+    result = edited(lint.lint(cell(source)), source)
+    assert result == (
+        "from accelerate import Accelerator\n"
+        'device = "cuda"\n'
+        "def train(model, loader):\n"
+        "    accelerator = Accelerator()\n"
+        "    device = accelerator.device\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)\n"
+        "    model.to(device)\n"
+        "    for batch in loader:\n"
+        "        batch = {k: v.to(accelerator.device) for k, v in batch.items()}\n"
+        "        loss = model((batch + 1).to(accelerator.device, non_blocking=True).half()).loss\n"
+        "        accelerator.backward(loss)  # ß\n"
+        "        optimizer.step()\n"
+        "        mask = torch.zeros(1).to(device)\n"
+    )
+    assert found(source)[0] == ("migrate", 1, 1)
+    assert {code for code, *_ in found(source)} == {"migrate"}
+    assert found(result) == []
+
+
+def test_devices_that_the_edits_leave_as_they_are_are_reported_beside_them() -> None:
+    helper = "def moved(x):\n    return x.cuda().to(place)\n\n\n"
+    source = helper + PLAIN["model handed in"].lstrip("\n").replace("model(x)", "model(moved(x))")
+    findings = lint.lint(cell(source, place=torch.device("cuda:0"), **things()), device="cuda")
+    reported = [(f.code, f.line, f.column) for f in findings if f.code != "migrate"]
+    assert reported == [("device", 2, 12), ("captured-device", 2, 24)]
+    assert any(finding.edits for finding in findings)
+
+
+def test_devices_within_the_loss_are_migrated_with_it() -> None:
+    source = PLAIN["model handed in"].replace("loss = criterion(model(x), y)\n", "pass\n")
+    source = source.replace(
+        "loss.backward()", "criterion(model(x.cuda()), y.to('cuda')).backward()"
+    )
+    result = edited(lint.lint(cell(source, **things())), source)
+    rank = "accelerator.device"
+    assert f"accelerator.backward(criterion(model(x.to({rank})), y.to({rank})))\n" in result
+
+
+def test_a_loader_that_the_cell_makes_beside_the_function_is_not_asked_of_the_notebook() -> None:
+    source = "loader = DataLoader(d)\ndef train(model, optimizer):\n    for x in loader:\n"
+    source += "        loss = model(x)\n        loss.backward()\n        optimizer.step()"
+    (finding,) = lint.lint(cell(source))
+    assert (finding.code, finding.edits) == ("migrate", ())
+    (first, *_) = lint.lint(cell(source.partition("\n")[2], **things()))
+    assert first.edits
+
+
+def test_only_what_the_loop_has_goes_through_prepare() -> None:
+    def prepare(name: str) -> str:
+        result = edited(lint.lint(cell(PLAIN[name], **things())), PLAIN[name])
+        return next(line.strip() for line in result.split("\n") if ".prepare(" in line)
+
+    names = "net, opt, train_loader, scheduler"
+    assert prepare("no function") == f"{names} = accelerator.prepare({names})"
+    # A scheduler that steps once an epoch would step once a rank if it were prepared.
+    names = "model, opt, loader"
+    assert prepare("loaded weights, evaluation") == f"{names} = accelerator.prepare({names})"
+
+
+def test_a_device_that_is_used_elsewhere_is_the_accelerators() -> None:
+    source = PLAIN["no function"]
+    result = edited(lint.lint(cell(source, **things())), source)
+    assert "\naccelerator = Accelerator()\ndevice = accelerator.device\nnet = " in result
+    assert "    inputs = inputs.to(device)\n" in result
+    assert "accelerator.clip_grad_norm_(net.parameters(), max_norm=1.0)" in result
+    only = PLAIN["model handed in"].replace(
+        'model.to("cuda")', 'device = "cuda"\n    model = model.to(device)'
+    )
+    result = edited(lint.lint(cell(only, **things())), only)
+    assert "    device = accelerator.device\n    model = model.to(device)\n" in result
+    inside = "def train(model):\n    model.to(device)"
+    captured = PLAIN["model handed in"].replace("(model(x)", "(model(x.to(device))")
+    task = cell(captured, device="cuda", **things())
+    result = edited(lint.lint(task, device="cuda"), captured)
+    assert "    accelerator = Accelerator()\n    device = accelerator.device\n" in result
+    assert found(inside, device="cuda") == [("captured-device", 2, 14)]
+
+
+@pytest.mark.parametrize("name", UNCERTAIN)
+def test_a_loop_that_cannot_be_migrated_with_certainty_gets_one_note(name: str) -> None:
+    source = UNCERTAIN[name].replace("cuda", "cpu")
+    (finding,) = lint.lint(cell(source))
+    assert (finding.code, finding.edits) == ("migrate", ())
+    assert "backward()" in source.split("\n")[finding.line - 1]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "loss = model(x)\nloss.backward()",
+        "for x in loader:\n    model(x)\n    scheduler.step()",
+        "for x in env:\n    loss.backward()\n    env.step()",
+        "import torch.distributed as dist\nfor x in dl:\n    f(x).backward()\n    opt.step()",
+        "for x in dl:\n    f(x, nbtrain.rank()).backward()\n    opt.step()",
+        "for x in dl:\n    f(x).backward()\n    opt.step()  # nbtrain: ignore",
+    ],
+)
+def test_what_is_not_certain_to_train_alone_is_left_in_peace(source: str) -> None:
+    if "# nbtrain" in source:
+        source = source.replace("    opt.step()  # nbtrain: ignore", "    opt.step()")
+        source = "# nbtrain: ignore[migrate]\n" + source
+    assert found(source) == []
+
+
+def test_half_of_the_edits_are_none() -> None:
+    source = PLAIN["model handed in"].replace('.to("cuda")', '.to("cuda")  # nbtrain: ignore')
+    assert lint.lint(cell(source, **things())) == ()
+    assert lint.lint(cell(PLAIN["model handed in"], **things()), ranks=1) == ()
+
+
+def test_edits_are_made_by_line() -> None:
+    edits = [
+        lint.Edit(1, insert="first"),
+        lint.Edit(1, insert="second"),
+        lint.Edit(2, delete=True),
+        lint.Edit(3, delete=True, insert="C"),
+        lint.Edit(9, insert="last"),
+    ]
+    assert lint.apply_edits("a\nb\nc", edits) == "first\nsecond\na\nC\nlast"
+    assert lint.apply_edits("a\n", []) == "a\n"

@@ -1,0 +1,56 @@
+"""Reading a magic's line and a cell's source."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbtrain.errors import PlanError
+from nbtrain.planning import cell
+from nbtrain.planning.plan import Cell, Parameter
+
+
+def test_the_last_statement_decides_what_a_cell_is() -> None:
+    read = cell.read_cell("x = 1\n@d\ndef f(a, /, b, c=1, *rest, d, e=2, **more): ...", "c", {})
+    assert read.function == "f"
+    assert read.parameters == (
+        Parameter("a", None, True),
+        Parameter("b"),
+        Parameter("c", "1"),
+        Parameter("d"),
+        Parameter("e", "2"),
+    )
+    assert cell.read_cell("def f(): ...\nf()", "c", {}).function is None
+    assert cell.read_cell("class A: ...", "c", {}).function is None
+    assert cell.read_cell("await x", "c", {}).function is None
+
+
+@pytest.mark.parametrize("source", ["def f(", "return 1", "x = = 1", "nonlocal x"])
+def test_a_cell_that_python_would_refuse_is_refused(source: str) -> None:
+    with pytest.raises(SyntaxError):
+        cell.read_cell(source, "c", {})
+
+
+def test_a_cell_of_comments_is_nothing_to_run() -> None:
+    with pytest.raises(PlanError, match="empty"):
+        cell.read_cell("# nothing\n", "c", {})
+
+
+def test_a_star_import_leaves_the_check_to_the_rank() -> None:
+    cell.check_parameters(cell.read_cell("from math import *\ndef f(tau): ...", "c", {}))
+    with pytest.raises(PlanError, match="`tau`"):
+        cell.check_parameters(cell.read_cell("def f(tau): ...", "c", {}))
+
+
+def test_titles_show_small_values() -> None:
+    values = {"model": object(), "epochs": 3, "name": "x"}
+    read = cell.read_cell("def train(model, epochs, name, k=1): ...", "c", values)
+    assert cell.title(read) == "train(model, epochs=3, name, k=1)"
+    assert cell.title(Cell("\n# why\n  x + 1\n", "c", {})) == "x + 1"
+    assert cell.title(Cell("import os\nfrom a import b\nwork()", "c", {})) == "work()"
+    assert cell.title(Cell("import os", "c", {})) == "import os"
+    assert len(cell.title(Cell("x" * 200, "c", {}))) == 60
+
+
+def test_texts_are_kept_out_of_titles() -> None:
+    read = cell.read_cell("def train(key, n): ...", "c", {"key": "hunter2", "n": 10**5000})
+    assert cell.title(read) == "train(key, n)"

@@ -1,0 +1,128 @@
+"""The table of options: what it makes of a magic's line, and that `launch` has the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+
+import nbtrain
+from nbtrain.errors import PlanError
+from nbtrain.planning import option_parser as parsing
+from nbtrain.planning.option_types import Option
+from nbtrain.planning.plan import OPTIONS, Call, Plan
+
+
+def test_launch_has_every_option_of_the_table_with_its_default() -> None:
+    parameters = inspect.signature(nbtrain.launch).parameters.values()
+    keywords = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    table = {option.argument: option.default for option in OPTIONS}
+    assert {k: v or None for k, v in keywords.items()} == {k: v or None for k, v in table.items()}
+
+
+def test_a_plan_has_a_field_for_every_option_of_the_table() -> None:
+    plan = Plan(Call(print), "print")
+    own = {"task", "name", "port", "nodes", "scaling"}
+    assert {f.name for f in dataclasses.fields(Plan)} - own == {o.field for o in OPTIONS}
+    assert all(getattr(plan, option.field) == option.default for option in OPTIONS)
+
+
+@pytest.mark.parametrize("option", [*OPTIONS, *parsing.MAGIC_ONLY], ids=lambda option: option.field)
+def test_a_flag_without_anything_is_its_default_and_is_documented(
+    option: Option,
+) -> None:
+    assert getattr(parsing.parse_options([]), option.field) == option.default
+    page = " ".join(parsing.parser().format_help().split())
+    assert all(flag in page for flag in option.flags.split())
+    assert option.help.replace("%%", "%").split()[-1] in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "problem"),
+    [
+        (["-n", "0"], {"num_processes": 0}, "must be a whole number ≥ 1 or {none}, not 0"),
+        (["--timeout", "nan"], {"timeout": float("nan")}, "must be a number of seconds > 0"),
+        (["--nodes", "3:2"], {"nodes": (3, 2)}, "must be a number of nodes ≥ 1"),
+        (["--max-restarts", "2000"], {"max_restarts": 2000}, "must be a number of restarts from"),
+        (["--resources", "GPU=.5"], {"resources": {"GPU": 0.5}}, "must be .*, and whole GPUs, not"),
+        (["--engine", "x"], {"engine": ["x"]}, r"must be one of auto, .*, not \[?'x'"),
+        (["--view", "3d"], {"view": "3d"}, "must be one of auto, widget, html, text, none, not"),
+        (["--out", "a b c@al"], {"out": "c@al"}, "must be variable names .*, not 'c@al'"),
+    ],
+)
+def test_a_flag_and_a_keyword_are_refused_in_the_same_words(
+    arguments: list[str], keywords: dict[str, object], problem: str
+) -> None:
+    with pytest.raises(PlanError, match=rf"--[a-z-]+ {problem.format(none='auto')}"):
+        parsing.parse_options(arguments)
+    with pytest.raises(PlanError, match=rf"`[a-z_]+` {problem.format(none='None')}"):
+        nbtrain.launch(print, **keywords)  # type: ignore[arg-type]
+
+
+def test_waiting_for_no_nodes_may_be_none() -> None:
+    assert parsing.plan_fields({"wait_for_nodes": None}) == {"wait_for_nodes": 0}
+
+
+def test_a_refused_environment_shows_nothing_but_the_variable_at_fault() -> None:
+    with pytest.raises(PlanError, match="environment variables") as caught:
+        nbtrain.launch(print, env={"KEY": "secret", "A=B": "1"})
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "before", "expression"),
+    [
+        ("-n 2 f(x)", "-n 2", "f(x)"),
+        ("f(x)", "", "f(x)"),
+        ("-n2 --env A=1 g", "-n2 --env A=1", "g"),
+        ("--num-processes=2 {'a': 1}", "--num-processes=2", "{'a': 1}"),
+        ("--env 'A=b c' -e inline x -1", "--env 'A=b c' -e inline", "x -1"),
+        ("-n 2 -- -x", "-n 2", "-x"),
+        ("-n 2", "-n 2", ""),
+        ("", "", ""),
+    ],
+)
+def test_a_line_is_split_where_the_options_end(line: str, before: str, expression: str) -> None:
+    text, rest = parsing.split_options(line)
+    assert (text.strip(), rest) == (before, expression)
+
+
+def test_options_become_values() -> None:
+    line = "-n 4 -e fork -p bf16 --env A=1 --env B=x=y --as r --view none --timeout 1.5 --nodes 2"
+    parsed = parsing.parse_options(parsing.split_line(line))
+    assert (parsed.num_processes, parsed.engine, parsed.mixed_precision) == (4, "fork", "bf16")
+    assert (parsed.env, parsed.bind, parsed.view) == ({"A": "1", "B": "x=y"}, "r", "none")
+    assert (parsed.timeout, parsed.spread) == (1.5, (2, 2))
+    assert parsing.parse_options(["-n", "auto"]).num_processes is None
+    assert parsing.parse_options(["--nodes", "1:4"]).spread == (1, 4)
+    assert parsing.parse_options(["--resources", "CPU=2,GPU=1"]).resources == {
+        "CPU": 2,
+        "GPU": 1,
+    }
+
+
+def test_an_open_quote_is_not_lost() -> None:
+    assert parsing.split_options("-n 1 'abc") == ("-n 1", "'abc")
+
+
+def test_the_seconds_until_a_hang_is_reported_can_be_set_or_off() -> None:
+    assert parsing.parse_options([]).hang_after == 300
+    assert parsing.parse_options(["--hang-after", "2.5"]).hang_after == 2.5
+    for off in ("off", "0"):
+        assert parsing.parse_options(["--hang-after", off]).hang_after is None
+    with pytest.raises(PlanError, match="number of seconds"):
+        parsing.parse_options(["--hang-after", "soon"])
+
+
+def test_variables_and_models_to_copy_back_are_options() -> None:
+    assert (parsing.parse_options([]).out, parsing.parse_options([]).sync) == (
+        (),
+        True,
+    )
+    arguments = ["--out", "a,b", "c@all,", "-n", "2", "--out", "d", "a", "--no-sync"]
+    parsed = parsing.parse_options(arguments)
+    assert (parsed.out, parsed.sync) == (("a", "b", "c@all", "d"), False)
+    assert parsing.split_options("--out a,b -n 2 train(x)") == ("--out a,b -n 2", "train(x)")
+    for flag in ("--no-sync", "--background", "--detach"):
+        assert parsing.split_options(f"{flag} train(x)") == (flag, "train(x)")

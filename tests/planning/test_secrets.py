@@ -1,0 +1,92 @@
+"""What is taken for a secret, and what is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbtrain.planning.secrets import is_secret, without_secrets
+
+SECRET = {
+    "password": "x1",
+    "pwd": "abc",
+    "db_passwd": "hunter2",
+    "auth": "me:you",
+    "wifi_password2": "short",
+    "client_secret": "s",
+    "openai_key": "a1b2c3d4e5f6a7b8",
+    "openaiApiKey": "a1b2c3d4e5",
+    "WANDB_API_KEY": "0123456789abcdef",
+    "hub-token": "abcdefghij",
+    "token": "abcdefghi",
+    "database": "postgresql://me:pa55@db.example/x",
+    "url": "https://example.com/x?api_key=0123456789",
+    "anything": "hf_0123456789abcdefghij",
+    "note": "use sk-proj-0123456789abcdefghij here",
+    "pem": "-----BEGIN RSA PRIVATE KEY-----\nMIIE",
+    "header": "Bearer abcdefghijklmnop",
+    "jwt": "eyJhbGciOiJI.eyJzdWIiOiIx.sig",
+    "aws": "AKIAIOSFODNN7EXAMPLE",
+    "PGPASSWORD": "abc",
+    "dbpassword": "abc",
+    "mysecret": "abc",
+    "hftoken": "abcdefghij",
+    "API_KEY": "abc12345",
+    "header2": "authorization: bearer abcdefghijklmnop",
+    "link": "https://bucket.example/x?X-Amz-Signature=0123456789abcdef",
+    "db_password": 123456,
+    "raw": b"ghp_0123456789abcdefghij",
+}
+
+NONE = {
+    "pad_token": "<pad>",
+    "eos_token": "<|endoftext|>",
+    "additional_special_tokens": "abcdefghijkl",
+    "max_tokens": 512,
+    "token": "[MASK]",
+    "tokenizer": "a-name-of-one-more",
+    "label_key": "labels",
+    "sort_key": "validation_accuracy_of_it",
+    "keyboard": "qwertz1234567890",
+    "author": "somebody",
+    "model_name": "bert-base-uncased",
+    "url": "https://example.com/data?split=train",
+    "passes": "three",
+    "monkey": "banana",
+    "password": "",
+    "secret": None,
+    "model_name2": "hf-internal-testing/tiny-random-gpt2",
+    "cache": "/data/hf_datasets_cache_2024",
+    "estimator": "sk-learn-random-forest-baseline",
+    "solver": "rk_45_dormand_prince_v2",
+    "tokens_path": "/data/tokens.bin",
+    "token_type": "subword_bpe",
+    "tokens": "openwebtext",
+    "class_token": "cls_token_mean",
+    "image_key": "observation.images.cam_1",
+    "monitor_key": "validation_loss_epoch_1",
+    "forward_pass": "both",
+    "pass_through": "linear",
+    "auth": "none",
+    "secret_count": 3,
+    "path": "/home/me/skeleton-0123456789abcdef",
+}
+
+
+@pytest.mark.parametrize(("name", "value"), SECRET.items())
+def test_a_secret_is_known_by_its_name_or_its_shape(name: str, value: object) -> None:
+    assert is_secret(name, value)
+
+
+@pytest.mark.parametrize(("name", "value"), NONE.items())
+def test_what_a_training_is_given_every_day_is_none(name: str, value: object) -> None:
+    assert not is_secret(name, value)
+
+
+def test_secrets_are_masked_wherever_they_are() -> None:
+    given = {"lr": 0.1, "hub": {"token": "hf_0123456789abcdefghij", "user": "me"}, "tags": ["a"]}
+    masked = without_secrets("config", given, lambda name: f"<{name}>")
+    assert masked == {"lr": 0.1, "hub": {"token": "<token>", "user": "me"}, "tags": ["a"]}
+    assert given["hub"]["token"].startswith("hf_")  # type: ignore[index]
+    plain = {"lr": 0.1, "tags": ("a", [1, 2])}
+    assert without_secrets("config", plain, str) is plain
+    assert without_secrets("passwords", ["a", "b"], lambda _: "…") == ["…", "…"]

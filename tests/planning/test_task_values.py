@@ -1,0 +1,445 @@
+"""Which of the notebook's values a task refers to: one answer, whoever asks."""
+
+from __future__ import annotations
+
+import datetime
+import linecache
+import sys
+from collections import deque
+from collections.abc import Iterator
+from functools import lru_cache, partial
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import nbtrain
+from nbtrain.lifecycle.results import ResultReceiver
+from nbtrain.lifecycle.run_info import parameters
+from nbtrain.planning import task_values as tasks
+from nbtrain.planning.cell import read_cell
+from nbtrain.planning.lint import lint
+from nbtrain.planning.lint.source_finder import gather
+from nbtrain.planning.plan import Call, Plan, Task
+from nbtrain.tracking import run_folder
+from nbtrain.transport import payload
+from tests.support.kernel import Notebook
+
+CELL = "/tmp/ipykernel_7/1.py"
+"""As ipykernel names a cell."""
+
+SOURCE = """
+import functools
+import torch
+
+def build():
+    return torch.nn.Linear(2, 2)
+
+class Experiment:
+    def __init__(self, **parts):
+        self.__dict__.update(parts)
+    def run(self, epochs=1):
+        return self.model, self.nets["g"]
+    def __call__(self):
+        return self.run()
+
+class Slotted:
+    __slots__ = ("model", "other")
+    def run(self):
+        return self.model
+
+class Holder:
+    model = build()
+    def run(self):
+        return Holder.model
+
+net, first, second = build(), build(), build()
+frozen = build()
+exp = Experiment(model=net, nets={"g": first}, again=net)
+slotted = Slotted()
+slotted.model = net
+config = {"net": net, 3: first, ("a", 1): second}
+models = [net, {"inner": (first, net)}]
+spare = build()
+
+def fit(model, lr=0.1):
+    return model
+def fit_all(models):
+    return models[0], models[1]["inner"][0]
+def fit_config(config, *rest):
+    return config["net"], config[3], config
+def fit_global():
+    return net
+def fit_by_helper():
+    return fit_global()
+def fit_by_class():
+    return Holder().run()
+def fit_default(model=net):
+    return model
+def inner():
+    return [net for _ in range(3)]
+
+def close_over(model):
+    def train():
+        return model
+    return train
+closed = close_over(net)
+
+def logged(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+    return wrapper
+fit_logged = logged(fit)
+step = functools.partial(fit, net)
+fit_cached = functools.lru_cache(fit_global)
+run_it = exp.run
+"""
+
+OF_EXPERIMENT = {"exp.model": "net", "exp.nets['g']": "first"}
+
+OF_CONFIG = {"config['net']": "net", "config[3]": "first", "config[#2]": "second"}
+OF_MODELS = {"models[0]": "net", "models[1]['inner'][0]": "first"}
+
+CALLS = {
+    "argument": ("Call(fit, (net,))", {"model": "net"}),
+    "keyword": ("Call(fit, (), {'model': net})", {"model": "net"}),
+    "lambda": ("Call(lambda: fit(net))", {"net": "net"}),
+    "partial": ("Call(functools.partial(fit, net))", {"model": "net"}),
+    "partial by keyword": ("Call(functools.partial(fit, model=net))", {"model": "net"}),
+    "partial of a partial": (
+        "Call(functools.partial(functools.partial(fit, lr=1), net))",
+        {"model": "net"},
+    ),
+    "bound method": ("Call(exp.run)", OF_EXPERIMENT),
+    "partial of a bound method": ("Call(functools.partial(exp.run, 3))", OF_EXPERIMENT),
+    "method of an object without a variable": (
+        "Call(Experiment(model=net).run)",
+        {"self.model": "net"},
+    ),
+    "object that is called": ("Call(exp)", OF_EXPERIMENT),
+    "slots": ("Call(slotted.run)", {"slotted.model": "net"}),
+    "closure": ("Call(closed)", {"model": "net"}),
+    "default": ("Call(fit_default)", {"model": "net"}),
+    "decorated": ("Call(fit_logged, (net,))", {"model": "net"}),
+    "cached": ("Call(fit_cached)", {"net": "net"}),
+    "global": ("Call(fit_global)", {"net": "net"}),
+    "global in a comprehension": ("Call(inner)", {"net": "net"}),
+    "global of a helper": ("Call(fit_by_helper)", {"net": "net"}),
+    "attribute of a class": ("Call(fit_by_class)", {"Holder.model": "Holder.model"}),
+    "list": ("Call(fit_all, (models,))", OF_MODELS),
+    "dict": ("Call(fit_config, (config,))", OF_CONFIG),
+}
+
+UNNAMED = {
+    "argument of no parameter": (
+        "Call(fit_config, (config, 1, spare))",
+        {"argument2": "spare", **OF_CONFIG},
+    ),
+    "builtin": (
+        "Call(len, (models,))",
+        {n.replace("models", "argument0", 1): m for n, m in OF_MODELS.items()},
+    ),
+    "callable argument": ("Call(fit, (step,))", {"model.model": "net"}),
+    "model in two ways": ("Call(fit, (net, exp))", {"model": "net", "lr.nets['g']": "first"}),
+}
+"""Calls with models that the function's source does not name."""
+
+CELLS = {
+    "variable": ("fit(net)", {"net": "net"}),
+    "parameter": (
+        "def train(net, config):\n    return net",
+        {"net": "net", "config[3]": "first", "config[#2]": "second"},
+    ),
+    "object": ("exp.run()", OF_EXPERIMENT),
+    "list, by index": ("fit(models[0])", OF_MODELS),
+    "partial": ("step()", {"step.model": "net"}),
+    "bound method": ("run_it()", {"run_it.self.model": "net", "run_it.self.nets['g']": "first"}),
+    "function": ("fit_by_helper()", {"net": "net"}),
+    "rebound": ("net = 3\nfit(net)", {}),
+    "nothing": ("1 + 1", {}),
+}
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """A notebook's ``__main__`` in which a cell was run."""
+    module = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    linecache.cache[CELL] = (len(SOURCE), None, SOURCE.splitlines(keepends=True), CELL)
+    exec(compile(SOURCE, CELL, "exec"), vars(module))
+    yield vars(module)
+    del linecache.cache[CELL]
+
+
+def seen_by_lint(task: Task) -> set[int]:
+    """The models behind what the task's own source names."""
+    unit = gather(task)[0]
+    values = {str(i): unit.value_of(node) for i, node in enumerate(unit.nodes)}
+    named = {f"name{i}": value for i, value in values.items()}
+    return {id(m) for m in tasks.models(read_cell("; ".join(named), "c", named)).values()}
+
+
+def check_all_see(task: Task, main: dict[str, Any], expected: dict[str, str]) -> None:
+    models = {name: eval(expression, main) for name, expression in expected.items()}
+    plan = Plan(task, "test")
+    assert tasks.models(task) == models  # telemetry counts these
+    assert tasks.returned(plan) == models  # the ranks send these
+    assert ResultReceiver(plan).objects() == models  # the notebook takes these
+    assert not set(map(id, tasks.not_returned(plan).values())) & set(map(id, models.values()))
+    assert tasks.host_needs(task).weights == 24 * len(models)  # preflight counts these
+    packed = payload.pack(plan)
+    try:
+        arrived = payload.unpack(packed.path)[0]
+    finally:
+        packed.close()
+    assert list(tasks.returned(arrived)) == list(
+        tasks.returned(plan)
+    )  # in a fresh process: the same names
+
+
+@pytest.mark.parametrize("name", [*CALLS, *UNNAMED])
+def test_a_call_is_seen_alike_by_all(name: str, main: dict[str, Any]) -> None:
+    expression, expected = {**CALLS, **UNNAMED}[name]
+    check_all_see(eval(expression, {**main, "Call": Call}), main, expected)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_cell_is_seen_alike_by_all(name: str, main: dict[str, Any]) -> None:
+    source, expected = CELLS[name]
+    task = read_cell(source, "c", main)
+    if "def " not in source:
+        assert seen_by_lint(task) == {id(eval(model, main)) for model in expected.values()}
+    check_all_see(task, main, expected)
+
+
+@pytest.mark.parametrize("name", sorted(set(CALLS) - {"lambda"}))  # whose source is in this file
+def test_lint_finds_the_models_that_the_source_names(name: str, main: dict[str, Any]) -> None:
+    expression, expected = CALLS[name]
+    models = {id(eval(model, main)) for model in expected.values()}
+    assert seen_by_lint(eval(expression, {**main, "Call": Call})) == models
+
+
+def test_an_accelerator_in_an_object_is_reported_by_lint(main: dict[str, Any]) -> None:
+    from accelerate import Accelerator
+
+    main["exp"].model = Accelerator(cpu=True)
+    try:
+        (finding,) = lint(Call(main["exp"].run))
+        assert "`self.model` was created in the notebook" in finding.message
+    finally:
+        main["exp"].model.state._reset_state(reset_partial_state=True)
+
+
+class Trap:
+    """Runs code of its own whenever anybody asks it something."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError("compared")
+
+    def __hash__(self) -> int:
+        raise AssertionError("hashed")
+
+    def __iter__(self) -> Any:
+        raise AssertionError("iterated")
+
+
+class Dictionary(dict[Any, Any]):
+    def items(self) -> Any:
+        raise AssertionError("items")
+
+    values = __iter__ = keys = items
+
+
+def test_no_code_of_the_users_runs(main: dict[str, Any]) -> None:
+    main["trap"], main["odd"] = Trap(), Dictionary(net=main["net"])
+    call = Call(main["fit_config"], (main["odd"], Trap(), [Trap()]), {"more": Trap()})
+    assert tasks.models(call) == {"config['net']": main["net"]}
+    assert tasks.host_needs(call).weights == 24
+    assert "spare" in tasks.not_returned(Plan(call, "test"))
+    assert tasks.models(read_cell("fit(trap, odd)", "c", main)) == {"odd['net']": main["net"]}
+    trap: Any = Trap()
+    assert tasks.references(Call(trap))[0].value is trap
+
+
+def test_a_large_list_and_a_circle_are_walked_in_bounds(main: dict[str, Any]) -> None:
+    circle: list[Any] = [main["net"]]
+    circle.append(circle)
+    assert list(tasks.models(Call(len, (circle,)))) == ["argument0[0]"]
+    data = [[object() for _ in range(200)] for _ in range(200)]
+    assert len(tasks.references(Call(len, (data, main["net"])))) <= tasks.VALUES
+    assert "argument1" in tasks.models(Call(len, (data, main["net"])))
+    assert not tasks.models(Call(len, ([[[[main["net"]]]]],)))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(list(range(10**6)), {1: 2.0}, {1}, iter([]), len, "a".join, range, slice(1)),
+        *(datetime.date(2000, 1, 1), deque(), torch.zeros(2), torch.float32, sys),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_no_class_that_is_written_in_c_is_looked_into(value: Any) -> None:
+    assert len(tasks.references(Call(len, (value,)))) <= 2  # the value, and what is called
+
+
+def test_an_import_from_a_lazy_module_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    lazy = type("Lazy", (ModuleType,), {})("lazy")
+    monkeypatch.setitem(sys.modules, "lazy", lazy)
+    exec("NET = 1\ndef use():\n    return NET\nclass Made:\n    pass", vars(lazy))
+    assert not tasks.travels_by_value(lazy.use)
+    assert not tasks.travels_by_value(lazy.Made)
+    assert not tasks.held(lazy)
+
+
+class Proxy:
+    """Like Flask's ``current_app``: outside of a request, even its ``__dict__`` raises."""
+
+    @property
+    def __dict__(self) -> Any:
+        raise RuntimeError("outside of the request")
+
+
+def test_a_proxy_is_not_asked_for_its_dictionary(main: dict[str, Any]) -> None:
+    assert tasks.models(Call(len, (Proxy(), main["net"]))) == {"argument1": main["net"]}
+
+
+def test_long_keys_that_begin_alike_are_two_models(main: dict[str, Any]) -> None:
+    config = {"the_encoder_of_the_generator": main["first"], "the_encoder_of_the_gene": main["net"]}
+    config["the_encoder_of_the_generator's rival"] = main["second"]
+    assert tasks.models(Call(main["fit"], (config,))) == {
+        "model[#0]": main["first"],
+        "model['the_encoder_of_the_gene']": main["net"],
+        "model[#2]": main["second"],
+    }
+
+
+def test_a_cached_partial_which_has_no_name_is_walked(main: dict[str, Any]) -> None:
+    cached = lru_cache(partial(main["fit_global"]))
+    assert tasks.models(Call(cached)) == {"net": main["net"]}
+
+
+def test_two_values_of_a_name_have_two_names(main: dict[str, Any]) -> None:
+    main["model"] = main["first"]
+    exec("def train(model):\n    return model, use()\ndef use():\n    return model", main)
+    names = tasks.models(Call(main["train"], (main["net"],)))
+    assert names == {"model": main["net"], "model (2)": main["first"]}
+
+
+def imported(model: torch.nn.Module) -> Any:
+    return model, MODEL
+
+
+MODEL = torch.nn.Linear(2, 2)
+
+
+def test_a_global_of_an_imported_module_is_named_not_copied_back() -> None:
+    """A fresh process imports another one: it would overwrite this one with a random start."""
+    plan = Plan(Call(imported, (torch.nn.Linear(2, 2),)), "test")
+    assert list(tasks.returned(plan)) == ["model"]
+    assert tasks.not_returned(plan)["MODEL"] is MODEL
+    assert tasks.host_needs(plan.task).weights == 48
+
+
+def test_the_user_may_ask_for_more_or_for_less(main: dict[str, Any]) -> None:
+    optimizer = torch.optim.SGD(main["net"].parameters(), lr=0.1)
+    call = Call(main["fit"], (main["net"], optimizer))
+    assert list(tasks.returned(Plan(call, "test"))) == ["model"]
+    assert list(tasks.returned(Plan(call, "test", out=("lr", "net")))) == ["lr", "net"]
+    assert tasks.returned(Plan(call, "test", sync=False)) == {}
+    assert tasks.not_returned(Plan(call, "test", sync=False)) == {}
+    bound = Call(partial(main["fit"], lr=optimizer))
+    assert tasks.returned(Plan(bound, "test", out=("lr",)))["lr"] is optimizer
+
+
+def test_run_info_knows_what_a_partial_binds_and_what_is_a_default(main: dict[str, Any]) -> None:
+    assert parameters(Call(partial(main["fit"], main["net"]))) == {"lr": 0.1}
+    assert parameters(Call(partial(main["fit"], lr=3), (main["net"],))) == {"lr": 3}
+    assert parameters(Call(main["exp"].run, (7,))) == {"epochs": 7}
+    assert parameters(Call(Given, ("hf_" * 9, 2))) == {"lr": 2}  # nor is a secret written down
+    assert parameters(Call(main["fit_config"], (None, "hf_" * 9, 2))) == {"config": None}
+    assert parameters(Call(main["fit"], (Trap(),))) == {"lr": 0.1}
+    cell = read_cell("def train(net, lr=.5, n=2 + 2, k='a'):\n    pass", "c", {**main, "k": "b"})
+    assert parameters(cell) == {"lr": 0.5, "k": "b"}
+
+
+class Given:
+    def __init__(self, token: str, lr: float) -> None:
+        pass
+
+
+def filled(model: torch.nn.Linear) -> int:
+    torch.nn.init.constant_(model.weight, 7)
+    return 3
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.parts = {"net/1": torch.nn.Linear(2, 2)}
+        self.model = torch.nn.Linear(2, 2)
+
+    def run(self, times: int) -> int:
+        for _ in range(times):
+            filled(self.model)
+            filled(self.parts["net/1"])
+        return 3
+
+
+run = partial(nbtrain.launch, num_processes=2, view="none")
+
+
+@pytest.mark.parametrize("engine", ["fork", "spawn"])
+def test_models_of_a_partial_and_of_an_object_come_back_trained(engine: str) -> None:
+    model, trainer = torch.nn.Linear(2, 2), Trainer()
+    ids = [*map(id, (model, model.weight, trainer.model, trainer.model.weight))]
+    first = run(partial(filled, model=model), engine=engine)
+    second = run(partial(trainer.run, 2), engine=engine)
+    for trained in (model, trainer.model, trainer.parts["net/1"]):
+        assert (trained.weight == 7).all()
+    assert [*map(id, (model, model.weight, trainer.model, trainer.model.weight))] == ids
+    assert list(first.state.loaded) == ["model"]
+    assert sorted(second.state.loaded) == ["self.model", "self.parts['net/1']"]
+    files = run_folder.RunFolder(second.folder).weights
+    assert len(list(files.iterdir())) == 2
+    other = torch.nn.Linear(2, 2)
+    second.load(other, "self.parts['net/1']")
+    assert (other.weight == 7).all()
+
+
+@pytest.mark.parametrize("engine", ["fork", "spawn"])
+def test_a_cell_brings_back_what_its_object_partial_and_function_train(
+    notebook: Notebook, engine: str
+) -> None:
+    notebook.run(
+        "import functools, torch\n"
+        "class Experiment:\n"
+        "    def __init__(self):\n"
+        "        self.model = torch.nn.Linear(2, 2)\n"
+        "    def run(self):\n"
+        "        fill(self.model)\n"
+        "def fill(model):\n"
+        "    torch.nn.init.constant_(model.weight, 7)\n"
+        "def fill_global():\n"
+        "    fill(other)\n"
+        "exp, net, other = Experiment(), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)\n"
+        "step = functools.partial(fill, net)\n"
+        "import nbtrain"
+    )
+    out = notebook.run(f"%%distributed -n 2 -e {engine}\nexp.run(); step(); fill_global()")
+    assert not out.ename, out.traceback
+    trained = "all((m.weight == 7).all() for m in (exp.model, net, other))"
+    assert notebook.value(f"bool({trained})")
+    assert "exp.model: 6 parameters updated from rank 0" in out.board
+    reset = "[torch.nn.init.zeros_(m.weight) for m in (exp.model, net)]"
+    call = f"nbtrain.launch(exp.run, num_processes=2, view='none', engine='{engine}')"
+    out = notebook.run(f"{reset}; run = {call}")
+    assert not out.ename, out.traceback
+    assert notebook.value("list(run.state.loaded), bool((exp.model.weight == 7).all())") == (
+        ["exp.model"],
+        True,
+    )

@@ -1,0 +1,226 @@
+"""Whether CUDA was touched: the driver's own word, from a stub that counts what it is asked."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from nbtrain.system import accelerator_guard
+from tests.support.cuda_stub import dirty
+from tests.support.kernel import Notebook
+
+ASK = """
+import ctypes, sys, nbtrain
+from nbtrain.system import gpus, accelerator_guard as guard
+gpus.gpu_count = lambda *_: 2
+driver = ctypes.CDLL(sys.argv[1])
+print(guard.cuda_is_initialized(), guard.cuda_is_initialized())
+driver.cuInit(0)
+print(guard.cuda_is_initialized())
+try:
+    nbtrain.launch(lambda: 1, num_processes=2, view='none')
+except nbtrain.NbtrainError as error:
+    print(type(error).__name__, error)
+print(nbtrain.launch(lambda: 1, engine='inline', view='none').value)
+"""
+
+
+def test_asking_is_clean_and_a_dirty_kernel_is_refused(stub: Path) -> None:
+    out = subprocess.run(
+        [sys.executable, "-c", ASK, str(stub)], capture_output=True, text=True, timeout=60
+    )
+    lines = out.stdout.splitlines()
+    assert lines[:2] == ["False False", "True"], out.stderr
+    assert lines[2].startswith("AcceleratorInitializedError CUDA is already initialised")
+    assert lines[3] == "1"
+
+
+def test_without_a_driver_nothing_was_touched() -> None:
+    maps = Path("/proc/self/maps").read_text()
+    assert "libcuda.so" in maps or accelerator_guard.initialized() == frozenset()
+
+
+def test_a_later_load_is_noticed(stub: Path) -> None:
+    script = (
+        "import ctypes, sys\nfrom nbtrain.system import accelerator_guard as guard\n"
+        "print(guard.look(), guard.look())\n"
+        "ctypes.CDLL(sys.argv[1]).cuInit(0)\n"
+        "print([t.name for t in guard.look(3, 7, 'here()')], guard.look(4))\n"
+        "print(guard.first_cause('CUDA').place, '|', guard.first_cause('XLA').place)\n"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", script, str(stub)], capture_output=True, text=True, timeout=60
+    )
+    assert out.stdout.splitlines() == [
+        "[] []",
+        "['CUDA'] []",
+        "In[3], line 7: `here()` | before nbtrain was loaded",
+    ], out.stderr
+
+
+def test_the_cell_and_its_statement_are_named_at_once_and_at_the_launch(
+    start_kernel: Callable[..., Notebook], stub: Path
+) -> None:
+    kernel = dirty(start_kernel(), stub, "%load_ext nbtrain")
+    assert "can be forked" in kernel.run("%nbtrain guard").stdout
+    assert kernel.run("%distributed -n 2 1").ename == ""
+    clean = kernel.run("x = 1\ny = 2\nx + y")
+    assert (clean.stdout, clean.results[0]["text/plain"]) == ("", "3")
+
+    out = kernel.run("a = 1\nfor i in range(2):\n    driver.cuInit(0)\nb = 2\nb + 1")
+    number = kernel.value("len(In) - 2")
+    assert out.stdout.count("\n") == 1
+    assert f"In[{number}], line 2: `for i in range(2):` initialised CUDA" in out.stdout
+    assert out.results[0]["text/plain"] == "3"
+    assert kernel.run("c = 3\nc").stdout == ""
+
+    refused = kernel.run("%%distributed -n 2\n1")
+    assert refused.ename == "AcceleratorInitializedError"
+    assert f"First seen: In[{number}], line 2" in refused.traceback
+    assert refused.displays == []
+    assert f"CUDA: initialised, In[{number}], line 2" in kernel.run("%nbtrain guard").stdout
+
+
+def test_a_cell_that_fails_is_blamed_too(start_kernel: Callable[..., Notebook], stub: Path) -> None:
+    kernel = dirty(start_kernel(), stub, "%load_ext nbtrain", "%nbtrain guard off")
+    out = kernel.run("z = 1\ndriver.cuInit(0); 1 / 0\nnever = 1")
+    assert out.ename == "ZeroDivisionError"
+    assert "----> 2" in out.traceback
+    assert out.stdout == ""
+    assert "driver.cuInit(0); 1 / 0" in kernel.run("%nbtrain guard").stdout
+
+
+def test_what_was_dirty_before_says_so(start_kernel: Callable[..., Notebook], stub: Path) -> None:
+    kernel = dirty(start_kernel(), stub, "driver.cuInit(0)", "%load_ext nbtrain")
+    out = kernel.run("%distributed -n 2 1")
+    assert out.ename == "AcceleratorInitializedError"
+    assert "First seen: before nbtrain was loaded" in out.traceback
+
+
+def test_cells_that_time_themselves_are_not_slowed(notebook: Notebook) -> None:
+    out = notebook.run("%%timeit -n 3 -r 1\nx = 1\nassert '__nbtrain_look__' not in dir()\ny = 2")
+    assert out.ename == "", out.traceback
+    out = notebook.run(
+        "from __future__ import annotations\n'text'\nasync def f(): return 1\nawait f()"
+    )
+    assert out.results[0]["text/plain"] == "1"
+
+
+def test_asking_torch_for_cuda_stays_harmless_in_the_notebook_only(notebook: Notebook) -> None:
+    name = "'PYTORCH_NVML_BASED_CUDA_CHECK'"
+    assert notebook.value(f"os.environ.get({name})") == "1"
+    notebook.run(f"%distributed -n 1 os.environ.get({name})")
+    assert notebook.value("nbtrain.last_run().value") is None
+    notebook.run("%unload_ext nbtrain")
+    assert notebook.value(f"os.environ.get({name})") is None
+    notebook.run(f"os.environ[{name}] = '0'\n%load_ext nbtrain")
+    notebook.run("%unload_ext nbtrain")
+    assert notebook.value(f"os.environ.pop({name})") == "0"
+    notebook.run("%load_ext nbtrain")
+
+
+def test_a_reset_or_an_unload_in_the_middle_of_a_cell_breaks_nothing(
+    start_kernel: Callable[..., Notebook],
+) -> None:
+    kernel = start_kernel()
+    kernel.run("%load_ext nbtrain")
+    assert kernel.run("%reset -f\nx = 1\ny = 2").ename == ""
+    assert kernel.run("%unload_ext nbtrain\nx = 1\ny = 2").ename == ""
+    assert kernel.run("x = 1\ny = 2\n%load_ext nbtrain\nz = 3").ename == ""
+
+
+def test_lines_are_counted_as_people_do_also_in_cells_that_run_cells(
+    start_kernel: Callable[..., Notebook], stub: Path
+) -> None:
+    kernel = dirty(start_kernel(), stub, "%load_ext nbtrain")
+    inner = "get_ipython().run_cell('p = 1\\nq = 2')"
+    out = kernel.run(f"\n\na = 1\n{inner}\nb = driver.cuInit(0)\nc = 1")
+    assert "line 5: `b = driver.cuInit(0)`" in out.stdout
+
+
+def test_unloading_leaves_no_watch(notebook: Notebook) -> None:
+    look = (
+        "('ast_parse' in vars(get_ipython().compile), [k for k in globals() if 'nbtrain_' in k], "
+        "sum(map(len, get_ipython().events.callbacks.values())))"
+    )
+    loaded = notebook.value(look)
+    notebook.run("%reload_ext nbtrain")
+    assert notebook.value(look) == loaded
+    notebook.run("%unload_ext nbtrain")
+    assert loaded[0] is True
+    assert notebook.value(look) == (False, [], loaded[2] - 2)
+    notebook.run("%load_ext nbtrain")
+    assert notebook.run("%nbtrain guard sideways").ename == "PlanError"
+
+
+def test_a_watched_cell_is_the_cell_it_was(start_kernel: Callable[..., Notebook]) -> None:
+    cells = (
+        "x = 1\nfrom __future__ import annotations\ndef f(a: nothing): pass\ny = 2\ny",
+        "import asyncio\na = await asyncio.sleep(0, 5)\nb = a + 1\nb",
+        "1\n2\n3",
+        "1\nx = 2\nfor i in range(2):\n    x += i\n",
+        "x = 1\nx + 'a'\nx = 2",
+        "x = 5\n\n\ndef g():\n    'Doc.'\n    raise KeyError('g')\n\ny = 6\ng()\nx = 7",
+        "print(x, y)",
+        "%config InteractiveShell.ast_node_interactivity = 'all'",
+        "1\nx = 2\n3",
+        "%config InteractiveShell.ast_node_interactivity = 'last_expr_or_assign'",
+        "z = 1\nz = 8",
+        "import inspect\nprint(inspect.getsource(g))",
+        "class K:\n    n: int = 3\nk: float = 1.5\nK.__annotations__, __annotations__",
+        "x = 0\nreturn 5",
+        "zz = 1\nglobal zz\nzz",
+        "a = 257\nb = 257\na is b",
+        "t = (1, 2)\nu = (1, 2)\nt is u",
+        "'hello'\nx = 1\nprint(__doc__)",
+        "x = (",
+        "%timeit -n 1 -r 1 -q pass",
+        "import ast\nclass T(ast.NodeTransformer):\n"
+        "    def visit_Constant(self, node): return node\n"
+        "get_ipython().ast_transformers.append(T())",
+        "a = 5\nlen([])\nx = 1\nlen([])\nx",
+        "get_ipython().ast_transformers.clear()",
+    )
+    plain, watched = start_kernel(), start_kernel()
+    watched.run("%load_ext nbtrain")
+    plain.run("# as many cells")
+    for cell in cells:
+        expected, seen = plain.run(cell), watched.run(cell)
+        for kind in ("stdout", "stderr", "results", "ename", "evalue"):
+            assert getattr(seen, kind) == getattr(expected, kind), cell
+        assert _steady(seen.traceback) == _steady(expected.traceback), cell
+
+
+def test_a_silent_cell_after_one_that_could_not_be_parsed_runs(
+    start_kernel: Callable[..., Notebook], tmp_path: Path
+) -> None:
+    kernel = start_kernel()
+    kernel.run("%load_ext nbtrain")
+    for before in ("x = (", "# nothing", ""):
+        kernel.run(before)
+        written = tmp_path / "written"
+        code = f"a = len([])\nb = len([])\nopen({str(written)!r}, 'w').close()"
+        kernel.client.execute(code, silent=True)
+        kernel.run("1")
+        assert written.exists()
+        written.unlink()
+    kernel.run("get_ipython().run_cell('q = (')\n%timeit -n 1 -r 1 -q pass\nlen([])\nz = 2")
+    assert kernel.value("z") == 2
+
+
+def test_the_text_of_a_magic_over_two_lines_shifts_nothing(
+    start_kernel: Callable[..., Notebook], stub: Path
+) -> None:
+    kernel = dirty(start_kernel(), stub, "%load_ext nbtrain")
+    out = kernel.run("x = !echo a \\\n  b\ny = len([])\ndriver.cuInit(0)\nz = 2")
+    assert "`driver.cuInit(0)` initialised CUDA" in out.stdout
+
+
+def _steady(traceback: str) -> str:
+    """Leave out what differs between kernels: numbers of their processes, names of frames."""
+    return re.sub(
+        r"kernel-\d|ipykernel_\d+/\d+|<ipython-input[^>]*>|0x\w+|<cell line: \d+>", "…", traceback
+    )

@@ -1,0 +1,263 @@
+"""Event files: what is written is there at once, and is read whatever else is in the file."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from nbtrain.system.files import Tail, last_bytes
+from nbtrain.tracking import events as ev
+from nbtrain.tracking import reducers
+from nbtrain.tracking.event_log import EventWriter, read_events
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        ev.Spawned(1.5, 2, 77),
+        ev.Started(1.5, 2, 77),
+        ev.Progress(1.5, 2, 3, 4.0, None, 0.5, "épochs", "it", True, False),
+        ev.Metrics(1.5, 2, 9, {"loss": 0.5, "note": "x\ny"}),
+        ev.Failing(1.5, 2, "ValueError"),
+        ev.Ended(1.5, 2, None, "[1]"),
+        ev.Exited(1.5, 2, -9, "failed"),
+        ev.Stopping(1.5, -1, "why"),
+        ev.Finished(1.5, -1, "failed", "m"),
+    ],
+)
+def test_every_event_survives_its_line(event: ev.Event) -> None:
+    line = ev.to_line(event)
+    assert line.count(b"\n") == 1
+    assert ev.from_line(line) == event
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"", b"{", b"[]", b"3", b'{"kind": "future", "time": 1}', b'{"kind": "exited"}', b"\xff\xfe"],
+)
+def test_broken_and_unknown_lines_are_passed_over(line: bytes) -> None:
+    assert ev.from_line(line) is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rank": "x"},
+        {"time": None},
+        {"time": math.nan},
+        {"time": math.inf},
+        {"time": 10**400},
+        {"time": True},
+        {"values": [1]},
+        {"values": None},
+    ],
+)
+def test_a_line_of_wrong_types_is_passed_over(fields: dict[str, object]) -> None:
+    sound = {"kind": "metrics", "time": 1.0, "rank": 0, "step": 1, "values": {}}
+    assert ev.from_line(json.dumps(sound).encode()) == ev.Metrics(1.0, 0, 1, {})
+    assert ev.from_line(json.dumps({**sound, **fields}).encode()) is None
+
+
+@pytest.mark.parametrize("step", ["x", [1], 1.5, True, 10**400])
+def test_what_may_be_unknown_is_unknown_where_its_type_is_wrong(step: object) -> None:
+    record = {"kind": "metrics", "time": 1.0, "rank": 0, "step": step, "values": {"loss": 1.0}}
+    assert ev.from_line(json.dumps(record).encode()) == ev.Metrics(1.0, 0, None, {"loss": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "decoded"),
+    [
+        ("training", {"loss": math.nan, "lr": math.nan}, {"loss": math.nan, "lr": None}),
+        ("training", {"loss": 10**400, "samples": 10**17}, {"loss": 10**400, "samples": None}),
+        ("group", {"members": [0, "x", 2]}, {"members": (0, 2)}),
+        ("host", {"gpus": [[0, "A", 1, 2, None], 7, [1, "B"]]}, {"gpus": ((0, "A", 1, 2, None),)}),
+        ("metrics", {"values": {"a": 1, "b": True, "c": [1]}}, {"values": {"a": 1, "b": True}}),
+    ],
+)
+def test_members_and_values_have_the_types_they_are_declared_with(
+    kind: str, given: dict[str, object], decoded: dict[str, object]
+) -> None:
+    event = ev.from_line(json.dumps({"kind": kind, "time": 1.0, "rank": 0, **given}).encode())
+    assert repr(event) == repr(ev.KINDS[kind](1.0, 0, **decoded))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("progress", {"n": math.inf}),
+        ("progress", {"elapsed": "x"}),
+        ("host", {"used": 1.5}),
+        ("compiled", {"seconds": math.nan}),
+        ("hang", {"text": 7}),
+        ("hang", {"stuck": {}}),
+    ],
+)
+def test_an_event_that_would_mislead_is_passed_over(kind: str, fields: dict[str, object]) -> None:
+    record = {"kind": kind, "time": 1.0, "rank": 0}
+    assert ev.from_line(json.dumps(record).encode()) is not None
+    assert ev.from_line(json.dumps({**record, **fields}).encode()) is None
+
+
+def test_the_names_of_events_on_disk_stay_as_they_are() -> None:
+    assert {kind: cls.__name__ for kind, cls in ev.KINDS.items()} == {
+        "spawned": "Spawned",
+        "started": "Started",
+        "progress": "Progress",
+        "metrics": "Metrics",
+        "training": "TrainingUpdate",
+        "not_finite": "NotFinite",
+        "phase": "Phase",
+        "compiled": "Compiled",
+        "group": "Group",
+        "hang": "Hang",
+        "resources": "Resources",
+        "held": "TensorMemory",
+        "cards": "GpuMemory",
+        "host": "Host",
+        "output": "Output",
+        "failing": "Failing",
+        "ended": "Ended",
+        "saved": "ArtifactSaved",
+        "loaded": "ArtifactLoaded",
+        "exited": "Exited",
+        "attempt": "Attempt",
+        "stopping": "Stopping",
+        "note": "RunNote",
+        "waiting": "Waiting",
+        "elsewhere": "PeerNodeFailed",
+        "finished": "Finished",
+    }
+
+
+def test_every_kind_but_one_changes_the_picture() -> None:
+    unused = ev.KINDS.values() - reducers.RUN_REDUCERS.keys() - reducers.RANK_REDUCERS.keys()
+    assert unused == {ev.Group}  # for the hang watchdog alone
+
+
+def test_lines_beyond_all_nesting_are_passed_over() -> None:
+    assert ev.from_line(b"[" * 200_000) is None
+
+
+def test_fields_of_a_later_version_are_ignored() -> None:
+    line = b'{"kind":"started","time":1,"rank":0,"pid":5,"colour":"red"}'
+    assert ev.from_line(line) == ev.Started(1, 0, 5)
+
+
+def test_a_tail_returns_whole_lines_only(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    tail = Tail(path)
+    assert tail.lines() == []
+    path.write_bytes(b"one\ntw")
+    assert tail.lines() == [b"one"]
+    with path.open("ab") as file:
+        file.write(b"o\nthree")
+    assert tail.lines() == [b"two"]
+    assert tail.lines(flush=True) == [b"three"]
+    assert tail.lines(flush=True) == []
+
+
+def test_a_skipping_tail_passes_over_what_it_cannot_keep_up_with(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"".join(b"%09d\n" % i for i in range(10_000)))
+    lines = Tail(path, limit=1000, skip=True).lines()
+    assert len(lines) <= 101
+    assert lines[-1] == b"000009999"
+
+
+def test_lines_that_are_passed_over_are_counted(tmp_path: Path) -> None:
+    path, tail = tmp_path / "log", Tail(tmp_path / "log", limit=1000, skip=True)
+    path.write_bytes(b"".join(b"line %d\n" % i for i in range(5000)) + b"the rest")
+    found = tail.lines()
+    assert tail.passed + len(found) == 5000
+    with path.open("ab") as file:
+        file.write(b" of it\n" + b"more\n" * 3000)
+    found += tail.lines(flush=True)
+    assert tail.passed + len(found) == 8001
+
+
+def test_a_skipping_tail_forgets_the_beginning_of_a_line_it_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    tail = Tail(path, limit=1000, skip=True)
+    path.write_bytes(b"beginning")
+    assert tail.lines() == []
+    with path.open("ab") as file:
+        file.write(b"".join(b"%09d\n" % i for i in range(10_000)))
+    assert b"beginning" not in tail.lines()[0]
+
+
+def test_a_line_without_end_does_not_fill_memory(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    tail = Tail(path, limit=1000)
+    path.write_bytes(b"x" * 5000)
+    pieces = [len(line) for _ in range(6) for line in tail.lines(flush=False)]
+    assert sum(pieces) >= 3000
+
+
+def test_what_was_written_survives_sigkill(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    pid = os.fork()
+    if pid == 0:
+        writer = EventWriter(path)
+        for step in range(100):
+            writer.write_metrics(1.0, 0, step, {"loss": 1.0})
+        os.kill(os.getpid(), 9)
+    os.waitpid(pid, 0)
+    assert [e.step for e in read_events(path) if isinstance(e, ev.Metrics)] == list(range(100))
+
+
+def test_lines_are_ordinary_json_and_files_private(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    EventWriter(path).write_metrics(1.0, 0, 3, {"loss": 0.5})
+    record = json.loads(path.read_text())
+    assert record == {"kind": "metrics", "time": 1.0, "rank": 0, "step": 3, "values": {"loss": 0.5}}
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_full_disk_costs_the_report_not_the_training() -> None:
+    writer = EventWriter(Path("/dev/full"))
+    writer.write(ev.Started(1, 0, 5))
+    assert writer.trouble is not None
+    assert writer.trouble.errno == errno.ENOSPC
+    writer.close()
+
+
+def test_a_file_that_is_deleted_between_two_looks_has_no_more_lines(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"one\n")
+    tail = Tail(path)
+    path.unlink()
+    assert (tail.lines(flush=True), tail.behind) == ([], False)
+    assert last_bytes(path) == b""
+
+
+def test_a_long_line_is_read_whole_by_small_steps(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    said = ev.Metrics(1.0, 0, 1, {f"metric {i}": float(i) for i in range(10_000)})
+    line = ev.to_line(said)
+    path.write_bytes(line + line)
+    assert len(line) > 3 << 16
+    assert list(read_events(path)) == [said, said]
+
+
+def test_a_file_that_was_deleted_is_made_anew_once_its_folder_is_and_read_from_its_start(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "run" / "rank-0000.jsonl"
+    path.parent.mkdir()
+    writer, tail = EventWriter(path, reserved=1 << 12), Tail(path)
+    writer.write(ev.Started(1, 0, 5))
+    writer.write(ev.Started(2, 0, 5))
+    assert len(tail.lines()) == 2
+    path.unlink()
+    path.parent.rmdir()
+    writer.write(ev.Started(3, 0, 5))
+    assert tail.lines() == []
+    path.parent.mkdir()
+    writer.write_metrics(4, 0, 3, {"loss": 0.5})
+    assert [ev.from_line(line) for line in tail.lines()] == [ev.Metrics(4, 0, 3, {"loss": 0.5})]
+    writer.close()

@@ -1,0 +1,231 @@
+"""A run's numbers as a DataFrame and as a figure; a reopened run draws what the live one drew."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import nbtrain
+from nbtrain.errors import MissingExtra, NbtrainError
+from nbtrain.tracking import events, history
+from nbtrain.tracking.event_log import EventWriter
+from nbtrain.tracking.events import TrainingUpdate
+
+pd = pytest.importorskip("pandas")
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBTRAIN_HOME", str(tmp_path))
+
+
+def logging_run(steps: int = 300) -> nbtrain.Run:
+    def train() -> None:
+        rank = nbtrain.rank()
+        for step in range(steps):
+            nbtrain.log(step=step, loss=1.0 / (1 + step) + rank, note="text", rank=7)
+        nbtrain.log(accuracy=math.nan)
+        print("said by", rank)
+
+    return nbtrain.launch(train, num_processes=2, engine="fork", view="none")
+
+
+def test_history_is_everything_that_was_logged() -> None:
+    history = logging_run().history
+    assert list(history.columns) == [
+        "step",
+        "rank",
+        "time",
+        "loss",
+        "note",
+        "rank (logged)",
+        "accuracy",
+    ]
+    assert len(history) == 2 * 301
+    for rank in range(2):
+        own = history[(history["rank"] == rank) & history["loss"].notna()]
+        assert list(own["step"]) == list(range(300))
+        assert list(own["loss"]) == [1.0 / (1 + step) + rank for step in range(300)]
+    assert history["time"].is_monotonic_increasing
+    assert history["step"].isna().sum() == 2
+    assert set(history["note"].dropna()) == {"text"}
+
+
+def test_history_has_what_was_seen_but_for_what_the_user_logs_too() -> None:
+    run = logging_run(3)
+    writer = EventWriter(run.folder / "rank-0000.jsonl")
+    for i in (1, 2):
+        writer.write(
+            TrainingUpdate(
+                time.time(), 0, steps=10 * i, elapsed=2.0 * i, loss=99.0, lr=0.1, epoch=1
+            )
+        )
+    writer.close()
+    history = run.history
+    assert 99.0 not in set(history["loss"])
+    seen = history[history["lr"].notna()]
+    assert list(seen["step"]) == [10, 20]
+    assert list(seen["steps/s"]) == [5.0, 5.0]
+
+
+def test_a_run_that_said_nothing_has_an_empty_history() -> None:
+    run = nbtrain.launch(int, num_processes=1, engine="inline", view="none")
+    assert list(run.history.columns) == ["step", "rank", "time"]
+    assert len(run.history) == 0
+    pytest.importorskip("matplotlib")
+    with pytest.raises(NbtrainError, match="no metrics to plot"):
+        run.plot()
+
+
+def test_a_reopened_run_draws_and_tells_the_same() -> None:
+    run = logging_run()
+    again = nbtrain.Run.open(run.folder)
+    assert again._repr_html_() == run._repr_html_()
+    pd.testing.assert_frame_equal(again.history, run.history)
+
+
+def test_plot_is_a_figure_of_the_loss_or_of_what_is_named() -> None:
+    figure_class = pytest.importorskip("matplotlib.figure").Figure
+    run = logging_run()
+    before = "matplotlib.pyplot" in sys.modules  # another test's library may have it
+    drawn = run.plot()
+    assert isinstance(drawn, figure_class)
+    (panel,) = drawn.axes
+    assert panel.get_ylabel() == "loss"
+    assert len(panel.lines) == 3  # two ranks and their mean
+    assert list(panel.lines[1].get_ydata()) == [1.0 / (1 + step) + 1 for step in range(300)]
+    assert len(run.plot(["loss", "accuracy"]).axes) == 2
+    assert ("matplotlib.pyplot" in sys.modules) == before
+    with pytest.raises(NbtrainError, match=r"no metric 'lss'; it has: loss"):
+        run.plot("lss")
+
+
+def test_runs_are_drawn_over_each_other() -> None:
+    pytest.importorskip("matplotlib")
+    one, other = logging_run(10), logging_run(5)
+    drawn = one.plot("loss", other)
+    (panel,) = drawn.axes
+    assert panel.get_legend_handles_labels()[1] == [one.folder.name, other.folder.name]
+    assert len(panel.lines) == 2 * 3  # a mean and two ranks each
+    assert len({line.get_color() for line in panel.lines}) == 2
+
+
+def test_runs_are_compared_by_what_they_were_given_and_what_came_of_it() -> None:
+    def train(lr: float, epochs: int = 3, data: object = None) -> None:
+        nbtrain.log(loss=lr + nbtrain.rank(), epochs=epochs - 1)
+
+    first = nbtrain.launch(train, 0.5, data=[1, 2], num_processes=2, view="none")
+    second = nbtrain.launch(train, lr=0.25, num_processes=1, view="none", mixed_precision="bf16")
+    table = first.compare(second)
+    assert list(table.columns) == [first.folder.name, second.folder.name]
+    assert table.loc["lr"].tolist() == [0.5, 0.25]
+    assert table.loc["epochs"].tolist() == [3, 3]
+    assert table.loc["epochs (last)"].tolist() == [2, 2]
+    assert table.loc["loss"].tolist() == [1.0, 0.25]  # the mean of 0.5 and 1.5
+    assert table.loc["mixed_precision"].tolist() == ["no", "bf16"]
+    assert table.loc["ranks"].tolist() == [2, 1]
+    secret = nbtrain.launch(lambda api_key: 1, "sk-0123456789abcdef", num_processes=1, view="none")
+    assert "sk-0123456789abcdef" not in (secret.folder / "run.json").read_text()
+    runs = nbtrain.runs()[:2]
+    assert runs["run"].tolist() == list(table.columns)
+    assert runs["status"].tolist() == ["succeeded"] * 2
+    assert (runs["seconds"] > 0).all()
+    assert abs(runs["created"].iloc[0].timestamp() - first.state.created) < 1e-3
+    shutil.rmtree(second.folder)
+    with pytest.raises(NbtrainError, match="was deleted"):
+        first.compare(second)
+
+
+def test_no_runs_is_an_empty_table() -> None:
+    assert list(nbtrain.runs().columns)[:3] == ["run", "status", "created"]
+    assert len(nbtrain.runs()) == 0
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"n": 10**5000}, {"n": "x" * 1000}, {"n": float}, {"n": "\ud800", "x": math.nan}],
+    ids=["a number of 5,000 digits", "data", "a class", "half a character"],
+)
+def test_no_argument_is_in_the_way_of_a_launch(given: dict[str, object]) -> None:
+    run = nbtrain.launch(lambda **_: 1, num_processes=1, view="none", **given)  # type: ignore[arg-type]
+    assert run.value == 1
+    assert len(nbtrain.runs()) == 1
+
+
+def test_tensorboard_reads_every_number_at_its_step_and_time(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = logging_run(50)
+    where = run.to_tensorboard(tmp_path / "logs")
+    assert where == tmp_path / "logs" / run.folder.name
+    history = run.history
+    for rank in range(2):
+        read = EventAccumulator(str(where / f"rank-{rank}")).Reload()
+        said = read.Scalars("loss")
+        own = history[(history["rank"] == rank) & history["loss"].notna()]
+        assert [point.step for point in said] == list(own["step"])
+        assert [point.value for point in said] == pytest.approx(list(own["loss"]))
+        assert [point.wall_time for point in said] == pytest.approx(list(own["time"]))
+        assert math.isnan(read.Scalars("accuracy")[0].value)
+        assert "note" not in read.Tags()["scalars"]
+
+
+@pytest.mark.parametrize(("package", "extra"), [("pandas", "history"), ("matplotlib", "plot")])
+def test_a_missing_package_is_named_with_its_extra(
+    package: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = logging_run(3)
+    for name in (package, f"{package}.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingExtra, match=rf'pip install "nbtrain\[{extra}\]"') as raised:
+        _ = run.history if extra == "history" else run.plot()
+    assert isinstance(raised.value, ImportError)
+
+
+def test_the_history_of_a_folder_that_is_gone_says_so() -> None:
+    run = logging_run(3)
+    for path in run.folder.iterdir():
+        path.unlink()
+    run.folder.rmdir()
+    with pytest.raises(NbtrainError, match="was deleted"):
+        _ = run.history
+
+
+def test_a_folder_that_goes_while_it_is_read_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = logging_run(3)
+    whole = history.read_events
+
+    def deleted_between(path: Path) -> Iterator[events.Event]:
+        yield from whole(path)
+        shutil.rmtree(run.folder, ignore_errors=True)
+
+    monkeypatch.setattr(history, "read_events", deleted_between)
+    with pytest.raises(NbtrainError, match="was deleted"):
+        _ = run.history
+    with pytest.raises(NbtrainError, match="was deleted"):
+        run.logs()
+
+
+def test_lines_that_make_no_sense_leave_the_rest_of_the_history() -> None:
+    run = logging_run(2)
+    with (run.folder / "rank-0001.jsonl").open("a") as file:
+        for line in (
+            '{"kind":"metrics","time":1,"rank":1,"step":"x","values":{"loss":[1]}}',
+            '{"kind":"metrics","time":1,"rank":1,"step":1e3,"values":[1]}',
+            f'{{"kind":"metrics","time":1,"rank":1,"step":1{"0" * 99},"values":{{"loss":NaN}}}}',
+            '{"kind":"training","time":1,"rank":1,"steps":"x","elapsed":null,"lr":0.5}',
+            '{"kind":"training","time":2,"rank":1,"steps":4,"elapsed":2.0,"lr":0.5}',
+            "broken",
+        ):
+            file.write(line + "\n")
+    history = run.history
+    assert len(history) == 2 * 3 + 3
+    assert list(history["lr"].dropna()) == [0.5]
+    assert nbtrain.Run.open(run.folder)._repr_html_()

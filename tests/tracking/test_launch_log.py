@@ -1,0 +1,169 @@
+"""The launcher's own log: silent by default, printed on request, kept in every run's folder."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import nbtrain
+from nbtrain.errors import RankDied
+from nbtrain.lifecycle.run import Run
+from nbtrain.tracking import launch_log
+
+SECRET = "hunter2-of-the-tests"
+
+
+def fail(secret: str) -> None:
+    if nbtrain.rank() == 1:
+        raise ValueError(secret)
+
+
+def leave(secret: str) -> None:
+    sys.exit(secret)
+
+
+def log_of(run: Run) -> str:
+    return (run.folder / "launcher.log").read_text()
+
+
+def test_a_run_s_folder_says_what_the_launcher_decided_and_why() -> None:
+    run = nbtrain.launch(lambda: 1, num_processes=2, view="none")
+    text = log_of(run)
+    for part in (
+        f"nbtrain {nbtrain.__version__}",
+        f"Python {sys.version.split()[0]}",
+        "the fork engine, since auto was asked for",
+        "2 ranks on ",
+        "listening on 127.0.0.1:",
+        *(f"rank {rank.rank} is process {rank.pid}" for rank in run.state.ranks),
+        "rank 0 ended with exit code 0: done",
+        "the run succeeded after ",
+    ):
+        assert part in text, part
+    assert all(launch_log._LINE.match(line) for line in text.splitlines())
+
+
+def test_signals_are_logged_with_their_reason() -> None:
+    def train() -> None:
+        import time
+
+        if nbtrain.rank() == 0:
+            raise ZeroDivisionError
+        time.sleep(60)
+
+    with pytest.raises(ZeroDivisionError):
+        nbtrain.launch(train, num_processes=2, view="none")
+    run = nbtrain.last_run()
+    assert run is not None
+    text = log_of(run)
+    assert "rank 0 ended with exit code 1: failed (ZeroDivisionError)" in text
+    assert "stopping the ranks: failed" in text
+    assert re.search(r"terminate sent to rank 1 \(failed\)", text)
+    assert "the run failed after " in text
+
+
+def test_a_run_in_the_background_has_the_log_of_both_processes() -> None:
+    run = nbtrain.launch(lambda: print("x"), num_processes=1, background=True, view="none").wait()
+    text = log_of(run)
+    assert re.search(r"process \d+ watches the run", text)
+    assert "the run succeeded after " in text
+
+
+def test_a_record_is_one_line_and_what_processes_print_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "launcher.log"
+    with launch_log.recorded():
+        launch_log.LOGGER.info("note: %s", "a note\nof two lines")
+        launch_log.keep_in(path)
+    assert path.read_text().endswith(" INFO note: a note of two lines\n")
+    with path.open("a") as file:
+        file.write("printed\n")
+    assert launch_log.printed_in(path) == "printed"
+
+
+def test_a_launch_in_a_rank_has_a_log_of_its_own() -> None:
+    def train() -> str:
+        return log_of(nbtrain.launch(int, num_processes=1, view="none"))
+
+    run = nbtrain.launch(train, num_processes=1, view="none")
+    for text in (run.value, log_of(run)):
+        assert text.count("the fork engine") == text.count("the run succeeded") == 1
+
+
+def test_a_handler_of_the_user_s_own_gets_it_and_stays() -> None:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    launch_log.LOGGER.addHandler(handler)
+    try:
+        with launch_log.recorded():
+            launch_log.LOGGER.info("the engine")
+        assert (launch_log.LOGGER.level, launch_log.LOGGER.propagate) == (logging.NOTSET, True)
+        assert launch_log.LOGGER.handlers == [handler]
+    finally:
+        launch_log.LOGGER.removeHandler(handler)
+    assert [record.message for record in records] == ["the engine"]
+
+
+def test_a_log_that_cannot_be_printed_ends_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(launch_log.VARIABLE, "debug")
+    with open(os.devnull, "w") as closed:
+        monkeypatch.setattr(sys, "stderr", closed)
+    with launch_log.recorded():
+        launch_log.LOGGER.info("the engine")
+
+
+@pytest.mark.parametrize(("task", "error"), [(fail, ValueError), (leave, RankDied)])
+def test_no_value_of_the_environment_and_no_argument_is_logged(
+    task: Callable[[str], None], error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=SECRET):
+        nbtrain.launch(task, SECRET, num_processes=2, env={"TOKEN": SECRET}, view="none")
+    run = nbtrain.last_run()
+    assert run is not None
+    assert "TOKEN" in log_of(run)
+    assert SECRET not in log_of(run)
+
+
+def test_nothing_of_it_stays_in_the_process(capfd: pytest.CaptureFixture[str]) -> None:
+    logger = launch_log.LOGGER
+    nbtrain.launch(lambda: 1, num_processes=1, view="none")
+    descriptors = sorted(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else []
+    with pytest.raises(ZeroDivisionError):
+        nbtrain.launch(lambda: 1 / 0, num_processes=1, view="none")
+    if descriptors:
+        assert sorted(os.listdir("/proc/self/fd")) == descriptors
+    assert (logger.handlers, logger.level, logger.propagate) == ([], logging.NOTSET, True)
+    assert [type(h) for h in logging.getLogger("nbtrain").handlers] == [logging.NullHandler]
+    printed = capfd.readouterr()
+    assert "INFO" not in printed.out + printed.err
+
+
+@pytest.mark.parametrize(
+    ("level", "shown"), [("debug", True), ("info", True), ("warning", False), ("", False)]
+)
+def test_on_request_it_is_printed(level: str, shown: bool, tmp_path: Path) -> None:
+    script = """
+import logging, nbtrain
+logging.basicConfig()  # a handler that prints whatever gets to it
+nbtrain.launch(int, num_processes=1, view="none")
+"""
+    environment = {**os.environ, launch_log.VARIABLE: level, "NBTRAIN_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", script]
+    out = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert ("the fork engine" in out.stderr) is shown
+    assert ("the fork engine" in out.stdout) is False
+
+
+def test_a_program_that_logs_itself_gets_it_by_the_logger_nbtrain(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, logger="nbtrain"):
+        nbtrain.launch(lambda: 1, num_processes=1, view="none")
+    assert any("the run succeeded after " in record.message for record in caplog.records)

@@ -1,0 +1,442 @@
+"""Folding events into a picture, and drawing it."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+
+from nbtrain.tracking import events as ev
+from nbtrain.tracking.reducers import LOG_LINES, METRICS, SAVED, fold
+from nbtrain.tracking.state import ProgressBar, RankState, RunState
+from nbtrain.ui import eta, host_status, labels, text_summary
+from nbtrain.ui.board import board, log_panel
+from tests.support.runs import picture
+
+GIB = 1 << 30
+
+
+def test_a_run_goes_through_its_states() -> None:
+    state = picture()
+    assert state.status == "starting"
+    state = fold(state, [ev.Spawned(100, 0, 7), ev.Started(101, 0, 7)])
+    assert (state.status, state.ranks[0].status, state.ranks[1].status) == (
+        "running",
+        "running",
+        "starting",
+    )
+    state = fold(state, [ev.Ended(102, 0, result="3"), ev.Exited(102, 0, 0, "done")])
+    state = fold(state, [ev.Failing(103, 1, "ValueError"), ev.Ended(103, 1, "ValueError: x")])
+    assert state.ranks[1].status == "failing"
+    state = fold(state, [ev.Exited(104, 1, 1, "failed"), ev.Finished(104, -1, "failed", "why")])
+    assert (state.status, state.message, state.elapsed(999.0)) == ("failed", "why", 4.0)
+    assert [r.status for r in state.ranks] == ["done", "failed"]
+    assert (state.ranks[0].result, state.ranks[1].error) == ("3", "ValueError: x")
+
+
+def test_folding_does_not_change_the_picture_it_starts_from() -> None:
+    before = picture()
+    fold(before, [ev.Metrics(101, 0, 1, {"loss": 1.0})])
+    assert before == picture()
+
+
+def test_metrics_keep_their_last_values() -> None:
+    state = fold(
+        picture(),
+        [ev.Metrics(1, 0, 1, {"loss": 2.0, "lr": 0.1}), ev.Metrics(2, 0, 2, {"loss": 1.0})],
+    )
+    assert dict(state.ranks[0].metrics) == {"loss": 1.0, "lr": 0.1}
+    assert state.ranks[0].step == 2
+
+
+def test_the_innermost_moving_bar_is_shown_and_finished_ones_do_not_pile_up() -> None:
+    bars = [
+        ev.Progress(1, 0, bar=0, n=0, total=3, description="epochs"),
+        ev.Progress(1, 0, bar=1, n=5, total=9, description="batches", kept=False),
+    ]
+    state = fold(picture(), bars)
+    assert state.ranks[0].bar == ProgressBar(5, 9, 0.0, "batches")
+    state = fold(state, [ev.Progress(2, 0, bar=1, n=9, total=9, closed=True, kept=False)])
+    assert state.ranks[0].bar == ProgressBar(0, 3, 0.0, "epochs")
+    done = [
+        ev.Progress(4, 0, bar=b, description=d, closed=True) for b, d in ((9, "in"), (0, "out"))
+    ]
+    assert fold(state, done).ranks[0].bar == ProgressBar(description="out", closed=True)
+    many = [ev.Progress(3, 0, bar=i, n=1, total=1, closed=True) for i in range(2, 99)]
+    assert len(fold(state, many).ranks[0].bars) == 2
+
+
+EPOCH = ev.Progress(1.0, 0, bar=0, n=1, total=4, elapsed=1.0, description="epoch")
+
+
+def test_bars_that_an_exception_ends_tell_where_it_was() -> None:
+    batch = ev.Progress(8.0, 0, bar=1, n=30, total=60, elapsed=7.0, description="batch")
+    epoch = replace(EPOCH, time=8.1, elapsed=8.1, closed=True)
+    cut = [replace(batch, time=8.1, closed=True), epoch]
+    rank = fold(picture(), [EPOCH, batch, *cut]).ranks[0]
+    assert labels.bar_positions(rank) == "epoch: 1/4 › batch: 30/60"
+    assert eta.fraction(rank) == 1.5 / 4
+    ended = [replace(cut[0], n=60), replace(cut[1], n=4)]
+    rank = fold(picture(), [EPOCH, batch, *ended]).ranks[0]
+    assert labels.bar_positions(rank) == "epoch: 4/4"
+    after = [
+        replace(batch, time=8.2 + i / 9, bar=2 + i, elapsed=0.1, closed=True) for i in range(3)
+    ]
+    assert (
+        labels.bar_positions(fold(picture(), after).ranks[0]) == "batch: 30/60"
+    )  # a break, no nest
+
+
+def test_a_bar_does_not_go_back_between_its_parts() -> None:
+    trained = ev.Progress(8.0, 0, bar=1, n=60, total=60, elapsed=7.0, closed=True)
+    tested = ev.Progress(9.0, 0, bar=2, n=1, total=5, elapsed=1.0, description="test")
+    state = fold(picture(), [EPOCH, trained])
+    assert eta.fraction(state.ranks[0]) == 2 / 4
+    assert eta.fraction(fold(state, [tested]).ranks[0]) == 2 / 4
+    assert eta.fraction(fold(state, [replace(EPOCH, time=9.5, n=2)]).ranks[0]) == 2 / 4
+
+
+def test_bars_know_fraction_rate_and_time_left() -> None:
+    bar = ProgressBar(n=25, total=100, elapsed=5)
+    assert (bar.fraction, bar.rate, bar.remaining) == (0.25, 5.0, 15.0)
+    assert ProgressBar(n=7).fraction is None
+    assert ProgressBar(n=120, total=100, elapsed=1).fraction == 1.0
+    assert replace(bar, closed=True).remaining is None
+
+
+def test_the_log_keeps_the_last_lines_as_a_terminal_would_leave_them() -> None:
+    lines = tuple(f"line {i}" for i in range(LOG_LINES + 50))
+    state = fold(picture(), [ev.Output(1, 0, lines)])
+    assert len(state.ranks[0].log) == LOG_LINES
+    assert state.ranks[0].log_count == LOG_LINES + 50
+
+
+def test_events_of_unknown_ranks_are_ignored() -> None:
+    assert fold(picture(), [ev.Started(1, 99, 1)]) == picture()
+
+
+def test_a_hang_is_told_until_there_is_progress_again() -> None:
+    state = fold(picture(3), [ev.Started(101, rank) for rank in range(3)])
+    told = "rank 2 is at In[5], line 41: f(<x>); rank 0 waits for it"
+    hang = ev.Hang(102, -1, told, stuck=(2,), waiting=(0, 99))
+    # Read from a file, with what came before it and after it at the same time.
+    read = ev.from_line(ev.to_line(hang))
+    assert read is not None
+    state = fold(state, [ev.Phase(102, 1, "saving"), read, ev.Metrics(102, 0, 1, {"loss": 1.0})])
+    assert [labels.badge(r) for r in state.ranks] == ["waiting", "saving", "stuck?"]
+    assert state.hang == told
+    assert told in text_summary.summary(state, 103)
+    assert board.escape(told) in board.render(state, 103)
+    ended = fold(state, [ev.Finished(104, -1, "interrupted")])
+    assert ended.hang == told
+    assert fold(state, [ev.Finished(104, -1, "succeeded")]).hang == ""
+    state = fold(state, [ev.Hang(103, -1)])
+    assert (state.hang, state.ranks[2].hang, state.ranks[0].loss) == ("", "", 1.0)
+
+
+def hostile() -> RunState:
+    nasty = "<script>alert('x')</script> & \ud800 \x1b[31m"
+    return fold(
+        replace(picture(3), name=nasty, notes=(nasty,)),
+        [
+            ev.Started(101, 0, 1),
+            ev.Progress(101, 0, n=math.nan, total=10, elapsed=1, description=nasty),
+            ev.Progress(101, 1, n=3, total=10, elapsed=1, description=nasty),
+            ev.Metrics(101, 0, 1, {nasty: math.inf, **{f"m{i}": i for i in range(9999)}}),
+            ev.Metrics(101, 1, 1, {"text": nasty}),
+            ev.Output(101, 1, (nasty, "x" * 10_000)),
+            ev.Ended(102, 2, error=nasty),
+            ev.Ended(102, 1, result=nasty),
+            ev.Finished(103, -1, "failed", nasty),
+        ],
+    )
+
+
+def test_html_escapes_everything_a_rank_says() -> None:
+    drawn = board.render(hostile(), 104.0)
+    assert "<script" not in drawn
+    assert len(drawn) < 200_000
+    assert "nan" in drawn
+    assert text_summary.summary(hostile(), 104.0)
+
+
+def test_html_uses_only_what_an_untrusted_notebook_keeps() -> None:
+    drawn = board.render(hostile(), 104.0).replace(board._PLAIN, "")
+    for lost in ("<style", "<svg", "class=", "<link", "onclick", "url("):
+        assert lost not in drawn
+
+
+def test_failing_ranks_are_shown_however_many_there_are() -> None:
+    state = fold(
+        picture(500), [ev.Ended(1, 321, "ValueError: here"), ev.Exited(1, 321, 1, "failed")]
+    )
+    assert "ValueError: here" in board.render(state, 200.0)
+    assert "ValueError: here" in text_summary.summary(state, 200.0)
+
+
+def test_equal_results_and_logs_are_folded() -> None:
+    ended = [ev.Ended(1, r, result="{'accuracy': 0.9}") for r in range(2)]
+    state = fold(picture(), [*ended, *(ev.Output(1, r, ("same",)) for r in range(2))])
+    assert labels.results(state) == [("all ranks → ", "{'accuracy': 0.9}")]
+    assert log_panel.merged(state, 8) == [("all ranks", "same")]
+    nothing = fold(picture(), [ev.Ended(1, r, result="None") for r in range(2)])
+    assert labels.results(nothing) == []
+
+
+def test_nothing_new_leaves_the_very_same_picture() -> None:
+    state = picture()
+    assert fold(state, []) is state
+
+
+def test_texts_of_ranks_cannot_steer_a_terminal() -> None:
+    said = "\x1b[2Jwipe\x9b2J\n\ud800"
+    state = fold(
+        picture(),
+        [
+            ev.Metrics(1, 0, 1, {said: said}),
+            ev.Progress(1, 0, n=1, total=2, description=said),
+            ev.Output(1, 0, (said,)),
+            ev.Ended(1, 1, result=said),
+            ev.Stopping(1, -1, said),
+        ],
+    )
+    failed = fold(state, [ev.Failing(1, 0, said), ev.Exited(1, 0, 1, "failed", said, (said,))])
+    over = fold(failed, [ev.Finished(2, -1, "failed", said)])
+    shown = "".join(
+        draw(s, 2.0) for s in (state, over) for draw in (text_summary.summary, board.render)
+    )
+    assert not any(bad in shown for bad in ("\x1b", "\x9b", "\ud800", "wipe\n"))
+    shown.encode()
+
+
+def test_what_a_rank_raised_keeps_its_type_and_its_lines() -> None:
+    state = fold(picture(), [ev.Failing(1, 0, "ValueError: \x1b[31m1\r2\x1b[0m\nthree")])
+    assert state.ranks[0].error == "ValueError: 1 2\nthree"
+
+
+@pytest.mark.parametrize("elapsed", [math.inf, 1e308])
+def test_a_bar_that_takes_for_ever_leaves_a_board(elapsed: float) -> None:
+    state = fold(picture(), [ev.Progress(9, 0, bar, 5, 1000, elapsed) for bar in (0, 1)])
+    assert "left" not in text_summary.summary(state, 2.0).replace("∞ left", "")
+    assert board.render(state, 2.0)
+
+
+def test_nested_bars_are_worded_from_the_outside_in() -> None:
+    bars = [
+        ev.Progress(1, 0, bar=0, n=2, total=3, description="epoch"),
+        ev.Progress(1, 0, bar=1, n=20, total=45, elapsed=2, description="batch"),
+    ]
+    rank = fold(picture(), bars).ranks[0]
+    assert labels.position(rank) == "epoch: 2/3 › batch: 20/45 · 10.0 it/s · 2.5 s left"
+
+
+def test_a_killed_rank_says_so_on_its_line() -> None:
+    state = fold(picture(), [ev.Exited(1, 0, -9, "failed")])
+    assert "was killed by SIGKILL" in text_summary.summary(state, 2.0)
+    assert "was killed by SIGKILL" in board.render(state, 2.0)
+
+
+def test_the_echo_of_a_failure_is_told_from_its_cause() -> None:
+    echo = "RuntimeError: [pair.cc:547] Connection closed by peer [127.0.0.1]:1"
+    gone = [ev.Ended(1, 0, echo), ev.Exited(1, 0, 1, "failed")]
+    alone = fold(picture(), gone)
+    assert "Connection closed" in board.render(alone, 2.0)
+    both = fold(alone, [ev.Ended(1, 1, "ValueError: bug"), ev.Exited(1, 1, 1, "failed")])
+    for drawn in (board.render(both, 2.0), text_summary.summary(both, 2.0)):
+        assert "Connection closed" not in drawn
+        assert "lost its peers" in drawn
+        assert "ValueError: bug" in drawn
+
+
+def trained(**facts: object) -> ev.TrainingUpdate:
+    return ev.TrainingUpdate(**{"time": 1.0, "rank": 0, **facts})  # type: ignore[arg-type]
+
+
+def test_a_run_without_any_bar_has_one_from_its_training() -> None:
+    state = fold(
+        picture(),
+        [
+            trained(steps=10, elapsed=1.0, epoch=1, batch=10, batches=50),
+            trained(steps=60, elapsed=6.0, epoch=2, batch=10, batches=50),
+        ],
+    )
+    bar = state.ranks[0].bar
+    assert bar is not None
+    assert (bar.description, bar.n, bar.total, bar.rate) == ("epoch 2", 10, 50, 10.0)
+    assert labels.position(state.ranks[0]).startswith("epoch 2: 10/50 · 10.0 batch/s")
+    own = fold(state, [ev.Progress(7, 0, n=3, total=9, description="mine")])
+    assert own.ranks[0].bar == ProgressBar(3, 9, 0.0, "mine")
+    unknown = fold(picture(), [trained(steps=7, elapsed=1.0)])
+    assert labels.position(unknown.ranks[0]) == "7 step · 7.00 step/s"
+
+
+def test_rates_and_waiting_are_averaged_over_the_last_seconds() -> None:
+    events = [trained(steps=10 * i, elapsed=i, waited=0.5 * i, samples=80 * i) for i in range(60)]
+    seen = fold(picture(), events).ranks[0].progress
+    assert seen is not None
+    assert seen.step_rate == pytest.approx(10)
+    assert seen.sample_rate == pytest.approx(80)
+    assert labels.waiting(fold(picture(), events).ranks[0]) == "50 %"
+    faster = [trained(steps=590 + 20 * i, elapsed=59 + i, waited=29.5) for i in range(1, 60)]
+    later = fold(fold(picture(), events), faster).ranks[0].progress
+    assert later is not None
+    assert later.step_rate == pytest.approx(20, rel=0.01)
+    assert later.waiting == pytest.approx(0, abs=0.01)
+
+
+def test_a_training_that_counts_anew_or_makes_no_sense_breaks_nothing() -> None:
+    strange = [
+        trained(steps=100, elapsed=10.0, loss=math.nan),
+        trained(steps=1, elapsed=0.5, loss=0.5),
+        trained(steps="many", elapsed=None),
+        trained(steps=2, elapsed=math.nan),
+        trained(steps=3, elapsed=1.0, batch="x", batches=[], lr={}, epoch=-1),
+        ev.Resources(1, 0, cpu="x", memory=None, gpu=1.5),  # type: ignore[arg-type]
+        ev.Host(1, -1, used="x", limit=3),  # type: ignore[arg-type]
+        ev.Host(1, -1, used=1, limit=3, gpus=([0, "A", 1, 2, None], 7)),  # type: ignore[arg-type]
+        ev.Phase(1, 0, phase=7),  # type: ignore[arg-type]
+        ev.Compiled(1, 0, programs="x", seconds=math.inf),  # type: ignore[arg-type]
+        ev.Metrics(1, 0, "x", [1, 2]),  # type: ignore[arg-type]
+        ev.Progress(1, 0, n="x"),  # type: ignore[arg-type]
+    ]
+    lines = [ev.from_line(ev.to_line(event)) for event in strange]
+    state = fold(picture(), [event for event in lines if event is not None])
+    assert state.ranks[0].loss == 0.5
+    assert state.host is not None
+    assert state.host.gpus == ((0, "A", 1, 2, None),)
+    assert board.render(state, 2.0)
+    assert text_summary.summary(state, 2.0)
+
+
+def test_a_running_rank_says_what_it_is_busy_with() -> None:
+    state = fold(picture(), [ev.Started(1, 0, 1), ev.Phase(2, 0, "saving")])
+    assert labels.badge(state.ranks[0]) == "saving"
+    assert "saving" in board.render(state, 3.0)
+    assert labels.badge(fold(state, [ev.Phase(3, 0, "")]).ranks[0]) == "running"
+    assert labels.badge(fold(state, [ev.Exited(3, 0, 0, "done")]).ranks[0]) == "done"
+
+
+def test_what_was_compiled_is_told_where_anything_was() -> None:
+    state = replace(picture(), engine="xla", device="xla")
+    assert "compiled" not in board.render(state, 3.0) + text_summary.summary(state, 3.0)
+    state = fold(state, [ev.Compiled(2, 0, 1, 0.25), ev.Compiled(3, 0, 3, 41.2)])
+    assert state.ranks[0].compiled == (3, 41.2)
+    assert "compiled</th>" in board.render(state, 4.0)
+    assert "3 in 41 s" in board.render(state, 4.0)
+    assert "compiled 3 in 41 s" in text_summary.summary(state, 4.0)
+    assert "2 ranks · xla · TPU" in labels.facts(state, 4.0)
+
+
+def test_devices_and_memory_are_worded() -> None:
+    gpus = tuple((i, "NVIDIA H200", 60 << 30, 141 << 30, 90.0 + i) for i in range(2))
+    state = fold(
+        replace(picture(), device="cuda"),
+        [
+            ev.Host(1, -1, int(41.2 * GIB), 64 * GIB, "cgroup", gpus),
+            *(ev.Resources(1, r, 1.0, 10**9, r, int(23.4 * GIB)) for r in range(2)),
+        ],
+    )
+    assert "2 × NVIDIA H200" in labels.facts(state, 2.0)
+    assert labels.memory_use(state.ranks[1]) == "GPU 1 · 23.4 GiB"
+    assert host_status.lines(state)[0] == (
+        "memory 41.2 of 64.0 GiB (cgroup) · fullest GPU 60.0 of 141 GiB · 90–91 % busy"
+    )
+    on_cpu = fold(picture(), [ev.Resources(1, 0, 0.98, 850 << 20)])
+    assert labels.memory_use(on_cpu.ranks[0]) == "850 MiB"
+    assert labels.cpu(on_cpu.ranks[0]) == "98 %"
+    assert labels.cpu(fold(on_cpu, [ev.Exited(2, 0, 0, "done")]).ranks[0]) == ""
+    assert ">GPU 0 · 23.4 GiB<" in board.render(state, 2.0)
+
+
+def test_beyond_the_results_that_are_shown_there_is_only_their_number() -> None:
+    count = labels.RESULTS + 5
+    state = RunState("t", "fork", tuple(RankState(r, result=str(r)) for r in range(count)), 0.0)
+    lines, drawn = text_summary.summary(state, 1.0).splitlines(), board.render(state, 1.0)
+    assert {"  rank 31 → 31", "  5 more results"} <= set(lines)
+    assert ">5 more results<" in drawn
+    assert sum("→" in line for line in lines) == drawn.count("→ </span>") == labels.RESULTS
+
+
+def test_the_time_left_is_that_of_the_outermost_bar() -> None:
+    bars = [
+        ev.Progress(160.0, 0, bar=0, n=1, total=4, elapsed=60.0, description="epoch"),
+        ev.Progress(190.0, 0, bar=1, n=50, total=100, elapsed=30.0, description="batch"),
+    ]
+    state = fold(picture(), [ev.Started(100.0, 0, 1), *bars])
+    assert eta.eta(state, 190.0) == pytest.approx(90 * (4 - 1.5) / 1.5)
+    assert eta.eta(state, 200.0) == pytest.approx(140.0)
+    assert "about 2 min left" in labels.facts(state, 200.0)
+    for jumped in (-1e9, 1e12):  # a clock that was set
+        left = eta.eta(state, jumped)
+        assert left is not None
+        assert 80 < left <= 150
+    assert eta.eta(picture(), 200.0) is None
+
+
+def test_a_loop_without_a_bar_tells_what_is_left_of_its_epoch() -> None:
+    told = [
+        ev.TrainingUpdate(100.0 + t, 0, t, t, 0.0, epoch=3, batch=10 * t, batches=1000)
+        for t in (1, 9)
+    ]
+    state = fold(picture(), [ev.Started(100.0, 0, 1), *told])
+    assert eta.remaining(state, 109.0) == "about 90 s left in epoch 3"
+    assert eta.remaining(state, 129.0) == "about 70 s left in epoch 3"
+    assert ">left</th>" not in board.render(state, 109.0)
+    unknown = fold(state, [ev.TrainingUpdate(110.0, 0, 10, 10, 0.0, epoch=3, batch=100)])
+    assert eta.remaining(unknown, 110.0) == ""
+    assert eta.remaining(fold(state, [ev.Finished(110.0, -1, "succeeded")]), 110.0) == ""
+
+
+def test_bars_that_are_never_closed_do_not_pile_up() -> None:
+    state = fold(picture(), [ev.Progress(1, 0, bar=i, n=1, total=2) for i in range(10_000)])
+    assert len(state.ranks[0].bars) <= 17
+    assert len(board.render(state, 2.0)) < 10_000
+
+
+def test_metrics_of_a_rank_are_bounded_and_it_says_so() -> None:
+    state = fold(picture(), [ev.Metrics(1, 0, 1, {f"m{i}": i for i in range(10_000)})])
+    assert len(state.ranks[0].metrics) == METRICS
+    assert "26+ more" in labels.metrics(state.ranks[0])
+    assert len(state.curves.logged) == 24
+    drawn = board.render(state, 2.0)
+    assert re.search(r"1,0\d\d\+ more metrics in run.history", drawn)
+    assert len(drawn) < 30_000
+
+
+def told(state: RunState) -> list[str]:
+    page, lines = board.render(state, 200.0), labels.artifact_lines(state)
+    assert all(line in page and line in text_summary.summary(state, 200.0) for line in lines)
+    return lines
+
+
+def test_what_comes_home_is_told_with_how_far_it_has_come() -> None:
+    state = fold(picture(), [ev.ArtifactSaved(101, 0, "model", "model", 86_567_656, 346_293_852)])
+    assert told(state) == []
+    sent = "model: 87 M parameters"
+    over = fold(state, [ev.Finished(102, -1, "interrupted")])
+    assert told(over) == [
+        "model: rank 0 left its weights (87 M parameters, 330 MiB); "
+        "run.load() copies it to the notebook"
+    ]
+    over = fold(state, [ev.Finished(102, -1, "succeeded")])
+    assert told(over)[0].startswith(f"{sent} of rank 0 (330 MiB), not in the notebook yet")
+    here = fold(over, [ev.ArtifactLoaded(103, -1, "model")])
+    assert told(here) == [f"{sent} updated from rank 0 (330 MiB)"]
+    unfit = fold(over, [ev.ArtifactLoaded(103, -1, "model", "it has grown")])
+    assert told(unfit) == ["⚠ model was not updated: it has grown"]
+
+
+def test_values_of_several_ranks_come_home_as_one() -> None:
+    saved = [ev.ArtifactSaved(101, rank, "scores", "value", 0, 600) for rank in (0, 1)]
+    here = [ev.Finished(102, -1, "succeeded"), ev.ArtifactLoaded(103, -1, "scores")]
+    assert told(fold(picture(), saved + here)) == ["scores: value from ranks 0–1 (1 KiB)"]
+
+
+def test_however_much_comes_home_the_picture_stays_small() -> None:
+    saved = [ev.ArtifactSaved(101, 0, f"v{i}", "value") for i in range(SAVED + 9)]
+    loaded = [ev.ArtifactLoaded(102, -1, f"v{i}") for i in range(SAVED + 9)]
+    state = fold(picture(), [*saved, *loaded])
+    assert len(state.ranks[0].saved) == len(state.loaded) == SAVED
+    assert len(told(state)) == METRICS

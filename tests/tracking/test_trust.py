@@ -1,0 +1,181 @@
+"""What another user could have put among the runs is neither read nor deleted."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import nbtrain
+from nbtrain.errors import LaunchError, NbtrainError
+from nbtrain.lifecycle import catalog
+from nbtrain.lifecycle.run import Run
+from nbtrain.tracking import pruning, run_folder
+
+is_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+STRANGER = 12345
+
+
+def made(name: str = "run") -> run_folder.RunFolder:
+    run = run_folder.create(name, {"name": name, "created": 1.0, "num_processes": 1})
+    run.launcher_events.write_bytes(
+        b'{"kind":"finished","time":2,"rank":-1,"status":"succeeded"}\n'
+    )
+    return run
+
+
+class Planted:
+    """What runs when it is unpickled."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (os.environ["NBTRAIN_HOME"] + "/executed",)
+
+
+def _of_another_user(run: run_folder.RunFolder) -> None:
+    os.chown(run.path, STRANGER, -1)
+
+
+def _writable(run: run_folder.RunFolder) -> None:
+    run.path.chmod(0o777)
+
+
+@pytest.mark.parametrize("how", [pytest.param(_of_another_user, marks=is_root), _writable])
+def test_a_planted_run_is_neither_listed_nor_opened_nor_unpickled_nor_deleted(
+    how: Callable[[run_folder.RunFolder], None], run_root: Path
+) -> None:
+    planted, own = made("planted"), made("own")
+    planted.result(0).write_bytes(pickle.dumps(Planted()))
+    planted.weights.mkdir()
+    how(planted)
+    assert [run.path for run in run_folder.runs()] == [own.path]
+    with pytest.raises(NbtrainError, match=r"other user.*so nbtrain does not open it"):
+        Run.open(planted.path)
+    with pytest.raises(NbtrainError, match="no kept run begins"):
+        catalog.find_run(planted.path.name)
+    assert f"{planted.path.name} " in catalog.page(catalog.run_infos(), 0.0)
+    if how is _of_another_user:
+        pruning.prune(keep=1)
+        assert planted.weights.exists()
+    assert not (run_root / "executed").exists()
+
+
+def test_a_link_among_the_runs_deletes_nothing_where_it_leads(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    (victim / "weights").mkdir(parents=True)
+    (victim / "run.json").write_text('{"created": 1, "num_processes": 1}')
+    for _ in range(pruning.KEEP_WEIGHTS + 1):
+        made()
+    link = run_folder.root() / "20200101-000000-link"
+    link.symlink_to(victim)
+    (run_folder.root() / f"{run_folder.DELETED}x").symlink_to(victim)
+    pruning.prune(keep=1)
+    assert (victim / "weights").exists()
+    assert run_folder.foreign()[link.name] == "is a link"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "endless", "huge"])
+def test_a_manifest_that_is_no_file_holds_nobody(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, own = made("odd"), made("own")
+    run.manifest.unlink()
+    if kind == "pipe":
+        os.mkfifo(run.manifest)
+    elif kind == "endless":
+        run.manifest.symlink_to("/dev/zero")
+    else:
+        monkeypatch.setattr(run_folder, "LARGEST_MANIFEST", 1000)
+        run.manifest.write_bytes(b" " * 1001)
+    assert [info.name for info in catalog.run_infos()] == [own.path.name]
+    with pytest.raises(NbtrainError, match=r"run\.json (is|cannot)"):
+        Run.open(run.path)
+    assert nbtrain.launch(lambda: 3, num_processes=1, view="none").value == 3
+
+
+@pytest.fixture
+def open_umask() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_what_a_run_writes_is_private_whatever_the_umask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setenv("NBTRAIN_HOME", str(tmp_path / "new"))
+
+    def train(model: torch.nn.Module) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+        nbtrain.log(loss=1.0)
+
+    run = nbtrain.launch(train, torch.nn.Linear(2, 2), num_processes=2, view="none")
+    places = [tmp_path / "new", tmp_path / "new" / "runs", run.folder, *run.folder.rglob("*")]
+    open_to_others = {
+        str(place): oct(mode)
+        for place in places
+        if (mode := place.lstat().st_mode) & 0o077 and not stat.S_ISSOCK(mode)
+    }
+    assert open_to_others == {}
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_a_runs_folder_that_was_open_to_others_is_closed_and_its_parent_is_left(
+    run_root: Path,
+) -> None:
+    root = run_folder.root()
+    root.mkdir(parents=True)
+    root.chmod(0o2777)
+    run_root.chmod(0o2775)
+    made()
+    assert stat.S_IMODE(root.stat().st_mode) == 0o2755
+    assert stat.S_IMODE(run_root.stat().st_mode) == 0o2775
+
+
+def test_what_is_open_to_others_is_deleted_in_its_turn() -> None:
+    first, second = made(), made()
+    first.path.chmod(0o777)
+    pruning.prune(keep=1)
+    assert list(run_folder.root().iterdir()) == [second.path]
+
+
+def test_a_group_of_the_user_alone_is_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With umask 002, and on volumes of Kubernetes with an fsGroup."""
+    run = made()
+    run.path.chmod(0o2770)
+    for has_others, count in ((False, 1), (True, 0)):
+        monkeypatch.setattr("nbtrain.system.files._has_others", lambda _, has=has_others: has)
+        assert len(run_folder.runs()) == count
+
+
+@is_root
+def test_root_tells_its_runs_from_those_of_the_folders_owner() -> None:
+    """In a container, whose home is a folder of the host."""
+    root = run_folder.root()
+    root.mkdir(parents=True)
+    os.chown(root, STRANGER, -1)
+    planted = made("planted")
+    os.chown(planted.path, STRANGER, -1)
+    own = nbtrain.launch(lambda: 1, num_processes=1, view="none").folder
+    assert [run.path for run in run_folder.runs()] == [own]
+
+
+@is_root
+def test_a_runs_folder_of_another_user_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root = run_folder.root()
+    root.mkdir(parents=True)
+    os.chown(root, STRANGER, -1)
+    monkeypatch.setattr(os, "geteuid", lambda: STRANGER + 1)
+    with pytest.raises(LaunchError, match=r"another user.*Set NBTRAIN_HOME"):
+        nbtrain.launch(lambda: 1, num_processes=1, view="none")
+    assert list(root.iterdir()) == []

@@ -1,0 +1,279 @@
+"""Exceptions on their way home: what is kept, what stands in, and which one is the cause."""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+import os
+import pickle
+import sys
+import threading
+import time
+import traceback
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import nbtrain
+from nbtrain import errors
+from nbtrain.errors import RankError
+from nbtrain.system import source_files
+from nbtrain.tracking.diagnosis.failures import Failure, describe_returncode, headline, to_exception
+from nbtrain.transport import exceptions, result_pickler
+
+
+def raised(function: object) -> BaseException:
+    try:
+        function()  # type: ignore[operator]
+    except BaseException as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def round_trip(error: BaseException) -> BaseException:
+    captured = exceptions.capture(error)
+    return exceptions.restore(result_pickler.loads(result_pickler.dumps(captured)))
+
+
+def test_type_arguments_notes_and_chain_are_kept() -> None:
+    def fail() -> None:
+        try:
+            int("x")
+        except ValueError as error:
+            outer = KeyError("outer")
+            outer.__notes__ = ["a note"]  # type: ignore[attr-defined]
+            raise outer from error
+
+    back = round_trip(raised(fail))
+    assert isinstance(back, KeyError)
+    assert back.args == ("outer",)
+    assert getattr(back, "__notes__", None) == ["a note"]
+    assert isinstance(back.__cause__, ValueError)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="groups came with Python 3.11")
+def test_the_exceptions_of_a_group_keep_their_lines_and_causes() -> None:
+    def fail(number: int) -> None:
+        try:
+            [][number]
+        except IndexError as error:
+            raise ValueError(number) from error
+
+    def group(name: str, *members: BaseException) -> BaseException:
+        made: BaseException = vars(builtins)["ExceptionGroup"](name, members)
+        return made
+
+    def raise_all() -> None:
+        first, second = (raised(lambda n=n: fail(n)) for n in (1, 2))  # type: ignore[misc]
+        second.__notes__ = ["of the second"]  # type: ignore[attr-defined]
+        raise group("all", first, group("inner", second))
+
+    told = "".join(traceback.format_exception(round_trip(raised(raise_all))))
+    assert told.count("raise ValueError(number) from error") == 2
+    assert told.count("[][number]") == 2
+    assert "of the second" in told
+
+
+def test_the_traceback_names_the_users_lines() -> None:
+    def inner() -> None:
+        raise ValueError("x")
+
+    def outer() -> None:
+        inner()
+
+    back = round_trip(raised(outer))
+    entries = traceback.extract_tb(back.__traceback__)
+    assert [e.name for e in entries] == ["raised", "outer", "inner"]
+    assert entries[-1].line == 'raise ValueError("x")'
+    assert entries[-2].line == "inner()"
+
+
+def test_only_the_users_frames_and_the_last_are_kept() -> None:
+    def make(*names: str) -> list[exceptions.TracebackFrame]:
+        return [exceptions.TracebackFrame(name, 1, "f", 1, 1) for name in names]
+
+    own = source_files.RANK_BODY[0]
+    lib = "/x/site-packages/torch/nn/module.py"
+    frames = make(own, "cell", lib, "user.py", lib, lib)
+    kept = [f.filename for f in exceptions.user_frames(frames)]
+    assert kept == ["cell", "user.py", lib]
+    assert [f.filename for f in exceptions.user_frames(make(own, lib, lib))] == [lib, lib]
+
+
+def test_an_endless_chain_is_cut() -> None:
+    first, second = ValueError("1"), ValueError("2")
+    first.__cause__, second.__cause__ = second, first
+    assert round_trip(first).__cause__ is not None
+
+
+def test_a_class_missing_here_is_told_by_a_stand_in() -> None:
+    captured = exceptions.capture(ValueError("x"))
+    broken = exceptions.CapturedException("Gone", "text", b"cnowhere\nGone\n.", captured.frames)
+    back = exceptions.restore(broken)
+    assert isinstance(back, errors.RankError)
+    assert (str(back), back.type_name) == ("Gone: text", "Gone")
+
+
+def test_every_error_survives_pickling() -> None:
+    tree = [errors.NbtrainError]
+    for cls in tree:
+        tree.extend(cls.__subclasses__())
+    assert len(tree) >= 9
+    for cls in tree:
+        error = cls("message")
+        error.__dict__["extra"] = 1
+        back = pickle.loads(pickle.dumps(error))
+        assert (type(back), str(back), back.__dict__) == (cls, "message", error.__dict__)
+    died = errors.RankDied("m", rank=3, exitcode=2, log="l")
+    assert pickle.loads(pickle.dumps(died)).__dict__ == died.__dict__
+
+
+def failure(rank: int, time: float, text: str, kind: type[Exception] = RuntimeError) -> Failure:
+    return Failure(rank, time, exceptions.capture(kind(text)))
+
+
+def test_the_cause_is_found_in_every_order() -> None:
+    cause = failure(2, 10.0, "my bug", ValueError)
+    echoes = [
+        failure(0, 9.9, "[pair.cc:547] Connection closed by peer [127.0.0.1]:1234"),
+        failure(1, 10.1, "Broken pipe"),
+    ]
+    later = failure(3, 11.0, "another bug", KeyError)
+    for order in itertools.permutations([cause, *echoes, later]):
+        assert headline(order) is cause
+    assert headline(echoes) is echoes[0]
+    died = Failure(4, 10.5, returncode=-9)
+    assert headline([*echoes, died]) is died
+
+
+def test_a_users_own_runtime_error_is_no_echo() -> None:
+    assert not failure(0, 1.0, "my own problem").is_secondary
+    assert not failure(0, 1.0, "broken pipe", ValueError).is_secondary
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (3, "exited with code 3"),
+        (0, "before its function had returned"),
+        (-9, "SIGKILL"),
+        (-11, "SIGSEGV"),
+        (-64, "killed by"),
+        (None, "collected its exit code"),
+    ],
+)
+def test_exit_codes_are_worded(code: int | None, words: str) -> None:
+    assert words in describe_returncode(code)
+
+
+def test_a_death_becomes_rank_died() -> None:
+    error = to_exception(Failure(1, 0.0, returncode=-9, log="last line\n"), "a note")
+    assert isinstance(error, errors.RankDied)
+    assert (error.rank, error.signal, error.exitcode, error.log) == (1, 9, None, "last line\n")
+    assert "last line" in str(error)
+    assert error.__notes__ == ["a note"]  # type: ignore[attr-defined]
+
+
+class TwoArguments(Exception):
+    def __init__(self, step: int, loss: float) -> None:
+        super().__init__(f"loss {loss} at {step}")
+        self.step = step
+
+
+def test_a_class_whose_init_differs_from_its_args_keeps_its_type() -> None:
+    back = round_trip(TwoArguments(3, 0.5))
+    assert isinstance(back, TwoArguments)
+    assert (str(back), back.step) == ("loss 0.5 at 3", 3)
+
+
+class Doubling(Exception):
+    def __init__(self, code: object) -> None:
+        super().__init__(f"code {code}")
+
+
+def test_a_message_is_not_made_twice() -> None:
+    assert str(round_trip(Doubling(5))) == "code 5"
+
+
+def test_a_long_chain_costs_in_proportion() -> None:
+    def nest(depth: int) -> None:
+        if depth == 0:
+            raise ValueError("root")
+        try:
+            nest(depth - 1)
+        except ValueError as error:
+            raise ValueError(str(depth)) from error
+
+    captured = exceptions.capture(raised(lambda: nest(18)))
+    assert len(result_pickler.dumps(captured)) < 200_000
+    back, depth = exceptions.restore(captured), 0
+    while back.__cause__ is not None:
+        assert back.__context__ is back.__cause__
+        back, depth = back.__cause__, depth + 1
+    assert depth == 18
+
+
+def test_odd_notes_do_no_harm() -> None:
+    error = ValueError("x")
+    error.__notes__ = 5  # type: ignore[attr-defined]
+    assert isinstance(round_trip(error), ValueError)
+
+
+class Locked(Exception):
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.lock, self.step = threading.Lock(), 3
+
+
+class Large(Exception):
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.batch, self.step = bytearray(exceptions.LARGEST + 1), 3
+
+
+@pytest.mark.parametrize("kind", [Locked, Large])
+def test_what_cannot_be_copied_of_an_exception_stays_and_the_rest_arrives(
+    kind: type[Exception],
+) -> None:
+    back: Any = round_trip(kind("at step 3"))
+    assert (type(back), str(back), back.step) == (kind, "at step 3", 3)
+    (attribute,) = {"lock", "batch"} & {note.split("`")[1] for note in back.__notes__}
+    assert not hasattr(back, attribute)
+
+
+class Leaves(Exception):
+    def __reduce__(self) -> tuple[object, ...]:
+        return sys.exit, (3,)
+
+
+def test_an_exception_that_ends_who_rebuilds_it_arrives_all_the_same() -> None:
+    back = round_trip(Leaves("bye"))
+    assert (type(back), str(back)) == (Leaves, "bye")
+
+
+def test_a_class_that_only_a_rank_can_build_is_named_with_its_message() -> None:
+    captured = exceptions.capture(ValueError("x"))
+    pickled = pickle.dumps(_Refuses())
+    back = exceptions.restore(replace(captured, type_name="Refuses", pickled=pickled))
+    assert (type(back), str(back)) == (RankError, "Refuses: x")
+
+
+class _Refuses:
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.listdir, ("/nowhere",)
+
+
+class Slow(Exception):
+    def __reduce__(self) -> tuple[object, ...]:
+        time.sleep(600)
+        return Slow, ()
+
+
+def test_an_exception_that_is_never_pickled_is_reported_with_its_message_and_line() -> None:
+    def train() -> None:
+        raise Slow("the loss is NaN")
+
+    with pytest.raises(RankError, match=r"^Slow: the loss is NaN") as raised:
+        nbtrain.launch(train, num_processes=2, view="none")
+    assert traceback.extract_tb(raised.value.__traceback__)[-1].name == "train"

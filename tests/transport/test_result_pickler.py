@@ -1,0 +1,91 @@
+"""Values between processes."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from nbtrain.errors import ResultNotPicklable
+from nbtrain.transport import result_pickler
+
+
+def test_models_tensors_and_closures_survive() -> None:
+    layer, factor = torch.nn.Linear(2, 2), 3
+    back, function = result_pickler.loads(result_pickler.dumps((layer, lambda x: factor * x)))
+    assert torch.equal(back.weight, layer.weight)
+    assert isinstance(back.weight, torch.nn.Parameter)
+    assert function(2) == 6
+
+
+class _Inner:
+    def __init__(self) -> None:
+        self.fine = 1
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        (threading.Lock(), "it cannot"),
+        ({"a": [1, (2, threading.Lock())]}, r"result\['a'\]\[1\]\[1\]"),
+        (_Inner(), r"result\.lock"),
+        ([{"x": _Inner()}], r"result\[0\]\['x'\]\.lock"),
+        ((i for i in range(3)), "it cannot"),
+    ],
+)
+def test_the_part_that_cannot_travel_is_named(value: Any, path: str) -> None:
+    with pytest.raises(ResultNotPicklable, match=path):
+        result_pickler.dump_result(value)
+
+
+def test_a_closures_captured_lock_is_named() -> None:
+    lock = threading.Lock()
+    with pytest.raises(ResultNotPicklable, match="result → lock"):
+        result_pickler.dump_result(lambda: lock)
+
+
+def test_a_tensor_elsewhere_arrives_on_the_cpu() -> None:
+    # No accelerator here: a stand-in with a device says which branch is taken.
+    class Elsewhere:
+        device = torch.device("cuda", 0)
+
+        def detach(self) -> torch.Tensor:
+            return torch.ones(2)
+
+        requires_grad = True
+
+    rebuilt, args = result_pickler._tensor_on_cpu(torch, Elsewhere())[:2]
+    assert torch.equal(rebuilt(*args), torch.ones(2))
+    assert result_pickler._tensor_on_cpu(torch, torch.ones(1)) is NotImplemented
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.device_count(), reason="needs an NVIDIA GPU")
+def test_a_cuda_model_arrives_on_the_cpu() -> None:
+    import nbtrain
+
+    run = nbtrain.launch(lambda: torch.nn.Linear(2, 2).cuda(), num_processes=1, view="none")
+    assert run.value.weight.device.type == "cpu"
+    assert not torch.cuda.is_initialized()
+
+
+class _OnlyPickles:
+    def __reduce__(self) -> tuple[object, ...]:
+        return int, ("no number",)
+
+
+def test_what_can_be_pickled_but_not_rebuilt_has_its_reason() -> None:
+    data = result_pickler.dump_result({"good": 1, "bad": [_OnlyPickles()]})
+    assert result_pickler.reading_trouble(data).startswith("ValueError: invalid literal")
+    assert result_pickler.reading_trouble(result_pickler.dumps({"good": 1})) == ""
+
+
+def test_no_more_is_pickled_than_the_limit() -> None:
+    assert result_pickler.dumps(b"x" * 1000, limit=2000)
+    with pytest.raises(ValueError, match="it takes more than 1,000 B"):
+        result_pickler.dumps(bytearray(400 << 20), limit=1000)
+    with pytest.raises(ValueError, match="it takes more than"):
+        result_pickler.dumps(list(range(1000)), limit=1000)

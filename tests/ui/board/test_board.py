@@ -1,0 +1,331 @@
+"""The board as HTML: read as a browser would, by its structure."""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from nbtrain.tracking import events as ev
+from nbtrain.tracking.reducers import fold
+from nbtrain.tracking.state import RankState, RunState
+from nbtrain.ui import text_summary
+from nbtrain.ui.board import board as html
+from nbtrain.ui.board import log_panel
+
+NASTY = "<script>alert('x')</script> & \"quoted\" </pre></table>"
+
+
+class Page(HTMLParser):
+    """Reads a page: its elements, its text, and whether every element was closed."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.text = ""
+        self.words = ""  # what is not inside a drawing
+        self._open: list[str] = []
+        self.feed(page)
+        self.close()
+        assert not self._open, self._open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attrs}))
+        if tag != "img":
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attrs}))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        self.words += data if "svg" not in self._open else ""
+
+    def all(self, tag: str, **wanted: str) -> list[dict[str, str]]:
+        return [a for t, a in self.elements if t == tag and wanted.items() <= a.items()]
+
+
+def events(ranks: int, steps: int = 50, text: str = "said") -> Iterator[ev.Event]:
+    for r in range(ranks):
+        yield ev.Started(101, r, 1)
+        yield ev.Progress(150, r, n=steps, total=100, elapsed=40.0, description="batch")
+        yield ev.Output(150, r, (f"{text_summary} {r}", "the same"))
+        yield ev.Resources(150, r, 1.0, 850_000_000)
+    for step in range(steps):
+        for r in range(ranks):
+            values = {"loss": 2.0 / (1 + step) + r / 1000, "accuracy": step / 100, "norm": 1.0 + r}
+            yield ev.Metrics(101 + step, r, step, values)
+            if step % 10 == 9:
+                yield ev.TrainingUpdate(101 + step, r, steps=step, elapsed=step, samples=8 * step)
+
+
+def board(ranks: int, *more: ev.Event, steps: int = 50) -> RunState:
+    start = RunState("train()", "fork", tuple(RankState(r) for r in range(ranks)), created=100.0)
+    return fold(start, [*events(ranks, steps), *more])
+
+
+def over(state: RunState) -> RunState:
+    ended: list[ev.Event] = [ev.Exited(160, r, 0, "done") for r in range(state.world_size)]
+    return fold(state, [*ended, ev.Finished(160, -1, "succeeded")])
+
+
+def nasty(ranks: int) -> RunState:
+    told = [
+        event
+        for r in range(ranks)
+        for event in (
+            ev.Progress(150, r, bar=7, n=3, total=9, elapsed=9.0, description=NASTY, unit=NASTY),
+            ev.Metrics(150, r, 1, {NASTY: 1.5, "text": NASTY, "loss": math.nan}),
+            ev.Output(150, r, (NASTY, "\x1b[31mred\x1b[0m 10%\r 20%", NASTY * 30)),
+            ev.Phase(150, r, NASTY),
+            ev.Ended(151, r, error=f"ValueError: {NASTY}", result=NASTY),
+        )
+    ]
+    gpus = ((0, NASTY, 10**9, 10**10, 50.0),)
+    host = ev.Host(150, -1, 10**9, 10**10, NASTY, gpus)
+    state = replace(board(ranks), name=NASTY, notes=(NASTY, f"`{NASTY}`"), device="cuda")
+    return fold(state, [*told, host, ev.Stopping(152, -1, NASTY)])
+
+
+def ended(state: RunState) -> RunState:
+    return fold(state, [ev.Finished(160, -1, "failed", NASTY)])
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 16, 40])
+def test_everything_that_is_said_is_escaped(ranks: int) -> None:
+    for state in (nasty(ranks), ended(nasty(ranks))):
+        drawn = html.render(state, 200.0)
+        page = Page(drawn)
+        assert {tag for tag, _ in page.elements} <= {
+            *("div", "span", "b", "code", "pre", "table", "thead", "tbody", "tr", "th", "td"),
+            *("svg", "g", "path", "circle", "text", "rect", "title", "details", "summary", "img"),
+        }
+        assert not any(name.startswith("on") for _, a in page.elements for name in a)
+        assert "alert('x')" in page.text
+        assert "\x1b" not in drawn
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, 16, 17, 64, 300])
+def test_what_stays_has_only_what_an_untrusted_notebook_keeps(ranks: int) -> None:
+    drawn = html.render(over(board(ranks)), 200.0).replace(html._PLAIN, "")  # may go, too
+    for lost in ("<style", "<svg", "<script", "class=", "<link", "href", "http:", "https:", "url("):
+        assert lost not in drawn
+    page = Page(drawn)
+    assert page.all("img")
+    for image in page.all("img"):
+        assert image["alt"]
+        assert image["src"].startswith("data:image/svg+xml;base64,")
+        inner = Page(base64.b64decode(image["src"].partition(",")[2]).decode())
+        assert inner.elements[0][0] == "svg"
+        assert "currentColor" not in str(inner.elements)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 40])
+def test_live_and_static_say_the_same_figures(ranks: int) -> None:
+    state = board(ranks)
+    live = Page(html.render(state, 160.0))
+    kept = Page(html.render(replace(state, status="succeeded", ended=160.0), 160.0))
+    alts = {image["alt"] for image in kept.all("img")}
+    assert {drawing["aria-label"] for drawing in live.all("svg")} == alts
+    assert any(alt.startswith("loss: from 2") for alt in alts)
+    captions = re.compile(r"(loss|accuracy|norm|samples/s)\u2002([\d.]+(?: · [\d.]+–[\d.]+)?)")
+    figures = dict(captions.findall(live.words))
+    assert list(figures) == ["loss", "accuracy", "norm", "samples/s"]
+    assert dict(captions.findall(kept.words)) == figures
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, 16, 17, 64, 300, 1024])
+def test_a_live_page_stays_small_at_any_number_of_ranks(ranks: int) -> None:
+    state = board(ranks, steps=20 if ranks > 64 else 50)
+    mixed = [ev.Exited(150, r, 1, "failed") for r in range(0, ranks, 3)]
+    mixed += [ev.Exited(150, r, 0, "done") for r in range(1, ranks, 5)]
+    slow = [
+        ev.Progress(150, r, n=r % 17, total=17, elapsed=9.0, description="batch")
+        for r in range(ranks)
+    ]
+    names = [ev.Metrics(150, r, 5, {f"m{i}": 1.0 * i for i in range(30)}) for r in range(ranks)]
+    for drawn in (html.render(state, 160.0), html.render(fold(state, [*mixed, *slow, *names]), 1)):
+        assert len(drawn.encode()) <= 31_000
+        Page(drawn)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 16, 1024])
+def test_a_static_page_stays_small_whatever_was_said(ranks: int) -> None:
+    long = "&<>\"'" * 1000
+    many = [ev.Output(150, r, tuple(f"{r} {i} {long}" for i in range(200))) for r in range(ranks)]
+    results = [ev.Ended(151, r, result=f"{r} {long}") for r in range(ranks)]
+    names = [ev.Metrics(150, 0, 1, {f"{long}{i}": 1.0 for i in range(10_000)})]
+    state = replace(board(ranks, *many, *results, *names, steps=5), name=long)
+    state = replace(over(state), message=long, notes=tuple(long[:1000] for _ in range(50)))
+    drawn = html.render(state, 200.0)
+    assert len(drawn.encode()) < 200_000
+    Page(drawn)
+    assert len(text_summary.summary(state, 200.0).encode()) < 200_000
+
+
+def test_every_rank_has_a_bar_that_a_screen_reader_finds() -> None:
+    page = Page(html.render(board(3), 160.0))
+    bars = page.all("div", role="progressbar")
+    assert [bar["aria-label"] for bar in bars] == ["rank 0", "rank 1", "rank 2"]
+    assert {bar["aria-valuenow"] for bar in bars} == {"50.0"}
+    assert all(drawing["role"] == "img" and drawing["aria-label"] for drawing in page.all("svg"))
+
+
+def test_columns_without_anything_are_left_out() -> None:
+    state = RunState("train()", "fork", (RankState(0), RankState(1)), created=100.0)
+    assert len(Page(html.render(state, 101.0)).all("th")) == 2
+    headings = html.render(board(2), 160.0)
+    for heading in ("rate", "loss", "memory"):
+        assert f">{heading}</th>" in headings
+    assert ">data wait</th>" not in headings
+
+
+def test_many_ranks_are_a_grid_with_the_ones_to_look_at_by_name() -> None:
+    slow = ev.Progress(150, 30, n=2, total=100, elapsed=40.0, description="batch")
+    high = ev.Metrics(150, 31, 50, {"loss": 77.0})
+    broken = [ev.Ended(150, 32, "ValueError: here"), ev.Exited(150, 32, 1, "failed")]
+    page = Page(html.render(board(40, slow, high, *broken), 160.0))
+    for words in ("slowest", "highest loss", "ValueError: here", "39 running, 1 failed"):
+        assert words in page.text
+    assert "rank 30: running · 2%" in page.text  # a cell's own text
+    assert len(page.all("tr")) == 1 + 3 + 1  # headings, ranks, what went wrong
+    assert "min 2.0 % · mean" in page.text
+
+
+def test_a_thousand_ranks_are_counted_by_their_state() -> None:
+    page = Page(html.render(board(1024, steps=2), 160.0))
+    assert page.all("rect") == []
+    assert page.all("svg")[0]["aria-label"] == "1,024 ranks: 1,024 running"
+
+
+def test_code_in_notes_is_set_as_code() -> None:
+    state = replace(board(2), notes=("use `num_workers=0` & <b>`x`",))
+    page = Page(html.render(state, 160.0))
+    assert len(page.all("code")) == 2
+    assert "use num_workers=0 & <b>x" in page.text
+
+
+def test_no_part_of_a_board_is_set_as_mathematics() -> None:
+    """JupyterLab's MathJax leaves these classes alone, nbconvert's too."""
+    state = board(2)
+    for drawn in (html.render(state, 1.0), *filter(None, html.parts(state, 1.0))):
+        assert drawn.startswith('<div class="tex2jax_ignore mathjax_ignore"')
+
+
+def test_what_was_chosen_is_drawn_large_and_the_log_is_of_one_rank() -> None:
+    state = board(2, *(ev.Output(151, r, (f"rank {r} here",)) for r in range(2)))
+    for name in ("accuracy", "loss", "samples/s", "steps/s"):
+        _, above, printed = html.parts(state, 160.0, html.ViewChoices(metric=name, rank=1))
+        labels = [a["aria-label"] for tag, a in Page(above).elements if tag == "svg"]
+        assert labels[0].startswith(f"{name}:")
+        assert len(labels) == len(set(labels))
+        assert "rank 1 here" in printed
+        assert "rank 0 here" not in printed
+    assert html.parts(state, 160.0, html.ViewChoices(metric="gone", rank=7)) == html.parts(
+        state, 160.0
+    )
+
+
+def test_axes_are_as_they_were_chosen() -> None:
+    state = board(2, *(ev.Metrics(150, 0, step, {"below": -1.0 - step}) for step in range(9)))
+    drawn = {
+        is_log: html.parts(state, 160.0, html.ViewChoices(log=is_log))[1]
+        for is_log in (True, False, None)
+    }
+    assert drawn[True].count("· log") == 4  # also of accuracy, which begins at 0
+    assert drawn[True].count("<svg") == 5  # what is below 0 has no logarithm
+    assert "· log" not in drawn[False]
+    assert drawn[None] == drawn[False]
+
+
+def test_further_metrics_can_be_unfolded_once_the_run_is_over() -> None:
+    said = {f"metric {i}": float(i) for i in range(15)}
+    state = board(2, *(ev.Metrics(150, r, s, said) for r in range(2) for s in range(3)))
+    live, kept = Page(html.render(state, 160.0)), Page(html.render(over(state), 160.0))
+    assert "12 more metrics in run.history" in live.text
+    assert "12 more charts" in kept.text
+    assert "run.history" not in kept.text
+    assert len(kept.all("img")) == len(live.all("svg")) + 12
+
+
+def test_lines_of_several_ranks_are_folded_though_they_interleave() -> None:
+    start = RunState("train()", "fork", tuple(RankState(r) for r in range(3)), created=100.0)
+    said = [
+        ("loading", "shard 0", "epoch 1", "epoch 2"),
+        ("loading", "shard 1", "epoch 1"),
+        ("loading", "epoch 1", "epoch 2", "only rank 2"),
+    ]
+    state = fold(start, [ev.Output(1, r, lines) for r, lines in enumerate(said)])
+    assert log_panel.merged(state, 12) == [
+        ("all ranks", "loading"),
+        ("rank 0", "shard 0"),
+        ("rank 1", "shard 1"),
+        ("all ranks", "epoch 1"),
+        ("ranks 0, 2", "epoch 2"),
+        ("rank 2", "only rank 2"),
+    ]
+    assert [line for _, line in log_panel.merged(state, 2)] == ["epoch 2", "only rank 2"]
+
+
+def test_lines_that_many_ranks_printed_name_all_of_them() -> None:
+    start = RunState("train()", "fork", tuple(RankState(r) for r in range(200)), created=100.0)
+    state = fold(start, [ev.Output(1, r, (f"shard {r}", "ready")) for r in range(200)])
+    assert log_panel.merged(state, 12)[-1] == ("all ranks", "ready")
+
+
+def test_crossing_orders_end() -> None:
+    start = RunState("train()", "fork", tuple(RankState(r) for r in range(2)), created=100.0)
+    state = fold(start, [ev.Output(1, 0, ("a", "b") * 50), ev.Output(1, 1, ("b", "a") * 50)])
+    assert len(log_panel.merged(state, 60)) == 60
+
+
+def test_the_static_log_can_be_read_rank_by_rank() -> None:
+    page = Page(html.render(over(board(4)), 200.0))
+    assert len(page.all("summary")) == 2 + 4
+    assert "rank 3: 2 lines" in page.text
+    failed = ev.Exited(150, 13, 1, "failed")
+    many = Page(html.render(ended(board(20, failed)), 200.0))
+    assert len(many.all("summary")) == 2 + log_panel.ALONE
+    assert "Log by rank: 8 of 20" in many.text
+    assert "rank 13: 2 lines" in many.text
+
+
+def test_long_lines_are_cut_and_whole_in_their_title() -> None:
+    line = "x" * 300
+    state = over(board(2, ev.Output(150, 0, (line,))))
+    page = Page(html.render(state, 200.0))
+    assert page.all("span", title=line)
+    assert line not in page.text
+
+
+def test_a_loss_that_is_no_number_is_counted_and_stands_out() -> None:
+    state = board(2, *(ev.Metrics(150, 0, 60 + i, {"loss": math.nan}) for i in range(3)))
+    page = Page(html.render(state, 160.0))
+    assert "3 NaN" in page.text
+    assert "nan" in page.text
+    never = board(2, *(ev.Metrics(150, r, 1, {"loss": math.nan}) for r in range(2)), steps=0)
+    assert "no finite value yet" in html.render(never, 160.0)
+
+
+def test_clocks_that_jump_leave_a_board() -> None:
+    for now in (-1e12, 0.0, 1e15):
+        state = board(2, ev.Progress(now, 0, n=1, total=2, elapsed=1e15, description="b"))
+        Page(html.render(state, now))
+        Page(html.render(over(state), now))
+
+
+def test_the_text_draws_the_loss() -> None:
+    told = text_summary.summary(board(2), 160.0)
+    assert re.search(r"loss █▃[▁▂]+ 2 → 0\.04", told)
+    many = text_summary.summary(board(40), 160.0)
+    assert "40 running" in many
+    assert "(highest loss)" in many
+    assert len(many.splitlines()) < 10

@@ -1,0 +1,187 @@
+"""What a person sees: the board on a real page, live, stopped, reloaded and reopened."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+from tests.support.waiting import wait_until
+
+from .conftest import Page, Server
+
+Open = Callable[..., Page]
+LOAD = "%load_ext nbtrain\nimport nbtrain, time"
+LOOP = """%%distributed -n 2
+for i in nbtrain.progress(range({count})):
+    print("said", i)
+    nbtrain.log(step=i, loss=1 / (i + 1)); time.sleep(0.05)
+"""
+LONG = LOOP.format(count=4000)
+FITS = """
+const right = element => element.getBoundingClientRect().right;
+const frame = document.querySelector('.jp-OutputArea-output');
+[...frame.querySelectorAll('.widget-html-content > div')].every(e => right(e) <= right(frame));
+"""
+
+
+def _stored(page: Page) -> dict[str, Any]:
+    page.save()
+    stored: dict[str, Any] = json.loads((page.server.root / page.name).read_text())
+    return stored
+
+
+def _forms(notebook: dict[str, Any]) -> list[set[str]]:
+    return [set(o["data"]) for o in notebook["cells"][-1]["outputs"] if "data" in o]
+
+
+def _start(open_notebook: Open, name: str, cell: str = LONG, shows: str = "it/s") -> Page:
+    page = open_notebook(name, [LOAD, cell])
+    page.wait_for_kernel()
+    page.run_all()
+    page.wait_for(shows)
+    return page
+
+
+def test_the_board_lives_and_what_stays_survives_a_reopen(open_notebook: Open) -> None:
+    page = _start(open_notebook, "live.ipynb", LOOP.format(count=60))
+    boards = {page.board}
+    wait_until(lambda: boards.add(page.board) or len(boards) > 3, timeout=20)
+    page.shot("live")
+    page.wait_for("succeeded")
+    page.button.wait_for(state="detached")
+    page.shot("succeeded")
+    notebook = _stored(page)
+    assert _forms(notebook) == [{"text/html", "text/plain"}]
+    assert "widgets" not in notebook["metadata"]
+
+    again = open_notebook("live.ipynb")
+    again.wait_for("succeeded")
+    again.shot("reopened")
+
+    notebook["cells"][0]["source"] = f"{LOAD}  # not what was signed"
+    (page.server.root / "untrusted.ipynb").write_text(json.dumps(notebook))
+    untrusted = open_notebook("untrusted.ipynb")
+    untrusted.wait_for("succeeded")
+    assert "loss" in untrusted.board
+    untrusted.shot("untrusted")
+
+
+def test_stop_ends_the_ranks_and_says_so(open_notebook: Open, server: Server) -> None:
+    page = _start(open_notebook, "stop.ipynb")
+    assert page.button.inner_text().strip() == "Stop"
+    assert "End all ranks" in page.button.get_attribute("title")
+    assert len(server.ranks()) >= 2
+    page.button.dblclick()
+    page.wait_for("by the Stop button")
+    page.wait_for("KeyboardInterrupt")
+    wait_until(lambda: not server.ranks())
+    page.shot("stopped")
+    assert _forms(_stored(page)) == [{"text/html", "text/plain"}]
+
+
+def test_a_slow_stop_shows_that_it_was_heard(open_notebook: Open) -> None:
+    deaf = "%%distributed -n 1\nprint('ready')\nimport signal\nsignal.signal(2, signal.SIG_IGN)\n"
+    page = _start(open_notebook, "slow.ipynb", f"{deaf}time.sleep(60)", shows="ready")
+    page.button.click()
+    page.button.filter(has_text="stopping").wait_for()
+    assert page.button.is_disabled()
+    page.shot("stopping")
+    page.wait_for("interrupted")
+
+
+def test_an_interrupt_ends_the_ranks(open_notebook: Open, server: Server) -> None:
+    page = _start(open_notebook, "interrupt.ipynb")
+    page.command("notebook:interrupt-kernel")
+    page.wait_for("by an interrupt")
+    page.wait_for("KeyboardInterrupt")
+    wait_until(lambda: not server.ranks())
+
+
+def test_a_reloaded_page_goes_on_showing_the_run(open_notebook: Open, server: Server) -> None:
+    page = _start(open_notebook, "reload.ipynb")
+    page.save()
+    page.open()
+    page.wait_for("it/s")
+    boards = {page.board}
+    wait_until(lambda: boards.add(page.board) or len(boards) > 3, timeout=20)
+    page.shot("reloaded")
+    page.button.click()
+    page.wait_for("by the Stop button")
+    page.button.wait_for(state="detached")
+    wait_until(lambda: not server.ranks())
+    page.wait_for_kernel()
+    page.shot("reloaded-stopped")
+
+
+def test_a_page_opened_later_shows_the_run_in_another_cell(open_notebook: Open) -> None:
+    page = open_notebook("show.ipynb", [LOAD, LOOP.format(count=5), "%nbtrain show"])
+    page.wait_for_kernel()
+    page.run_all()
+    wait_until(lambda: page.output.filter(has_text="succeeded").count() == 2, timeout=60)
+
+
+def test_menus_choose_the_large_chart_its_axis_and_whose_log_is_shown(open_notebook: Open) -> None:
+    cell = (
+        "%%distributed -n 2\nimport os\nrank = int(os.environ['RANK'])\n"
+        "for i in range(4000):\n"
+        "    nbtrain.log(step=i, loss=1 / (i + 1), accuracy=i / 4000)\n"
+        "    time.sleep(0.05)\n"
+        "    if i % 20 == 0: print(f'rank {rank} paid at {i}')\n"
+    )
+    page = _start(open_notebook, "menus.ipynb", cell, shows="paid at")
+    charts, axes, logs = (page.output.locator("select").nth(i) for i in range(3))
+    logs.select_option("rank 1")
+    wait_until(lambda: "rank 0 paid" not in page.board and "rank 1 paid" in page.board)
+    page.page.wait_for_function("document.querySelector('select option[value=accuracy]') !== null")
+    charts.select_option("accuracy")
+    page.output.locator("svg").first.and_(page.page.locator("[aria-label^=accuracy]")).wait_for()
+    axes.select_option("logarithmic")
+    page.wait_for("· log")
+    page.shot("menus")
+    page.button.click()
+    page.wait_for("by the Stop button")
+    page.output.locator("select").nth(0).wait_for(state="detached")
+
+
+def test_a_dark_theme_and_64_ranks_stay_readable(open_notebook: Open) -> None:
+    cell = LOOP.format(count=40).replace("-n 2", "-n 64")
+    page = open_notebook("many.ipynb", [LOAD, cell])
+    page.command("apputils:change-theme", theme="JupyterLab Dark")
+    page.page.wait_for_selector("body[data-jp-theme-light=false]", state="attached")
+    page.wait_for_kernel()
+    page.run_all()
+    page.wait_for("it/s")
+    page.shot("dark-64-live")
+    page.page.set_viewport_size({"width": 800, "height": 900})
+    assert page.page.evaluate(FITS)
+    page.page.set_viewport_size({"width": 1280, "height": 900})
+    page.wait_for("succeeded")
+    page.shot("dark-64")
+    page.command("apputils:change-theme", theme="JupyterLab Light")
+    page.page.wait_for_selector("body[data-jp-theme-light=true]", state="attached")
+    assert not page.page.evaluate("document.documentElement.scrollWidth > window.innerWidth")
+
+
+def test_a_page_closed_during_the_run_and_opened_after_its_end_shows_how_it_ended(
+    open_notebook: Callable[..., Page], server: Server
+) -> None:
+    page = open_notebook("away.ipynb", [LOAD, LOOP.format(count=80)])
+    page.wait_for_kernel()
+    page.run_all()
+    page.wait_for("it/s")
+    page.save()
+    page.page.context.close()
+
+    def is_over() -> bool:
+        with contextlib.suppress(IndexError):
+            return not server.ranks() and len(server.ask("api/kernels")) == 1
+        return False
+
+    wait_until(is_over, timeout=30)
+    back = open_notebook("away.ipynb")
+    try:
+        back.wait_for("succeeded")
+    finally:
+        back.shot("away")

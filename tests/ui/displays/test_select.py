@@ -1,0 +1,486 @@
+"""What a page gets while a run goes on, and what it may send meanwhile, through a real kernel."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from nbtrain.tracking.state import RunState
+from nbtrain.ui.displays import select
+from nbtrain.ui.displays.html_display import BYTES_PER_SECOND, INTERVAL, Pace, wire_size
+from nbtrain.ui.displays.widget_board import _VIEW
+from tests.support.kernel import Notebook, Outputs
+
+WAITS = "%%distributed -n 2\nprint('ready', flush=True)\ntime.sleep(60)"
+
+
+def _once(ready: str, act: Callable[[Outputs], None]) -> Callable[[Outputs], None]:
+    """Return what acts once, when the board shows the text."""
+    done: list[bool] = []
+
+    def during(out: Outputs) -> None:
+        shown = any(ready in str(state.get("value", "")) for state in out.models.values())
+        if shown and not done:
+            done.append(True)
+            act(out)
+
+    return during
+
+
+def _check_what_is_left(out: Outputs) -> None:
+    """The last picture alone: for pages that were reloaded, or come later."""
+    kinds = sorted(state["_model_name"] for state in out.models.values())
+    assert "ButtonModel" not in kinds
+    assert kinds.count("HTMLModel") == kinds.count("VBoxModel") <= 1
+
+
+def test_a_board_with_a_stop_button_becomes_a_static_summary(notebook: Notebook) -> None:
+    boards: set[str] = set()
+
+    def look(out: Outputs) -> None:
+        boards.update(
+            s["value"] for s in out.models.values() if s.get("_model_name") == "HTMLModel"
+        )
+
+    out = notebook.run("%%distributed -n 2\nprint('said')\ntime.sleep(1)\n{'a': 1}", during=look)
+    assert out.ename == "", out.traceback
+    (display,) = out.displays
+    assert set(display) == {_VIEW, "text/html", "text/plain"}
+    assert len(boards) > 2
+    assert any("running" in board for board in boards)
+    assert set(out.updates[-1]) == {"text/html", "text/plain"}
+    assert "succeeded" in out.updates[-1]["text/html"]
+    _check_what_is_left(out)
+    assert "succeeded" in out.widget("HTML")[1]["value"]
+
+
+def test_a_click_ends_the_run_and_says_so(notebook: Notebook) -> None:
+    states: list[dict[str, Any]] = []
+
+    def click(out: Outputs) -> None:
+        button, state = out.button()
+        states.append(dict(state))
+        for _ in range(3):
+            notebook.click(button)
+
+    def look(out: Outputs) -> None:
+        stop(out)
+        states.extend(dict(s) for s in out.models.values() if s.get("disabled"))
+
+    stop = _once("ready", click)
+    out = notebook.run(WAITS, during=look)
+    assert out.ename == "KeyboardInterrupt", out
+    assert "by the Stop button" in out.evalue
+    assert "interrupted" in out.updates[-1]["text/html"]
+    assert "by the Stop button" in out.updates[-1]["text/html"]
+    assert states[0]["description"] == "Stop"
+    assert states[0]["tooltip"]
+    assert states[-1]["description"] == "stopping…"
+    _check_what_is_left(out)
+    assert notebook.value("nbtrain.last_run().state.status") == "interrupted"
+
+
+CHOOSE = """%%distributed -n 2
+rank = int(os.environ["RANK"])
+for step in range(600):
+    nbtrain.log(step=step, loss=1 / (step + 1), accuracy=step / 600)
+    if step % 10 == 0: print(f"rank {rank} says {step}", flush=True)
+    time.sleep(0.1)
+"""
+
+
+def test_the_large_chart_and_the_log_are_of_what_is_chosen_in_the_menus(notebook: Notebook) -> None:
+    notebook.run("import os")
+    seen: list[str] = []
+
+    def menu(out: Outputs, name: str) -> tuple[str, dict[str, Any]]:
+        return next(m for m in out.models.items() if m[1].get("description") == f"{name}:")
+
+    def choose(out: Outputs, name: str, what: str) -> bool:
+        model, state = menu(out, name)
+        found: tuple[str, ...] = tuple(state["_options_labels"])
+        if what not in found:
+            return False
+        update = {"method": "update", "state": {"index": found.index(what)}, "buffer_paths": []}
+        notebook.send("comm_msg", {"comm_id": model, "data": update})
+        return True
+
+    steps = [
+        lambda out, board: choose(out, "chart", "accuracy"),
+        lambda out, board: board.index(">accuracy</b>") < board.index(">loss</b>"),
+        lambda out, board: "· log" not in board and choose(out, "axis", "logarithmic"),
+        lambda out, board: "· log" in board and choose(out, "axis", "linear"),
+        lambda out, board: "· log" not in board,
+        lambda out, board: "rank 0 says" in board and choose(out, "log", "rank 1"),
+        lambda out, board: "rank 1 says" in board and "rank 0 says" not in board,
+        lambda out, board: choose(out, "log", "all ranks"),
+        lambda out, board: "rank 0 says" in board and "rank 1 says" in board,
+    ]
+
+    def look(out: Outputs) -> None:
+        board = "".join(str(m.get("value", "")) for m in out.models.values())
+        if ">loss</b>" not in board or ">accuracy</b>" not in board:
+            return
+        if steps and steps[0](out, board):
+            steps.pop(0)
+            seen.append(board)
+            if not steps:
+                notebook.click(out.button()[0])
+
+    out = notebook.run(CHOOSE, during=look)
+    assert out.ename == "KeyboardInterrupt", out
+    assert seen[0].index(">loss</b>") < seen[0].index(">accuracy</b>")
+    final = out.updates[-1]["text/html"]
+    assert final.index(">loss</b>") < final.index(">accuracy</b>")  # what stays is for everyone
+    _check_what_is_left(out)
+
+
+def test_a_click_shows_where_every_rank_is_and_another_hides_it(notebook: Notebook) -> None:
+    panels: list[str] = []
+    stopped: list[str] = []
+
+    def look(out: Outputs) -> None:
+        start(out)
+        shown = [str(m.get("value", "")) for m in out.models.values()]
+        stacks = [v for v in shown if "time.sleep(60)" in v]
+        if stacks and not panels:
+            panels.extend(stacks)
+            notebook.click(out.button("search")[0])
+        if panels and not stacks and not stopped:
+            stopped.append(notebook.click(out.button()[0]))
+
+    start = _once("ready", lambda out: notebook.click(out.button("search")[0]) and None)
+    out = notebook.run(WAITS, during=look)
+    assert out.ename == "KeyboardInterrupt"
+    assert "rank 0" in panels[0]
+    assert "rank 1" in panels[0]
+    assert re.search(r"In\[\d+\], line 3", panels[0])
+    _check_what_is_left(out)
+
+
+def test_a_click_on_the_button_of_an_older_run_is_harmless(notebook: Notebook) -> None:
+    buttons: list[str] = []
+
+    def keep(out: Outputs) -> None:
+        buttons.append(out.button()[0])
+
+    notebook.run("%%distributed -n 1\nprint('ready')\ntime.sleep(0.5)", during=_once("ready", keep))
+    (old,) = buttons
+    notebook.click(old)
+    out = notebook.run(
+        "%%distributed -n 1\nprint('ready')\ntime.sleep(0.5)\n7",
+        during=_once("ready", lambda _: notebook.click(old) and None),
+    )
+    assert out.ename == "", out.traceback
+    assert notebook.value("nbtrain.last_run().value") == 7
+
+
+def test_what_waits_behind_the_cell_is_done_after_it_once_and_in_order(notebook: Notebook) -> None:
+    notebook.run("seen = []")
+    requests: list[str] = []
+
+    def queue(out: Outputs) -> None:
+        for number in range(5):
+            code = f"seen.append(({number}, nbtrain.last_run().state.status))"
+            requests.append(notebook.client.execute(code, allow_stdin=False))
+            requests.append(notebook.client.complete("nbtrain.la"))
+            requests.append(notebook.client.inspect("nbtrain"))
+            requests.append(notebook.client.kernel_info())
+        notebook.send("comm_msg", {"comm_id": "of nobody", "data": {"method": "update"}})
+        requests.append(notebook.client.execute("seen.append('last')"))
+        notebook.client.history(hist_access_type="tail", n=1)
+        notebook.click(out.button()[0])
+
+    replies: list[dict[str, Any]] = []
+    out = notebook.run(WAITS, during=_once("ready", queue), replies=replies)
+    assert out.ename == "KeyboardInterrupt"
+    while len(replies) < len(requests) + 2:
+        replies.append(notebook.client.get_shell_msg(timeout=30))
+    answered = [r["parent_header"]["msg_id"] for r in replies]
+    assert set(requests) <= set(answered)
+    assert len(answered) == len(set(answered))
+    asked = [r for r in requests if r in _of(replies, "execute_reply")]
+    assert [r for r in answered if r in asked] == asked
+    statuses = {r["content"]["status"] for r in replies if r["msg_type"] == "execute_reply"}
+    assert statuses == {"ok", "error"}
+    expected = [*((number, "interrupted") for number in range(5)), "last"]
+    assert notebook.value("seen") == expected
+
+
+def _of(replies: list[dict[str, Any]], kind: str) -> set[str]:
+    return {r["parent_header"]["msg_id"] for r in replies if r["msg_type"] == kind}
+
+
+def test_queued_cells_are_dropped_after_a_failure_as_always(notebook: Notebook) -> None:
+    """A page runs several cells with stop_on_error: the ones behind a failing one do not run."""
+    notebook.run("seen = []")
+    behind: list[str] = []
+
+    def queue(_out: Outputs) -> None:
+        behind.append(notebook.client.execute("seen.append(1)"))
+
+    out = notebook.run(
+        "%%distributed -n 1\nprint('ready')\ntime.sleep(1)\n1 / 0",
+        during=_once("ready", queue),
+        stop_on_error=True,
+    )
+    assert out.ename == "ZeroDivisionError"
+    assert notebook.read_reply(behind[0])["content"]["status"] == "aborted"
+    assert notebook.value("seen") == []
+
+
+def test_a_page_that_is_reloaded_gets_the_widgets_while_the_cell_runs(notebook: Notebook) -> None:
+    found: list[dict[str, Any]] = []
+    button: list[str] = []
+
+    def reload(out: Outputs) -> None:
+        button.append(out.button()[0])
+        info = notebook.client.kernel_info()
+        assert notebook.read_reply(info)["content"]["status"] == "ok"
+        comms = notebook.client.comm_info("jupyter.widget")
+        found.append(notebook.read_reply(comms)["content"]["comms"])
+        control = {"comm_id": "control-1", "target_name": "jupyter.widget.control", "data": {}}
+        notebook.send("comm_open", control, {"version": "1.0.0"})
+        data = {"method": "request_states"}
+        notebook.send("comm_msg", {"comm_id": "control-1", "data": data})
+
+    states: list[dict[str, Any]] = []
+
+    def look(out: Outputs) -> None:
+        start(out)
+        answer = out.custom.pop("control-1", None)
+        if answer is not None:
+            states.append(answer["states"])
+            notebook.click(button[0])
+
+    start = _once("ready", reload)
+    out = notebook.run(WAITS, during=look)
+    assert out.ename == "KeyboardInterrupt"
+    assert button[0] in found[0]
+    assert button[0] in states[0]
+    # Only its widget reaches that page now: it stays, with the last picture and no button.
+    assert "interrupted" in out.widget("HTML")[1]["value"]
+    _check_what_is_left(out)
+    assert "interrupted" in out.updates[-1]["text/html"]
+
+
+def test_boards_of_old_runs_are_let_go(notebook: Notebook) -> None:
+    count = "sum(type(w).__name__ == 'HTML' for w in _instances.values())"
+    notebook.run("from ipywidgets.widgets import widget as module")
+    notebook.run("_instances = getattr(module, '_instances', None) or module.Widget.widgets")
+    notebook.run("for _ in range(22): nbtrain.launch(int, num_processes=1)")
+    assert notebook.value(count) == 20
+    total = notebook.value("len(_instances)")
+    notebook.run("nbtrain.launch(int, num_processes=1)")
+    assert notebook.value("len(_instances)") == total
+
+
+def test_other_widgets_wait_until_the_cell_is_over(notebook: Notebook) -> None:
+    slider = "import ipywidgets\ns = ipywidgets.IntSlider(); seen = []"
+    notebook.run(f"{slider}\ns.observe(lambda c: seen.append(nbtrain.last_run().state.status))")
+    model = notebook.value("s.model_id")
+
+    def act(out: Outputs) -> None:
+        data = {"method": "update", "state": {"value": 7}, "buffer_paths": []}
+        notebook.send("comm_msg", {"comm_id": model, "data": data})
+        notebook.click(out.button()[0])
+
+    assert notebook.run(WAITS, during=_once("ready", act)).ename == "KeyboardInterrupt"
+    assert notebook.value("s.value, set(seen)") == (7, {"interrupted"})
+    notebook.run("s.close(); s.layout.close(); s.style.close()")
+
+
+DAMAGES = {
+    "no stream": "del comms._main_stream",
+    "another stream": "comms._main_stream = lambda kernel: (object(), None)",
+    "a stream that nobody reads": "stream._recv_callback = None",
+    "a stream that breaks later": "stream.flush = lambda *limits: 1 / 0",
+    "no handlers": "kernel.shell_handlers = {}",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_an_ipykernel_that_is_not_as_expected_costs_the_button_only(
+    notebook: Notebook, damage: str
+) -> None:
+    """In one cell, and put back in it: the kernel must go on."""
+    buttons: set[bool] = set()
+
+    def look(out: Outputs) -> None:
+        buttons.add(any(s.get("_model_name") == "ButtonModel" for s in out.models.values()))
+
+    out = notebook.run(
+        "from nbtrain.ui.displays import kernel_comms as comms\n"
+        "find, kernel = comms._main_stream, get_ipython().kernel\n"
+        "stream, _ = find(kernel)\n"
+        "callback, handlers = stream._recv_callback, kernel.shell_handlers\n"
+        "try:\n"
+        f"    {DAMAGES[damage]}\n"
+        "    run = nbtrain.launch(time.sleep, 0.5, num_processes=1)\n"
+        "finally:\n"
+        "    comms._main_stream, stream._recv_callback = find, callback\n"
+        "    kernel.shell_handlers = handlers\n"
+        "    stream.__dict__.pop('flush', None)",
+        during=look,
+    )
+    assert out.ename == "", out.traceback
+    assert "succeeded" in out.updates[-1]["text/html"]
+    assert buttons == ({True, False} if "later" in damage else {False})
+    _check_what_is_left(out)
+    assert notebook.value("run.state.status") == "succeeded"
+
+
+def test_a_board_that_cannot_be_drawn_leaves_the_summary_and_no_dead_button(
+    notebook: Notebook,
+) -> None:
+    out = notebook.run(
+        "from nbtrain.ui.board import board\n"
+        "parts = board._parts\n"
+        "board._parts = lambda s, *a: 1 / 0 if s.status == 'running' else parts(s, *a)\n"
+        "try: run = nbtrain.launch(time.sleep, 0.5, num_processes=1)\n"
+        "finally: board._parts = parts"
+    )
+    assert out.ename == "", out.traceback
+    assert out.stderr.count("the display failed (ZeroDivisionError") == 1
+    assert "succeeded" in out.updates[-1]["text/html"]
+    _check_what_is_left(out)
+
+
+def test_a_board_that_fails_for_a_while_hears_clicks_and_comes_back(notebook: Notebook) -> None:
+    boards: list[str] = []
+
+    def click(out: Outputs) -> None:
+        values = [str(m.get("value", "")) for m in out.models.values()]
+        boards.extend(v for v in values if "healed" in v)
+        if boards and not clicked:
+            clicked.append(notebook.click(out.button()[0]))
+
+    clicked: list[str] = []
+    notebook.run(
+        "from nbtrain.ui.board import board\nfrom nbtrain.ui.displays import select\n"
+        "select.RETRY = 0.3\nparts = board._parts"
+    )
+    out = notebook.run(
+        "def failing(s, *a):\n"
+        "    if any('broken' in r.log for r in s.ranks) and calls.append(0) is None:\n"
+        "        if len(calls) < 3: 1 / 0\n"
+        "        return parts(s, *a)[:2] + ('healed',)\n"
+        "    return parts(s, *a)\n"
+        "calls = []\n"
+        "board._parts = failing\n"
+        "def train(): time.sleep(0.5); print('broken', flush=True); time.sleep(60)\n"
+        "try: nbtrain.launch(train, num_processes=1)\n"
+        "finally: board._parts = parts; select.RETRY = 5.0",
+        during=click,
+    )
+    assert out.ename == "KeyboardInterrupt", out
+    assert "by the Stop button" in out.evalue
+    assert out.stderr.count("the display failed") == 1
+
+
+def test_the_board_costs_few_messages_and_bytes_whatever_its_size(notebook: Notebook) -> None:
+    """At most 20 messages and 150 KB a second; by the run's own clock, so that a slow host is."""
+    out = notebook.run(
+        "%%distributed -n 2\n"
+        "for i in nbtrain.progress(range(300)):\n"
+        "    print('a line that is long enough to be one ' * 4, i)\n"
+        "    nbtrain.log(step=i, loss=i / 7); time.sleep(0.01)"
+    )
+    assert out.ename == "", out.traceback
+    seconds = notebook.value("nbtrain.last_run().state.elapsed(0)")
+    overhead = 60  # opening and closing some twenty widgets
+    assert out.comm_count - overhead <= 20 * seconds
+    assert out.comm_bytes <= 150_000 * (seconds + 1)
+
+
+def test_a_click_that_comes_through_a_subshell_is_heard_too(notebook: Notebook) -> None:
+    """JupyterLab sends comms through subshells where the kernel has them: ipykernel 7."""
+    features = notebook.client.kernel_info(reply=True)["content"].get("supported_features", [])
+    if "kernel subshells" not in features:
+        pytest.skip("this ipykernel has no subshells")
+    client = notebook.client
+    client.control_channel.send(client.session.msg("create_subshell_request", {}))
+    subshell = client.get_control_msg(timeout=30)["content"]["subshell_id"]
+
+    def click(out: Outputs) -> None:
+        data = {"method": "custom", "content": {"event": "click"}}
+        content = {"comm_id": out.button()[0], "data": data}
+        message = client.session.msg("comm_msg", content)
+        message["header"]["subshell_id"] = subshell
+        client.shell_channel.send(message)
+
+    out = notebook.run(WAITS, during=_once("ready", click))
+    assert out.ename == "KeyboardInterrupt"
+    assert "by the Stop button" in out.evalue
+    client.control_channel.send(
+        client.session.msg("delete_subshell_request", {"subshell_id": subshell})
+    )
+    client.get_control_msg(timeout=30)
+
+
+class _Shell:
+    """A stand-in for IPython's shell in a kernel."""
+
+    kernel = object()
+
+    def __init__(self, name: str = "ipykernel.zmqshell", allow_stdin: bool = True) -> None:
+        self._name = name
+        self._allow_stdin = allow_stdin
+
+    def __str__(self) -> str:
+        return f"<{self._name}.Shell>"
+
+    def get_parent(self) -> dict[str, Any]:
+        return {"content": {"allow_stdin": self._allow_stdin}}
+
+
+def test_the_front_is_chosen_by_what_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(shell: object, view: str = "auto", *, hears: bool = True, **options: bool) -> str:
+        monkeypatch.setattr(select, "ipython_shell", lambda: shell)
+        monkeypatch.setattr(
+            select.kernel_comms, "find_pump", lambda _shell: object() if hears else None
+        )
+        return type(select.choose(view, **options)).__name__
+
+    assert chosen(_Shell()) == "WidgetDisplay"
+    assert chosen(_Shell(), hears=False) == "HtmlDisplay"
+    assert chosen(_Shell("google.colab._shell")) == "HtmlDisplay"
+    assert chosen(_Shell(), inline=True) == "HtmlDisplay"
+    assert chosen(_Shell(allow_stdin=False)) == "TextDisplay"
+    assert chosen(None) == "TextDisplay"
+    assert chosen(_Shell(), "html") == "HtmlDisplay"
+    assert chosen(_Shell(), "widget", hears=False) == "WidgetDisplay"
+    assert chosen(_Shell(), "text") == "TextDisplay"
+    assert chosen(_Shell(), "none") == "Display"
+    monkeypatch.setitem(sys.modules, "ipywidgets", ModuleType("ipywidgets"))  # without a spec
+    assert chosen(_Shell()) == "HtmlDisplay"
+    monkeypatch.setattr(select.importlib.util, "find_spec", lambda _name: None)
+    assert chosen(_Shell()) == "HtmlDisplay"
+
+
+def test_a_large_board_is_drawn_less_often() -> None:
+    pace, state = Pace(), RunState("name", "fork", (), 0.0)
+    assert pace.is_due(state, 0.0)
+    pace.spent(10)
+    assert not pace.is_due(replace(state), 0.19)
+    assert pace.is_due(replace(state), 0.21)
+    pace.spent(5 * BYTES_PER_SECOND)
+    assert not pace.is_due(replace(state), 5.0)
+    assert pace.is_due(replace(state), 5.3)
+    assert (
+        wire_size('<b class="é">\n') == len(json.dumps('<b class="é">\n', ensure_ascii=False)) - 1
+    )
+
+
+def test_looks_that_come_late_do_not_slow_the_board_down() -> None:
+    for every in (0.03, 0.07, 0.15, 0.19):  # seconds between two looks
+        pace, state = Pace(), RunState("name", "fork", (), 0.0)
+        drawn = sum(pace.is_due(replace(state), look * every) for look in range(int(60 / every)))
+        assert drawn == pytest.approx(60 / INTERVAL, abs=2), every

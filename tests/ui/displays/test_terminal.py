@@ -1,0 +1,129 @@
+"""A terminal IPython, driven through a real pseudo-terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pexpect
+import pytest
+
+from nbtrain.ui.displays.terminal import can_redraw
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[pexpect.spawn]:
+    child = pexpect.spawn(
+        sys.executable,
+        ["-m", "IPython", "--simple-prompt", "--no-banner", "--colors=NoColor"],
+        env={**os.environ, "IPYTHONDIR": str(tmp_path), "TERM": "dumb", "COLUMNS": "200"},
+        encoding="utf-8",
+        timeout=60,
+    )
+    child.setecho(False)
+    child.expect("In ?\\[1\\]:")
+    yield child
+    child.close(force=True)
+
+
+def test_runs_show_lines_results_and_errors(terminal: pexpect.spawn) -> None:
+    terminal.sendline("%load_ext nbtrain")
+    terminal.expect("In ?\\[2\\]:")
+    terminal.sendline("import nbtrain, time; run = %distributed -n 2 ['res', print('said')]")
+    terminal.expect("In ?\\[3\\]:")
+    terminal.sendline("%distributed -n 2 ['res', print('said')]")
+    terminal.expect(r"\[rank 0\] said")
+    terminal.expect(r"all ranks → \['res', None\]")
+    terminal.expect("In ?\\[4\\]:")
+    assert "all ranks" not in terminal.before
+    terminal.sendline("%distributed -n 2 1 / 0")
+    terminal.expect("ZeroDivisionError: division by zero")
+    terminal.expect("In ?\\[5\\]:")
+    terminal.sendline("nbtrain.last_run()")
+    terminal.expect("failed")
+    terminal.expect("In ?\\[6\\]:")
+
+
+def test_control_c_ends_the_ranks(terminal: pexpect.spawn) -> None:
+    terminal.sendline("%load_ext nbtrain")
+    terminal.expect("In ?\\[2\\]:")
+    terminal.sendline("%distributed -n 2 [print('ready'), __import__('time').sleep(60)]")
+    terminal.expect(r"\[rank 1\] ready")
+    terminal.sendintr()
+    terminal.expect("interrupted")
+    terminal.expect("KeyboardInterrupt")
+    terminal.expect("In ?\\[3\\]:")
+    terminal.sendline("%distributed -n 2 1 + 1")
+    terminal.expect("all ranks → 2")
+
+
+def test_a_terminal_that_can_move_its_cursor_gets_a_table_in_place(tmp_path: Path) -> None:
+    environment = {**os.environ, "IPYTHONDIR": str(tmp_path), "TERM": "xterm-256color"}
+    environment.pop("NO_COLOR", None)
+    code = (
+        "import nbtrain, time\n"
+        "def train():\n"
+        "    print('said by a rank', flush=True)\n"
+        "    for i in nbtrain.progress(range(30)): time.sleep(0.05)\n"
+        "    return 'the result'\n"
+        "nbtrain.launch(train, num_processes=2)\n"
+    )
+    child = pexpect.spawn(
+        sys.executable, ["-c", code], env=environment, encoding="utf-8", dimensions=(24, 60)
+    )
+    try:
+        child.expect(pexpect.EOF, timeout=60)
+    finally:
+        child.close(force=True)
+    lines = _screen(child.before)
+    assert [line for line in lines if "said by a rank" in line] == [
+        "[rank 0] said by a rank",
+        "[rank 1] said by a rank",
+    ]
+    (done,) = [i for i, line in enumerate(lines) if "succeeded" in line]
+    assert all("said" not in line for line in lines[done:])
+    assert sum("rank 0: done" in line for line in lines) == 1
+    assert not any("running" in line for line in lines)
+    assert any("the result" in line for line in lines)
+    assert child.before.count("rank 0:") > 3
+    assert "\x1b[34mrunning\x1b[0m" in child.before
+
+
+def _screen(text: str) -> list[str]:
+    """Return what stands on a terminal's screen after a text: a few cursor movements are known."""
+    lines, row = [""], 0
+    for part in re.split(r"(\x1b\[[0-9;?]*[A-Za-z]|\r\n)", text):
+        if part == "\r\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif part.endswith("F") and part.startswith("\x1b["):
+            row -= int(part[2:-1])
+        elif part == "\x1b[0J":
+            lines = [*lines[:row], ""]
+        elif not part.startswith("\x1b"):
+            lines[row] += part
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_tty", "expected"),
+    [
+        ({"TERM": "xterm"}, True, True),
+        ({"TERM": "xterm"}, False, False),
+        ({"TERM": "dumb"}, True, False),
+        ({}, True, False),
+        ({"TERM": "xterm", "NO_COLOR": "1"}, True, False),
+    ],
+)
+def test_the_table_is_for_terminals_that_allow_it(
+    environment: dict[str, str], is_tty: bool, expected: bool
+) -> None:
+    class Stream(io.StringIO):
+        def isatty(self) -> bool:
+            return is_tty
+
+    assert can_redraw(Stream(), environment) is expected

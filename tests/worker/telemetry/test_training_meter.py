@@ -1,0 +1,408 @@
+"""What ranks report unasked, of loops as people write them: not one call of nbtrain's in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import nbtrain
+from nbtrain.planning.option_types import SOURCES
+from nbtrain.tracking import events as ev
+from tests.support.runs import events, last, launch
+
+DATA = TensorDataset(torch.randn(96, 4), torch.randn(96, 1))
+
+
+def plain_loop() -> float:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    loader = DataLoader(DATA, batch_size=8)
+    for _ in range(3):
+        for x, y in loader:
+            loss = (model(x) - y).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return loss.item()
+
+
+def test_a_plain_loop_shows_steps_loss_and_where_it_stands() -> None:
+    run = launch(plain_loop)
+    told = last(run)
+    assert (told.steps, told.epoch, told.batch, told.batches) == (36, 3, 12, 12)
+    assert told.samples == 3 * 96
+    assert told.lr == 0.05
+    assert told.loss == pytest.approx(run.value)
+    assert 0 <= told.waited <= told.elapsed
+    assert told.allocated is None
+
+
+def accelerated(log_with: Any = None) -> tuple[float, int]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(log_with=log_with, gradient_accumulation_steps=2)
+    if log_with:
+        accelerator.init_trackers("mine", config={"lr": 0.1})
+    model = nn.Linear(4, 1)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=0.1), DataLoader(DATA, batch_size=8)
+    )
+    for step, (x, y) in enumerate(loader):
+        with accelerator.accumulate(model):
+            loss = (model(x) - y).pow(2).mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.log({"train/loss": loss, "note": "fine", "table": [1, 2]}, step=step)
+    accelerator.end_training()
+    return loss.item(), step + 1
+
+
+def test_an_accelerate_loop_shows_its_own_loss_and_share_of_the_data() -> None:
+    run = launch(accelerated, n=2)
+    for rank in (0, 1):
+        told, (loss, batches) = last(run, rank), run.results[rank]
+        assert told.loss == pytest.approx(loss)  # not divided by the steps of the accumulation
+        assert told.batches == batches == 6
+        assert told.steps == 3
+
+
+def test_what_accelerator_log_is_given_becomes_metrics() -> None:
+    run = launch(lambda: accelerated("nbtrain"), n=2)
+    found = [e for e in events(run) if isinstance(e, ev.Metrics)]
+    assert [e.step for e in found] == list(range(6))
+    assert found[-1].values["train/loss"] == pytest.approx(run.value[0])
+    assert set(found[-1].values) == {"train/loss", "note"}
+    # Accelerate makes trackers on the main process only.
+    assert not any(isinstance(e, ev.Metrics) for e in events(run, 1))
+    assert "configuration: lr=0.1" in run.logs(0)
+
+
+def test_transformers_trainer_tells_its_logs_and_shows_its_bar() -> None:
+    def train() -> float:
+        from transformers import BertConfig, BertForSequenceClassification, Trainer
+        from transformers import TrainingArguments as Arguments
+
+        config = BertConfig(
+            vocab_size=50,
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=16,
+        )
+        rows = [{"input_ids": torch.randint(0, 50, (6,)), "labels": i % 2} for i in range(32)]
+        arguments = Arguments(
+            output_dir="unused",
+            per_device_train_batch_size=4,
+            num_train_epochs=2,
+            logging_steps=2,
+            save_strategy="no",
+            report_to="none",
+            dataloader_pin_memory=False,
+        )
+        return (
+            Trainer(BertForSequenceClassification(config), arguments, train_dataset=rows)
+            .train()
+            .training_loss
+        )
+
+    run = launch(train, n=2)
+    for rank in (0, 1):
+        told = last(run, rank)
+        assert (told.steps, told.batches) == (8, 4)
+        assert told.loss is not None
+    logged = [e for e in events(run) if isinstance(e, ev.Metrics)]
+    assert [e.step for e in logged[:4]] == [2, 4, 6, 8]
+    assert "loss" in logged[0].values
+    bars = [e for e in events(run) if isinstance(e, ev.Progress)]
+    assert (bars[-1].n, bars[-1].total) == (8, 8)
+
+
+def test_lightnings_bar_steps_and_loss_are_seen() -> None:
+    pytest.importorskip("lightning", reason="needs lightning")
+
+    def train() -> float:
+        import warnings
+
+        import lightning
+
+        warnings.simplefilter("ignore")  # its own, of torch's deprecations
+
+        class Module(lightning.LightningModule):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(4, 1)
+
+            def training_step(self, batch: Any, _index: int) -> Any:
+                return (self.layer(batch[0]) - batch[1]).pow(2).mean()
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        trainer = lightning.Trainer(
+            max_epochs=2, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False
+        )
+        trainer.fit(Module(), DataLoader(DATA, batch_size=8))
+        return 0.0
+
+    run = launch(train)
+    assert last(run).steps == 24
+    bars = [e for e in events(run) if isinstance(e, ev.Progress)]
+    assert any(e.total == 12 for e in bars), bars
+
+
+def test_only_scalar_losses_count_and_a_scaled_one_is_told_unscaled() -> None:
+    def train() -> tuple[float, bool]:
+        w = nn.Parameter(torch.ones(3))
+        (w * 2).backward(torch.ones(3))
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        loss = w.sum()
+        optimizer = torch.optim.SGD([w], lr=0.1)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.item(), w.grad is not None
+
+    run = launch(train)
+    assert last(run).loss == run.value[0] == 3.0
+
+
+def test_data_without_an_end_has_no_total_and_batches_of_any_make_a_size() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            yield from ({"x": torch.ones(4), "n": i} for i in range(40))
+
+    def train() -> int:
+        return sum(1 for _ in DataLoader(Stream(), batch_size=4))
+
+    told = last(launch(train))
+    assert (told.batch, told.batches, told.samples) == (10, None, 40)
+    assert told.steps == 0
+    assert told.loss is None
+
+
+def test_the_loader_that_feeds_the_optimizer_is_the_one_that_is_told() -> None:
+    def train() -> None:
+        evaluation = DataLoader(TensorDataset(torch.ones(30, 4)), batch_size=1)
+        w = nn.Parameter(torch.ones(4))
+        optimizer = torch.optim.SGD([w], lr=0.1)
+        for (x,) in DataLoader(TensorDataset(torch.ones(20, 4)), batch_size=4):
+            (x @ w).sum().backward()
+            optimizer.step()
+        for _ in evaluation:
+            pass
+
+    told = last(launch(train))
+    assert (told.steps, told.batch, told.batches, told.epoch) == (5, 5, 5, 1)
+
+
+def test_saving_and_compiling_are_phases() -> None:
+    def train() -> None:
+        import os
+        import pickle
+
+        pickle.dumps(torch.ones(2))
+        torch.save({"a": 1}, os.path.join(os.environ["NBTRAIN_RUN"], "saved"))
+
+    phases = [e.phase for e in events(launch(train)) if isinstance(e, ev.Phase)]
+    assert phases == ["saving", ""]
+
+
+def test_every_source_can_be_left_out() -> None:
+    def train() -> None:
+        from tqdm import tqdm
+
+        plain_loop()
+        list(tqdm(range(3)))
+
+    quiet = events(launch(train, telemetry=()))
+    assert {type(e) for e in quiet} <= {ev.Started, ev.Ended}
+    for source, absent in (("loss", "loss"), ("steps", "lr"), ("data", "batch")):
+        told = last(launch(train, telemetry=[s for s in SOURCES if s != source]))
+        assert getattr(told, absent) is None
+    with pytest.raises(nbtrain.NbtrainError, match="no telemetry 'speed'"):
+        launch(train, telemetry=["speed"])
+
+
+def test_the_loop_itself_is_not_changed() -> None:
+    def weights() -> Any:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.Adam(model.parameters())
+        for x, y in DataLoader(DATA, batch_size=8, shuffle=True):
+            loss = (model(x) - y).pow(2).mean()
+            loss.backward(retain_graph=True)
+            optimizer.step()
+            loss.sum().backward()
+        return model.weight.detach()
+
+    assert torch.equal(launch(weights).value, launch(weights, telemetry=()).value)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.device_count(), reason="needs an NVIDIA GPU")
+def test_losses_and_metrics_on_a_gpu_are_read_late_and_none_is_lost() -> None:
+    def train() -> int:
+        w = nn.Parameter(torch.ones(4, device="cuda"))
+        optimizer = torch.optim.SGD([w], lr=0.01)
+        for step in range(200):
+            loss = (w * w).sum()
+            loss.backward()
+            optimizer.step()
+            nbtrain.log(step=step, loss=loss, plain=1)
+        return torch.cuda.current_device()
+
+    run = launch(train)
+    logged = [e for e in events(run) if isinstance(e, ev.Metrics)]
+    assert [e.step for e in logged] == list(range(200))
+    assert last(run).loss == pytest.approx(logged[-1].values["loss"])
+    assert (last(run).peak or 0) > 0
+
+
+def test_a_bar_made_in_the_notebook_can_be_closed_in_a_rank() -> None:
+    from tqdm import tqdm
+
+    outer = tqdm(total=3, disable=False, file=None)
+
+    def train() -> int:
+        outer.update(2)
+        outer.close()
+        return int(outer.n)
+
+    try:
+        assert launch(train).value == 2
+    finally:
+        outer.close()
+
+
+@pytest.mark.parametrize("loop", [plain_loop, accelerated], ids=lambda f: f.__name__)
+def test_a_loop_without_a_call_of_ours_is_drawn_with_all_that_was_seen(
+    loop: Callable[..., Any],
+) -> None:
+    import time
+
+    from nbtrain.ui import text_summary
+    from nbtrain.ui.board import board
+
+    def train() -> None:
+        for _ in range(12):  # as slow as a training whose rate can be told
+            loop()
+            time.sleep(0.1)
+
+    run = launch(train, n=2)
+    for drawn in (
+        board.render(run.state, time.time()),
+        text_summary.summary(run.state, time.time()),
+    ):
+        for seen in ("loss", "epoch", "batch/s", "100"):
+            assert seen in drawn
+
+
+def test_what_telemetry_cannot_read_is_no_error_of_the_training() -> None:
+    def train() -> str:
+        import warnings
+
+        warnings.simplefilter("ignore")  # nested tensors are a prototype
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        for _batch in DataLoader([nested], batch_size=None):
+            pass
+        w = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        (w * w.conj()).sum().backward(torch.tensor(1 + 0j))
+        meta = nn.Linear(2, 2, device="meta")
+        optimizer = torch.optim.SGD(meta.parameters(), lr=0.1)
+        meta(torch.ones(1, 2, device="meta")).sum().backward()
+        optimizer.step()
+        plain_loop()
+        return "trained"
+
+    run = launch(train)
+    assert run.value == "trained"
+
+
+def test_nothing_of_the_training_is_kept_alive() -> None:
+    def train() -> list[bool]:
+        import gc
+        import weakref
+
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.Adam(model.parameters())
+        iterator = iter(DataLoader(DATA, batch_size=8))
+        x, y = next(iterator)
+        loss = (model(x) - y).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        refs = [weakref.ref(o) for o in (model, optimizer, iterator, loss)]
+        del model, optimizer, iterator, loss
+        gc.collect()
+        return [ref() is None for ref in refs]
+
+    assert launch(train).value == [True] * 4
+
+
+def test_folds_and_pairs_of_optimizers_are_counted_in_rounds() -> None:
+    def folds() -> None:
+        for _ in range(3):
+            plain_loop()
+
+    def pair() -> None:
+        w = nn.Parameter(torch.ones(2))
+        a, b = torch.optim.SGD([w], lr=0.1), torch.optim.SGD([w], lr=0.2)
+        for _ in range(10):
+            w.sum().backward()
+            a.step()
+            b.step()
+
+    def trials() -> None:
+        for _ in range(10):
+            w = nn.Parameter(torch.ones(2))
+            optimizer = torch.optim.Adam([w])
+            w.sum().backward()
+            optimizer.step()
+
+    assert last(launch(folds)).steps == 108
+    assert last(launch(trials)).steps == 10
+    assert last(launch(pair)).steps == 10
+
+
+def test_metrics_of_any_name_are_taken_from_accelerate() -> None:
+    def train() -> None:
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(log_with="nbtrain")
+        accelerator.init_trackers("mine")
+        accelerator.log({"step": 3, "self": 1.0, 7: 2.0}, step=5)
+
+    (found,) = [e for e in events(launch(train)) if isinstance(e, ev.Metrics)]
+    assert (found.step, found.values) == (5, {"step": 3, "self": 1.0, "7": 2.0})
+
+
+def test_a_bar_that_draws_at_every_step_reports_ten_times_a_second_and_its_end() -> None:
+    def train() -> None:
+        from tqdm import tqdm
+
+        with tqdm(total=20_000) as bar:
+            for i in range(20_000):
+                bar.update()
+                bar.set_postfix(i=i)
+
+    run = launch(train)
+    told = [e for e in events(run) if isinstance(e, ev.Progress)]
+    assert (told[-1].n, told[-1].closed) == (20_000, True)
+    assert len(told) < 20 + 20 * run.state.elapsed(0)
+
+
+def test_a_loss_that_ends_at_zero_is_told_as_zero() -> None:
+    def train() -> None:
+        w = nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([w], lr=1.0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            w.sum().backward()
+            optimizer.step()
+
+    assert last(launch(train)).loss == 0.0

@@ -1,0 +1,90 @@
+"""Models that are trained and stay in the ranks: named at the first step, no others."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import nbtrain
+from tests.support.kernel import Notebook
+
+run = partial(nbtrain.launch, num_processes=2, view="none")
+
+model, spare = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+
+
+def step(module: torch.nn.Module) -> None:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(2):
+        module(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+
+def train_a_global() -> None:
+    step(model)
+
+
+def train_with(optimizer: torch.optim.Optimizer) -> None:
+    spare(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
+def train_globals_in_a_list() -> None:
+    for part in [*parts, holder.net]:
+        step(part)
+
+
+parts = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+optimizer = torch.optim.SGD(spare.parameters(), lr=0.1)
+holder = SimpleNamespace(net=torch.nn.Linear(2, 2))
+
+
+def notes_of(function: Any, *args: Any, **options: Any) -> list[str]:
+    """Return the notes about models that are not copied back."""
+    notes = run(function, *args, **options).state.notes
+    return [note for note in notes if "nothing copies the weights back" in note]
+
+
+def test_a_global_that_is_trained_is_named_with_the_way_to_get_it() -> None:
+    (note,) = notes_of(train_a_global)
+    assert "`model`" in note
+    assert 'out="model"' in note
+    assert "spare" not in note
+
+
+def test_a_model_of_an_object_or_a_list_is_named_as_it_is_reached() -> None:
+    notes = notes_of(train_globals_in_a_list)
+    assert sorted(note.split("`")[1] for note in notes) == ["holder.net", "parts[0]", "parts[1]"]
+    assert any('out="holder"' in note for note in notes)
+
+
+def test_what_is_copied_back_or_need_not_be_is_not_mentioned() -> None:
+    assert notes_of(step, model) == []  # a global, too, but it is an argument
+    assert notes_of(step, model, out="model") == []
+    assert notes_of(train_a_global, out="model") == []
+    assert notes_of(train_globals_in_a_list, out="parts, holder") == []
+    assert notes_of(train_a_global, sync=False) == []
+    assert notes_of(train_a_global, telemetry=()) == []
+
+
+def test_an_optimizer_that_comes_back_does_not_end_the_look() -> None:
+    done = run(train_with, optimizer, out="optimizer")
+    assert "stopped" not in done.logs(0)
+    assert any("`spare`" in note for note in done.state.notes)
+
+
+@pytest.mark.timeout(60)
+def test_a_note_on_a_cell_names_the_cells_option(notebook: Notebook) -> None:
+    notebook.run("nets = [torch.nn.Linear(2, 2)]")
+    cell = """%%distributed -n 2
+        def train():
+            nets = globals()["nets"]
+            optimizer = torch.optim.SGD(nets[0].parameters(), lr=0.1)
+            nets[0](torch.ones(1, 2)).sum().backward()
+            optimizer.step()"""
+    assert "`nets[0]`" in (board := notebook.run(cell.replace("\n        ", "\n")).board)
+    assert "--out nets" in board

@@ -1,0 +1,256 @@
+"""Scalars on a GPU: in their order, from any thread, and never while a graph is recorded.
+
+Without a GPU, with a stand-in for the few calls of `torch.cuda` that are made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nbtrain.worker import device_scalars
+from nbtrain.worker.device_scalars import GraphCaptures, ScalarReader
+
+
+class Cuda:
+    """Streams of two devices, whose work is done when a test says so."""
+
+    def __init__(self) -> None:
+        self.done = {"cuda:0", "cuda:1"}
+        self.recording = False
+        self.copied: list[str] = []
+        self._empty = torch.empty
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.recording
+
+    def current_stream(self, on: torch.device) -> Any:
+        device = str(on)
+
+        def event() -> Any:
+            return SimpleNamespace(
+                query=lambda: device in self.done, synchronize=lambda: self.done.add(device)
+            )
+
+        return SimpleNamespace(device=device, record_event=event)
+
+    @contextlib.contextmanager
+    def stream(self, stream: Any) -> Any:
+        self.copied.append(stream.device)
+        yield
+
+    def empty(self, shape: Any, *, dtype: Any, device: str, pin_memory: bool) -> Any:
+        assert not device_scalars.captures.count
+        return self._empty(shape, dtype=dtype, device=device)
+
+    def scalar(self, value: float, device: str = "cuda:0") -> Any:
+        found = torch.tensor(value)
+        return SimpleNamespace(
+            device=torch.device(device),
+            dtype=found.dtype,
+            detach=lambda: found,
+            numel=lambda: 1,
+            is_complex=lambda: False,
+        )
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    found = Cuda()
+    for name in ("is_current_stream_capturing", "current_stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(found, name))
+    monkeypatch.setattr(torch, "empty", found.empty)
+    monkeypatch.setattr(device_scalars, "captures", GraphCaptures())
+    return found
+
+
+def keep(values: list[Any]) -> Callable[[dict[str, Any]], None]:
+    return lambda read: values.append(read)
+
+
+def test_a_group_has_arrived_when_it_has_from_each_of_its_devices(cuda: Cuda) -> None:
+    values, got = ScalarReader(), []
+    cuda.done = {"cuda:0"}
+    values.submit({"a": cuda.scalar(1.0), "b": cuda.scalar(2.0, "cuda:1")}, keep(got))
+    values.deliver()
+    assert got == []
+    assert cuda.copied == ["cuda:0", "cuda:1"]  # each on its own device's stream
+    cuda.done.add("cuda:1")
+    values.deliver()
+    assert got == [{"a": 1.0, "b": 2.0}]
+
+
+def test_values_keep_their_order_and_the_last_are_waited_for(cuda: Cuda) -> None:
+    values, got = ScalarReader(), []
+    cuda.done = set()
+    for i in range(3):
+        values.submit({"a": cuda.scalar(float(i))}, keep(got))
+    values.deliver()
+    assert got == []
+    values.deliver(at_least=device_scalars.MOST)
+    assert got == [{"a": 0.0}, {"a": 1.0}, {"a": 2.0}]
+
+
+def test_there_are_not_more_under_way_than_most(cuda: Cuda, monkeypatch: Any) -> None:
+    monkeypatch.setattr(device_scalars, "MOST", 2)
+    never = SimpleNamespace(query=lambda: False, synchronize=lambda: None)
+    stream = SimpleNamespace(device="cuda:0", record_event=lambda: never)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    values, got = ScalarReader(), []
+    for i in range(5):
+        values.submit({"a": cuda.scalar(float(i))}, keep(got))
+    assert got == [{"a": 0.0}, {"a": 1.0}, {"a": 2.0}]
+
+
+def test_threads_that_log_at_once_lose_nothing_and_may_log_when_told(cuda: Cuda) -> None:
+    values, got, again = ScalarReader(), [], []
+
+    def then(read: dict[str, Any]) -> None:
+        got.append(read["a"])
+        values.submit({"b": cuda.scalar(read["a"])}, lambda more: again.append(more["b"]))
+
+    def log(thread: int) -> None:
+        for i in range(200):
+            values.submit({"a": cuda.scalar(1000.0 * thread + i)}, then)
+            values.deliver()
+
+    threads = [threading.Thread(target=log, args=(i,), daemon=True) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    values.deliver(at_least=device_scalars.MOST)
+    assert len(got) == len(set(got)) == len(again) == 1600
+    for thread in range(8):
+        own = [value for value in got if value // 1000 == thread]
+        assert own == sorted(own)
+
+
+def test_while_another_thread_records_a_graph_cuda_is_asked_for_nothing(cuda: Cuda) -> None:
+    values, got = ScalarReader(), []
+    cuda.done = set()
+    values.submit({"a": cuda.scalar(1.0)}, keep(got))
+    cuda.done = {"cuda:0"}
+    device_scalars.captures.count = 1
+    values.submit({"a": cuda.scalar(2.0)}, keep(got))
+    values.deliver()
+    assert got == []
+    assert len(cuda.copied) == 1
+    device_scalars.captures.count = 0
+    values.deliver()
+    assert got == [{"a": 1.0}, {"a": 2.0}]
+
+
+def test_what_is_being_recorded_has_no_value(cuda: Cuda) -> None:
+    values, got = ScalarReader(), []
+    cuda.recording = True
+    values.submit({"a": cuda.scalar(1.0)}, keep(got))
+    assert (got, cuda.copied) == ([{}], [])
+
+
+def test_what_was_logged_is_told_at_the_next_step_without_a_further_log(cuda: Cuda) -> None:
+    from nbtrain.worker import api
+    from nbtrain.worker.telemetry.training_meter import TrainingMeter
+
+    told: list[Any] = []
+    writer: Any = SimpleNamespace(
+        write=lambda event: told.append(event.kind),
+        write_metrics=lambda time, rank, step, values: told.append((step, values)),
+    )
+    reporter = api.Reporter(writer, 0, 1)
+    meter = TrainingMeter(reporter)
+    cuda.done = set()
+    before = api.activate(reporter)
+    try:
+        api.log_values(3, {"loss": cuda.scalar(0.5), "note": "fine"})
+        meter._tick(0.0, 10.0)
+        cuda.done = {"cuda:0"}
+        meter._tick(0.0, 20.0)
+    finally:
+        api.activate(before)
+    assert told == ["training", (3, {"loss": 0.5, "note": "fine"}), "training"]
+
+
+def test_recordings_are_counted_from_their_begin_to_their_end() -> None:
+    class Graph:
+        def capture_begin(self, fail: bool = False) -> None:
+            if fail:
+                raise RuntimeError
+
+        capture_end = capture_begin
+
+    captures = GraphCaptures()
+    captures.watch(Graph)
+    one, two = Graph(), Graph()
+    one.capture_begin()
+    two.capture_begin()
+    assert captures.count == 2
+    one.capture_end()
+    with pytest.raises(RuntimeError):
+        two.capture_end(fail=True)
+    with pytest.raises(RuntimeError):
+        one.capture_begin(fail=True)
+    assert captures.count == 0
+
+
+def test_torchs_graphs_begin_and_end_where_they_are_watched() -> None:
+    from torch.cuda import CUDAGraph
+
+    assert callable(CUDAGraph.capture_begin)
+    assert callable(CUDAGraph.capture_end)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.device_count(), reason="needs an NVIDIA GPU")
+def test_what_other_threads_log_breaks_no_recording_and_is_told_after_it() -> None:
+    import nbtrain
+    from nbtrain.tracking import events as ev
+    from nbtrain.tracking.event_log import read_events
+
+    def train() -> float:
+        loss, w = torch.full((), 0.5, device="cuda"), torch.ones(4, device="cuda")
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):  # in its strictest mode: any thread's mistake ends it
+            doubled = w * 2
+            nbtrain.log(step=1, loss=doubled.sum(), note="recorded")
+            other = threading.Thread(target=lambda: nbtrain.log(step=2, loss=loss))
+            other.start()
+            other.join()
+        graph.replay()
+        return float(doubled.sum())
+
+    run = nbtrain.launch(train, num_processes=1, view="none")
+    assert run.value == 8.0
+    told = [
+        (e.step, dict(e.values))
+        for e in read_events(run.folder / "rank-0000.jsonl")
+        if isinstance(e, ev.Metrics)
+    ]
+    assert told == [(1, {"note": "recorded"}), (2, {"loss": 0.5})]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+def test_scalars_of_two_gpus_are_told_together() -> None:
+    import nbtrain
+    from nbtrain.tracking import events as ev
+    from nbtrain.tracking.event_log import read_events
+
+    def train() -> None:
+        for step in range(50):
+            a, b = (torch.full((1 << 20,), float(step), device=d) for d in ("cuda:0", "cuda:1"))
+            nbtrain.log(step=step, a=a.mean(), b=b.mean())
+
+    run = nbtrain.launch(train, num_processes=1, view="none")
+    told = [e for e in read_events(run.folder / "rank-0000.jsonl") if isinstance(e, ev.Metrics)]
+    assert [(e.step, e.values["a"], e.values["b"]) for e in told] == [
+        (i, float(i), float(i)) for i in range(50)
+    ]

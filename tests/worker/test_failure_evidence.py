@@ -1,0 +1,125 @@
+"""What a failing rank sees of its failure: in this process, with real limits where there are."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from nbtrain.worker import failure_evidence
+from tests.tools.faults import Unavailable, small_disk
+
+
+def caught(do: object) -> BaseException:
+    try:
+        do()  # type: ignore[operator]
+    except BaseException as error:
+        return error
+    raise AssertionError("it did not fail")
+
+
+def test_of_an_ordinary_exception_nothing_is_seen() -> None:
+    assert failure_evidence.evidence(caught(lambda: 1 / 0)) == ()
+
+
+def test_a_full_disk_is_named_with_what_is_free() -> None:
+    def fill(path: Path) -> None:
+        with open(path, "wb") as file:
+            file.write(bytes(8 << 20))
+
+    try:
+        with small_disk("2m") as disk:
+            (line,) = failure_evidence.evidence(caught(lambda: fill(disk / "deep")))
+            assert line == f"no space left on {disk}: 0 B free of 2 MiB"
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+def test_a_full_disk_is_named_whatever_the_language_and_wherever_its_path_is_written() -> None:
+    def fail(path: Path) -> None:
+        raise RuntimeError("saving failed") from OSError(errno.ENOSPC, "kein Platz", str(path))
+
+    try:
+        with small_disk("2m") as disk:
+            file, cell = disk / "file", {"os": os}
+            caught(lambda: file.write_bytes(bytes(8 << 20)))
+            literal = f"fd = os.open({str(file)!r}, os.O_WRONLY | os.O_APPEND); os.write(fd, b'x')"
+            code = compile(literal, "<cell>", "exec")
+            expected = (f"no space left on {disk}: 0 B free of 2 MiB",)
+            assert failure_evidence.evidence(caught(lambda: exec(code, cell))) == expected
+            os.close(cell["fd"])  # type: ignore[arg-type]
+            assert failure_evidence.evidence(caught(lambda: fail(file))) == expected
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+def test_a_disk_with_room_is_not_accused(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise OSError(28, "No space left on device", str(tmp_path / "x"))
+
+    assert failure_evidence.evidence(caught(fail)) == ()
+
+
+def test_a_refused_thread_is_reported_with_the_limit() -> None:
+    def fail() -> None:
+        raise RuntimeError("can't start new thread")
+
+    assert failure_evidence.evidence(caught(fail))[0] == "the system refused a new thread"
+
+
+def test_a_refused_fork_is_not_confused_with_a_socket_that_is_not_ready() -> None:
+    def fork(refuse: bool) -> None:
+        if refuse:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        os.fork()
+
+    def receive() -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    assert (
+        failure_evidence.evidence(caught(lambda: fork(True)))[0]
+        == "the system refused a new process"
+    )
+    assert failure_evidence.evidence(caught(receive)) == ()
+
+
+def test_hostile_exceptions_do_no_harm() -> None:
+    class Hostile(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no")
+
+    assert failure_evidence.evidence(caught(lambda: (_ for _ in ()).throw(Hostile()))) == ()
+    loop = ValueError("x")
+    loop.__context__ = KeyError("y")
+    loop.__context__.__context__ = loop
+    assert failure_evidence.evidence(loop) == ()
+
+
+def test_no_handler_raises_into_the_report() -> None:
+    def handler(*_args: object) -> None:
+        raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed.")
+
+    before = signal.signal(signal.SIGCHLD, handler)
+    try:
+        with failure_evidence.without_child_signals():
+            os.kill(os.getpid(), signal.SIGCHLD)
+        assert signal.getsignal(signal.SIGCHLD) is handler
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_elsewhere_than_in_the_main_thread_it_does_nothing() -> None:
+    done: list[bool] = []
+
+    def look() -> None:
+        with failure_evidence.without_child_signals():
+            done.append(True)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert done == [True]

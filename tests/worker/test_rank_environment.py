@@ -1,0 +1,68 @@
+"""Code that was written for other launchers, and finds the run's world all the same."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+
+import pytest
+
+from tests.support.runs import launch
+
+
+def split_prompts() -> tuple[int, list[str]]:
+    from accelerate import PartialState
+
+    state = PartialState()
+    with state.split_between_processes(["a", "b", "c", "d"]) as prompts:
+        return state.num_processes, prompts
+
+
+def test_a_plain_partial_state_joins_the_world_of_cpu_ranks() -> None:
+    assert launch(split_prompts, n=2).results == [(2, ["a", "b"]), (2, ["c", "d"])]
+
+
+def by_environment(port: int) -> float:
+    import torch
+    import torch.distributed as dist
+
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = str(port)
+    dist.init_process_group("gloo")
+    rank = torch.tensor(float(dist.get_rank() + 1))
+    dist.all_reduce(rank)
+    dist.destroy_process_group()
+    return rank.item()
+
+
+def by_address(port: int) -> float:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
+    rank = torch.tensor(float(dist.get_rank() + 1))
+    dist.all_reduce(rank)
+    dist.destroy_process_group()
+    return rank.item()
+
+
+def at_the_runs_port_by_another_name() -> float:
+    return by_environment(int(os.environ["MASTER_PORT"]))
+
+
+def test_the_runs_own_port_is_served_by_the_launcher_whatever_the_host_is_called() -> None:
+    assert launch(at_the_runs_port_by_another_name, n=2).results == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("train", [by_environment, by_address])
+@pytest.mark.parametrize("engine", ["fork", "spawn"])
+def test_ranks_meet_at_an_address_of_their_own(train: Callable[[int], float], engine: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert launch(train, port, n=2, engine=engine).results == [3.0, 3.0]

@@ -1,0 +1,696 @@
+"""What comes home from a run: trained weights in the notebook's own objects, and variables."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import nbtrain
+from nbtrain.errors import NbtrainError, PlanError, RunTimeout
+from nbtrain.tracking import run_folder
+from nbtrain.ui import text_summary
+from nbtrain.worker import result_sender
+from tests.support.kernel import Notebook
+from tests.support.waiting import wait_until
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(6, 4)
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.head = torch.nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.norm(self.embed(x)))
+        return result
+
+
+def steps(forward: Forward, optimizer: Any) -> None:
+    for _ in range(2):
+        forward(torch.arange(6) * int(os.environ["RANK"]) % 6).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def copied(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def fill(model: torch.nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+
+
+run = partial(nbtrain.launch, num_processes=2, view="none")
+
+
+def plain(model: Net) -> Any:
+    steps(model, torch.optim.AdamW(model.parameters()))
+    return copied(model)
+
+
+def ddp(model: Net) -> Any:
+    torch.distributed.init_process_group("gloo")
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    steps(wrapped, torch.optim.AdamW(wrapped.parameters()))
+    return copied(model)
+
+
+def accelerated(model: Net) -> Any:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    steps(model, optimizer)
+    return copied(accelerator.unwrap_model(model))
+
+
+def compiled(model: Net) -> Any:
+    faster: Any = torch.compile(model, backend="eager")
+    steps(faster, torch.optim.AdamW(faster.parameters()))
+    return copied(model)
+
+
+def fully_sharded(model: Net) -> Any:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo")
+    fully_shard(model)
+    steps(model, torch.optim.AdamW(model.parameters()))
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+
+
+def flattened(model: Net, keep: bool) -> Any:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    torch.distributed.init_process_group("gloo")
+    warnings.simplefilter("ignore")  # it is deprecated
+    wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=keep)
+    steps(wrapped, torch.optim.AdamW(wrapped.parameters()))
+    with FullyShardedDataParallel.summon_full_params(wrapped, writeback=False):
+        return copied(model)
+
+
+def flattened_in_part(model: Net) -> Any:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    torch.distributed.init_process_group("gloo")
+    warnings.simplefilter("ignore")  # it is deprecated
+    part: Any = FullyShardedDataParallel(model.norm, device_id=torch.device("cpu"))
+    model.norm = part
+    steps(model, torch.optim.AdamW(model.parameters()))
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        told = copied(model)
+    return {name.replace("_fsdp_wrapped_module.", ""): tensor for name, tensor in told.items()}
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        plain,
+        ddp,
+        accelerated,
+        compiled,
+        fully_sharded,
+        flattened_in_part,
+        pytest.param(lambda model: flattened(model, True), id="fsdp1"),
+        pytest.param(lambda model: flattened(model, False), id="fsdp1-flat"),
+    ],
+)
+def test_a_model_comes_home_trained(train: Callable[[Net], Any]) -> None:
+    model = Net()
+    before, ids = copied(model), [id(model), *map(id, model.parameters())]
+    done = run(train, model)
+    assert all(torch.equal(model.state_dict()[n], t) for n, t in done.value.items())
+    assert not torch.equal(before["embed.weight"], model.embed.weight)
+    assert not torch.equal(before["norm.running_mean"], model.state_dict()["norm.running_mean"])
+    assert [id(model), *map(id, model.parameters())] == ids
+    assert model.head.weight is model.embed.weight
+    assert model.embed.weight.requires_grad
+    assert "model: 32 parameters updated from rank 0" in text_summary.summary(done.state, 0)
+
+
+def test_a_model_comes_home_from_fresh_processes() -> None:
+    model, optimizer = Net(), None
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train(model: Any, optimizer: Any) -> Any:
+        torch.distributed.init_process_group("gloo")
+        steps(torch.nn.parallel.DistributedDataParallel(model), optimizer)
+        return copied(model), optimizer.state_dict()["state"][0]["exp_avg"]
+
+    done = run(train, model, optimizer, engine="spawn", out=["optimizer"])
+    told, average = done.value
+    assert all(torch.equal(model.state_dict()[n], t) for n, t in told.items())
+    assert torch.equal(optimizer.state[model.embed.weight]["exp_avg"], average)
+
+
+def test_a_model_that_was_only_looked_at_is_not_sent() -> None:
+    done = run(lambda model: model.eval()(torch.arange(6)).shape, Net())
+    assert not done.state.ranks[0].saved
+    assert not done.state.loaded
+    assert not RunFiles(done).weights()
+
+
+def test_an_evaluation_in_half_precision_changes_nothing() -> None:
+    model = Net()
+    before = copied(model)
+    run(lambda model: model.bfloat16().eval()(torch.arange(6)).shape, model)
+    assert all(torch.equal(model.state_dict()[n], t) for n, t in before.items())
+
+
+def _tensor_parallel(model: Any) -> list[torch.Tensor]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import parallel
+
+    mesh = init_device_mesh("cpu", (2,))
+    plan = {"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}
+    parallel.parallelize_module(model, mesh, plan)
+    model(torch.ones(1, 4)).sum().backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    assert model[0].weight.to_local().shape == (4, 4)
+    parameters = list(model.parameters())
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in parameters]
+
+
+def test_a_tensor_parallel_model_comes_home_whole() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 4))
+    before = copied(model)
+    done = run(_tensor_parallel, model)
+    assert all(map(torch.equal, model.parameters(), done.value))
+    assert not any(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+
+def _evaluated_in_shards(model: Any, rate: float) -> Any:
+    """Ends with the model put together, in another dtype."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.distributed.init_process_group("gloo")
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    model(torch.ones(1, 4)).sum().backward()
+    torch.optim.SGD(model.parameters(), rate).step()
+    told = model.weight.full_tensor().detach()
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+    assert model.weight.dtype == torch.bfloat16
+    return told
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.0])
+def test_an_evaluation_of_a_sharded_model_costs_no_precision(rate: float) -> None:
+    model = torch.nn.Linear(4, 4)
+    before = model.weight.detach().clone()
+    done = run(_evaluated_in_shards, model, rate)
+    assert torch.equal(model.weight, done.value)
+    assert torch.equal(model.weight, before) is (rate == 0)
+    assert bool(RunFiles(done).weights()) is (rate != 0)
+
+
+def test_an_attempt_that_failed_leaves_nothing_to_load() -> None:
+    def train(model: Any) -> None:
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            fill(model, 99)
+            raise OSError
+
+    done = run(train, Net(), max_restarts=1)
+    assert not RunFiles(done).weights()
+
+
+class Pair(torch.nn.Module):
+    def __init__(self, encoder: torch.nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.head = encoder, torch.nn.Linear(4, 2)
+
+
+def _reshaped(pair: Any, encoder: Any, alone: Any) -> None:
+    fill(encoder, 3)
+    fill(alone, 3)
+    pair.head = torch.nn.Linear(4, 5)
+
+
+def test_what_shares_a_part_with_a_model_that_does_not_fit_is_held_back() -> None:
+    encoder, alone = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    pair, before = Pair(encoder), encoder.weight.detach().clone()
+    with pytest.warns(UserWarning, match="not updated") as warned:
+        done = run(_reshaped, pair, encoder, alone)
+    assert torch.equal(encoder.weight, before)
+    assert (alone.weight == 3).all()
+    told = sorted(str(w.message) for w in warned)
+    assert "encoder was not updated" in told[0]
+    assert "it shares tensors with `pair`" in told[0]
+    assert "pair was not updated" in told[1]
+    fill(alone, 0)
+    with pytest.raises(NbtrainError, match="`pair` was not loaded, and nothing changed"):
+        done.load()
+    assert (alone.weight == 0).all()
+
+
+def test_warnings_that_are_errors_do_not_fail_a_run() -> None:
+    def train(model: Any) -> None:
+        model.norm = torch.nn.BatchNorm1d(9)
+
+    model = Net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        done = run(train, model)
+    assert "`norm.weight` is [9] in the rank" in done.state.loaded["model"]
+
+
+def test_no_sync_leaves_it_as_it_was() -> None:
+    model = Net()
+    before = copied(model)
+    done = run(partial(plain), model, sync=False)
+    assert all(torch.equal(model.state_dict()[n], t) for n, t in before.items())
+    assert not RunFiles(done).weights()
+
+
+class RunFiles:
+    def __init__(self, done: nbtrain.Run) -> None:
+        self.folder = run_folder.RunFolder(done.folder)
+
+    def weights(self) -> list[str]:
+        return sorted(path.name for path in self.folder.weights.glob("*"))
+
+
+def test_a_model_that_no_longer_fits_is_as_it_was_and_says_why() -> None:
+    def train(model: Any) -> None:
+        fill(model, 5)
+        model.norm = torch.nn.BatchNorm1d(9)
+
+    model = Net()
+    before = copied(model)
+    with pytest.warns(
+        UserWarning, match=r"model was not updated.*`norm.weight` is \[9\] in the rank"
+    ):
+        done = run(train, model)
+    assert all(torch.equal(model.state_dict()[n], t) for n, t in before.items())
+    again = nbtrain.Run.open(done.folder)
+    assert "⚠ model was not updated" in text_summary.summary(again.state, 0)
+
+
+def test_a_sharded_model_whose_group_is_gone_says_so() -> None:
+    def train(model: Any) -> None:
+        fully_sharded(model)
+        torch.distributed.destroy_process_group()
+
+    model = Net()
+    before = copied(model)
+    with pytest.warns(UserWarning, match="Do not destroy the group"):
+        run(train, model)
+    assert torch.equal(model.embed.weight, before["embed.weight"])
+
+
+def _fails(model: Any) -> None:
+    fill(model, 3)
+    raise ZeroDivisionError
+
+
+def _exits(model: Any) -> None:
+    fill(model, 3)
+    sys.exit()
+
+
+def test_after_a_failure_the_user_decides() -> None:
+    model, other = Net(), Net()
+    with pytest.raises(ZeroDivisionError):
+        run(_fails, model)
+    done = nbtrain.last_run()
+    assert done is not None
+    assert not (model.embed.weight == 3).any()
+    assert "rank 0 left its weights" in text_summary.summary(done.state, 0)
+    nbtrain.Run.open(done.folder).load(other)
+    assert (other.embed.weight == 3).all()
+    assert not (model.embed.weight == 3).any()
+    done.load()
+    assert (model.embed.weight == 3).all()
+    with pytest.raises(NbtrainError, match=r"not in this kernel: pass one, run.load\(model\)"):
+        nbtrain.Run.open(done.folder).load()
+    with pytest.raises(NbtrainError, match=r"nothing changed: the rank did not save `weight`"):
+        done.load(torch.nn.Linear(2, 2))
+    with pytest.raises(NbtrainError, match="no weights of `net`; there are `model`"):
+        done.load(other, "net")
+
+
+def test_a_run_that_saved_nothing_says_what_would_have_been() -> None:
+    with pytest.raises(NbtrainError, match="A run saves the models that its function or cell"):
+        run(print).load(Net())
+
+
+def test_of_two_models_the_user_says_which() -> None:
+    def train(one: Any, two: Any) -> None:
+        fill(one, 1)
+        fill(two, 2)
+
+    one, two, other = Net(), Net(), Net()
+    done = run(train, two=two, one=one)
+    assert (one.embed.weight == 1).all()
+    assert (two.embed.weight == 2).all()
+    with pytest.raises(NbtrainError, match=r"this run saved `one`, `two`. Choose one:"):
+        done.load(other)
+    done.load(other, "two")
+    assert (other.embed.weight == 2).all()
+    fill(two, 0)
+    done.load(two)
+    assert (two.embed.weight == 2).all()
+
+
+def test_a_rank_that_leaves_by_sys_exit_has_succeeded() -> None:
+    model = Net()
+    run(_exits, model)
+    assert (model.embed.weight == 3).all()
+
+
+def test_a_run_in_the_background_changes_nothing_before_it_is_waited_for() -> None:
+    model = Net()
+    done = run(fill, model, 4, background=True)
+    wait_until(lambda: done.state.is_over)
+    assert not (model.embed.weight == 4).any()
+    assert "not in the notebook yet: call run.wait()" in text_summary.summary(done.state, 0)
+    done.wait()
+    assert (model.embed.weight == 4).all()
+    fill(model, 1)
+    done.wait()
+    assert (model.embed.weight == 1).all()
+
+
+def test_a_model_that_is_gone_is_told() -> None:
+    done = run(fill, Net(), 4, background=True)
+    gc.collect()
+    with pytest.warns(UserWarning, match="the notebook's object does not exist any more"):
+        done.wait()
+    other = Net()
+    done.load(other)
+    assert (other.embed.weight == 4).all()
+
+
+found: Any = "before"
+lock: Any = None
+
+
+def test_variables_come_home_by_name() -> None:
+    global found, lock
+
+    def train(seen: list[int], model: Any) -> None:
+        global found, lock
+        rank = int(os.environ["RANK"])
+        seen.append(rank)
+        found, lock = torch.tensor(rank), threading.Lock()
+        model[0] = Net()
+
+    try:
+        with pytest.warns(UserWarning, match="not (updated|returned)") as warned:
+            done = run(train, [7], [0], out="found@all, seen lock absent")
+        assert done.out["seen"] == globals().pop("seen") == [7, 0]
+        assert [int(t) for t in found] == [0, 1]
+        assert lock is None
+        told = sorted(str(w.message) for w in warned)
+        assert "absent was not returned: there is no variable `absent`" in told[0]
+        assert "The run assigned: found, lock" in told[0]
+        assert "lock was not updated" in told[1]
+        assert nbtrain.Run.open(done.folder).out.keys() == {"found", "seen"}
+    finally:
+        found = "before"
+
+
+def test_a_variable_that_one_rank_cannot_send_is_as_it_was() -> None:
+    def train() -> None:
+        global found
+        found = threading.Lock() if os.environ["RANK"] == "1" else 3
+
+    with pytest.warns(UserWarning, match="found was not updated.*cannot pickle"):
+        done = run(train, out="found@all")
+    assert found == "before"
+    assert done.out == {"found": [3, None]}
+
+
+class Fragile:
+    """Cannot be unpickled."""
+
+    def __reduce__(self) -> Any:
+        return int, ("nothing",)
+
+
+def test_a_variable_that_cannot_be_unpickled_takes_no_other_with_it() -> None:
+    global found, lock
+
+    def train() -> None:
+        global found, lock
+        found, lock = Fragile(), 8
+
+    try:
+        with pytest.warns(UserWarning, match="found was not updated.*ValueError: invalid literal"):
+            done = run(train, out="found, lock")
+        assert (found, lock) == ("before", 8)
+        with pytest.warns(UserWarning, match="found could not be loaded: ValueError"):
+            assert done.out == {"lock": 8}
+    finally:
+        found, lock = "before", None
+
+
+def test_a_new_optimizer_is_one_of_the_notebooks_model() -> None:
+    global found
+
+    def train(model: Any) -> None:
+        global found
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        steps(model, optimizer)
+        found = {"optimizer": optimizer, "model": model, "weight": model.norm.weight}
+
+    model = Net()
+    try:
+        done = run(train, model, out="found")
+        assert found["model"] is model
+        assert found["weight"] is model.norm.weight
+        assert found["optimizer"].param_groups[0]["params"][0] is model.embed.weight
+        assert "momentum_buffer" in found["optimizer"].state[model.embed.weight]
+        with pytest.raises(NbtrainError, match="refers to `model`"):
+            print(nbtrain.Run.open(done.folder).out)
+    finally:
+        found = "before"
+
+
+@pytest.mark.parametrize("out", ["a-b", "x@some", ["a", "class"], "@all"])
+def test_a_name_that_is_none_is_refused_before_anything_starts(out: Any) -> None:
+    before = nbtrain.last_run()
+    with pytest.raises(PlanError, match="variable names"):
+        run(print, out=out)
+    assert nbtrain.last_run() is before
+
+
+def test_inline_the_model_is_the_very_object() -> None:
+    model = Net()
+    done = nbtrain.launch(fill, model, 6, engine="inline", view="none")
+    assert (model.embed.weight == 6).all()
+    assert not RunFiles(done).weights()
+
+
+def test_the_notebooks_process_is_as_it_was() -> None:
+    def look() -> Any:
+        return (
+            torch.get_rng_state().tolist(),
+            random.getstate(),
+            sorted(os.listdir("/proc/self/fd")),
+            threading.active_count(),
+        )
+
+    model = Net()
+    run(fill, model, 1)  # safetensors is imported
+    before = look()
+    run(fill, model, 2)
+    assert look() == before
+    assert (model.embed.weight == 2).all()
+
+
+def test_the_last_runs_keep_their_weights() -> None:
+    done = [run(fill, Net(), value) for value in range(1, 6)]
+    kept = [bool(RunFiles(one).weights()) for one in done]
+    assert kept == [False, True, True, True, True]  # those before the last began, and its own
+
+
+def test_a_full_disk_costs_the_weights_not_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def save(*_args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(
+        "nbtrain.transport.weights.save", save
+    )  # in the rank, which is forked from here
+    with pytest.warns(UserWarning, match="No space left"):
+        done = run(lambda model: fill(model, 1) or 5, Net())
+    assert done.results == [5, 5]
+    assert done.state.status == "succeeded"
+
+
+def test_cells(notebook: Notebook) -> None:
+    notebook.run("model = torch.nn.Linear(4, 4); other = model; losses = None")
+    train = """%%distributed -n 2 --out losses,rank@all
+import os
+losses, rank = [], int(os.environ["RANK"])
+def train(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=.1)
+    for _ in range(3):
+        loss = model(torch.ones(2, 4)).sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return model.weight.detach()
+"""
+    out = notebook.run(train)
+    assert not out.ename, out.traceback
+    assert "model: 20 parameters updated from rank 0" in out.board
+    assert notebook.value("len(losses), rank") == (3, [0, 1])
+    assert notebook.value("model is other and model.weight.equal(nbtrain.last_run().value)")
+    out = notebook.run(train.replace("-n 2 --out losses,rank@all", "-n 2 --no-sync --out a-b"))
+    assert out.ename == "PlanError"
+
+
+@pytest.mark.parametrize(
+    ("cell", "comes"),
+    [
+        ("%%distributed -n 2\nfill(model)", True),
+        ("%distributed -n 2 fill(model)", True),
+        ("%%distributed -n 2\nmodel = torch.compile(model, backend='eager')\nfill(model)", True),
+        ("%%distributed -n 2 -e spawn\nfill(model)", True),
+        ("%%distributed -n 2\ndef train():\n    fill(model)", True),
+        ("%%distributed -n 2\nmodel = torch.nn.Linear(4, 4)\nfill(model)", False),
+        ("%%distributed -n 2 --no-sync\nfill(model)", False),
+    ],
+)
+def test_a_model_that_a_cell_mentions_comes_home(
+    notebook: Notebook, cell: str, comes: bool
+) -> None:
+    notebook.run(
+        "import torch\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "def fill(model):\n"
+        "    for p in model.parameters():\n"
+        "        p.data.fill_(7)\n"
+    )
+    out = notebook.run(cell)
+    assert not out.ename, out.traceback
+    assert notebook.value("bool((model.weight == 7).all())") is comes
+    assert ("20 parameters updated from rank 0" in out.board) is comes
+
+
+def test_an_interrupt_keeps_what_was_trained(notebook: Notebook) -> None:
+    notebook.run("model = torch.nn.Linear(4, 4)")
+    out = notebook.run(
+        """%%distributed -n 2
+def train(model):
+    with torch.no_grad():
+        model.weight.fill_(7)
+    print("ready", flush=True)
+    while True:
+        time.sleep(.01)
+""",
+        interrupt_on="ready",
+    )
+    assert out.ename == "KeyboardInterrupt"
+    assert "rank 0 left its weights" in out.board
+    assert notebook.value("bool((model.weight == 7).any())") is False
+    notebook.run("nbtrain.last_run().load(model)")
+    assert notebook.value("bool((model.weight == 7).all())") is True
+
+
+def test_a_result_is_there_although_saving_the_weights_took_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(result_sender.weights, "save", lambda *_, **__: time.sleep(60))
+    model = torch.nn.Linear(2, 2)
+
+    def train(model: torch.nn.Module) -> int:
+        torch.nn.init.ones_(model.weight)  # type: ignore[arg-type]
+        return 7
+
+    with pytest.raises(RunTimeout):
+        nbtrain.launch(train, model, num_processes=1, view="none", timeout=1)
+    run = nbtrain.last_run()
+    assert run is not None
+    assert run.value == 7
+
+
+def test_the_inline_engine_trains_the_model_itself() -> None:
+    with pytest.raises(PlanError, match="inline"):
+        nbtrain.launch(int, engine="inline", sync=False, view="none")
+
+
+class _OnlyPickles:
+    def __reduce__(self) -> tuple[object, ...]:
+        return int, ("no number",)
+
+
+def test_a_result_that_nobody_can_read_is_named_while_the_weights_arrive() -> None:
+    model = torch.nn.Linear(2, 2)
+
+    def train(model: torch.nn.Module) -> object:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(3)
+        return {"loss": 1.0, "skipped": [_OnlyPickles()]}
+
+    with pytest.warns(UserWarning, match="the return value cannot be read: ValueError: invalid"):
+        run = nbtrain.launch(train, model, num_processes=2, view="none")
+    assert (model.weight == 3).all()
+    assert "⚠ the return value cannot be read" in text_summary.summary(run.state, 0)
+
+
+def test_weights_that_became_nan_do_not_replace_finite_ones_unless_they_are_asked_for() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def train(model: torch.nn.Module) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(1.0)
+            model[1].bias.fill_(float("nan"))  # type: ignore[index,operator,union-attr]
+
+    with pytest.warns(UserWarning, match=r"model was not updated: `1.bias` is not finite"):
+        done = run(train, model)
+    assert all(p.equal(b) for p, b in zip(model.parameters(), before, strict=True))
+    done.load(model)
+    assert model[1].bias.isnan().all()
+    assert (model[0].weight == 1).all()
+
+
+def test_an_optimizer_that_became_nan_does_not_replace_the_notebooks() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def train(model: torch.nn.Linear, optimizer: torch.optim.Optimizer) -> None:
+        (model(torch.ones(1, 2)) * float("nan")).sum().backward()
+        optimizer.step()
+
+    with pytest.warns(UserWarning, match="is not finite"):
+        run(train, model, optimizer, out="optimizer")
+    assert not optimizer.state
+
+
+def test_a_mask_of_infinities_is_no_reason_to_leave_the_weights() -> None:
+    model = torch.nn.Linear(2, 1)
+    model.register_buffer("mask", torch.full((2, 2), float("-inf")).triu(1))
+
+    def train(model: torch.nn.Linear) -> None:
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+            model.mask.fill_(float("-inf"))
+
+    run(train, model)
+    assert (model.weight == 1).all()
+    assert model.mask.isinf().all()

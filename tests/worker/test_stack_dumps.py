@@ -1,0 +1,120 @@
+"""What a rank lays out so that it can be asked: a signal's handler, a socket, and nothing more."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nbtrain.tracking.diagnosis import collectives, stacks
+from nbtrain.tracking.run_folder import RunFolder
+from nbtrain.worker import stack_dumps
+from tests.support.runs import launch
+
+
+def test_the_parts_of_torch_that_are_used_are_there() -> None:
+    from torch._C._distributed_c10d import _WorkerServer
+    from torch.distributed import distributed_c10d
+
+    assert callable(_WorkerServer)
+    helper = inspect.signature(distributed_c10d._new_process_group_helper)
+    assert list(helper.parameters)[1:6] == [
+        "group_rank",
+        "global_ranks_in_group",
+        "backend",
+        "store",
+        "group_name",
+    ]
+
+
+def test_a_rank_is_served_from_its_first_process_group_on() -> None:
+    def train() -> tuple[int, int, bool, bool]:
+        import torch
+        import torch.distributed as dist
+
+        folder = RunFolder(Path(os.environ["NBTRAIN_RUN"]))
+        tasks = Path("/proc/self/task").glob("*/comm")
+        before = [t for t in tasks if "workerserver" in t.read_text()]
+        early = folder.recorder(0).exists()
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(3))
+        answers = collectives.fetch(folder.recorder(0), 5)
+        last = answers.last(collectives.DEFAULT) if answers is not None else 0
+        dist.destroy_process_group()
+        dist.init_process_group("gloo")  # again: one server is enough
+        return len(before), last, early, folder.recorder(0).is_socket()
+
+    threads, last, early, served = launch(train).value
+    assert threads == 0
+    assert last >= 1
+    assert not early
+    assert served
+
+
+def test_training_code_keeps_its_own_signals() -> None:
+    def train() -> tuple[bool, bool, str]:
+        heard: list[int] = []
+        free = [signal.getsignal(n) for n in (signal.SIGUSR1, signal.SIGUSR2)]
+        signal.signal(signal.SIGUSR1, lambda number, _frame: heard.append(number))
+        answers = stacks.ask(RunFolder(Path(os.environ["NBTRAIN_RUN"])), [0])
+        return free == [signal.SIG_DFL] * 2, heard == [], answers[0].trouble
+
+    assert launch(train).results == [(True, True, "")]
+
+
+@pytest.mark.parametrize("engine", ["fork", "spawn"])
+def test_a_rank_registers_for_its_stacks_once(engine: str) -> None:
+    def train() -> int:
+        file = str(RunFolder(Path(os.environ["NBTRAIN_RUN"])).stacks(0))
+        links = Path("/proc/self/fd").iterdir()
+        return sum(os.readlink(link).startswith(file) for link in links if link.is_symlink())
+
+    assert launch(train, engine=engine).results == [1]
+
+
+def test_a_process_that_a_rank_forks_starts_no_server_and_takes_no_file() -> None:
+    def train() -> int:
+        import torch.distributed as dist
+
+        folder = RunFolder(Path(os.environ["NBTRAIN_RUN"]))
+        pid = os.fork()
+        if not pid:
+            dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+            os._exit(7 if folder.recorder(0).exists() else 0)
+        _, status = os.waitpid(pid, 0)
+        return os.waitstatus_to_exitcode(status)
+
+    assert launch(train).results == [0]
+
+
+def test_a_folder_that_cannot_be_written_costs_no_training(tmp_path: Path) -> None:
+    missing = RunFolder(tmp_path / "missing")
+
+    def train() -> bool:
+        stack_dumps._answering = None
+        stack_dumps.answer_with_stacks(missing, 0)
+        return missing.stacks(0).exists()
+
+    assert launch(train).results == [False]
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0, reason="only root can become another user"
+)
+@pytest.mark.parametrize(("limit", "has_room"), [(18, False), (4096, True)])
+def test_no_recorder_is_started_that_the_limit_of_threads_would_end(
+    limit: int, has_room: bool
+) -> None:
+    """torch ends the process (SIGABRT) where the server gets some of its threads only."""
+    code = (
+        "import os, resource; from nbtrain.worker import stack_dumps; "
+        f"resource.setrlimit(resource.RLIMIT_NPROC, ({limit}, {limit})); os.setuid(54321); "
+        "print(stack_dumps._has_room(2))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.stdout.strip() == str(has_room), run.stderr
