@@ -37,7 +37,11 @@ _NAMES = {
 _PUBLIC = {name: module for module, names in _NAMES.items() for name in names.split()}
 """Every public name, and the module it is imported from when it is asked for."""
 
-__all__ = list(_PUBLIC)
+__all__ = [  # written out because type checkers read it; a test compares it with `_PUBLIC`
+    "NbtrainError", "RankDied", "Run", "attempt", "checkpoint", "checkpoint_dir", "last_checkpoint",
+    "last_run", "launch", "log", "memory_needed", "notebook_launcher", "progress", "rank", "runs",
+    "scaling", "should_stop", "world_size",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -51,8 +51,10 @@ def _measure_when_ready(kernel: Notebook) -> float:
             kernel.check()
             time.sleep(0.02)
         everyone = [parent, *parent.children(recursive=True)]
-        if len(everyone) != RANKS + 2:  # the kernel, its ranks, and the run's janitor
-            raise RuntimeError(f"the kernel has {len(everyone) - 1} children, not {RANKS + 1}")
+        # A process missed or counted too many would bend the figure without a word. Besides the
+        # kernel and the ranks: the run's janitor, and the store where the ranks meet.
+        if len(everyone) != 1 + RANKS + 2:
+            raise RuntimeError(f"the kernel has {len(everyone) - 1} children, not {RANKS + 2}")
         return sum(private_mb(process.pid) for process in everyone)
     finally:
         (folder / "go").touch()

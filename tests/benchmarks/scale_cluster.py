@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import json
 import signal
@@ -80,6 +81,7 @@ def watch(rounds: int) -> dict[str, list[float]]:
     from nbtrain.engines.ray.engine import DriverClient, RayEngine
     from nbtrain.lifecycle.supervisor import Interrupts, Supervisor
     from nbtrain.planning.plan import Call, Plan
+    from nbtrain.ui.displays import select
 
     spawn._BOOT = (
         f"import sys, json; order = json.loads(sys.argv.pop()); sys.path[:] = order['path']\n"
@@ -92,7 +94,8 @@ def watch(rounds: int) -> dict[str, list[float]]:
     with watched.looking(), Interrupts() as interrupts:
         job, state = launch.make_job(plan, "cpu", engine, ())
         supervisor = Supervisor(job.folder, state, plan.timeout, plan.hang_after)
-        display = launch._display(job, supervisor)
+        stop = functools.partial(supervisor.request_stop, "by the Stop button")
+        display = select.choose(plan.view, stop, inline=False)
         run = launch.execute(job, engine, supervisor, display, interrupts)
     engine.discard()
     assert run.state.status == "interrupted", run.state.message
