@@ -91,14 +91,14 @@ def _do(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 def _stop(run: Run) -> int:
     if run.state.is_over:
-        print(f"{run.folder.name} has ended: {run.state.status}")
+        print(f"{run.folder.name} has ended: {run.state.outcome}")
         return 0
     try:
         run.stop(how="by `nbtrain stop`")
     except KeyboardInterrupt:  # Ctrl-C ends the waiting, and the run still stops
         print(f"{run.folder.name} was asked to stop, but has not ended yet", file=sys.stderr)
         return 130
-    _show(f"{run.folder.name}: {run.state.status} {run.state.message}")
+    _show(f"{run.folder.name}: {run.state.outcome} {run.state.message}")
     return 0
 
 

@@ -326,7 +326,7 @@ class Run:
     def __repr__(self) -> str:
         state = self.state
         return (
-            f"<Run {state.name}: {state.status}, {plural(state.world_size, 'rank')}, "
+            f"<Run {state.name}: {state.outcome}, {plural(state.world_size, 'rank')}, "
             f"{state.elapsed(clock.now()):.1f} s>"
         )
 

@@ -19,10 +19,12 @@ from ..planning.task_values import arguments
 from ..system import host
 from ..system.files import last_bytes
 from ..system.processes import process_identity
+from ..system.text import strip_escapes
 from ..tracking import clock, history
 from ..tracking import events as ev
 from ..tracking.replay import initial_state
 from ..tracking.run_folder import RunFolder, is_watched
+from ..tracking.state import outcome
 
 CELLS = 1000
 """How many cells a run can name where its stacks are read, the last ones."""
@@ -68,7 +70,8 @@ def run_info(folder: RunFolder) -> RunInfo:
     state = initial_state(manifest, folder.manifest)
     ended = [e for e in _tail(folder.launcher_events) if isinstance(e, ev.Finished)]
     if ended:
-        status, seconds = ended[-1].status, max(0.0, ended[-1].time - state.created)
+        status = outcome(ended[-1].status, strip_escapes(ended[-1].flaw, 200))
+        seconds = max(0.0, ended[-1].time - state.created)
     else:
         status, seconds = "running" if is_watched(folder) else "lost", None
     given = manifest.get("parameters")

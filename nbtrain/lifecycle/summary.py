@@ -128,7 +128,7 @@ def summary(state: RunState, now: float) -> Summary:
     whole = largest({rank.rank: peak_memory(rank) for rank in state.ranks})
     return Summary(
         state.name,
-        state.status,
+        state.outcome,
         state.engine,
         host_status.devices(state),
         state.mixed_precision,

@@ -293,8 +293,9 @@ class Supervisor:
             message = f"{self._stop.how}; {message}"
         if status == "timed out":
             message = f"{self._timeout:g} s; {message}"
-        self._note([ev.Finished(clock.now(), -1, status, message)])
-        LOGGER.info("the run %s after %.1f s", status, self.state.elapsed(clock.now()))
+        flaw = self.state.flaw if status == "succeeded" else ""
+        self._note([ev.Finished(clock.now(), -1, status, message, flaw)])
+        LOGGER.info("the run %s after %.1f s", self.state.outcome, self.state.elapsed(clock.now()))
         self._writer.close()
         self.over.set()
 

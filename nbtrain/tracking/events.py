@@ -244,6 +244,8 @@ class ArtifactSaved(Event, kind="saved"):
     """Bytes."""
     trouble: str = ""
     """Why it could not be saved."""
+    not_finite: str = ""
+    """The first parameter of a model that is nan or inf."""
 
 
 @dataclass(frozen=True)
@@ -290,6 +292,8 @@ class RunNote(Event, kind="note"):
     """Something is wrong with the run or its surroundings, but the run goes on."""
 
     text: str = ""
+    flaw: str = ""
+    """What makes the result of the run wrong, in a few words, where it does."""
 
 
 @dataclass(frozen=True)
@@ -315,6 +319,8 @@ class Finished(Event):
     status: str = ""
     """How the run ended."""
     message: str = ""
+    flaw: str = ""
+    """What makes the result of a run wrong that ended without an error, in a few words."""
 
 
 KINDS: Mapping[str, type[Event]] = {cls.kind: cls for cls in Event.__subclasses__()}

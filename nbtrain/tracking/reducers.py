@@ -11,7 +11,7 @@ from typing import Any
 from ..system.text import strip_escapes, strip_escapes_by_line
 from . import events as ev
 from .curves import CurvesDraft
-from .state import ProgressBar, RankState, RunState, progress_after
+from .state import ProgressBar, RankState, RunState, not_finite_loss, progress_after
 
 LOG_LINES = 200
 """How many of a rank's last lines the picture has; the log file has all."""
@@ -91,7 +91,7 @@ def _attempt(state: RunState, event: ev.Attempt) -> Draft:
     )
     message = strip_escapes(event.reason)
     new = {"ranks": ranks, "attempt": event.number, "message": message, "status": "starting"}
-    return {**new, "hang": "", "peer_failure": None}
+    return {**new, "hang": "", "peer_failure": None, "not_finite": None, "flaws": ()}
 
 
 def _finished(state: RunState, event: ev.Finished) -> Draft:
@@ -102,8 +102,10 @@ def _finished(state: RunState, event: ev.Finished) -> Draft:
 
 def _run_note(state: RunState, event: ev.RunNote) -> Draft:
     text = strip_escapes(event.text, NOTE)
-    is_known = text in state.notes  # of another rank, or an attempt before
-    return {} if is_known else {"notes": (text, *state.notes)}
+    if text in state.notes:  # of another rank, or an attempt before
+        return {}
+    flaws = (strip_escapes(event.flaw, NAME),) if event.flaw else ()
+    return {"notes": (text, *state.notes), "flaws": (*state.flaws, *flaws)}
 
 
 def _not_finite(state: RunState, event: ev.NotFinite) -> Draft:
@@ -111,15 +113,15 @@ def _not_finite(state: RunState, event: ev.NotFinite) -> Draft:
     before = state.not_finite
     if before is not None and before.time <= event.time:
         return {}
-    notes = [note for note in state.notes if before is None or note != _not_finite_note(before)]
+    known = {_not_finite_note(each) for each in (event, before) if each is not None}
+    notes = [note for note in state.notes if note not in known]
     return {"not_finite": event, "notes": (_not_finite_note(event), *notes)}
 
 
 def _not_finite_note(event: ev.NotFinite) -> str:
-    loss = strip_escapes(event.loss, NAME)
     return (
-        f"the loss of rank {event.loss_rank} became {loss} by step {event.step + 1}, and such "
-        "a loss can spoil the weights. Lower the learning rate, or clip the gradients; "
+        f"{not_finite_loss(event)}, and such a loss can spoil the weights. Lower the "
+        "learning rate, or clip the gradients; "
         "torch.autograd.set_detect_anomaly(True) names the operation that made it"
     )
 
@@ -190,8 +192,11 @@ def _ended(_rank: Draft, event: ev.Ended) -> Draft:
 
 def _artifact_saved(rank: Draft, event: ev.ArtifactSaved) -> Draft:
     name, trouble = strip_escapes(event.name, NAME), strip_escapes(event.trouble, NOTE)
+    bad = strip_escapes(event.not_finite, NAME)
     others = [old for old in rank["saved"] if old.name != name]
-    return {"saved": (*others[1 - SAVED :], replace(event, name=name, trouble=trouble))}
+    return {
+        "saved": (*others[1 - SAVED :], replace(event, name=name, trouble=trouble, not_finite=bad))
+    }
 
 
 def _exited(rank: Draft, event: ev.Exited) -> Draft:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from ..system.text import strip_escapes
 from . import events as ev
 from .curves import Curves
 
@@ -234,6 +235,13 @@ class RankState:
             return logged
         return self.progress.loss if self.progress is not None else None
 
+    @property
+    def has_lost_its_loss(self) -> bool:
+        """Whether the last loss, logged or seen, is no finite number."""
+        seen = self.progress.loss if self.progress is not None else None
+        losses = (self.metrics.get("loss"), seen)
+        return any(isinstance(v, float) and not math.isfinite(v) for v in losses)
+
     def bytes_by_part(self, *, most: bool = False) -> dict[str, int]:
         """Return the bytes that the rank holds on its GPU, else in its host's memory, by part.
 
@@ -293,6 +301,8 @@ class RunState:
     """What may have used the memory, should a rank be killed for want of it."""
     loaded: Mapping[str, str] = field(default_factory=dict)
     """What the notebook loaded of what ranks saved, each with what was in the way."""
+    flaws: tuple[str, ...] = ()
+    """What notes say of the result, in a few words: that it is wrong."""
     not_finite: ev.NotFinite | None = None
     """The first loss of any rank that was not finite."""
     peer_failure: ev.PeerNodeFailed | None = None
@@ -301,6 +311,22 @@ class RunState:
     @property
     def is_over(self) -> bool:
         return self.ended is not None
+
+    @property
+    def flaw(self) -> str:
+        """What makes the result of the run wrong although no rank failed; "" for nothing."""
+        for rank in self.ranks:
+            if self.not_finite is not None and rank.has_lost_its_loss:
+                return not_finite_loss(self.not_finite)
+        spoiled = [saved for rank in self.ranks for saved in rank.saved if saved.not_finite]
+        if spoiled:
+            return f"`{spoiled[0].not_finite}` of `{spoiled[0].name}` is not finite"
+        return next(iter(self.flaws), "")
+
+    @property
+    def outcome(self) -> str:
+        """The status as people read it: a run that ended with a flaw has not just succeeded."""
+        return outcome(self.status, self.flaw)
 
     @property
     def host(self) -> ev.Host | None:
@@ -314,3 +340,14 @@ class RunState:
     def elapsed(self, now: float) -> float:
         """Seconds since the launch, or that the run took."""
         return max(0.0, (self.ended if self.ended is not None else now) - self.created)
+
+
+def outcome(status: str, flaw: str) -> str:
+    """Return how a run ended, for people: ``finished, but …`` where its result is wrong."""
+    return f"finished, but {flaw}" if flaw and status == "succeeded" else status
+
+
+def not_finite_loss(event: ev.NotFinite) -> str:
+    """Describe the first loss that was not finite: ``the loss of rank 1 became nan by step 5``."""
+    loss = strip_escapes(event.loss, 10)
+    return f"the loss of rank {event.loss_rank} became {loss} by step {event.step + 1}"

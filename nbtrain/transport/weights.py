@@ -184,8 +184,11 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def save(content: WeightFile, path: Path) -> None:
-    """Write a file. Raises what safetensors does: `OSError` or its own error on a full disk."""
+def save(content: WeightFile, path: Path) -> list[str]:
+    """Write a file; return the names of the tensors that are not finite.
+
+    Raises what safetensors does: `OSError` or its own error on a full disk.
+    """
     from safetensors.torch import save_file
 
     plain = {name: tensor for name, tensor in content.tensors.items() if is_plain(tensor)}
@@ -200,15 +203,17 @@ def save(content: WeightFile, path: Path) -> None:
             ready[name] = tensor.detach().contiguous()
     sums = {name: checksum(_chunks(tensor)) for name, tensor in ready.items()}
     kinds = {name: (shape_of(t), _stored_kind(t)) for name, t in content.tensors.items()}
+    not_finite = sorted(name for name, tensor in plain.items() if not _is_finite(tensor))
     about = {
         **content.about,
         "tensors": {name: [*kinds[name], sums[name]] for name in ready},
         "encoded": sorted(ready.keys() - plain.keys()),
-        "not_finite": sorted(name for name, tensor in plain.items() if not _is_finite(tensor)),
+        "not_finite": not_finite,
     }
     text = json.dumps(about)
     save_file(ready, path, {"format": "pt", KEY: text, CHECKSUM: text_checksum(text)})
     path.chmod(0o600)  # whatever the umask is
+    return not_finite
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

@@ -19,8 +19,8 @@ _TICKS = "▁▂▃▄▅▆▇█"
 def summary(state: RunState, now: float) -> str:
     """Return the whole run in a few lines, its notes first."""
     state = stragglers.with_slow_ranks_marked(state)
-    mark = {"succeeded": "✓", "failed": "✗"}.get(state.status, "●")
-    head = f"{mark} {state.name[:200]}: {state.status} · {labels.facts(state, now)}"
+    mark = {"succeeded": "✓", "failed": "✗"}.get(state.outcome, "⚠" if state.flaw else "●")
+    head = f"{mark} {state.name[:200]}: {state.outcome} · {labels.facts(state, now)}"
     returned = [f"  {label}{result[:_RESULT]}" for label, result in labels.results(state)]
     returned += [f"  {line}" for line in labels.artifact_lines(state)]
     message = [f"  {state.message[:_RESULT]}"] if state.message else []

@@ -150,12 +150,15 @@ class ResultSender:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         partial = path.with_suffix(".partial")
         try:
-            weights.save(ready, partial)
+            not_finite = weights.save(ready, partial)
             partial.rename(path)
         finally:
             partial.unlink(missing_ok=True)
         kind, count = ready.about["kind"], ready.about.get("parameters", 0)
-        self._report(name, what=kind, parameters=count, size=path.stat().st_size)
+        size, value = path.stat().st_size, self._objects[name]
+        known = {weights.plain_name(n) for n, _ in value.named_parameters()} if count else set()
+        spoiled = next((n for n in not_finite if n in known), "")  # a mask, a buffer, may be -inf
+        self._report(name, what=kind, parameters=count, size=size, not_finite=spoiled)
 
     def _is_sharded(self, module: Any) -> bool:
         flat = self._flat_root(module) is not None

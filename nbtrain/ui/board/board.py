@@ -96,7 +96,7 @@ def _header(state: RunState, now: float) -> str:
         f'<div style="{theme.SOFT};overflow-wrap:anywhere">{line}</div>' for line in lines if line
     )
     return (
-        f'<div style="margin-bottom:4px">{rank_table.badge(state.status)}'
+        f'<div style="margin-bottom:4px">{rank_table.badge(state.outcome)}'
         f'<b style="margin:0 10px;{theme.MONO};font-weight:600">{cut(state.name, 120)}</b>'
         f'<span style="{theme.SOFT}">{escape(labels.facts(state, now))}</span>{below}</div>'
     )

@@ -42,7 +42,7 @@ STATUS = {
 
 def status_colour(status: str) -> str:
     """Return the colour of a status or a badge; it is grey before the start and after a stop."""
-    return STATUS.get(status, GREY)
+    return AMBER if status.startswith("finished, but") else STATUS.get(status, GREY)
 
 
 def folded(title: str, inner: str, style: str = "margin:0") -> str:

@@ -19,7 +19,7 @@ TEXT_INTERVAL = 5.0
 """Seconds between two progress lines of a rank in plain text."""
 
 _COLOURS = {"done": 32, "succeeded": 32, "running": 34, "failed": 31, "failing": 31}
-_COLOURS |= {"stopping": 33, "interrupted": 33, "timed out": 33, "stopped": 33}
+_COLOURS |= {"finished": 33, "stopping": 33, "interrupted": 33, "timed out": 33, "stopped": 33}
 _STATUS = re.compile(rf"(?<=: )(?:{'|'.join(_COLOURS)})\b")
 
 

@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import nbtrain
+from nbtrain.ui.board import theme
+from tests.support.kernel import Notebook
 from tests.support.runs import last, launch
 
 
@@ -221,3 +223,44 @@ def test_losses_that_a_scaler_skips_are_not_noted() -> None:
 
     assert not launch(train, 9).state.notes
     assert "became inf" in launch(train, 12).state.notes[0]
+
+
+def test_a_run_whose_loss_stays_not_finite_does_not_end_as_a_success(notebook: Notebook) -> None:
+    notebook.run(
+        "model = torch.nn.Linear(2, 1)\n"
+        "def train(model, bad, good=99):\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)\n"
+        "    for step in range(6):\n"
+        "        spoils = bad <= step < good and nbtrain.rank() == 1\n"
+        "        loss = model(torch.ones(1, 2)).sum() * (float('nan') if spoils else 1.0)\n"
+        "        loss.backward()\n"
+        "        if not spoils:\n"
+        "            optimizer.step()\n"
+        "        optimizer.zero_grad()"
+    )
+    end = "finished, but the loss of rank 1 became nan by step 4"
+    shown = notebook.run("run = nbtrain.launch(train, model, 3, num_processes=2)")
+    assert f"⚠ train: {end}" in shown.board
+    assert "✓" not in shown.board
+    assert f"color:{theme.AMBER}" in (shown.updates or shown.displays)[-1]["text/html"]
+    assert notebook.value("run.state.status") == "succeeded"
+    for view in ("run.state.outcome", "repr(run)", "repr(run.summary())", "run.summary().status"):
+        assert end in notebook.value(view)
+    assert notebook.value("nbtrain.runs().status.iloc[-1]") == end
+    assert notebook.value("nbtrain.Run.open(run.folder).state.outcome") == end
+    assert end in notebook.run("%nbtrain runs").stdout
+    # One that found back spoilt nothing.
+    assert "✓ train: succeeded" in notebook.run("_ = nbtrain.launch(train, model, 3, 5)").board
+
+
+def test_weights_that_are_not_finite_are_no_success(notebook: Notebook) -> None:
+    notebook.run(
+        "model = torch.nn.Linear(2, 1)\n"
+        "def train(model):\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    model(torch.ones(1, 2)).sum().backward()\n"
+        "    model.weight.grad.fill_(float('inf'))\n"
+        "    optimizer.step()"
+    )
+    board = notebook.run("run = nbtrain.launch(train, model, num_processes=1)").board
+    assert "finished, but `weight` of `model` is not finite" in board
