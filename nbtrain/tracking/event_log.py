@@ -68,8 +68,9 @@ class Reader:
 
     def _of_rank(self, rank: int, is_over: bool) -> Iterator[ev.Event]:
         tail, log = self.ranks[rank], self.logs[rank]
-        yield from all_events(tail) if is_over else new_events(tail)
+        # Read first and yielded last: a rank reports its failure before it prints the traceback.
         lines = tuple(line.decode("utf-8", "replace") for line in log.lines(flush=is_over))
+        yield from all_events(tail) if is_over else new_events(tail)
         if lines:
             passed, log.passed = log.passed, 0
             yield ev.Output(clock.now(), rank, lines, passed)

@@ -200,6 +200,10 @@ class Host(Event):
     """The host's name, where it is not the launcher's."""
 
 
+TRACEBACK_FOLLOWS = "nbtrain: the exception that ended this rank:"
+"""The line of a rank's log after which there is nothing but what the notebook raises anyway."""
+
+
 @dataclass(frozen=True)
 class Output(Event):
     """The rank wrote lines to stdout or stderr. Read from its log, not stored as an event."""

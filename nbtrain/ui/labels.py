@@ -177,15 +177,22 @@ def trouble(rank: RankState, state: RunState, width: int = 160) -> str:
     """Return what went wrong in a rank, in a line; empty if nothing did."""
     if is_only_echo(rank, state):
         return "lost its peers"
-    line = verdict.line(rank) if rank.status in ("failed", "failing") else ""
+    line = verdict.line(rank) if _has_failed(rank) else ""
     if is_secondary_failure(rank.error or "") and line:
         line = verdict.lost(state, line)
+    alike = (r for r in state.ranks[: rank.rank] if line and r.error and r.error == rank.error)
+    if (first := next(alike, None)) is not None and _has_failed(first):
+        return f"the same as rank {first.rank}"
     return shorten(line, width)
+
+
+def _has_failed(rank: RankState) -> bool:
+    return rank.status in ("failed", "failing")
 
 
 def is_only_echo(rank: RankState, state: RunState) -> bool:
     """Return whether a rank failed only because another one had failed."""
-    failed = (r for r in state.ranks if r.status in ("failing", "failed"))
+    failed = filter(_has_failed, state.ranks)
     known = state.peer_failure is not None or any(
         not is_secondary_failure(r.error or "") for r in failed
     )

@@ -67,7 +67,7 @@ def main(job: Job, rank: int, call: Callable[[Task], Any] | None = None) -> int:
             allow_fsdp_on_cpu()
     code, error = run_and_report(job, rank, writer, call or run_task)
     if error is not None:
-        _print_traceback(error)
+        _print_traceback(error, heading=ev.TRACEBACK_FOLLOWS)
     return code
 
 
@@ -177,13 +177,14 @@ def _leave(rank: int, writer: EventWriter, code: Any) -> int:
     return code & 0xFF or 1
 
 
-def _print_traceback(error: BaseException) -> None:
+def _print_traceback(error: BaseException, heading: str = "") -> None:
     """Leave the whole traceback in the rank's log, the launcher's frames cut off."""
     with contextlib.suppress(Exception):  # a hostile __str__, a full disk: the report is out
         report = traceback.TracebackException.from_exception(error)
         frames = [frame for frame in report.stack if not is_own(frame.filename)]
         report.stack = traceback.StackSummary.from_list(frames)
-        sys.stderr.write("".join(report.format()))
+        lines = [f"{heading}\n"] if heading else []
+        sys.stderr.write("".join([*lines, *report.format()]))
 
 
 def _set_threads() -> None:

@@ -41,7 +41,7 @@ def choose(
         return Display()
     if shell is None or (kernel is None and view == "auto") or view == "text":
         redraws = view == "auto" and can_redraw(sys.stdout)
-        return TableDisplay() if redraws else TextDisplay()
+        return TableDisplay() if redraws else TextDisplay(is_raised=not behind)
     if view == "auto" and _is_headless(shell) and not behind:
         return TextDisplay(keep_html=True)
     if view == "html" or (view == "auto" and (inline or not _has_widgets(shell))):

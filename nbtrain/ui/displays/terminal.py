@@ -6,12 +6,13 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TextIO
 
 from ...system.text import plural
-from ...tracking.state import RunState
+from ...tracking import events as ev
+from ...tracking.state import RankState, RunState
 from .. import labels, text_summary
 from .html_display import Display, Pace, bundle, show
 
@@ -26,9 +27,10 @@ _STATUS = re.compile(rf"(?<=: )(?:{'|'.join(_COLOURS)})\b")
 class TextDisplay(Display):
     """Lines of text: what ranks print, and now and then a line of progress per rank."""
 
-    def __init__(self, *, keep_html: bool = False) -> None:
+    def __init__(self, *, keep_html: bool = False, is_raised: bool = True) -> None:
+        """Show a run; `is_raised`: what it fails with is raised, and so shown, by the caller."""
         self._keep_html = keep_html
-        self._output = _Output()
+        self._output = _Output(is_raised=is_raised)
         self._lines: dict[int, str] = {}
         self._due: float | None = None
         self._hang = ""
@@ -96,11 +98,16 @@ class TableDisplay(Display):
 
 
 class _Output:
-    """What is printed once: the notes, then what ranks print."""
+    """What is printed once: the notes, then what ranks print.
 
-    def __init__(self) -> None:
+    Not the exceptions that end ranks, where the caller raises the one that caused the others.
+    """
+
+    def __init__(self, *, is_raised: bool = True) -> None:
+        self._is_raised = is_raised
         self._printed: dict[int, int] = {}
         self._noted: set[str] = set()
+        self._ended: set[int] = set()
 
     def new(self, state: RunState) -> list[str]:
         """Return the lines not returned before."""
@@ -115,8 +122,20 @@ class _Output:
                 lines.append(
                     f"[rank {rank.rank}] … {plural(new - len(rank.log), 'line')}: run.logs()"
                 )
-            lines.extend(f"[rank {rank.rank}] {line}" for line in rank.log[-new:])
+            is_last = self._is_raised and state.attempt == state.attempts
+            has_raised = is_last and rank.status not in ("starting", "running")
+            printed = self._without_exception(rank, new) if has_raised else rank.log[-new:]
+            lines.extend(f"[rank {rank.rank}] {line}" for line in printed)
         return lines
+
+    def _without_exception(self, rank: RankState, new: int) -> Sequence[str]:
+        lines = rank.log[-new:]
+        if rank.rank in self._ended:
+            return ()
+        if ev.TRACEBACK_FOLLOWS not in lines:
+            return lines
+        self._ended.add(rank.rank)
+        return lines[: lines.index(ev.TRACEBACK_FOLLOWS)]
 
 
 def can_redraw(stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:
