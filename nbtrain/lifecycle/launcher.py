@@ -36,6 +36,7 @@ from ..transport import result_pickler
 from ..ui.displays import select
 from ..ui.displays.html_display import Display
 from ..ui.displays.tracebacks import show_from_the_rank
+from ..worker import api, nested_launches
 from ..worker.job import Job
 from . import background
 from .follower import Follower
@@ -206,6 +207,8 @@ def run_plan(plan: Plan) -> Run:
 
     A run in the background is returned as soon as its ranks were started.
     """
+    if api.active is not None:
+        raise nested_launches.refusal("nbtrain", getattr(plan.task, "function", None) or plan.name)
     plan, findings = config_file.applied(plan)
     engine = engines.choose(plan)
     try:
@@ -287,7 +290,7 @@ def _check_task(plan: Plan, device: str, engine: Engine) -> list[Finding]:
             ranks=ranks,
             name_cell=cell_name,
         )
-    return [*on_host, *in_code]
+    return preflight.unless_refused([*on_host, *in_code])
 
 
 _LOGGED = ("name", "engine", "mixed_precision", "timeout", "max_restarts", "env", "scaling")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import PreflightError
+from ..errors import PlanError, PreflightError
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Finding:
     level: Literal["refuse", "warn"] = "warn"
     """Whether the launch is refused, or goes on with a note on its board."""
 
-    error: type[PreflightError] = PreflightError
+    error: type[PreflightError | PlanError] = PreflightError
     """What a refused launch raises."""
 
     @property

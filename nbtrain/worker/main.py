@@ -23,7 +23,7 @@ from ..tracking import clock
 from ..tracking import events as ev
 from ..tracking.event_log import EventWriter
 from ..transport import exceptions, result_pickler
-from . import api, failure_evidence, stack_dumps, stopping, telemetry
+from . import api, failure_evidence, nested_launches, stack_dumps, stopping, telemetry
 from .job import Job
 from .rank_environment import (
     allow_fsdp_on_cpu,
@@ -60,6 +60,7 @@ def main(job: Job, rank: int, call: Callable[[Task], Any] | None = None) -> int:
     first, size = (world.first - world.begin, world.size) if world else (0, job.world_size)
     api.activate(api.Reporter(writer, rank, size, first))
     telemetry.install(job.plan.telemetry, job.plan)
+    nested_launches.refuse()
     serve_own_store(world.master_port if world else job.port)
     if job.device == "cpu":
         join_world_on_cpu()

@@ -1,13 +1,13 @@
 """Lint: what a cell, and the functions it calls, will do wrong on several ranks.
 
 By `ast` alone: nothing of the user's is imported, executed or evaluated. What is reported is
-certain; in doubt it stays quiet. Nothing here stops a launch.
+certain; in doubt it stays quiet. Two rules refuse a launch that cannot be meant; the others advise.
 
     source_index.py     one piece of source, indexed
     value_kinds.py      what a notebook variable is, by its exact type
     source_finder.py    which pieces of source a launch will run
     program.py          all of them together; what only one rank does
-    rules.py, save_rule.py, prepare_rule.py    the rules
+    rules.py, save_rule.py, prepare_rule.py, nested_launch.py, uncalled_function.py    the rules
     training_loop.py, edits.py, migration.py    a plain loop, and its edits
 """
 
@@ -22,6 +22,7 @@ from ..findings import CodeFinding, Edit
 from ..plan import Call, Cell
 from .edits import apply_edits
 from .migration import RANK_DEVICE, migration
+from .nested_launch import nested_launches
 from .prepare_rule import unprepared
 from .program import Program
 from .rules import (
@@ -36,6 +37,7 @@ from .rules import (
 from .save_rule import saving
 from .source_finder import NameCell, gather
 from .source_index import Unit
+from .uncalled_function import uncalled
 
 __all__ = ["CODES", "CodeFinding", "Edit", "Unit", "apply_edits", "lint", "models_built"]
 
@@ -47,6 +49,8 @@ CODES = {
     "doubled": "DistributedDataParallel or DistributedSampler, and `prepare` too",
     "migrate": "a plain PyTorch loop: what to change, line by line, to train on all ranks",
     "model-per-rank": "a model built by every rank where memory is scarce",
+    "nested-launch": "a launcher called within the run: refused, with what to write instead",
+    "not-called": "a function that trains, and that nothing in the cell calls",
     "prepare": "a loader, model or optimizer that never comes out of `prepare`",
     "save": "a file that every rank writes",
 }
@@ -103,6 +107,8 @@ def _lint(
 def _findings(
     program: Program, device: str, low_ram_tpu: bool, ranks: int | None
 ) -> Iterator[CodeFinding]:
+    yield from nested_launches(program)
+    yield from uncalled(program)
     yield from captured_accelerator(program)
     yield from backward(program)
     yield from unprepared(program)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
+from ...errors import PlanError
 from ..findings import CodeFinding
 from ..task_values import held
 
@@ -178,10 +179,13 @@ class Unit:
         text = self.lines[line - 1] if line <= len(self.lines) else ""
         return len(text.encode()[:offset].decode(errors="replace"))
 
-    def finding(self, node: ast.expr | ast.stmt, code: str, message: str) -> CodeFinding:
-        """Return a finding of the rule `code` at a node."""
+    def finding(
+        self, node: ast.expr | ast.stmt, code: str, message: str, refuse: bool = False
+    ) -> CodeFinding:
+        """Return a finding of the rule `code` at a node, which may refuse the launch."""
         column = self.character(node.lineno, node.col_offset) + 1
-        return CodeFinding(message, code=code, place=self.place, line=node.lineno, column=column)
+        result = CodeFinding(message, code=code, place=self.place, line=node.lineno, column=column)
+        return replace(result, level="refuse", error=PlanError) if refuse else result
 
     def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
         """Yield the parent of a node, its parent, and so on within the unit."""

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from ..findings import Finding
 from ..plan import Plan
 from .checks import QUESTIONS
 from .facts import EngineTraits, Facts, gather
 
-__all__ = ["Facts", "ask", "check", "findings"]
+__all__ = ["Facts", "ask", "check", "findings", "unless_refused"]
+
+T = TypeVar("T", bound=Finding)
 
 
 def check(
@@ -26,13 +29,14 @@ def check(
     `PreflightError` with every reason why the ranks of this plan could not work.
     """
     facts = gather(plan, device, engine)
-    result = _unless_refused(ask(facts))
+    result = unless_refused(ask(facts))
     if built := builds():
-        result = _unless_refused(ask(replace(facts, builds=built)))
+        result = unless_refused(ask(replace(facts, builds=built)))
     return result
 
 
-def _unless_refused(result: list[Finding]) -> list[Finding]:
+def unless_refused(result: list[T]) -> list[T]:
+    """Return findings that refuse nothing. Raises the error of the first that does."""
     refusals = [finding for finding in result if finding.level == "refuse"]
     if refusals:
         raise refusals[0].error("\n".join(finding.text for finding in refusals))

@@ -1,0 +1,100 @@
+"""The rule about the function that trains: the ranks run the cell, and nothing calls it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from ..findings import CodeFinding
+from .program import Program
+from .source_index import FunctionNode, Unit, called, is_function, receiver
+
+_NAMES = re.compile(r"(^|_)(train|fit|finetune|fine_tune)(_|$)|training|^main$", re.IGNORECASE)
+_RUNS_THE_REST = ("time", "capture", "timeit", "prun")
+"""Cell magics that run what is below them."""
+
+
+def uncalled(program: Program) -> Iterator[CodeFinding]:
+    """A cell whose only training is in a function that nothing calls."""
+    unit = next((u for u in program.units if u.is_cell), None)
+    if unit is None:
+        return
+    yield from _behind_a_magic(unit)
+    body = unit.module.body
+    live = _live(unit, program)
+    idle = [
+        s for s in body
+        if is_function(s) and s not in live and not s.decorator_list and _trains(s)
+    ]  # fmt: skip
+    if not idle or any(map(_trains, live)):
+        return
+    name = idle[-1].name
+    happens = "the ranks run this cell"
+    if is_function(body[-1]):
+        happens += f" and call {body[-1].name}(), its last function"
+    yield unit.finding(
+        idle[-1],
+        "not-called",
+        f"{happens}; nothing calls {name}(). Make `def {name}` the last statement of the cell",
+    )
+
+
+def _behind_a_magic(unit: Unit) -> Iterator[CodeFinding]:
+    """A cell magic on top, which takes the functions below it as a text."""
+    match unit.module.body:
+        case [
+            ast.Expr(
+                value=ast.Call(
+                    func=ast.Attribute(attr="run_cell_magic"),
+                    args=[ast.Constant(value=str(magic)), _, ast.Constant(value=str(text))],
+                )
+            ) as statement
+        ] if magic in _RUNS_THE_REST:
+            try:
+                last = ast.parse(text).body[-1:]
+            except SyntaxError:
+                return
+            if last and is_function(last[0]):
+                yield unit.finding(
+                    statement,
+                    "not-called",
+                    f"`%%{magic}` runs the rest of the cell by itself, so that nothing calls "
+                    f"{last[0].name}(). Delete this line: the run shows its own times and output.",
+                    refuse=True,
+                )
+
+
+def _live(unit: Unit, program: Program) -> set[ast.AST]:
+    """Return the cell's statements that the ranks run, and the functions these mention."""
+    definitions = {
+        node.name: node
+        for each in program.units
+        for node in each.nodes
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+    }
+    body = unit.module.body
+    stack: list[ast.AST] = [s for s in body if not is_function(s) or s is body[-1]]
+    live: set[ast.AST] = set()
+    while stack:
+        node = stack.pop()
+        if node in live:
+            continue
+        live.add(node)
+        names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+        names |= {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+        names |= {str(n.value) for n in ast.walk(node) if isinstance(n, ast.Constant)}
+        stack += [definitions[name] for name in names & definitions.keys()]
+    return live
+
+
+def _trains(node: ast.AST | FunctionNode) -> bool:
+    """Return whether a part of the program looks as if it trains."""
+    if is_function(node) and _NAMES.search(node.name):
+        return True
+    calls = [inner for inner in ast.walk(node) if isinstance(inner, ast.Call)]
+    return any(
+        (called(call) in ("backward", "fit") and receiver(call) is not None)
+        or _NAMES.search(called(call)) is not None
+        for call in calls
+    )
