@@ -10,6 +10,7 @@ NbtrainError
 ├── LaunchError (RuntimeError)        the ranks could not be started
 ├── NodeFailed (RuntimeError)         another node of the run failed; says which and why
 ├── RankDied (RuntimeError)           a rank ended by a signal or an exit code
+├── ResultsLost (RuntimeError)        the ranks ended well, but what they trained could not be saved
 ├── RankError (RuntimeError)          stands for a rank's exception that could not travel
 ├── ResultNotPicklable (TypeError)    a rank's return value that could not travel
 └── RunTimeout (TimeoutError)         the run exceeded its ``--timeout``
@@ -104,6 +105,10 @@ class RankDied(NbtrainError, RuntimeError):
         self.exitcode = exitcode
         self.signal = signal
         self.log = log
+
+
+class ResultsLost(NbtrainError, RuntimeError):
+    """The ranks ended well, but the disk could not take what they trained; says what is left."""
 
 
 class RankError(NbtrainError, RuntimeError):

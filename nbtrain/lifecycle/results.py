@@ -49,7 +49,9 @@ class ResultReceiver:
         if self._has_received:
             return state
         self._has_received = True
-        events = self._received(folder, [saved for rank in state.ranks for saved in rank.saved])
+        saved = [saved for rank in state.ranks for saved in rank.saved]
+        lost = {sent.name for sent in saved if sent.lost}  # the run's error names them
+        events = self._received(folder, saved)
         if not events:
             return state
         with contextlib.suppress(OSError):  # no descriptor left here: the picture at hand has it
@@ -58,7 +60,7 @@ class ResultReceiver:
                 writer.write(event)
             writer.close()
         for event in events:
-            if event.trouble:  # on the board too, where there is one
+            if event.trouble and event.name not in lost:  # on the board too, where there is one
                 message = not_updated(event.name, event.trouble)
                 with contextlib.suppress(Warning):  # where warnings are errors
                     warnings.warn_explicit(message, UserWarning, "nbtrain", 1)

@@ -11,12 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import LaunchError, NodeFailed, RunTimeout
+from ..errors import LaunchError, NbtrainError, NodeFailed, ResultsLost, RunTimeout
 from ..system.text import plural
 from ..tracking import clock, pruning
 from ..tracking import history as past
 from ..tracking.diagnosis import stacks, verdict
 from ..tracking.diagnosis.failures import Failure, headline, to_exception
+from ..tracking.diagnosis.lost_results import SIGN
 from ..tracking.pruning import Mark
 from ..tracking.replay import TAIL_BYTES, read_state
 from ..tracking.run_folder import RunFolder, create
@@ -145,9 +146,14 @@ class Run:
             home.load(self._folder, self._home, model, name)
 
     def bring_home(self) -> None:
-        """Take what ranks left for the notebook, once, if the run has succeeded."""
+        """Take what ranks left for the notebook, once, if the run has succeeded.
+
+        Where the disk could not take all of it, take the rest.
+        """
         with self._homing:
-            if self._home and self._watcher and self.state.status == "succeeded":
+            state = self.state
+            in_part = state.status == "failed" and state.message.startswith(SIGN)
+            if self._home and self._watcher and (state.status == "succeeded" or in_part):
                 self._watcher.state = self._home.take(self._folder, self.state)
 
     @property
@@ -168,7 +174,8 @@ class Run:
         if report is None:
             return None
         if report.rank < 0:
-            return (NodeFailed if report.kind == "node" else LaunchError)(state.message)
+            kinds: dict[str, type[NbtrainError]] = {"node": NodeFailed, "results lost": ResultsLost}
+            return kinds.get(report.kind, LaunchError)(state.message)
         cause = headline(failures)
         note = verdict.note(cause, state, report)
         return to_exception(replace(cause, description=report.headline), note)

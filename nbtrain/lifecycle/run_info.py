@@ -15,7 +15,7 @@ from ..errors import MissingExtra
 from ..planning import build_estimate
 from ..planning.plan import Cell, Plan, Task
 from ..planning.secrets import is_secret
-from ..planning.task_values import arguments
+from ..planning.task_values import arguments, returned
 from ..system import host
 from ..system.files import last_bytes
 from ..system.processes import process_identity
@@ -120,6 +120,7 @@ def manifest(
         "notes": list(notes),
         "cells": _cells(plan),
         "parameters": parameters(plan.task),
+        "returns": [] if in_kernel else [*returned(plan), *plan.out],
         "if_killed": list(_if_killed(plan, world_size)),
     }
 

@@ -22,6 +22,7 @@ from ..system.text import format_ranks
 from ..tracking import clock, resource_sampler
 from ..tracking import events as ev
 from ..tracking.diagnosis.exit_causes import ExitCauses
+from ..tracking.diagnosis.lost_results import describe_lost_results
 from ..tracking.diagnosis.verdict import describe_endings
 from ..tracking.diagnosis.watchdog import HangWatchdog
 from ..tracking.event_log import EventWriter, Reader
@@ -287,8 +288,12 @@ class Supervisor:
         here = [r for r in failed if r.pid == os.getpid() and not r.node]
         if any((r.error or "").startswith("KeyboardInterrupt") for r in here):
             status = "interrupted"
+        lost = ""
+        if status == "succeeded":
+            lost = describe_lost_results(self.state, self._disk.expected)
+            status = "failed" if lost else status
         retried = self._retry_reason if status == "succeeded" else ""
-        message = message or retried or describe_endings(status, self.state)
+        message = message or lost or retried or describe_endings(status, self.state)
         if status == "interrupted" and self._stop.how:
             message = f"{self._stop.how}; {message}"
         if status == "timed out":
@@ -308,6 +313,8 @@ class DiskWatch:
         self._manifest: dict[str, Any] = {}
         with contextlib.suppress(OSError, NbtrainError):
             self._manifest = folder.read_manifest()
+        self.expected = list(map(str, self._manifest.get("returns") or ()))
+        """The names of what rank 0 is to send to the notebook."""
         self._has_warned = False
 
     def restore(self, state: RunState) -> list[ev.Event]:

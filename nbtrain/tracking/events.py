@@ -250,6 +250,8 @@ class ArtifactSaved(Event, kind="saved"):
     """Why it could not be saved."""
     not_finite: str = ""
     """The first parameter of a model that is nan or inf."""
+    lost: bool = False
+    """Whether the run's folder could not take it: it is nowhere any more."""
 
 
 @dataclass(frozen=True)

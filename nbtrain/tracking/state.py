@@ -321,7 +321,8 @@ class RunState:
         spoiled = [saved for rank in self.ranks for saved in rank.saved if saved.not_finite]
         if spoiled:
             return f"`{spoiled[0].not_finite}` of `{spoiled[0].name}` is not finite"
-        return next(iter(self.flaws), "")
+        missing = [name for name, trouble in self.loaded.items() if trouble]
+        return next(iter(self.flaws), f"{missing[0]} was not updated" if missing else "")
 
     @property
     def outcome(self) -> str:

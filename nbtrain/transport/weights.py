@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -187,8 +188,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def save(content: WeightFile, path: Path) -> list[str]:
     """Write a file; return the names of the tensors that are not finite.
 
-    Raises what safetensors does: `OSError` or its own error on a full disk.
+    Raises `OSError`, which safetensors has as a text of its own error.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     plain = {name: tensor for name, tensor in content.tensors.items() if is_plain(tensor)}
@@ -211,7 +213,13 @@ def save(content: WeightFile, path: Path) -> list[str]:
         "not_finite": not_finite,
     }
     text = json.dumps(about)
-    save_file(ready, path, {"format": "pt", KEY: text, CHECKSUM: text_checksum(text)})
+    try:
+        save_file(ready, path, {"format": "pt", KEY: text, CHECKSUM: text_checksum(text)})
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
     path.chmod(0o600)  # whatever the umask is
     return not_finite
 

@@ -28,6 +28,10 @@ _NO_ROOM = re.compile(
     "No space left on device|Disk quota exceeded|PytorchStreamWriter|inline_container|iostream"
 )
 _NO_PROCESS = "can't start new thread"
+_LESS_SHARED = (
+    "num_workers=0, fewer workers or a smaller batch_size use less of /dev/shm; a container gets "
+    "more of it by --shm-size"
+)
 LITTLE = 1 << 20
 """Bytes free at which a file system counts as full, where the error does not name it."""
 
@@ -97,6 +101,12 @@ def _full_disk(error: BaseException) -> Iterator[str]:
     codes = {link.errno for link in _chain(error) if isinstance(link, OSError)}
     if codes.isdisjoint((errno.ENOSPC, errno.EDQUOT)) and not _NO_ROOM.search(_text(error)):
         return
+    shared = host.shared_memory() if "/torch_" in _text(error) else None
+    if shared is not None:  # a tensor on its way to another process, which may be too large for it
+        free, size = format_bytes(shared.free), format_bytes(shared.size)
+        yield f"no space left on /dev/shm for a tensor: {free} free of {size}"
+        yield _LESS_SHARED
+        return
     for file in _files(error):
         folder = Path(file).absolute().parent
         room = host.space(folder)
@@ -109,8 +119,6 @@ def _full_disk(error: BaseException) -> Iterator[str]:
 def _files(error: BaseException) -> Iterator[str]:
     """Yield names of files that may have been written to, the surest first."""
     values = [getattr(link, "filename", None) for link in _chain(error)]
-    if "/torch_" in _text(error):  # a tensor on its way to another process
-        values.append("/dev/shm/torch")
     for frame in reversed(list(_frames(error))):
         values += (*frame.f_locals.values(), *frame.f_code.co_consts)
     for value in [*values, "a file in the working folder"]:

@@ -138,7 +138,9 @@ class ResultSender:
     def _reporting(self, name: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # a full disk, a left process group, a tensor of no known type
+        except _NotWritten as error:
+            self._report(name, trouble=str(error), lost=True)
+        except Exception as error:  # a left process group, a tensor of no known type
             kind = "" if isinstance(error, NbtrainError) else f"{type(error).__name__}: "
             self._report(name, trouble=f"{kind}{error}")
 
@@ -147,13 +149,14 @@ class ResultSender:
 
     def _write(self, name: str, ready: weights.WeightFile) -> None:
         path = self._folder.weights_of(name)
-        path.parent.mkdir(mode=0o700, exist_ok=True)
         partial = path.with_suffix(".partial")
-        try:
-            not_finite = weights.save(ready, partial)
-            partial.rename(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        with _writing():
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            try:
+                not_finite = weights.save(ready, partial)
+                partial.rename(path)
+            finally:
+                partial.unlink(missing_ok=True)
         kind, count = ready.about["kind"], ready.about.get("parameters", 0)
         size, value = path.stat().st_size, self._objects[name]
         known = {weights.plain_name(n) for n, _ in value.named_parameters()} if count else set()
@@ -220,11 +223,15 @@ class ResultSender:
                 if name == asked:
                     self._check_is_in_no_stage(value)
                 pickled[asked] = result_pickler.dumps(value, self._shared, known)
-        if pickled:
-            with self._reporting(", ".join(pickled)):
-                write_atomically(self._folder.out(self._rank), pickle.dumps(pickled))
-                for asked, data in pickled.items():
-                    self._report(asked.removesuffix(OF_ALL), size=len(data))
+        if not pickled:
+            return
+        about: dict[str, Any] = {}
+        try:
+            write_atomically(self._folder.out(self._rank), pickle.dumps(pickled))
+        except OSError as error:
+            about = {"trouble": error.strerror or str(error), "lost": True}
+        for asked, data in pickled.items():
+            self._report(asked.removesuffix(OF_ALL), size=len(data), **about)
 
     def _check_is_whole(self, value: Any) -> None:
         models = filter(is_model, self._returned.values())
@@ -257,6 +264,18 @@ class ResultSender:
             f"there is no variable `{name}`. Local variables of a function are gone when it "
             f"returns. The run assigned: {', '.join(new[-8:]) or 'none'}"
         )
+
+
+class _NotWritten(OSError):
+    """The run's folder does not take what is to be saved there."""
+
+
+@contextlib.contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _NotWritten(error.strerror or str(error)) from error
 
 
 def _reshard(value: Any) -> None:

@@ -10,6 +10,7 @@ verdict, and to the end of the last rank. After it, how fast deaths are seen and
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,27 @@ FAULTS = {
     "disk of the run folder full": """
         fill = open(os.environ['DISK'] + '/fill', 'wb', buffering=0)
         while fill.write(bytes(1 << 12)): pass""",
+    "weights beyond the limit on files": """
+        model.weight.data.add_(1.0)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+        return 'done'""",
+    "weights beyond the disk of the run folder": """
+        model.weight.data.add_(1.0)
+        fill = open(os.environ['DISK'] + '/fill', 'wb', buffering=0)
+        try:
+            while fill.write(bytes(1 << 12)): pass
+        except OSError: return 'done'""",
+    "SIGKILL while the weights are saved": """
+        model.weight.data.add_(1.0)
+        model.named_buffers = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        return 'done'""",
+    "/dev/shm full": """
+        import torch
+        batches = torch.utils.data.DataLoader(torch.ones(64, 1 << 16), 32, num_workers=1)
+        assert sum(float(batch.sum()) for batch in batches)""",
+    "no threads allowed": """
+        resource.setrlimit(resource.RLIMIT_NPROC, (1, 1)); os.setuid(65534)
+        threading.Thread(target=print).start()""",
     "a daemon thread that never ends": """
         threading.Thread(target=time.sleep, args=(600,), daemon=True).start(); return 'done'""",
     "a thread that never ends": """
@@ -150,6 +172,8 @@ def train():
             dist.all_reduce(torch.ones(10))
 """
 
+LOST = "results lost"
+
 _STEPS = {"import": -1, "first step": 0, "mid-run": 2, "collective": 2, "end": 5}
 
 
@@ -188,7 +212,7 @@ class Row:
 
     @property
     def culprit(self) -> int:
-        return 1 if self.ranks == 2 else 2
+        return 1 if self.ranks == 2 else min(2, self.ranks - 1)
 
 
 def _rows() -> list[Row]:
@@ -236,6 +260,16 @@ ROWS = [
     Row("disk full (torch.save)", "end", "disk full", "no space left on", needs="disk"),
     Row("disk full (write)", "mid-run", "disk full", "no space left on", "spawn", needs="disk"),
     Row("disk of the run folder full", "mid-run", "disk full", "no space left", needs="disk"),
+    Row("no threads allowed", "mid-run", "fork refused", "new thread", needs="root"),
+    Row(
+        "/dev/shm full", "mid-run", "disk full", "no space left on /dev/shm", needs="small /dev/shm"
+    ),
+    Row("weights beyond the limit on files", "end", LOST, "(File too large)", rank=-1, ranks=1),
+    Row("weights beyond the limit on files", "end", LOST, "large)", "spawn", rank=-1, ranks=1),
+    Row(
+        "weights beyond the disk of the run folder", "end", LOST, "", rank=-1, ranks=1, needs="disk"
+    ),
+    Row("SIGKILL while the weights are saved", "end", LOST, "SIGKILL", rank=-1, ranks=1),
     Row("a daemon thread that never ends", "end"),
     Row("a thread that never ends", "end"),
     Row("children left running", "end"),
@@ -316,7 +350,14 @@ def carry_out(row: Row) -> Outcome:
         raise Unavailable("needs root, to become somebody with a limit on processes")
     if row.needs == "cgroup":
         with memory_cgroup(700 << 20) as group:
-            return _inside(group, row)
+            enter = f"open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))"
+            return _inside(row, enter)
+    if row.needs == "small /dev/shm":
+        mount = "mount -t tmpfs -o size=1m,mode=1777 none /dev/shm"
+        check = subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True, text=True)
+        if check.returncode:
+            raise Unavailable(f"needs a /dev/shm of its own ({check.stderr.strip()})")
+        return _inside(row, prefix=("unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh"))
     if row.needs == "disk":
         with small_disk() as disk:
             home = {"NBTRAIN_HOME": str(disk)} if "run folder" in row.fault else {}
@@ -339,16 +380,17 @@ def _environment(**variables: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _inside(group: Path, row: Row) -> Outcome:
-    """Run a row in a process that is in a cgroup."""
-    enter = (
-        f"import os, sys; open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
+def _inside(row: Row, enter: str = "", prefix: Sequence[str] = ()) -> Outcome:
+    """Run a row in a process of its own, which is where the row needs to be."""
+    code = (
+        f"import os, sys; {enter}\n"
         f"sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
         "import json, dataclasses; from tests.tools import faults\n"
         f"row = faults.ROWS[{ROWS.index(row)}]\n"
         "print('\\x02' + json.dumps(dataclasses.asdict(faults.launched(row))))"
     )
-    done = subprocess.run([sys.executable, "-c", enter], capture_output=True, text=True, timeout=90)
+    command = [*prefix, sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
     assert "\x02" in done.stdout, done.stdout + done.stderr
     told = json.loads(done.stdout.rpartition("\x02")[2])
     for name in ("verdict", "reopened"):
@@ -360,7 +402,13 @@ def _inside(group: Path, row: Row) -> Outcome:
 
 def launched(row: Row, view: str = "none") -> Outcome:
     """Run a row here, and read what its files tell."""
-    cell = read_cell(row.source, "<fault>", {"nbtrain": nbtrain, "__name__": "__main__"})
+    names: dict[str, Any] = {"nbtrain": nbtrain, "__name__": "__main__"}
+    if "model." in row.source:
+        torch = importlib.import_module("torch")
+        names["model"] = torch.nn.utils.skip_init(torch.nn.Linear, 512, 256)  # draws no numbers
+        for tensor in names["model"].parameters():
+            torch.nn.init.zeros_(tensor)
+    cell = read_cell(row.source, "<fault>", names)
     plan = Plan(
         cell,
         row.fault[:20],

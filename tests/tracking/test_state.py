@@ -12,7 +12,7 @@ from nbtrain.tracking import events as ev
 from nbtrain.tracking.reducers import LOG_LINES, METRICS, SAVED, fold
 from nbtrain.tracking.state import ProgressBar, RankState, RunState
 from nbtrain.ui import eta, host_status, labels, text_summary
-from nbtrain.ui.board import board, log_panel
+from nbtrain.ui.board import board, log_panel, theme
 from tests.support.runs import picture
 
 GIB = 1 << 30
@@ -426,6 +426,9 @@ def test_what_comes_home_is_told_with_how_far_it_has_come() -> None:
     assert told(here) == [f"{sent} updated from rank 0 (330 MiB)"]
     unfit = fold(over, [ev.ArtifactLoaded(103, -1, "model", "it has grown")])
     assert told(unfit) == ["⚠ model was not updated: it has grown"]
+    assert "⚠ train(): finished, but model was not updated" in text_summary.summary(unfit, 200.0)
+    assert theme.GREEN not in board.render(unfit, 200.0).partition("</b>")[0]
+    assert theme.GREEN in board.render(here, 200.0).partition("</b>")[0]
 
 
 def test_values_of_several_ranks_come_home_as_one() -> None:

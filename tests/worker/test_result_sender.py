@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import resource
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 import nbtrain
-from nbtrain.errors import NbtrainError, PlanError, RunTimeout
+from nbtrain.errors import NbtrainError, PlanError, ResultsLost, RunTimeout
 from nbtrain.tracking import run_folder
 from nbtrain.ui import text_summary
 from nbtrain.worker import result_sender
@@ -525,17 +526,25 @@ def test_the_last_runs_keep_their_weights() -> None:
     assert kept == [False, True, True, True, True]  # those before the last began, and its own
 
 
-def test_a_full_disk_costs_the_weights_not_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def save(*_args: Any) -> None:
-        raise OSError(28, "No space left on device")
+def test_a_full_disk_that_takes_the_weights_fails_the_run_and_leaves_the_rest() -> None:
+    def train(model: Any, small: Any) -> int:
+        fill(model, 1)
+        fill(small, 1)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        return 5
 
-    monkeypatch.setattr(
-        "nbtrain.transport.weights.save", save
-    )  # in the rank, which is forked from here
-    with pytest.warns(UserWarning, match="No space left"):
-        done = run(lambda model: fill(model, 1) or 5, Net())
+    model, small = torch.nn.Linear(100, 100), torch.nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    with pytest.raises(ResultsLost, match=r"`model` could not be saved .*File too large.*ulimit"):
+        run(train, model, small)
+    done = nbtrain.last_run()
+    assert done is not None
     assert done.results == [5, 5]
-    assert done.state.status == "succeeded"
+    assert done.state.status == "failed"
+    assert done.failure is not None
+    assert done.failure.kind == "results lost"
+    assert torch.equal(model.weight, before)
+    assert (small.weight == 1).all()
 
 
 def test_cells(notebook: Notebook) -> None:

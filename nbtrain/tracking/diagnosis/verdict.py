@@ -17,9 +17,11 @@ from ...system.text import format_bytes, format_bytes_of, format_ranks
 from ...transport.exceptions import CapturedException, TracebackFrame
 from ..state import RankState, RunState
 from .failures import Failure, describe_returncode, headline
+from .lost_results import SIGN
 
 MISMATCH = "collective mismatch"
 _KINDS = {
+    "results lost": f"^{SIGN}",
     "cuda out of memory": r"^(torch\.)?OutOfMemoryError|CUDA (error: )?out of memory|hipErrorOutOf",
     "data loader worker": r"DataLoader worker \(pid",
     "disk full": r"o space left on |Errno 28\]|Disk quota exceeded|disk of the run folder .* full",
@@ -46,7 +48,8 @@ class FailureReport:
 
     kind: str
     """One of: exception, exit, signal, segfault, out of memory, cuda out of memory, communication,
-    data loader worker, disk full, fork refused, timeout, node (another one), launch."""
+    data loader worker, disk full, fork refused, results lost, timeout, node (another one),
+    launch."""
     rank: int
     """-1 where no rank caused it."""
     headline: str

@@ -1,0 +1,59 @@
+"""Whether a run whose ranks all ended well lost what it trained, and what to say of that. Pure."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Collection, Sequence
+
+from ..events import RETURNED
+from ..state import RankState, RunState
+from .failures import describe_returncode
+
+SIGN = "results are lost: "
+"""How the headline of such a run begins; `nbtrain.tracking.diagnosis.verdict` knows it by that."""
+
+_ROOM = "Free space there, or set NBTRAIN_HOME to a folder with more room"
+_REMEDIES = {
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.EFBIG: "Raise the limit on the size of a file (ulimit -f)",
+    errno.EROFS: "Set NBTRAIN_HOME to a folder that can be written",
+}
+_AGAIN = "then run it again, or save the model in the function"
+
+
+def describe_lost_results(state: RunState, expected: Collection[str]) -> str:
+    """Return what was lost, why, and what to do; "" if nothing was.
+
+    `expected` are the names of what rank 0 was to send to the notebook.
+    """
+    lost = [(rank.rank, saved) for rank in state.ranks for saved in rank.saved if saved.lost]
+    if lost:
+        reason = lost[0][1].trouble
+        remedy = next((r for n, r in _REMEDIES.items() if os.strerror(n) == reason), _ROOM)
+        names = _listed(list(dict.fromkeys(saved.name for _, saved in lost)))
+        text = f"{names} could not be saved in the run's folder ({reason})"
+        return f"{SIGN}{text}. {_kept(state)}{remedy}, {_AGAIN}"
+    if expected and state.ranks and _broke_off(first := state.ranks[0]):
+        ending = "ended (is the disk of the run's folder full?)"
+        if first.returncode:
+            ending = describe_returncode(first.returncode)
+        text = f"rank 0 {ending} before it reported that it had saved {_listed(list(expected))}"
+        return f"{SIGN}{text}. {_kept(state)}run.load() loads what is there"
+    return ""
+
+
+def _broke_off(rank: RankState) -> bool:
+    """Whether a rank left its result, and then did not report that all else was saved, too."""
+    return rank.status == "done" and not rank.node and rank.result is None
+
+
+def _kept(state: RunState) -> str:
+    results = any(rank.status == "done" for rank in state.ranks)
+    return "What the ranks returned is in nbtrain.last_run().results. " if results else ""
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = [name if name == RETURNED else f"`{name.removesuffix('@all')}`" for name in names[:6]]
+    return ", ".join([*shown, *(["…"] if len(names) > 6 else [])])
