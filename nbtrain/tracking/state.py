@@ -322,7 +322,8 @@ class RunState:
         if spoiled:
             return f"`{spoiled[0].not_finite}` of `{spoiled[0].name}` is not finite"
         missing = [name for name, trouble in self.loaded.items() if trouble]
-        return next(iter(self.flaws), f"{missing[0]} was not updated" if missing else "")
+        failed = "cannot be read" if ev.RETURNED in missing[:1] else "was not updated"
+        return next(iter(self.flaws), f"{missing[0]} {failed}" if missing else "")
 
     @property
     def outcome(self) -> str:
