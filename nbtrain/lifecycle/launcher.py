@@ -26,6 +26,7 @@ from ..planning.option_types import HANG_AFTER, SOURCES
 from ..planning.plan import Call, Plan
 from ..planning.world import Rendezvous
 from ..system import host, tpu
+from ..system.source_files import cell_name
 from ..system.text import plural
 from ..tracking import clock, launch_log
 from ..tracking.diagnosis import stacks
@@ -43,7 +44,7 @@ from .follower import Follower
 from .restarts import run_attempts
 from .results import ResultReceiver
 from .run import Run, conclude, draw_live, going_on, new_folder, remember
-from .run_info import cell_name, manifest
+from .run_info import manifest
 from .supervisor import Interrupts, Supervisor
 
 START_PATIENCE = 20.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from ..planning.task_values import arguments, returned
 from ..system import host
 from ..system.files import last_bytes
 from ..system.processes import process_identity
+from ..system.source_files import cell_numbers
 from ..system.text import strip_escapes
 from ..tracking import clock, history
 from ..tracking import events as ev
@@ -138,24 +138,10 @@ def _if_killed(plan: Plan, ranks: int) -> Sequence[str]:
 
 def _cells(plan: Plan) -> dict[str, str]:
     """Return the names of cells by those of their files; IPython 7 keeps none, but this one's."""
-    numbers = dict(list(_cell_numbers().items())[-CELLS:])
+    numbers = dict(list(cell_numbers().items())[-CELLS:])
     if isinstance(plan.task, Cell) and plan.task.number is not None:
         numbers[plan.task.filename] = plan.task.number
     return {file: f"In[{number}]" for file, number in numbers.items()}
-
-
-def cell_name(filename: str) -> str | None:
-    """Return ``In[3]`` for the file name of a cell."""
-    number = _cell_numbers().get(filename)
-    return None if number is None else f"In[{number}]"
-
-
-def _cell_numbers() -> Mapping[str, int]:
-    """Return the numbers of cells by the names of their files, as IPython 8 and 9 keep them."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    numbers: Mapping[str, int] = getattr(getattr(shell, "compile", None), "_filename_map", {})
-    return numbers
 
 
 def parameters(task: Task) -> dict[str, Any]:

@@ -8,27 +8,31 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import traceback
+import weakref
 from collections.abc import Callable
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from ..errors import AcceleratorBlockedError
 from . import accelerator_guard
 from .instrumentation import Undo, patch, when_imported
-from .source_files import is_library, is_own
+from .source_files import cell_name, is_library, is_own, source_line
 
 _DEPTH = 12
 _GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl", "/dev/kfd")
 """What a driver for NVIDIA's GPUs (Linux, WSL, Jetson) or AMD's leaves for processes to open."""
 _undo: list[Undo] = []
 _blocking = False
+_places: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 def open_() -> None:
     """Notice, from now on, which code makes torch initialise CUDA."""
     if not _undo:
         _undo.append(when_imported("torch", _watch_torch))
+        _undo.append(patch("accelerate.accelerator:Accelerator", "__init__", _note_place))
         _watch(
             "accelerate.state:PartialState",
             "__init__",
@@ -106,3 +110,28 @@ def _short(filename: str) -> str:
         if folder in filename:
             return filename.rpartition(folder)[2]
     return "a cell" if "ipykernel_" in filename or "<ipython" in filename else filename
+
+
+def _note_place(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> None:
+    original(accelerator, *args, **kwargs)
+    if place := _user_place(sys._getframe(2)):
+        _places[accelerator] = place
+
+
+def _user_place(frame: FrameType | None) -> str:
+    """Return the innermost line of the user's own code, as ``In[3], line 2: `Accelerator()` ``."""
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        is_generated = filename.startswith("<") and not filename.startswith("<ipython-input-")
+        is_constructor = frame.f_code.co_name in ("__init__", "__post_init__")
+        if not (is_generated or is_constructor or is_library(filename)):
+            place = f"{cell_name(filename) or filename}, line {frame.f_lineno}"
+            line = source_line(filename, frame.f_lineno)
+            return f"{place}: `{line}`" if line else place
+        frame = frame.f_back
+    return ""
+
+
+def place_of(accelerator: Any) -> str:
+    """Return where an Accelerator was made; '' if that was not seen."""
+    return _places.get(accelerator, "")

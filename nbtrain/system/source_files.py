@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import re
+import sys
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
+
+from .text import shorten
 
 PACKAGE = Path(__file__).parents[1]
 """The folder of nbtrain itself."""
@@ -39,3 +44,22 @@ def is_library(filename: str) -> bool:
     return (
         _INSTALLED.search(normal) is not None or filename.startswith(_LIBRARIES) or is_own(filename)
     )
+
+
+def cell_name(filename: str) -> str | None:
+    """Return ``In[3]`` for the file name of a cell."""
+    number = cell_numbers().get(filename)
+    return None if number is None else f"In[{number}]"
+
+
+def cell_numbers() -> Mapping[str, int]:
+    """Return the numbers of cells by the names of their files, as IPython 8 and 9 keep them."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    numbers: Mapping[str, int] = getattr(getattr(shell, "compile", None), "_filename_map", {})
+    return numbers
+
+
+def source_line(filename: str, line: int) -> str:
+    """Return a line of a source, a cell's too, as it is shown in a message."""
+    return shorten(linecache.getline(filename, line).strip(), 80)

@@ -30,6 +30,7 @@ from typing import Any, cast
 import cloudpickle
 
 from ..errors import PlanError
+from ..planning.accelerate_objects import is_shared_state, shared_state
 from ..planning.plan import Call, Cell, Plan, Task
 from ..planning.task_values import arguments, owner_name, variables
 from . import process_state, result_pickler
@@ -339,7 +340,7 @@ _OF_ONE_PROCESS = ("accelerator", "state", "optimizer", "scheduler", "data_loade
 def refuse_what_belongs_to_one_process(obj: Any) -> None:
     """Raise TypeError for what could be pickled, but would not work where it arrives."""
     cls = type(obj)
-    if cls.__module__.startswith("accelerate."):
+    if cls.__module__.startswith("accelerate.") and not is_shared_state(obj):
         if cls.__module__.partition(".")[2] in _OF_ONE_PROCESS:
             raise TypeError("it belongs to an Accelerator of the notebook's own process")
     elif isinstance(obj, sys.modules["torch"].Tensor) and obj.device.type not in ("cpu", "meta"):
@@ -349,6 +350,8 @@ def refuse_what_belongs_to_one_process(obj: Any) -> None:
 def _reduced(obj: Any, packing: Packing) -> Any:
     """Return how to rebuild what cloudpickle and torch would not send, or not as well."""
     torch, numpy = sys.modules["torch"], sys.modules.get("numpy")
+    if is_shared_state(obj):
+        return shared_state, ()
     if isinstance(obj, torch.Tensor):
         if obj.is_leaf and obj.grad is not None:  # no pickle of a tensor has it
             packing.grads.append((obj, obj.grad))

@@ -29,6 +29,7 @@ from .rank_environment import (
     allow_fsdp_on_cpu,
     join_world_on_cpu,
     rank_environment,
+    renew_accelerate_state,
     serve_own_store,
 )
 from .result_sender import ResultSender
@@ -81,6 +82,8 @@ def run_and_report(
     try:
         writer.write(ev.Started(clock.now(), rank, pid=os.getpid()))
         sender = ResultSender(job, rank, writer)
+        if not job.in_kernel:
+            renew_accelerate_state(job.plan)
         value = _run_watched(job.plan.task, call)
         _finish_device_work()
         data = result_pickler.dump_result(value, job.shared_classes)

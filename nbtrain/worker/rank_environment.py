@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from ..planning import accelerate_objects
 from ..planning.plan import Plan
 from ..planning.world import Placement
 from ..system import tpu
@@ -105,6 +106,24 @@ def join_world_on_cpu() -> None:
 
 def _init_on_cpu(original: Any, state: Any, cpu: bool = False, *args: Any, **kwargs: Any) -> None:
     original(state, True, *args, **kwargs)
+
+
+def renew_accelerate_state(plan: Plan) -> None:
+    """Clear the state of Accelerate that this rank inherited: it is that of the notebook alone.
+
+    Objects of the notebook that show it (TrainingArguments, a PartialState) show the run's world
+    from then on, as all instances share one state.
+    """
+    is_inherited = accelerate_objects.is_set()
+    if is_inherited:
+        accelerate_objects.forget()
+    elif plan.engine in ("fork", "xla") or "accelerate.state" not in sys.modules:
+        return
+    for each in accelerate_objects.state_holders(plan.task):
+        if accelerate_objects.is_shared_state(each):
+            accelerate_objects.join()
+        elif vars(each).pop("_setup_devices", None) is not None:  # the notebook's device
+            each.device  # noqa: B018  # TrainingArguments look for it anew, and join
 
 
 def serve_own_store(served: int) -> None:

@@ -149,6 +149,6 @@ def test_a_notebook_asks_the_doctor(notebook: Notebook) -> None:
     assert max(map(len, out.stdout.splitlines())) <= 80
     notebook.run("from accelerate import PartialState\nPartialState(cpu=True)")
     page = " ".join(notebook.run("%nbtrain doctor").stdout.split())
-    assert "refused: An Accelerator (or PartialState) was created in the notebook" in page
+    assert "refused" not in page  # ranks start with a state of their own
     assert "CachingCompiler().ast_parse" in page
     assert "accelerate.state.PartialState.__init__ by nbtrain.system.accelerator_hooks" in page

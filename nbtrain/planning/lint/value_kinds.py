@@ -17,7 +17,6 @@ _MRO = type.__dict__["__mro__"]
 _NAME = type.__dict__["__name__"]
 _KINDS = {
     "accelerate.Accelerator": "accelerator",
-    "accelerate.PartialState": "accelerator",
     "accelerate.AcceleratorState": "accelerator",
     "torch.DistributedDataParallel": "prepared",
     "torch.FullyShardedDataParallel": "prepared",

@@ -54,15 +54,19 @@ def initialized(facts: Facts) -> Iterator[Finding]:
 
 
 def accelerator_state(facts: Facts) -> Iterator[Finding]:
-    """Accelerate keeps its state in the class: forked ranks would have the notebook's."""
-    if facts.forks and facts.accelerator_alive:
-        yield Finding(
-            "An Accelerator (or PartialState) was created in the notebook: forked ranks would "
-            "inherit it, and each would train alone.",
-            "Create it inside the training function, then restart the kernel, or clear it with "
-            "accelerate.state.AcceleratorState._reset_state(reset_partial_state=True).",
-            "refuse",
-        )
+    """An Accelerator of the notebook knows of one process: with it, each rank would train alone."""
+    for held in facts.accelerate_held if facts.forks else ():
+        place = f" ({held.place})" if held.place else ""
+        article = "an" if held.kind[0] in "AEIOU" else "a"
+        message = f"`{held.name}` is {article} {held.kind} of the notebook, made for one process"
+        if held.is_trainer:
+            remedy = f"Make the {held.kind} inside the training function; its TrainingArguments "
+            remedy += "may stay in the notebook."
+        elif held.kind == "Accelerator":
+            remedy = "Make it inside the training function: every rank needs its own."
+        else:
+            remedy = "Call `prepare` inside the training function, in every rank."
+        yield Finding(f"{message}{place}.", f"{remedy} The kernel needs no restart.", "refuse")
 
 
 def process_group(facts: Facts) -> Iterator[Finding]:

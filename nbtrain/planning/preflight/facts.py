@@ -17,7 +17,8 @@ from ...system.accelerator_guard import AcceleratorInit
 from ...system.gpus import Gpu, TorchBuild
 from ...system.host import Memory, Quota, Space
 from ...system.tpu import Tpu
-from .. import task_values
+from .. import accelerate_objects, task_values
+from ..accelerate_objects import AccelerateObject
 from ..findings import Finding
 from ..plan import Plan
 
@@ -49,7 +50,7 @@ class Facts:
     kernel: int = -1
     can_fork: bool = True
     touches: tuple[AcceleratorInit, ...] = ()
-    accelerator_alive: bool = False
+    accelerate_held: tuple[AccelerateObject, ...] = ()
     in_process_group: bool = False
     build: TorchBuild | None = None
     visible: int = 0
@@ -89,7 +90,7 @@ Question = Callable[[Facts], Iterator[Finding]]
 def gather(plan: Plan, device: str, engine: EngineTraits) -> Facts:
     """Look at everything that the questions are about."""
     torch, env = sys.modules.get("torch"), {**os.environ, **plan.env}
-    accelerate, dist = map(sys.modules.get, ("accelerate.state", "torch.distributed"))
+    dist = sys.modules.get("torch.distributed")
     build = gpus.build_of(torch) if torch is not None else None
     ranks = plan.num_processes or 1
     visible, nvidia_gpus = _visible(device, env)
@@ -108,7 +109,9 @@ def gather(plan: Plan, device: str, engine: EngineTraits) -> Facts:
         touches=tuple(
             accelerator_guard.first_cause(name) for name in sorted(accelerator_guard.initialized())
         ),
-        accelerator_alive=bool(accelerate and accelerate.PartialState._shared_state),
+        accelerate_held=tuple(accelerate_objects.made_for_one(plan.task))
+        if accelerate_objects.is_set()
+        else (),
         in_process_group=bool(dist and dist.is_available() and dist.is_initialized()),
         build=build,
         visible=visible,

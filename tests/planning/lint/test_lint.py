@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from IPython.core.compilerop import CachingCompiler
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -275,7 +276,7 @@ def test_an_accelerator_of_the_notebook_is_found(accelerator: Accelerator) -> No
     assert found(source, acc=accelerator) == [("accelerator", 2, 5)]
     source = "def train(acc):\n    return  acc.device"
     assert found(source, acc=accelerator) == [("accelerator", 2, 13)]
-    state = PartialState.__new__(PartialState)
+    state = AcceleratorState.__new__(AcceleratorState)
     assert found("x = 1\nprint(s.device)", s=state) == [("accelerator", 2, 7)]
 
 

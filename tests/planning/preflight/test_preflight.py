@@ -23,6 +23,7 @@ from nbtrain.errors import AcceleratorInitializedError, PreflightError
 from nbtrain.lifecycle.run import Run
 from nbtrain.planning import preflight
 from nbtrain.planning import task_values as reading
+from nbtrain.planning.accelerate_objects import AccelerateObject
 from nbtrain.planning.cell import read_cell
 from nbtrain.planning.findings import Finding
 from nbtrain.planning.plan import Call, Cell, Plan
@@ -201,7 +202,8 @@ def test_a_dirty_kernel_is_refused_for_fork_alone_and_two_ways_out_are_offered()
 
 
 def test_fresh_processes_inherit_no_accelerator_and_no_process_group() -> None:
-    state = {"accelerator_alive": True, "in_process_group": True}
+    held = (AccelerateObject("acc", "Accelerator"),)
+    state = {"accelerate_held": held, "in_process_group": True}
     assert len(preflight.ask(facts(**state))) == 2
     assert preflight.ask(facts(engine="spawn", **state)) == []
 
