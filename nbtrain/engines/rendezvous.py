@@ -145,16 +145,22 @@ def serve(listener: socket.socket) -> Any:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     host, port = listener.getsockname()[:2]
+    store = partial(
+        TCPStore,
+        host,
+        port,
+        is_master=True,
+        timeout=_PATIENCE,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
     try:
-        return TCPStore(
-            host,
-            port,
-            is_master=True,
-            timeout=_PATIENCE,
-            wait_for_workers=False,
-            use_libuv=True,
-            master_listen_fd=listener.detach(),
-        )
+        try:
+            return store(use_libuv=True)
+        except RuntimeError as error:
+            if "listen fd" not in str(error):  # below torch 2.7, libuv opens its own socket only
+                raise
+            return store(use_libuv=False)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise LaunchError(f"the ranks' store could not be served: {reason} {_LIMIT}") from error

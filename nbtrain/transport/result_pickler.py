@@ -79,6 +79,17 @@ class _ReferringPickler(ResultPickler):
         return reference
 
 
+class _FindingUnpickler(pickle.Unpickler):
+    """Asks for each reference. Python 3.13.0 ignores the method as an attribute of an instance."""
+
+    def __init__(self, file: io.BytesIO, find: Callable[[Any], Any]) -> None:
+        super().__init__(file)
+        self._find = find
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._find(pid)
+
+
 class _LimitedBuffer(io.BytesIO):
     """Holds so many bytes at most."""
 
@@ -115,10 +126,8 @@ def loads(data: bytes, find: Callable[[Any], Any] | None = None) -> Any:
 
     `find` returns the known part that a reference stands for.
     """
-    unpickler: Any = pickle.Unpickler(io.BytesIO(data))
-    if find is not None:
-        unpickler.persistent_load = find
-    return unpickler.load()
+    file = io.BytesIO(data)
+    return (pickle.Unpickler(file) if find is None else _FindingUnpickler(file, find)).load()
 
 
 def dump_result(value: Any, shared: frozenset[type] = frozenset()) -> bytes:

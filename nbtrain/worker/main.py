@@ -28,6 +28,7 @@ from .job import Job
 from .rank_environment import (
     allow_fsdp_on_cpu,
     join_world_on_cpu,
+    keep_process_groups,
     rank_environment,
     renew_accelerate_state,
     serve_own_store,
@@ -63,6 +64,7 @@ def main(job: Job, rank: int, call: Callable[[Task], Any] | None = None) -> int:
     telemetry.install(job.plan.telemetry, job.plan)
     nested_launches.refuse()
     serve_own_store(world.master_port if world else job.port)
+    keep_process_groups()
     if job.device == "cpu":
         join_world_on_cpu()
         if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":

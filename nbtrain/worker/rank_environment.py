@@ -146,6 +146,24 @@ def serve_own_store(served: int) -> None:
     patch("torch.distributed.rendezvous", "_create_c10d_store", create)  # torch 2.4 to 2.13
 
 
+def keep_process_groups() -> None:
+    """Keep process groups that are destroyed until the rank's process ends, below torch 2.8.
+
+    There, a group of gloo's waits for its threads in its destructor and holds the GIL, which they
+    may need: about every third rank hung after its last step. What destroys it, the rank's end,
+    Accelerate or the user's own code, does not matter.
+    """
+    kept: list[Any] = []
+
+    def update(original: Any, group: Any) -> None:
+        module = sys.modules["torch.distributed.distributed_c10d"]
+        if tuple(map(int, sys.modules["torch"].__version__.split(".")[:2])) < (2, 8):
+            kept.extend(module._world.pg_map)
+        original(group)
+
+    patch("torch.distributed.distributed_c10d", "_update_default_pg", update)  # torch 2.4 to 2.7
+
+
 def allow_fsdp_on_cpu() -> None:
     """Let `Accelerator` do FSDP on CPU ranks too, whether it is imported already or later.
 

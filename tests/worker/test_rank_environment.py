@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -66,3 +68,24 @@ def test_ranks_meet_at_an_address_of_their_own(train: Callable[[int], float], en
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     assert launch(train, port, n=2, engine=engine).results == [3.0, 3.0]
+
+
+def references_to_a_destroyed_group() -> int:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    alive = [weakref.ref(dist.group.WORLD), weakref.ref(dist.new_group([0]))]
+    dist.destroy_process_group()
+    gc.collect()
+    return sum(group() is not None for group in alive)
+
+
+@pytest.mark.parametrize(("version", "kept"), [("2.7.1", 2), ("2.8.0", 0)])
+def test_a_destroyed_group_is_kept_where_freeing_it_may_hang(
+    monkeypatch: pytest.MonkeyPatch, version: str, kept: int
+) -> None:
+    """Torch's fault below 2.8: what it frees with the GIL held waits for threads that need it."""
+    import torch
+
+    monkeypatch.setattr(torch, "__version__", version)
+    assert launch(references_to_a_destroyed_group, n=1).value == kept

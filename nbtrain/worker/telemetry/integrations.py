@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ...system.instrumentation import replace, when_imported
+from ...system.instrumentation import patch, replace, when_imported
 from .. import api
 
 
@@ -54,13 +54,28 @@ def offer_tracker() -> Callable[[], None]:
     cancel = when_imported(
         name, lambda m: m.LOGGER_TYPE_TO_CLASS.setdefault("nbtrain", _tracker_class(m))
     )
+    undo = patch("accelerate.accelerator", "filter_trackers", _let_nbtrain_pass)
 
     def withdraw() -> None:
+        undo()
         cancel()
         if name in sys.modules:
             sys.modules[name].LOGGER_TYPE_TO_CLASS.pop("nbtrain", None)
 
     return withdraw
+
+
+def _let_nbtrain_pass(original: Any, log_with: Any, *args: Any, **kwargs: Any) -> list[Any]:
+    """Return the trackers to make; below 1.15 Accelerate refuses names that are not its own."""
+    asked = log_with if isinstance(log_with, (list, tuple)) else [log_with]
+    others = [tracker for tracker in asked if not _is_nbtrain(tracker)]
+    if len(others) == len(asked):
+        return list(original(log_with, *args, **kwargs))
+    return [*original(others, *args, **kwargs), "nbtrain"]
+
+
+def _is_nbtrain(tracker: Any) -> bool:
+    return isinstance(tracker, str) and tracker == "nbtrain"
 
 
 def _tracker_class(module: Any) -> type:
