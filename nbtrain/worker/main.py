@@ -27,6 +27,7 @@ from . import api, failure_evidence, nested_launches, stack_dumps, stopping, tel
 from .job import Job
 from .rank_environment import (
     allow_fsdp_on_cpu,
+    fork_child_processes,
     join_world_on_cpu,
     keep_process_groups,
     rank_environment,
@@ -65,6 +66,7 @@ def main(job: Job, rank: int, call: Callable[[Task], Any] | None = None) -> int:
     nested_launches.refuse()
     serve_own_store(world.master_port if world else job.port)
     keep_process_groups()
+    fork_child_processes()
     if job.device == "cpu":
         join_world_on_cpu()
         if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":

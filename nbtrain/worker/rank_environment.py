@@ -5,6 +5,7 @@ torchrun, Accelerate, gloo, NCCL and torch_xla read the variables.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 from collections.abc import Mapping
@@ -144,6 +145,20 @@ def serve_own_store(served: int) -> None:
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = before
 
     patch("torch.distributed.rendezvous", "_create_c10d_store", create)  # torch 2.4 to 2.13
+
+
+def fork_child_processes() -> None:
+    """Fork the rank's own processes where Python (3.14) would start them from a server process.
+
+    That process has nothing of the notebook: the workers of a DataLoader could not unpickle what a
+    cell defined. Another method that the notebook has set stays.
+    """
+    from multiprocessing import context
+
+    chosen = multiprocessing.get_start_method(allow_none=True)
+    default = getattr(context._default_context, "_default_context", None)  # Python 3.10 to 3.14
+    if chosen in (None, "forkserver") and getattr(default, "_name", "") == "forkserver":
+        multiprocessing.set_start_method("fork", force=True)
 
 
 def keep_process_groups() -> None:

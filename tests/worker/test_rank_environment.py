@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import socket
 import weakref
 from collections.abc import Callable
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
 from tests.support.runs import launch
 
@@ -85,7 +88,39 @@ def test_a_destroyed_group_is_kept_where_freeing_it_may_hang(
     monkeypatch: pytest.MonkeyPatch, version: str, kept: int
 ) -> None:
     """Torch's fault below 2.8: what it frees with the GIL held waits for threads that need it."""
-    import torch
-
     monkeypatch.setattr(torch, "__version__", version)
     assert launch(references_to_a_destroyed_group, n=1).value == kept
+
+
+@pytest.fixture
+def _python_3_14(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the default start method of Python 3.14."""
+    default = multiprocessing.context._default_context  # type: ignore[attr-defined]
+    forkserver = multiprocessing.get_context("forkserver")
+    monkeypatch.setattr(default, "_default_context", forkserver)
+    monkeypatch.setattr(default, "_actual_context", None)
+
+
+@pytest.mark.usefixtures("_python_3_14")
+@pytest.mark.parametrize("asked_before", [False, True])
+def test_workers_of_a_loader_know_what_the_notebook_defined(asked_before: bool) -> None:
+    class Squares:
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, i: int) -> int:
+            return i * i
+
+    def train() -> tuple[list[int], str]:
+        loader = DataLoader(Squares(), batch_size=2, num_workers=1)  # type: ignore[arg-type]
+        return torch.cat(list(loader)).tolist(), multiprocessing.get_start_method()
+
+    if asked_before:
+        assert multiprocessing.get_start_method() == "forkserver"  # from now on it counts as set
+    assert launch(train, n=1).value == ([0, 1, 4, 9], "fork")
+
+
+@pytest.mark.usefixtures("_python_3_14")
+def test_a_start_method_that_the_notebook_has_set_stays() -> None:
+    multiprocessing.set_start_method("spawn", force=True)
+    assert launch(multiprocessing.get_start_method, n=1).value == "spawn"
