@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import tempfile
@@ -21,6 +22,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     name, asked = collection_path.name, (*config.args, config.option.markexpr)
     wanted = any(name in str(word) for word in asked)
     return True if name in ("browser", "cluster") and not wanted else None
+
+
+# What a test sees must not depend on what earlier ones have taught the importer.
+os.environ["NBTRAIN_PRELOAD"] = "0"
 
 
 @pytest.fixture(autouse=True)

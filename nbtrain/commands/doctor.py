@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import engines
+from ..lifecycle.preload import known_imports
+from ..lifecycle.preload.importer import SWITCH, is_on
 from ..planning import plan, preflight
 from ..planning.findings import Finding
 from ..system import gpus, host, instrumentation, processes, tpu
@@ -60,7 +62,7 @@ def page() -> str:
         *section("Accelerators", accelerators(gpus.list_gpus(), visible, others)),
         *section("Versions", _versions(build, trouble)),
         *section("This host", _host(ranks)),
-        *section("This process", _process()),
+        *section("This process", [*_process(), *_imports()]),
         *section(
             f"A launch now: {plural(ranks, 'rank')} on {devices} (-n auto)",
             _launches(ranks, device, trouble),
@@ -197,6 +199,17 @@ def _process() -> Iterator[Row]:
         patched.setdefault(patch.by, []).append(f"{patch.owner}.{patch.name}")
     for module, names in patched.items():
         yield "patched", f"{', '.join(names)} by {module}"
+
+
+def _imports() -> Iterator[Row]:
+    if not is_on():
+        yield "imports", f"none ahead of time: {SWITCH} turns them off"
+        return
+    known = known_imports.read()
+    names = ", ".join(known_imports.packages(known.harmless)) or "none known yet"
+    yield "imports", f"ahead of time: {plural(len(known.harmless), 'module')} ({names})"
+    for name, reason in known.refused.items():
+        yield "", f"left to the ranks: {name}, because {reason}"
 
 
 def _launches(ranks: int, device: str, trouble: str) -> Iterator[Row]:

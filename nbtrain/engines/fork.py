@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import LaunchError
 from ..planning.plan import Task
-from ..worker import main, task_runner
+from ..worker import import_report, main, task_runner
 from ..worker.job import Job
 from . import rendezvous
 from .base import Engine, Ranks
@@ -48,7 +48,7 @@ class ForkEngine(Engine):
         try:
             with ready_to_fork():
                 for rank in range(job.world_size):
-                    body = partial(main.main, job, rank, self.caller(job, rank))
+                    body = partial(_run, job, rank, self.caller(job, rank))
                     ranks.add(rank, _fork_rank(job, rank, listener, state, body))
             if listener is not None:
                 ranks.meet_at(rendezvous.StoreProcess(listener))
@@ -71,6 +71,12 @@ def _fork_rank(
             f"only {rank} of {job.world_size} processes could be forked ({error.strerror}). "
             "Ask for fewer ranks, or raise the limit (ulimit -u)."
         ) from error
+
+
+def _run(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
+    if rank == (job.world.begin if job.world else 0):  # one of them: what ranks import is the same
+        import_report.begin(job.folder.imports(rank))
+    return main.main(job, rank, call)
 
 
 def _be_rank(

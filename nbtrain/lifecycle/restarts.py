@@ -18,6 +18,7 @@ from ..tracking.diagnosis.verdict import line
 from ..tracking.run_folder import set_aside
 from ..tracking.state import RankState, RunState
 from ..worker.job import Job
+from .preload.importer import IMPORTING, importer
 from .supervisor import Interrupts, Supervisor
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0
@@ -57,8 +58,16 @@ def run_attempts(
     reaper: OrphanReaper | None = None
     supervisor.look_at_cards()
     try:
+        if engine.forks_kernel:
+            importing = importer.prepare(job.plan.env)
+            if not supervisor.wait_while(importing.is_going_on, interrupts, IMPORTING):
+                supervisor.finish()
+                return None
+            for note in importing.notes():
+                supervisor.note(note)
         while True:
-            ranks = engine.start(job)
+            with importer.inherited():
+                ranks = engine.start(job)
             try:
                 if reaper is None and job.scratch and not engine.runs_in_kernel:
                     reaper = OrphanReaper(job.scratch)  # now: the ranks are more urgent
@@ -89,6 +98,8 @@ def run_attempts(
             shutil.rmtree(job.scratch, ignore_errors=True)
     supervisor.look_at_cards()
     supervisor.finish()
+    if engine.forks_kernel:
+        importer.learn(job)
     return ranks.error
 
 

@@ -176,13 +176,31 @@ class Supervisor:
         self._end_watchdog()
         self._watchdog = HangWatchdog(self._folder, self.state.world_size, self._hang_after)
         begins = time.monotonic() + wait
-        while self._stop.cause is None and (now := time.monotonic()) < begins:
+        return self.wait_while(lambda: time.monotonic() < begins, interrupts)
+
+    def wait_while(
+        self, is_pending: Callable[[], bool], interrupts: Interrupts, reason: str = ""
+    ) -> bool:
+        """Draw, and listen, while no rank runs; False if the run was stopped meanwhile.
+
+        `reason` is shown, where it takes a while.
+        """
+        is_told = reason and is_pending()
+        if is_told:
+            self._note([ev.Waiting(clock.now(), -1, reason)])
+        while self._stop.cause is None and is_pending():
             self.show(self.state, clock.now())
-            time.sleep(min(TICK, begins - now))
+            time.sleep(TICK)
             pressed, asked = self._is_pressed(interrupts), asked_to_stop(self._folder) or ""
             now = time.monotonic()
             self._begin_stop(self._stop.check(now, self.state, pressed=pressed, asked=asked))
+        if is_told and self._stop.cause is None:
+            self._note([ev.Waiting(clock.now(), -1)])
         return self._stop.cause is None
+
+    def note(self, text: str) -> None:
+        """Show a sentence on the board, and keep it with the run."""
+        self._note([ev.RunNote(clock.now(), -1, text)])
 
     def _end_watchdog(self) -> None:
         self._watchdog.close()

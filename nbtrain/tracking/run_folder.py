@@ -86,6 +86,7 @@ class RunFolder:
     out = _RankFile("out")
     steps = _RankFile("steps")
     stacks = _RankFile("stacks")
+    imports = _RankFile("imports")
     recorder = _RankFile("recorder")
     recorded = _RankFile("recorded")
 

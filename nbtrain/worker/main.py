@@ -23,7 +23,15 @@ from ..tracking import clock
 from ..tracking import events as ev
 from ..tracking.event_log import EventWriter
 from ..transport import exceptions, result_pickler
-from . import api, failure_evidence, nested_launches, stack_dumps, stopping, telemetry
+from . import (
+    api,
+    failure_evidence,
+    import_report,
+    nested_launches,
+    stack_dumps,
+    stopping,
+    telemetry,
+)
 from .job import Job
 from .rank_environment import (
     allow_fsdp_on_cpu,
@@ -72,6 +80,7 @@ def main(job: Job, rank: int, call: Callable[[Task], Any] | None = None) -> int:
         if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
             allow_fsdp_on_cpu()
     code, error = run_and_report(job, rank, writer, call or run_task)
+    import_report.report()
     if error is not None:
         _print_traceback(error, heading=ev.TRACEBACK_FOLLOWS)
     return code

@@ -18,7 +18,7 @@ from ...planning.plan import Plan
 from ...system.instrumentation import patch, when_imported
 from ...tracking import clock
 from ...tracking import events as ev
-from .. import stopping
+from .. import import_report, stopping
 from ..api import Reporter
 from ..device_scalars import captures
 from .data_loading import DataLoadingMeter
@@ -99,6 +99,7 @@ class TrainingMeter:
             self._lr = _learning_rate(optimizer)
             if self._steps == 1:
                 self._gpu = _gpu_of(optimizer)
+                import_report.report()  # now: the training may run for days, or be stopped
             if self._timer is not None:
                 self._timer.stepped(self._gpu)
         self._round.add(id(optimizer))

@@ -1,0 +1,237 @@
+"""Finds out in a process of its own what importing modules does to a process.
+
+`try_imports` starts that process. It imports what is already loaded where it is asked for, then
+each of the modules in question, and looks at itself after each. The first one that changes the
+process ends the trial, because nothing can be said of the modules after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from ...engines.process.kernel_detach import die_with
+from ...system import accelerator_guard
+from ...system.instrumentation import replace
+
+LARGEST = 1 << 30
+"""Bytes that importing all modules may add to the process."""
+
+
+PATIENCE = 120.0
+"""Seconds after which a trial is given up."""
+
+_BOOT = (
+    "import sys; sys.path[:] = eval(sys.argv.pop())\n"
+    "from nbtrain.lifecycle.preload import trial; trial.main()"
+)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What importing modules did to a process."""
+
+    harmless: tuple[str, ...] = ()
+    """Modules that left it as it was, in the order of their import."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """The module that ended the trial, if one did, and what it did."""
+    reads: tuple[str, ...] = ()
+    """Environment variables that were read meanwhile."""
+    sets: tuple[str, ...] = ()
+    """Environment variables that were not there before."""
+    seconds: float = 0.0
+    bytes: int = 0
+    """How much more memory the process used in the end."""
+
+
+def try_imports(names: Sequence[str], loaded: Sequence[str], own: Collection[str]) -> Trial:
+    """Try to import `names` in a new process that has imported `loaded`.
+
+    A module that reads one of the environment variables in `own`, which differ between a kernel and
+    its ranks, is refused. Raises `OSError`, `subprocess.SubprocessError` or `ValueError` where the
+    process could not be started, or did not answer.
+    """
+    order = {"names": [*names], "loaded": [*loaded], "own": [*own], "parent": os.getpid()}
+    done = subprocess.run(
+        [sys.executable, "-c", _BOOT, repr(sys.path)],
+        input=json.dumps(order),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        timeout=PATIENCE,
+        check=True,
+        text=True,
+    )
+    answer: dict[str, Any] = json.loads(done.stdout)
+    lists: dict[str, Any] = {
+        name: tuple(answer.pop(name)) for name in ("harmless", "reads", "sets")
+    }
+    return Trial(**lists, **answer)
+
+
+def main() -> None:
+    """Read an order from standard input; answer on standard output, where nothing else goes."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.nice(19)
+    order = json.load(sys.stdin)
+    die_with(order["parent"])
+    with os.fdopen(os.dup(1), "w") as answer, tempfile.TemporaryFile() as printed:
+        for descriptor in (1, 2):
+            os.dup2(printed.fileno(), descriptor)
+        for name in order["loaded"]:
+            with contextlib.suppress(Exception):  # it may be broken; what needs it will say so
+                importlib.import_module(name)
+        # In a thread, as the importer does: some modules can be imported in the main one only.
+        found: dict[str, Any] = {}
+        thread = threading.Thread(target=lambda: found.update(_try(order)))
+        thread.start()
+        thread.join()
+        json.dump(found, answer)
+        sys.stdout.flush()
+    os._exit(0)  # what the modules would do at the end is not the question
+
+
+def _try(order: Mapping[str, Any]) -> dict[str, Any]:
+    harmless: list[str] = []
+    refused: dict[str, str] = {}
+    began, memory = time.monotonic(), psutil.Process().memory_info().rss
+    with _watching() as watched:
+        before = _state(watched)
+        for name in order["names"]:
+            count = len(sys.modules)
+            trouble = _import(name)
+            if not trouble and len(sys.modules) != count:
+                trouble = _difference(before, _state(watched))
+                if used := watched.reads & {*order["own"]}:
+                    trouble = f"it reads {', '.join(sorted(used))}"
+                if psutil.Process().memory_info().rss - memory > LARGEST:
+                    trouble = "it takes too much memory"
+            if trouble:
+                refused[name] = trouble
+                break
+            harmless.append(name)
+    return {
+        "harmless": harmless,
+        "refused": refused,
+        "reads": sorted(watched.reads),
+        "sets": sorted({*os.environ} - {*watched.environment}),
+        "seconds": time.monotonic() - began,
+        "bytes": psutil.Process().memory_info().rss - memory,
+    }
+
+
+def _import(name: str) -> str:
+    """Import a module; return what it raised, as a reason."""
+    try:
+        importlib.import_module(name)
+    except BaseException as error:  # SystemExit included
+        return f"it raises {type(error).__name__}"
+    return ""
+
+
+def _difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    changed = [what for what in before if before[what] != after[what]]
+    return f"it changes {', '.join(changed)}" if changed else ""
+
+
+def _state(watched: _Watched) -> dict[str, Any]:
+    """Return what importing a module must leave as it is.
+
+    Not here: what `importer` puts back (new environment variables, warning filters), and functions
+    that run when the process exits.
+    """
+    process = psutil.Process()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    return {
+        "the accelerators": accelerator_guard.initialized(),
+        "the number of threads": process.num_threads(),
+        "the number of open files": process.num_fds() if os.name == "posix" else 0,
+        "the child processes": [child.pid for child in process.children()],
+        "what is printed": sum(os.fstat(descriptor).st_size for descriptor in (1, 2)),
+        "environment variables": {name: os.environ.get(name) for name in watched.environment},
+        "functions that run at a fork": watched.at_fork,
+        "signal handlers": [signal.getsignal(s) for s in _handled()],
+        "the working directory": os.getcwd(),
+        "where Python looks for modules": (sys.path.copy(), len(sys.meta_path)),
+        "Python's hooks": (sys.excepthook, sys.displayhook, sys.stdout, sys.stderr),
+        "the root logger": (logging.root.level, logging.root.handlers.copy()),
+        "random numbers": _digests(),
+        "torch's settings": _torch_settings(),
+    }
+
+
+def _handled() -> list[signal.Signals]:
+    unchangeable = {getattr(signal, name, None) for name in ("SIGKILL", "SIGSTOP")}
+    return [s for s in signal.Signals if s not in unchangeable]
+
+
+def _digests() -> list[str]:
+    states: list[object] = [random.getstate()]
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None and hasattr(numpy, "random"):
+        states.append([str(part) for part in numpy.random.get_state()])
+    if torch is not None and hasattr(torch, "get_rng_state"):
+        states.append(bytes(torch.get_rng_state().numpy()))
+    return [hashlib.sha256(repr(state).encode()).hexdigest() for state in states]
+
+
+def _torch_settings() -> tuple[object, ...]:
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "get_default_dtype"):
+        return ()
+    return torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()
+
+
+class _Watched:
+    """What was seen of a process since `_watching` began."""
+
+    def __init__(self) -> None:
+        self.environment = tuple(os.environ)
+        self.reads: set[str] = set()
+        self.at_fork = 0
+
+
+@contextlib.contextmanager
+def _watching() -> Iterator[_Watched]:
+    """Note which environment variables are read, and whether functions are to run at a fork."""
+    watched = _Watched()
+    read: Callable[..., str] = type(os.environ).__getitem__
+
+    def reading(environment: Any, name: Any) -> str:
+        if isinstance(name, str):
+            watched.reads.add(name)
+        return read(environment, name)
+
+    register: Callable[..., None] = getattr(os, "register_at_fork", lambda **_functions: None)
+
+    def registering(**functions: Any) -> None:
+        # Python's own modules look after their own locks, in every process that has them.
+        module = str(sys._getframe(1).f_globals.get("__name__", ""))
+        watched.at_fork += module.partition(".")[0] not in sys.stdlib_module_names
+        register(**functions)
+
+    undo = [
+        replace(type(os.environ), "__getitem__", reading),
+        replace(os, "register_at_fork", registering),
+    ]
+    try:
+        yield watched
+    finally:
+        for restore in undo:
+            restore()

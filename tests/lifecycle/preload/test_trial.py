@@ -1,0 +1,68 @@
+"""Every way in which an import may change a process is seen."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from nbtrain.lifecycle.preload.trial import Trial, try_imports
+
+CHANGES = {
+    "starts a thread": (
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
+        "the number of threads",
+    ),
+    "opens a file": ("keep = open('/dev/null')", "the number of open files"),
+    "starts a process": (
+        "import subprocess\nkeep = subprocess.Popen(['sleep', '60'])",
+        "the child processes",
+    ),
+    "prints": ("print('hello')", "what is printed"),
+    "prints from C": ("import os\nos.write(2, b'hello')", "what is printed"),
+    "changes a variable": ("import os\nos.environ['HOME'] = '/'", "environment variables"),
+    "takes a signal": (
+        "import signal\nsignal.signal(signal.SIGUSR1, signal.SIG_IGN)",
+        "it raises ValueError",  # outside the main thread, where the importer works, too
+    ),
+    "hooks forks": (
+        "import os\nos.register_at_fork(before=lambda: None)",
+        "functions that run at a fork",
+    ),
+    "leaves the folder": ("import os\nos.chdir('/')", "the working directory"),
+    "looks elsewhere": ("import sys\nsys.path.append('/nowhere')", "where Python looks"),
+    "hooks exceptions": ("import sys\nsys.excepthook = print", "Python's hooks"),
+    "logs": ("import logging\nlogging.basicConfig()", "the root logger"),
+    "seeds": ("import random\nrandom.seed(1)", "random numbers"),
+    "is of one rank": ("import os\nos.environ.get('LOCAL_RANK')", "it reads LOCAL_RANK"),
+    "raises": ("raise RuntimeError('no')", "it raises RuntimeError"),
+    "leaves Python": ("raise SystemExit", "it raises SystemExit"),
+}
+
+
+def tried(folder: Path, monkeypatch: pytest.MonkeyPatch, **sources: str) -> Trial:
+    for name, source in sources.items():
+        (folder / f"{name}.py").write_text(source)
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    return try_imports([*sources], [], ["RANK", "LOCAL_RANK"])
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_module_that_changes_the_process_is_refused(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, reason = CHANGES[change]
+    trial = tried(tmp_path, monkeypatch, quiet_one="x = 1", loud_one=source, later_one="")
+    assert trial.harmless == ("quiet_one",)  # of what comes after, nothing can be said
+    assert [*trial.refused] == ["loud_one"]
+    assert reason in trial.refused["loud_one"]
+
+
+def test_a_module_that_changes_nothing_is_harmless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "import os, json\nfor_users = os.environ.get('SETTING')\nos.environ['NEW_ONE'] = '1'"
+    trial = tried(tmp_path, monkeypatch, first_one=source, second_one="import first_one")
+    assert trial.harmless == ("first_one", "second_one")
+    assert not trial.refused
+    assert "SETTING" in trial.reads
+    assert trial.sets == ("NEW_ONE",)
