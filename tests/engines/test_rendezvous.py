@@ -91,15 +91,20 @@ def test_a_strangers_value_is_not_the_kernels_memory(
 @linux
 def test_the_process_of_the_store_ends_with_the_run_and_holds_no_port(port: int) -> None:
     def look() -> list[int]:
+        found: list[int] = []
+        kernel = psutil.Process(os.getppid())
 
-        own = psutil.Process()
-        family = psutil.Process(os.getppid()).children()
-        return [p.pid for p in family if p.pid != own.pid and _listens(p)]
+        def is_there() -> bool:  # the store's process is forked after the ranks
+            others = [p for p in kernel.children() if p.pid != os.getpid()]
+            found[:] = [p.pid for p in others if _listens(p)]
+            return bool(found)
+
+        wait_until(is_there, 60)
+        return found
 
     run = nbtrain.launch(look, num_processes=1, view="none")
-    stores = run.value
-    assert len(stores) == 1
-    wait_until(lambda: is_gone(stores[0]))
+    (store_pid,) = run.value
+    wait_until(lambda: is_gone(store_pid))
     first = rendezvous.bind(port)
     store = rendezvous.StoreProcess(first)
     assert store.pid is not None
