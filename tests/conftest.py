@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch._dynamo  # noqa: F401  (once: every rank that trains would import it by itself)
 
 from tests.support.cuda_stub import STUB
 from tests.support.kernel import Notebook
@@ -52,7 +53,7 @@ def shared_kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook
     folder = tmp_path_factory.mktemp("kernel")
     kernel = Notebook(folder / "home", folder)
     try:
-        kernel.run("%load_ext nbtrain\nimport os, time, signal, torch, nbtrain")
+        kernel.run("%load_ext nbtrain\nimport os, time, signal, torch._dynamo, nbtrain")
         yield kernel
     finally:
         kernel.close()

@@ -57,6 +57,10 @@ class Notebook:
         self._wait()
         return json.loads(self._answer.read_text())
 
+    def magic(self, line: str) -> None:
+        """Run a line magic."""
+        self._execute(f"%{line}")
+
     def _execute(self, code: str) -> None:
         self._ask(code)
         self._wait()

@@ -83,13 +83,13 @@ def barrier_and_destroy() -> None:
     dist.destroy_process_group()
 
 
-def by_accelerate(ranks: int) -> None:
-    """Launch `nothing` by Accelerate, on a fresh port, its announcements put away."""
+def by_accelerate(ranks: int, function: Callable[[], None] | None = None) -> None:
+    """Launch a function, or `nothing`, by Accelerate: on a fresh port, its words put away."""
     from accelerate import notebook_launcher
 
     words = io.StringIO()
     with contextlib.redirect_stdout(words), contextlib.redirect_stderr(words):
-        notebook_launcher(nothing, (), num_processes=ranks, use_port=str(_free_port()))
+        notebook_launcher(function or nothing, (), num_processes=ranks, use_port=str(_free_port()))
 
 
 def _free_port() -> int:

@@ -1,0 +1,120 @@
+"""From the call of a launcher to the end of the first optimizer step: what every try costs.
+
+Each launcher has kernels of its own: what nbtrain imports in one would help the other there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from kernel import Notebook, notebook
+from noop import by_accelerate
+from table import Row, Target
+
+ROUNDS = 7
+PAUSE = 6.0
+"""Seconds in which somebody reads the next cell before it runs."""
+
+Times = dict[str, list[float]]
+
+
+def rows(rounds: int | None) -> list[Row]:
+    """Measure the first launch of fresh kernels, and later ones of kernels that are warm."""
+    with notebook() as kernel:  # an earlier day: what its ranks imported is tried, and remembered
+        kernel.call(learn)
+    first, later = _first(rounds or ROUNDS), _later(rounds or ROUNDS)
+
+    def row(what: str, t: Times, ours: str, theirs: str, target: Target | None = None) -> Row:
+        return Row("first_step", f"2 ranks, {what}", "ms", t[ours], t[theirs], target)
+
+    return [
+        row("first launch, some seconds after %load_ext", first, "idle", "accelerate", Target(0.5)),
+        row("first launch, at once", first, "at once", "accelerate"),
+        row("later launches", later, "nbtrain", "accelerate", Target(0.2)),
+        row("later launches, nbtrain's own", later, "nbtrain", "accelerate", _OWN),
+        row("later / with the modules by hand", later, "nbtrain", "by hand", Target(1.2)),
+        row("later, by spawn", later, "spawn", "accelerate"),
+    ]
+
+
+_OWN = Target(250, own_figure=True)
+
+
+def _first(rounds: int) -> Times:
+    found: Times = {"idle": [], "at once": [], "accelerate": []}
+    for _ in range(rounds):
+        for name, figures in found.items():
+            with notebook() as kernel:
+                if name == "idle":
+                    kernel.magic("load_ext nbtrain")
+                    time.sleep(PAUSE)
+                figures.append(kernel.call(measure, "accelerate" if name == "accelerate" else ""))
+    return found
+
+
+def _later(rounds: int) -> Times:
+    """Return times of three kernels that take turns; the first launch of each is not counted."""
+    with contextlib.ExitStack() as stack:
+        ours, theirs, helped = (stack.enter_context(notebook()) for _ in range(3))
+        helped.call(import_by_hand)
+        ways: dict[str, tuple[Notebook, str]] = {
+            "nbtrain": (ours, "fork"),
+            "accelerate": (theirs, "accelerate"),
+            "by hand": (helped, "accelerate"),
+            "spawn": (ours, "spawn"),
+        }
+        found: Times = {name: [] for name in ways}
+        for number in range(rounds + 1):
+            for name, (kernel, way) in ways.items():
+                figure = kernel.call(measure, way)
+                if number:
+                    found[name].append(figure)
+        return found
+
+
+def measure(way: str) -> float:
+    """Return the milliseconds until rank 0 has made its first step; called in a kernel."""
+    import nbtrain
+
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.time()
+        os.environ["FIRST_STEP"] = folder
+        if way == "accelerate":
+            by_accelerate(2, train)
+        else:
+            nbtrain.launch(train, num_processes=2, engine=way or "auto")
+        return 1000 * (float((Path(folder) / "0").read_text()) - began)
+
+
+def train() -> None:
+    """Make one step of an Accelerate loop."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model: Any = torch.nn.Linear(10, 1)
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(model(torch.ones(4, 10)).sum())
+    optimizer.step()
+    (Path(os.environ["FIRST_STEP"]) / os.environ["RANK"]).write_text(str(time.time()))
+
+
+def import_by_hand() -> None:
+    """Import what a user who knows of it would."""
+    import torch._dynamo  # noqa: F401
+
+
+def learn() -> None:
+    """Launch once, and wait until what its ranks imported was tried; called in a kernel."""
+    from nbtrain.lifecycle.preload.importer import importer
+
+    measure("")
+    thread = importer._thread
+    if thread is not None:
+        thread.join()
