@@ -15,8 +15,9 @@ from typing import Any
 
 from ..errors import LaunchError
 from ..planning.plan import Task
-from ..worker import import_report, main, task_runner
+from ..worker import main, task_runner
 from ..worker.job import Job
+from ..worker.telemetry import import_report
 from . import rendezvous
 from .base import Engine, Ranks
 from .process import kernel_detach

@@ -26,7 +26,6 @@ from ..transport import exceptions, result_pickler
 from . import (
     api,
     failure_evidence,
-    import_report,
     nested_launches,
     stack_dumps,
     stopping,
@@ -44,6 +43,7 @@ from .rank_environment import (
 )
 from .result_sender import ResultSender
 from .task_runner import run_task
+from .telemetry import import_report
 
 FAILED = 1
 """The exit code of a rank whose exception is in its failure file."""

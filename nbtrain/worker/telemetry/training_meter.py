@@ -18,9 +18,10 @@ from ...planning.plan import Plan
 from ...system.instrumentation import patch, when_imported
 from ...tracking import clock
 from ...tracking import events as ev
-from .. import import_report, stopping
+from .. import stopping
 from ..api import Reporter
 from ..device_scalars import captures
+from . import import_report
 from .data_loading import DataLoadingMeter
 from .loss import LossMeter
 from .safe_hooks import telemetry

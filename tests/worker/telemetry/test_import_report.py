@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import nbtrain
-from nbtrain.worker import import_report
+from nbtrain.worker.telemetry import import_report
 
 
 def test_a_forked_rank_reports_installed_modules_only(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from ..system.files import write_atomically
-from ..system.source_files import is_library
+from ...system.files import write_atomically
+from ...system.source_files import is_library
 
 _path: Path | None = None
 _inherited: frozenset[str] = frozenset()
