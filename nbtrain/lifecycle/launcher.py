@@ -288,6 +288,7 @@ def _check_task(plan: Plan, device: str, engine: Engine) -> list[Finding]:
             plan.task,
             device=device,
             low_ram_tpu=device in tpu.ENGINES.values() and is_filled,
+            sharded=config_file.is_sharded({**os.environ, **plan.env}),
             ranks=ranks,
             name_cell=cell_name,
         )

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -215,3 +215,9 @@ def _as_it_was() -> Iterator[None]:
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
+
+
+def is_sharded(env: Mapping[str, str]) -> bool:
+    """Return whether ranks will have parts of a model each, by their environment."""
+    names = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
+    return any(env.get(f"ACCELERATE_USE_{name}", "").lower() == "true" for name in names)

@@ -62,6 +62,7 @@ def lint(
     *,
     device: str = "cpu",
     low_ram_tpu: bool = False,
+    sharded: bool = False,
     ranks: int | None = None,
     name_cell: NameCell | None = None,
 ) -> tuple[CodeFinding, ...]:
@@ -70,6 +71,7 @@ def lint(
     Args:
         device: what the ranks will train on ("cpu", "cuda", …).
         low_ram_tpu: the host has memory for one copy of a model, not for one a rank.
+        sharded: each rank has a part of the model, by Accelerate's configuration.
         ranks: how many there will be; None: several. One rank has no peers to trip over.
         name_cell: turns a cell's file name into "In[3]", None for a file of another kind.
     """
@@ -78,7 +80,8 @@ def lint(
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ()  # the ranks will say so, at the line
     try:
-        return _lint(units, device, low_ram_tpu, ranks) if units else ()
+        findings = _lint(units, device, low_ram_tpu, ranks) if units else ()
+        return tuple(f for f in findings if not (sharded and f.code == "save"))
     except RecursionError:  # an expression nested deeper than ast can be asked about
         return ()
 
@@ -124,7 +127,7 @@ def _findings(
     changed = {(place, edit.line) for place, edit in edits}
     rewritten = [edit.insert.strip().partition(" = ") for _, edit in edits if edit.insert]
     names = tuple(name for name, _, value in rewritten if value == RANK_DEVICE)
-    for finding in (*pinned_device(program), *captured_device(program, device)):
+    for finding in (*pinned_device(program, device), *captured_device(program, device)):
         if (finding.place, finding.line) not in changed and not _is_about(finding, names, program):
             yield finding
     yield from saving(program)

@@ -160,10 +160,14 @@ class Program:
                 if isinstance(node, ast.Return) and node.value is not None:
                     function = unit.function_around(node)
                     assigned += [(function.name, node.value)] if is_function(function) else []
+        constructors = _constructors(self.units)
         for _unit, call in self.calls:
-            for _, function in self.functions.get(called(call), []):
+            known = [function for _, function in self.functions.get(called(call), [])]
+            constructor = constructors.get(called(call))
+            for function in (*known, constructor) if constructor else known:
                 params = [arg.arg for arg in (*function.args.posonlyargs, *function.args.args)]
-                if isinstance(call.func, ast.Attribute) and params[:1] == ["self"]:
+                is_method = isinstance(call.func, ast.Attribute) or function is constructor
+                if is_method and params[:1] == ["self"]:
                     params = params[1:]
                 assigned += zip(params, call.args, strict=False)
         assigned = [(name, value) for name, value in assigned if _passes_on(value)]
@@ -172,6 +176,18 @@ class Program:
             if new <= self.rankish:
                 break
             self.rankish |= new
+
+
+def _constructors(units: Iterable[Unit]) -> dict[str, FunctionNode]:
+    """Return the ``__init__`` of each class, by the class's name."""
+    return {
+        cls.name: function
+        for unit in units
+        for cls in unit.nodes
+        if isinstance(cls, ast.ClassDef)
+        for function in cls.body
+        if is_function(function) and function.name == "__init__"
+    }
 
 
 def blocks(node: ast.AST) -> list[list[ast.stmt]]:

@@ -11,7 +11,7 @@ from ..findings import CodeFinding
 from ..task_values import is_class, module_of
 from . import value_kinds
 from .program import Program, defines_backward
-from .source_index import MISSING, Unit, called, devices_of, dotted, receiver
+from .source_index import MISSING, Unit, called, devices_of, dotted, is_function, names_in, receiver
 
 _PINNED = value_kinds.ACCELERATORS
 _LOSS = re.compile(r"loss|err|cost|objective|elbo|energy|nll|penalty", re.IGNORECASE)
@@ -45,6 +45,7 @@ def backward(program: Program) -> Iterator[CodeFinding]:
             or not _is_loss(loss, unit)
             or defines_backward(call, unit)
             or program.runs_on_one_rank(call, unit)
+            or _is_apart(unit.function_around(call), unit, program)
         ):
             continue
         yield unit.finding(
@@ -53,6 +54,24 @@ def backward(program: Program) -> Iterator[CodeFinding]:
             "`.backward()` bypasses Accelerate, which scales the loss for fp16 and for gradient "
             f"accumulation; write `accelerator.backward({shown(loss)})`",
         )
+
+
+def _is_apart(function: ast.AST, unit: Unit, program: Program) -> bool:
+    """Return whether a function trains by itself beside Accelerate, for comparison.
+
+    It makes the optimizer that it steps; others call ``prepare``, and neither it nor what makes
+    its optimizer does.
+    """
+    nodes = list(ast.walk(function)) if is_function(function) else []
+    stepped = [receiver(n) for n in nodes if isinstance(n, ast.Call) and called(n) == "step"]
+    made = [b for name in stepped if isinstance(name, ast.Name) for b in unit.bindings(name)]
+    if not made or any(isinstance(b.statement, ast.arg) or b.statement not in nodes for b in made):
+        return False
+    values = [getattr(b.statement, "value", None) for b in made]
+    makers = [m for value in values for _, m in program.functions.get(called(value), [])]
+    prepares = [call for _, call in program.calls if called(call).startswith("prepare")]
+    own = {node for part in (function, *makers) for node in ast.walk(part)}
+    return bool(prepares) and own.isdisjoint(prepares)
 
 
 def _is_loss(loss: ast.expr, unit: Unit) -> bool:
@@ -78,7 +97,7 @@ def shown(loss: ast.expr | None) -> str:
     return text if 0 < len(text) <= 40 and "\n" not in text else "loss"
 
 
-def pinned_device(program: Program) -> Iterator[CodeFinding]:
+def pinned_device(program: Program, host: str) -> Iterator[CodeFinding]:
     """A device that is the same on every rank."""
     nodes = (node for unit in program.units for node in unit.nodes)
     if any(isinstance(n, ast.Constant) and n.value == "CUDA_VISIBLE_DEVICES" for n in nodes):
@@ -95,11 +114,22 @@ def pinned_device(program: Program) -> Iterator[CodeFinding]:
         for node, text in _pinned(unit):
             if (chosen and ":" not in text) or program.skipped(node, unit):
                 continue
+            if host == "cpu" and _asks_before(node, unit):
+                continue  # no rank comes to it
             yield unit.finding(
                 node,
                 "device",
                 f"{text} is hard-coded, so that every rank would use the same; write `{instead}`",
             )
+
+
+def _asks_before(node: ast.AST, unit: Unit) -> bool:
+    """Return whether a node is evaluated only where there is an accelerator."""
+    tests = [a.test for a in unit.ancestors(node) if isinstance(a, (ast.If, ast.IfExp))]
+    return any(not names_in(test).isdisjoint(_ASKS) for test in tests)
+
+
+_ASKS = frozenset({"is_available", "device_count", "is_cuda_available", "is_torch_cuda_available"})
 
 
 def _pinned(unit: Unit) -> Iterator[tuple[ast.expr, str]]:

@@ -30,8 +30,17 @@ _PATHS = frozenset(
 )
 
 
+_SHARDED = re.compile(
+    r"FSDP|FullyShardedDataParallel(Plugin)?|fully_shard|FullyShard\w*|ParallelismConfig|tp_plan"
+    r"|parallelize_module|deepspeed|DeepSpeedPlugin|MegatronLMPlugin|fsdp_plugin|dp_shard_size"
+)
+"""What shows that a rank has a part of the model: then all ranks have to take part in a save."""
+
+
 def saving(program: Program) -> Iterator[CodeFinding]:
     """A file written by every rank."""
+    if any(map(_SHARDED.fullmatch, program.names)):
+        return
     main = "accelerator.is_main_process" if program.accelerated else "nbtrain.rank() == 0"
     for unit, call in program.calls:
         path = _written(call)

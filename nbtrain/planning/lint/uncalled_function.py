@@ -74,7 +74,7 @@ def _live(unit: Unit, program: Program) -> set[ast.AST]:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
     }
     body = unit.module.body
-    stack: list[ast.AST] = [s for s in body if not is_function(s) or s is body[-1]]
+    stack: list[ast.AST] = [s for s in body if not is_function(s) or s in (body[-1], unit.entry)]
     live: set[ast.AST] = set()
     while stack:
         node = stack.pop()

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from nbtrain.lifecycle.launcher import run_plan
-from nbtrain.planning import lint
+from nbtrain.planning import accelerate_config, lint
 from nbtrain.planning.cell import read_cell
 from nbtrain.planning.plan import Call, Cell, Plan
 from tests.support.loops import CORRECT, PLAIN, UNCERTAIN
@@ -164,7 +164,7 @@ def test_one_of_two_backward_calls_is_found() -> None:
         ("é = x.cuda(0)", 5),
         ('y = "é", x.to(torch.device("cuda"))', 28),
         ('z = torch.zeros(3, 4, device="cuda")', 30),
-        ('d = torch.device("cuda:1" if torch.cuda.is_available() else "cpu")', 18),
+        ('d = torch.device("cuda:1" if fast else "cpu")', 18),
         ('d = torch.device("cuda", 0)', 5),
         ("torch.cuda.set_device(0)", 1),
         ('device = "cuda"; model.to(device)', 10),
@@ -175,6 +175,81 @@ def test_one_of_two_backward_calls_is_found() -> None:
 def test_a_device_that_all_ranks_would_share_is_found(line: str, column: int) -> None:
     assert found(f"accelerator = Accelerator()\n{line}") == [("device", 2, column)]
     assert found(f"dist.init_process_group()\n{line}") == [("device", 2, column)]
+
+
+def test_a_device_for_hosts_that_have_one_is_found_there_only() -> None:
+    source = 'd = torch.device("cuda" if torch.cuda.is_available() else "cpu")\n'
+    source += 'if torch.cuda.is_available():\n    model.to("cuda")'
+    assert found(source, "cuda") == [("device", 1, 18), ("device", 3, 14)]
+    assert found(source) == []
+
+
+BASELINE = """
+def train_baseline():
+    accelerator = Accelerator()
+    model, optimizer, loader = get_utilities()
+    model.to(accelerator.device)
+    for batch in loader:
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+
+def train():
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*get_utilities())
+    for batch in loader:
+        loss = model(batch)
+        accelerator.backward(loss)
+        optimizer.step()
+
+train_baseline()
+train()
+"""
+
+
+def test_a_loop_for_comparison_is_left_in_peace() -> None:
+    assert found(BASELINE) == []
+    bypassing = BASELINE.replace("accelerator.backward(loss)", "loss.backward()")
+    assert found(bypassing) == [("backward", 16, 9)]
+    without = BASELINE.replace("accelerator.prepare(*get_utilities())", "get_utilities()")
+    assert ("backward", 8, 9) in found(without)
+
+
+RANK_IN_AN_ATTRIBUTE = """
+class Trainer:
+    def __init__(self, model, gpu_id, every):
+        self.gpu_id = gpu_id
+        self.every = every
+    def save(self):
+        torch.save(self.model.state_dict(), "checkpoint.pt")
+    def train(self):
+        if self.gpu_id == 0:
+            self.save()
+def main(rank, size):
+    trainer = Trainer(model, rank, 1)
+    trainer.train()
+"""
+
+
+def test_a_guard_on_a_rank_in_an_attribute_is_a_guard() -> None:
+    assert found(RANK_IN_AN_ATTRIBUTE) == []
+    keyword = RANK_IN_AN_ATTRIBUTE.replace("Trainer(model, rank, 1)", "Trainer(model, gpu_id=rank)")
+    assert found(keyword) == []
+    other = RANK_IN_AN_ATTRIBUTE.replace("self.gpu_id == 0", "self.every == 1")
+    assert [code for code, *_ in found(other)] == ["save"]
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    ["model = FSDP(model)", "fully_shard(model)", "config = ParallelismConfig(tp_size=2)"],
+)
+def test_saving_a_sharded_model_takes_all_ranks(sharding: str) -> None:
+    source = 'accelerator = Accelerator()\nmodel.save_pretrained("out")'
+    assert found(source) == [("save", 2, 1)]
+    assert found(f"{source}\n{sharding}") == []
+    assert lint.lint(cell(source), sharded=True) == ()
+    assert accelerate_config.is_sharded({"ACCELERATE_USE_FSDP": "true"})
+    assert not accelerate_config.is_sharded({"ACCELERATE_USE_FSDP": "false"})
 
 
 def test_functions_that_nobody_mentions_are_left_in_peace() -> None:
