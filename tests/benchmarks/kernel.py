@@ -66,8 +66,12 @@ class Notebook:
         self._wait()
 
     def _ask(self, code: str) -> None:
-        # As a person's cell, with input() allowed: nbtrain then draws its board.
-        self._asked = self._client.execute(code, allow_stdin=True)
+        # As a page's cell, which has a name and allows input(): nbtrain then draws its board.
+        session = self._client.session
+        content = {"code": code, "silent": False, "store_history": True, "allow_stdin": True}
+        request = session.msg("execute_request", content, metadata={"cellId": "benchmark"})
+        self._client.shell_channel.send(request)
+        self._asked = request["header"]["msg_id"]
 
     def _wait(self) -> None:
         deadline = time.monotonic() + PATIENCE

@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,6 +66,8 @@ class Notebook:
     ) -> None:
         """Start the kernel; behind a `prefix` of its command, it may have no network in common."""
         self.allow_stdin = allow_stdin
+        self.is_console = False
+        """Whether cells are sent as a console does. A page names the cell."""
         self.manager = KernelManager(kernel_name="python3")
         if prefix:
             self.manager.transport, self.manager.ip = "ipc", str(folder / "kernel")
@@ -104,9 +107,16 @@ class Notebook:
     ) -> Outputs:
         """Execute a cell; interrupt it once when a display or the output contains a text."""
         out, started = Outputs(), time.monotonic()
-        request = self.client.execute(
-            cell, allow_stdin=self.allow_stdin, stop_on_error=stop_on_error
-        )
+        content = {
+            "code": cell,
+            "silent": False,
+            "store_history": True,
+            "user_expressions": {},
+            "allow_stdin": self.allow_stdin,
+            "stop_on_error": stop_on_error,
+        }
+        metadata = {} if self.is_console else {"cellId": str(uuid.uuid4())}
+        request = self.send("execute_request", content, metadata)
         while True:
             left = started + timeout - time.monotonic()
             try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import math
+import os
+import re
 import sys
 import time
 import warnings
@@ -30,16 +32,17 @@ def choose(
     """Return the display for ``--view``; its buttons call `stop` and `stacks`.
 
     'auto' is a board with a Stop button where a click can be handled while the cell runs, HTML in
-    any other notebook, text in a terminal, and lines of text followed by the HTML summary in a
-    headless run (``jupyter execute``, papermill). An `inline` run has the main thread to itself,
-    so no click is handled. A run that goes on `behind` its cell is drawn in notebooks only: in a
-    terminal it would write over the prompt.
+    any other notebook, text in a terminal or a console, and lines of text followed by the HTML
+    summary in a headless run (``jupyter execute``, papermill). An `inline` run has the main thread
+    to itself, so no click is handled. A run that goes on `behind` its cell is drawn in notebooks
+    only: in a terminal it would write over the prompt.
     """
     shell = ipython_shell()
-    kernel = getattr(shell, "kernel", None)
-    if view == "none" or (behind and kernel is None):
+    in_terminal = getattr(shell, "kernel", None) is None
+    shows_text = in_terminal or (view == "auto" and _is_console(shell))
+    if view == "none" or (behind and shows_text):
         return Display()
-    if shell is None or (kernel is None and view == "auto") or view == "text":
+    if shell is None or (shows_text and view == "auto") or view == "text":
         redraws = view == "auto" and can_redraw(sys.stdout)
         return TableDisplay() if redraws else TextDisplay(is_raised=not behind)
     if view == "auto" and _is_headless(shell) and not behind:
@@ -60,6 +63,22 @@ def _is_headless(shell: Any) -> bool:
     except (AttributeError, KeyError, TypeError):
         return False
     return content.get("allow_stdin") is False
+
+
+def _is_console(shell: Any) -> bool:
+    """Return whether a console runs this cell: jupyter-console, Spyder, qtconsole. They show text.
+
+    They use Python's jupyter_client, which numbers the messages of its session, where a page takes
+    random ids. A server that runs a cell for a page uses it too, but names the cell.
+    """
+    if "google.colab" in str(shell) or "DATABRICKS_RUNTIME_VERSION" in os.environ:
+        return False  # pages, whose messages nobody could look at
+    try:
+        parent = shell.get_parent()
+        number = str(parent["header"]["msg_id"]).removeprefix(f"{parent['header']['session']}_")
+        return re.fullmatch(r"\d+_\d+", number) is not None and "cellId" not in parent["metadata"]
+    except (AttributeError, KeyError, TypeError):
+        return False
 
 
 def _has_widgets(shell: Any) -> bool:

@@ -425,6 +425,21 @@ def test_a_click_that_comes_through_a_subshell_is_heard_too(notebook: Notebook) 
     client.get_control_msg(timeout=30)
 
 
+def test_a_console_gets_lines_of_text_and_the_summary(notebook: Notebook) -> None:
+    """jupyter-console, Spyder and qtconsole: they show no HTML, and never update an output."""
+    notebook.is_console = True
+    try:
+        out = notebook.run("%%distributed -n 2\nprint('ready', flush=True)\n7")
+        text = notebook.run("nbtrain.launch(int, num_processes=1, view='widget');")
+    finally:
+        notebook.is_console = False
+    assert out.ename == "", out.traceback
+    assert not out.displays
+    assert "[rank 1] ready" in out.stdout
+    assert "succeeded" in out.stdout
+    assert text.displays  # asked for
+
+
 class _Shell:
     """A stand-in for IPython's shell in a kernel."""
 

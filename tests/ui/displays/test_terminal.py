@@ -61,6 +61,35 @@ def test_control_c_ends_the_ranks(terminal: pexpect.spawn) -> None:
     terminal.expect("all ranks → 2")
 
 
+def test_jupyter_console_shows_lines_and_the_summary_but_no_board(tmp_path: Path) -> None:
+    """It draws no HTML, and an output that is updated stays as it was at first."""
+    pytest.importorskip("jupyter_console")
+    variables = ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR")
+    console = pexpect.spawn(
+        sys.executable,
+        ["-m", "jupyter_console", "--simple-prompt"],
+        env={**os.environ, **dict.fromkeys(variables, str(tmp_path)), "TERM": "dumb"},
+        encoding="utf-8",
+        timeout=60,
+        dimensions=(24, 200),
+    )
+    try:
+        console.expect("In ?\\[1\\]:")
+        console.sendline("%load_ext nbtrain")
+        console.expect("In ?\\[2\\]:")
+        console.sendline("%distributed -n 2 ['res', print('said')]")
+        console.expect("In ?\\[3\\]:")
+        shown = console.before
+        assert "[rank 1] said" in shown
+        assert "succeeded" in shown
+        assert "all ranks → ['res', None]" in shown
+        assert "rank 0: starting" not in shown
+        console.sendline("exit")
+        console.expect(pexpect.EOF)
+    finally:
+        console.close(force=True)
+
+
 def test_a_terminal_that_can_move_its_cursor_gets_a_table_in_place(tmp_path: Path) -> None:
     environment = {**os.environ, "IPYTHONDIR": str(tmp_path), "TERM": "xterm-256color"}
     environment.pop("NO_COLOR", None)
