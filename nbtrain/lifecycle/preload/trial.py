@@ -165,10 +165,10 @@ def _state(watched: _Watched) -> dict[str, Any]:
         "the child processes": [child.pid for child in process.children()],
         "what is printed": sum(os.fstat(descriptor).st_size for descriptor in (1, 2)),
         "environment variables": {name: os.environ.get(name) for name in watched.environment},
-        "functions that run at a fork": watched.at_fork,
+        "what runs in the kernel at a fork": watched.at_fork,
         "signal handlers": [signal.getsignal(s) for s in _handled()],
         "the working directory": os.getcwd(),
-        "where Python looks for modules": (sys.path.copy(), len(sys.meta_path)),
+        "where Python looks for modules": (sys.path.copy(), sys.meta_path[: watched.finders]),
         "Python's hooks": (sys.excepthook, sys.displayhook, sys.stdout, sys.stderr),
         "the root logger": (logging.root.level, logging.root.handlers.copy()),
         "random numbers": _digests(),
@@ -205,6 +205,8 @@ class _Watched:
         self.environment = tuple(os.environ)
         self.reads: set[str] = set()
         self.at_fork = 0
+        self.finders = len(sys.meta_path)
+        """Finders of modules; one more behind them takes no module from them."""
 
 
 @contextlib.contextmanager
@@ -221,9 +223,12 @@ def _watching() -> Iterator[_Watched]:
     register: Callable[..., None] = getattr(os, "register_at_fork", lambda **_functions: None)
 
     def registering(**functions: Any) -> None:
-        # Python's own modules look after their own locks, in every process that has them.
+        # Python's own modules look after their own locks, in every process that has them; and what
+        # runs in the child puts right there what a rank would inherit.
         module = str(sys._getframe(1).f_globals.get("__name__", ""))
-        watched.at_fork += module.partition(".")[0] not in sys.stdlib_module_names
+        in_kernel = {*functions} - {"after_in_child"}
+        is_pythons = module.partition(".")[0] in sys.stdlib_module_names
+        watched.at_fork += bool(in_kernel) and not is_pythons
         register(**functions)
 
     undo = [

@@ -26,7 +26,7 @@ CHANGES = {
     ),
     "hooks forks": (
         "import os\nos.register_at_fork(before=lambda: None)",
-        "functions that run at a fork",
+        "what runs in the kernel at a fork",
     ),
     "leaves the folder": ("import os\nos.chdir('/')", "the working directory"),
     "looks elsewhere": ("import sys\nsys.path.append('/nowhere')", "where Python looks"),
@@ -60,7 +60,11 @@ def test_a_module_that_changes_the_process_is_refused(
 def test_a_module_that_changes_nothing_is_harmless(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = "import os, json\nfor_users = os.environ.get('SETTING')\nos.environ['NEW_ONE'] = '1'"
+    source = (
+        "import os, json, sys\nos.register_at_fork(after_in_child=lambda: None)\n"
+        "sys.meta_path.append(sys.meta_path[-1])\n"
+        "for_users = os.environ.get('SETTING')\nos.environ['NEW_ONE'] = '1'"
+    )
     trial = tried(tmp_path, monkeypatch, first_one=source, second_one="import first_one")
     assert trial.harmless == ("first_one", "second_one")
     assert not trial.refused
