@@ -78,7 +78,7 @@ def _watch(engine: Engine, job: Job, state: RunState, random_state: Any, kernel:
     gc.freeze()
     plan = job.plan
     LOGGER.info("process %d watches the run", os.getpid())
-    supervisor = Supervisor(job.folder, state, plan.timeout, plan.hang_after)
+    supervisor = Supervisor.of(plan, job.folder, state)
 
     def end(_signum: int, _frame: object) -> None:
         supervisor.request_stop("by SIGTERM to the process that watched it", hasty=True)

@@ -68,6 +68,7 @@ def launch(
     view: str = "auto",
     telemetry: str | Iterable[str] = SOURCES,
     hang_after: float | None = HANG_AFTER,
+    on_hang: str = "report",
     out: str | Iterable[str] = (),
     sync: bool = True,
     address: str | None = None,
@@ -108,7 +109,8 @@ def launch(
             `nbtrain.planning.option_types.SOURCES`: names, or a text as for ``%%distributed``
             ('all', 'none', 'bars,steps', '-loss').
         hang_after: report a hang after this many seconds without progress of a rank; None or 0:
-            never. A report ends nothing.
+            never. A deadlock that is certain is reported after seconds.
+        on_hang: 'report' a hang, or 'stop' the run, too, and raise `RunTimeout` with the report.
         out: names of variables of rank 0 to copy back (``NAME@all``: of every rank, as a list):
             arguments, or global variables of the function's module, where they are then assigned.
         sync: load the trained weights into the models that the function is given, if it succeeds.
@@ -124,7 +126,7 @@ def launch(
         PreflightError: the state of this process forbids the launch; nothing was started.
         LaunchError: the ranks could not be started.
         RankDied: a rank was killed or exited.
-        RunTimeout: the timeout was exceeded.
+        RunTimeout: the timeout was exceeded, or the run hung, with `on_hang` 'stop'.
         KeyboardInterrupt: the run was interrupted; all ranks have ended.
         Exception: what the causing rank raised, with its own type.
     """
@@ -224,7 +226,7 @@ def run_plan(plan: Plan) -> Run:
             return _start_in_background(plan, device, engine, notes)
         with Interrupts(wanted=not engine.runs_in_kernel) as interrupts:
             job, state = make_job(plan, device, engine, notes, lambda: interrupts.count > 0)
-            supervisor = Supervisor(job.folder, state, plan.timeout, plan.hang_after)
+            supervisor = Supervisor.of(plan, job.folder, state)
             stop = partial(supervisor.request_stop, "by the Stop button")
             ask = partial(stacks.ask, job.folder, range(job.world_size))
             display = select.choose(plan.view, stop, ask, inline=job.in_kernel)

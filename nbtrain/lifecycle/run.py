@@ -168,7 +168,7 @@ class Run:
         if state.status == "interrupted":
             return KeyboardInterrupt(f"the run was stopped ({state.message})")
         if state.status == "timed out":
-            return RunTimeout(f"the run took longer than its timeout: {state.message}")
+            return RunTimeout(f"the run {verdict.too_long(state)}")
         failures = [self._failure(r) for r in state.ranks if r.status == "failed"]
         report = verdict.explain(state, failures)
         if report is None:

@@ -78,6 +78,7 @@ class StopController:
         """Whether nobody is there any more to wait for the ranks."""
         self._started, self._timeout = started, timeout
         self._requested = ""
+        self._given_up = ""
         self._sent: dict[int, set[int]] = {}  # rank -> return codes that our signals give
         self._began = 0.0
         self._delay = 0.0  # seconds by which the steps are late
@@ -88,6 +89,10 @@ class StopController:
         self._requested = self._requested or how
         self.requests += 1
         self.is_hasty = self.is_hasty or hasty
+
+    def give_up(self, how: str) -> None:
+        """Have the run end as one does that takes too long."""
+        self._given_up = self._given_up or how
 
     def reset(self) -> None:
         """Forget the stop of one attempt: another begins."""
@@ -125,6 +130,9 @@ class StopController:
         if pressed or self._requested:
             self.how = "by an interrupt" if pressed else self._requested
             return self._begin("interrupted", now, state)
+        if self._given_up:
+            self.how = self._given_up
+            return self._begin("timed out", now, state)
         if self._timeout is not None and now - self._started > self._timeout:
             return self._begin("timed out", now, state)
         return ""
@@ -162,6 +170,8 @@ class StopController:
         rest = "ranks were still starting" if is_starting else "ranks have 2 s to save"
         if cause == "interrupted":
             return f"stopped {self.how}: {rest}"
+        if cause == "timed out" and self._given_up:
+            return f"stopped because of {self._given_up}; {rest}"
         if cause == "timed out":
             return f"the timeout of {self._timeout:g} s has passed; {rest}"
         peer = state.peer_failure

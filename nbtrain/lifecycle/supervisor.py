@@ -17,13 +17,15 @@ from typing import Any
 
 from ..engines import Exit, Ranks
 from ..errors import NbtrainError
+from ..planning.plan import Plan
 from ..system import host
 from ..system.text import format_ranks
 from ..tracking import clock, resource_sampler
 from ..tracking import events as ev
+from ..tracking.diagnosis import hangs, stacks
 from ..tracking.diagnosis.exit_causes import ExitCauses
 from ..tracking.diagnosis.lost_results import describe_lost_results
-from ..tracking.diagnosis.verdict import describe_endings
+from ..tracking.diagnosis.verdict import HANG, describe_endings
 from ..tracking.diagnosis.watchdog import HangWatchdog
 from ..tracking.event_log import EventWriter, Reader
 from ..tracking.launch_log import LOGGER
@@ -35,6 +37,9 @@ from .stop_policy import StopController
 
 TICK = 0.1
 """Seconds between two looks at the run folder, where no rank ends earlier."""
+
+ANSWER = 0.2
+"""Seconds that ranks have to show where they are before they are stopped; most take few ms."""
 
 LOOK = 2.0
 """Seconds between two looks at the disk."""
@@ -88,6 +93,8 @@ class Supervisor:
         state: RunState,
         timeout: float | None = None,
         hang_after: float | None = None,
+        *,
+        stops_hangs: bool = False,
     ) -> None:
         self.state = state
         self.show: Callable[[RunState, float], None] = lambda _state, _now: None
@@ -104,6 +111,14 @@ class Supervisor:
         self._exit_causes = ExitCauses(folder)
         self._retry_reason = ""
         self._presses = 0
+        self._stops_hangs = stops_hangs
+        self._places = ""
+
+    @classmethod
+    def of(cls, plan: Plan, folder: RunFolder, state: RunState) -> Supervisor:
+        """Return the supervisor of a run, as its plan has it."""
+        stops = plan.on_hang == "stop"
+        return cls(folder, state, plan.timeout, plan.hang_after, stops_hangs=stops)
 
     def request_stop(self, how: str, *, hasty: bool = False) -> None:
         """Ask the loop to end the run; from any thread, any number of times. The first counts.
@@ -135,6 +150,8 @@ class Supervisor:
                     sampler.forget(ended.rank)
                 if self._stop.cause is None and ranks.alive:
                     self._note(self._watchdog.check(self.state, time.monotonic()))
+                    if self._stops_hangs and self._watchdog.is_certain:
+                        self._stop.give_up(HANG)
         self._note(ev.Exited(clock.now(), rank, -signal.SIGKILL, "stopped") for rank in ranks.alive)
         self._take(self._reader.read(ended=range(self.state.world_size)))
 
@@ -286,9 +303,20 @@ class Supervisor:
         if not reason:
             return
         if self._stop.cause != "failed":
+            self._places = self._where()
             mark_stopping(self._folder)
         LOGGER.info("stopping the ranks: %s %s", self._stop.cause, self._stop.how)
         self._note([ev.Stopping(clock.now(), -1, reason)])
+
+    def _where(self) -> str:
+        """Say why ranks hang, or else where they are now, before they are told to stop."""
+        if self.state.hang:
+            return self.state.hang
+        running = [rank.rank for rank in self.state.ranks if rank.status == "running"]
+        with contextlib.suppress(Exception):  # a folder that was deleted, a host that is away
+            if running and not self._folder.questions.exists():
+                return hangs.places(stacks.ask(self._folder, running, ANSWER))
+        return ""
 
     def _is_pressed(self, interrupts: Interrupts) -> bool:
         """Whether ■ was pressed since the last question."""
@@ -315,7 +343,9 @@ class Supervisor:
         if status == "interrupted" and self._stop.how:
             message = f"{self._stop.how}; {message}"
         if status == "timed out":
-            message = f"{self._timeout:g} s; {message}"
+            message = f"{self._stop.how or f'{self._timeout:g} s'}; {message}"
+        if status in ("interrupted", "timed out") and self._places:
+            message = f"{message}. {self._places[0].upper()}{self._places[1:]}"
         flaw = self.state.flaw if status == "succeeded" else ""
         self._note([ev.Finished(clock.now(), -1, status, message, flaw)])
         LOGGER.info("the run %s after %.1f s", self.state.outcome, self.state.elapsed(clock.now()))

@@ -219,6 +219,12 @@ class Plan:
         none="off",
         convert=lambda seconds: seconds or None,
     )
+    on_hang: str = option(
+        "--on-hang",
+        "report: show a hang on the board; stop: also stop the run, with the report as its error",
+        "report",
+        **options.one_of(("report", "stop")),
+    )
     telemetry: tuple[str, ...] = option(
         "--telemetry",
         f"what ranks report by themselves: {', '.join(options.SOURCES)}; with a minus: all but "

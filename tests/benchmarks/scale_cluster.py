@@ -93,7 +93,7 @@ def watch(rounds: int) -> dict[str, list[float]]:
     watched = _Watched(rounds)
     with watched.looking(), Interrupts() as interrupts:
         job, state = launch.make_job(plan, "cpu", engine, ())
-        supervisor = Supervisor(job.folder, state, plan.timeout, plan.hang_after)
+        supervisor = Supervisor.of(plan, job.folder, state)
         stop = functools.partial(supervisor.request_stop, "by the Stop button")
         display = select.choose(plan.view, stop, inline=False)
         run = launch.execute(job, engine, supervisor, display, interrupts)

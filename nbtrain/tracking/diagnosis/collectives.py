@@ -40,6 +40,11 @@ class Collective:
         """Return ``all_reduce #812``."""
         return f"{self.name} #{self.number}"
 
+    @property
+    def needs_all(self) -> bool:
+        """Whether no rank is through before every rank of the group has joined."""
+        return self.name.startswith(("all", "barrier", "_all", "reduce_scatter"))
+
     def like(self, other: Collective) -> bool:
         """Whether two ranks' parts may belong together."""
         symmetric = self.name in ("all_reduce", "broadcast", "reduce", "allreduce")

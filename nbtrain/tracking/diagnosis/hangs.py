@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...system.text import format_duration, format_ranks
 from .collectives import DEFAULT, Collective, FlightRecord
@@ -11,6 +11,11 @@ from .stacks import RankStack
 
 PLACES = 4
 """Places that a sentence names; the others are counted."""
+
+SAME = (
+    "Every rank has to call the same collectives in the same order: look for an `if` that only "
+    "some ranks enter, or a loop that ends earlier on one"
+)
 
 SETTLED = 1.0
 """Seconds that a rank must be in a collective to be waiting in it, rather than passing through."""
@@ -72,6 +77,49 @@ def explain(seen: Observation) -> HangReport:
     return HangReport(f"{'; '.join(parts)}; {_waiting(waits, pronoun)}", tuple(alive), tuple(waits))
 
 
+def deadlock(seen: Observation) -> HangReport | None:
+    """Say why ranks can never continue, where their recorders make that certain; else None.
+
+    Without stacks it is a suspicion: whether a rank is in a collective, or only began one and goes
+    on, is seen from its stack.
+    """
+    waits = {rank: wait for rank, wait in _waits(seen).items() if wait.number and not wait.point}
+    pending = {
+        rank: FlightRecord(
+            {name: tuple(c for c in of if c.pending) for name, of in record.by_group.items()}
+        )
+        for rank, record in seen.recorded.items()
+    }
+    if mismatch := _mismatch(replace(seen, recorded=pending), waits):
+        return HangReport(mismatch, waiting=tuple(sorted(waits)))
+    whole = {rank: wait for rank, wait in waits.items() if wait.needs_all}
+    if any(set(seen.members(wait.group)) & seen.over.keys() for wait in whole.values()):
+        report = explain(replace(seen, recorded={rank: seen.recorded[rank] for rank in whole}))
+        return replace(report, text=f"{report.text}, and can never continue")
+    if circle := _circle(seen, waits):
+        waiting = _waiting({rank: waits[rank] for rank in circle}, "")
+        text = f"{waiting}: each waits for another of them, so none can continue"
+        return HangReport(text, waiting=tuple(circle))
+    return None
+
+
+def _circle(seen: Observation, waits: Mapping[int, Collective]) -> list[int]:
+    """Return the ranks each of which waits, in a group, for one of them that waits in another."""
+    stuck = {rank for rank in waits if rank not in seen.stacks or _waiting_call(seen.stacks[rank])}
+    while True:
+        free = {
+            rank
+            for rank in stuck
+            if not any(
+                seen.recorded[other].last(waits[rank].group) < waits[rank].number
+                for other in stuck.intersection(seen.members(waits[rank].group))
+            )
+        }
+        if not free:
+            return sorted(stuck)
+        stuck -= free
+
+
 def _waits(seen: Observation) -> dict[int, Collective]:
     """Return which ranks wait in which collective: by the recorder, else by their stacks."""
     waits: dict[int, Collective] = {}
@@ -117,7 +165,7 @@ def _mismatch(seen: Observation, waits: Mapping[int, Collective]) -> str:
             frame = stack.location if stack is not None else None
             place = f" ({frame.file}, line {frame.line})" if frame is not None else ""
             texts.append(f"{format_ranks(ranks)} {_are(ranks)} in {label}{place}")
-        return f"{', '.join(texts[:PLACES])}: these do not match, so no rank can continue"
+        return f"{', '.join(texts[:PLACES])}: these do not match, so no rank can continue. {SAME}"
     return ""
 
 
@@ -152,14 +200,21 @@ def _without_cause(seen: Observation, waits: Mapping[int, Collective]) -> HangRe
     return HangReport(text, waiting=tuple(waits))
 
 
-def _places(seen: Observation, ranks: Iterable[int]) -> list[str]:
-    """Return where ranks are, those at one place together."""
+def places(stacks: Iterable[RankStack]) -> str:
+    """Say where ranks were when they were asked; nothing of those that did not answer."""
+    by_rank = {stack.rank: stack for stack in stacks if stack.location is not None}
+    seen = Observation(0.0, 0.0, {}, stacks=by_rank)
+    return "; ".join(_places(seen, by_rank, past=True))
+
+
+def _places(seen: Observation, ranks: Iterable[int], *, past: bool = False) -> list[str]:
+    """Return where ranks are, or were, those at one place together."""
     places: dict[tuple[str, bool], list[int]] = {}
     for rank in ranks:
         stack = seen.stacks.get(rank, RankStack(rank, trouble="was not asked"))
         places.setdefault((stack.place, stack.location is not None), []).append(rank)
     texts = [
-        f"{format_ranks(there)} {_are(there)} at {place}"
+        f"{format_ranks(there)} {_are(there, past=past)} at {place}"
         if is_known
         else f"{format_ranks(there)}{' ' if len(there) == 1 else ': each '}{place}"
         for (place, is_known), there in places.items()
@@ -179,5 +234,6 @@ def _waiting(waits: Mapping[int, Collective], pronoun: str) -> str:
     return ", ".join(texts[:PLACES]) + (f" for {pronoun}" if pronoun else "")
 
 
-def _are(ranks: Collection[int]) -> str:
-    return "is" if len(ranks) == 1 else "are"
+def _are(ranks: Collection[int], *, past: bool = False) -> str:
+    singular, plural = ("was", "were") if past else ("is", "are")
+    return singular if len(ranks) == 1 else plural

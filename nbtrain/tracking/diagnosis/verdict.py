@@ -19,6 +19,9 @@ from ..state import RankState, RunState
 from .failures import Failure, describe_returncode, headline
 from .lost_results import SIGN
 
+HANG = "a hang (--on-hang stop)"
+"""How the message of a run begins that was stopped because it hung."""
+
 MISMATCH = "collective mismatch"
 _KINDS = {
     "results lost": f"^{SIGN}",
@@ -74,8 +77,7 @@ def explain(state: RunState, failures: Sequence[Failure]) -> FailureReport | Non
         return None
     if state.status == "timed out":
         reluctant = [f"rank {r.rank} {_held_out(r)}" for r in state.ranks if _held_out(r)]
-        text = f"took longer than its timeout: {state.message}"
-        return FailureReport("timeout", -1, text, tuple(reluctant))
+        return FailureReport("timeout", -1, too_long(state), tuple(reluctant))
     if state.peer_failure is not None and all(failure.is_secondary for failure in failures):
         return FailureReport("node", -1, state.peer_failure.text)
     if failures:
@@ -84,6 +86,13 @@ def explain(state: RunState, failures: Sequence[Failure]) -> FailureReport | Non
         return None
     kind, text = diagnose(state.message, died=False)
     return FailureReport("launch" if kind == "exception" else kind, -1, text)
+
+
+def too_long(state: RunState) -> str:
+    """Say what took a run too long: it had a timeout, or it hung."""
+    if state.message.startswith(HANG):
+        return f"was stopped because of {state.message}"
+    return f"took longer than its timeout: {state.message}"
 
 
 def _held_out(rank: RankState) -> str:

@@ -6,14 +6,15 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from .. import clock
 from .. import events as ev
 from ..run_folder import RunFolder
-from ..state import RunState
+from ..state import RankState, RunState
 from . import collectives, hangs, stacks
+from .activity import Activity
 
 RECORDERS = 16
 """Ranks whose flight recorder is asked; each answers with up to a megabyte."""
@@ -26,6 +27,19 @@ FAR = 3.0
 
 AGAIN = 1.0
 """Seconds between two rounds of asking, at least."""
+
+ECHO = 2.0
+"""Seconds after a question within which what a rank prints may be its consequence."""
+
+QUIET = 4.0
+"""Seconds without progress of any rank after which recorders are asked, which costs ranks nothing,
+whether that is a deadlock; again after twice the time, and so on."""
+
+NOTED = 60.0
+"""Seconds after which ranks that all do nothing are reported, before a hang is due to be."""
+
+_TALKING = ("ssl.py", "socket.py", "subprocess.py", "selectors.py")
+"""Where a rank waits for somebody who is none of the ranks."""
 
 _SIGNS = (
     ev.Spawned,
@@ -54,13 +68,26 @@ class HangWatchdog:
         self._about: frozenset[int] = frozenset()  # the ranks that the last round was about
         self._reported: hangs.HangReport | None = None
         self._asked_at = -1e9
+        self._limit = after or 0.0  # the silence that is reported; shorter where it is certain
+        self._look = QUIET
+        self._activity = Activity()
         self._thread: threading.Thread | None = None
-        self._reports = queue.SimpleQueue[tuple[frozenset[int], hangs.HangReport]]()
+        self._reports = queue.SimpleQueue[tuple[frozenset[int], hangs.HangReport | None, float]]()
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether what was reported last is a hang: a deadlock, or as long as one was to be."""
+        is_note = self._after is not None and self._limit == NOTED < self._after
+        return self._reported is not None and not is_note
 
     def observe(self, events: Iterable[ev.Event], now: float) -> None:
         """Take note of signs of progress."""
         for event in events:
-            if isinstance(event, _SIGNS) or (
+            if isinstance(event, ev.Output) and now - self._asked_at < ECHO:
+                continue  # a call that the question interrupted may say so, at length
+            if isinstance(event, ev.Resources):
+                self._activity.observe(event, now)
+            elif isinstance(event, _SIGNS) or (
                 isinstance(event, ev.TrainingUpdate) and self._is_new(event)
             ):
                 self._moved(event.rank, now)
@@ -75,6 +102,9 @@ class HangWatchdog:
 
     def _moved(self, rank: int, now: float) -> None:
         self._last[rank] = now
+        if self._look != QUIET or self._limit != self._after:
+            self._look, self._limit = QUIET, self._after or 0.0
+            self._activity.forget()
         report = self._reported
         if report is not None and rank in self._about and rank in (*report.stuck, *report.waiting):
             # What one rank waited for has come: the others will show progress in a moment.
@@ -88,27 +118,55 @@ class HangWatchdog:
         if any(r.phase == "compiling" for r in running):  # the others may wait for it, rightly
             self._last = dict.fromkeys(self._last, now)
         silent = {r.rank: now - self._last[r.rank] for r in running}
-        stalled = frozenset(rank for rank, seconds in silent.items() if seconds >= self._after)
-        events = self._answered(stalled)
+        seen = self._observation(state, silent)
+        self._look_early(running, state, seen, now)
+        if self._limit == NOTED < self._after <= max(silent.values(), default=0.0):
+            self._limit, self._about = self._after, frozenset()  # the note has become a hang
+        events = self._answered(silent)
+        stalled = frozenset(rank for rank, seconds in silent.items() if seconds >= self._limit)
         if not stalled:
             self._about = stalled
             events += self._report(None)
         elif stalled != self._about and self._thread is None and now - self._asked_at >= AGAIN:
             self._about, self._asked_at = stalled, now
-            over = {r.rank: r.status for r in state.ranks if r.is_over}
-            groups = dict(self._groups)
-            seen = hangs.Observation(time.time(), self._after, silent, over, groups=groups)
-            self._thread = threading.Thread(target=self._ask, args=(stalled, seen), daemon=True)
-            self._thread.start()
+            self._start(self._ask, stalled, replace(seen, after=self._limit))
         return events
 
-    def _answered(self, stalled: frozenset[int]) -> list[ev.Hang]:
+    def _observation(self, state: RunState, silent: Mapping[int, float]) -> hangs.Observation:
+        over = {r.rank: r.status for r in state.ranks if r.is_over}
+        return hangs.Observation(time.time(), self._limit, silent, over, groups=dict(self._groups))
+
+    def _look_early(
+        self, running: list[RankState], state: RunState, seen: hangs.Observation, now: float
+    ) -> None:
+        """Look for a deadlock, and whether all ranks do nothing, before a silence is a hang."""
+        quiet = min(seen.silent.values(), default=0.0)
+        if quiet < self._look or self._limit != self._after or self._thread is not None:
+            return
+        if self._folder.questions.exists():  # ranks on other hosts: every question takes seconds
+            return
+        self._look = min(2 * self._look, self._look + NOTED / 6)
+        if self._activity.are_at_rest(running, state, now) and quiet >= NOTED:
+            self._limit = min(NOTED, self._limit)
+        else:
+            about = frozenset(seen.silent)
+            self._start(self._ask_recorders, about, replace(seen, after=QUIET))
+
+    def _start(self, ask: Callable[..., None], about: frozenset[int], seen: object) -> None:
+        self._thread = threading.Thread(target=ask, args=(about, seen), daemon=True)
+        self._thread.start()
+
+    def _answered(self, silent: Mapping[int, float]) -> list[ev.Hang]:
         """Return the result of a round of asking, unless the ranks it was about moved meanwhile."""
         if self._reports.empty():
             return []
-        about, report = self._reports.get()
+        about, report, limit = self._reports.get()
         self._thread = None
-        return self._report(report) if about <= stalled else []
+        if report is None or not all(silent.get(rank, 0.0) >= limit for rank in about):
+            return []
+        if limit < self._limit:
+            self._limit, self._about = limit, about
+        return self._report(report)
 
     def _report(self, report: hangs.HangReport | None) -> list[ev.Hang]:
         if report == self._reported:
@@ -121,7 +179,19 @@ class HangWatchdog:
         # Without a folder that was deleted, or a process list: what is known is reported.
         with contextlib.suppress(Exception):
             seen = look_closely(self._folder, seen)
-        self._reports.put((about, hangs.explain(seen)))
+        talks = seen.after == NOTED and any(map(_is_talking, seen.stacks.values()))
+        self._reports.put((about, None if talks else hangs.explain(seen), seen.after))
+
+    def _ask_recorders(self, about: frozenset[int], seen: hangs.Observation) -> None:
+        report: hangs.HangReport | None = None
+        with contextlib.suppress(Exception):
+            ranks = sorted(about)[:RECORDERS]
+            recorded = collectives.ask(self._folder, ranks, ASKING / 2)
+            seen = replace(seen, now=time.time(), recorded=recorded)
+            if hangs.deadlock(seen) is not None:
+                by_rank = {s.rank: s for s in stacks.ask(self._folder, ranks, ASKING / 2)}
+                report = hangs.deadlock(replace(seen, stacks=by_rank))
+        self._reports.put((about, report, seen.after))
 
     def close(self) -> None:
         """Wait for a round of asking to end."""
@@ -145,3 +215,8 @@ def _some(by_rank: Mapping[int, stacks.RankStack], most: int) -> list[int]:
             places.setdefault(stack.location, []).append(rank)
     rarest = sorted(places.values(), key=len)
     return [rank for ranks in rarest for rank in ranks][:most]
+
+
+def _is_talking(stack: stacks.RankStack) -> bool:
+    """Whether a rank waits for an answer of a server or a program."""
+    return any(frame.file.endswith(_TALKING) for frame in stack.frames)

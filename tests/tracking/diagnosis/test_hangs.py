@@ -80,7 +80,8 @@ def test_collectives_that_do_not_match_accuse_nobody() -> None:
     )
     assert told.text == (
         "rank 0 is in all_reduce #1 of [4] (In[5], line 43), rank 1 is in broadcast #1 of [4] "
-        "(In[5], line 41): these do not match, so no rank can continue"
+        "(In[5], line 41): these do not match, so no rank can continue. "
+        f"{hangs.SAME}"
     )
     assert (told.stuck, told.waiting) == ((), (0, 1))
 
@@ -164,3 +165,33 @@ def test_a_thousand_ranks_make_a_short_sentence() -> None:
     told = hangs.explain(seen(1000, at=at))
     assert len(told.text) < 1000
     assert "others at 996 more places" in told.text
+
+
+def test_a_circle_of_groups_is_certain_only_where_every_rank_is_in_its_collective() -> None:
+    def record(mine: str) -> FlightRecord:
+        return FlightRecord({mine: (Collective(mine, 1, "all_reduce", (4,), True, NOW - 300),)})
+
+    known = {
+        "recorded": {0: record("a"), 1: record("b")},
+        "groups": {"a": frozenset({0, 1}), "b": frozenset({0, 1})},
+    }
+    blocked = RankStack(0, frames=(TORCH, REDUCING))
+    told = hangs.deadlock(seen(2, stacks={0: blocked, 1: blocked}, **known))
+    assert told is not None
+    assert "each waits for another of them" in told.text
+    computes = RankStack(1, frames=(SLEEPING,))  # it began the collective, and does something else
+    assert hangs.deadlock(seen(2, stacks={0: blocked, 1: computes}, **known)) is None
+
+
+def test_a_rank_that_others_wait_for_is_no_deadlock() -> None:
+    told = hangs.deadlock(
+        seen(
+            2,
+            stacks={
+                0: RankStack(0, frames=(SLEEPING,)),
+                1: RankStack(1, frames=(TORCH, REDUCING)),
+            },
+            recorded={0: recorded("barrier", done=True), 1: recorded("barrier", "barrier")},
+        )
+    )
+    assert told is None

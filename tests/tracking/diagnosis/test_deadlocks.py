@@ -1,0 +1,141 @@
+"""Deadlocks that are certain are reported after seconds, with real ranks; what only takes long is
+not.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import nbtrain
+from nbtrain.errors import RunTimeout
+from nbtrain.tracking.diagnosis import activity, watchdog
+from tests.support.kernel import Notebook
+from tests.support.runs import launch
+from tests.support.waiting import wait_until
+from tests.tracking.diagnosis.test_watchdog import HERE, first_verdict, launched, verdicts
+
+
+def ends_a_loader_early() -> None:
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(nn.Linear(4, 2))
+    for _ in range(4 - nbtrain.rank()):
+        model(torch.ones(3, 4)).sum().backward()
+    dist.barrier()
+
+
+def waits_in_a_circle() -> None:
+    dist.init_process_group("gloo")
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    first = groups[nbtrain.rank()]
+    dist.all_reduce(torch.ones(2), group=first)
+    dist.all_reduce(torch.ones(2), group=groups[1 - nbtrain.rank()])
+
+
+@pytest.mark.parametrize(
+    ("function", "known"),
+    [
+        (ends_a_loader_early, "rank 1 is in barrier #"),
+        (waits_in_a_circle, "each waits for another of them, so none can continue"),
+    ],
+)
+def test_a_certain_deadlock_ends_the_run_long_before_a_hang_is_due(
+    function: Callable[[], None], known: str
+) -> None:
+    with pytest.raises(RunTimeout, match="was stopped because of a hang") as caught:
+        launch(function, n=2, hang_after=3000, on_hang="stop", timeout=120)
+    assert known in str(caught.value)
+    if function is ends_a_loader_early:
+        assert "these do not match, so no rank can continue" in str(caught.value)
+        assert "a loop that ends earlier on one" in str(caught.value)
+
+
+def works_for_long(gate: str, seconds: float) -> None:
+    """Rank 0 computes, as an evaluation does, while the others wait at a barrier."""
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(2))
+    until = time.monotonic() + seconds
+    while nbtrain.rank() == 0 and time.monotonic() < until:
+        if gate == "computes":
+            torch.ones(50, 50) @ torch.ones(50, 50)
+        else:
+            with open("/dev/null", "wb") as file:
+                file.write(bytes(1 << 20))
+            time.sleep(0.2)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("how", ["computes", "writes"])
+def test_a_rank_that_works_while_others_wait_is_no_deadlock(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "QUIET", 0.5)
+    monkeypatch.setattr(watchdog, "NOTED", 3.0)
+    monkeypatch.setattr(activity, "CALM", 1.5)
+    run = launch(works_for_long, how, 12.0, n=2, hang_after=3000, on_hang="stop")
+    assert verdicts(run) == []
+
+
+def sleeps_beside_a_barrier() -> None:
+    dist.init_process_group("gloo")
+    if nbtrain.rank() == 0:
+        time.sleep(600)  # does nothing
+    dist.barrier()
+
+
+def test_ranks_that_all_do_nothing_are_noted_and_not_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watchdog, "NOTED", 8.0)
+    monkeypatch.setattr(activity, "CALM", 4.0)
+    with launched(sleeps_beside_a_barrier, hang_after=3000, on_hang="stop") as run:
+        noted = first_verdict(run)
+        assert f"rank 0 is at {HERE.replace('test_watchdog', 'test_deadlocks')}" in noted.text
+        assert "rank 1 waits in barrier #1 for it" in noted.text
+        since = time.monotonic()
+        wait_until(lambda: time.monotonic() - since > 1.0)
+        assert not run.state.is_over
+
+
+def connects_to_nobody(port: int) -> None:
+    dist.TCPStore("127.0.0.1", port, 2, False, timeout=timedelta(seconds=300))
+
+
+def test_what_a_question_makes_a_rank_print_is_no_progress() -> None:
+    """Torch's connect is interrupted by the signal that asks, and prints a C++ backtrace."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with launched(connects_to_nobody, port, hang_after=5) as run:
+        found = first_verdict(run)
+        assert found.time - run.state.created < 5 + 5
+        assert "dist.TCPStore" in found.text
+
+
+def test_a_timeout_repeats_the_verdict_and_a_stop_says_where_ranks_were(
+    notebook: Notebook,
+) -> None:
+    cell = (
+        "%%distributed -n 2 {}\n"
+        "import torch.distributed as dist\n"
+        "def train():\n"
+        "    dist.init_process_group('gloo')\n"
+        "    if nbtrain.rank() == 1:\n"
+        "        print('asleep', flush=True); time.sleep(600)\n"
+        "    dist.barrier()\n"
+    )
+    out = notebook.run(cell.format("--hang-after 1 --timeout 8"))
+    assert out.ename == "RunTimeout"
+    assert "line 6: print('asleep', flush=True); time.sleep(600)" in out.evalue
+    assert "rank 0 waits in barrier #1 for it" in out.evalue
+    out = notebook.run(cell.format("--view html"), interrupt_on="asleep")
+    assert out.ename == "KeyboardInterrupt"
+    assert "Rank 0 was at In[" in out.evalue
+    assert "line 7: dist.barrier(); rank 1 was at In[" in out.evalue
