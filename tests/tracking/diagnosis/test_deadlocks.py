@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 import nbtrain
 from nbtrain.errors import RunTimeout
 from nbtrain.tracking.diagnosis import activity, watchdog
+from tests.support.hangs import first_verdict, launched, verdicts
 from tests.support.kernel import Notebook
 from tests.support.runs import launch
 from tests.support.waiting import wait_until
-from tests.tracking.diagnosis.test_watchdog import HERE, first_verdict, launched, verdicts
 
 
 def ends_a_loader_early() -> None:
@@ -98,7 +98,7 @@ def test_ranks_that_all_do_nothing_are_noted_and_not_stopped(
     monkeypatch.setattr(activity, "CALM", 4.0)
     with launched(sleeps_beside_a_barrier, hang_after=3000, on_hang="stop") as run:
         noted = first_verdict(run)
-        assert f"rank 0 is at {HERE.replace('test_watchdog', 'test_deadlocks')}" in noted.text
+        assert f"rank 0 is at {__file__}, line " in noted.text
         assert "rank 1 waits in barrier #1 for it" in noted.text
         since = time.monotonic()
         wait_until(lambda: time.monotonic() - since > 1.0)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -28,10 +26,10 @@ from nbtrain.tracking.reducers import fold
 from nbtrain.tracking.replay import initial_state
 from nbtrain.tracking.run_folder import RunFolder
 from nbtrain.tracking.state import RunState
+from tests.support.hangs import AFTER, first_verdict, launched, verdicts
 from tests.support.kernel import Notebook
 from tests.support.waiting import wait_until
 
-AFTER = 1.0
 HERE = str(Path(__file__))
 
 
@@ -46,45 +44,6 @@ def quick_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that hang in C do not end by an interrupt: have them killed soon."""
     ladder = ((0.0, "interrupt"), (0.1, "kill"))
     monkeypatch.setitem(stop_policy.STOP_POLICIES, "interrupted", ladder)
-
-
-@contextlib.contextmanager
-def launched(function: Callable[..., Any], *args: Any, **options: Any) -> Iterator[Run]:
-    """A run that goes on while the test looks at it, and is stopped at its end."""
-    before = nbtrain.last_run()
-    # A fresh process imports for seconds: no hang, and not the moment to be asked.
-    after = 4 * AFTER if options.get("engine") == "spawn" else AFTER
-    options = {"num_processes": 2, "view": "none", "hang_after": after, **options}
-
-    def drive() -> None:
-        with contextlib.suppress(KeyboardInterrupt):
-            nbtrain.launch(function, *args, **options)
-
-    thread = threading.Thread(target=drive)
-    thread.start()
-    wait_until(lambda: nbtrain.last_run() is not before)
-    run = nbtrain.last_run()
-    assert run is not None
-    try:
-        yield run
-    finally:
-        run.stop()
-        thread.join(30)
-        assert not thread.is_alive()
-
-
-def verdicts(run: Run) -> list[ev.Hang]:
-    return [e for e in read_events(run.folder / "launcher.jsonl") if isinstance(e, ev.Hang)]
-
-
-def first_verdict(run: Run, saying: str = "") -> ev.Hang:
-    """The first one that says something; a fresh process may take long to begin, too."""
-
-    def found() -> list[ev.Hang]:
-        return [told for told in verdicts(run) if told.text and saying in told.text]
-
-    wait_until(found, 30)
-    return found()[0]
 
 
 def sleeps() -> None:
