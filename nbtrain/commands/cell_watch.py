@@ -139,10 +139,13 @@ class CellWatch:
     def _warn(self, touches: list[accelerator_guard.AcceleratorInit]) -> None:
         for touch in touches if self.mode != "off" else ():
             place = touch.place if touch.cell is not None else "something between two cells"
+            remedy = f"Restart the kernel and use {touch.name} only inside the training function"
+            on_tpu = touch.name in accelerator_guard.OF_ONE_PROCESS
+            users = "ranks" if on_tpu else "forked ranks"
+            remedy += "." if on_tpu else ", or launch with --engine spawn."
             print(
-                f"nbtrain: {place} initialised {touch.name}, so forked ranks cannot use "
-                f"{touch.name}. Restart the kernel and use {touch.name} only inside the training "
-                "function, or launch with --engine spawn."
+                f"nbtrain: {place} initialised {touch.name}, so {users} cannot use {touch.name}. "
+                f"{remedy}"
             )
 
 
@@ -213,5 +216,7 @@ def accelerator_status_text() -> str:
         lines.append(f"{name}: initialised, {touch.place}")
         lines += [f"    {call}" for call in touch.calls]
     names = " or ".join(sorted(now))
-    remedy = "Restart the kernel, or launch with --engine spawn."
-    return "\n".join([*lines, f"Forked ranks cannot use {names}. {remedy}"])
+    users, remedy = "Forked ranks", "Restart the kernel, or launch with --engine spawn."
+    if now & accelerator_guard.OF_ONE_PROCESS:
+        users, remedy = "Ranks", "Restart the kernel."
+    return "\n".join([*lines, f"{users} cannot use {names}. {remedy}"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import re
+import sys
 import weakref
 from argparse import Namespace
 from collections.abc import Iterator
@@ -23,6 +25,7 @@ from ..planning import cell as reading
 from ..planning.option_parser import parse_options, parser, split_line, split_options
 from ..planning.plan import OPTIONS, Cell, Plan
 from ..system import accelerator_guard
+from ..system.text import did_you_mean
 from ..tracking import clock
 from . import cell_watch
 
@@ -150,7 +153,10 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                 raise PlanError(f"%nbtrain migrate works on a whole cell: {migrate.USAGE}")
             case _:
                 problem = f"has no command {line!r}" if line.strip() else "needs a command"
-                raise PlanError(f"%nbtrain {problem}. Use {_COMMANDS} (%nbtrain? explains them)")
+                guess = did_you_mean(line.split()[0], re.findall(r"\w+", _COMMANDS)) if line else ""
+                raise PlanError(
+                    f"%nbtrain {problem}{guess}. Use {_COMMANDS} (%nbtrain? explains them)"
+                )
         return None
 
     def _migrate(self, line: str, cell: str) -> None:
@@ -223,8 +229,12 @@ _modes: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 def load(shell: Any) -> None:
-    """Register the magics with a shell and watch its cells; again, harmlessly."""
+    """Register the magics with a shell and watch its cells; again, harmlessly.
+
+    The name ``nbtrain`` is bound, too, unless the notebook has it: the messages use it.
+    """
     unload(shell)
+    shell.user_ns.setdefault("nbtrain", sys.modules[__name__.partition(".")[0]])
     magics = NbtrainMagics(shell)
     magics.cell_watch = cell_watch.CellWatch(shell)
     magics.cell_watch.set_mode(_modes.get(shell, "warn"))

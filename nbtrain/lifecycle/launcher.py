@@ -21,7 +21,7 @@ from ..planning import build_estimate, preflight
 from ..planning import world as several
 from ..planning.findings import Finding
 from ..planning.lint import lint
-from ..planning.option_parser import plan_fields
+from ..planning.option_parser import check_rank_argument, plan_fields, shared_out
 from ..planning.option_types import HANG_AFTER, SOURCES
 from ..planning.plan import Call, Plan
 from ..planning.world import Rendezvous
@@ -85,7 +85,8 @@ def launch(
     The function may be a lambda or a closure; the fork engine pickles nothing of it. Each rank is a
     process of its own. Its return value is copied back, and so are the trained weights of the
     models that the function is given. If the function has an argument of the same name as an option
-    below, pass that argument by position, or with ``functools.partial``.
+    below, a value that cannot be the option's is the function's; else pass it by position, or with
+    ``functools.partial``.
 
     Args:
         num_processes: how many ranks; None: one per GPU or TPU chip, or 2 on a host without any; on
@@ -130,11 +131,13 @@ def launch(
         KeyboardInterrupt: the run was interrupted; all ranks have ended.
         Exception: what the causing rank raised, with its own type.
     """
-    options = plan_fields(locals())
+    given = locals()
     if not callable(function):
         raise PlanError(f"launch needs a function to call, not a {type(function).__name__}")
+    kwargs, given, notes = shared_out(function, args, kwargs, given)
+    check_rank_argument(function, args, kwargs)
     call = Call(function, args, kwargs)
-    return run_plan(Plan(call, call.name, **options))
+    return run_plan(Plan(call, call.name, **plan_fields(given)), notes)
 
 
 def notebook_launcher(
@@ -181,6 +184,7 @@ def notebook_launcher(
         nodes = Rendezvous(
             num_nodes, node_rank, meet_at, rdzv_backend, rdzv_conf or {}, rdzv_id, monitor_interval
         )
+    check_rank_argument(function, tuple(args), {})
     call = Call(function, tuple(args))
     plan = Plan(
         call,
@@ -205,7 +209,7 @@ def _requested_port(use_port: str | int | None) -> int | None:
 
 
 @launch_log.recorded()
-def run_plan(plan: Plan) -> Run:
+def run_plan(plan: Plan, noticed: Sequence[Finding] = ()) -> Run:
     """Resolve a plan, check it, prepare its engine, execute it; return the run, or raise its error.
 
     A run in the background is returned as soon as its ranks were started.
@@ -213,6 +217,7 @@ def run_plan(plan: Plan) -> Run:
     if api.active is not None:
         raise nested_launches.refusal("nbtrain", getattr(plan.task, "function", None) or plan.name)
     plan, findings = config_file.applied(plan)
+    findings += noticed
     engine = engines.choose(plan)
     try:
         plan, device = engine.resolve(plan)

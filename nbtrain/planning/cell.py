@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import PlanError
 from ..system.text import shorten
+from .option_parser import rank_call
 from .plan import Cell, Parameter
 from .source_names import bound_names
 
@@ -49,9 +50,13 @@ def check_parameters(cell: Cell) -> None:
     if not missing:
         return
     described = ", ".join(with_lookalikes(name, known) for name in missing)
+    remedy = "Define it in a cell, or give the parameter a default."
+    needed = [p.name for p in cell.parameters if p.default is None]
+    if call := rank_call(str(cell.function), needed):
+        remedy = f"As it takes its rank, add `{call}` as the last line of the cell."
     raise PlanError(
         f"{cell.function}() needs a value for {described}: the notebook has no such variable, and "
-        "there is no default. Define it in a cell, or give the parameter a default."
+        f"there is no default. {remedy}"
     )
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import re
 import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ..errors import PlanError
+from ..system.text import did_you_mean
+from .findings import Finding
 from .option_types import Option, is_variable
 from .plan import OPTIONS
 
@@ -33,6 +36,10 @@ MAGIC_ONLY = (
 _BY_FIELD = {option.field: option for option in (*OPTIONS, *MAGIC_ONLY)}
 
 
+_OF_OTHERS = ("nprocpernode", "nprocs", "nproc", "numgpus", "gpus", "ngpus", "worldsize", "devices")
+"""What other launchers call the number of ranks, without hyphens."""
+
+
 def plan_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields of `Plan` from the arguments of a function that are named as options.
 
@@ -53,6 +60,106 @@ def plan_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def shared_out(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> tuple[dict[str, Any], dict[str, Any], list[Finding]]:
+    """Share keywords between a launch and the function that has arguments of the same names.
+
+    Returns the function's keywords, the options, and notes. A value that cannot be the option's is
+    the function's. Raises `PlanError` where both may be meant, and for a name that neither has.
+    """
+    name, own = getattr(function, "__name__", "the function"), dict(kwargs)
+    left, notes = dict(options), list[Finding]()
+    parameters = _parameters(function)
+    by_name = dict(list(parameters.items())[len(args) :])
+    for option in OPTIONS:
+        key = option.argument
+        value, parameter = left.get(key, option.default), by_name.get(key)
+        if parameter is None or value is option.default or value == option.default:
+            continue
+        if not _fits(option, value):
+            own[key] = left.pop(key)
+        elif parameter.default is parameter.empty:
+            raise PlanError(
+                f"`{key}` is an option of nbtrain and an argument that {name}() needs. "
+                f"For {name}() alone, write functools.partial({name}, {key}=...)."
+            )
+        elif _are_alike(value, parameter.default) and value != parameter.default:
+            notes.append(
+                Finding(
+                    f"`{key}` is nbtrain's option here; {name}() keeps its own default.",
+                    f"To change that, write functools.partial({name}, {key}=...).",
+                )
+            )
+    _check_names(name, parameters, own)
+    return own, left, notes
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    both_numbers = all(type(each) in (int, float) for each in (one, other))
+    return both_numbers or type(one) is type(other)
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # written in C
+        return {}
+
+
+def _fits(option: Option, value: Any) -> bool:
+    if option.types and not isinstance(value, option.types):
+        return False
+    try:
+        option.check(option.convert(value), option.argument)
+    except (PlanError, TypeError, ValueError, AttributeError):
+        return False
+    return not option.is_switch or isinstance(value, bool)
+
+
+def _check_names(name: str, parameters: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Refuse a keyword that the function lacks, and that looks like one of it or of nbtrain."""
+    if not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    for key in given.keys() - parameters.keys():
+        known = [*parameters, *(option.argument for option in OPTIONS)]
+        if guess := did_you_mean(key, known):
+            raise PlanError(f"neither {name}() nor nbtrain has an argument `{key}`{guess}")
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_RANK = ("rank", "local_rank", "global_rank", "gpu", "index", "process_index")
+
+
+def check_rank_argument(function: Callable[..., Any], args: Sequence[Any], given: Any) -> None:
+    """Refuse a function written for `mp.spawn` that lacks arguments. Raises `PlanError`."""
+    parameters = _parameters(function)
+    try:
+        inspect.signature(function).bind(*args, **given)
+    except ValueError:
+        return
+    except TypeError:
+        name = getattr(function, "__name__", "function")
+        needed = [p for p in parameters.values() if p.default is p.empty]
+        if call := rank_call(name, [p.name for p in needed if p.kind in _POSITIONAL]):
+            raise PlanError(
+                f"{name}() takes its rank first, as for mp.spawn. "
+                f"Write `nbtrain.launch(lambda: {call})`."
+            ) from None
+
+
+def rank_call(name: str, parameters: Sequence[str]) -> str:
+    """Return the call in every rank of a function that takes its rank first; '' for others."""
+    if not parameters or parameters[0] not in _RANK:
+        return ""
+    known = {"world_size": "nbtrain.world_size()", "nprocs": "nbtrain.world_size()"}
+    rest = [known.get(parameter, parameter) for parameter in parameters[1:]]
+    return f"{name}({', '.join(['nbtrain.rank()', *rest])})"
+
+
 def _reader(option: Option) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         try:
@@ -71,7 +178,16 @@ class OptionParser(argparse.ArgumentParser):
         self.hint = hint
 
     def error(self, message: str) -> NoReturn:
+        unknown = re.match(r"unrecognized arguments: (-\S+)", message)
+        if unknown:
+            message += self._guess(unknown[1].partition("=")[0])
         raise PlanError(f"{self.prog}: {message}{self.hint}")
+
+    def _guess(self, flag: str) -> str:
+        flags = [name for name in self._option_string_actions if name.startswith("--")]
+        if re.sub(r"[-_]", "", flag) in _OF_OTHERS and "--num-processes" in flags:
+            return " (did you mean --num-processes?)"
+        return did_you_mean(flag, flags)
 
 
 def parser(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import PlanError
+from ..system.text import did_you_mean
 
 ENGINES = ("auto", "fork", "spawn", "tpu", "xla", "torch_tpu", "ray", "inline")
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
@@ -97,7 +98,9 @@ class Option:
     def problem(self, value: Any, none: str) -> str:
         """Return what is wrong with a value; `none` is how the user writes None."""
         choice = f" or {none}" if none and self.may_be_none else ""
-        return f"must be {self.must_be[0]}{choice}, not {value!r}"
+        known = (self.metavar or "").split("|") if self.must_be[0].startswith("one of") else ()
+        guess = did_you_mean(value, known) if isinstance(value, str) else ""
+        return f"must be {self.must_be[0]}{choice}, not {value!r}{guess}"
 
     @property
     def may_be_none(self) -> bool:
@@ -160,6 +163,22 @@ def is_environment(pair: tuple[Any, Any]) -> bool:
     return texts and key != "" and "=" not in key and "\0" not in key + value
 
 
+_OF_EACH_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def check_environment(env: Mapping[str, str]) -> None:
+    """Refuse variables with which no rank could join the others. Raises `PlanError`."""
+    for name in _OF_EACH_RANK:
+        if name in env:
+            raise PlanError(
+                f"--env {name}={env[name]} would be the same for all ranks. Leave it out: nbtrain "
+                f"sets {name} in each rank; -n (num_processes) says how many there are."
+            )
+    port = env.get("MASTER_PORT", "1")
+    if not (port.isdecimal() and 0 < int(port) < 65536):
+        raise PlanError(f"--env MASTER_PORT must be a port from 1 to 65535, not {port!r}")
+
+
 def pair_of(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals:
@@ -195,7 +214,8 @@ def sources_of(asked: str | Iterable[str]) -> tuple[str, ...]:
     unknown = [n for n in names if n.removeprefix("-") not in (*SOURCES, "none")]
     if unknown or (isinstance(asked, str) and not names):
         name = repr(unknown[0]) if unknown else "without a name"
-        raise PlanError(f"there is no telemetry {name}: use all, none, {', '.join(SOURCES)}")
+        guess = did_you_mean(unknown[0], SOURCES) if unknown else ""
+        raise PlanError(f"there is no telemetry {name}: use all, none, {', '.join(SOURCES)}{guess}")
     left_out = {n[1:] for n in names if n.startswith("-")}
     if left_out and len(left_out) == len(names):
         return tuple(s for s in SOURCES if s not in left_out)

@@ -256,6 +256,7 @@ class Plan:
             raise PlanError("downcast_bf16 needs bf16 mixed precision: use -p bf16 --downcast-bf16")
         if self.port is not None and not 0 < self.port < 65536:
             raise PlanError(f"the port must be between 1 and 65535, not {self.port!r}")
+        options.check_environment(self.env)
         most = (self.spread or (1, 1))[1]
         if (self.num_processes or most) % most:
             raise PlanError(

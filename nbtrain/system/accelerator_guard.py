@@ -20,6 +20,9 @@ from typing import Any
 
 from . import torch_xla
 
+OF_ONE_PROCESS = frozenset({"XLA", "TPU"})
+"""What one process uses at a time: fresh ranks cannot use it either."""
+
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _has_set_check = False
 _SUCCESS = 0

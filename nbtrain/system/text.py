@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Iterable
@@ -144,3 +145,11 @@ def format_ranks(ranks: Iterable[int]) -> str:
             spans.append([number, number])
     spans_text = [str(a) if a == b else f"{a}–{b}" for a, b in spans]
     return f"rank{'s' if len(numbers) != 1 else ''} {', '.join(spans_text)}"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a question for the end of a message, if a known name looks like this one."""
+    by_letters = {re.sub(r"[-_]", "", k).lower(): k for k in known}
+    letters = re.sub(r"[-_]", "", name).lower()
+    alike = difflib.get_close_matches(letters, by_letters, n=1, cutoff=0.7)
+    return f" (did you mean {by_letters[alike[0]]}?)" if alike else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 
@@ -167,16 +168,12 @@ def test_environment_and_precision_reach_a_plain_accelerator(notebook: Notebook)
     assert notebook.value("'GREETING' in os.environ") is False
 
 
-def test_an_accelerator_made_in_the_notebook_is_refused(notebook: Notebook) -> None:
+def test_an_accelerator_of_the_notebook_is_refused_where_it_is_used(notebook: Notebook) -> None:
     notebook.run("from accelerate import Accelerator\nmine = Accelerator(cpu=True)")
-    out = notebook.run("%%distributed -n 2\n1")
-    assert out.ename == "PreflightError"
-    assert "inside the training function" in out.traceback
-    notebook.run(
-        "from accelerate.state import AcceleratorState, GradientState\n"
-        "AcceleratorState._reset_state(reset_partial_state=True); GradientState._reset_state()"
-    )
     assert notebook.run("%%distributed -n 2\n1").ename == ""
+    out = notebook.run("%%distributed -n 2\nmine.print(1)")
+    assert out.ename == "PreflightError"
+    assert "`mine` is an Accelerator of the notebook" in out.evalue
 
 
 def test_output_of_ranks_is_kept_by_rank(notebook: Notebook) -> None:
@@ -249,3 +246,56 @@ def test_help_explains_every_command(notebook: Notebook) -> None:
     out = notebook.run("%nbtrain help")
     for command in ("guard", "doctor", "runs", "show", "stop", "stacks", "memory", "scaling"):
         assert f"\n%nbtrain {command}" in out.stdout
+
+
+def test_loading_the_extension_binds_its_name_unless_the_notebook_has_it(
+    start_kernel: Callable[..., Notebook],
+) -> None:
+    kernel = start_kernel()
+    kernel.run("%load_ext nbtrain")
+    out = kernel.run("nbtrain.launch(nbtrain.rank, num_processes=2).results")
+    assert out.results[0]["text/plain"] == "[0, 1]"
+    kernel.run("nbtrain = 'mine'\n%reload_ext nbtrain")
+    assert kernel.value("nbtrain") == "mine"
+
+
+def test_what_is_misspelt_is_guessed(notebook: Notebook) -> None:
+    out = notebook.run("%nbtrain gaurd")
+    assert "has no command 'gaurd' (did you mean guard?)" in out.evalue
+    out = notebook.run("%%distributed --num_processes 2\n1")
+    assert "--num_processes 2 (did you mean --num-processes?)" in out.evalue
+
+
+def test_a_cell_whose_function_takes_its_rank_is_refused_with_its_last_line(
+    notebook: Notebook,
+) -> None:
+    cell = "def work(rank, world_size, epochs=2):\n    return rank, world_size"
+    out = notebook.run(f"%%distributed\n{cell}")
+    last = "work(nbtrain.rank(), nbtrain.world_size())"
+    assert f"As it takes its rank, add `{last}` as the last line of the cell." in out.evalue
+    notebook.run(f"%%distributed -n 2\n{cell}\n{last}")
+    assert notebook.value("nbtrain.last_run().results") == [(0, 2), (1, 2)]
+
+
+def test_a_port_that_is_in_use_is_refused(notebook: Notebook) -> None:
+    notebook.run(
+        "import socket\nholder = socket.socket()\nholder.bind(('127.0.0.1', 0))\nholder.listen(1)\n"
+        "port = holder.getsockname()[1]"
+    )
+    out = notebook.run("%%distributed --env MASTER_PORT={port}\n1")
+    assert "cannot be used here (Address already in use" in out.evalue
+    assert "Leave out --env MASTER_PORT: nbtrain then uses a free port." in out.evalue
+    notebook.run("holder.close()")
+
+
+def test_a_tpu_that_is_in_use_is_not_helped_by_fresh_processes(
+    start_kernel: Callable[..., Notebook],
+) -> None:
+    kernel = start_kernel()
+    kernel.run("%load_ext nbtrain\nfrom nbtrain.system import torch_xla")
+    out = kernel.run("torch_xla.is_initialized = lambda: True")
+    assert "initialised XLA, so ranks cannot use XLA. Restart the kernel and use XLA" in out.stdout
+    assert "spawn" not in out.stdout
+    out = kernel.run("%nbtrain guard")
+    assert "Ranks cannot use XLA. Restart the kernel." in out.stdout
+    assert "spawn" not in out.stdout

@@ -126,3 +126,74 @@ def test_variables_and_models_to_copy_back_are_options() -> None:
     assert parsing.split_options("--out a,b -n 2 train(x)") == ("--out a,b -n 2", "train(x)")
     for flag in ("--no-sync", "--background", "--detach"):
         assert parsing.split_options(f"{flag} train(x)") == (flag, "train(x)")
+
+
+@pytest.mark.parametrize(
+    ("line", "guess"),
+    [
+        ("--num_processes 2", "--num-processes"),
+        ("--nproc_per_node=2", "--num-processes"),
+        ("--mixed_precision bf16", "--mixed-precision"),
+        ("--timout 3", "--timeout"),
+        ("--engine frok", "fork"),
+        ("-p bf61", "bf16"),
+        ("--telemetry bar", "bars"),
+    ],
+)
+def test_a_misspelt_option_or_name_is_guessed(line: str, guess: str) -> None:
+    with pytest.raises(PlanError, match=rf"\(did you mean {guess}\?\)"):
+        parsing.parse_options(line.split())
+
+
+def test_what_looks_like_nothing_is_not_guessed() -> None:
+    with pytest.raises(PlanError) as caught:
+        parsing.parse_options(["--colour", "red"])
+    assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize("port", ["abc", "", "0", "65536", "-1"])
+def test_a_port_in_the_environment_has_to_be_one(port: str) -> None:
+    with pytest.raises(PlanError, match="MASTER_PORT must be a port from 1 to 65535, not"):
+        Plan(Call(print), "print", env={"MASTER_PORT": port})
+    assert Plan(Call(print), "print", env={"MASTER_PORT": "29501"}).env
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE"])
+def test_what_each_rank_has_for_itself_is_no_variable_of_all(name: str) -> None:
+    with pytest.raises(PlanError, match=f"--env {name}=0 would be the same for all ranks"):
+        nbtrain.launch(print, env={name: "0"})
+
+
+def test_a_value_that_cannot_be_the_options_is_the_functions() -> None:
+    def train(config: object, timeout: float = 5, env: str = "") -> None: ...
+
+    own, left, notes = parsing.shared_out(train, (), {}, {"config": {"lr": 1}, "env": "CartPole"})
+    assert (own, left, notes) == ({"config": {"lr": 1}, "env": "CartPole"}, {}, [])
+    own, left, (note,) = parsing.shared_out(train, (1,), {}, {"timeout": 20.0})
+    assert (own, left) == ({}, {"timeout": 20.0})
+    assert note.text.startswith("`timeout` is nbtrain's option here; train() keeps its own default")
+    assert parsing.shared_out(train, (1,), {}, {"timeout": None, "env": {"A": "1"}})[2] == []
+    with pytest.raises(PlanError, match=r"functools.partial\(train, config=...\)"):
+        parsing.shared_out(train, (), {}, {"config": "default"})
+    assert parsing.shared_out(train, ({},), {}, {"config": "default"})[1] == {"config": "default"}
+
+
+def test_a_misspelt_keyword_is_guessed_before_anything_starts() -> None:
+    def train(learning_rate: float = 1.0) -> None: ...
+
+    for keyword, guess in (("num_proceses", "num_processes"), ("learning_rat", "learning_rate")):
+        with pytest.raises(PlanError, match=rf"`{keyword}` \(did you mean {guess}\?\)"):
+            nbtrain.launch(train, **{keyword: 2})
+
+
+def test_a_function_that_takes_its_rank_is_refused_with_the_line_to_write() -> None:
+    def work(rank: int, world_size: int, name: str, epochs: int = 2) -> None: ...
+
+    line = r"lambda: work\(nbtrain.rank\(\), nbtrain.world_size\(\), name\)"
+    for args in ((), (2,), (2, "name")):
+        with pytest.raises(PlanError, match=f"work.* takes its rank first.*{line}"):
+            nbtrain.launch(work, *args)
+        with pytest.raises(PlanError, match=line):
+            nbtrain.notebook_launcher(work, args)
+    parsing.check_rank_argument(work, (0, 2, "name"), {})
+    parsing.check_rank_argument(lambda x: x, (), {})  # the ranks report what is missing

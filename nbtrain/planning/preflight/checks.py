@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 
 from ...errors import AcceleratorInitializedError
 from ...system import tpu
+from ...system.accelerator_guard import OF_ONE_PROCESS
 from ...system.gpus import Holder
 from ...system.text import format_bytes, format_bytes_of, plural
 from ...system.torch_xla import INSTALL
@@ -40,7 +41,7 @@ def initialized(facts: Facts) -> Iterator[Finding]:
     if facts.device == "cpu" or not (facts.forks or on_tpu):
         return
     for touch in facts.touches:
-        if on_tpu and touch.name not in ("XLA", "TPU"):
+        if on_tpu and touch.name not in OF_ONE_PROCESS:
             continue
         called = f" Called from {touch.calls[-1]}." if touch.calls else ""
         users = "ranks" if on_tpu else "ranks forked from it"
@@ -251,9 +252,12 @@ def port(facts: Facts) -> Iterator[Finding]:
     """The port that was asked for must be free."""
     if facts.port_trouble:
         holder = f", by {facts.port_listener}" if facts.port_listener else ""
+        number, source = facts.plan.port, "use_port"
+        if number is None:
+            number, source = int(facts.plan.env["MASTER_PORT"]), "--env MASTER_PORT"
         yield Finding(
-            f"The port {facts.plan.port} cannot be used here ({facts.port_trouble}{holder}).",
-            "Leave out use_port: nbtrain then uses a free port.",
+            f"The port {number} cannot be used here ({facts.port_trouble}{holder}).",
+            f"Leave out {source}: nbtrain then uses a free port.",
             "refuse",
         )
 

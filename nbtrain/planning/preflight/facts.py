@@ -97,7 +97,8 @@ def gather(plan: Plan, device: str, engine: EngineTraits) -> Facts:
     tpu_holders = tpu.holders() if device in tpu.ENGINES.values() else {}
     threads = _threads(env, ranks)
     mentioned = task_values.host_needs(plan.task)
-    trouble = network.port_trouble(plan.port) if plan.port and not engine.runs_in_kernel else None
+    port = plan.port or (0 if plan.nodes else int(plan.env.get("MASTER_PORT", 0)))
+    trouble = network.port_trouble(port) if port and not engine.runs_in_kernel else None
     return Facts(
         plan,
         device,
@@ -132,7 +133,7 @@ def gather(plan: Plan, device: str, engine: EngineTraits) -> Facts:
         descriptors=host.descriptors(),
         quotas=tuple(q for q in (host.processes(ranks * (1 + threads)), host.tasks()) if q),
         port_trouble=trouble or "",
-        port_listener=processes.port_listener(plan.port) if trouble and plan.port else "",
+        port_listener=processes.port_listener(port) if trouble else "",
     )
 
 
