@@ -91,7 +91,7 @@ class Summary:
     """Optimizer steps of the rank that made most."""
 
     samples: int | None = None
-    """Samples of all ranks."""
+    """Samples of all ranks; of one, where all train on the same ones."""
 
     steps_per_second: float | None = None
     samples_per_second: float | None = None
@@ -123,7 +123,9 @@ def summary(state: RunState, now: float) -> Summary:
     begun = [t.time - t.elapsed - state.created for t in trained]
     training = max((t.elapsed for t in trained), default=None)
     steps = max((t.steps for t in trained), default=0) or None
-    samples = sum(t.samples or 0 for t in trained) or None
+    counts = [t.samples or 0 for t in trained]
+    # Ranks that train on the same data, or each for itself, go over it once for each.
+    samples = (max(counts, default=0) if state.flaws else sum(counts)) or None
     waited = [min(1.0, t.waited / t.elapsed) for t in trained if t.elapsed > 0]
     whole = largest({rank.rank: peak_memory(rank) for rank in state.ranks})
     return Summary(

@@ -27,6 +27,7 @@ from ..tracking.diagnosis.exit_causes import ExitCauses
 from ..tracking.diagnosis.lost_results import describe_lost_results
 from ..tracking.diagnosis.verdict import HANG, describe_endings
 from ..tracking.diagnosis.watchdog import HangWatchdog
+from ..tracking.diagnosis.work import WorkComparison
 from ..tracking.event_log import EventWriter, Reader
 from ..tracking.launch_log import LOGGER
 from ..tracking.reducers import fold
@@ -106,6 +107,7 @@ class Supervisor:
         self._disk = DiskWatch(folder, self._writer)
         self._hang_after = hang_after
         self._watchdog = HangWatchdog(folder, state.world_size, hang_after)
+        self._work = WorkComparison(state.world_size, self._cells)
         # Monotonic, as all times here: a clock that is set, or a laptop that slept, ends no run.
         self._stop = StopController(time.monotonic(), timeout)
         self._exit_causes = ExitCauses(folder)
@@ -161,6 +163,7 @@ class Supervisor:
         self._note(self._disk.restore(self.state))
         self._note(ranks.news())
         self._take(self._reader.read())
+        self._note(self._work.check(self.state.notes))
         self._take_exits(exits)
         self._decide(ranks, interrupts)
         return exits
@@ -263,6 +266,7 @@ class Supervisor:
 
     def _take(self, events: Sequence[ev.Event]) -> None:
         self._watchdog.observe(events, time.monotonic())
+        self._work.observe(events)
         self.state = fold(self.state, events)
 
     def _take_exits(self, exits: list[Exit]) -> None:
@@ -318,6 +322,11 @@ class Supervisor:
                 return hangs.places(stacks.ask(self._folder, running, ANSWER))
         return ""
 
+    def _cells(self) -> dict[str, str]:
+        with contextlib.suppress(OSError, NbtrainError):  # deleted meanwhile
+            return dict(self._folder.read_manifest().get("cells", {}))
+        return {}
+
     def _is_pressed(self, interrupts: Interrupts) -> bool:
         """Whether ■ was pressed since the last question."""
         before, self._presses = self._presses, interrupts.count
@@ -327,6 +336,7 @@ class Supervisor:
         """Write how the run ended."""
         self._end_watchdog()
         self._take(self._reader.read(ended=range(self.state.world_size)))
+        self._note(self._work.check(self.state.notes))
         failed = [r for r in self.state.ranks if r.status == "failed"]
         status = self._stop.cause or ("failed" if failed else "succeeded")
         self._note(self._disk.check_room(self.state.world_size))

@@ -128,6 +128,35 @@ class Phase(Event):
 
 
 @dataclass(frozen=True)
+class WorkSample(Event, kind="work"):
+    """What a rank trains on and with whom, after its first steps, and again at its end."""
+
+    steps: int = 0
+    losses: tuple[float, ...] = ()
+    """The first ones."""
+    batches: tuple[str, ...] = ()
+    """Checksums of the first ones that loaders gave; "" for one that cannot be read."""
+    last_loss: Measured | None = None
+    is_last: bool = False
+    """Whether the rank's code has ended."""
+    has_joined: bool = False
+    """Whether the rank is in a process group with others."""
+    is_wrapped: str = ""
+    """Whether a model is data-parallel over all ranks ('whole'), or over some ('part')."""
+    has_exchanged: bool = True
+    """Whether there were collectives between its steps, as far as that is known."""
+    asks_rank: bool = False
+    """Whether the source asks for the rank; looked at only where it did not join."""
+    is_excused: bool = False
+    """Whether ranks may share the training in another way, or the code asks for no notes."""
+    file: str = ""
+    """Where the user's code takes the steps, as `line`."""
+    line: int = 0
+    library: str = ""
+    """What calls the step, where that is known: 'lightning'."""
+
+
+@dataclass(frozen=True)
 class Compiled(Event):
     """Torch_xla compiled programs for the rank: how many since its start, in how long."""
 

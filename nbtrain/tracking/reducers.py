@@ -102,10 +102,9 @@ def _finished(state: RunState, event: ev.Finished) -> Draft:
 
 def _run_note(state: RunState, event: ev.RunNote) -> Draft:
     text = strip_escapes(event.text, NOTE)
-    if text in state.notes:  # of another rank, or an attempt before
-        return {}
-    flaws = (strip_escapes(event.flaw, NAME),) if event.flaw else ()
-    return {"notes": (text, *state.notes), "flaws": (*state.flaws, *flaws)}
+    is_known = not text or text in state.notes  # of another rank, or an attempt before
+    flaws = (*state.flaws, strip_escapes(event.flaw, NAME)) if event.flaw else state.flaws
+    return {"notes": state.notes if is_known else (text, *state.notes), "flaws": flaws}
 
 
 def _not_finite(state: RunState, event: ev.NotFinite) -> Draft:

@@ -162,13 +162,21 @@ def fork_child_processes() -> None:
 
 
 def keep_process_groups() -> None:
-    """Keep process groups that are destroyed until the rank's process ends, below torch 2.8.
+    """Keep process groups that are destroyed until the rank's process ends, where that matters.
 
-    There, a group of gloo's waits for its threads in its destructor and holds the GIL, which they
-    may need: about every third rank hung after its last step. What destroys it, the rank's end,
-    Accelerate or the user's own code, does not matter.
+    Below torch 2.8, a group of gloo's waits for its threads in its destructor and holds the GIL,
+    which they may need: about every third rank hung after its last step. What destroys it, the
+    rank's end, Accelerate or the user's own code, does not matter. Later, Python's own references
+    let go of the GIL. But a DDP model's does not, and is the last one where the code destroys the
+    group before its model is freed, as PyTorch's tutorials do (seen in 2.13).
     """
     kept: list[Any] = []
+
+    def wrap(original: Any, ddp: Any, *args: Any, **kwargs: Any) -> None:
+        original(ddp, *args, **kwargs)
+        group = getattr(ddp, "process_group", None)
+        if group is not None and not any(group is each for each in kept):
+            kept.append(group)
 
     def update(original: Any, group: Any) -> None:
         module = sys.modules["torch.distributed.distributed_c10d"]
@@ -177,6 +185,7 @@ def keep_process_groups() -> None:
         original(group)
 
     patch("torch.distributed.distributed_c10d", "_update_default_pg", update)  # torch 2.4 to 2.7
+    patch("torch.nn.parallel.distributed:DistributedDataParallel", "__init__", wrap)
 
 
 def allow_fsdp_on_cpu() -> None:

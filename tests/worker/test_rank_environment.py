@@ -124,3 +124,17 @@ def test_workers_of_a_loader_know_what_the_notebook_defined(asked_before: bool) 
 def test_a_start_method_that_the_notebook_has_set_stays() -> None:
     multiprocessing.set_start_method("spawn", force=True)
     assert launch(multiprocessing.get_start_method, n=1).value == "spawn"
+
+
+def test_a_function_may_leave_its_group_before_its_ddp_model_is_freed() -> None:
+    def train() -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+        for _ in range(10):
+            model(torch.ones(8, 4)).sum().backward()
+        dist.destroy_process_group()
+
+    for _ in range(6):  # a rank hung in every second run
+        assert launch(train, n=2, timeout=100).state.outcome == "succeeded"

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from ...system.instrumentation import patch
 from .. import stopping
 from .safe_hooks import telemetry
+from .work_sample import WorkSampler
 
 
 class LoaderPosition(NamedTuple):
@@ -35,8 +36,8 @@ class DataLoadingMeter:
     known, without a validation's; before any step, all.
     """
 
-    def __init__(self, tick: Callable[[float, float], None]) -> None:
-        self._tick = tick
+    def __init__(self, tick: Callable[[float, float], None], work: WorkSampler) -> None:
+        self._tick, self._work = tick, work
         self.waited = 0.0
         self.samples: int | None = None
         self.batch_listener: Callable[[Any], None] | None = None
@@ -149,6 +150,8 @@ class DataLoadingMeter:
         _, asked = vars(it).get("_nbtrain_asked", (None, ()))
         size = asked.popleft() if asked else _batch_size(it, batch)
         self._count_samples(place.pass_number, size)
+        if self._work.is_sampling:
+            self._work.see_batch(batch)
         if self.batch_listener is not None:
             self.batch_listener(batch)
         self._tick(start, now)

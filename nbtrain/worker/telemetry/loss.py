@@ -12,6 +12,7 @@ from ...system.instrumentation import patch
 from .. import stopping
 from ..device_scalars import KINDS, ScalarReader, captures
 from .safe_hooks import telemetry
+from .work_sample import WorkSampler
 
 INTERVAL = 0.5
 """Seconds between two losses that are read off a GPU or TPU."""
@@ -30,8 +31,10 @@ class LossMeter:
     number is better than a wrong one.
     """
 
-    def __init__(self, reader: ScalarReader, on_not_finite: Callable[[float], None]) -> None:
-        self._reader, self._on_not_finite = reader, on_not_finite
+    def __init__(
+        self, reader: ScalarReader, on_not_finite: Callable[[float], None], work: WorkSampler
+    ) -> None:
+        self._reader, self._on_not_finite, self._work = reader, on_not_finite, work
         self._not_finite = 0  # in a row
         self._has_scaler = False
         self._value: float | None = None
@@ -150,6 +153,8 @@ class LossMeter:
         ordinary = type(loss) in (torch.Tensor, torch.nn.Parameter) and loss.is_floating_point()
         if not ordinary or loss.ndim:
             return
+        if self._work.is_sampling:
+            self._work.see_loss(loss)
         if loss.device.type == "cpu":
             self._take(loss.item())
         elif loss.device.type in KINDS:  # reading any other would wait for the device

@@ -27,6 +27,7 @@ from .loss import LossMeter
 from .safe_hooks import telemetry
 from .step_timing import StepTimer
 from .tensor_memory import TensorMemoryMeter
+from .work_sample import WorkSampler
 from .xla_compilation import CompilationMeter
 
 INTERVAL = 0.5
@@ -39,11 +40,15 @@ class TrainingMeter:
     def __init__(self, reporter: Reporter, plan: Plan | None = None) -> None:
         writer, rank = reporter.writer, reporter.rank
         self._writer, self._rank, self._reader = writer, rank, reporter.late
-        self._loss = LossMeter(reporter.late, self._report_not_finite)
-        self._loading = DataLoadingMeter(self._tick)
-        self._memory = TensorMemoryMeter(writer, rank, plan.task if plan else None)
+        task = plan.task if plan else None
+        self._work = WorkSampler(writer, rank, reporter.world_size, task)
+        self._loss = LossMeter(reporter.late, self._report_not_finite, self._work)
+        self._loading = DataLoadingMeter(self._tick, self._work)
+        self._memory = TensorMemoryMeter(writer, rank, task)
         self._steps = 0  # rounds of all optimizers: a GAN has two, a new fold a new one
         self._round: set[int] = set()  # ids of the optimizers that stepped in it
+        self._known: set[int] = set()  # ids of those that ever did
+        self._newcomer: int | None = None  # the id of one whose first step was the last of a round
         self._lr: float | None = None
         self._gpu: int | None = None  # of the trained parameters; None: the current one
         self._open_phases = 0
@@ -65,6 +70,7 @@ class TrainingMeter:
             if self._timer is not None:
                 self._timer.install()
             self._memory.install()
+            self._work.install()
         if "loss" in sources:
             self._loss.install()
         if "data" in sources:
@@ -88,14 +94,18 @@ class TrainingMeter:
                 self._loss.read_last()
             self._reader.finish(wait)
             self._report(time.monotonic(), self._loss.last())
+            if wait:
+                self._work.finish(self._steps, self._loss.last())
 
     # Called by torch
 
     @telemetry
     def _on_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         self._loading.stepped()
-        if not self._round or id(optimizer) in self._round:
-            self._steps += 1
+        key = id(optimizer)
+        if not self._round or key in self._round:
+            # A newcomer that goes on alone is no partner of the others: a round of its own began.
+            self._steps += 2 if key == self._newcomer else 1
             self._round = set()
             self._lr = _learning_rate(optimizer)
             if self._steps == 1:
@@ -103,8 +113,14 @@ class TrainingMeter:
                 import_report.report()  # now: the training may run for days, or be stopped
             if self._timer is not None:
                 self._timer.stepped(self._gpu)
-        self._round.add(id(optimizer))
+        is_newcomer = key not in self._known and bool(self._round)
+        self._newcomer = key if is_newcomer else None
+        if key not in self._known:
+            self._known.add(key)
+        self._round.add(key)
         self._loss.stepped()
+        if self._work.is_sampling:
+            self._work.stepped(optimizer, self._steps)
         now = time.monotonic()
         self._tick(now, now)
         self._memory.stepped(optimizer, now)
@@ -114,6 +130,7 @@ class TrainingMeter:
     def _optimizer_init(self, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """End the round: what is made after a step belongs to another training, or fold."""
         self._round = set()
+        self._known.discard(id(optimizer))  # of a dead one
         original(optimizer, *args, **kwargs)
 
     def _save(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -161,6 +178,7 @@ class TrainingMeter:
         if now >= self._due and not (torch and captures.under_way(torch)):
             self._due = now + INTERVAL
             self._reader.deliver()
+            self._work.look_at_exchange()
             self._report(now, self._loss.take())
 
     def _report(self, now: float, loss: float | None) -> None:

@@ -364,7 +364,15 @@ def test_folds_and_pairs_of_optimizers_are_counted_in_rounds() -> None:
             w.sum().backward()
             optimizer.step()
 
+    def fits() -> None:
+        weights = [nn.Parameter(torch.ones(2)) for _ in range(5)]
+        for w, optimizer in [(w, torch.optim.SGD([w], lr=0.1)) for w in weights]:
+            for _ in range(10):
+                w.sum().backward()
+                optimizer.step()
+
     assert last(launch(folds)).steps == 108
+    assert last(launch(fits)).steps == 50
     assert last(launch(trials)).steps == 10
     assert last(launch(pair)).steps == 10
 

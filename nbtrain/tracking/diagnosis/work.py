@@ -1,0 +1,160 @@
+"""Finds ranks that do the same work, or that train alone, by what each reported of its own.
+
+In doubt it says nothing: tensor parallelism wants the same data on every rank, and ranks may train
+alone on purpose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from .. import clock
+from .. import events as ev
+
+LOSSES = 4
+"""Losses that are compared, at least."""
+
+_KNOWN = "does not use the other ranks", "would train on all of the data"
+"""What lint may have said of the same code, before the run."""
+
+_PREPARE = (
+    "write `model, optimizer, loader = accelerator.prepare(model, optimizer, loader)` before the "
+    "loop"
+)
+_JOIN = f"make an `accelerator = Accelerator()` in the code, and {_PREPARE}"
+_ALONE = "If each rank is meant to train alone, have it choose its work by `nbtrain.rank()`"
+
+
+class WorkComparison:
+    """Compares the ranks of a run, and reports what is wrong once."""
+
+    def __init__(self, world_size: int, cells: Callable[[], Mapping[str, str]]) -> None:
+        self._world_size, self._cells = world_size, cells
+        self._samples: dict[int, ev.WorkSample] = {}
+        self._is_new = self._has_reported = False
+
+    def observe(self, events: Iterable[ev.Event]) -> None:
+        """Take what ranks reported of their work; an attempt begins anew."""
+        for event in events:
+            if isinstance(event, ev.WorkSample):
+                self._samples[event.rank], self._is_new = event, True
+            elif isinstance(event, ev.Attempt):
+                self._samples.clear()
+
+    def check(self, notes: Iterable[str]) -> list[ev.RunNote]:
+        """Return a note, if there is one to give that is not among the run's `notes`."""
+        if not self._is_new or self._has_reported or len(self._samples) < self._world_size:
+            return []
+        self._is_new = False
+        finding = compare([self._samples[rank] for rank in sorted(self._samples)])
+        if finding is None:
+            return []
+        self._has_reported = True
+        text, flaw = finding
+        text = text.format(place=_place(self._samples[0], self._cells()))
+        is_known = any(known in note for note in notes for known in _KNOWN)
+        return [ev.RunNote(clock.now(), -1, "" if is_known else text, flaw)]
+
+
+def compare(samples: list[ev.WorkSample]) -> tuple[str, str] | None:
+    """Return what is wrong with the work of all ranks, as a note and in a few words."""
+    if len(samples) < 2 or any(sample.is_excused for sample in samples):
+        return None
+    trained = [sample.steps > 0 for sample in samples]
+    joined = [sample.has_joined for sample in samples]
+    if all(trained) and not any(joined):
+        return _alone(samples)
+    if all(trained) and all(joined):
+        return _together(samples)
+    if not any(trained) and not any(joined):
+        return _read_only(samples)
+    return None
+
+
+def _alone(samples: list[ev.WorkSample]) -> tuple[str, str] | None:
+    """Judge ranks that never formed a process group."""
+    count, first = len(samples), samples[0]
+    asks = any(sample.asks_rank for sample in samples)
+    if _have_same_losses(samples) and (not asks or _ended_equally(samples)):
+        what = (
+            f"the {count} ranks never join each other: each trains alone{{place}}, on the same data"
+        )
+    elif not asks and all(sample.steps >= LOSSES for sample in samples):
+        what = f"the {count} ranks never join each other: each trains a model of its own{{place}}"
+    else:
+        return None
+    if first.library == "lightning":
+        remedy = f'Write `Trainer(devices={count}, strategy="ddp")` to train one model on all'
+    else:
+        remedy = f"To train one model on all of them, {_JOIN}. {_ALONE}"
+    return f"{what}. {remedy}", "each rank trained alone"
+
+
+def _together(samples: list[ev.WorkSample]) -> tuple[str, str] | None:
+    """Judge the ranks of a process group."""
+    if not (_have_same_losses(samples) and _have_same_batches(samples)):
+        return None
+    count = len(samples)
+    if all(sample.is_wrapped == "whole" for sample in samples):
+        return (
+            f"all {count} ranks train on the same batches{{place}}, so that they learn what one "
+            "rank alone would learn. Give each its own part: `loader = "
+            "accelerator.prepare(loader)`, or a loader with `sampler=DistributedSampler(dataset)`; "
+            "an `IterableDataset` has to skip the samples of the other ranks",
+            "all ranks trained on the same batches",
+        )
+    is_apart = not any(sample.has_exchanged or sample.is_wrapped for sample in samples)
+    if is_apart and _ended_equally(samples):
+        return (
+            f"the {count} ranks exchange no gradients: each trains alone{{place}}, on the same "
+            f"data. To train one model on all of them, {_PREPARE}",
+            "each rank trained alone",
+        )
+    return None
+
+
+def _read_only(samples: list[ev.WorkSample]) -> tuple[str, str] | None:
+    """Judge ranks that took no optimizer step."""
+    is_over = all(sample.is_last and not sample.asks_rank for sample in samples)
+    if not (is_over and _have_same_batches(samples)):
+        return None
+    return (
+        f"all {len(samples)} ranks went over the same batches. To give each its own part, write "
+        "`loader = Accelerator().prepare(loader)`, or `with "
+        "PartialState().split_between_processes(items) as part:`",
+        "",
+    )
+
+
+def _have_same_losses(samples: list[ev.WorkSample]) -> bool:
+    """Whether the first losses are equal, and not all one: a constant says nothing."""
+    first = samples[0].losses
+    if len(first) < LOSSES or len(set(first)) < 2:
+        return False
+    return all(
+        len(sample.losses) == len(first)
+        and all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(first, sample.losses, strict=True))
+        for sample in samples
+    )
+
+
+def _have_same_batches(samples: list[ev.WorkSample]) -> bool:
+    """Whether the first batches are equal, and not all one, as where a test overfits one batch."""
+    first = samples[0].batches
+    if "" in first or len(set(first)) < 2:
+        return False
+    return all(sample.batches == first for sample in samples)
+
+
+def _ended_equally(samples: list[ev.WorkSample]) -> bool:
+    ends = {(s.steps, s.losses, s.last_loss, s.batches) for s in samples}
+    return all(sample.is_last for sample in samples) and len(ends) == 1
+
+
+def _place(sample: ev.WorkSample, cells: Mapping[str, str]) -> str:
+    """Return the place of a step, as a part of a sentence: `` (In[3], line 7)``."""
+    if not sample.file:
+        return ""
+    return f" ({cells.get(sample.file) or Path(sample.file).name}, line {sample.line})"

@@ -1,0 +1,334 @@
+"""Ranks that do the same work, or train alone, are told so; ranks that are right hear nothing."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # else each rank imports it at its first step, for seconds
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+import nbtrain
+from nbtrain.worker.telemetry.work_sample import digest
+from tests.support.kernel import Notebook
+from tests.support.runs import launch
+
+DATA = TensorDataset(torch.randn(96, 4), torch.randn(96, 1))
+ALONE = "finished, but each rank trained alone"
+SAME = "finished, but all ranks trained on the same batches"
+
+
+def batches(data: Any = DATA, **options: Any) -> Any:
+    return DataLoader(data, batch_size=8, **options)
+
+
+def fit(model: Any, optimizer: Any, loader: Any, backward: Any = None) -> None:
+    for x, y in loader:
+        loss = (model(x) - y).pow(2).mean()
+        (backward or torch.Tensor.backward)(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+class Learner:
+    """A loop that lint takes for one that knows what it does, by its name: `MyTrainer`."""
+
+    def __init__(self) -> None:
+        self.model, self.optimizer = parts()
+
+    def train(self) -> None:
+        fit(self.model, self.optimizer, batches(shuffle=True))
+
+
+MyTrainer = Learner
+
+
+# Right on several ranks.
+
+
+def ddp() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(parts()[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fit(model, optimizer, batches(sampler=DistributedSampler(DATA)))
+    dist.destroy_process_group()
+
+
+def accelerate(steps: int = 1) -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(gradient_accumulation_steps=steps)
+    model, optimizer, loader = accelerator.prepare(*parts(), batches(shuffle=True))
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward((model(x) - y).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def accumulation() -> None:
+    accelerate(2)
+
+
+def fsdp() -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, _ = parts()
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist_size(),)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fit(model, optimizer, batches(sampler=DistributedSampler(DATA)))
+    dist.barrier()
+
+
+def dist_size() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+def tensor_parallel() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    model, _ = parts()
+    mesh = init_device_mesh("cpu", (dist_size(),))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fit(model, torch.optim.SGD(model.parameters(), lr=0.1), batches())
+
+
+def trainer() -> None:
+    from transformers import BertConfig, BertForSequenceClassification, Trainer
+    from transformers import TrainingArguments as Arguments
+
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=50, intermediate_size=16, **shape)
+    rows = [{"input_ids": torch.randint(0, 50, (6,)), "labels": i % 2} for i in range(64)]
+    options = {"save_strategy": "no", "report_to": "none", "dataloader_pin_memory": False}
+    arguments = Arguments(output_dir="unused", per_device_train_batch_size=4, **options)
+    Trainer(BertForSequenceClassification(config), arguments, train_dataset=rows).train()
+
+
+def inference() -> float:
+    from accelerate import PartialState
+
+    model, total = parts()[0], 0.0
+    with PartialState().split_between_processes(list(range(96))) as part, torch.no_grad():
+        for x, _ in batches(torch.utils.data.Subset(DATA, part)):
+            total += float(model(x).sum())
+    return total
+
+
+def one_batch_over_and_over() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(parts()[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(12):
+        fit(model, optimizer, batches(TensorDataset(*DATA[:8])))
+    dist.destroy_process_group()
+
+
+def sweep() -> None:
+    model, _ = parts()
+    lr = 0.1 * (1 + nbtrain.rank())
+    fit(model, torch.optim.SGD(model.parameters(), lr=lr), batches(shuffle=True))
+
+
+def late_sweep() -> None:
+    """Ranks that differ only after the steps that are compared first."""
+    model, optimizer = parts()
+    for epoch in range(3):
+        if epoch == 2 and nbtrain.rank():
+            optimizer.param_groups[0]["lr"] = 0.01
+        fit(model, optimizer, batches())
+
+
+def only_one_trains() -> None:
+    if nbtrain.rank() == 0:
+        Learner().train()
+
+
+RIGHT = [
+    *(ddp, accelerate, accumulation, fsdp, tensor_parallel, trainer, inference),
+    *(one_batch_over_and_over, sweep, late_sweep, only_one_trains),
+]
+
+
+@pytest.mark.parametrize("loop", RIGHT, ids=lambda loop: loop.__name__)
+def test_a_run_that_is_right_shows_no_note(loop: Callable[[], Any]) -> None:
+    run = launch(loop, n=2)
+    assert (run.state.outcome, run.state.notes) == ("succeeded", ())
+    assert "nbtrain:" not in run.logs()
+
+
+def test_one_rank_shows_no_note() -> None:
+    state = launch(lambda: MyTrainer().train()).state
+    assert (state.outcome, state.notes) == ("succeeded", ())
+
+
+# Wrong.
+
+
+def own_trainer() -> None:
+    MyTrainer().train()
+
+
+def shuffled_anew() -> None:
+    torch.manual_seed(int.from_bytes(os.urandom(4), "big"))
+    MyTrainer().train()
+
+
+def test_ranks_that_never_join_are_told_what_to_write() -> None:
+    for loop, data in (own_trainer, ", on the same data"), (shuffled_anew, " "):
+        state = launch(loop, n=2).state
+        (note,) = state.notes
+        assert "the 2 ranks never join each other: each trains " in note
+        assert data in note
+        assert "(test_work_sample.py, line " in note
+        assert "accelerator.prepare(model, optimizer, loader)" in note
+        assert state.outcome == ALONE
+
+
+def test_a_note_that_lint_gave_is_not_repeated() -> None:
+    def train() -> None:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x, y in DataLoader(DATA, batch_size=8):
+            loss = (model(x) - y).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+
+    state = launch(train, n=2).state
+    assert len(state.notes) == 1
+    assert state.outcome == ALONE
+
+
+def without_prepare() -> None:
+    from accelerate import Accelerator
+
+    learner, accelerator = Learner(), Accelerator()
+    fit(learner.model, learner.optimizer, batches(shuffle=True), accelerator.backward)
+
+
+def test_a_world_that_exchanges_nothing_is_no_training_together() -> None:
+    state = launch(without_prepare, n=2).state
+    assert "the 2 ranks exchange no gradients: each trains alone" in state.notes[0]
+    assert state.outcome == ALONE
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield from DATA
+
+
+def ddp_on_all_data() -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    model, optimizer = accelerator.prepare(*parts())
+    fit(model, optimizer, batches(shuffle=True), accelerator.backward)
+
+
+def ddp_on_a_stream() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(parts()[0])
+    fit(model, torch.optim.SGD(model.parameters(), lr=0.1), batches(Stream()))
+
+
+@pytest.mark.parametrize("loop", [ddp_on_all_data, ddp_on_a_stream], ids=lambda f: f.__name__)
+def test_the_same_batches_on_all_ranks_of_a_data_parallel_model(loop: Callable[[], Any]) -> None:
+    state = launch(loop, n=2).state
+    (note,) = state.notes
+    assert "all 2 ranks train on the same batches (test_work_sample.py, line " in note
+    assert "`loader = accelerator.prepare(loader)`" in note
+    assert state.outcome == SAME
+
+
+def predict() -> float:
+    model = parts()[0]
+    with torch.no_grad():
+        return sum(float(model(x).sum()) for x, _ in batches())
+
+
+def test_inference_that_is_not_split_is_told() -> None:
+    state = launch(predict, n=2).state
+    assert "all 2 ranks went over the same batches" in state.notes[0]
+    assert state.outcome == "succeeded"
+
+
+def with_lightning(**options: Any) -> None:
+    import lightning
+
+    warnings.simplefilter("ignore")  # its own, of torch's deprecations
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def training_step(self, batch: Any, _index: int) -> Any:
+            return (self.layer(batch[0]) - batch[1]).pow(2).mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+    lightning.Trainer(max_epochs=1, accelerator="cpu", **quiet, **options).fit(Module(), batches())
+
+
+def test_lightning_without_devices_is_told_its_own_remedy() -> None:
+    pytest.importorskip("lightning", reason="needs lightning")
+    (note,) = launch(with_lightning, n=2).state.notes
+    assert 'Write `Trainer(devices=2, strategy="ddp")`' in note
+    assert not launch(with_lightning, n=2, devices=2, strategy="ddp").state.notes
+
+
+def test_a_cell_is_told_its_own_line(notebook: Notebook) -> None:
+    notebook.run(
+        "import torch._dynamo\n"
+        "from torch.utils.data import DataLoader, TensorDataset\n"
+        "data = TensorDataset(torch.randn(96, 4), torch.randn(96, 1))\n"
+        "class MyTrainer:\n"
+        "    def __init__(self):\n"
+        "        self.model = torch.nn.Linear(4, 1)\n"
+        "        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)\n"
+        "    def fit(self):\n"
+        "        for x, y in DataLoader(data, batch_size=8):\n"
+        "            (self.model(x) - y).pow(2).mean().backward()\n"
+        "            self.optimizer.step()"
+    )
+    number = notebook.value("len(In) - 2")
+    cell = "%%distributed -n 2\ndef train():\n    MyTrainer().fit()"
+    board = notebook.run(cell).board
+    assert f"each trains alone (In[{number}], line 11), on the same data" in board
+    assert f"⚠ train(): {ALONE}" in board
+    ignored = notebook.run(cell.replace("\n", "\n# nbtrain: ignore[migrate]\n", 1)).board
+    assert "✓ train(): succeeded" in ignored
+
+
+def test_a_digest_is_of_what_a_batch_holds() -> None:
+    x = torch.arange(6.0)
+    assert digest({"x": x, "n": 1}) == digest({"x": x.clone(), "n": 1}) != digest({"x": x, "n": 2})
+    assert digest([x.reshape(2, 3)]) != digest([x.reshape(3, 2)])
+    assert digest(["a text"]) != digest(["another"])
+    assert digest(object()) == digest(torch.ones(2, device="meta")) == ""
+    assert digest(torch.ones(2).to_sparse()) == ""
