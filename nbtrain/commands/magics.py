@@ -175,6 +175,8 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
             yield
         except SyntaxError as error:
             lines = self.shell.SyntaxTB.structured_traceback(SyntaxError, error, [])
+            if (error.text or "").partition("=")[2].lstrip().startswith("!"):
+                lines.append(_UNREAD_COMMAND)
             raise CellSyntaxError(str(error), drawn="\n".join(lines)) from error
 
     def _run(self, options_text: str, source: str, offset: int) -> Run:
@@ -214,6 +216,13 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         # Not execution_count: IPython 9 counts up before the cell runs, 7 and 8 after it.
         number = max(1, len(shell.history_manager.input_hist_parsed) - 1)
         return str(shell.compile.cache(transformed, number, raw_code=raw)), number
+
+
+_UNREAD_COMMAND = (
+    "This IPython does not read `name = !command` on this version of Python, in any cell. Write "
+    'name = get_ipython().getoutput("command")'
+)
+"""IPython 7.34 on Python 3.12, as in Colab: it looks for a kind of token that there is no more."""
 
 
 def _expanded(_shell: Any, _text: str) -> str:
