@@ -6,7 +6,7 @@ import contextlib
 import time
 from typing import Any
 
-from ..errors import NbtrainError, PlanError
+from ..errors import NbtrainError
 from ..system.text import format_duration, plural
 from ..tracking import run_folder as folders
 from ..ui.labels import main_metric
@@ -69,15 +69,6 @@ def find_run(beginning: str = "") -> Run:
     last = last_run()
     if not beginning and last is not None:
         return last
-    every = folders.runs()
-    matches = [f for f in every if f.path.name.startswith(beginning)]
-    exact = [f for f in matches if f.path.name == beginning] if beginning else every[-1:]
-    if not exact and len(matches) != 1:
-        problem = "no run is kept yet"
-        if beginning:
-            count = f"{len(matches)} kept runs begin" if matches else "no kept run begins"
-            problem = f"{count} with {beginning!r}"
-        raise PlanError(f"{problem}: `%nbtrain runs`, or `nbtrain runs` in a terminal, lists them")
-    path = (exact or matches)[0].path
+    path = folders.find(beginning).path
     known = [run for run in (last, *going_on()) if run is not None and run.folder == path]
     return known[0] if known else Run.open(path)

@@ -20,7 +20,7 @@ from ..tracking.diagnosis.failures import Failure, headline, to_exception
 from ..tracking.diagnosis.lost_results import SIGN
 from ..tracking.pruning import Mark
 from ..tracking.replay import TAIL_BYTES, read_state
-from ..tracking.run_folder import RunFolder, create
+from ..tracking.run_folder import RunFolder, create, find
 from ..tracking.state import RankState, RunState
 from ..transport import result_pickler
 from ..ui import matplotlib_figure
@@ -73,11 +73,16 @@ class Run:
 
     @classmethod
     def open(cls, folder: str | Path) -> Run:
-        """Reopen a run from its folder, as it stands now.
+        """Reopen a run from its folder, or by its name in `nbtrain.runs()`, as it stands now.
 
-        Raises `FileNotFoundError` where there is none, `NbtrainError` for a damaged one.
+        The beginning of the name is enough where no other run's begins so.
+
+        Raises `FileNotFoundError` for a path where there is none, `NbtrainError` for a damaged one,
+        `PlanError` for a name that is no run's or that of several.
         """
-        run_folder = RunFolder(Path(folder).expanduser().absolute())
+        path = Path(folder).expanduser()
+        is_name = str(folder) == path.name and not path.exists()
+        run_folder = find(path.name) if is_name else RunFolder(path.absolute())
         return cls(run_folder, read_state(run_folder))
 
     @property
@@ -258,18 +263,21 @@ class Run:
         rows = {name: run._history_rows() for name, run in runs.items()}
         return matplotlib_figure.figure(rows, metrics)
 
-    def compare(self, *others: Run) -> Any:
+    def compare(self, *others: Run | str) -> Any:
         """Return the arguments and outcomes of runs side by side: a column per run.
 
-        A pandas DataFrame; its rows are those of `nbtrain.runs`.
+        Others are runs, or their names as `open` takes them. The result is a pandas DataFrame with
+        the rows of `nbtrain.runs`.
 
         Raises:
             MissingExtra: pandas is not installed.
             NbtrainError: the folder of one of the runs was deleted meanwhile.
+            PlanError: a name that is no run's or that of several.
         """
-        for run in (self, *others):
+        runs = [Run.open(run) if isinstance(run, str) else run for run in (self, *others)]
+        for run in runs:
             run._folder.check_it_is_there()
-        return frame([run_info(run._folder) for run in (self, *others)]).set_index("run").T
+        return frame([run_info(run._folder) for run in runs]).set_index("run").T
 
     def to_tensorboard(self, folder: str | Path) -> Path:
         """Write every number that was logged or seen as TensorBoard's event files; return where.

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-from ..errors import LaunchError, NbtrainError
+from ..errors import LaunchError, NbtrainError, PlanError
 from ..system.files import (
     OPEN,
     OUT_OF_DESCRIPTORS,
@@ -260,6 +260,23 @@ def runs(
             if not reason or (not is_trusted and reason == OPEN):
                 folders.append(((path / "run.json").lstat().st_mtime_ns, RunFolder(path)))
     return [folder for _, folder in sorted(folders, key=itemgetter(0))]
+
+
+def find(beginning: str) -> RunFolder:
+    """Return the kept run whose name is, or uniquely begins with, a text; the newest for ''.
+
+    Raises `PlanError` where there is none, or more than one.
+    """
+    every = runs()
+    matches = [folder for folder in every if folder.path.name.startswith(beginning)]
+    exact = [f for f in matches if f.path.name == beginning] if beginning else every[-1:]
+    if not exact and len(matches) != 1:
+        problem = "no run is kept yet"
+        if beginning:
+            count = f"{len(matches)} kept runs begin" if matches else "no kept run begins"
+            problem = f"{count} with {beginning!r}"
+        raise PlanError(f"{problem}: `%nbtrain runs`, or `nbtrain runs` in a terminal, lists them")
+    return (exact or matches)[0]
 
 
 def foreign() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import Any
@@ -38,7 +39,7 @@ def figure(runs: Mapping[str, Sequence[Row]], metrics: Sequence[str]) -> Any:
     if missing := [name for name in wanted if name not in known]:
         every = ", ".join(known) or "none so far"
         raise NbtrainError(f"this run has no metric {missing[0]!r}; it has: {every}")
-    drawn = Figure(figsize=(7, 1 + 2.6 * len(wanted)), layout="constrained")
+    drawn = _self_drawing(Figure)(figsize=(7, 1 + 2.6 * len(wanted)), layout="constrained")
     panels = drawn.subplots(len(wanted), 1, squeeze=False)[:, 0]
     for panel, name in zip(panels, wanted, strict=True):
         _draw(panel, name, {run: curves(rows, name) for run, rows in runs.items()})
@@ -46,6 +47,27 @@ def figure(runs: Mapping[str, Sequence[Row]], metrics: Sequence[str]) -> Any:
         panels[0].set_title(next(iter(runs)))
     panels[-1].set_xlabel("step")
     return drawn
+
+
+def _self_drawing(figure_class: type[Any]) -> type[Any]:
+    """Return a class of figures that draw themselves as the value of a cell.
+
+    matplotlib's own do so only where its inline backend has been chosen.
+    """
+
+    class RunFigure(figure_class):  # type: ignore[misc]
+        def _repr_png_(self) -> bytes:
+            return self._saved("png")
+
+        def _repr_svg_(self) -> str:
+            return self._saved("svg").decode()
+
+        def _saved(self, kind: str) -> bytes:
+            file = io.BytesIO()
+            self.savefig(file, format=kind)
+            return file.getvalue()
+
+    return RunFigure
 
 
 def _draw(panel: Any, name: str, runs: Mapping[str, dict[int, Curve]]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import nbtrain
-from nbtrain.errors import MissingExtra, NbtrainError
+from nbtrain.errors import MissingExtra, NbtrainError, PlanError
 from nbtrain.tracking import events, history
 from nbtrain.tracking.event_log import EventWriter
 from nbtrain.tracking.events import TrainingUpdate
@@ -100,6 +100,8 @@ def test_plot_is_a_figure_of_the_loss_or_of_what_is_named() -> None:
     assert panel.get_ylabel() == "loss"
     assert len(panel.lines) == 3  # two ranks and their mean
     assert list(panel.lines[1].get_ydata()) == [1.0 / (1 + step) + 1 for step in range(300)]
+    assert drawn._repr_png_().startswith(b"\x89PNG")  # no inline backend draws it here
+    assert "</svg>" in drawn._repr_svg_()
     assert len(run.plot(["loss", "accuracy"]).axes) == 2
     assert ("matplotlib.pyplot" in sys.modules) == before
     with pytest.raises(NbtrainError, match=r"no metric 'lss'; it has: loss"):
@@ -123,6 +125,9 @@ def test_runs_are_compared_by_what_they_were_given_and_what_came_of_it() -> None
     first = nbtrain.launch(train, 0.5, data=[1, 2], num_processes=2, view="none")
     second = nbtrain.launch(train, lr=0.25, num_processes=1, view="none", mixed_precision="bf16")
     table = first.compare(second)
+    pd.testing.assert_frame_equal(first.compare(second.folder.name), table)
+    with pytest.raises(PlanError, match="no kept run begins with 'none'"):
+        first.compare("none")
     assert list(table.columns) == [first.folder.name, second.folder.name]
     assert table.loc["lr"].tolist() == [0.5, 0.25]
     assert table.loc["epochs"].tolist() == [3, 3]

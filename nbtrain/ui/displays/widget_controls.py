@@ -33,6 +33,7 @@ class Controls:
         self._stacks = stacks
         self._asking: threading.Thread | None = None
         self._changed = self._stopping = False
+        self._attempt = 1
         new = partial(ipywidgets.Button, layout={"width": "110px"})
         self._button = new(description="Stop", icon="stop", tooltip=_STOP_TIP)
         self._button.on_click(self._on_click)
@@ -80,6 +81,9 @@ class Controls:
         wanted = [*self._buttons, *itertools.compress(self._menus, choices)]
         if wanted != list(self.row.children):
             self.row.children = wanted
+        if state.attempt != self._attempt:  # the one before was stopped; this one can be, too
+            self._attempt, self._stopping = state.attempt, False
+            self._button.description, self._button.disabled = "Stop", False
         stopping = self._stopping or state.status == "stopping"
         if stopping and not self._button.disabled:
             self._button.description, self._button.disabled = "stopping…", True

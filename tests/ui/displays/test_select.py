@@ -61,6 +61,29 @@ def test_a_board_with_a_stop_button_becomes_a_static_summary(notebook: Notebook)
     assert "succeeded" in out.widget("HTML")[1]["value"]
 
 
+def test_a_second_attempt_can_be_stopped_by_a_click_too(notebook: Notebook) -> None:
+    cell = (
+        "%%distributed -n 2 --max-restarts 1\n"
+        "if nbtrain.attempt() == 1:\n"
+        "    nbtrain.log(step=1, loss=1.0)\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"  # so that it is seen to stop
+        "    os._exit(3) if nbtrain.rank() else time.sleep(60)\n"
+        "print('ready', flush=True)\ntime.sleep(60)"
+    )
+    seen: list[dict[str, Any]] = []
+
+    def click(out: Outputs) -> None:
+        button, state = out.button()
+        seen.append(dict(state))
+        notebook.click(button)
+
+    out = notebook.run(cell, during=_once("ready", click))
+    assert out.ename == "KeyboardInterrupt", out
+    assert "by the Stop button" in out.evalue
+    assert not seen[0].get("disabled"), seen
+    assert seen[0]["description"] == "Stop"
+
+
 def test_a_click_ends_the_run_and_says_so(notebook: Notebook) -> None:
     states: list[dict[str, Any]] = []
 
