@@ -45,6 +45,9 @@ ANSWER = 0.2
 LOOK = 2.0
 """Seconds between two looks at the disk."""
 
+RESTORE = 0.5
+"""Seconds between two looks at whether the run's folder is there."""
+
 RESERVED = 1 << 16
 """Bytes that are kept free for the launcher's own events."""
 
@@ -113,6 +116,7 @@ class Supervisor:
         self._exit_causes = ExitCauses(folder)
         self._retry_reason = ""
         self._presses = 0
+        self._restores = 0.0  # when the folder is looked for next
         self._stops_hangs = stops_hangs
         self._places = ""
 
@@ -155,14 +159,17 @@ class Supervisor:
                     if self._stops_hangs and self._watchdog.is_certain:
                         self._stop.give_up(HANG)
         self._note(ev.Exited(clock.now(), rank, -signal.SIGKILL, "stopped") for rank in ranks.alive)
-        self._take(self._reader.read(ended=range(self.state.world_size)))
+        if self.has_failed or ranks.alive:  # `finish` comes later, or not before another attempt
+            self._take(self._reader.read(ended=range(self.state.world_size)))
 
     def _turn(self, ranks: Ranks, interrupts: Interrupts) -> list[Exit]:
         self.show(self.state, clock.now())
         exits = ranks.wait(TICK)
-        self._note(self._disk.restore(self.state))
+        if time.monotonic() >= self._restores:
+            self._restores = time.monotonic() + RESTORE
+            self._note(self._disk.restore(self.state))
         self._note(ranks.news())
-        self._take(self._reader.read())
+        self._take(self._reader.read(ended={e.rank for e in exits}))
         self._note(self._work.check(self.state.notes))
         self._take_exits(exits)
         self._decide(ranks, interrupts)
@@ -270,8 +277,6 @@ class Supervisor:
         self.state = fold(self.state, events)
 
     def _take_exits(self, exits: list[Exit]) -> None:
-        if exits:
-            self._take(self._reader.read(ended={e.rank for e in exits}))
         for e in exits:
             verdict = e.verdict or self._verdict(e)
             cause, evidence = e.cause if verdict == "failed" else "", tuple[str, ...]()
@@ -297,18 +302,19 @@ class Supervisor:
             pressed=self._is_pressed(interrupts),
             asked=asked_to_stop(self._folder) or "",
         )
+        if begins and self._stop.cause != "failed":
+            self._places = self._where()
+            mark_stopping(self._folder)  # before the signal, of which it says what that means
+        for action, targets, _ in signals:
+            ranks.signal(targets, action)
         self._begin_stop(begins)
         for action, targets, reason in signals:
-            ranks.signal(targets, action)
             if targets:
                 LOGGER.info("%s sent to %s (%s)", action, format_ranks(sorted(targets)), reason)
 
     def _begin_stop(self, reason: str) -> None:
         if not reason:
             return
-        if self._stop.cause != "failed":
-            self._places = self._where()
-            mark_stopping(self._folder)
         LOGGER.info("stopping the ranks: %s %s", self._stop.cause, self._stop.how)
         self._note([ev.Stopping(clock.now(), -1, reason)])
 

@@ -11,7 +11,6 @@ import os
 import stat
 import threading
 from pathlib import Path
-from typing import BinaryIO
 
 from ..errors import NbtrainError
 
@@ -32,7 +31,7 @@ class Tail:
         self._longest = longest or limit
         self.passed = 0
         """Lines that were skipped so far, as far as they were counted."""
-        self._offset = 0
+        self._offset = self._size = 0
         self._rest = b""
 
     def lines(self, *, flush: bool = False) -> list[bytes]:
@@ -49,18 +48,22 @@ class Tail:
         return lines
 
     def _appended(self) -> bytes:
-        size = self._path.stat().st_size
+        self._size = 0
+        size = self._size = self._path.stat().st_size
         if size < self._offset:  # not its number: some file systems give others now and then
             self.skip_to(0)
         if size <= self._offset:
             return b""
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
+        # By few calls: a folder on a network, or a disk that is busy, may take long over each.
+        descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
             if self._skip and size - self._offset > self._limit:
-                self.passed += _newlines(file, min(size - self._limit - self._offset, _COUNTED))
+                count = min(size - self._limit - self._offset, _COUNTED)
+                self.passed += _newlines(descriptor, self._offset, count)
                 self._offset, self._rest = size - self._limit, b""
-            file.seek(self._offset)
-            data = file.read(self._limit)
+            data = os.pread(descriptor, min(self._limit, size - self._offset), self._offset)
+        finally:
+            os.close(descriptor)
         self._offset += len(data)
         return data
 
@@ -70,33 +73,32 @@ class Tail:
 
     @property
     def behind(self) -> bool:
-        """Whether more than the last call returned is already in the file."""
-        try:
-            return self._path.stat().st_size > self._offset
-        except FileNotFoundError:
-            return False
+        """Whether more than the last call returned was in the file by then."""
+        return self._size > self._offset
 
 
 _COUNTED = 1 << 26
 """Bytes, of those that are skipped in a call, in which lines are counted."""
 
 
-def _newlines(file: BinaryIO, size: int) -> int:
+def _newlines(descriptor: int, offset: int, size: int) -> int:
     count = 0
-    while size > 0 and (block := file.read(min(size, 1 << 20))):
+    while size > 0 and (block := os.pread(descriptor, min(size, 1 << 20), offset)):
         count += block.count(b"\n")
-        size -= len(block)
+        offset, size = offset + len(block), size - len(block)
     return count
 
 
 def last_bytes(path: Path, size: int = 1 << 16) -> bytes:
     """Return the end of a file; b"" where there is none."""
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - size))
-            return file.read(size)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return b""
+    try:
+        return os.pread(descriptor, size, max(0, os.lseek(descriptor, 0, os.SEEK_END) - size))
+    finally:
+        os.close(descriptor)
 
 
 def reserve_beyond_end(descriptor: int, size: int) -> None:
@@ -135,6 +137,10 @@ OPEN = "can be written by other users"
 """What `distrust` returns for a folder of this user's into which others may put files."""
 
 
+BLOCK = 1 << 20
+"""Bytes that are read at a time."""
+
+
 def open_own(path: Path) -> int:
     """Open a file that this user owns, for reading; return its descriptor.
 
@@ -160,10 +166,16 @@ def read_own(path: Path, most: int) -> bytes:
 
     And what `open_own` raises.
     """
-    with open(open_own(path), "rb") as file:
-        if os.fstat(file.fileno()).st_size > most:
-            raise NbtrainError(f"{path} is larger than any such file of nbtrain")
-        return file.read()
+    descriptor, data = open_own(path), b""
+    try:
+        while len(data) <= most:
+            block = os.read(descriptor, BLOCK)
+            data += block
+            if len(block) < BLOCK:
+                return data
+    finally:
+        os.close(descriptor)
+    raise NbtrainError(f"{path} is larger than any such file of nbtrain")
 
 
 def distrust(file: int | Path, *, is_folder: bool = False) -> str:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import time
+from collections import deque
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -20,6 +22,10 @@ from .run_folder import RunFolder
 
 LOG_BYTES = 1 << 16
 """The most that is read of a log in one call: the end of what is new."""
+
+
+PATIENCE = 0.2
+"""Seconds that the files of ranks that go on are read for: an interrupt waits as long, at most."""
 
 
 def event_tail(path: Path) -> Tail:
@@ -53,17 +59,27 @@ class Reader:
         self.launcher = event_tail(folder.launcher_events)
         self.ranks = [event_tail(folder.events(r)) for r in ranks]
         self.logs = [Tail(folder.log(r), limit=LOG_BYTES, skip=True) for r in ranks]
+        self._order = deque(ranks)
 
     def read(self, *, ended: Collection[int] = ()) -> list[ev.Event]:
         """Return new events of ranks, lines of output among them; of the `ended`, all there are.
 
-        What cannot be read now (this process is out of descriptors, a file system is away) is
-        there for the next time.
+        What cannot be read now (this process is out of descriptors, a file system is away, or is so
+        slow that it took `PATIENCE` to read from some ranks) is there for the next time.
         """
         events: list[ev.Event] = []
-        for rank in range(len(self.ranks)):
+        given_up = time.monotonic() + PATIENCE
+        for rank in ended:
             with contextlib.suppress(OSError):
-                events.extend(self._of_rank(rank, rank in ended))
+                events.extend(self._of_rank(rank, is_over=True))
+        for _ in range(len(self._order)):
+            if time.monotonic() > given_up:
+                break
+            rank = self._order[0]
+            self._order.rotate(-1)
+            if rank not in ended:
+                with contextlib.suppress(OSError):
+                    events.extend(self._of_rank(rank, is_over=False))
         return events
 
     def _of_rank(self, rank: int, is_over: bool) -> Iterator[ev.Event]:

@@ -202,7 +202,8 @@ def mark_stopping(folder: RunFolder) -> None:
     """Write the file by which ranks know that an interrupt asks them to stop."""
     with contextlib.suppress(OSError, AttributeError):
         try:
-            folder.stopping_file.touch(mode=0o600)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+            os.close(os.open(folder.stopping_file, flags, 0o600))
         except OSError:  # out of descriptors: mknod needs none
             os.mknod(folder.stopping_file, 0o600)
 
@@ -252,7 +253,7 @@ def runs(
     Not all of them once `is_over`: nobody waits for the answer any more.
     """
     folders: list[tuple[int, RunFolder]] = []
-    for path in _candidates():
+    for path in _paths():
         if is_over():
             break
         with contextlib.suppress(OSError):  # another kernel prunes, too
@@ -282,16 +283,16 @@ def find(beginning: str) -> RunFolder:
 def foreign() -> dict[str, str]:
     """Return the names of what is under the root and no run to trust, and why it is not."""
     reasons = dict[str, str]()
-    for path in _candidates():
+    for path in _paths():
         with contextlib.suppress(OSError):
-            reasons[path.name] = distrust(path, is_folder=True)
+            if (path / "run.json").exists() or path.is_symlink():
+                reasons[path.name] = distrust(path, is_folder=True)
     return {name: reason for name, reason in reasons.items() if reason}
 
 
-def _candidates() -> list[Path]:
+def _paths() -> list[Path]:
     with contextlib.suppress(OSError):
-        paths = [path for path in root().iterdir() if not path.name.startswith(DELETED)]
-        return [path for path in paths if (path / "run.json").exists() or path.is_symlink()]
+        return [path for path in root().iterdir() if not path.name.startswith(DELETED)]
     return []
 
 

@@ -13,9 +13,10 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ..system import host
 from ..system.instrumentation import patch
@@ -110,11 +111,23 @@ def _register(path: Path) -> None:
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
     descriptor = os.open(partial, flags, 0o600)
     faulthandler.register(number, file=descriptor, all_threads=True, chain=False)
-    faulthandler.dump_traceback(descriptor, all_threads=False)
-    last = os.pread(descriptor, 1 << 20, 0).decode("utf-8", "replace").splitlines()[-1]
     head = {"pid": os.getpid(), "began": psutil.Process().create_time(), "signal": number}
-    os.write(descriptor, (json.dumps({**head, "last": last}) + "\n").encode())
+    os.write(descriptor, (json.dumps({**head, "last": _outermost_frame()}) + "\n").encode())
     partial.rename(path)
+
+
+def _outermost_frame() -> str:
+    """Return the line of this thread's outermost frame, as `faulthandler` writes it.
+
+    Not by way of the run's folder: it writes each word by itself, and a disk may be slow.
+    """
+    with tempfile.TemporaryFile() if sys.platform != "linux" else _memory_file() as file:
+        faulthandler.dump_traceback(file, all_threads=False)
+        return os.pread(file.fileno(), 1 << 20, 0).decode("utf-8", "replace").splitlines()[-1]
+
+
+def _memory_file() -> IO[bytes]:
+    return open(os.memfd_create("nbtrain-stacks"), "w+b", buffering=0)
 
 
 def _server(path: Path) -> object:

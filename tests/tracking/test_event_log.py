@@ -6,14 +6,16 @@ import errno
 import json
 import math
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from nbtrain.system.files import Tail, last_bytes
+from nbtrain.tracking import event_log, reducers
 from nbtrain.tracking import events as ev
-from nbtrain.tracking import reducers
-from nbtrain.tracking.event_log import EventWriter, read_events
+from nbtrain.tracking.event_log import EventWriter, Reader, read_events
+from nbtrain.tracking.run_folder import RunFolder
 
 
 @pytest.mark.parametrize(
@@ -234,6 +236,28 @@ def test_a_file_that_is_deleted_between_two_looks_has_no_more_lines(tmp_path: Pa
     path.unlink()
     assert (tail.lines(flush=True), tail.behind) == ([], False)
     assert last_bytes(path) == b""
+
+
+def test_a_slow_disk_is_read_in_turns_in_which_every_rank_has_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else an interrupt waits until the files of all ranks were read: 64 ranks, 20 ms a call."""
+    folder, ranks = RunFolder(tmp_path), range(20)
+    for rank in ranks:
+        EventWriter(folder.events(rank)).write(ev.Started(1.0, rank, rank))
+    reader = Reader(folder, len(ranks))
+    usual = Tail.lines
+
+    def slow(tail: Tail, **how: bool) -> list[bytes]:
+        time.sleep(0.01)
+        return usual(tail, **how)
+
+    monkeypatch.setattr(Tail, "lines", slow)
+    monkeypatch.setattr(event_log, "PATIENCE", 0.05)
+    turns = [[event.rank for event in reader.read()] for _ in ranks]
+    assert len(turns[0]) < len(ranks)
+    assert sorted(rank for turn in turns for rank in turn) == list(ranks)
+    assert [event.rank for event in reader.read(ended=[7])] == []  # once is enough
 
 
 def test_a_long_line_is_read_whole_by_small_steps(tmp_path: Path) -> None:

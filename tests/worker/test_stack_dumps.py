@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import signal
 import subprocess
@@ -118,3 +119,18 @@ def test_no_recorder_is_started_that_the_limit_of_threads_would_end(
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert run.stdout.strip() == str(has_room), run.stderr
+
+
+def test_registering_writes_one_line_into_the_folder_and_no_word_at_a_time(tmp_path: Path) -> None:
+    """faulthandler writes each word by itself: on a slow disk, a rank took seconds to begin."""
+    folder = RunFolder(tmp_path)
+    code = f"""
+import pathlib
+from nbtrain.worker import stack_dumps
+stack_dumps._register(pathlib.Path({str(folder.stacks(0))!r}))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    lines = folder.stacks(0).read_text().splitlines()
+    assert len(lines) == 1
+    head = json.loads(lines[0])
+    assert head["last"].startswith('  File "<string>", line 4 in <module>')
