@@ -324,7 +324,8 @@ class Supervisor:
             return self.state.hang
         running = [rank.rank for rank in self.state.ranks if rank.status == "running"]
         with contextlib.suppress(Exception):  # a folder that was deleted, a host that is away
-            if running and not self._folder.questions.exists():
+            # On a slow disk, a rank takes seconds to write its stacks, and hears nothing meanwhile.
+            if running and not self._reader.is_slow and not self._folder.questions.exists():
                 return hangs.places(stacks.ask(self._folder, running, ANSWER))
         return ""
 

@@ -28,6 +28,10 @@ PATIENCE = 0.2
 """Seconds that the files of ranks that go on are read for: an interrupt waits as long, at most."""
 
 
+SLOW = 0.01
+"""Seconds for the files of a rank, by which a slow disk is known; others take 0.1 ms."""
+
+
 def event_tail(path: Path) -> Tail:
     """Return a tail that holds little of a file of events: many may be read side by side."""
     return Tail(path, limit=1 << 16, longest=1 << 20)
@@ -60,6 +64,7 @@ class Reader:
         self.ranks = [event_tail(folder.events(r)) for r in ranks]
         self.logs = [Tail(folder.log(r), limit=LOG_BYTES, skip=True) for r in ranks]
         self._order = deque(ranks)
+        self._seconds = deque[float](maxlen=5)  # for the files of a rank, of the last reads
 
     def read(self, *, ended: Collection[int] = ()) -> list[ev.Event]:
         """Return new events of ranks, lines of output among them; of the `ended`, all there are.
@@ -68,19 +73,27 @@ class Reader:
         slow that it took `PATIENCE` to read from some ranks) is there for the next time.
         """
         events: list[ev.Event] = []
-        given_up = time.monotonic() + PATIENCE
+        began, count = time.monotonic(), len(ended)
         for rank in ended:
             with contextlib.suppress(OSError):
                 events.extend(self._of_rank(rank, is_over=True))
         for _ in range(len(self._order)):
-            if time.monotonic() > given_up:
+            if time.monotonic() > began + PATIENCE:
                 break
+            count += 1
             rank = self._order[0]
             self._order.rotate(-1)
             if rank not in ended:
                 with contextlib.suppress(OSError):
                     events.extend(self._of_rank(rank, is_over=False))
+        if count:
+            self._seconds.append((time.monotonic() - began) / count)
         return events
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the disk takes long over each call."""
+        return min(self._seconds, default=0.0) > SLOW
 
     def _of_rank(self, rank: int, is_over: bool) -> Iterator[ev.Event]:
         tail, log = self.ranks[rank], self.logs[rank]
