@@ -178,6 +178,11 @@ def notebook_launcher(
     """
     if not callable(function):
         raise PlanError(f"notebook_launcher needs a function, not a {type(function).__name__}")
+    if not isinstance(args, (tuple, list)):
+        raise PlanError(
+            f"args must be a tuple of the function's arguments, not a {type(args).__name__}: write "
+            "args=(x,), with the comma, for one argument x"
+        )
     nodes = None
     if (num_nodes, node_rank) != (1, 0):
         meet_at = rdzv_endpoint or f"{master_addr}:{use_port or 29500}"

@@ -20,18 +20,22 @@ from typing import Any
 
 from ..system import host
 from ..system.text import format_bytes
-from ..tracking.diagnosis.failures import describe_returncode
+from ..tracking.diagnosis.failures import NO_GRADIENT, describe_returncode
 
 _LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
 _STARTERS = {"fork", "forkpty", "fork_exec", "_fork_exec", "posix_spawn", "spawnv_passfds"}
 _NO_ROOM = re.compile(
     "No space left on device|Disk quota exceeded|PytorchStreamWriter|inline_container|iostream"
 )
+_UNUSED = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
 _NO_PROCESS = "can't start new thread"
 _LESS_SHARED = (
     "num_workers=0, fewer workers or a smaller batch_size use less of /dev/shm; a container gets "
     "more of it by --shm-size"
 )
+NAMES = 8
+"""Parameters that are named; of the others, there is the number."""
+
 LITTLE = 1 << 20
 """Bytes free at which a file system counts as full, where the error does not name it."""
 
@@ -53,7 +57,7 @@ def without_child_signals() -> Iterator[None]:
 def evidence(error: BaseException) -> tuple[str, ...]:
     """Return the circumstances of an exception, a line each; never raises."""
     lines: list[str] = []
-    for look in (_loader_workers, _full_disk, _descriptors, _no_process):
+    for look in (_loader_workers, _full_disk, _descriptors, _no_process, _unused_parameters):
         with contextlib.suppress(Exception):  # a hostile exception, a /proc that is not there
             lines.extend(look(error))
     return tuple(lines)
@@ -147,3 +151,20 @@ def _no_process(error: BaseException) -> Iterator[str]:
     for quota in (host.tasks(), host.processes(1)):
         if quota is not None and quota.limit is not None:
             yield f"{quota.used} of {quota.limit} allowed processes and threads ({quota.source})"
+
+
+def _unused_parameters(error: BaseException) -> Iterator[str]:
+    """Yield the names of the parameters of which torch's DDP says only the numbers."""
+    indices = _UNUSED.search(_text(error))
+    models = (frame.f_locals.get("self") for frame in _frames(error))
+    model: Any = next((m for m in models if type(m).__name__ == "DistributedDataParallel"), None)
+    if indices is None or model is None:
+        return
+    names = [
+        name
+        for name, parameter in model.module.named_parameters()
+        if parameter.requires_grad and name not in model.parameters_to_ignore
+    ]
+    unused = [names[int(index)] for index in indices[1].split()]
+    more = f" and {len(unused) - NAMES} more" if len(unused) > NAMES else ""
+    yield f"{NO_GRADIENT}{', '.join(unused[:NAMES])}{more}"

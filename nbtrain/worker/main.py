@@ -25,6 +25,7 @@ from ..tracking.event_log import EventWriter
 from ..transport import exceptions, result_pickler
 from . import (
     api,
+    exits,
     failure_evidence,
     nested_launches,
     stack_dumps,
@@ -67,6 +68,7 @@ def main(job: Job, rank: int, call: Callable[[Task], Any] | None = None) -> int:
         process.current_process()._config["tempdir"] = job.scratch  # type: ignore[attr-defined]
     writer = EventWriter(job.folder.events(rank))
     stack_dumps.install(job.folder, rank, writer)
+    exits.report_os_exit(rank, writer)
     world = job.world
     first, size = (world.first - world.begin, world.size) if world else (0, job.world_size)
     api.activate(api.Reporter(writer, rank, size, first))
@@ -111,7 +113,7 @@ def run_and_report(
         writer.write(ended)
         return 0, None
     except SystemExit as leaving:
-        return _leave(rank, writer, leaving.code), None
+        return _leave(rank, writer, leaving), None
     except BaseException as error:  # whatever the user's code raised is this rank's outcome
         _report_failure(job, rank, writer, spare, error)
         if sender is not None and job.device != "xla":  # it would compile what never ran
@@ -185,9 +187,10 @@ def _end_if_forked(process: int) -> None:
     os._exit(code & 0xFF)
 
 
-def _leave(rank: int, writer: EventWriter, code: Any) -> int:
+def _leave(rank: int, writer: EventWriter, leaving: SystemExit) -> int:
     """Treat ``sys.exit()`` as the interpreter would: a message goes to stderr and means 1."""
-    writer.write(ev.Failing(clock.now(), rank, error=f"sys.exit({code!r})"))
+    code = leaving.code
+    writer.write(ev.Failing(clock.now(), rank, error=exits.describe_sys_exit(leaving)))
     if not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1

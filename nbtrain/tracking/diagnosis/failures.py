@@ -28,6 +28,10 @@ _ECHOES = (
 )
 
 
+NO_GRADIENT = "no gradient came to "
+"""How the evidence begins that names parameters, where the exception has their numbers alone."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """A rank's failure: it raised an exception, or its process died."""

@@ -16,8 +16,9 @@ from ...system import tpu
 from ...system.text import format_bytes, format_bytes_of, format_ranks
 from ...transport.exceptions import CapturedException, TracebackFrame
 from ..state import RankState, RunState
-from .failures import Failure, describe_returncode, headline
+from .failures import NO_GRADIENT, Failure, describe_returncode, headline
 from .lost_results import SIGN
+from .remedies import remedies
 
 HANG = "a hang (--on-hang stop)"
 """How the message of a run begins that was stopped because it hung."""
@@ -109,13 +110,14 @@ def _of_rank(cause: Failure, failures: Sequence[Failure], state: RunState) -> Fa
     details = _texts(cause.error) if cause.error is not None else native_log
     died = cause.error is None and (not rank.error or _is_exit(rank.error))
     kind, text = diagnose(cause.summary, details, rank.returncode, rank.evidence, died=died)
+    known = remedies(f"{cause.summary}\n{details}")
     if cause.is_secondary:
         kind, text = "communication", lost(state, text)
     evidence = [
         *_lines(cause, rank, kind),
         *(item for item in rank.evidence if not text.startswith(item)),
         *(_gpu_shares(rank, state) if kind == "cuda out of memory" else ()),
-        *(advice := _advice(kind, rank, state)),
+        *(advice := (*known, *_advice(kind, rank, state))),
     ]
     became = others(cause, failures, state)
     return FailureReport(kind, cause.rank, text, tuple(dict.fromkeys(evidence)), became, advice)
@@ -154,7 +156,7 @@ def diagnose(
         return kind, ". ".join(summary.split(". ")[:2])
     if kind or not died:
         return kind or "exception", summary
-    if returncode is None or returncode >= 0 or "sys.exit(" in summary:
+    if returncode is None or returncode >= 0 or "sys.exit(" in summary or "os._exit(" in summary:
         return "exit", summary
     if returncode != -signal.SIGSEGV:
         return "signal", summary
@@ -207,7 +209,7 @@ def death(rank: RankState) -> str:
 
 
 def _is_exit(error: str | None) -> bool:
-    return (error or "").startswith("sys.exit(")
+    return (error or "").startswith(("sys.exit(", "os._exit("))
 
 
 def _texts(error: CapturedException | None) -> str:
@@ -302,4 +304,7 @@ def note(cause: Failure, state: RunState, report: FailureReport) -> str:
     origin = f"nbtrain: this is from rank {cause.rank} of {state.world_size}{others}."
     text = f"{origin} What rank {cause.rank} printed: nbtrain.last_run().logs({cause.rank})"
     known = cause.error is None or report.kind == "exception" or report.headline == cause.summary
-    return "\n".join([text, *([] if known else [f"nbtrain: {report.headline}"]), *report.advice])
+    named = [f"nbtrain: {line}" for line in report.evidence if line.startswith(NO_GRADIENT)]
+    return "\n".join(
+        [text, *named, *([] if known else [f"nbtrain: {report.headline}"]), *report.advice]
+    )

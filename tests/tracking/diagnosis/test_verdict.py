@@ -148,7 +148,7 @@ def test_gpu_memory_is_told_with_torchs_figures_and_who_holds_what() -> None:
     assert found.kind == "cuda out of memory"
     assert found.headline.endswith("CUDA out of memory. Tried to allocate 20.00 GiB")
     assert "GPU 0 has 139 GiB" in found.evidence
-    assert found.evidence[-1] == (
+    assert found.evidence[-2] == (
         "GPU 0 (NVIDIA H200), when last seen, held 138 of 140 GiB: "
         "rank 0 100 GiB, rank 1 30.0 GiB, others 8.0 GiB"
     )

@@ -1,0 +1,99 @@
+"""What to change is said beside the exception, for errors that are known: raised for real here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+import nbtrain
+from nbtrain.errors import PlanError
+from nbtrain.tracking.diagnosis.remedies import remedies
+from tests.support.runs import launch
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.used(x)
+        return out
+
+
+def asks_the_wrapper() -> None:
+    Accelerator(cpu=True).prepare(nn.Linear(2, 2)).generate()
+
+
+def leaves_a_head_out() -> None:
+    accelerator = Accelerator(cpu=True)
+    model: Any = accelerator.prepare(TwoHeads())
+    for _ in range(3):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+
+
+def gathers_unequal_shapes() -> None:
+    accelerator = Accelerator(cpu=True)
+    for _ in range(3):
+        accelerator.gather(torch.ones(2 + accelerator.process_index, 3))
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (asks_the_wrapper, ["model.module.generate", "accelerator.unwrap_model(model).generate"]),
+        (
+            leaves_a_head_out,
+            [
+                "no gradient came to spare.weight, spare.bias",
+                "DistributedDataParallelKwargs(find_unused_parameters=True)",
+            ],
+        ),
+        (gathers_unequal_shapes, ["accelerator.pad_across_processes(x, dim=…)"]),
+    ],
+)
+def test_the_way_out_is_beside_the_exception(function: Callable[[], None], said: list[str]) -> None:
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - of several types
+        launch(function, n=2, timeout=60)
+    notes = "\n".join(getattr(caught.value, "__notes__", ()))
+    for text in said:
+        assert text in notes
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("RuntimeError: Expected to mark a variable ready only once.", "use_reentrant=False"),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "%nbtrain memory"),
+    ],
+)
+def test_texts_that_need_a_gpu_or_an_older_torch(text: str, said: str) -> None:
+    assert said in "".join(remedies(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "AttributeError: 'Net' object has no attribute 'generate'",
+        "ValueError: no images in batch 17",
+        "RuntimeError: Connection closed by peer",
+    ],
+)
+def test_an_error_that_is_not_known_has_no_remedy(text: str) -> None:
+    assert remedies(text) == ()
+
+
+def trains(_model: nn.Module) -> None:
+    pass
+
+
+@pytest.mark.parametrize("args", [nn.Linear(2, 2), "abc", torch.ones(2), {"model": 1}])
+def test_arguments_that_are_no_tuple_are_refused(args: Any) -> None:
+    with pytest.raises(PlanError, match=re.escape("args=(x,)")):
+        nbtrain.notebook_launcher(trains, args, num_processes=2)

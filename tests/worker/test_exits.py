@@ -1,0 +1,70 @@
+"""Where a rank left its process, in the words of the exception that the notebook raises."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+
+import pytest
+
+import nbtrain
+from nbtrain.errors import RankDied
+from tests.support.kernel import Notebook
+from tests.support.runs import launch
+
+
+@pytest.mark.parametrize(
+    ("call", "end"),
+    [
+        ("sys.exit(3)", "exited with code 3"),
+        ("os._exit(7)", "exited with code 7"),
+        ("os._exit(0)", "exited with code 0 before its function had returned"),
+    ],
+)
+def test_the_call_and_its_line_are_named(notebook: Notebook, call: str, end: str) -> None:
+    out = notebook.run(
+        "%%distributed -n 2\n"
+        "import os, sys\n"
+        "def leave():\n"
+        f"    {call}\n"
+        "def train():\n"
+        "    if nbtrain.rank() == 1: leave()\n"
+        "    time.sleep(60)\n"
+    )
+    assert out.ename == "RankDied"
+    number = notebook.value("len(get_ipython().history_manager.input_hist_parsed) - 2")
+    assert f"rank 1 {end} ({call} at In[{number}], line 4)" in out.evalue
+    assert ("os._exit ends a process at once" in out.traceback) == ("os" in call)
+
+
+def forks() -> int:
+    child = multiprocessing.get_context("fork").Process(target=os._exit, args=(5,))
+    child.start()
+    child.join()
+    return child.exitcode or 0
+
+
+def test_a_process_that_a_rank_starts_may_end_as_it_likes() -> None:
+    assert launch(forks, n=1).value == 5
+
+
+def leaves_wrongly() -> None:
+    os._exit("seven")  # type: ignore[arg-type]
+
+
+def test_a_call_that_is_wrong_is_the_ranks_own_error() -> None:
+    with pytest.raises(TypeError):
+        launch(leaves_wrongly, n=1)
+
+
+def leaves_by_a_library() -> None:
+    sys.exit("these words")
+
+
+def test_words_are_kept() -> None:
+    with pytest.raises(RankDied, match=r"sys.exit\('these words'\) at test_exits.py, line \d+"):
+        launch(leaves_by_a_library, n=1)
+    run = nbtrain.last_run()
+    assert run is not None
+    assert run.logs(0) == "these words"
