@@ -1,7 +1,9 @@
 """Collects what only the failing rank can see of its failure, and only at that moment.
 
 How a DataLoader's workers ended, the room left on a full disk, the limits of descriptors and
-processes: a line each, stored in the rank's last event. The first line names what happened.
+processes: a line each, stored in the rank's last event. The first line names what happened. And
+where its code leaves the process: by `sys.exit`, which is an exception, or by `os._exit`, after
+which nothing of Python runs.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import errno
 import os
 import re
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Iterator
@@ -18,9 +21,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ..system import host
+from ..system import host, instrumentation
+from ..system.source_files import cell_name, is_library, is_own
 from ..system.text import format_bytes
+from ..tracking import clock
+from ..tracking import events as ev
 from ..tracking.diagnosis.failures import NO_GRADIENT, describe_returncode
+from ..tracking.event_log import EventWriter
+from ..transport import exceptions
 
 _LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
 _STARTERS = {"fork", "forkpty", "fork_exec", "_fork_exec", "posix_spawn", "spawnv_passfds"}
@@ -168,3 +176,52 @@ def _unused_parameters(error: BaseException) -> Iterator[str]:
     unused = [names[int(index)] for index in indices[1].split()]
     more = f" and {len(unused) - NAMES} more" if len(unused) > NAMES else ""
     yield f"{NO_GRADIENT}{', '.join(unused[:NAMES])}{more}"
+
+
+# Where a rank's code leaves its process
+
+
+def report_os_exit(rank: int, writer: EventWriter) -> None:
+    """Report a call of `os._exit` in this process, of code that is not nbtrain's own."""
+    process = os.getpid()
+
+    def leave(original: Any, *args: Any, **kwargs: Any) -> Any:
+        with contextlib.suppress(Exception):  # an argument that is no number: os._exit says so
+            caller = _caller(sys._getframe())
+            if os.getpid() == process and not is_own(caller.f_code.co_filename):
+                code = int(*args, *kwargs.values())
+                error = f"os._exit({code}){_at(_user_frame(caller))}"
+                writer.write(ev.Failing(clock.now(), rank, error=error))
+        return original(*args, **kwargs)
+
+    instrumentation.patch("os", "_exit", leave)
+
+
+def describe_sys_exit(leaving: SystemExit) -> str:
+    """Return ``sys.exit(3) at In[2], line 4``."""
+    frames = exceptions.capture(leaving, pickles=False).frames
+    place = next((f for f in reversed(frames) if not f.is_library), None)
+    at = "" if place is None else _named(place.filename, place.line)
+    return f"sys.exit({leaving.code!r}){at}"
+
+
+def _caller(frame: FrameType) -> FrameType:
+    """Return the frame that made the call which is patched."""
+    own = (__file__, instrumentation.__file__)
+    while frame.f_code.co_filename in own and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _user_frame(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def _at(frame: FrameType | None) -> str:
+    return "" if frame is None else _named(frame.f_code.co_filename, frame.f_lineno)
+
+
+def _named(filename: str, line: int) -> str:
+    return f" at {cell_name(filename) or Path(filename).name}, line {line}"

@@ -25,7 +25,6 @@ from ..tracking.event_log import EventWriter
 from ..transport import exceptions, result_pickler
 from . import (
     api,
-    exits,
     failure_evidence,
     nested_launches,
     stack_dumps,
@@ -68,7 +67,7 @@ def main(job: Job, rank: int, call: Callable[[Task], Any] | None = None) -> int:
         process.current_process()._config["tempdir"] = job.scratch  # type: ignore[attr-defined]
     writer = EventWriter(job.folder.events(rank))
     stack_dumps.install(job.folder, rank, writer)
-    exits.report_os_exit(rank, writer)
+    failure_evidence.report_os_exit(rank, writer)
     world = job.world
     first, size = (world.first - world.begin, world.size) if world else (0, job.world_size)
     api.activate(api.Reporter(writer, rank, size, first))
@@ -190,7 +189,7 @@ def _end_if_forked(process: int) -> None:
 def _leave(rank: int, writer: EventWriter, leaving: SystemExit) -> int:
     """Treat ``sys.exit()`` as the interpreter would: a message goes to stderr and means 1."""
     code = leaving.code
-    writer.write(ev.Failing(clock.now(), rank, error=exits.describe_sys_exit(leaving)))
+    writer.write(ev.Failing(clock.now(), rank, error=failure_evidence.describe_sys_exit(leaving)))
     if not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1
