@@ -260,6 +260,9 @@ class Ended(Event):
     """What the rank saw of the cause (`nbtrain.worker.failure_evidence`)."""
 
 
+NO_VARIABLE = "there is no variable"
+"""How the reason begins for which a value of ``--out`` was not returned."""
+
 RETURNED = "the return value"
 """The name of what the function returned, among what a rank saved."""
 

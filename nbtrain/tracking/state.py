@@ -323,6 +323,8 @@ class RunState:
             return f"`{spoiled[0].not_finite}` of `{spoiled[0].name}` is not finite"
         missing = [name for name, trouble in self.loaded.items() if trouble]
         failed = "cannot be read" if ev.RETURNED in missing[:1] else "was not updated"
+        if missing and self.loaded[missing[0]].startswith(ev.NO_VARIABLE):  # there was none before
+            failed = "was not returned"
         return next(iter(self.flaws), f"{missing[0]} {failed}" if missing else "")
 
     @property

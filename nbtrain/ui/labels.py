@@ -274,7 +274,7 @@ def not_updated(name: str, trouble: str) -> str:
     """Say that a value of the notebook was not updated, or only in part, and the reason."""
     if name == ev.RETURNED:
         return f"{name} cannot be read: {trouble}"
-    if trouble.startswith("there is no variable"):
+    if trouble.startswith(ev.NO_VARIABLE):
         return f"{name} was not returned: {trouble}"
     in_part = trouble.startswith("only ")  # `PartlyLoaded`
     return f"{name} was {'updated only in part' if in_part else 'not updated'}: {trouble}"

@@ -261,7 +261,7 @@ class ResultSender:
         variables = namespace(self._plan.task)
         new = [n for n, v in variables.items() if self._names.get(n) != id(v) and n[0] != "_"]
         return (
-            f"there is no variable `{name}`. Local variables of a function are gone when it "
+            f"{ev.NO_VARIABLE} `{name}`. Local variables of a function are gone when it "
             f"returns. The run assigned: {', '.join(new[-8:]) or 'none'}"
         )
 

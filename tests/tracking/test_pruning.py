@@ -45,6 +45,33 @@ def test_a_long_run_is_not_gone_as_soon_as_it_ends_for_the_short_ones_meanwhile(
     assert [run.weights.exists() for run in (long, *short[1:])] == [True, False, True, True]
 
 
+def test_runs_that_did_nothing_go_before_those_that_trained() -> None:
+    finished = b'{"kind":"finished"}\n'
+    runs = [made({}, finished) for _ in range(3 * pruning.RECENT)]
+    real = runs[: pruning.RECENT]  # the oldest
+    for number, run in enumerate(runs):
+        line = b'{"kind":"metrics","values":{"loss":1.0}}\n' if run in real else b""
+        run.events(0).write_bytes(b'{"kind":"started"}\n' + line)
+        for path in (run.manifest, run.launcher_events):
+            os.utime(path, (1e9 + number, 1e9 + number))
+    pruning.prune(keep=2 * pruning.RECENT)
+    # The newest stay, too: somebody looks at them.
+    expected = [*real, *runs[-pruning.RECENT :]]
+    assert [run.path for run in run_folder.runs()] == [run.path for run in expected]
+
+
+def test_a_long_run_without_a_metric_is_not_trivial() -> None:
+    finished = b'{"kind":"finished"}\n'
+    runs = [made({}, finished) for _ in range(2 + pruning.RECENT)]
+    for number, run in enumerate(runs):
+        ended = 1e9 + number + (0.0 if number else 2 * pruning.TRIVIAL)
+        os.utime(run.manifest, (1e9 + number, 1e9 + number))
+        os.utime(run.launcher_events, (ended, ended))
+    pruning.prune(keep=1 + pruning.RECENT)
+    assert len(run_folder.runs()) == 1 + pruning.RECENT
+    assert runs[0].path.exists()
+
+
 def test_weights_that_nobody_took_yet_do_not_go_for_those_of_later_runs() -> None:
     """A run in the background ended, and others are run in other notebooks before `run.wait()`."""
     succeeded = b'{"kind":"finished","status":"succeeded"}\n'
