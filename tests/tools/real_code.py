@@ -12,10 +12,16 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import os
 import re
+import runpy
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from nbtrain.planning.findings import CodeFinding
 from nbtrain.planning.lint import lint
@@ -98,12 +104,49 @@ def notes(piece: Piece) -> list[tuple[str, CodeFinding]]:
     return [(piece.lines[finding.line - 1], finding) for finding in findings]
 
 
+def run(path: Path, arguments: list[str]) -> None:
+    """Run a script as a cell of two ranks, on tiny models and made data; print every note."""
+    from nbtrain.lifecycle.launcher import run_plan
+    from nbtrain.planning.cell import read_cell
+    from nbtrain.planning.plan import Plan
+    from tests.tools import made_data
+
+    made_data.install()
+    sys.argv, sys.path[0] = [str(path), *arguments], str(path.parent)
+    notebook = ModuleType("__main__")  # what the variables of a kernel are
+    notebook.__file__ = str(path)
+    sys.modules["__main__"] = notebook
+    cell = read_cell(path.read_text(), str(path), vars(notebook))
+    try:
+        ended = run_plan(Plan(cell, path.stem, num_processes=2, view="none", timeout=180))
+    except BaseException as error:
+        print(f"FAILED {path}: {type(error).__name__}: {str(error).splitlines()[0][:300]}")
+        return
+    print(f"RAN {path}")
+    for note in ended.state.notes:
+        print(f"    NOTE {note}")
+
+
+def torchrun(path: Path, arguments: list[str]) -> None:
+    """Run a script under the same factories in a rank of another launcher."""
+    from tests.tools import made_data
+
+    made_data.install()
+    sys.argv, sys.path[0] = [str(path), *arguments], str(path.parent)
+    runpy.run_path(str(path), run_name="__main__")
+
+
 def main() -> None:
     """Print every note, with the line that it is about."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--run", action="store_true")
-    given = parser.parse_args()
+    parser.add_argument("--run", action="store_true", help="run the scripts, too")
+    parser.add_argument("--one", action="store_true", help="run this script alone, here")
+    parser.add_argument("--under-torchrun", action="store_true", help="the same, in a rank of it")
+    given, more = parser.parse_known_args()
+    if given.one or given.under_torchrun:
+        (run if given.one else torchrun)(given.folder.resolve(), more)
+        return
     count = total = 0
     for piece in pieces(given.folder):
         count += 1
@@ -111,7 +154,18 @@ def main() -> None:
             total += 1
             line = piece.source.splitlines()[finding.line - 1].strip()
             print(f"{piece.path.parent}/{place} [{finding.code}] {finding.message}\n    {line}")
+        if given.run and piece.path.suffix == ".py":
+            with tempfile.TemporaryDirectory() as folder:
+                tool = [sys.executable, "-m", "tests.tools.real_code", "--one"]
+                environment = {**os.environ, "NBTRAIN_HOME": folder, "PYTHONPATH": _python_path()}
+                command = [*tool, str(piece.path.resolve()), *more]
+                subprocess.run(command, cwd=folder, env=environment, check=False)
     print(f"{count} pieces, {total} notes")
+
+
+def _python_path() -> str:
+    root = str(Path(__file__).parents[2])
+    return os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
 
 
 if __name__ == "__main__":
