@@ -108,7 +108,7 @@ def run_and_report(
             writer.write(returned)
         sender.gather()
         leave_process_group()
-        sender.send()
+        sender.send(value)
         writer.write(ended)
         return 0, None
     except SystemExit as leaving:

@@ -26,6 +26,7 @@ from ..transport.fingerprints import fingerprints
 from ..transport.pipeline_stages import Stages, put_together
 from ..transport.tensor_kinds import size_of
 from .job import Job
+from .telemetry.unsynced import UnsentValues
 
 QUICK = 512 << 20
 """Bytes of weights that are saved after a failure or an interrupt: there is little time."""
@@ -66,6 +67,10 @@ class ResultSender:
         self._before = {name: self._mark(value) for name, value in self._objects.items()}
         self._flattened: list[tuple[Any, Any]] = []
         self._ready: dict[str, weights.WeightFile | None] = {}
+        self._unsent: UnsentValues | None = None
+        with contextlib.suppress(Exception):
+            if rank == 0 and plan.sync and not job.in_kernel:
+                self._unsent = UnsentValues(plan)
         self._names = {n: id(v) for n, v in namespace(plan.task).items()} if plan.out else {}
         self._stages = Stages() if self._objects else None
         if self._objects:
@@ -103,8 +108,11 @@ class ResultSender:
                 elif gathered := self._gathered(name, value):
                     self._ready[name] = weights.changes(value, gathered, self._before[name])
 
-    def send(self) -> None:
-        """Save in the run folder what is returned. Ranks need not wait for one another."""
+    def send(self, result: Any = None) -> None:
+        """Save in the run folder what is returned, but for the task's `result`, which is there.
+
+        Ranks need not wait for one another.
+        """
         for name, value in self._objects.items() if self._rank == 0 else ():
             with self._reporting(name):
                 if name in self._ready:
@@ -116,6 +124,9 @@ class ResultSender:
                 else:  # an attempt that failed may have left some
                     self._folder.weights_of(name).unlink(missing_ok=True)
         self._send_values()
+        with contextlib.suppress(Exception):  # users' containers; it is advice
+            if self._unsent is not None and (text := self._unsent.note(result)):
+                self._writer.write(ev.RunNote(clock.now(), -1, text))
 
     def rescue(self) -> None:
         """Save the weights as they are now, after a failure, if they are small (`QUICK`).

@@ -14,7 +14,7 @@ from .. import api
 from ..device_scalars import captures
 from . import integrations, progress_bars, safe_hooks
 from .training_meter import TrainingMeter
-from .unsynced_models import UnsyncedModels
+from .unsynced import UnsyncedModels
 
 _meter: TrainingMeter | None = None
 

@@ -36,7 +36,7 @@ NOT_LOOPS = (  # wrong on purpose, plain on purpose, for one rank
     "test_data_loading.py",
     "telemetry.py",
     "test_weights.py",
-    "test_unsynced_models.py",
+    "test_unsynced.py",
     "gpu",
 )
 

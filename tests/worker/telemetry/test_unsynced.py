@@ -1,0 +1,190 @@
+"""Models that are trained, lists that are filled and stay in the ranks: named, and no others."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import nbtrain
+from tests.support.kernel import Notebook
+from tests.support.runs import launch
+
+run = partial(nbtrain.launch, num_processes=2, view="none")
+
+model, spare = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+
+
+def step(module: torch.nn.Module) -> None:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(2):
+        module(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+
+def train_a_global() -> None:
+    step(model)
+
+
+def train_with(optimizer: torch.optim.Optimizer) -> None:
+    spare(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
+def train_globals_in_a_list() -> None:
+    for part in [*parts, holder.net]:
+        step(part)
+
+
+parts = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+optimizer = torch.optim.SGD(spare.parameters(), lr=0.1)
+holder = SimpleNamespace(net=torch.nn.Linear(2, 2))
+
+
+def notes_of(function: Any, *args: Any, **options: Any) -> list[str]:
+    """Return the notes about models that are not copied back."""
+    notes = run(function, *args, **options).state.notes
+    return [note for note in notes if "nothing copies the weights back" in note]
+
+
+def test_a_global_that_is_trained_is_named_with_the_way_to_get_it() -> None:
+    (note,) = notes_of(train_a_global)
+    assert "`model`" in note
+    assert 'out="model"' in note
+    assert "spare" not in note
+
+
+def test_a_model_of_an_object_or_a_list_is_named_as_it_is_reached() -> None:
+    notes = notes_of(train_globals_in_a_list)
+    assert sorted(note.split("`")[1] for note in notes) == ["holder.net", "parts[0]", "parts[1]"]
+    assert any('out="holder"' in note for note in notes)
+
+
+def test_what_is_copied_back_or_need_not_be_is_not_mentioned() -> None:
+    assert notes_of(step, model) == []  # a global, too, but it is an argument
+    assert notes_of(step, model, out="model") == []
+    assert notes_of(train_a_global, out="model") == []
+    assert notes_of(train_globals_in_a_list, out="parts, holder") == []
+    assert notes_of(train_a_global, sync=False) == []
+    assert notes_of(train_a_global, telemetry=()) == []
+
+
+def test_an_optimizer_that_comes_back_does_not_end_the_look() -> None:
+    done = run(train_with, optimizer, out="optimizer")
+    assert "stopped" not in done.logs(0)
+    assert any("`spare`" in note for note in done.state.notes)
+
+
+@pytest.mark.timeout(60)
+def test_a_note_on_a_cell_names_the_cells_option(notebook: Notebook) -> None:
+    notebook.run("nets = [torch.nn.Linear(2, 2)]")
+    cell = """%%distributed -n 2
+        def train():
+            nets = globals()["nets"]
+            optimizer = torch.optim.SGD(nets[0].parameters(), lr=0.1)
+            nets[0](torch.ones(1, 2)).sum().backward()
+            optimizer.step()"""
+    assert "`nets[0]`" in (board := notebook.run(cell.replace("\n        ", "\n")).board)
+    assert "--out nets" in board
+
+
+REBINDS = (
+    "%%distributed -n 1{}\n"
+    "model = torch.nn.Linear(2, 2)\n"
+    "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    "for _ in range(3):\n"
+    "    model(torch.ones(1, 2)).sum().backward()\n"
+    "    optimizer.step()"
+)
+
+
+def test_a_cell_that_makes_a_new_model_says_that_the_notebook_keeps_the_old_one(
+    notebook: Notebook,
+) -> None:
+    notebook.run("model = torch.nn.Linear(2, 2)\nbefore = id(model)")
+    note = "the cell makes a new `model` and trains it, and the notebook's `model` stays as it was"
+    board = notebook.run(REBINDS.format("")).board
+    assert f"{note}. Add --out model to get the trained one" in board
+    assert notebook.value("id(model) == before")
+    for option in ("--no-sync", "--out model"):
+        assert note not in notebook.run(REBINDS.format(f" {option}")).board
+    assert not notebook.value("id(model) == before")
+
+
+def test_a_cell_that_wraps_the_notebooks_model_or_makes_its_own_shows_no_note(
+    notebook: Notebook,
+) -> None:
+    notebook.run("model = torch.nn.Linear(2, 2)")
+    wraps = REBINDS.format("").replace("torch.nn.Linear(2, 2)", "torch.nn.Sequential(model)")
+    assert "⚠" not in notebook.run(wraps).board
+    assert "⚠" not in notebook.run(REBINDS.format("").replace("model", "net")).board
+
+
+losses: list[float] = []
+history: dict[str, list[float]] = {"loss": [], "accuracy": []}
+words: Counter[str] = Counter("a")
+by_rank: defaultdict[int, list[int]] = defaultdict(list)
+scores: dict[str, float] = {}
+config: dict[str, Any] = {"lr": 0.1}
+cache: dict[int, int] = {}
+rows = [3, 2, 1]
+
+
+def notes(function: Any, *args: Any, **options: Any) -> tuple[str, ...]:
+    return launch(function, *args, **options).state.notes
+
+
+@pytest.mark.parametrize(
+    ("name", "fill"),
+    [
+        ("losses", lambda: losses.append(1.0)),
+        ("history", lambda: history["loss"].append(1.0)),
+        ("words", lambda: words.update("a")),
+        ("by_rank", lambda: by_rank[0].append(1)),
+        ("scores", lambda: scores.update(a=1.0)),
+    ],
+)
+def test_what_a_rank_filled_is_named_with_the_way_to_get_it(name: str, fill: Any) -> None:
+    (note,) = notes(fill)
+    assert note == (
+        f"the ranks filled `{name}`, and the notebook's own stays as it was. To get what rank 0 "
+        f'put in, return it or add out="{name}"'
+    )
+
+
+def fill_and_return() -> tuple[int, list[float]]:
+    losses.append(1.0)
+    return 1, losses
+
+
+def change_no_result() -> None:
+    rows.sort()
+    config["steps"] = 3
+    cache[1] = 2
+    local = list[int]()
+    local.append(len(losses))
+
+
+def test_what_is_returned_or_no_result_is_not_named() -> None:
+    assert not notes(fill_and_return)
+    assert not notes(change_no_result)
+    assert not notes(lambda: losses.append(1.0), out="losses")
+    assert not notes(lambda: losses.append(1.0), sync=False)
+    assert not notes(lambda: losses.append(1.0), engine="inline")
+    losses.clear()
+
+
+def test_a_cell_names_its_own_option(notebook: Notebook) -> None:
+    notebook.run("losses = []\nclass Experiment:\n    losses = None\nexp = Experiment()")
+    notebook.run("exp.losses = []")
+    board = notebook.run("%%distributed -n 1\nlosses.append(1)").board
+    assert "the ranks filled `losses`" in board
+    assert "To get what rank 0 put in, add --out losses" in board
+    assert "⚠" not in notebook.run("%%distributed -n 1 --out losses\nlosses.append(1)").board
+    assert notebook.value("losses") == [1]
+    board = notebook.run("%%distributed -n 1\nexp.losses.append(1)").board
+    assert "the ranks filled `exp.losses`" in board
