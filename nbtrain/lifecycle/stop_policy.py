@@ -67,7 +67,10 @@ class StopSignal(NamedTuple):
 class StopController:
     """The state of a stop. Times are seconds of one monotonic clock."""
 
-    def __init__(self, started: float, timeout: float | None = None) -> None:
+    def __init__(
+        self, started: float, timeout: float | None = None, *, sees_training: bool = True
+    ) -> None:
+        """Begin at `started`; `sees_training`: ranks report that they train by themselves."""
         self.cause: Cause | None = None
         """Why the ranks are being stopped; None as long as they are not."""
         self.how = ""
@@ -77,6 +80,8 @@ class StopController:
         self.is_hasty = False
         """Whether nobody is there any more to wait for the ranks."""
         self._started, self._timeout = started, timeout
+        self._attempt_started = started
+        self._sees_training = sees_training
         self._requested = ""
         self._given_up = ""
         self._sent: dict[int, set[int]] = {}  # rank -> return codes that our signals give
@@ -94,9 +99,10 @@ class StopController:
         """Have the run end as one does that takes too long."""
         self._given_up = self._given_up or how
 
-    def reset(self) -> None:
+    def reset(self, now: float) -> None:
         """Forget the stop of one attempt: another begins."""
         self.cause, self._sent, self._steps = None, {}, []
+        self._attempt_started = now
 
     def decide(
         self, now: float, state: RunState, alive: Collection[int], *, pressed: bool, asked: str
@@ -163,8 +169,11 @@ class StopController:
     def _begin(self, cause: Cause, now: float, state: RunState) -> str:
         """Begin a stop; return its reason, as the board shows it."""
         self.cause, self._began, self._delay = cause, now, 0.0
-        is_early = now - self._started < STARTING and not any(map(_has_trained, state.ranks))
-        is_starting = is_early and any(map(_is_starting, state.ranks))
+        is_early = now - self._attempt_started < STARTING
+        is_early = is_early and not any(map(_has_trained, state.ranks))
+        # Of a rank that reports nothing by itself, nobody knows whether it has something to save.
+        are_starting = any if self._sees_training else all
+        is_starting = is_early and are_starting(map(_is_starting, state.ranks))
         policy = "starting" if is_starting and cause != "failed" else cause
         self._steps = list(STOP_POLICIES["abandoned" if self.is_hasty else policy])
         rest = "ranks were still starting" if is_starting else "ranks have 2 s to save"

@@ -99,6 +99,7 @@ class Supervisor:
         hang_after: float | None = None,
         *,
         stops_hangs: bool = False,
+        sees_training: bool = True,
     ) -> None:
         self.state = state
         self.show: Callable[[RunState, float], None] = lambda _state, _now: None
@@ -112,7 +113,7 @@ class Supervisor:
         self._watchdog = HangWatchdog(folder, state.world_size, hang_after)
         self._work = WorkComparison(state.world_size, self._cells)
         # Monotonic, as all times here: a clock that is set, or a laptop that slept, ends no run.
-        self._stop = StopController(time.monotonic(), timeout)
+        self._stop = StopController(time.monotonic(), timeout, sees_training=sees_training)
         self._exit_causes = ExitCauses(folder)
         self._retry_reason = ""
         self._presses = 0
@@ -123,8 +124,14 @@ class Supervisor:
     @classmethod
     def of(cls, plan: Plan, folder: RunFolder, state: RunState) -> Supervisor:
         """Return the supervisor of a run, as its plan has it."""
-        stops = plan.on_hang == "stop"
-        return cls(folder, state, plan.timeout, plan.hang_after, stops_hangs=stops)
+        return cls(
+            folder,
+            state,
+            plan.timeout,
+            plan.hang_after,
+            stops_hangs=plan.on_hang == "stop",
+            sees_training="steps" in plan.telemetry,
+        )
 
     def request_stop(self, how: str, *, hasty: bool = False) -> None:
         """Ask the loop to end the run; from any thread, any number of times. The first counts.
@@ -199,10 +206,10 @@ class Supervisor:
         """Get ready for another attempt, `wait` seconds from now; False if that was stopped."""
         self._note([ev.Attempt(clock.now(), -1, number, reason)])
         self._retry_reason = reason
-        self._stop.reset()
         self._end_watchdog()
         self._watchdog = HangWatchdog(self._folder, self.state.world_size, self._hang_after)
         begins = time.monotonic() + wait
+        self._stop.reset(begins)
         return self.wait_while(lambda: time.monotonic() < begins, interrupts)
 
     def wait_while(

@@ -66,9 +66,10 @@ def main(job: Job, rank: int, call: Callable[[Task], Any] | None = None) -> int:
         # them, and leaves it behind when it is killed.
         process.current_process()._config["tempdir"] = job.scratch  # type: ignore[attr-defined]
     writer = EventWriter(job.folder.events(rank))
-    stack_dumps.install(job.folder, rank, writer)
     failure_evidence.report_os_exit(rank, writer)
     world = job.world
+    on_this_host = (world.ranks if world else 0) or job.world_size
+    stack_dumps.install(job.folder, rank, writer, on_this_host)
     first, size = (world.first - world.begin, world.size) if world else (0, job.world_size)
     api.activate(api.Reporter(writer, rank, size, first))
     telemetry.install(job.plan.telemetry, job.plan)

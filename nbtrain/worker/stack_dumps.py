@@ -48,7 +48,7 @@ def signal_number() -> int:
     return int(signal.SIGUSR1) if first is None else int(first) + 11
 
 
-def install(folder: RunFolder, rank: int, writer: EventWriter) -> None:
+def install(folder: RunFolder, rank: int, writer: EventWriter, ranks: int) -> None:
     """Make this process answer both; once in its life, and never in a kernel.
 
     The recorder's server starts with the first process group; each group's members are reported.
@@ -63,9 +63,7 @@ def install(folder: RunFolder, rank: int, writer: EventWriter) -> None:
         with contextlib.suppress(Exception):  # torch without it, a folder without sockets
             if os.getpid() == pid:
                 if not _keep:
-                    _keep.append(
-                        _server(folder.recorder(rank)) if _has_room(int(args[0])) else None
-                    )
+                    _keep.append(_server(folder.recorder(rank)) if _has_room(ranks) else None)
                 _size, in_group, members, _backend, _store, group = args[:6]
                 if members and in_group >= 0:
                     name, of = str(group), tuple(members)
@@ -75,14 +73,14 @@ def install(folder: RunFolder, rank: int, writer: EventWriter) -> None:
     patch("torch.distributed.distributed_c10d", "_new_process_group_helper", watch_group)
 
 
-def _has_room(group_size: int) -> bool:
-    """Whether the limits leave room for the recorders of a group's ranks, all at once.
+def _has_room(ranks: int) -> bool:
+    """Whether the limits leave room for the recorders of this host's ranks, all at once.
 
     With too few threads, the server's destructor ends the process (SIGABRT): a training that needs
     three threads would end for the sake of nine that only explain hangs.
     """
     threads = 1 + max(_THREADS, os.cpu_count() or 1) + _GROUP_THREADS
-    needed = group_size * threads
+    needed = ranks * threads
     return all(
         quota is None or quota.holds(needed) for quota in (host.processes(needed), host.tasks())
     )

@@ -106,6 +106,23 @@ def test_a_rank_that_trains_has_its_two_seconds_though_another_is_starting() -> 
     assert {action for action, _ in sent(decide(controller, 6.9))} == {"interrupt"}
 
 
+def test_a_rank_that_reports_nothing_by_itself_may_have_trained() -> None:
+    controller = StopController(0.0, sees_training=False)
+    first = decide(controller, 5.0, picture("running", "starting"), pressed=True)
+    assert first[0] == "stopped by an interrupt: ranks have 2 s to save"
+    assert {action for action, _ in sent(decide(controller, 6.9))} == {"interrupt"}
+    controller = StopController(0.0, sees_training=False)
+    first = decide(controller, 5.0, picture("starting", "starting"), pressed=True)
+    assert first[0] == "stopped by an interrupt: ranks were still starting"
+
+
+def test_ranks_of_a_later_attempt_are_starting_however_long_the_run_takes() -> None:
+    controller = StopController(0.0)
+    controller.reset(1000.0)
+    first = decide(controller, 1005.0, picture("running", "starting"), pressed=True)
+    assert first[0] == "stopped by an interrupt: ranks were still starting"
+
+
 def test_ranks_whose_beginning_was_perhaps_lost_have_two_seconds_to_save() -> None:
     controller = StopController(0.0)
     late = decide(controller, 61.0, picture("running", "starting"), pressed=True)
@@ -125,7 +142,7 @@ def test_a_timeout_counts_from_the_start_whatever_attempt_it_is() -> None:
     controller = StopController(100.0, timeout=5.0)
     failed = picture("failed", "running", error="ValueError: x")
     decide(controller, 101.0, failed)
-    controller.reset()
+    controller.reset(101.0)
     assert decide(controller, 104.9) == NOTHING
     late = decide(controller, 105.1)
     assert late[0] == "the timeout of 5 s has passed; ranks have 2 s to save"
@@ -192,7 +209,7 @@ def test_what_an_end_counts_as() -> None:
     assert controller.verdict(RUNNING, 1, -signal.SIGINT, has_reported=False) == "stopped"
     assert controller.verdict(RUNNING, 1, None, has_reported=False) == "stopped"
     assert controller.verdict(RUNNING, 1, -signal.SIGSEGV, has_reported=False) == "failed"
-    controller.reset()
+    controller.reset(101.0)
     assert controller.verdict(RUNNING, 1, -signal.SIGINT, has_reported=False) == "failed"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -119,6 +120,24 @@ def test_no_recorder_is_started_that_the_limit_of_threads_would_end(
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert run.stdout.strip() == str(has_room), run.stderr
+
+
+def test_room_is_needed_for_the_ranks_of_this_host_alone() -> None:
+    """Ranks of other hosts start no thread here: with many of them, no recorder was started."""
+
+    def train() -> bool:
+        import torch.distributed as dist
+
+        asked: list[int] = []
+        stack_dumps._has_room = lambda ranks: bool(asked.append(ranks))
+        store = dist.HashStore()
+        with contextlib.suppress(Exception):  # a group of five, of which one is here
+            dist.distributed_c10d._new_process_group_helper(
+                5, 0, [0, 1, 2, 3, 4], "fake", store, "g"
+            )
+        return asked == [1]
+
+    assert launch(train, n=1).value
 
 
 def test_registering_writes_one_line_into_the_folder_and_no_word_at_a_time(tmp_path: Path) -> None:

@@ -127,9 +127,11 @@ def _waits(seen: Observation) -> dict[int, Collective]:
     for rank, seconds in sorted(seen.silent.items()):
         recorded = seen.recorded.get(rank)
         pending = recorded.pending if recorded is not None else None
-        # Both are the clock's: one that was set back says nothing of how long this goes on.
-        if pending is not None and not 0 <= seen.now - pending.began < settled:
-            waits[rank] = pending
+        if pending is not None:
+            # Both are clocks: one was set back, or that of the rank's host is ahead of this one's.
+            waited = seen.now - pending.began
+            if (waited if waited >= 0 else seconds) >= settled:
+                waits[rank] = pending
         elif pending is None and seconds >= seen.after / 2:
             name = _waiting_call(seen.stacks.get(rank))
             if name:

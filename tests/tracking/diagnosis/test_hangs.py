@@ -35,6 +35,14 @@ def seen(ranks: int, *, at: dict[int, StackFrame] | None = None, **known: Any) -
     )
 
 
+def test_a_host_whose_clock_is_ahead_does_not_wait_from_the_first_moment() -> None:
+    began = recorded("all_reduce", ago=-30)
+    moments = dict.fromkeys(range(2), 0.01)  # since the last progress of each
+    records = {0: began, 1: recorded("all_reduce", done=True, ago=-30)}
+    assert hangs._waits(seen(2, recorded=records, silent=moments)) == {}
+    assert 0 in hangs._waits(seen(2, recorded=records))
+
+
 def test_the_rank_that_never_joined_is_named_with_its_line() -> None:
     waiting = recorded("all_reduce", "all_reduce")
     told = hangs.explain(
