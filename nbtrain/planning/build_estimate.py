@@ -23,6 +23,9 @@ def bytes_built(task: Call | Cell) -> int:
     return sum(_bytes_of(unit, call) for unit, call in models_built(task))
 
 
+SHARE = 0.25
+"""The share of the memory available from which models that ranks build are worth a remark."""
+
 ADVICE = (
     "build the model once, in a cell above, and give it to the function as a parameter: then all "
     "ranks share its memory"
@@ -35,15 +38,14 @@ def advice(task: Call | Cell, ranks: int, available: int | None) -> tuple[str, .
     Empty where none builds any.
     """
     built = [(unit, call, _bytes_of(unit, call)) for unit, call in models_built(task)]
-    if not built or ranks < 2:
-        return ()
-    unit, call, _ = max(built, key=lambda entry: entry[2])
     size = ranks * sum(count for *_, count in built)
+    if ranks < 2 or not size or (available is not None and size < SHARE * available):
+        return ()  # there is no evidence that they are what uses the memory
+    unit, call, _ = max(built, key=lambda entry: entry[2])
     place = f"{unit.place}, line {call.lineno}" if unit.place else f"line {call.lineno}"
     text = f"each of {ranks} ranks builds a model of its own ({place})"
-    if size:
-        text += f": {ranks} x {format_bytes(size // ranks)} = {format_bytes(size)}"
-        text += f", and {format_bytes(available)} were available" if available is not None else ""
+    text += f": {ranks} x {format_bytes(size // ranks)} = {format_bytes(size)}"
+    text += f", and {format_bytes(available)} were available" if available is not None else ""
     is_too_much = available is not None and size > available
     reason = "too much for this host's memory" if is_too_much else "if memory ran out"
     return (f"{reason}: {text}", ADVICE)

@@ -104,6 +104,11 @@ def oom_kills(root: Path = _ROOT) -> int | None:
         for file in ("memory.events", "memory.oom_control"):
             if (count := _field(folder / file, "oom_kill", missing=-1)) >= 0:
                 return count
+    return oom_kills_of_host(root)
+
+
+def oom_kills_of_host(root: Path = _ROOT) -> int | None:
+    """Return how many processes of the whole host were killed so, for whichever limit."""
     count = _field(root / "proc/vmstat", "oom_kill", missing=-1)
     return count if count >= 0 else None
 

@@ -127,6 +127,10 @@ class ResourceUsage:
     gpu: int | None = None
     """The index of its GPU."""
     gpu_memory: int | None = None
+    first_memory: int | None = None
+    """When it was measured for the first time."""
+    measured: float | None = None
+    """When it was measured last."""
     most_memory: int | None = None
     most_gpu_memory: int | None = None
     on: str = ""
@@ -149,6 +153,8 @@ class ResourceUsage:
             memory=event.memory,
             gpu=event.gpu,
             gpu_memory=event.gpu_memory,
+            first_memory=event.memory if self.first_memory is None else self.first_memory,
+            measured=event.time,
             most_memory=_larger(self.most_memory, event.memory),
             most_gpu_memory=_larger(self.most_gpu_memory, event.gpu_memory),
         )

@@ -99,15 +99,16 @@ def test_what_ranks_build_is_reported_with_what_to_write_instead() -> None:
     )
     task = cell.read_cell(source, "c", {"BertModel": BertModel, "config": SMALL})
     size = format_bytes(SIZE)
-    assert build_estimate.advice(task, 8, 1 << 30) == (
+    assert build_estimate.advice(task, 8, 1 << 28) == (
         f"if memory ran out: each of 8 ranks builds a model of its own (line 3): "
-        f"8 x {size} = {format_bytes(8 * SIZE)}, and {format_bytes(1 << 30)} were available",
+        f"8 x {size} = {format_bytes(8 * SIZE)}, and {format_bytes(1 << 28)} were available",
         build_estimate.ADVICE,
     )
     assert build_estimate.advice(task, 8, SIZE)[0].startswith(
         "too much for this host's memory: each of 8"
     )
     assert build_estimate.advice(task, 1, SIZE) == ()
+    assert build_estimate.advice(task, 8, 1 << 30) == ()  # too little to be the reason
     assert build_estimate.advice(cell.read_cell("def f(model): ...", "c", {}), 8, None) == ()
 
 

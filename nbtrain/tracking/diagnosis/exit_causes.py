@@ -26,6 +26,7 @@ class OomKills:
 
     def __init__(self) -> None:
         self._explained = host.oom_kills()
+        self._of_host = host.oom_kills_of_host()
 
     def explain(self, *, node: str = "", memory: int | None = None) -> Cause:
         """Return why a rank of this host was killed by SIGKILL that nbtrain did not send.
@@ -39,7 +40,12 @@ class OomKills:
             return (f"was killed by SIGKILL{place}" if node else ""), ()
         if count <= before:
             evidence = f"the system's count of out-of-memory kills is still {count}"
-            return f"was killed by SIGKILL{place}, but not because memory ran out", (evidence,)
+            of_host = host.oom_kills_of_host()
+            if None not in (self._of_host, of_host) and of_host == self._of_host:
+                return f"was killed by SIGKILL{place}, but not because memory ran out", (evidence,)
+            # A limit further up, which a container does not show, may have been reached.
+            above = "cannot be read" if of_host is None else "rose meanwhile"
+            return f"was killed by SIGKILL{place}", (f"{evidence}; that of the host {above}",)
         self._explained = before + 1
         evidence = f"the system's count of out-of-memory kills rose from {before} to {count}"
         held = f"; the rank held {format_bytes(memory)} when last seen" if memory else ""

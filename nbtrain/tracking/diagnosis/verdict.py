@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...system import tpu
-from ...system.text import format_bytes, format_bytes_of, format_ranks
+from ...system.text import format_bytes, format_bytes_of, format_duration, format_ranks
 from ...transport.exceptions import CapturedException, TracebackFrame
 from ..state import RankState, RunState
 from .failures import NO_GRADIENT, Failure, describe_returncode, headline
@@ -22,6 +22,9 @@ from .remedies import remedies
 
 HANG = "a hang (--on-hang stop)"
 """How the message of a run begins that was stopped because it hung."""
+
+MEASURED = "; last measured "
+"""In the evidence that says what used the memory."""
 
 MISMATCH = "collective mismatch"
 _KINDS = {
@@ -114,7 +117,7 @@ def _of_rank(cause: Failure, failures: Sequence[Failure], state: RunState) -> Fa
     if cause.is_secondary:
         kind, text = "communication", lost(state, text)
     evidence = [
-        *_lines(cause, rank, kind),
+        *_lines(cause, rank, kind, state),
         *(item for item in rank.evidence if not text.startswith(item)),
         *(_gpu_shares(rank, state) if kind == "cuda out of memory" else ()),
         *(advice := (*known, *_advice(kind, rank, state))),
@@ -221,7 +224,30 @@ def _texts(error: CapturedException | None) -> str:
     return "\n".join(texts)
 
 
-def _lines(cause: Failure, rank: RankState, kind: str) -> list[str]:
+def _growth(dead: RankState, state: RunState) -> str:
+    """Say which rank's memory grew most, what that holds, and how old this knowledge is."""
+    measured = [r for r in state.ranks if r.usage.memory and r.usage.measured]
+    if not measured:
+        return ""
+    rank = max(measured, key=lambda r: (_grown(r), r.usage.memory or 0))
+    usage, rest = rank.usage, [r.usage.memory or 0 for r in measured if r is not rank]
+    first, last = format_bytes(usage.first_memory or 0), format_bytes(usage.memory or 0)
+    verb = f"grew most, from {first} to {last}" if first != last else f"held {last}"
+    others = f", the others held at most {format_bytes(max(rest))}" if rest else ""
+    sizes = rank.bytes_by_part().items()
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes)
+    counted = parts or "no weights, gradients or optimizer states were counted in it"
+    ended = dead.ended or state.ended
+    age = max(0.0, ended - (usage.measured or 0.0)) if ended else 0.0
+    when = f"{MEASURED}{format_duration(age)} before rank {dead.rank} ended"
+    return f"rank {rank.rank} {verb}{others} ({counted}{when})"
+
+
+def _grown(rank: RankState) -> int:
+    return (rank.usage.memory or 0) - (rank.usage.first_memory or 0)
+
+
+def _lines(cause: Failure, rank: RankState, kind: str, state: RunState) -> list[str]:
     """Return the evidence in what the rank itself left."""
     lines: list[str] = []
     if cause.error is not None and (frames := cause.error.frames):
@@ -234,8 +260,8 @@ def _lines(cause: Failure, rank: RankState, kind: str) -> list[str]:
         lines.append(f"exit code {code}" if code >= 0 else f"signal {-code}")
     if code is not None and code < 0:
         lines += [f"at {_place(f)} in {f.function}" for f in _stack(cause.log) if not f.is_own]
-    if (held := rank.usage.memory) and "memory" in kind + cause.summary:
-        lines.append(f"the rank held {format_bytes(held)} of memory when last seen")
+    if "memory" in kind + cause.summary and (growth := _growth(rank, state)):
+        lines.append(growth)
     steps = rank.step if rank.step is not None else rank.progress.steps if rank.progress else None
     return [*lines, *([f"its last step was {steps}"] if steps else [])]
 
@@ -304,7 +330,11 @@ def note(cause: Failure, state: RunState, report: FailureReport) -> str:
     origin = f"nbtrain: this is from rank {cause.rank} of {state.world_size}{others}."
     text = f"{origin} What rank {cause.rank} printed: nbtrain.last_run().logs({cause.rank})"
     known = cause.error is None or report.kind == "exception" or report.headline == cause.summary
-    named = [f"nbtrain: {line}" for line in report.evidence if line.startswith(NO_GRADIENT)]
+    named = [
+        f"nbtrain: {line}"
+        for line in report.evidence
+        if line.startswith(NO_GRADIENT) or MEASURED in line
+    ]
     return "\n".join(
         [text, *named, *([] if known else [f"nbtrain: {report.headline}"]), *report.advice]
     )

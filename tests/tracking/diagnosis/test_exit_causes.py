@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,10 @@ import nbtrain
 
 def hungry():
     import torch
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__(); self.layers = torch.nn.Linear(16, 10)
+    model = Net()
     if nbtrain.rank() == 1:
         kept = []
         while True:
@@ -35,7 +40,8 @@ def killed():
 try:
     nbtrain.launch({"hungry": hungry, "killed": killed}[sys.argv[1]], num_processes=2, view="text")
 except nbtrain.RankDied as error:
-    print("DIED", error.rank, error)
+    print("DIED", error.rank, error, error.__notes__)
+    print("REPORT", nbtrain.last_run().failure)
 """
 
 
@@ -62,6 +68,11 @@ def test_a_rank_that_eats_the_containers_memory_is_reported_as_that(group: Path)
     output = died(group, "hungry")
     assert "ran out of memory and was killed by the system" in output
     assert "this container's limit is 700" in output
+    used = re.search(r"rank 1 (held|grew most, from \d+ MiB to) (\d+) MiB, the others", output)
+    assert used is not None, output
+    assert int(used[2]) > 50
+    assert "no weights, gradients or optimizer states were counted in it; last measured" in output
+    assert "build the model once" not in output  # 170 parameters are not what used it
 
 
 def test_a_rank_that_somebody_killed_is_not(group: Path) -> None:
@@ -85,3 +96,16 @@ def test_each_kill_that_the_system_counts_explains_one_rank(
     assert evidence[0].endswith("is still 4")
     assert kills.explain()[0] == "was killed by SIGKILL, but not because memory ran out"
     assert kills.explain(node="b") == ("was killed by SIGKILL on b", ())
+
+
+def test_memory_is_cleared_of_suspicion_only_where_the_whole_host_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host, "oom_kills", lambda: 3)
+    for seen, cleared in (((7, 7), True), ((7, 8), False), ((None, None), False)):
+        counts = iter(seen)
+        monkeypatch.setattr(host, "oom_kills_of_host", lambda counts=counts: next(counts))
+        cause, evidence = OomKills().explain()
+        assert cause.startswith("was killed by SIGKILL")
+        assert ("not because memory ran out" in cause) == cleared
+        assert evidence
