@@ -24,17 +24,26 @@ NVIDIA = re.compile(r"lib(cu|nv|nccl)")
 DRIVER = "libcuda.so.1"
 """Never stood in for: nobody loads it without a GPU, and nbtrain looks whether it is loaded."""
 
-PLAIN = ("filelock", "typing-extensions", "sympy", "networkx", "jinja2", "fsspec", "setuptools<82")
+PLAIN = (
+    "filelock",
+    "typing-extensions",
+    "sympy",
+    "networkx",
+    "jinja2",
+    "fsspec",
+    "setuptools<82",
+    "numpy",
+)
 
 
 def main(version: str) -> None:
     pip("install", "--no-deps", f"torch=={version}" if version else "torch")
-    pip("install", *PLAIN)
     torch = metadata.distribution("torch")
     (entry,) = [file for file in torch.files or () if file.match("torch-*.dist-info/METADATA")]
     path = Path(str(torch.locate_file(entry)))
     unwanted = r"^Requires-Dist: (nvidia|triton|cuda)[^\n]*\n"
     path.write_text(re.sub(unwanted, "", path.read_text("utf-8"), flags=re.M), "utf-8")
+    pip("install", *PLAIN)
     stand_in(Path(str(torch.locate_file("torch/lib"))))
     subprocess.run([sys.executable, "-c", "import torch; print(torch.__version__)"], check=True)
 
