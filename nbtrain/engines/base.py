@@ -23,7 +23,7 @@ Action = Literal["interrupt", "terminate", "kill"]
 SIGNALS: Mapping[Action, signal.Signals] = {
     "interrupt": signal.SIGINT,
     "terminate": signal.SIGTERM,
-    "kill": signal.SIGKILL,
+    "kill": getattr(signal, "SIGKILL", signal.SIGTERM),  # Windows has one way to end a process
 }
 """The signal that ranks are sent for each action; it is what they die of, if they do."""
 

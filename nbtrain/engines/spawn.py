@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from ..errors import LaunchError
+from ..errors import LaunchError, PlanError
 from ..planning.plan import Plan
 from ..system import accelerator_guard
 from ..tracking import clock
@@ -49,6 +49,11 @@ class SpawnEngine(Engine):
 
     def prepare(self, plan: Plan) -> None:
         """Pack what the ranks will need. Raises `PlanError` naming what cannot be sent."""
+        if not hasattr(os, "fork"):  # Windows, where ranks could be neither stopped nor watched
+            raise PlanError(
+                "this system cannot run ranks as processes of their own. "
+                "Use --engine inline (one rank, in the kernel), or Linux or macOS."
+            )
         self._parcel = payload.pack(plan)
 
     def discard(self) -> None:

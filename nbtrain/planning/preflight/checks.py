@@ -21,7 +21,9 @@ def fork(facts: Facts) -> Iterator[Finding]:
     """Windows has no fork."""
     if facts.forks and not facts.can_fork:
         yield Finding(
-            "This system cannot fork.", "Use --engine spawn or inline, or Linux or macOS.", "refuse"
+            "This system cannot fork.",
+            "Use --engine inline (one rank, in the kernel), or Linux or macOS.",
+            "refuse",
         )
 
 
