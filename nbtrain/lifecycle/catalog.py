@@ -28,8 +28,8 @@ def runs() -> Any:
     """Return the kept runs as a pandas DataFrame, a row each, the newest last.
 
     Columns are run, status, created (UTC), seconds, ranks, engine, mixed_precision, then a column
-    for each plain argument of the training functions, and one for each metric: the mean over ranks
-    of its last value.
+    for each plain argument of the training functions (``config.lr`` for those in a dict), and one
+    for each metric: the mean over ranks of its last value.
 
     Raises `MissingExtra` where pandas is not installed.
     """

@@ -42,7 +42,7 @@ from ..worker.job import Job
 from . import background
 from .follower import Follower
 from .restarts import run_attempts
-from .results import ResultReceiver
+from .results import ResultReceiver, continuations
 from .run import Run, conclude, draw_live, going_on, new_folder, remember
 from .run_info import manifest
 from .supervisor import Interrupts, Supervisor
@@ -230,6 +230,8 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = ()) -> Run:
         findings += _check(plan, device, engine)
         engine.prepare(plan)
         notes = [*(finding.text for finding in findings), *engine.notes]
+        with contextlib.suppress(Exception):  # a model of a kind that cannot be asked
+            notes += continuations(plan)
         for note in notes:
             LOGGER.info("note: %s", note)
         if plan.goes_on:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import NbtrainError
 from ..planning.option_types import OF_ALL
-from ..planning.plan import Plan
+from ..planning.plan import Cell, Plan, Task
 from ..planning.task_values import is_model, namespace, returned
 from ..tracking import clock
 from ..tracking import events as ev
@@ -23,6 +23,50 @@ from ..transport import result_pickler, weights
 from ..transport.weight_reader import WeightReader
 from ..ui.labels import not_updated
 from ..worker.result_sender import QUICK
+from .run_info import parameters
+
+
+class _Trained:
+    """By which launch a model of the notebook was trained last."""
+
+    def __init__(self, run: str, title: str, arguments: dict[str, Any], model: Any) -> None:
+        self.run, self.title, self.arguments = run, title, arguments
+        self.versions = _versions(model)
+
+
+_trained = weakref.WeakKeyDictionary[Any, _Trained]()
+
+
+def _versions(model: Any) -> list[int]:
+    """Return how often each parameter was changed in place."""
+    return [parameter._version for parameter in model.parameters()]
+
+
+def _title(task: Task) -> str:
+    return (task.function or "") if isinstance(task, Cell) else task.name
+
+
+def continuations(plan: Plan) -> list[str]:
+    """Return a note on each model that goes on from another trial's weights.
+
+    That is a launch of the same function with other arguments, and nothing has changed the model
+    since it was copied back: a sweep, most likely, each of whose trials should start afresh.
+    """
+    notes = []
+    for name, value in returned(plan).items() if plan.sync else ():
+        last = _trained.get(value) if is_model(value) else None
+        if last is None or last.title != _title(plan.task) or last.versions != _versions(value):
+            continue
+        new = parameters(plan.task)
+        changed = [n for n in new if n in last.arguments and new[n] != last.arguments[n]]
+        if changed:
+            option = "--no-sync" if isinstance(plan.task, Cell) else "sync=False"
+            notes.append(
+                f"`{name}` goes on from the weights of run {last.run}, which had another "
+                f"`{changed[0]}`. If each run is to start afresh, make the model anew before it, "
+                f"or add {option}"
+            )
+    return notes
 
 
 class ResultReceiver:
@@ -33,7 +77,7 @@ class ResultReceiver:
 
     def __init__(self, plan: Plan) -> None:
         self._objects = {name: weakref.ref(value) for name, value in returned(plan).items()}
-        self._namespace = namespace(plan.task)
+        self._namespace, self._task = namespace(plan.task), plan.task
         self._has_received = False
 
     def objects(self) -> dict[str, Any]:
@@ -59,12 +103,22 @@ class ResultReceiver:
             for event in events:
                 writer.write(event)
             writer.close()
+        self._remember({event.name for event in events if not event.trouble}, folder)
         for event in events:
             if event.trouble and event.name not in lost:  # on the board too, where there is one
                 message = not_updated(event.name, event.trouble)
                 with contextlib.suppress(Warning):  # where warnings are errors
                     warnings.warn_explicit(message, UserWarning, "nbtrain", 1)
         return fold(state, events)
+
+    def _remember(self, loaded: Collection[str], folder: RunFolder) -> None:
+        """Take note of the models that were trained, for `continuations`."""
+        for name, value in self.objects().items():
+            if name in loaded and is_model(value):
+                with contextlib.suppress(Exception):  # a model of a kind that cannot be asked
+                    arguments = parameters(self._task)
+                    trained = _Trained(folder.path.name, _title(self._task), arguments, value)
+                    _trained[value] = trained
 
     def _received(
         self, folder: RunFolder, saved: Sequence[ev.ArtifactSaved]

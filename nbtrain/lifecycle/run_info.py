@@ -35,6 +35,9 @@ TAIL_BYTES = 1 << 16
 MOST_RANKS = 16
 """Ranks of which the last numbers are read, and averaged."""
 
+ENTRIES = 50
+"""Entries of a dict that count as parameters, the first ones."""
+
 _UNNAMED = re.compile(r"argument\d+")
 
 _LONGEST = 200
@@ -147,13 +150,20 @@ def _cells(plan: Plan) -> dict[str, str]:
 def parameters(task: Task) -> dict[str, Any]:
     """Return the plain arguments (numbers, short texts) a training function will get, by name.
 
-    Not those of ``*args``, which have no name of their own: any may be a secret.
+    Those of a dict, such as a configuration, are ``config.lr``. Not those of ``*args``, which have
+    no name of their own: any may be a secret.
     """
-    values = arguments(task, with_defaults=True)
+    values: dict[str, Any] = {}
+    for name, value in arguments(task, with_defaults=True).items():
+        values[name] = value
+        items = list(value.items())[:ENTRIES] if type(value) is dict else []
+        values |= {f"{name}.{key}": each for key, each in items if type(key) is str}
     return {
         name: value
         for name, value in values.items()
-        if _is_plain(value) and not is_secret(name, value) and not _UNNAMED.fullmatch(name)
+        if _is_plain(value)
+        and not is_secret(name, value)
+        and not _UNNAMED.fullmatch(name.partition(".")[0])
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ import nbtrain
 from nbtrain.errors import PlanError
 from nbtrain.lifecycle import catalog
 from tests.support.kernel import Notebook
+from tests.support.runs import launch
 
 
 @pytest.fixture
@@ -92,3 +94,37 @@ def test_in_a_cell_runs_are_listed_and_drawn_also_from_another_kernel(
     out = notebook.run("%nbtrain show nothing-like-it")
     assert out.ename == "PlanError"
     assert len(out.traceback.splitlines()) == 1
+
+
+def test_the_entries_of_a_configuration_are_parameters() -> None:
+    def train(config: dict[str, Any], steps: int = 3) -> None:
+        pass
+
+    first = launch(train, {"lr": 0.1, "net": {"depth": 2}, "api_key": "sk-4f9dQ81kzpW30aLm"})
+    table = first.compare(launch(train, {"lr": 0.2}))
+    assert list(table.loc["config.lr"]) == [0.1, 0.2]
+    assert list(table.loc["steps"]) == [3, 3]
+    assert not any("api_key" in row or row.startswith("config.net") for row in table.index)
+    assert "config.lr" in nbtrain.runs().columns
+
+
+def test_a_trial_that_goes_on_from_the_last_ones_weights_is_named(notebook: Notebook) -> None:
+    notebook.run(
+        "model = torch.nn.Linear(2, 1)\n"
+        "def train(model, lr):\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=lr)\n"
+        "    model(torch.ones(1, 2)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "def trial(lr, **options):\n"
+        "    nbtrain.launch(train, model, lr, num_processes=1, **options)\n"
+    )
+    note = "`model` goes on from the weights of run "
+    assert note not in notebook.run("trial(0.1)").board
+    assert note not in notebook.run("trial(0.1)").board  # it is trained further
+    board = notebook.run("trial(0.2)").board
+    assert note in board
+    assert "which had another `lr`. If each run is to start afresh" in board
+    assert note not in notebook.run("trial(0.4, sync=False)").board
+    notebook.run("trial(0.1)")
+    notebook.run("model.reset_parameters()")
+    assert note not in notebook.run("trial(0.3)").board
