@@ -9,7 +9,7 @@ from typing import Any
 WORDS = [f"word{i}" for i in range(200)]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-ROWS = {"train": 96, "validation": 32, "test": 32}
+ROWS = {"train": 512, "validation": 32, "test": 32}
 
 
 def install() -> None:

@@ -39,10 +39,11 @@ _RUNS_A_COMMAND = frozenset(
 
 def nested_launches(program: Program) -> Iterator[CodeFinding]:
     """A call by which every rank would launch ranks itself."""
-    certain = _certainly_run(program)
-    for unit, call in program.calls:
-        remedy = _remedy(call, unit)
-        if remedy and unit.function_around(call) in certain and _is_unconditional(call, unit):
+    launches = [(u, call, text) for u, call in program.calls if (text := _remedy(call, u))]
+    exits = _exits(program) if launches else {}
+    certain = _certainly_run(program, exits) if launches else set()
+    for unit, call, remedy in launches:
+        if unit.function_around(call) in certain and _is_unconditional(call, unit, exits):
             shown = _shown(call)
             yield unit.finding(
                 call,
@@ -163,31 +164,46 @@ def _shown(call: ast.Call) -> str:
     return f"`{text if len(text) <= 80 else text[:79] + '…'}`"
 
 
-def _certainly_run(program: Program) -> set[ast.AST]:
+def _certainly_run(program: Program, exits: Exits) -> set[ast.AST]:
     """Return the functions, and the cell, whose first statement every rank comes to."""
     result: set[ast.AST] = {unit.entry for unit in program.units if unit.entry is not None}
     result |= {unit.tree for unit in program.units if unit.is_cell}
+    own = [
+        (unit.function_around(call), known[0][1])
+        for unit, call in program.calls
+        if isinstance(call.func, ast.Name)
+        and len(known := program.functions.get(call.func.id, [])) == 1
+        and _is_unconditional(call, unit, exits)
+    ]
     size = 0
     while size < len(result):
         size = len(result)
-        for unit, call in program.calls:
-            if unit.function_around(call) in result and _is_unconditional(call, unit):
-                known = program.functions.get(called(call), [])
-                if isinstance(call.func, ast.Name) and len(known) == 1:
-                    result.add(known[0][1])
+        result |= {function for caller, function in own if caller in result}
     return result
+
+
+Exits = dict[ast.AST, int]
+"""The first line at which a function may end early."""
+
+
+def _exits(program: Program) -> Exits:
+    lines: Exits = {}
+    for unit in program.units:
+        for node in unit.nodes:
+            if isinstance(node, (ast.Return, ast.Raise)):
+                function = unit.function_around(node)
+                lines[function] = min(node.lineno, lines.get(function, node.lineno))
+    return lines
 
 
 _ALWAYS = (ast.Expr, ast.Assign, ast.AnnAssign, ast.Return, ast.Await, ast.With, ast.Try, ast.Call)
 
 
-def _is_unconditional(call: ast.Call, unit: Unit) -> bool:
+def _is_unconditional(call: ast.Call, unit: Unit, exits: Exits) -> bool:
     """Return whether a call is made whenever its function is, whatever the values are."""
     function = unit.function_around(call)
-    for node in unit.nodes:
-        leaves = isinstance(node, (ast.Return, ast.Raise)) and node.lineno < call.lineno
-        if leaves and unit.function_around(node) is function:
-            return False
+    if exits.get(function, call.lineno) < call.lineno:
+        return False
     below: ast.AST = call
     for above in unit.ancestors(call):
         if above is function:

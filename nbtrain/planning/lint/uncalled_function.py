@@ -22,11 +22,13 @@ def uncalled(program: Program) -> Iterator[CodeFinding]:
         return
     yield from _behind_a_magic(unit)
     body = unit.module.body
-    live = _live(unit, program)
-    idle = [
-        s for s in body
-        if is_function(s) and s not in live and not s.decorator_list and _trains(s)
-    ]  # fmt: skip
+    candidates = [
+        s
+        for s in body[:-1]
+        if is_function(s) and not s.decorator_list and s.name not in program.names and _trains(s)
+    ]
+    live = _live(unit, program) if candidates else set()
+    idle = [s for s in candidates if s not in live]
     if not idle or any(map(_trains, live)):
         return
     name = idle[-1].name
