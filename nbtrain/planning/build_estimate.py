@@ -26,6 +26,9 @@ def bytes_built(task: Call | Cell) -> int:
 SHARE = 0.25
 """The share of the memory available from which models that ranks build are worth a remark."""
 
+LARGE = 1 << 30
+"""Bytes from which they are in any case."""
+
 ADVICE = (
     "build the model once, in a cell above, and give it to the function as a parameter: then all "
     "ranks share its memory"
@@ -35,11 +38,11 @@ ADVICE = (
 def advice(task: Call | Cell, ranks: int, available: int | None) -> tuple[str, ...]:
     """Return how much ranks take that each build a model, and what to write instead.
 
-    Empty where none builds any.
+    Empty where none builds any, or what they build is too little to be the reason.
     """
     built = [(unit, call, _bytes_of(unit, call)) for unit, call in models_built(task)]
     size = ranks * sum(count for *_, count in built)
-    if ranks < 2 or not size or (available is not None and size < SHARE * available):
+    if ranks < 2 or size < min(LARGE, SHARE * (available or LARGE)):
         return ()  # there is no evidence that they are what uses the memory
     unit, call, _ = max(built, key=lambda entry: entry[2])
     place = f"{unit.place}, line {call.lineno}" if unit.place else f"line {call.lineno}"
