@@ -114,6 +114,12 @@ FAULTS = {
     "no threads allowed": """
         resource.setrlimit(resource.RLIMIT_NPROC, (1, 1)); os.setuid(65534)
         threading.Thread(target=print).start()""",
+    "strangers hold the store": """
+        import socket
+        place = os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])
+        held = [socket.create_connection(place) for _ in range(20)]
+        for number, connection in enumerate(held):
+            connection.send((bytes(range(7)), b'GET / HTTP/1.1', b'')[number % 3])""",
     "a daemon thread that never ends": """
         threading.Thread(target=time.sleep, args=(600,), daemon=True).start(); return 'done'""",
     "a thread that never ends": """
@@ -270,6 +276,7 @@ ROWS = [
         "weights beyond the disk of the run folder", "end", LOST, "", rank=-1, ranks=1, needs="disk"
     ),
     Row("SIGKILL while the weights are saved", "end", LOST, "SIGKILL", rank=-1, ranks=1),
+    Row("strangers hold the store", "collective"),
     Row("a daemon thread that never ends", "end"),
     Row("a thread that never ends", "end"),
     Row("children left running", "end"),
