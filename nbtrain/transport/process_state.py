@@ -51,7 +51,7 @@ def collect() -> dict[str, Any]:
         # Of a kernel that was seeded and has no CUDA yet, a forked rank's GPU gets this seed.
         "seed": torch.initial_seed(),
         "settings": settings,
-        "device": str(torch.get_default_device()),
+        "device": str(default_device()),
         "recursion": sys.getrecursionlimit(),
         # Filters of Python's categories and of installed packages': others may not be there.
         "warnings": [
@@ -62,6 +62,16 @@ def collect() -> dict[str, Any]:
         "levels": {**levels, "root": logging.root.level},
         "formats": [h.formatter._fmt if h.formatter is not None else None for h in printing],
     }
+
+
+def default_device() -> Any:
+    """Return the device on which torch makes tensors in this thread."""
+    import torch
+
+    try:
+        return torch.get_default_device()
+    except AttributeError:  # torch 2.4, once the default was set to None
+        return torch.device("cpu")
 
 
 def restore(collected: dict[str, Any]) -> None:
