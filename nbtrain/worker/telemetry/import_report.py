@@ -12,14 +12,17 @@ from ...system.files import write_atomically
 from ...system.source_files import is_library
 
 _path: Path | None = None
-_inherited: frozenset[str] = frozenset()
+_inherited = 0
+"""How many modules there were: those that come later are behind them in `sys.modules`."""
 _reported = 0
 
 
 def begin(path: Path) -> None:
     """Count what is imported from now on as the rank's own imports, to be reported in a file."""
-    global _path, _inherited
-    _path, _inherited = path, frozenset(sys.modules)
+    global _path, _inherited, _reported
+    # A number: to touch each name would copy the memory that a forked rank shares with its kernel.
+    _path = path
+    _inherited = _reported = len(sys.modules)
 
 
 def report() -> None:
@@ -30,9 +33,9 @@ def report() -> None:
     global _reported
     if _path is None or len(sys.modules) == _reported:
         return
-    modules = sys.modules.copy()
+    modules = [*sys.modules.copy().items()]
     _reported = len(modules)
-    names = [n for n, m in modules.items() if n not in _inherited and _is_installed(n, m)]
+    names = [name for name, module in modules[_inherited:] if _is_installed(name, module)]
     with contextlib.suppress(OSError):  # it only saves time
         write_atomically(_path, json.dumps(names).encode())
 
