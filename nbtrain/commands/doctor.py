@@ -16,7 +16,6 @@ from typing import Any
 
 from .. import engines
 from ..lifecycle.preload import known_imports
-from ..lifecycle.preload.importer import SWITCH, is_on
 from ..planning import plan, preflight
 from ..planning.findings import Finding
 from ..system import gpus, host, instrumentation, processes, tpu
@@ -24,6 +23,7 @@ from ..system.gpus import Gpu, TorchBuild
 from ..system.text import format_bytes, format_bytes_of, plural
 from ..tracking import launch_log, run_folder
 from ..ui.displays.html_display import ipython_shell
+from ..worker.telemetry.import_report import SWITCH, is_on
 from . import cell_watch
 
 _WIDTH = 80

@@ -19,7 +19,6 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_exp
 from ..errors import CellSyntaxError, PlanError
 from ..lifecycle import catalog
 from ..lifecycle.launcher import run_plan
-from ..lifecycle.preload.importer import importer
 from ..lifecycle.run import Run, last_run
 from ..planning import cell as reading
 from ..planning.option_parser import parse_options, parser, split_line, split_options
@@ -247,7 +246,6 @@ def load(shell: Any) -> None:
     magics = NbtrainMagics(shell)
     magics.cell_watch = cell_watch.CellWatch(shell)
     magics.cell_watch.set_mode(_modes.get(shell, "warn"))
-    importer.watch(shell)
     shell.register_magics(magics)
 
 
@@ -257,7 +255,6 @@ def unload(shell: Any) -> None:
     if magics is not None:
         _modes[shell] = magics.cell_watch.mode
         magics.cell_watch.stop()
-        importer.unwatch(shell)
     for kind in ("line", "cell"):
         for name in ("distributed", "nbtrain"):
             shell.magics_manager.magics[kind].pop(name, None)

@@ -61,6 +61,8 @@ def run_attempts(
         if engine.forks_kernel:
             importing = importer.prepare(job.plan.env)
             if not supervisor.wait_while(importing.is_going_on, interrupts, IMPORTING):
+                importer.stop()
+                importing.leave_behind()
                 supervisor.finish()
                 return None
             for note in importing.notes():

@@ -82,9 +82,9 @@ def main(job: Job, rank: int, call: Callable[[Task], Any] | None = None) -> int:
         if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
             allow_fsdp_on_cpu()
     code, error = run_and_report(job, rank, writer, call or run_task)
-    import_report.report()
     if error is not None:
         _print_traceback(error, heading=ev.TRACEBACK_FOLLOWS)
+    import_report.report()
     return code
 
 

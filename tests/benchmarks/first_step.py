@@ -18,9 +18,6 @@ from noop import by_accelerate
 from table import Row, Target
 
 ROUNDS = 7
-PAUSE = 6.0
-"""Seconds in which somebody reads the next cell before it runs."""
-
 Times = dict[str, list[float]]
 
 
@@ -34,8 +31,7 @@ def rows(rounds: int | None) -> list[Row]:
         return Row("first_step", f"2 ranks, {what}", "ms", t[ours], t[theirs], target)
 
     return [
-        row("first launch, some seconds after %load_ext", first, "idle", "accelerate", Target(0.5)),
-        row("first launch, at once", first, "at once", "accelerate"),
+        row("first launch of a kernel", first, "nbtrain", "accelerate", Target(0.5)),
         row("later launches", later, "nbtrain", "accelerate", Target(0.2)),
         row("later launches, nbtrain's own", later, "nbtrain", "accelerate", _OWN),
         row("later / with the modules by hand", later, "nbtrain", "by hand", Target(1.2)),
@@ -47,14 +43,11 @@ _OWN = Target(250, own_figure=True)
 
 
 def _first(rounds: int) -> Times:
-    found: Times = {"idle": [], "at once": [], "accelerate": []}
+    found: Times = {"nbtrain": [], "accelerate": []}
     for _ in range(rounds):
         for name, figures in found.items():
             with notebook() as kernel:
-                if name == "idle":
-                    kernel.magic("load_ext nbtrain")
-                    time.sleep(PAUSE)
-                figures.append(kernel.call(measure, "accelerate" if name == "accelerate" else ""))
+                figures.append(kernel.call(measure, name))
     return found
 
 
@@ -64,7 +57,7 @@ def _later(rounds: int) -> Times:
         ours, theirs, helped = (stack.enter_context(notebook()) for _ in range(3))
         helped.call(import_by_hand)
         ways: dict[str, tuple[Notebook, str]] = {
-            "nbtrain": (ours, "fork"),
+            "nbtrain": (ours, "nbtrain"),
             "accelerate": (theirs, "accelerate"),
             "by hand": (helped, "accelerate"),
             "spawn": (ours, "spawn"),
@@ -88,7 +81,7 @@ def measure(way: str) -> float:
         if way == "accelerate":
             by_accelerate(2, train)
         else:
-            nbtrain.launch(train, num_processes=2, engine=way or "auto")
+            nbtrain.launch(train, num_processes=2, engine="spawn" if way == "spawn" else "auto")
         return 1000 * (float((Path(folder) / "0").read_text()) - began)
 
 
@@ -115,6 +108,5 @@ def learn() -> None:
     from nbtrain.lifecycle.preload.importer import importer
 
     measure("")
-    thread = importer._thread
-    if thread is not None:
-        thread.join()
+    if importer._trial is not None:
+        importer._trial.join()

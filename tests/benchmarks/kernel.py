@@ -57,10 +57,6 @@ class Notebook:
         self._wait()
         return json.loads(self._answer.read_text())
 
-    def magic(self, line: str) -> None:
-        """Run a line magic."""
-        self._execute(f"%{line}")
-
     def _execute(self, code: str) -> None:
         self._ask(code)
         self._wait()

@@ -3,6 +3,6 @@
 The first optimizer step of torch 2.13 imports 800 modules, about two seconds of CPU in each rank of
 each run; a forked rank inherits what its kernel has imported. `worker.telemetry.import_report` says
 what a rank had to import, `trial` finds out in a process of its own which of these modules leave a
-process as it was, `known_imports` remembers that, and `importer` imports them: while the kernel is
-idle, or right before ranks are forked.
+process as it was, `known_imports` remembers that, and `importer` imports them right before ranks
+are forked.
 """

@@ -1,12 +1,15 @@
-"""Imports modules that are known to be harmless, in a thread of the kernel.
+"""Imports modules that are known to be harmless, while the main thread waits for them.
 
-In a thread, because an interrupt raised in the middle of an import leaves half a module behind,
-and torch's cannot be imported a second time. No process is forked meanwhile: a forked copy would
-wait for ever for the lock of a module that is being imported by a thread it does not have.
+Never beside other code: where two threads enter the same circle of imports from two sides, Python
+hands out half modules, and torch's cannot be imported a second time. For the same reason the work
+is done in a thread of its own, which an interrupt does not reach: it would end an import in the
+middle. And no process is forked meanwhile: a forked copy would wait for ever for the lock of a
+module that is being imported by a thread it does not have.
 """
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import importlib
 import json
@@ -14,6 +17,7 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,14 +25,9 @@ from typing import Any
 from ...tracking.launch_log import LOGGER
 from ...worker.job import Job
 from ...worker.rank_environment import rank_environment
+from ...worker.telemetry.import_report import is_on
 from . import known_imports
 from .known_imports import KnownImports
-
-SWITCH = "NBTRAIN_PRELOAD"
-"""The environment variable that turns all of this off: ``0`` or ``off``."""
-
-IDLE = 0.5
-"""Seconds without a cell after which the kernel counts as idle."""
 
 IMPORTING = "Importing, once for all ranks of this kernel, what they need."
 """What the board says meanwhile."""
@@ -36,14 +35,8 @@ IMPORTING = "Importing, once for all ranks of this kernel, what they need."
 ROUNDS = 6
 """Trials after which the modules that are left are given up: each ends at one that is refused."""
 
-_OURS = ("nbtrain.lifecycle.launcher", "nbtrain.engines.fork", "nbtrain.worker.telemetry")
-"""What the first launch of a kernel imports of nbtrain itself."""
-
-
-def is_on() -> bool:
-    """Whether modules may be imported ahead of time."""
-    wanted = os.environ.get(SWITCH, "").strip().lower()
-    return wanted not in ("0", "off", "no", "false") and hasattr(os, "register_at_fork")
+_PRIVATE = ("HOME", "LANG", "LOGNAME", "OLDPWD", "PATH", "PWD", "TERM", "USER", "USERNAME")
+"""Environment variables that libraries read at every turn: a change of them means nothing here."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +51,26 @@ class Importing:
         """Whether modules are being imported now."""
         return self.thread is not None and self.thread.is_alive()
 
+    def leave_behind(self) -> None:
+        """Return to the user's code, which runs once the module under way is there."""
+        shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+        if shell is None:
+            self._wait()
+            return
+
+        def wait(_info: Any) -> None:
+            shell.events.unregister("pre_run_cell", wait)
+            self._wait()
+
+        shell.events.register("pre_run_cell", wait)
+
+    def _wait(self) -> None:
+        while self.is_going_on():
+            # An interrupt is for what comes next: user code beside an import may break both.
+            with contextlib.suppress(KeyboardInterrupt):
+                assert self.thread is not None
+                self.thread.join()
+
 
 class Importer:
     """The kernel's one importer: see `importer`."""
@@ -65,10 +78,10 @@ class Importer:
     def __init__(self) -> None:
         self._importing = threading.RLock()
         """Held while a module is imported, and around every fork."""
-        self._guards_forks = False
-        self._busy = threading.Event()
-        """Set while a cell runs: the idle thread goes on after it."""
-        self._thread: threading.Thread | None = None
+        self._guards_forks = self._was_interrupted = False
+        self._is_stopped = False
+        self._trial: threading.Thread | None = None
+        self._has_given_up = False
         self._needed: set[str] = set()
         """What ranks of this kernel had to import."""
         self._failed: set[str] = set()
@@ -81,17 +94,26 @@ class Importer:
     # Before ranks start
 
     def prepare(self, variables: Mapping[str, str]) -> Importing:
-        """Begin to import what ranks will need.
+        """Begin to import what ranks will need; the caller waits until that is done.
 
         `variables` are those that the user gives to the ranks only. Where a module that has not
         been imported yet would read one of them, all are left to the ranks.
         """
         known = known_imports.read() if is_on() else KnownImports()
         names = [] if {*variables} & {*known.reads} else self._wanted(known)
+        thread = None
         if names:
-            self._start(lambda: self._import(names, known))
+            self._guard_forks()
+            self._is_stopped = False
+            work = threading.Thread(target=lambda: self._import(names, known), daemon=True)
+            thread = work
+            thread.start()
         environment = {**os.environ, **variables}
-        return Importing(self._thread if names else None, lambda: self._differences(environment))
+        return Importing(thread, lambda: self._differences(environment))
+
+    def stop(self) -> None:
+        """Import no module more than the one under way."""
+        self._is_stopped = True
 
     @contextlib.contextmanager
     def inherited(self) -> Iterator[None]:
@@ -103,6 +125,16 @@ class Importer:
         finally:
             for name in added:
                 os.environ.pop(name, None)
+
+    def _wanted(self, known: KnownImports) -> list[str]:
+        """Return what is to be imported: of packages that the kernel or its ranks have in use."""
+        return [
+            name
+            for name in known.harmless
+            if name not in sys.modules
+            and name not in self._failed
+            and (name in self._needed or name.partition(".")[0] in sys.modules)
+        ]
 
     def _differences(self, environment: Mapping[str, str]) -> list[str]:
         """Return notes on what ranks would find if they imported the modules themselves."""
@@ -128,12 +160,16 @@ class Importer:
     def learn(self, job: Job) -> None:
         """Take note of what a rank had to import, and try what is new in a process of its own."""
         names = _reported(job)
-        if not is_on() or not names:
-            return
         self._needed |= {*names}
-        own = {*rank_environment(job, 0, {})} - {*job.plan.env}
-        if known_imports.read().untried(names) and not self._is_active():
-            self._start(lambda: self._try(names, sorted(own)))
+        is_busy = self._trial is not None and self._trial.is_alive()
+        if not is_on() or is_busy or self._has_given_up:
+            return
+        if known_imports.read().untried(names):
+            own = {*rank_environment(job, 0, {})} - {*job.plan.env}
+            self._trial = threading.Thread(
+                target=lambda: self._try(names, sorted(own)), name="nbtrain-trial", daemon=True
+            )
+            self._trial.start()
 
     def _try(self, names: Sequence[str], own: Sequence[str]) -> None:
         from .trial import try_imports  # here: no start of a kernel waits for it
@@ -147,102 +183,67 @@ class Importer:
                 break
             try:
                 trial = try_imports(left, loaded, own)
-            except (OSError, subprocess.SubprocessError, ValueError) as error:
+            except (OSError, subprocess.SubprocessError, ValueError, LookupError) as error:
                 LOGGER.info("the trial of imports failed: %s", error)
+                self._has_given_up = True
                 return
             known = known.with_trial(trial)
         known_imports.write(known)
         for name, reason in known.refused.items():
             LOGGER.info("%s is not imported ahead of time: %s", name, reason)
-        self._import_when_idle()
-
-    # While the kernel is idle
-
-    def watch(self, shell: Any) -> None:
-        """Import while a shell is idle, from now on."""
-        shell.events.register("pre_run_cell", self._cell_begins)
-        shell.events.register("post_run_cell", self._cell_ends)
-
-    def unwatch(self, shell: Any) -> None:
-        """Stop that."""
-        with contextlib.suppress(ValueError):
-            shell.events.unregister("pre_run_cell", self._cell_begins)
-            shell.events.unregister("post_run_cell", self._cell_ends)
-
-    def _cell_begins(self, _info: Any = None) -> None:
-        self._busy.set()
-
-    def _cell_ends(self, _result: Any = None) -> None:
-        self._busy.clear()
-        # Whoever has not imported torch may not be about to train.
-        if "torch" in sys.modules and is_on() and not self._is_active():
-            self._start(self._import_when_idle)
-
-    def _import_when_idle(self) -> None:
-        if self._busy.wait(IDLE):
-            return
-        known = known_imports.read()
-        self._import((*_OURS, *self._wanted(known)), known, self._busy.is_set)
 
     # The thread
 
-    def _is_active(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def _start(self, work: Callable[[], None]) -> threading.Thread:
-        """Have a thread do some work, after what it may be at."""
-        if not self._guards_forks:
-            self._guards_forks = True
-            lock = self._importing
-            os.register_at_fork(
-                before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release
-            )
-        self._thread = threading.Thread(target=work, name="nbtrain-import", daemon=True)
-        self._thread.start()
-        return self._thread
-
-    def _wanted(self, known: KnownImports) -> list[str]:
-        """Return what is to be imported: of packages that the kernel or its ranks have in use."""
-        return [
-            name
-            for name in known.harmless
-            if name not in sys.modules
-            and name not in self._failed
-            and (name in self._needed or name.partition(".")[0] in sys.modules)
-        ]
-
-    def _import(
-        self,
-        names: Sequence[str],
-        known: KnownImports,
-        is_stopped: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def _import(self, names: Sequence[str], known: KnownImports) -> None:
         for name in names:
-            if is_stopped():
+            if self._is_stopped:
                 return
             if name in sys.modules:
                 continue
             with self._importing:
-                if not name.startswith("nbtrain."):
-                    self._read = {n: os.environ.get(n) for n in known.reads} | self._read
-                    self._stamps |= known_imports.stamps(known_imports.packages([name]))
-                self._import_one(name, known.sets)
+                reads = [name for name in known.reads if name not in _PRIVATE]
+                self._read = {variable: os.environ.get(variable) for variable in reads} | self._read
+                self._stamps |= known_imports.stamps(known_imports.packages([name]))
+                self._import_one(name)
 
-    def _import_one(self, name: str, sets: Sequence[str]) -> None:
-        new = [variable for variable in sets if variable not in os.environ]
+    def _import_one(self, name: str) -> None:
+        before = {*os.environ}
         try:
-            importlib.import_module(name)
+            with warnings.catch_warnings():  # puts the filters back
+                importlib.import_module(name)
         except BaseException as error:  # it did not raise in the trial: no reason to end a thread
             self._failed.add(name)
             LOGGER.info("%s was not imported ahead of time: %r", name, error)
-        for variable in new:
-            if variable in os.environ:
-                self._set[variable] = os.environ.pop(variable)
+        for variable in {*os.environ} - before:  # the main thread waits: it set none
+            self._set[variable] = os.environ.pop(variable)
+
+    # Around every fork
+
+    def _guard_forks(self) -> None:
+        if not self._guards_forks:
+            self._guards_forks = True
+            os.register_at_fork(
+                before=self._hold, after_in_parent=self._let_go, after_in_child=self._let_go
+            )
+
+    def _hold(self) -> None:
+        while True:
+            try:
+                self._importing.acquire()
+                return
+            except KeyboardInterrupt:  # Python would drop it, and fork without the lock
+                self._was_interrupted = True
+
+    def _let_go(self) -> None:
+        self._importing.release()
+        if self._was_interrupted:
+            self._was_interrupted = False
+            _thread.interrupt_main()
 
 
 def _reported(job: Job) -> list[str]:
     first = job.world.begin if job.world else 0
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, TypeError):
         return [str(name) for name in json.loads(job.folder.imports(first).read_bytes())]
     return []
 

@@ -36,8 +36,6 @@ class KnownImports:
     """Modules that change the process that imports them, and how."""
     reads: tuple[str, ...] = ()
     """Environment variables that they read when they are imported."""
-    sets: tuple[str, ...] = ()
-    """Environment variables that they set then."""
     seconds: float = 0.0
     bytes: int = 0
     stamps: Mapping[str, Stamp] = field(default_factory=dict)
@@ -61,7 +59,6 @@ class KnownImports:
             tuple(harmless),
             {**self.refused, **trial.refused},
             tuple(sorted({*self.reads, *trial.reads})),
-            tuple(sorted({*self.sets, *trial.sets})),
             self.seconds + trial.seconds,
             self.bytes + trial.bytes,
             stamps(sorted(tops)),
@@ -75,7 +72,7 @@ def read() -> KnownImports:
     ):
         found = json.loads(read_own(_path(), _LARGEST))
         found["stamps"] = {name: tuple(stamp) for name, stamp in found["stamps"].items()}
-        lists = {name: tuple(found[name]) for name in ("harmless", "reads", "sets")}
+        lists = {name: tuple(map(str, found[name])) for name in ("harmless", "reads")}
         known = KnownImports(**{**found, **lists})
         if stamps(known.stamps) == known.stamps:
             return known

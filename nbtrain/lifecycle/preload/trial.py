@@ -8,6 +8,7 @@ process ends the trial, because nothing can be said of the modules after it.
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import importlib
 import json
@@ -15,11 +16,13 @@ import logging
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,8 +56,6 @@ class Trial:
     """The module that ended the trial, if one did, and what it did."""
     reads: tuple[str, ...] = ()
     """Environment variables that were read meanwhile."""
-    sets: tuple[str, ...] = ()
-    """Environment variables that were not there before."""
     seconds: float = 0.0
     bytes: int = 0
     """How much more memory the process used in the end."""
@@ -78,9 +79,7 @@ def try_imports(names: Sequence[str], loaded: Sequence[str], own: Collection[str
         text=True,
     )
     answer: dict[str, Any] = json.loads(done.stdout)
-    lists: dict[str, Any] = {
-        name: tuple(answer.pop(name)) for name in ("harmless", "reads", "sets")
-    }
+    lists: dict[str, Any] = {name: tuple(answer.pop(name)) for name in ("harmless", "reads")}
     return Trial(**lists, **answer)
 
 
@@ -129,7 +128,6 @@ def _try(order: Mapping[str, Any]) -> dict[str, Any]:
         "harmless": harmless,
         "refused": refused,
         "reads": sorted(watched.reads),
-        "sets": sorted({*os.environ} - {*watched.environment}),
         "seconds": time.monotonic() - began,
         "bytes": psutil.Process().memory_info().rss - memory,
     }
@@ -152,8 +150,8 @@ def _difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
 def _state(watched: _Watched) -> dict[str, Any]:
     """Return what importing a module must leave as it is.
 
-    Not here: what `importer` puts back (new environment variables, warning filters), and functions
-    that run when the process exits.
+    Not here: what `importer` puts back (new environment variables, filters of warnings), and what
+    runs when the process exits.
     """
     process = psutil.Process()
     for stream in (sys.stdout, sys.stderr):
@@ -164,13 +162,15 @@ def _state(watched: _Watched) -> dict[str, Any]:
         "the number of open files": process.num_fds() if os.name == "posix" else 0,
         "the child processes": [child.pid for child in process.children()],
         "what is printed": sum(os.fstat(descriptor).st_size for descriptor in (1, 2)),
-        "environment variables": {name: os.environ.get(name) for name in watched.environment},
+        "environment variables": {n: v for n, v in os.environ.items() if n in watched.environment},
         "what runs in the kernel at a fork": watched.at_fork,
         "signal handlers": [signal.getsignal(s) for s in _handled()],
         "the working directory": os.getcwd(),
         "where Python looks for modules": (sys.path.copy(), sys.meta_path[: watched.finders]),
         "Python's hooks": (sys.excepthook, sys.displayhook, sys.stdout, sys.stderr),
-        "the root logger": (logging.root.level, logging.root.handlers.copy()),
+        "logging": (logging.root.level, logging.root.handlers.copy(), logging.root.manager.disable),
+        "Python's limits": (sys.getrecursionlimit(), socket.getdefaulttimeout(), gc.isenabled()),
+        "the mode of new files": _umask(),
         "random numbers": _digests(),
         "torch's settings": _torch_settings(),
     }
@@ -195,7 +195,20 @@ def _torch_settings() -> tuple[object, ...]:
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "get_default_dtype"):
         return ()
-    return torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()
+    return (
+        torch.get_default_dtype(),
+        torch.get_num_threads(),
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.benchmark,
+    )
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 class _Watched:
@@ -204,6 +217,9 @@ class _Watched:
     def __init__(self) -> None:
         self.environment = tuple(os.environ)
         self.reads: set[str] = set()
+        self.listed: deque[str] = deque()
+        """Names that were listed. Who takes their values in turn copies the environment: nobody
+        reads a variable then."""
         self.at_fork = 0
         self.finders = len(sys.meta_path)
         """Finders of modules; one more behind them takes no module from them."""
@@ -216,9 +232,20 @@ def _watching() -> Iterator[_Watched]:
     read: Callable[..., str] = type(os.environ).__getitem__
 
     def reading(environment: Any, name: Any) -> str:
-        if isinstance(name, str):
+        if watched.listed and watched.listed[0] == name:
+            watched.listed.popleft()
+        elif isinstance(name, str):
+            watched.listed.clear()
             watched.reads.add(name)
         return read(environment, name)
+
+    iterate: Callable[..., Iterator[str]] = type(os.environ).__iter__
+
+    def iterating(environment: Any) -> Iterator[str]:
+        watched.listed.clear()
+        for name in iterate(environment):
+            watched.listed.append(name)
+            yield name
 
     register: Callable[..., None] = getattr(os, "register_at_fork", lambda **_functions: None)
 
@@ -233,6 +260,7 @@ def _watching() -> Iterator[_Watched]:
 
     undo = [
         replace(type(os.environ), "__getitem__", reading),
+        replace(type(os.environ), "__iter__", iterating),
         replace(os, "register_at_fork", registering),
     ]
     try:

@@ -31,7 +31,12 @@ CHANGES = {
     "leaves the folder": ("import os\nos.chdir('/')", "the working directory"),
     "looks elsewhere": ("import sys\nsys.path.append('/nowhere')", "where Python looks"),
     "hooks exceptions": ("import sys\nsys.excepthook = print", "Python's hooks"),
-    "logs": ("import logging\nlogging.basicConfig()", "the root logger"),
+    "logs": ("import logging\nlogging.basicConfig()", "logging"),
+    "silences logging": ("import logging\nlogging.disable(50)", "logging"),
+    "recurses deeper": ("import sys\nsys.setrecursionlimit(5000)", "Python's limits"),
+    "times out": ("import socket\nsocket.setdefaulttimeout(1.5)", "Python's limits"),
+    "keeps garbage": ("import gc\ngc.disable()", "Python's limits"),
+    "opens new files": ("import os\nos.umask(0)", "the mode of new files"),
     "seeds": ("import random\nrandom.seed(1)", "random numbers"),
     "is of one rank": ("import os\nos.environ.get('LOCAL_RANK')", "it reads LOCAL_RANK"),
     "raises": ("raise RuntimeError('no')", "it raises RuntimeError"),
@@ -69,4 +74,13 @@ def test_a_module_that_changes_nothing_is_harmless(
     assert trial.harmless == ("first_one", "second_one")
     assert not trial.refused
     assert "SETTING" in trial.reads
-    assert trial.sets == ("NEW_ONE",)
+
+
+def test_a_copy_of_the_environment_reads_no_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    copies = "import os\na = os.environ.copy(), dict(os.environ), [*os.environ.items()]"
+    trial = tried(tmp_path, monkeypatch, copies=copies, reads="import os\nos.environ.get('SHELL')")
+    assert trial.harmless == ("copies", "reads")
+    assert trial.reads == ("SHELL",)

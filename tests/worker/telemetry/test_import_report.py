@@ -3,8 +3,19 @@
 import json
 from pathlib import Path
 
+import pytest
+
 import nbtrain
+from nbtrain.lifecycle.preload.importer import Importer
 from nbtrain.worker.telemetry import import_report
+
+
+@pytest.fixture(autouse=True)
+def _switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(import_report.SWITCH, "on")
+    importer = Importer()
+    importer._has_given_up = True  # on trials: what is reported is enough
+    monkeypatch.setattr("nbtrain.lifecycle.restarts.importer", importer)
 
 
 def test_a_forked_rank_reports_installed_modules_only(tmp_path: Path) -> None:
@@ -39,8 +50,6 @@ def test_what_was_stopped_after_its_first_step_has_reported() -> None:
         import os
 
         os._exit(3)
-
-    import pytest
 
     with pytest.raises(nbtrain.RankDied):
         nbtrain.launch(train, num_processes=1, engine="fork", view="none")
