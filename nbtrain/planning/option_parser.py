@@ -7,6 +7,7 @@ import inspect
 import re
 import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from ..errors import PlanError
@@ -78,7 +79,7 @@ def shared_out(
     for option in OPTIONS:
         key = option.argument
         value, parameter = left.get(key, option.default), by_name.get(key)
-        if parameter is None or value is option.default or value == option.default:
+        if parameter is None or _are_same(value, option.default):
             continue
         if not _fits(option, value):
             own[key] = left.pop(key)
@@ -94,8 +95,14 @@ def shared_out(
                     f"To change that, write functools.partial({name}, {key}=...).",
                 )
             )
-    _check_names(name, parameters, own)
+    _check_names(name, _parameters(function, follow_wrapped=False), own)
     return own, left, notes
+
+
+def _are_same(value: Any, default: Any) -> bool:
+    with suppress(Exception):  # an array is no bool, and may be of another shape
+        return value is default or bool(value == default)
+    return False
 
 
 def _are_alike(one: Any, other: Any) -> bool:
@@ -103,9 +110,12 @@ def _are_alike(one: Any, other: Any) -> bool:
     return both_numbers or type(one) is type(other)
 
 
-def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+def _parameters(
+    function: Callable[..., Any], *, follow_wrapped: bool = True
+) -> dict[str, inspect.Parameter]:
+    """Return what a function takes; not followed, what its outermost decorator takes."""
     try:
-        return dict(inspect.signature(function).parameters)
+        return dict(inspect.signature(function, follow_wrapped=follow_wrapped).parameters)
     except (TypeError, ValueError):  # written in C
         return {}
 
@@ -115,7 +125,7 @@ def _fits(option: Option, value: Any) -> bool:
         return False
     try:
         option.check(option.convert(value), option.argument)
-    except (PlanError, TypeError, ValueError, AttributeError):
+    except Exception:  # PlanError, or whatever a value of any kind raises
         return False
     return not option.is_switch or isinstance(value, bool)
 
@@ -135,10 +145,13 @@ _RANK = ("rank", "local_rank", "global_rank", "gpu", "index", "process_index")
 
 
 def check_rank_argument(function: Callable[..., Any], args: Sequence[Any], given: Any) -> None:
-    """Refuse a function written for `mp.spawn` that lacks arguments. Raises `PlanError`."""
-    parameters = _parameters(function)
+    """Refuse a function written for `mp.spawn` that lacks arguments. Raises `PlanError`.
+
+    A decorator may supply them, so that only its own signature counts.
+    """
+    parameters = _parameters(function, follow_wrapped=False)
     try:
-        inspect.signature(function).bind(*args, **given)
+        inspect.signature(function, follow_wrapped=False).bind(*args, **given)
     except ValueError:
         return
     except TypeError:

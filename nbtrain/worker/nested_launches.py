@@ -14,10 +14,11 @@ from . import api
 
 
 def refuse() -> None:
-    """Let no library start ranks in this rank, from now on."""
+    """Let no library start ranks in this rank, from now on. A single rank may spawn helpers."""
     # Private names, seen in torch 2.4 to 2.13 and torch_xla 2.9; all launchers come to one of them.
-    patch("torch.multiprocessing.spawn", "start_processes", _refuse_spawn)
-    patch("torch.multiprocessing", "start_processes", _refuse_spawn)
+    if api.world_size() > 1:
+        patch("torch.multiprocessing.spawn", "start_processes", _refuse_spawn)
+        patch("torch.multiprocessing", "start_processes", _refuse_spawn)
     patch("torch.distributed.launcher.api", "launch_agent", _refuse_agent)
     patch("torch_xla._internal.pjrt", "run_multiprocess", _refuse_xla)
 

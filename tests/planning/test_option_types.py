@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import nbtrain
 from nbtrain.errors import PlanError
@@ -178,6 +183,16 @@ def test_a_value_that_cannot_be_the_options_is_the_functions() -> None:
     assert parsing.shared_out(train, ({},), {}, {"config": "default"})[1] == {"config": "default"}
 
 
+def test_an_array_is_the_functions_whatever_option_has_its_name() -> None:
+    def h(out: object) -> None: ...
+
+    own, left, notes = parsing.shared_out(h, (), {}, {"out": (array := np.zeros(3))})
+    assert own["out"] is array
+    assert (left, notes) == ({}, [])
+    own, left, _ = parsing.shared_out(lambda hang_after: 0, (), {}, {"hang_after": torch.ones(2)})
+    assert (list(own), left) == (["hang_after"], {})
+
+
 def test_a_misspelt_keyword_is_guessed_before_anything_starts() -> None:
     def train(learning_rate: float = 1.0) -> None: ...
 
@@ -197,3 +212,18 @@ def test_a_function_that_takes_its_rank_is_refused_with_the_line_to_write() -> N
             nbtrain.notebook_launcher(work, args)
     parsing.check_rank_argument(work, (0, 2, "name"), {})
     parsing.check_rank_argument(lambda x: x, (), {})  # the ranks report what is missing
+
+
+def test_a_decorator_may_supply_the_rank_and_other_arguments() -> None:
+    def with_rank(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return function(0, *args, kwargs.pop("epochs", 1), **kwargs)
+
+        return wrapper
+
+    @with_rank
+    def train(rank: int, epoch: int) -> None: ...
+
+    parsing.check_rank_argument(train, (), {})
+    assert parsing.shared_out(train, (), {"epochs": 3}, {})[0] == {"epochs": 3}

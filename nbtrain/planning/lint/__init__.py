@@ -110,7 +110,7 @@ def _lint(
 def _findings(
     program: Program, device: str, low_ram_tpu: bool, ranks: int | None
 ) -> Iterator[CodeFinding]:
-    yield from nested_launches(program)
+    yield from nested_launches(program, ranks)
     yield from uncalled(program)
     yield from captured_accelerator(program)
     yield from backward(program)

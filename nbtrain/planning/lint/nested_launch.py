@@ -9,42 +9,54 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from types import FunctionType, ModuleType
 from typing import Any
 
 from ..findings import CodeFinding
-from ..task_values import function_of
+from ..task_values import is_class, module_of
 from .program import Program
-from .source_index import MISSING, Unit, called, dotted, is_function
+from .source_index import MISSING, Unit, called, dotted, is_function, receiver
+from .value_kinds import name_of
 
-_WITH_RANK = re.compile(
-    r"(.+\.)?(mp|multiprocessing|xmp|xla_multiprocessing)\.(spawn|start_processes)|torch_xla\.launch"
-)
+_SPAWNS = re.compile(r"torch\.multiprocessing(\.spawn)?\.(spawn|start_processes)")
+_WITH_RANK = re.compile(rf"{_SPAWNS.pattern}|torch_xla(\..+)?\.(xla_multiprocessing\.spawn|launch)")
 """What hands a function its rank, as the first argument."""
 
 _AS_IT_IS = re.compile(
-    r"(.+\.)?(notebook_launcher|debug_launcher)|nbtrain\.launch|(.+\.)?elastic_launch"
+    r"(accelerate|nbtrain)(\..+)?\.(notebook_launcher|debug_launcher)|nbtrain(\..+)?\.launch"
+    r"|torch\.distributed(\..+)?\.elastic_launch"
 )
-_LIBRARIES = ("accelerate", "torch", "torch_xla", "nbtrain")
+_NO_HELP = r"(?!([^;&|\n]*\s)?--?(h|help|version)(\s|$))"
 _COMMAND = re.compile(
     r"(^|[;&|])\s*((\w+=\S*|nohup|time|exec)\s+)*(\S*/)?"
-    r"(torchrun|accelerate[ -]launch|mpirun|horovodrun)\s"
-    r"|-m\s+(torch\.distributed\.(run|launch)|accelerate\.commands\.launch)\s",
+    r"(torchrun|accelerate[ -]launch|mpirun|horovodrun)\s" + _NO_HELP + "|"
+    r"-m\s+(torch\.distributed\.(run|launch)|accelerate\.commands\.launch)\s" + _NO_HELP,
     re.MULTILINE,
 )
-_RUNS_A_COMMAND = frozenset(
-    {"system", "getoutput", "run_cell_magic", "run_line_magic", "sx"}
-    | {"run", "call", "check_call", "check_output", "Popen"}
+_RUNS_A_COMMAND = re.compile(
+    r"os\.(system|popen)|subprocess\.(run|call|check_call|check_output|getoutput|Popen)"
 )
+_MAGICS = ("system", "getoutput", "run_cell_magic", "run_line_magic")
+_MAGICS_OF_COMMANDS = ("bash", "sh", "script", "system", "sx", "!", "run")
 
 
-def nested_launches(program: Program) -> Iterator[CodeFinding]:
-    """A call by which every rank would launch ranks itself."""
+def nested_launches(program: Program, ranks: int | None = None) -> Iterator[CodeFinding]:
+    """A call by which every rank would launch ranks itself. A single rank may start helpers."""
     launches = [(u, call, text) for u, call in program.calls if (text := _remedy(call, u))]
     exits = _exits(program) if launches else {}
     certain = _certainly_run(program, exits) if launches else set()
     for unit, call, remedy in launches:
         if unit.function_around(call) in certain and _is_unconditional(call, unit, exits):
             shown = _shown(call)
+            if ranks == 1 and _SPAWNS.fullmatch(_path(call, unit)):
+                yield unit.finding(
+                    call,
+                    "nested-launch",
+                    f"{shown} starts processes that are no ranks of this run. If they are meant to "
+                    "train, choose the number of ranks with -n (num_processes), and "
+                    f"{remedy[0].lower()}{remedy[1:]}",
+                )
+                continue
             yield unit.finding(
                 call,
                 "nested-launch",
@@ -57,64 +69,81 @@ def _remedy(call: ast.Call, unit: Unit) -> str:
     """Return what to write instead of a call that launches ranks; '' for any other call."""
     for keyword in call.keywords:
         text = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
-        if keyword.arg == "strategy" and str(text).startswith("ddp_notebook"):
+        trains = called(call) in ("Trainer", "Fabric")
+        if trains and keyword.arg == "strategy" and str(text).startswith("ddp_notebook"):
             return 'Write `strategy="ddp"`: the ranks are there already.'
-    if _runs_a_command(call):
-        return f"Delete {_lines(call)}, or run it in a cell of its own without %%distributed."
     path = _path(call, unit)
+    if _runs_a_command(call, path):
+        return f"Delete {_lines(call)}, or run it in a cell of its own without %%distributed."
     if _WITH_RANK.fullmatch(path):
-        return _call_instead(call, unit, with_rank=True)
+        return _call_instead(call, path, unit, with_rank=True)
     if _AS_IT_IS.fullmatch(path):
-        return _call_instead(call, unit, with_rank=False)
+        return _call_instead(call, path, unit, with_rank=False)
     return ""
 
 
 def _path(call: ast.Call, unit: Unit) -> str:
-    """Return what a call calls, as its library names it; '' for a function of the user's own."""
-    path = dotted(call.func)
-    if not isinstance(call.func, ast.Name):
-        return path
-    bound = unit.bindings(call.func)
-    imports = [b.statement for b in bound if isinstance(b.statement, ast.ImportFrom)]
-    if len(imports) < len(bound):
+    """Return what a call calls, from the library on; '' for what is the user's own, or unknown."""
+    root = call.func
+    while isinstance(root, ast.Attribute):
+        root = root.value
+    if not isinstance(root, ast.Name):
         return ""
-    modules = [str(statement.module) for statement in imports]
-    value = unit.value(call.func)
+    value, bound = unit.value(root), unit.bindings(root)
+    origins = {_imported(b.statement, root.id) for b in bound}
     if value is not MISSING:
-        modules = [_module_of(value)]
-    elif not bound and path != "notebook_launcher":
-        return ""
-    if any(module.partition(".")[0] not in _LIBRARIES for module in modules):
-        return ""
-    is_own = bool(modules) and modules[0].startswith("nbtrain")
-    return f"nbtrain.{path}" if is_own else f"multiprocessing.{path}" if path == "spawn" else path
+        origins = {_path_of(value)}
+    origin = min(origins, default="")
+    return origin + dotted(call.func)[len(root.id) :] if origin else ""
 
 
-def _module_of(value: Any) -> str:
-    function = function_of(value)
-    return str(function.__module__) if function is not None else ""
+def _imported(statement: ast.AST, name: str) -> str:
+    """Return what an import binds to a name; '' for other statements."""
+    match statement:
+        case ast.Import(names=aliases):
+            plain = {(a.asname or a.name.partition(".")[0]): a for a in aliases}
+            return plain[name].name if plain[name].asname else name
+        case ast.ImportFrom(names=aliases, module=str(module), level=0):
+            return next((f"{module}.{a.name}" for a in aliases if name in (a.asname, a.name)), "")
+    return ""
 
 
-def _runs_a_command(call: ast.Call) -> bool:
-    if called(call) not in _RUNS_A_COMMAND:
+def _path_of(value: Any) -> str:
+    """Return the path of a module, or of a function or class of one, without asking the value."""
+    if type(value) is ModuleType:
+        return str(vars(value).get("__name__"))
+    if is_class(value):
+        return f"{module_of(value)}.{name_of(value)}"
+    return f"{value.__module__}.{value.__name__}" if type(value) is FunctionType else ""
+
+
+def _runs_a_command(call: ast.Call, path: str) -> bool:
+    owner = receiver(call)
+    is_magic = isinstance(owner, ast.Call) and called(owner) == "get_ipython"
+    if not _RUNS_A_COMMAND.fullmatch(path) and not (is_magic and called(call) in _MAGICS):
         return False
     texts = [
         " ".join(str(n.value) for n in ast.walk(argument) if isinstance(n, ast.Constant))
         for argument in call.args
     ]
+    if is_magic and "magic" in called(call) and texts[0] not in _MAGICS_OF_COMMANDS:
+        return False
     return _COMMAND.search("\n".join(texts)) is not None
 
 
-def _call_instead(call: ast.Call, unit: Unit, *, with_rank: bool) -> str:
+def _call_instead(call: ast.Call, path: str, unit: Unit, *, with_rank: bool) -> str:
     keywords = {keyword.arg: keyword.value for keyword in call.keywords}
     function = call.args[0] if call.args else keywords.get("function", keywords.get("fn"))
     if function is None:
         return f"Delete {_lines(call)}."
+    takes_arguments = path.endswith(".launch") and not with_rank
     count = keywords.get("nprocs", keywords.get("num_processes"))
+    if count is None and len(call.args) > 2 and not takes_arguments:
+        count = call.args[2]
     if not with_rank and isinstance(count, ast.Constant) and count.value == 1:
         return ""  # which is a plain call
     given = call.args[1] if len(call.args) > 1 else keywords.get("args")
-    if called(call) == "launch" and not with_rank:
+    if takes_arguments:
         arguments = [ast.unparse(argument) for argument in call.args[1:]]
     else:
         arguments = _unpacked(given, count if with_rank else None)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 
 from ..findings import CodeFinding
 from .program import Program
@@ -53,18 +54,29 @@ def _behind_a_magic(unit: Unit) -> Iterator[CodeFinding]:
                 )
             ) as statement
         ] if magic in _RUNS_THE_REST:
-            try:
-                last = ast.parse(text).body[-1:]
-            except SyntaxError:
-                return
-            if last and is_function(last[0]):
-                yield unit.finding(
-                    statement,
-                    "not-called",
-                    f"`%%{magic}` runs the rest of the cell by itself, so that nothing calls "
-                    f"{last[0].name}(). Delete this line: the run shows its own times and output.",
-                    refuse=True,
-                )
+            with suppress(SyntaxError):  # another magic in there, perhaps
+                if name := _left_out(ast.parse(text).body):
+                    yield unit.finding(
+                        statement,
+                        "not-called",
+                        f"`%%{magic}` runs the rest of the cell by itself, so that nothing calls "
+                        f"{name}(). Delete this line: the run shows its own times and output.",
+                        refuse=True,
+                    )
+
+
+def _left_out(body: list[ast.stmt]) -> str:
+    """Return the last function of these statements, if it trains and none of them does; or ''."""
+    last = body[-1] if body else None
+    if not is_function(last) or last.decorator_list or not _trains(last):
+        return ""
+    definitions = {s.name: s for s in body if isinstance(s, _DEFINITIONS)}
+    starts = [s for s in body if not is_function(s) or s.decorator_list]
+    live = _mentioned(starts, definitions)
+    return "" if last in live or any(map(_trains, live)) else last.name
+
+
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def _live(unit: Unit, program: Program) -> set[ast.AST]:
@@ -73,10 +85,16 @@ def _live(unit: Unit, program: Program) -> set[ast.AST]:
         node.name: node
         for each in program.units
         for node in each.nodes
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+        if isinstance(node, _DEFINITIONS)
     }
     body = unit.module.body
-    stack: list[ast.AST] = [s for s in body if not is_function(s) or s in (body[-1], unit.entry)]
+    starts = [s for s in body if not is_function(s) or s in (body[-1], unit.entry)]
+    return _mentioned(starts, definitions)
+
+
+def _mentioned(starts: Sequence[ast.AST], definitions: Mapping[str, ast.AST]) -> set[ast.AST]:
+    """Return these nodes, the definitions that they mention, those that these mention, …"""
+    stack = list(starts)
     live: set[ast.AST] = set()
     while stack:
         node = stack.pop()

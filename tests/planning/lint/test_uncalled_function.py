@@ -57,3 +57,20 @@ def test_a_statement_behind_the_function_is_no_call() -> None:
 def test_a_function_that_something_calls_is_left_in_peace(rest: str) -> None:
     assert notes(TRAIN + rest) == []
     assert notes("def helper():\n    return 1\n" + TRAIN) == []
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "train(step)\ndef h(): pass",
+        "def fit(): pass\nfit()\ndef train(): pass",
+        "import atexit\n@atexit.register\ndef train(): pass",
+        "hooks = {'end': lambda: train()}\ndef train(): pass",
+        "def helper(): return 1",
+    ],
+)
+def test_a_magic_above_a_cell_that_trains_is_left_in_peace(rest: str) -> None:
+    above = "get_ipython().run_cell_magic('capture', 'out', {!r})"
+    assert notes(above.format(rest)) == []
+    ((line, _),) = notes(above.format("import torch\ndef train(): pass\ndef main(): train()"))
+    assert line == 1
