@@ -6,8 +6,10 @@ What `from_line` returns has the types that its fields declare, so nobody checks
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
 from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
 Measured = Annotated[float, "measured"]
@@ -86,6 +88,8 @@ class TrainingCounts:
     samples: int | None = None
     loss: Measured | None = None
     """The last loss whose value is known."""
+    has_diverged: bool = False
+    """Whether a step was made with a loss that is not finite, and none was finite since."""
     lr: float | None = None
     epoch: int | None = None
     """From 1, as are `batch` and `batches`, of the loader that feeds the optimizer."""
@@ -112,9 +116,20 @@ class NotFinite(Event, kind="not_finite"):
 
     loss_rank: int = 0
     step: int = 0
-    """Steps that were done before."""
+    """Steps that were done before; -1: not known."""
     loss: str = ""
     """``nan``, ``inf`` or ``-inf``: JSON has none of them."""
+
+
+_LOSS = re.compile(
+    r"((train(ing)?|step|epoch)[/_. -])*loss([/_. -](train(ing)?|step|epoch))*", re.I
+)
+
+
+@lru_cache(4096)
+def is_training_loss(name: str) -> bool:
+    """Whether a metric of this name is the training's loss: one of the validation may be nan."""
+    return _LOSS.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)

@@ -243,9 +243,13 @@ class RankState:
 
     @property
     def has_lost_its_loss(self) -> bool:
-        """Whether the last loss, logged or seen, is no finite number."""
-        seen = self.progress.loss if self.progress is not None else None
-        losses = (self.metrics.get("loss"), seen)
+        """Whether the last steps were made with a loss that is not finite.
+
+        Where no loss was seen, the one that was logged tells: whether a step followed is not known.
+        """
+        if self.progress is not None and self.progress.loss is not None:
+            return self.progress.has_diverged
+        losses = [v for name, v in self.metrics.items() if ev.is_training_loss(name)]
         return any(isinstance(v, float) and not math.isfinite(v) for v in losses)
 
     def bytes_by_part(self, *, most: bool = False) -> dict[str, int]:
@@ -360,4 +364,5 @@ def outcome(status: str, flaw: str) -> str:
 def not_finite_loss(event: ev.NotFinite) -> str:
     """Describe the first loss that was not finite: ``the loss of rank 1 became nan by step 5``."""
     loss = strip_escapes(event.loss, 10)
-    return f"the loss of rank {event.loss_rank} became {loss} by step {event.step + 1}"
+    step = f" by step {event.step + 1}" if event.step >= 0 else ""
+    return f"the loss of rank {event.loss_rank} became {loss}{step}"

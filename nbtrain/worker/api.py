@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from ..system.text import shorten
 from ..tracking import clock
+from ..tracking import events as ev
 from ..tracking.event_log import EventWriter
 from .device_scalars import KINDS, ScalarReader
 
@@ -35,6 +36,8 @@ class Reporter:
     world_size: int
     first: int = 0
     late: ScalarReader = field(default_factory=ScalarReader)
+    lost: set[str] = field(default_factory=set)
+    """Names of the training's losses that were logged, and were not finite."""
 
 
 active: Reporter | None = None
@@ -86,7 +89,21 @@ def log_values(step: Any, metrics: dict[str, Any]) -> None:
     if reporter is None:
         _log.info("step %s: %s", step, values)
     else:
-        reporter.writer.write_metrics(clock.now(), reporter.rank, step, values)
+        _write(reporter, clock.now(), step, values)
+
+
+def _write(
+    reporter: Reporter, now: float, step: int | None, values: dict[str, float | str]
+) -> None:
+    reporter.writer.write_metrics(now, reporter.rank, step, values)
+    # Whether one is nan or inf, asked the quickest way.
+    bad = [name for name, v in values.items() if type(v) is float and v - v != 0.0]
+    for name in bad:
+        if name not in reporter.lost and ev.is_training_loss(name):
+            reporter.lost.add(name)
+            before = -1 if step is None else step
+            event = ev.NotFinite(now, -1, reporter.rank, before, str(values[name]))
+            reporter.writer.write(event)
 
 
 def _log_late(reporter: Reporter, step: int | None, metrics: dict[str, Any]) -> None:
@@ -98,7 +115,7 @@ def _log_late(reporter: Reporter, step: int | None, metrics: dict[str, Any]) -> 
     def write(read: dict[str, Any]) -> None:
         values = here | {name: _metric(name, value) for name, value in read.items()}
         known = {name: value for name, value in values.items() if value is not None}
-        reporter.writer.write_metrics(now, reporter.rank, step, known)
+        _write(reporter, now, step, known)
 
     reporter.late.submit(on_gpu, write)
     reporter.late.deliver()

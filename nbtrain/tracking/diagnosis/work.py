@@ -33,7 +33,8 @@ class WorkComparison:
     def __init__(self, world_size: int, cells: Callable[[], Mapping[str, str]]) -> None:
         self._world_size, self._cells = world_size, cells
         self._samples: dict[int, ev.WorkSample] = {}
-        self._is_new = self._has_reported = False
+        self._is_new = False
+        self._reported: tuple[str, str] = "", ""
 
     def observe(self, events: Iterable[ev.Event]) -> None:
         """Take what ranks reported of their work; an attempt begins anew."""
@@ -42,20 +43,23 @@ class WorkComparison:
                 self._samples[event.rank], self._is_new = event, True
             elif isinstance(event, ev.Attempt):
                 self._samples.clear()
+                self._reported = "", ""
 
     def check(self, notes: Iterable[str]) -> list[ev.RunNote]:
         """Return a note, if there is one to give that is not among the run's `notes`."""
-        if not self._is_new or self._has_reported or len(self._samples) < self._world_size:
+        if not self._is_new or self._reported[1] or len(self._samples) < self._world_size:
             return []
         self._is_new = False
         finding = compare([self._samples[rank] for rank in sorted(self._samples)])
-        if finding is None:
+        if finding is None or finding == self._reported:
             return []
-        self._has_reported = True
         text, flaw = finding
         text = text.format(place=_place(self._samples[0], self._cells()))
-        is_known = any(known in note for note in notes for known in _KNOWN)
-        return [ev.RunNote(clock.now(), -1, "" if is_known else text, flaw)]
+        has_note = bool(self._reported[0])  # what ended equally is a flaw, too, and no other note
+        self._reported = finding
+        is_known = has_note or any(known in note for note in notes for known in _KNOWN)
+        note = ev.RunNote(clock.now(), -1, "" if is_known else text, flaw)
+        return [note] if note.text or note.flaw else []
 
 
 def compare(samples: list[ev.WorkSample]) -> tuple[str, str] | None:
@@ -74,10 +78,15 @@ def compare(samples: list[ev.WorkSample]) -> tuple[str, str] | None:
 
 
 def _alone(samples: list[ev.WorkSample]) -> tuple[str, str] | None:
-    """Judge ranks that never formed a process group."""
+    """Judge ranks that never formed a process group.
+
+    Only trainings that were the same to their end are wrong for sure: ranks that differ may have
+    been meant to, by a seed of their own, say.
+    """
     count, first = len(samples), samples[0]
+    is_same = _have_same_losses(samples) and _ended_equally(samples)
     asks = any(sample.asks_rank for sample in samples)
-    if _have_same_losses(samples) and (not asks or _ended_equally(samples)):
+    if is_same or (_have_same_losses(samples) and not asks):
         what = (
             f"the {count} ranks never join each other: each trains alone{{place}}, on the same data"
         )
@@ -89,7 +98,7 @@ def _alone(samples: list[ev.WorkSample]) -> tuple[str, str] | None:
         remedy = f'Write `Trainer(devices={count}, strategy="ddp")` to train one model on all'
     else:
         remedy = f"To train one model on all of them, {_JOIN}. {_ALONE}"
-    return f"{what}. {remedy}", "each rank trained alone"
+    return f"{what}. {remedy}", "each rank trained alone" if is_same else ""
 
 
 def _together(samples: list[ev.WorkSample]) -> tuple[str, str] | None:

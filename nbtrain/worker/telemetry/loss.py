@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ...system.instrumentation import patch
@@ -18,7 +19,18 @@ INTERVAL = 0.5
 """Seconds between two losses that are read off a GPU or TPU."""
 
 SKIPPED = 10
-"""Losses in a row that are not finite and that a `GradScaler` may skip: it looks for its scale."""
+"""Losses in a row that are not finite and that a loop, or a `GradScaler`, may skip."""
+
+
+@dataclass(slots=True)
+class _Moment:
+    """When backward was called on a loss."""
+
+    steps: int
+    """Optimizer steps before it."""
+    has_led_to_step: bool = False
+    """Whether an optimizer step followed, before the next backward."""
+
 
 _UNSCALED = "_nbtrain_unscaled"
 """The attribute of a scaled loss that holds the loss; a tensor computed from it has none."""
@@ -32,10 +44,17 @@ class LossMeter:
     """
 
     def __init__(
-        self, reader: ScalarReader, on_not_finite: Callable[[float], None], work: WorkSampler
+        self, reader: ScalarReader, on_not_finite: Callable[[float, int], None], work: WorkSampler
     ) -> None:
         self._reader, self._on_not_finite, self._work = reader, on_not_finite, work
         self._not_finite = 0  # in a row
+        self._first: tuple[float, int] = math.nan, 0  # of that row: the loss, and steps before it
+        self._suspect: _Moment | None = None  # of the last in that row
+        self.has_diverged = False
+        """Whether a step was made with a loss that is not finite, and none was finite since."""
+        self._steps = 0
+        self._moment = _Moment(0)  # of the last backward
+        self._moment_on_device = self._moment
         self._has_scaler = False
         self._value: float | None = None
         self._reported: float | None = None
@@ -71,11 +90,25 @@ class LossMeter:
     def read_last(self) -> None:
         """Begin to read the last loss on a GPU, however recently one was read."""
         if self._on_device is not None:
-            self._reader.submit({"loss": self._on_device}, self._arrived)
+            moment = self._moment_on_device
+            self._reader.submit(
+                {"loss": self._on_device}, lambda values: self._arrived(values, moment)
+            )
 
-    def stepped(self) -> None:
-        """Forget that a loss was scaled: what follows a step may be another training."""
+    def settle(self) -> None:
+        """Take it that a loop without an optimizer of torch's makes its own steps."""
+        if self._suspect is not None and not self._steps:
+            self._suspect.has_led_to_step = True
+            self._judge(self._suspect)
+
+    def stepped(self, optimizer: Any, steps: int) -> None:
+        """Note a step, and forget that a loss was scaled: another training may follow."""
         self._is_scaling = False
+        self._steps = steps
+        if getattr(optimizer, "found_inf", None) is None:  # else a scaler has it skip by itself
+            self._moment.has_led_to_step = True
+        if self._suspect is not None:
+            self._judge(self._suspect)
 
     def _backward(self, original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if stopping.active is not None:
@@ -153,29 +186,38 @@ class LossMeter:
         ordinary = type(loss) in (torch.Tensor, torch.nn.Parameter) and loss.is_floating_point()
         if not ordinary or loss.ndim:
             return
+        self._moment = _Moment(self._steps)
         if self._work.is_sampling:
             self._work.see_loss(loss)
         if loss.device.type == "cpu":
-            self._take(loss.item())
+            self._take(loss.item(), self._moment)
         elif loss.device.type in KINDS:  # reading any other would wait for the device
             # On a TPU, a step that keeps its loss is another program than one that does not, so
             # every step keeps it, whether the loss is read or not.
-            self._on_device = loss.detach()
+            self._on_device, self._moment_on_device = loss.detach(), self._moment
             now = time.monotonic()
             is_cuda = loss.device.type == "cuda"
             if now >= self._due and not (is_cuda and captures.under_way(torch)):
                 self._due = now + INTERVAL
                 self.read_last()
 
-    def _arrived(self, values: dict[str, Any]) -> None:
+    def _arrived(self, values: dict[str, Any], moment: _Moment) -> None:
         if "loss" in values:
-            self._take(float(values["loss"]))
+            self._take(float(values["loss"]), moment)
 
-    def _take(self, value: float) -> None:
+    def _take(self, value: float, moment: _Moment) -> None:
         self._value = value
         if math.isfinite(value):
-            self._not_finite = 0
+            self._not_finite, self._suspect, self.has_diverged = 0, None, False
             return
+        if not self._not_finite:
+            self._first = value, moment.steps
         self._not_finite += 1
-        if self._not_finite == (SKIPPED if self._has_scaler else 1):
-            self._on_not_finite(value)
+        self._suspect = moment
+        self._judge(moment)
+
+    def _judge(self, moment: _Moment) -> None:
+        """Report a loss that is not finite once a step followed it: a loop may skip that step."""
+        self.has_diverged = self.has_diverged or moment.has_led_to_step
+        if self._not_finite >= SKIPPED or (self.has_diverged and not self._has_scaler):
+            self._on_not_finite(*self._first)

@@ -93,6 +93,7 @@ class TrainingMeter:
             if wait:
                 self._loss.read_last()
             self._reader.finish(wait)
+            self._loss.settle()
             self._report(time.monotonic(), self._loss.last())
             if wait:
                 self._work.finish(self._steps, self._loss.last())
@@ -118,7 +119,7 @@ class TrainingMeter:
         if key not in self._known:
             self._known.add(key)
         self._round.add(key)
-        self._loss.stepped()
+        self._loss.stepped(optimizer, self._steps)
         if self._work.is_sampling:
             self._work.stepped(optimizer, self._steps)
         now = time.monotonic()
@@ -165,10 +166,10 @@ class TrainingMeter:
 
     # Reports
 
-    def _report_not_finite(self, loss: float) -> None:
+    def _report_not_finite(self, loss: float, steps: int) -> None:
         if self._was_finite:
             self._was_finite = False
-            event = ev.NotFinite(clock.now(), -1, self._rank, self._steps, str(loss))
+            event = ev.NotFinite(clock.now(), -1, self._rank, steps, str(loss))
             self._writer.write(event)
 
     def _tick(self, began: float, now: float) -> None:
@@ -190,6 +191,7 @@ class TrainingMeter:
             waited=self._loading.waited,
             samples=self._loading.samples,
             loss=loss,
+            has_diverged=self._loss.has_diverged,
             lr=self._lr,
             **self._loading.position(),
             **_gpu_memory(self._gpu),

@@ -24,8 +24,11 @@ def ranks(first: ev.WorkSample, **second: object) -> list[ev.WorkSample]:
 @pytest.mark.parametrize(
     ("samples", "flaw"),
     [
-        (ranks(ALONE), "each rank trained alone"),
-        (ranks(ALONE, losses=OTHER), "each rank trained alone"),
+        (ranks(replace(ALONE, is_last=True)), "each rank trained alone"),
+        (ranks(ALONE), ""),  # not over yet: they may differ later
+        (ranks(replace(ALONE, is_last=True), last_loss=0.5), ""),
+        (ranks(replace(ALONE, is_last=True), batches=("1:c", "1:d")), ""),
+        (ranks(replace(ALONE, is_last=True), losses=OTHER), ""),
         (ranks(TOGETHER), "all ranks trained on the same batches"),
         (ranks(APART), "each rank trained alone"),
     ],
@@ -69,6 +72,10 @@ def test_a_finding_is_reported_once_with_its_place() -> None:
     work.observe(ranks(ALONE)[1:])
     (note,) = work.check(())
     assert "the 2 ranks never join each other: each trains alone (In[5], line 7)" in note.text
+    assert not note.flaw
+    work.observe(ranks(replace(ALONE, is_last=True)))
+    (end,) = work.check(())
+    assert (end.text, end.flaw) == ("", "each rank trained alone")
     work.observe(ranks(replace(ALONE, is_last=True)))
     assert not work.check(())
 
@@ -76,5 +83,7 @@ def test_a_finding_is_reported_once_with_its_place() -> None:
 def test_what_lint_has_said_only_marks_the_run() -> None:
     work = WorkComparison(2, dict)
     work.observe(ranks(ALONE))
+    assert not work.check(["this loop does not use the other ranks: …"])
+    work.observe(ranks(replace(ALONE, is_last=True)))
     (note,) = work.check(["this loop does not use the other ranks: …"])
     assert (note.text, note.flaw) == ("", "each rank trained alone")

@@ -179,7 +179,7 @@ def test_a_library_within_a_library_tells_one_loss() -> None:
             assert meter._is_paused
 
     work: Any = SimpleNamespace(is_sampling=False)
-    meter = LossMeter(ScalarReader(), lambda _: None, work)
+    meter = LossMeter(ScalarReader(), lambda *_: None, work)
     undos = [patch(cls, "backward", meter._library_backward) for cls in (Engine, Accelerator)]
     Accelerator().backward(torch.tensor(8.0))
     assert (meter.take(), meter.take(), meter._is_paused) == (8.0, None, False)
@@ -230,14 +230,13 @@ def test_losses_that_a_scaler_skips_are_not_noted() -> None:
 def test_a_run_whose_loss_stays_not_finite_does_not_end_as_a_success(notebook: Notebook) -> None:
     notebook.run(
         "model = torch.nn.Linear(2, 1)\n"
-        "def train(model, bad, good=99):\n"
+        "def train(model, bad):\n"
         "    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)\n"
         "    for step in range(6):\n"
-        "        spoils = bad <= step < good and nbtrain.rank() == 1\n"
+        "        spoils = bad <= step and nbtrain.rank() == 1\n"
         "        loss = model(torch.ones(1, 2)).sum() * (float('nan') if spoils else 1.0)\n"
         "        loss.backward()\n"
-        "        if not spoils:\n"
-        "            optimizer.step()\n"
+        "        optimizer.step()\n"
         "        optimizer.zero_grad()"
     )
     end = "finished, but the loss of rank 1 became nan by step 4"
@@ -251,8 +250,95 @@ def test_a_run_whose_loss_stays_not_finite_does_not_end_as_a_success(notebook: N
     assert notebook.value("nbtrain.runs().status.iloc[-1]") == end
     assert notebook.value("nbtrain.Run.open(run.folder).state.outcome") == end
     assert end in notebook.run("%nbtrain runs").stdout
-    # One that found back spoilt nothing.
-    assert "✓ train: succeeded" in notebook.run("_ = nbtrain.launch(train, model, 3, 5)").board
+
+
+def training(steps: int = 6, bad: Any = (), skips: bool = False, after: bool = False) -> bool:
+    """Return whether the weights are finite after a training with losses that are not."""
+    w = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([w], lr=0.1)
+    for step in range(steps):
+        loss = w.sum() * (float("nan") if step in bad else 1.0)
+        loss.backward()
+        if not skips or torch.isfinite(loss):
+            optimizer.step()
+        optimizer.zero_grad()
+    if after:
+        (w.sum() * float("nan")).backward()
+    return bool(torch.isfinite(w).all())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bad": (5,), "skips": True},
+        {"bad": (0,), "skips": True},
+        {"bad": (2, 3, 4, 5), "skips": True},
+        {"after": True},
+    ],
+    ids=["last", "first", "several", "after"],
+)
+def test_a_loss_that_no_step_followed_spoils_nothing(options: dict[str, Any]) -> None:
+    run = launch(lambda: training(**options))
+    assert run.value
+    assert (run.state.outcome, run.state.notes) == ("succeeded", ())
+
+
+def test_a_skipped_loss_is_logged_without_a_flaw() -> None:
+    def train() -> None:
+        w, optimizer = a_training()
+        for step in range(6):
+            loss = w.sum() * (float("nan") if step == 5 else 1.0)
+            loss.backward()
+            if torch.isfinite(loss):
+                optimizer.step()
+            nbtrain.log(loss=loss)
+
+    assert launch(train).state.outcome == "succeeded"
+
+
+def test_a_step_after_a_bad_loss_is_a_flaw() -> None:
+    state = launch(training, 6, (5,)).state
+    assert state.outcome == "finished, but the loss of rank 0 became nan by step 6"
+
+
+def test_a_loop_that_makes_its_own_steps_is_judged_by_its_last_loss() -> None:
+    def train() -> None:
+        w = torch.ones(2, requires_grad=True)
+        for x in DataLoader([torch.ones(2)] * 4, batch_size=1):
+            (w * x * float("nan")).sum().backward()
+            with torch.no_grad():
+                w -= 0.1 * w.grad
+
+    assert "but the loss of rank 0 became nan" in launch(train).state.outcome
+
+
+@pytest.mark.parametrize("name", ["loss", "train_loss", "train/loss", "Loss/train", "loss_epoch"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_logged_loss_that_is_not_finite_at_the_end_is_no_success(name: str, bad: float) -> None:
+    def train(last: float) -> None:
+        for loss in 2.0, 1.0, last:
+            nbtrain.log(**{name: loss})
+
+    state = launch(train, bad).state
+    assert state.outcome == f"finished, but the loss of rank 0 became {bad}"
+    assert [f"the loss of rank 0 became {bad}, and" in note for note in state.notes] == [True]
+
+
+def test_other_logged_values_may_be_nan_and_a_loss_may_find_back() -> None:
+    def train() -> None:
+        nbtrain.log(val_loss=float("nan"), eval_loss=float("inf"), loss_scale=float("inf"))
+        nbtrain.log(**{"loss/val": float("nan"), "perplexity": float("inf"), "loss": 1.0})
+
+    state = launch(train).state
+    assert (state.outcome, state.notes) == ("succeeded", ())
+
+    def comes_back() -> None:
+        for loss in float("nan"), 1.0:
+            nbtrain.log(step=7, loss=loss)
+
+    state = launch(comes_back).state
+    assert state.outcome == "succeeded"
+    assert "the loss of rank 0 became nan by step 8" in state.notes[0]
 
 
 def test_weights_that_are_not_finite_are_no_success(notebook: Notebook) -> None:
