@@ -21,7 +21,12 @@ from ..planning import build_estimate, preflight
 from ..planning import world as several
 from ..planning.findings import Finding
 from ..planning.lint import lint
-from ..planning.option_parser import check_rank_argument, plan_fields, shared_out
+from ..planning.option_parser import (
+    check_rank_argument,
+    for_the_function,
+    plan_fields,
+    shared_out,
+)
 from ..planning.option_types import HANG_AFTER, SOURCES
 from ..planning.plan import Call, Plan
 from ..planning.world import Rendezvous
@@ -221,7 +226,7 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = ()) -> Run:
     """
     if api.active is not None:
         raise nested_launches.refusal("nbtrain", getattr(plan.task, "function", None) or plan.name)
-    plan, findings = config_file.applied(plan)
+    plan, findings = _configured(plan)
     findings += noticed
     engine = engines.choose(plan)
     try:
@@ -253,6 +258,16 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = ()) -> Run:
     if error is not None:
         raise show_from_the_rank(error)
     return run
+
+
+def _configured(plan: Plan) -> tuple[Plan, list[Finding]]:
+    """Fill in the plan's config file. Raises `PlanError` for one that cannot be used."""
+    try:
+        return config_file.applied(plan)
+    except PlanError as error:
+        if hint := for_the_function(plan.task, "config"):
+            raise PlanError(f"{error}. {hint}") from error.__cause__
+        raise
 
 
 def execute(

@@ -14,7 +14,7 @@ from ..errors import PlanError
 from ..system.text import did_you_mean
 from .findings import Finding
 from .option_types import Option, is_variable
-from .plan import OPTIONS
+from .plan import OPTIONS, Call, Task
 
 MAGIC_ONLY = (
     Option(
@@ -97,6 +97,17 @@ def shared_out(
             )
     _check_names(name, _parameters(function, follow_wrapped=False), own)
     return own, left, notes
+
+
+def for_the_function(task: Task, key: str) -> str:
+    """Return how to hand an option's value to a function that has an argument so named; or ''."""
+    if not isinstance(task, Call) or key not in _parameters(task.function):
+        return ""
+    name = getattr(task.function, "__name__", "function")
+    return (
+        f"`{key}` is nbtrain's option here; for the argument of {name}(), write "
+        f"functools.partial({name}, {key}=...)."
+    )
 
 
 def _are_same(value: Any, default: Any) -> bool:

@@ -51,10 +51,20 @@ def _changed(statement: ast.AST) -> Iterator[str]:
     By ``+=`` and ``del`` (in a function, a table shows what is global), and by a magic, which gets
     its names in a text.
     """
-    stack = [(statement, False)]
+    stack: list[tuple[ast.AST, bool]] = [(statement, False)]
     while stack:
         node, inside = stack.pop()
         match node:
+            case ast.If(
+                test=ast.Compare(
+                    left=ast.Constant(value=name),
+                    ops=[ast.In()],
+                    comparators=[ast.Call(func=ast.Name(id="globals" | "dir"), args=[])],
+                ),
+                body=[ast.Delete(targets=[ast.Name(id=deleted)])],
+                orelse=[],
+            ) if name == deleted:  # if "x" in globals(): del x
+                continue
             case ast.AugAssign(target=ast.Name(id=name)) | ast.Name(id=name, ctx=ast.Del()):
                 if not inside:
                     yield name
@@ -86,6 +96,10 @@ def _reads(statement: ast.stmt) -> set[str]:
         # What its body means by its own name is what it is by then; a base class is not.
         inside = [n for part in statement.body for n in ast.walk(part)]
         own = {n for n in inside if isinstance(n, ast.Name) and n.id == statement.name}
+    if isinstance(statement, ast.For):  # its variable is bound whenever its body runs
+        targets = {n.id for n in ast.walk(statement.target) if isinstance(n, ast.Name)}
+        inside = [n for part in statement.body for n in ast.walk(part)]
+        own = {n for n in inside if isinstance(n, ast.Name) and n.id in targets}
     for node in ast.walk(statement):
         match node:
             case ast.Name(id=name, ctx=ast.Load()) if node not in own:
@@ -109,4 +123,6 @@ def plainly_bound(statement: ast.stmt) -> set[str]:
             }
         case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr()):
             return {name}
+        case ast.For(target=ast.Name(id=name), iter=ast.List(elts=items) | ast.Tuple(elts=items)):
+            return {name} if any(not isinstance(each, ast.Starred) for each in items) else set()
     return set()

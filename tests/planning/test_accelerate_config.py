@@ -245,6 +245,12 @@ def test_a_file_that_is_missing_is_said_to_be(
 ) -> None:
     with pytest.raises(PlanError, match=r"there is no config file .*nope\.yaml"):
         nbtrain.launch(len, config=str(tmp_path / "nope.yaml"))
+
+    def train(config: str = "a.yaml") -> None: ...
+
+    hint = r"no config file b\.yaml\. `config` is nbtrain's option here; for the argument of train"
+    with pytest.raises(PlanError, match=hint + r".*functools\.partial\(train, config=\.\.\.\)"):
+        nbtrain.launch(train, config="b.yaml")
     from accelerate.commands.config import config_args
 
     monkeypatch.setattr(config_args, "default_config_file", str(tmp_path / "default.yaml"))

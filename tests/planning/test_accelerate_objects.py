@@ -87,6 +87,29 @@ def test_an_accelerator_and_what_it_prepared_are_named(with_state: Notebook) -> 
     assert out.ename == ""
 
 
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "for acc in [Accelerator()]: print(acc.num_processes)",
+        "if 'acc' in globals(): del acc\nacc = Accelerator()\nprint(acc.num_processes)",
+    ],
+)
+def test_a_cell_that_makes_its_own_accelerator_may_use_the_same_name(
+    with_state: Notebook, cell: str
+) -> None:
+    with_state.run("acc = Accelerator()")
+    out = with_state.run(f"%%distributed\n{cell}")
+    assert out.ename == "", out.evalue
+
+
+def test_one_rank_may_use_the_notebooks_accelerator_in_the_kernel(with_state: Notebook) -> None:
+    with_state.run("acc = Accelerator()")
+    out = with_state.run("%%distributed -n 1\nprint(acc.num_processes)")
+    assert "Or use --engine inline, which trains in the kernel itself." in out.evalue
+    out = with_state.run("%%distributed -n 1 --engine inline\nprint(acc.num_processes)")
+    assert out.ename == "", out.evalue
+
+
 def test_an_accelerator_made_before_nbtrain_was_loaded_has_no_place(
     start_kernel: Callable[..., Notebook],
 ) -> None:

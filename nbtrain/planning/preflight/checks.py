@@ -67,6 +67,8 @@ def accelerator_state(facts: Facts) -> Iterator[Finding]:
             remedy += "may stay in the notebook."
         elif held.kind == "Accelerator":
             remedy = "Make it inside the training function: every rank needs its own."
+            if facts.ranks == 1:
+                remedy += " Or use --engine inline, which trains in the kernel itself."
         else:
             remedy = "Call `prepare` inside the training function, in every rank."
         yield Finding(f"{message}{place}.", f"{remedy} The kernel needs no restart.", "refuse")
