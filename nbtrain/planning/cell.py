@@ -45,6 +45,8 @@ def check_parameters(cell: Cell) -> None:
     bound = bound_names(cell.source, cell.filename)
     if "*" in bound:  # a star import: its names are known only when it has run
         return
+    if getattr(ast.parse(cell.source).body[-1], "decorator_list", ()):  # which may supply them
+        return
     known = bound | cell.namespace.keys()
     missing = [p.name for p in cell.parameters if p.default is None and p.name not in known]
     if not missing:

@@ -107,6 +107,26 @@ def test_missing_parameters_are_refused_together_with_lookalikes(notebook: Noteb
     assert notebook.value(LAST_FOLDER) == before
 
 
+def test_a_decorator_may_fill_parameters(notebook: Notebook) -> None:
+    source = (
+        "import functools\n"
+        "def with_rank(function):\n"
+        "    @functools.wraps(function)\n"
+        "    def wrapper(*args, **kwargs):\n"
+        "        return function(nbtrain.rank(), *args, **kwargs)\n"
+        "    return wrapper\n"
+        "@with_rank\n"
+        "def train(rank, epochs=3):\n"
+        "    return rank, epochs"
+    )
+    out = notebook.run(f"%%distributed\n{source}")
+    assert out.ename == "", out.evalue
+    assert notebook.value("str(nbtrain.last_run().results)") == "[(0, 3), (1, 3)]"
+    out = notebook.run(f"{source}\nr = nbtrain.launch(train, 2, num_processes=2)")
+    assert out.ename == "", out.evalue
+    assert notebook.value("str(r.results)") == "[(0, 2), (1, 2)]"
+
+
 def test_names_the_cell_itself_binds_fill_parameters(notebook: Notebook) -> None:
     notebook.run("%%distributed -n 1\nfrom math import pi\nk = 2\ndef train(pi, k):\n    return k")
     assert notebook.value("nbtrain.last_run().value") == 2
