@@ -116,8 +116,8 @@ def test_a_decorator_may_fill_parameters(notebook: Notebook) -> None:
         "        return function(nbtrain.rank(), *args, **kwargs)\n"
         "    return wrapper\n"
         "@with_rank\n"
-        "def train(rank, epochs=3):\n"
-        "    return rank, epochs"
+        "def train(rank, times=3):\n"
+        "    return rank, times"
     )
     out = notebook.run(f"%%distributed\n{source}")
     assert out.ename == "", out.evalue
