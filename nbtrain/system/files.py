@@ -62,6 +62,9 @@ class Tail:
                 self.passed += _newlines(descriptor, self._offset, count)
                 self._offset, self._rest = size - self._limit, b""
             data = os.pread(descriptor, min(self._limit, size - self._offset), self._offset)
+        except OSError as error:  # a descriptor has no name
+            error.filename = str(self._path)
+            raise
         finally:
             os.close(descriptor)
         self._offset += len(data)

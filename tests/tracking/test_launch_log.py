@@ -87,15 +87,6 @@ def test_a_record_is_one_line_and_what_processes_print_is_none(tmp_path: Path) -
     assert launch_log.printed_in(path) == "printed"
 
 
-def test_a_launch_in_a_rank_has_a_log_of_its_own() -> None:
-    def train() -> str:
-        return log_of(nbtrain.launch(int, num_processes=1, view="none"))
-
-    run = nbtrain.launch(train, num_processes=1, view="none")
-    for text in (run.value, log_of(run)):
-        assert text.count("the fork engine") == text.count("the run succeeded") == 1
-
-
 def test_a_handler_of_the_user_s_own_gets_it_and_stays() -> None:
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
