@@ -29,6 +29,7 @@ from tests.support.paths import NOTEBOOKS, ROOT
 
 NOT_LOOPS = (  # wrong on purpose, plain on purpose, for one rank
     "loops.py",
+    "test_catalog.py",
     "test_summary.py",
     "test_lint.py",
     "test_uncalled_function.py",
