@@ -77,7 +77,9 @@ class ResultReceiver:
 
     def __init__(self, plan: Plan) -> None:
         self._objects = {name: weakref.ref(value) for name, value in returned(plan).items()}
-        self._namespace, self._task = namespace(plan.task), plan.task
+        self._namespace = namespace(plan.task)
+        # Not the task: it holds the models, which may go when the notebook lets go of them.
+        self._title, self._arguments = _title(plan.task), parameters(plan.task)
         self._has_received = False
 
     def objects(self) -> dict[str, Any]:
@@ -116,9 +118,8 @@ class ResultReceiver:
         for name, value in self.objects().items():
             if name in loaded and is_model(value):
                 with contextlib.suppress(Exception):  # a model of a kind that cannot be asked
-                    arguments = parameters(self._task)
-                    trained = _Trained(folder.path.name, _title(self._task), arguments, value)
-                    _trained[value] = trained
+                    run = folder.path.name
+                    _trained[value] = _Trained(run, self._title, self._arguments, value)
 
     def _received(
         self, folder: RunFolder, saved: Sequence[ev.ArtifactSaved]

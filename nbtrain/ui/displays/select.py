@@ -39,13 +39,14 @@ def choose(
     """
     shell = ipython_shell()
     in_terminal = getattr(shell, "kernel", None) is None
-    shows_text = in_terminal or (view == "auto" and _is_console(shell))
+    is_headless = _is_headless(shell)
+    shows_text = in_terminal or (view == "auto" and _is_console(shell) and not is_headless)
     if view == "none" or (behind and shows_text):
         return Display()
     if shell is None or (shows_text and view == "auto") or view == "text":
         redraws = view == "auto" and can_redraw(sys.stdout)
         return TableDisplay() if redraws else TextDisplay(is_raised=not behind)
-    if view == "auto" and _is_headless(shell) and not behind:
+    if view == "auto" and is_headless and not behind:
         return TextDisplay(keep_html=True)
     if view == "html" or (view == "auto" and (inline or not _has_widgets(shell))):
         return HtmlDisplay()
