@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -12,10 +13,12 @@ from typing import Any
 
 import psutil
 import pytest
-import torch._dynamo  # noqa: F401  (once: every rank that trains would import it by itself)
 
 from tests.support.cuda_stub import STUB
 from tests.support.kernel import Notebook
+
+if importlib.util.find_spec("torch_tpu") is None:  # with it, torch is for the tests' processes only
+    import torch._dynamo  # noqa: F401  (once: every rank that trains would import it by itself)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
