@@ -119,10 +119,14 @@ def refusals(folder: str, rounds: int) -> dict[str, list[float]]:
         nbtrain.system.gpus.gpu_count = lambda *_: 2  # type: ignore[assignment]
         found["an initialised CUDA"] = take_turns({"": lambda: refused(ours)}, rounds)[""]
         nbtrain.system.gpus.gpu_count = count
-    Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True)
+
+    def using_it() -> None:
+        nbtrain.launch(str, accelerator, num_processes=2, view="none")
+
     t = take_turns(
         {
-            "a live Accelerator": lambda: refused(ours),
+            "a live Accelerator": lambda: refused(using_it),
             "peer": lambda: refused(lambda: by_accelerate(2)),
         },
         rounds,
