@@ -29,7 +29,7 @@ def hungry():
         kept = []
         while True:
             kept.append(bytearray(8 << 20))
-            time.sleep(0.002)
+            time.sleep(0.06)  # the launcher looks at memory about once a second
     time.sleep(60)
 
 def killed():
