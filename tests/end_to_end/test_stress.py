@@ -75,7 +75,7 @@ def no_descriptors(left: int = 0) -> Iterator[None]:
         (4, {}),
         (0, {"background": True}),
         (1, {"background": True}),
-        (3, {"background": True}),
+        (2, {"background": True}),
         (2, {"engine": "spawn"}),
         (5, {"engine": "spawn"}),
     ],
