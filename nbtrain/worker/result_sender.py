@@ -26,7 +26,7 @@ from ..transport.fingerprints import fingerprints
 from ..transport.pipeline_stages import Stages, put_together
 from ..transport.tensor_kinds import size_of
 from .job import Job
-from .telemetry.unsynced import UnsentValues
+from .telemetry.evidence.unsynced import UnsentValues
 
 QUICK = 512 << 20
 """Bytes of weights that are saved after a failure or an interrupt: there is little time."""

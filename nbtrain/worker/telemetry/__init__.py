@@ -13,8 +13,8 @@ from ...planning.plan import Plan
 from .. import api
 from ..device_scalars import captures
 from . import integrations, progress_bars, safe_hooks
+from .evidence.unsynced import UnsyncedModels
 from .training_meter import TrainingMeter
-from .unsynced import UnsyncedModels
 
 _meter: TrainingMeter | None = None
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from ...system.instrumentation import patch
 from .. import stopping
+from .evidence.work_sample import WorkSampler
 from .safe_hooks import telemetry
-from .work_sample import WorkSampler
 
 
 class LoaderPosition(NamedTuple):

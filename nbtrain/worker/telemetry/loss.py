@@ -12,8 +12,8 @@ from typing import Any
 from ...system.instrumentation import patch
 from .. import stopping
 from ..device_scalars import KINDS, ScalarReader, captures
+from .evidence.work_sample import WorkSampler
 from .safe_hooks import telemetry
-from .work_sample import WorkSampler
 
 INTERVAL = 0.5
 """Seconds between two losses that are read off a GPU or TPU."""

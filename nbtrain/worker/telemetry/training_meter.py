@@ -23,11 +23,11 @@ from ..api import Reporter
 from ..device_scalars import captures
 from . import import_report
 from .data_loading import DataLoadingMeter
+from .evidence.work_sample import WorkSampler
 from .loss import LossMeter
 from .safe_hooks import telemetry
 from .step_timing import StepTimer
 from .tensor_memory import TensorMemoryMeter
-from .work_sample import WorkSampler
 from .xla_compilation import CompilationMeter
 
 INTERVAL = 0.5

@@ -16,9 +16,9 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from typing import Any
 
-from ...planning.option_types import OF_ALL
-from ...planning.plan import Cell, Plan
-from ...planning.task_values import (
+from ....planning.option_types import OF_ALL
+from ....planning.plan import Cell, Plan
+from ....planning.task_values import (
     by_name,
     is_model,
     namespace,
@@ -27,11 +27,11 @@ from ...planning.task_values import (
     returned,
     travels_by_value,
 )
-from ...system.instrumentation import when_imported
-from ...tracking import clock
-from ...tracking import events as ev
-from ...tracking.event_log import EventWriter
-from .safe_hooks import guarded
+from ....system.instrumentation import when_imported
+from ....tracking import clock
+from ....tracking import events as ev
+from ....tracking.event_log import EventWriter
+from ..safe_hooks import guarded
 
 
 class UnsyncedModels:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import nbtrain
-from nbtrain.worker.telemetry.work_sample import digest
+from nbtrain.worker.telemetry.evidence.work_sample import digest
 from tests.support.kernel import Notebook
 from tests.support.runs import launch
 

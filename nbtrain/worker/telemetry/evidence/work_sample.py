@@ -14,15 +14,15 @@ from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
 
-from ...planning.lint.source_finder import gather
-from ...planning.plan import Task
-from ...system.instrumentation import patch
-from ...system.source_files import RANK_BODY, is_library
-from ...tracking import clock
-from ...tracking import events as ev
-from ...tracking.event_log import EventWriter
-from ..device_scalars import KINDS, captures
-from .safe_hooks import guarded
+from ....planning.lint.source_finder import gather
+from ....planning.plan import Task
+from ....system.instrumentation import patch
+from ....system.source_files import RANK_BODY, is_library
+from ....tracking import clock
+from ....tracking import events as ev
+from ....tracking.event_log import EventWriter
+from ...device_scalars import KINDS, captures
+from ..safe_hooks import guarded
 
 STEPS = 10
 """Steps after which a rank reports for the first time."""
