@@ -52,6 +52,8 @@ class LossMeter:
         self._suspect: _Moment | None = None  # of the last in that row
         self.has_diverged = False
         """Whether a step was made with a loss that is not finite, and none was finite since."""
+        self.backwards = 0
+        """Backward passes that have begun, of any loss."""
         self._steps = 0
         self._moment = _Moment(0)  # of the last backward
         self._moment_on_device = self._moment
@@ -113,6 +115,7 @@ class LossMeter:
     def _backward(self, original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if stopping.active is not None:
             stopping.active.before_next(fetch=False)
+        self.backwards += 1
         if not self._is_paused:
             self._observe_backward(tensor)
         return original(tensor, *args, **kwargs)

@@ -23,6 +23,7 @@ from ..api import Reporter
 from ..device_scalars import captures
 from . import import_report
 from .data_loading import DataLoadingMeter
+from .evidence.optimizer_effect import OptimizerEffects
 from .evidence.work_sample import WorkSampler
 from .loss import LossMeter
 from .safe_hooks import telemetry
@@ -43,6 +44,7 @@ class TrainingMeter:
         task = plan.task if plan else None
         self._work = WorkSampler(writer, rank, reporter.world_size, task)
         self._loss = LossMeter(reporter.late, self._report_not_finite, self._work)
+        self._effects = OptimizerEffects(writer, reporter.late, plan)
         self._loading = DataLoadingMeter(self._tick, self._work)
         self._memory = TensorMemoryMeter(writer, rank, task)
         self._steps = 0  # rounds of all optimizers: a GAN has two, a new fold a new one
@@ -97,6 +99,7 @@ class TrainingMeter:
             self._report(time.monotonic(), self._loss.last())
             if wait:
                 self._work.finish(self._steps, self._loss.last())
+                self._effects.finish(self._loss.last())
 
     # Called by torch
 
@@ -122,6 +125,8 @@ class TrainingMeter:
         self._loss.stepped(optimizer, self._steps)
         if self._work.is_sampling:
             self._work.stepped(optimizer, self._steps)
+        if key not in self._effects.settled:
+            self._effects.look(optimizer, self._loss.backwards)
         now = time.monotonic()
         self._tick(now, now)
         self._memory.stepped(optimizer, now)
@@ -132,6 +137,7 @@ class TrainingMeter:
         """End the round: what is made after a step belongs to another training, or fold."""
         self._round = set()
         self._known.discard(id(optimizer))  # of a dead one
+        self._effects.made(optimizer)
         original(optimizer, *args, **kwargs)
 
     def _save(self, original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,18 +11,17 @@ import re
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
-from types import FrameType
 from typing import Any
 
 from ....planning.lint.source_finder import gather
 from ....planning.plan import Task
 from ....system.instrumentation import patch
-from ....system.source_files import RANK_BODY, is_library
 from ....tracking import clock
 from ....tracking import events as ev
 from ....tracking.event_log import EventWriter
 from ...device_scalars import KINDS, captures
 from ..safe_hooks import guarded
+from .places import Place, user_place
 
 STEPS = 10
 """Steps after which a rank reports for the first time."""
@@ -36,7 +35,6 @@ BYTES = 1 << 16
 _OTHERS = ("horovod", "mpi4py", "hivemind", "torchft", "flwr", "byteps", "torch_xla")
 """Libraries by which ranks may train together without torch's process group."""
 
-_LIGHTNING = ("lightning.", "lightning_fabric.", "pytorch_lightning.")
 _ASKS = re.compile(r"rank|process_index|process_id|split_between_processes", re.IGNORECASE)
 _IGNORES = re.compile(r"#\s*nbtrain:\s*ignore(\[[^\]]*migrate[^\]]*\])?\s*$")
 
@@ -56,7 +54,7 @@ class WorkSampler:
         self._counts: tuple[int, int] | None = None  # of collectives: first and last
         self._wraps: set[str] = set()
         self._excuse = False
-        self._place: tuple[str, int, str] = "", 0, ""
+        self._place = Place()
         self.is_sampling = world_size > 1
         """Whether batches and losses still count."""
 
@@ -91,8 +89,8 @@ class WorkSampler:
     def stepped(self, optimizer: Any, steps: int) -> None:
         """Take note of one of the first optimizer steps; report after the last of them."""
         self._steps = steps
-        if not self._place[0]:
-            self._place = _user_place()
+        if not self._place.file:
+            self._place = user_place()
             self._excuse |= _trains_otherwise(optimizer)
         self.look_at_exchange()
         torch: Any = sys.modules["torch"]
@@ -123,7 +121,6 @@ class WorkSampler:
             return
         alone = not self._has_joined
         asks, ignores = _reads_rank(self._task) if alone else (False, False)
-        file, line, library = self._place
         sample = ev.WorkSample(
             clock.now(),
             self._rank,
@@ -137,9 +134,7 @@ class WorkSampler:
             has_exchanged=self._counts is None or self._counts[0] != self._counts[1],
             asks_rank=asks,
             is_excused=self._excuse or ignores,
-            file=file,
-            line=line,
-            library=library,
+            **vars(self._place),
         )
         self._writer.write(sample)
 
@@ -215,19 +210,6 @@ def _trains_otherwise(optimizer: Any) -> bool:
     is_other = first is not None and first.device.type not in ("cpu", *KINDS[:1])
     is_rpc = rpc is not None and rpc()
     return bool(is_shared or is_other or is_rpc or any(name in sys.modules for name in _OTHERS))
-
-
-def _user_place() -> tuple[str, int, str]:
-    """Return the file and line of the user's code that is running, and what calls its step."""
-    frame: FrameType | None = sys._getframe(1)
-    library = ""
-    while frame is not None and frame.f_code.co_filename not in RANK_BODY:
-        if str(frame.f_globals.get("__name__", "")).startswith(_LIGHTNING):
-            library = "lightning"
-        if not is_library(frame.f_code.co_filename):
-            return frame.f_code.co_filename, frame.f_lineno, library
-        frame = frame.f_back
-    return "", 0, library
 
 
 def _reads_rank(task: Task | None) -> tuple[bool, bool]:
