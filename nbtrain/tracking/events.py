@@ -89,7 +89,8 @@ class TrainingCounts:
     loss: Measured | None = None
     """The last loss whose value is known."""
     has_diverged: bool = False
-    """Whether a step was made with a loss that is not finite, and none was finite since."""
+    """Whether a step was made with a loss that is not finite, or explodes, and none since was as
+    it should be."""
     lr: float | None = None
     epoch: int | None = None
     """From 1, as are `batch` and `batches`, of the loader that feeds the optimizer."""
@@ -112,13 +113,16 @@ JOINING = "joining"
 
 @dataclass(frozen=True)
 class NotFinite(Event, kind="not_finite"):
-    """A rank's loss is not a number, or infinite, for the first time: an event of the run."""
+    """A rank's loss is not a number, infinite, or explodes, for the first time.
+
+    An event of the run.
+    """
 
     loss_rank: int = 0
     step: int = 0
     """Steps that were done before; -1: not known."""
     loss: str = ""
-    """``nan``, ``inf`` or ``-inf``: JSON has none of them."""
+    """``nan``, ``inf`` or ``-inf``: JSON has none of them. Or a number: one that explodes."""
 
 
 _LOSS = re.compile(

@@ -11,7 +11,7 @@ from typing import Any
 from ..system.text import strip_escapes, strip_escapes_by_line
 from . import events as ev
 from .curves import CurvesDraft
-from .state import ProgressBar, RankState, RunState, not_finite_loss, progress_after
+from .state import ProgressBar, RankState, RunState, is_number, not_finite_loss, progress_after
 
 LOG_LINES = 200
 """How many of a rank's last lines the picture has; the log file has all."""
@@ -108,9 +108,12 @@ def _run_note(state: RunState, event: ev.RunNote) -> Draft:
 
 
 def _not_finite(state: RunState, event: ev.NotFinite) -> Draft:
-    """Note the earliest such loss: the gradients carry it to the other ranks a step later."""
+    """Note the earliest such loss: the gradients carry it to the other ranks a step later.
+
+    One that is not finite counts for more than one that explodes.
+    """
     before = state.not_finite
-    if before is not None and before.time <= event.time:
+    if before and (is_number(before), before.time) <= (is_number(event), event.time):
         return {}
     known = {_not_finite_note(each) for each in (event, before) if each is not None}
     notes = [note for note in state.notes if note not in known]
@@ -118,6 +121,11 @@ def _not_finite(state: RunState, event: ev.NotFinite) -> Draft:
 
 
 def _not_finite_note(event: ev.NotFinite) -> str:
+    if is_number(event):
+        return (
+            f"{not_finite_loss(event)}, which is over a million times what it was at first, and "
+            "it goes on growing. Lower the learning rate, or clip the gradients"
+        )
     return (
         f"{not_finite_loss(event)}, and such a loss can spoil the weights. Lower the "
         "learning rate, or clip the gradients; "

@@ -12,6 +12,7 @@ from typing import Any
 from ...system.instrumentation import patch
 from .. import stopping
 from ..device_scalars import KINDS, ScalarReader, captures
+from .evidence.loss_growth import LossGrowth
 from .evidence.work_sample import WorkSampler
 from .safe_hooks import telemetry
 
@@ -44,14 +45,16 @@ class LossMeter:
     """
 
     def __init__(
-        self, reader: ScalarReader, on_not_finite: Callable[[float, int], None], work: WorkSampler
+        self, reader: ScalarReader, on_diverged: Callable[[float, int], None], work: WorkSampler
     ) -> None:
-        self._reader, self._on_not_finite, self._work = reader, on_not_finite, work
+        self._reader, self._on_diverged, self._work = reader, on_diverged, work
         self._not_finite = 0  # in a row
         self._first: tuple[float, int] = math.nan, 0  # of that row: the loss, and steps before it
         self._suspect: _Moment | None = None  # of the last in that row
+        self._growth = LossGrowth()
         self.has_diverged = False
-        """Whether a step was made with a loss that is not finite, and none was finite since."""
+        """Whether a step was made with a loss that is not finite, or explodes, and none since was
+        as it should be."""
         self.backwards = 0
         """Backward passes that have begun, of any loss."""
         self._steps = 0
@@ -212,6 +215,10 @@ class LossMeter:
         self._value = value
         if math.isfinite(value):
             self._not_finite, self._suspect, self.has_diverged = 0, None, False
+            if value > self._growth.limit:
+                self._see_growth(value, moment)
+            elif self._growth.row:
+                self._growth.calm()
             return
         if not self._not_finite:
             self._first = value, moment.steps
@@ -219,8 +226,15 @@ class LossMeter:
         self._suspect = moment
         self._judge(moment)
 
+    def _see_growth(self, value: float, moment: _Moment) -> None:
+        was_known = self._growth.has_exploded
+        self._growth.see(value)
+        self.has_diverged = self._growth.has_exploded
+        if self.has_diverged and not was_known:
+            self._on_diverged(value, moment.steps)
+
     def _judge(self, moment: _Moment) -> None:
         """Report a loss that is not finite once a step followed it: a loop may skip that step."""
         self.has_diverged = self.has_diverged or moment.has_led_to_step
         if self._not_finite >= SKIPPED or (self.has_diverged and not self._has_scaler):
-            self._on_not_finite(*self._first)
+            self._on_diverged(*self._first)

@@ -7,6 +7,7 @@ The hot paths only count and keep a reference. Twice a second the counts are wri
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -43,7 +44,7 @@ class TrainingMeter:
         self._writer, self._rank, self._reader = writer, rank, reporter.late
         task = plan.task if plan else None
         self._work = WorkSampler(writer, rank, reporter.world_size, task)
-        self._loss = LossMeter(reporter.late, self._report_not_finite, self._work)
+        self._loss = LossMeter(reporter.late, self._report_divergence, self._work)
         self._effects = OptimizerEffects(writer, reporter.late, plan)
         self._loading = DataLoadingMeter(self._tick, self._work)
         self._memory = TensorMemoryMeter(writer, rank, task)
@@ -58,7 +59,7 @@ class TrainingMeter:
         self._compilation = CompilationMeter(writer, rank, self._report_phase)
         self._timer = StepTimer(self._loading, rank) if plan and plan.scaling else None
         self._began: float | None = None
-        self._was_finite = True
+        self._diverged: set[bool] = set()  # whether losses were finite that were reported
         self._due = 0.0
 
     def install(self, sources: Collection[str]) -> None:
@@ -172,10 +173,12 @@ class TrainingMeter:
 
     # Reports
 
-    def _report_not_finite(self, loss: float, steps: int) -> None:
-        if self._was_finite:
-            self._was_finite = False
-            event = ev.NotFinite(clock.now(), -1, self._rank, steps, str(loss))
+    def _report_divergence(self, loss: float, steps: int) -> None:
+        is_finite = math.isfinite(loss)
+        if is_finite not in self._diverged:  # once of each kind
+            self._diverged.add(is_finite)
+            text = f"{loss:.2g}" if is_finite else str(loss)
+            event = ev.NotFinite(clock.now(), -1, self._rank, steps, text)
             self._writer.write(event)
 
     def _tick(self, began: float, now: float) -> None:
