@@ -98,6 +98,9 @@ def frontend(shell: Any, env: Mapping[str, str]) -> str:
         ("TerminalInteractiveShell", "terminal IPython"),
         ("VSCODE_PID", "VS Code"),  # VSCODE_GIT_… comes from its terminal, as for a JupyterLab
         ("VSCODE_CWD", "VS Code"),
+        ("DATABRICKS_RUNTIME_VERSION", "Databricks"),
+        ("SAGEMAKER_", "SageMaker"),
+        ("DEEPNOTE_", "Deepnote"),
         ("JUPYTERHUB_", "JupyterHub"),
     ):
         if sign in signs:

@@ -7,9 +7,10 @@ import os
 import queue
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -62,27 +63,38 @@ class Notebook:
     """A real kernel that runs cells as a notebook does."""
 
     def __init__(
-        self, home: Path, folder: Path, allow_stdin: bool = True, prefix: Sequence[str] = ()
+        self,
+        home: Path,
+        folder: Path,
+        allow_stdin: bool = True,
+        prefix: Sequence[str] = (),
+        environment: Mapping[str, str] = MappingProxyType({}),
+        launcher: str = "ipykernel_launcher",
+        options: Sequence[str] = (),
     ) -> None:
         """Start the kernel; behind a `prefix` of its command, it may have no network in common."""
         self.allow_stdin = allow_stdin
-        self.is_console = False
-        """Whether cells are sent as a console does. A page names the cell."""
+        self.metadata: dict[str, Any] | None = None
+        """What a cell is sent with. A page names the cell, in one way or another, which is what
+        None does; a console does not: {}."""
         self.manager = KernelManager(kernel_name="python3")
         if prefix:
             self.manager.transport, self.manager.ip = "ipc", str(folder / "kernel")
         assert self.manager.kernel_spec is not None
-        self.manager.kernel_spec.argv[:0] = prefix
-        environment = {
+        argv = [launcher if a == "ipykernel_launcher" else a for a in self.manager.kernel_spec.argv]
+        self.manager.kernel_spec.argv = [*prefix, *argv]
+        variables = {
             **os.environ,
             "NBTRAIN_HOME": str(home),
             "IPYTHONDIR": str(folder / "ipython"),
             "TMPDIR": str(folder),
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",
         }
-        environment.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)  # Lightning sets it on import
+        variables.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)  # Lightning sets it on import
         self.manager.start_kernel(
-            cwd=str(folder), env=environment, extra_arguments=["--HistoryManager.enabled=False"]
+            cwd=str(folder),
+            env={**variables, **environment},
+            extra_arguments=["--HistoryManager.enabled=False", *options],
         )
         self.client = self.manager.client()
         self.client.start_channels()
@@ -115,7 +127,7 @@ class Notebook:
             "allow_stdin": self.allow_stdin,
             "stop_on_error": stop_on_error,
         }
-        metadata = {} if self.is_console else {"cellId": str(uuid.uuid4())}
+        metadata = {"cellId": str(uuid.uuid4())} if self.metadata is None else self.metadata
         request = self.send("execute_request", content, metadata)
         while True:
             left = started + timeout - time.monotonic()

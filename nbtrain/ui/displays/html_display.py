@@ -46,8 +46,26 @@ def bundle(state: RunState, now: float) -> dict[str, Any]:
     return {"text/html": board.render(state, now), "text/plain": text_summary.summary(state, now)}
 
 
+def in_marimo() -> bool:
+    """Return whether a cell of a marimo notebook runs in this thread."""
+    marimo = sys.modules.get("marimo")
+    return marimo is not None and bool(marimo.running_in_notebook())
+
+
+class _MarimoOutput:
+    """The output of marimo's running cell: a picture takes the place of the one before."""
+
+    def update(self, data: dict[str, Any], raw: bool = True) -> None:
+        marimo = sys.modules["marimo"]
+        marimo.output.replace(marimo.Html(data["text/html"]))
+
+
 def show(output: Any) -> Any:
     """Display a widget or a dictionary of MIME types; return a handle that updates the output."""
+    if in_marimo():
+        handle = _MarimoOutput()
+        handle.update(output)
+        return handle
     from IPython import display
 
     display_function: Any = display.display

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...tracking.state import RunState
 from . import kernel_comms
-from .html_display import Display, HtmlDisplay, ipython_shell
+from .html_display import Display, HtmlDisplay, in_marimo, ipython_shell
 from .terminal import TableDisplay, TextDisplay, can_redraw
 from .widget_board import WidgetDisplay
 
@@ -35,8 +35,11 @@ def choose(
     any other notebook, text in a terminal or a console, and lines of text followed by the HTML
     summary in a headless run (``jupyter execute``, papermill). An `inline` run has the main thread
     to itself, so no click is handled. A run that goes on `behind` its cell is drawn in notebooks
-    only: in a terminal it would write over the prompt.
+    only: in a terminal it would write over the prompt. marimo lets only the cell itself change
+    what it shows.
     """
+    if in_marimo() and view not in ("none", "text"):
+        return Display() if behind else HtmlDisplay()
     shell = ipython_shell()
     in_terminal = getattr(shell, "kernel", None) is None
     is_headless = _is_headless(shell)

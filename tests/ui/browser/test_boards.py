@@ -7,6 +7,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from tests.support.waiting import wait_until
 
 from .conftest import Page, Server
@@ -68,6 +70,11 @@ def test_the_board_lives_and_what_stays_survives_a_reopen(open_notebook: Open) -
     untrusted.shot("untrusted")
 
 
+@pytest.mark.host(
+    "JupyterLab",
+    works="live board with a working Stop button and menus; Notebook 7, too",
+    tried="the real programs in Chromium",
+)
 def test_stop_ends_the_ranks_and_says_so(open_notebook: Open, server: Server) -> None:
     page = _start(open_notebook, "stop.ipynb")
     assert page.button.inner_text().strip() == "Stop"
@@ -99,6 +106,11 @@ def test_an_interrupt_ends_the_ranks(open_notebook: Open, server: Server) -> Non
     wait_until(lambda: not server.ranks())
 
 
+@pytest.mark.host(
+    "JupyterLab",
+    works="a reloaded page goes on showing the run; what stays survives a reopen",
+    tried="the real programs in Chromium",
+)
 def test_a_reloaded_page_goes_on_showing_the_run(open_notebook: Open, server: Server) -> None:
     page = _start(open_notebook, "reload.ipynb")
     page.save()

@@ -450,12 +450,12 @@ def test_a_click_that_comes_through_a_subshell_is_heard_too(notebook: Notebook) 
 
 def test_a_console_gets_lines_of_text_and_the_summary(notebook: Notebook) -> None:
     """jupyter-console, Spyder and qtconsole: they show no HTML, and never update an output."""
-    notebook.is_console = True
+    notebook.metadata = {}
     try:
         out = notebook.run("%%distributed -n 2\nprint('ready', flush=True)\n7")
         text = notebook.run("nbtrain.launch(int, num_processes=1, view='widget');")
     finally:
-        notebook.is_console = False
+        notebook.metadata = None
     assert out.ename == "", out.traceback
     assert not out.displays
     assert "[rank 1] ready" in out.stdout

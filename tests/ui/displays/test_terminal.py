@@ -30,6 +30,11 @@ def terminal(tmp_path: Path) -> Iterator[pexpect.spawn]:
     child.close(force=True)
 
 
+@pytest.mark.host(
+    "IPython",
+    works="a table that is redrawn in place, or lines; results, errors, ^C",
+    tried="the real program in a pseudo-terminal",
+)
 def test_runs_show_lines_results_and_errors(terminal: pexpect.spawn) -> None:
     terminal.sendline("%load_ext nbtrain")
     terminal.expect("In ?\\[2\\]:")
@@ -61,6 +66,11 @@ def test_control_c_ends_the_ranks(terminal: pexpect.spawn) -> None:
     terminal.expect("all ranks → 2")
 
 
+@pytest.mark.host(
+    "jupyter-console",
+    works="lines while it runs, then the summary, as text",
+    tried="the real program in a pseudo-terminal",
+)
 def test_jupyter_console_shows_lines_and_the_summary_but_no_board(tmp_path: Path) -> None:
     """It draws no HTML, and an output that is updated stays as it was at first."""
     pytest.importorskip("jupyter_console")

@@ -1,0 +1,111 @@
+"""Colab: its kernel, its shell and its output tags, and cells with the metadata of its page.
+
+`COLABTOOLS=DIR` names a checkout of googlecolab/colabtools, whose packages the kernel then is made
+of (with portpicker, google-auth and requests installed, and Colab's versions of the rest); without
+it, a kernel of the same names. Colab drops what threads send, and hears no click while a cell runs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.kernel import Notebook, Outputs
+
+KERNEL = """
+from ipykernel.ipkernel import IPythonKernel
+from google.colab import _shell
+
+class Kernel(IPythonKernel):
+    def _shell_class_default(self):
+        return _shell.Shell
+"""
+SHELL = """
+from ipykernel.zmqshell import ZMQInteractiveShell
+from IPython.core.interactiveshell import InteractiveShellABC
+
+class Shell(ZMQInteractiveShell):
+    def run_cell_magic(self, magic_name, line, cell):
+        return super().run_cell_magic(magic_name, line, " " if line and not cell else cell)
+
+InteractiveShellABC.register(Shell)
+"""
+CHECKOUT = os.environ.get("COLABTOOLS", "")
+TRIED = "its real kernel and shell (googlecolab/colabtools) by hand, in CI a kernel of their names"
+
+
+@pytest.fixture(scope="module")
+def colab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    folder: Path = tmp_path_factory.mktemp("colab")
+    packages = CHECKOUT or str(folder / "packages")
+    if not CHECKOUT:
+        package = folder / "packages" / "google" / "colab"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text("")
+        (package / "_kernel.py").write_text(KERNEL)
+        (package / "_shell.py").write_text(SHELL)
+    options = ["--IPKernelApp.kernel_class=google.colab._kernel.Kernel"]
+    if CHECKOUT:
+        options.append("--ext=google.colab")
+    paths = os.pathsep.join(filter(None, (packages, os.environ.get("PYTHONPATH"))))
+    variables = {"PYTHONPATH": paths, "COLAB_RELEASE_TAG": "release-colab"}
+    kernel = Notebook(folder / "home", folder, environment=variables, options=options)
+    kernel.metadata = {"colab": {"cell_id": "q1w2e3r4"}}
+    try:
+        kernel.run("%load_ext nbtrain\nimport nbtrain, os, time, torch")
+        yield kernel
+    finally:
+        kernel.close()
+
+
+@pytest.mark.host(
+    "Colab",
+    works="live board, summary that stays, ■; no Stop button",
+    tried=TRIED,
+)
+def test_the_board_is_one_output_that_moves(colab: Notebook) -> None:
+    go = Path(colab.process.cwd()) / "go"
+
+    def look(out: Outputs) -> None:
+        if sum("running" in update["text/html"] for update in out.updates) > 2:
+            go.touch()
+
+    out = colab.run(
+        "%%distributed -n 2\nwhile not os.path.exists('go'):\n    time.sleep(0.05)", during=look
+    )
+    assert out.ename == "", out.traceback
+    assert len(out.displays) == 1
+    assert not out.models
+    assert "succeeded" in out.updates[-1]["text/html"]
+    assert "Colab" in colab.run("%nbtrain doctor").stdout
+
+
+@pytest.mark.host(
+    "Colab",
+    works="the rank's own error at its line; the next cell runs",
+    tried=TRIED,
+)
+def test_a_failure_and_an_interrupt_leave_the_kernel_well(colab: Notebook) -> None:
+    out = colab.run("%%distributed -n 2\nif nbtrain.rank():\n    1 / 0")
+    assert out.ename == "ZeroDivisionError"
+    assert "line 3" in out.traceback or "----> 3" in out.traceback, out.traceback
+    waits = "%%distributed -n 2\nprint('ready', flush=True)\ntime.sleep(60)"
+    out = colab.run(waits, interrupt_on="ready")
+    assert out.ename == "KeyboardInterrupt"
+    assert colab.value("nbtrain.last_run().state.status") == "interrupted"
+
+
+@pytest.mark.skipif(not CHECKOUT, reason="needs COLABTOOLS, a checkout of googlecolab/colabtools")
+def test_its_own_outputs_go_together_with_the_board(colab: Notebook) -> None:
+    out = colab.run(
+        "from google.colab import output\noutput.enable_custom_widget_manager()\n"
+        "with output.use_tags('training'):\n    run = nbtrain.launch(int, num_processes=2)\n"
+        "output.disable_custom_widget_manager()"
+    )
+    assert out.ename == "", out.traceback
+    assert "succeeded" in out.updates[-1]["text/html"]
+    shell = colab.run("!echo said by the shell")
+    assert "said by the shell" in shell.stdout

@@ -1,0 +1,115 @@
+"""VS Code: its Jupyter extension's own messages, as its source has them (July 2026).
+
+It starts ipykernel itself, sends comm messages on the shell channel and never uses a subshell. ■ is
+a SIGINT for each descendant of the kernel, then for the kernel. A window that was reloaded knows no
+widget and no output of before: it neither asks the kernel for them nor saves their state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.kernel import Notebook, Outputs
+from tests.support.waiting import is_gone, wait_until
+
+CELL = {"cellId": "vscode-notebook-cell:/home/user/train.ipynb#W0sZmlsZQ%3D%3D", "trusted": True}
+WAITS = "%%distributed -n 2\nprint('ready', flush=True)\ntime.sleep(60)"
+
+
+@pytest.fixture(scope="module")
+def vscode(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    folder: Path = tmp_path_factory.mktemp("vscode")
+    variables = {"VSCODE_PID": "1", "VSCODE_CWD": "/"}
+    kernel = Notebook(folder / "home", folder, environment=variables)
+    kernel.metadata = CELL
+    try:
+        kernel.run("%load_ext nbtrain\nimport os, time, torch._dynamo")
+        yield kernel
+    finally:
+        kernel.close()
+
+
+def once(text: str, act: Callable[[Outputs], object]) -> Callable[[Outputs], None]:
+    done: list[object] = []
+
+    def during(out: Outputs) -> None:
+        if not done and any(text in str(m.get("value", "")) for m in out.models.values()):
+            done.append(True)
+            act(out)
+
+    return during
+
+
+def reload_window(kernel: Notebook) -> None:
+    """Go on as a page of another session, which has seen nothing."""
+    kernel.client.stop_channels()
+    kernel.client = kernel.manager.client()
+    kernel.client.start_channels()
+    kernel.client.wait_for_ready(timeout=60)
+
+
+@pytest.mark.host(
+    "VS Code",
+    works="live board with a working Stop button; the summary replaces it",
+    tried="messages of its Jupyter extension to a real kernel",
+)
+def test_the_board_moves_and_its_button_stops(vscode: Notebook) -> None:
+    out = vscode.run(WAITS, during=once("ready", lambda out: vscode.click(out.button()[0])))
+    assert out.ename == "KeyboardInterrupt"
+    assert "by the Stop button" in out.evalue
+    assert set(out.updates[-1]) == {"text/html", "text/plain"}
+    assert "VS Code" in vscode.run("%nbtrain doctor").stdout
+
+
+@pytest.mark.host(
+    "VS Code",
+    works="■ ends the ranks, the next cell runs",
+    tried="a SIGINT to each descendant of the kernel, as its extension sends",
+)
+def test_an_interrupt_of_every_descendant_ends_the_run(vscode: Notebook) -> None:
+    ranks: list[psutil.Process] = []
+
+    def interrupt(_out: Outputs) -> None:
+        ranks.extend(vscode.process.children(recursive=True))
+        for process in [*ranks, vscode.process]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGINT)
+
+    out = vscode.run(WAITS, during=once("ready", interrupt))
+    assert out.ename == "KeyboardInterrupt"
+    assert "interrupted" in out.updates[-1]["text/html"]
+    assert len(ranks) >= 2
+    wait_until(lambda: all(map(is_gone, ranks)))
+    assert vscode.value("1 + 1") == 2
+
+
+@pytest.mark.host(
+    "VS Code",
+    works="after a reload, `%nbtrain show` draws a background run live, with Stop, or as it ended",
+    tried="a second session that knows no widget of the first",
+)
+def test_show_draws_a_run_in_a_window_that_was_reloaded(vscode: Notebook) -> None:
+    background = WAITS.replace("-n 2", "-n 2 --background")
+    first = vscode.run(background)
+    assert first.models
+    reload_window(vscode)
+    shown = vscode.run("%nbtrain show")
+    view = shown.displays[-1]["application/vnd.jupyter.widget-view+json"]
+    assert view["model_id"] in shown.models, "a widget that the reloaded window does not know"
+    assert not {*first.models} & {*shown.models}
+    vscode.click(shown.button()[0])
+    vscode.run("run = nbtrain.last_run().wait()")
+    assert "by the Stop button" in vscode.value("run.state.message")
+    reload_window(vscode)
+    over = vscode.run("%nbtrain show")
+    assert not over.models
+    (display,) = over.displays
+    assert set(display) == {"text/html", "text/plain"}
+    assert "interrupted" in display["text/html"]

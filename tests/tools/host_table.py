@@ -1,0 +1,68 @@
+"""Write the table of hosts into its page, from the tests: `python tests/tools/host_table.py`.
+
+Each test that plays a host has a marker `host` with the host's name, what works, and how it was
+tried: a row of the table. A test compares the page.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "notebooks" / "reference" / "hosts.md"
+START, END = "<!-- the table, made by tests/tools/host_table.py -->\n", "<!-- its end -->\n"
+
+Row = tuple[str, str, str, str]
+
+
+def rows() -> list[Row]:
+    """Return host, what works, how it was tried, and the test, sorted by host."""
+    found = [row for path in sorted(ROOT.glob("tests/**/test_*.py")) for row in _rows_of(path)]
+    return sorted(found, key=lambda row: row[0].lower())
+
+
+def _rows_of(path: Path) -> Iterator[Row]:
+    tree = ast.parse(path.read_text())
+    constants = {
+        target.id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for function in tree.body:
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for call in function.decorator_list:
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.mark.host":
+                (host,) = (ast.literal_eval(argument) for argument in call.args)
+                texts = {
+                    keyword.arg: constants[keyword.value.id]
+                    if isinstance(keyword.value, ast.Name)
+                    else ast.literal_eval(keyword.value)
+                    for keyword in call.keywords
+                }
+                place = f"[{path.name}](../../{path.relative_to(ROOT)})"
+                yield host, texts["works"], texts["tried"], place
+
+
+def table() -> str:
+    """Return the table as Markdown."""
+    lines = ["| host | what works | how it was tried | test |", "|---|---|---|---|"]
+    before = ""
+    for host, works, tried, place in rows():
+        lines.append(f"| {host if host != before else ''} | {works} | {tried} | {place} |")
+        before = host
+    return "\n".join(lines) + "\n"
+
+
+def page(text: str) -> str:
+    """Return the page with the table that the tests make."""
+    head, _, rest = text.partition(START)
+    return head + START + "\n" + table() + "\n" + END + rest.partition(END)[2]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))
