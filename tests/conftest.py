@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from nbtrain.engines.process import fork_server
 from tests.support.cuda_stub import STUB
 from tests.support.kernel import Notebook
 
@@ -42,9 +43,11 @@ def run_root(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
 
 @pytest.fixture(autouse=True)
 def leaves_no_process(request: pytest.FixtureRequest) -> Iterator[None]:
-    """No test leaves a child of the test process behind, beyond those it found."""
+    """No test leaves a child of the test process behind, but what spawned ranks are forked from."""
     before = {p.pid for p in psutil.Process().children(recursive=True)}
     yield
+    if fork_server._current is not None:
+        before.add(fork_server._current.pid)
     left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
     if "notebook" not in request.fixturenames:
         assert not left, left

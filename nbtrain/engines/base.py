@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -148,6 +148,13 @@ class Engine(ABC):
     def prepare(self, plan: Plan) -> None:
         """Do what may still refuse the plan. Raises `PlanError`; nothing was started."""
         return
+
+    def import_ahead(self, job: Job, modules: Sequence[str]) -> Callable[[], bool]:
+        """Begin to import modules once for all ranks, in a process that is not this one.
+
+        Returns what says whether that goes on; the ranks are started after it.
+        """
+        return lambda: False
 
     def discard(self) -> None:
         """Let go of what was prepared, whether it was started or not."""

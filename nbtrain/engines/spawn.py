@@ -1,18 +1,18 @@
 """The spawn engine: ranks are fresh interpreters, for a kernel that cannot be forked any more.
 
 They get the cell and what it refers to (see `nbtrain.transport.payload`); everything else of the
-notebook is not there, and each imports what it needs, which takes seconds.
+notebook is not there. What they import takes seconds: where it can be, they are forked from a clean
+process that has imported it once (`nbtrain.engines.process.fork_server`).
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -25,18 +25,12 @@ from ..worker.job import Job
 from ..worker.rank_environment import rank_environment
 from . import rendezvous
 from .base import Engine, Ranks
+from .process import fork_server
 from .process.children import ChildRanks
+from .process.interpreter import interpreter_command
 
-_BOOT = """
-import sys
-sys.path[:] = [p for p in sys.path if p]  # no json.py of the notebook's folder
-import json
-order = json.loads(sys.argv.pop())
-sys.path[:] = order["path"]
-from MODULE import main
-del json, sys
-main(globals().pop("order"))
-"""
+_READ_AT_IMPORT = ("OMP_NUM_THREADS", "USE_TORCH_XLA")
+"""The variables of a rank, of those that nbtrain sets, that libraries read when they are loaded."""
 
 
 class SpawnEngine(Engine):
@@ -46,6 +40,7 @@ class SpawnEngine(Engine):
 
     def __init__(self) -> None:
         self._parcel: payload.PackedPlan | None = None
+        self._server: fork_server.ForkServer | None = None
 
     def prepare(self, plan: Plan) -> None:
         """Pack what the ranks will need. Raises `PlanError` naming what cannot be sent."""
@@ -61,6 +56,15 @@ class SpawnEngine(Engine):
         if self._parcel is not None:
             self._parcel.close()
 
+    def import_ahead(self, job: Job, modules: Sequence[str]) -> Callable[[], bool]:
+        """Have modules imported once for all ranks, in a process from which they are forked."""
+        inherited = accelerator_guard.without_our_checks(os.environ)
+        own = rank_environment(job, 0, inherited)
+        given = {n: v for n, v in own.items() if n in job.plan.env or n in _READ_AT_IMPORT}
+        server = fork_server.begin({**inherited, **given}, modules)
+        self._server = server
+        return server.is_importing if server is not None else lambda: False
+
     def start(self, job: Job) -> Ranks:
         """Start every rank. Raises `LaunchError`, leaving none behind."""
         if self._parcel is None:
@@ -71,8 +75,9 @@ class SpawnEngine(Engine):
         ranks = ChildRanks(job.scratch)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            for rank in range(job.world_size):
-                ranks.add(rank, spawn_rank(job, rank, self._parcel))
+            if not self._fork(job, ranks, self._parcel):
+                for rank in range(job.world_size):
+                    ranks.add(rank, spawn_rank(job, rank, self._parcel))
             ranks.meet_at(rendezvous.StoreProcess(listener))
         except BaseException:  # whatever it was, an interrupt included: no rank stays behind
             listener.close()
@@ -82,6 +87,31 @@ class SpawnEngine(Engine):
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return ranks
 
+    def _fork(self, job: Job, ranks: ChildRanks, parcel: payload.PackedPlan) -> bool:
+        """Fork every rank from the server; return False where that is not possible."""
+        if self._server is None:
+            return False
+        orders = [_forked_order(job, rank, parcel) for rank in range(job.world_size)]
+        try:
+            with self._server.fork(orders, parcel.descriptors) as pids:
+                for rank, pid in enumerate(pids):
+                    ranks.add(rank, pid)
+        except fork_server.ServerError as error:
+            fork_server.end(str(error))
+            return False
+        return True
+
+
+def _forked_order(job: Job, rank: int, parcel: payload.PackedPlan) -> dict[str, Any]:
+    """Return an order with all that an interpreter would have from its start."""
+    inherited = accelerator_guard.without_our_checks(os.environ)
+    return {
+        **_order(job, rank, parcel),
+        "environment": {**inherited, **rank_environment(job, rank, inherited)},
+        "log": str(job.folder.log(rank)),
+        "imports": "" if rank else str(job.folder.imports(rank)),
+    }
+
 
 def spawn_rank(job: Job, rank: int, parcel: payload.PackedPlan) -> int:
     """Start one interpreter; return its process. Raises `LaunchError`."""
@@ -90,7 +120,9 @@ def spawn_rank(job: Job, rank: int, parcel: payload.PackedPlan) -> int:
     log = os.open(job.folder.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         process = subprocess.Popen(
-            interpreter_command("nbtrain.engines.spawn_main", _order(job, rank, parcel)),
+            interpreter_command(
+                "nbtrain.engines.spawn_main", {"path": sys.path, **_order(job, rank, parcel)}
+            ),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -122,16 +154,10 @@ def _advice(error: OSError) -> str:
     return f"Every rank runs {sys.executable}, which this user must be able to start."
 
 
-def interpreter_command(module: str, order: Mapping[str, Any]) -> list[str]:
-    """Return the command of a fresh interpreter that calls `main` of a module with an order."""
-    return [sys.executable, "-c", _BOOT.replace("MODULE", module), json.dumps(order)]
-
-
 def _order(job: Job, rank: int, parcel: payload.PackedPlan) -> dict[str, Any]:
     """Return all that a rank must know before it can load the parcel."""
     sent = ("world_size", "device", "threads", "port", "attempt", "scratch")
     return {
-        "path": sys.path,
         "parent": os.getpid(),
         "clock": clock.offset(),
         "folder": str(job.folder.path),

@@ -24,10 +24,11 @@ from .process.kernel_detach import die_with, text_stream
 
 def main(order: dict[str, Any]) -> NoReturn:
     """Load the parcel, be the rank, and end the process."""
-    run_to_end(lambda: _be_rank(order))
+    run_to_end(lambda: be_rank(order))
 
 
-def _be_rank(order: dict[str, Any]) -> int:
+def be_rank(order: dict[str, Any]) -> int:
+    """Load the parcel, and be the rank; return the exit code."""
     folder = RunFolder(Path(order["folder"]))
     die_with(order["parent"])
     clock.follow(order["clock"])

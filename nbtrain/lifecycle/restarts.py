@@ -58,15 +58,9 @@ def run_attempts(
     reaper: OrphanReaper | None = None
     supervisor.look_at_cards()
     try:
-        if engine.forks_kernel:
-            importing = importer.prepare(job.plan.env)
-            if not supervisor.wait_while(importing.is_going_on, interrupts, IMPORTING):
-                importer.stop()
-                importing.leave_behind()
-                supervisor.finish()
-                return None
-            for note in importing.notes():
-                supervisor.note(note)
+        if not _import_ahead(engine, job, supervisor, interrupts):
+            supervisor.finish()
+            return None
         while True:
             with importer.inherited():
                 ranks = engine.start(job)
@@ -100,9 +94,24 @@ def run_attempts(
             shutil.rmtree(job.scratch, ignore_errors=True)
     supervisor.look_at_cards()
     supervisor.finish()
-    if engine.forks_kernel:
-        importer.learn(job)
+    importer.learn(job)
+    engine.import_ahead(job, importer.modules())  # for the next run, in a process of its own
     return ranks.error
+
+
+def _import_ahead(engine: Engine, job: Job, supervisor: Supervisor, interrupts: Interrupts) -> bool:
+    """Import, once for all ranks, what they need; return False if the run was stopped meanwhile."""
+    if not engine.forks_kernel:
+        is_importing = engine.import_ahead(job, importer.modules())
+        return supervisor.wait_while(is_importing, interrupts, IMPORTING)
+    importing = importer.prepare(job.plan.env)
+    if not supervisor.wait_while(importing.is_going_on, interrupts, IMPORTING):
+        importer.stop()
+        importing.leave_behind()
+        return False
+    for note in importing.notes():
+        supervisor.note(note)
+    return True
 
 
 def _scratch() -> str:

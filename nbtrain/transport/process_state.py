@@ -98,5 +98,7 @@ def restore(collected: dict[str, Any]) -> None:
         import numpy
 
         numpy.random.set_state(collected["numpy"])
+    elif "numpy" in sys.modules:  # a rank that was forked has the state of its siblings
+        sys.modules["numpy"].random.seed()
     torch.cuda.manual_seed_all(collected["seed"])  # remembered until there is CUDA
     torch.set_rng_state(collected["torch"])

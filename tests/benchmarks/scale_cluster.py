@@ -77,13 +77,13 @@ def _row(what: str, unit: str, ours: Any, theirs: Any, limit: float | None = Non
 def watch(rounds: int) -> dict[str, list[float]]:
     """Watch a run on such a cluster; return figures of each round. Called in a kernel."""
     launch: Any = importlib.import_module("nbtrain.lifecycle.launcher")
-    from nbtrain.engines import spawn
+    from nbtrain.engines.process import interpreter
     from nbtrain.engines.ray.engine import DriverClient, RayEngine
     from nbtrain.lifecycle.supervisor import Interrupts, Supervisor
     from nbtrain.planning.plan import Call, Plan
     from nbtrain.ui.displays import select
 
-    spawn._BOOT = (
+    interpreter._BOOT = (
         f"import sys, json; order = json.loads(sys.argv.pop()); sys.path[:] = order['path']\n"
         f"sys.path.append({str(HERE)!r}); import scale_cluster; scale_cluster.serve(order)"
     )

@@ -29,7 +29,7 @@ from ...tracking.event_log import event_tail, new_events
 from ...transport import payload
 from ...worker.job import Job
 from ..base import SIGNALS, Action, Engine, Exit, Ranks
-from ..spawn import interpreter_command
+from ..process.interpreter import interpreter_command
 from . import dependencies
 from .driver import Driver
 from .node_ranks import NodeOrder, node_events

@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ...errors import LaunchError, MissingExtra
@@ -56,6 +56,10 @@ class TorchTpuEngine(SpawnEngine):
         super().prepare(plan)
         # Here an interrupt is noticed; attempts after the first need addresses of their own.
         self._launch_env = launch_environment(plan.num_processes or 1, plan.env)
+
+    def import_ahead(self, job: Job, modules: Sequence[str]) -> Callable[[], bool]:
+        """Import nothing ahead of time: torch loads torch_tpu, which works in no forked process."""
+        return lambda: False
 
     def start(self, job: Job) -> Ranks:
         """Start every rank. Raises `LaunchError`, leaving none behind."""

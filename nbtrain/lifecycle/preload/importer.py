@@ -100,7 +100,8 @@ class Importer:
         been imported yet would read one of them, all are left to the ranks.
         """
         known = known_imports.read() if is_on() else KnownImports()
-        names = [] if {*variables} & {*known.reads} else self._wanted(known)
+        names = [n for n in self._wanted(known) if n not in sys.modules]
+        names = [] if {*variables} & {*known.reads} else names
         thread = None
         if names:
             self._guard_forks()
@@ -110,6 +111,10 @@ class Importer:
             thread.start()
         environment = {**os.environ, **variables}
         return Importing(thread, lambda: self._differences(environment))
+
+    def modules(self) -> list[str]:
+        """Return what ranks that are not forked from this process will need."""
+        return self._wanted(known_imports.read()) if is_on() else []
 
     def stop(self) -> None:
         """Import no module more than the one under way."""
@@ -131,8 +136,7 @@ class Importer:
         return [
             name
             for name in known.harmless
-            if name not in sys.modules
-            and name not in self._failed
+            if name not in self._failed
             and (name in self._needed or name.partition(".")[0] in sys.modules)
         ]
 

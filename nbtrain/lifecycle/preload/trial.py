@@ -22,7 +22,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +30,7 @@ import psutil
 
 from ...engines.process.kernel_detach import die_with
 from ...system import accelerator_guard
-from ...system.instrumentation import replace
+from ...system.instrumentation import environment_reads, replace
 
 LARGEST = 1 << 30
 """Bytes that importing all modules may add to the process."""
@@ -217,9 +216,6 @@ class _Watched:
     def __init__(self) -> None:
         self.environment = tuple(os.environ)
         self.reads: set[str] = set()
-        self.listed: deque[str] = deque()
-        """Names that were listed. Who takes their values in turn copies the environment: nobody
-        reads a variable then."""
         self.at_fork = 0
         self.finders = len(sys.meta_path)
         """Finders of modules; one more behind them takes no module from them."""
@@ -229,24 +225,6 @@ class _Watched:
 def _watching() -> Iterator[_Watched]:
     """Note which environment variables are read, and whether functions are to run at a fork."""
     watched = _Watched()
-    read: Callable[..., str] = type(os.environ).__getitem__
-
-    def reading(environment: Any, name: Any) -> str:
-        if watched.listed and watched.listed[0] == name:
-            watched.listed.popleft()
-        elif isinstance(name, str):
-            watched.listed.clear()
-            watched.reads.add(name)
-        return read(environment, name)
-
-    iterate: Callable[..., Iterator[str]] = type(os.environ).__iter__
-
-    def iterating(environment: Any) -> Iterator[str]:
-        watched.listed.clear()
-        for name in iterate(environment):
-            watched.listed.append(name)
-            yield name
-
     register: Callable[..., None] = getattr(os, "register_at_fork", lambda **_functions: None)
 
     def registering(**functions: Any) -> None:
@@ -258,13 +236,9 @@ def _watching() -> Iterator[_Watched]:
         watched.at_fork += bool(in_kernel) and not is_pythons
         register(**functions)
 
-    undo = [
-        replace(type(os.environ), "__getitem__", reading),
-        replace(type(os.environ), "__iter__", iterating),
-        replace(os, "register_at_fork", registering),
-    ]
+    restore = replace(os, "register_at_fork", registering)
     try:
-        yield watched
+        with environment_reads() as watched.reads:
+            yield watched
     finally:
-        for restore in undo:
-            restore()
+        restore()

@@ -1,0 +1,321 @@
+"""A clean process from which ranks are forked where the kernel itself cannot be.
+
+A fresh interpreter imports torch and all that a training needs: seconds of CPU in each rank of each
+launch. This process imports it once. It holds nothing of the notebook, touches no accelerator, and
+is kept for the next launch that would start the same interpreters: what they would get of a kernel
+must be what it got (`_inherited`), and so must the environment variables that its modules read.
+
+The ranks are the kernel's own children all the same. A process between the two forks them and
+ends, and Linux gives orphans to the nearest ancestor that asks for them. So they are watched,
+signalled and reaped as any, and need the server no more.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...system.source_files import is_library
+from ...tracking.launch_log import LOGGER
+from ...worker.telemetry.import_report import is_on
+from .interpreter import interpreter_command
+
+PATIENCE = 15.0
+"""Seconds that the server has to fork all ranks; one second of them on a very busy machine."""
+
+FAILURES = 2
+"""Servers that did not do what they should before this process starts no other."""
+
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
+
+_STATUS = (
+    *("Umask", "Uid", "Gid", "Groups", "SigIgn", "CapPrm", "CapEff", "CapBnd", "CapAmb"),
+    *("NoNewPrivs", "Seccomp", "Cpus_allowed", "Mems_allowed"),
+)
+"""What a new process inherits, of those lines in which /proc describes one."""
+
+
+_NATIVE = (
+    *("LD_", "LC_", "LANG", "TZ", "MALLOC_", "GLIBC_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_"),
+    *("OPENBLAS_", "GOTO_", "BLIS_", "DNNL_", "ONEDNN_", "TORCH", "PYTORCH_", "ATEN_", "GLOO_"),
+    *(
+        "CUDA",
+        "CUBLAS",
+        "CUDNN",
+        "NVIDIA_",
+        "NCCL_",
+        "HIP_",
+        "ROC",
+        "HSA_",
+        "XLA_",
+        "PJRT_",
+        "TPU_",
+    ),
+)
+"""How the variables begin that libraries may read without Python's knowledge, when loaded."""
+
+
+class ServerError(Exception):
+    """The server forked no ranks: fresh interpreters must do."""
+
+
+class ForkServer:
+    """The server, until `close`. It ends with this process."""
+
+    def __init__(
+        self, environment: Mapping[str, str], modules: Sequence[str], facts: object
+    ) -> None:
+        self._environment, self._facts = dict(environment), facts
+        self._reads: set[str] = set()
+        self._trouble = ""
+        self._asked: dict[str, None] = dict.fromkeys(modules)
+        self._answers = b""
+        self._importing = 1
+        ours, theirs = socket.socketpair()
+        order = {
+            "path": sys.path,
+            "installed": installed(sys.path),
+            "parent": os.getpid(),
+            "socket": theirs.fileno(),
+            "modules": list(modules),
+        }
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process = subprocess.Popen(
+                interpreter_command("nbtrain.engines.fork_server_main", order),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=dict(environment),
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # an interrupt of the kernel is not for it
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self._socket = ours
+        LOGGER.info("process %d imports what ranks need", self._process.pid)
+
+    @property
+    def pid(self) -> int:
+        """The server's process."""
+        return self._process.pid
+
+    def is_importing(self) -> bool:
+        """Whether it is busy with imports; False, too, once it has ended."""
+        with contextlib.suppress(ServerError):
+            while self._importing:
+                has_answer = b"\n" in self._answers
+                if not has_answer and not select.select([self._socket], [], [], 0)[0]:
+                    return True
+                self._take(self._answer())
+        return False
+
+    def has_ended(self) -> bool:
+        """Whether it has ended, by itself or by somebody's hand."""
+        return self._process.poll() is not None
+
+    def would_be(self, environment: Mapping[str, str], facts: object) -> bool:
+        """Whether a server that is started now would be the same, as far as it imports."""
+        names = {*environment, *self._environment}
+        changed = {n for n in names if environment.get(n) != self._environment.get(n)}
+        if changed and self.is_importing():  # nobody knows what it will have read
+            return False
+        return facts == self._facts and not any(
+            name in self._reads or name.startswith(_NATIVE) for name in changed
+        )
+
+    def add(self, modules: Sequence[str]) -> None:
+        """Have more modules imported; those that it was asked for before are left out."""
+        new = [name for name in modules if name not in self._asked]
+        if new:
+            self._asked |= dict.fromkeys(new)
+            self._importing += 1
+            self._send({"modules": new})
+
+    @contextlib.contextmanager
+    def fork(
+        self, orders: Sequence[Mapping[str, Any]], files: Sequence[int]
+    ) -> Iterator[list[int]]:
+        """Fork a rank for each order; yield their processes, which begin when the body has ended.
+
+        They get copies of the descriptors in `files`. Raises `ServerError` where they cannot be
+        forked; nothing is left of them then, nor if the body raises.
+        """
+        pids: dict[int, int] = {}
+        gate, opener = os.pipe()
+        place = os.open(".", getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY)
+        try:
+            with _adopting():
+                request = {"path": sys.path, "ranks": list(orders), "parent": os.getpid()}
+                self._send(request, [place, gate, *files])
+                deadline = time.monotonic() + PATIENCE
+                while len(pids) < len(orders):
+                    answer = self._answer(deadline)
+                    if "pid" in answer:
+                        pids[answer["number"]] = answer["pid"]
+                    self._take(answer)
+            yield [pids[number] for number in range(len(orders))]
+            os.write(opener, b"." * len(orders))
+        except BaseException:  # whatever it was, an interrupt included: none is left
+            self.close()
+            for pid in pids.values():
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+            raise
+        finally:
+            for descriptor in (place, gate, opener):
+                os.close(descriptor)
+
+    def _send(self, request: Mapping[str, Any], files: Sequence[int] = ()) -> None:
+        data = json.dumps(request).encode()
+        try:
+            self._socket.settimeout(PATIENCE)
+            socket.send_fds(self._socket, [len(data).to_bytes(8, "big")], files)
+            self._socket.sendall(data)
+        except OSError as error:
+            reason = self._trouble or f"it cannot be asked ({error.strerror or error})"
+            raise ServerError(reason) from error
+
+    def _answer(self, deadline: float = 0.0) -> dict[str, Any]:
+        """Return the next answer, a line of JSON. Raises `ServerError` without one."""
+        while b"\n" not in self._answers:
+            try:
+                self._socket.settimeout(max(0.1, deadline - time.monotonic()))
+                data = self._socket.recv(1 << 16)
+            except OSError as error:
+                self._importing = 0
+                raise ServerError(f"it does not answer ({error.strerror or error})") from error
+            if not data:
+                self._importing = 0
+                raise ServerError("it has ended")
+            self._answers += data
+        line, _, self._answers = self._answers.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _take(self, answer: Mapping[str, Any]) -> None:
+        if "unfit" in answer:
+            self._importing, self._trouble = 0, answer["unfit"]
+            raise ServerError(self._trouble)
+        if "imported" in answer:
+            self._importing -= 1
+            self._reads.update(answer["reads"])
+            LOGGER.info("process %d has imported %d modules", self.pid, answer["imported"])
+
+    def forget(self) -> None:
+        """In a forked copy of this process: leave the server to the one that started it."""
+        self._socket.close()
+        self._process.returncode = 0
+
+    def close(self) -> None:
+        """End it. May be repeated."""
+        self._socket.close()
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+
+_current: ForkServer | None = None
+_failures = 0
+_minds_forks = False
+_adoption = threading.Lock()
+
+
+def begin(environment: Mapping[str, str], modules: Sequence[str]) -> ForkServer | None:
+    """Return a server that has imported modules, or does so now; None where there can be none.
+
+    `environment` is what a fresh interpreter would get, but for what differs by rank and launch.
+    """
+    global _current, _minds_forks
+    if sys.platform != "linux" or not is_on() or _failures >= FAILURES:
+        return None
+    try:
+        facts = _inherited()
+        is_fit = _current is not None and _current.would_be(environment, facts)
+        if _current is not None and (not is_fit or _current.has_ended()):
+            end()
+        if _current is None:
+            _current = ForkServer(environment, modules, facts)
+            if not _minds_forks:
+                _minds_forks = True
+                os.register_at_fork(after_in_child=_forget)
+                atexit.register(end)
+        else:
+            _current.add(modules)
+    except (OSError, ServerError) as error:  # out of processes, descriptors: others may be free
+        LOGGER.info("no process imports ahead of time: %s", error)
+        end()
+    return _current
+
+
+def end(reason: str = "") -> None:
+    """End this process's server, if it has one; a `reason` is one to try fewer times again."""
+    global _current, _failures
+    if reason:
+        _failures += 1
+        LOGGER.info("ranks are not forked from a process that was kept: %s", reason)
+    if _current is not None:
+        _current.close()
+        _current = None
+
+
+def _forget() -> None:
+    global _current
+    if _current is not None:
+        _current.forget()
+        _current = None
+
+
+def installed(path: Sequence[str]) -> list[str]:
+    """Return the folders of a module path whose modules are installed: they do not change."""
+    return [folder for folder in path if is_library(os.path.join(folder, ""))]
+
+
+def _inherited() -> tuple[object, ...]:
+    """Return what an interpreter gets of this process, but for what ranks are given anew."""
+    import resource
+
+    with open("/proc/thread-self/status") as file:
+        lines = [line for line in file if line.partition(":")[0] in _STATUS]
+    limits = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+    return (
+        sys.executable,
+        installed(sys.path),
+        sysconfig.get_paths(),
+        lines,
+        [resource.getrlimit(getattr(resource, name)) for name in limits],
+        os.getpriority(os.PRIO_PROCESS, 0),
+        Path("/proc/self/cgroup").read_text(),
+    )
+
+
+@contextlib.contextmanager
+def _adopting() -> Iterator[None]:
+    """Have processes whose parent ends become this one's children, as long as it takes."""
+    prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
+    with _adoption:
+        prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+        prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        try:
+            yield
+        finally:
+            prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)

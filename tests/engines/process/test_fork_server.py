@@ -1,0 +1,214 @@
+"""Ranks that are forked from a clean process are what fresh interpreters would be, at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nbtrain.lifecycle.preload import known_imports
+from nbtrain.lifecycle.preload.known_imports import KnownImports
+from tests.support.kernel import Notebook
+from tests.support.waiting import is_gone, wait_until
+
+SETUP = """
+import os, sys, time, torch, nbtrain
+from pathlib import Path
+from nbtrain.engines.process import fork_server
+from nbtrain.lifecycle.preload.importer import importer
+importer._has_given_up = True  # no trials: what is known is the test's
+def server():
+    return fork_server._current and fork_server._current.pid
+"""
+
+SPAWN = "%%distributed -n 2 -e spawn --as run\n"
+IS_FORKED = "'nbtrain.engines.fork_server_main' in sys.modules"
+
+
+@pytest.fixture
+def kernel(start_kernel: Callable[..., Notebook]) -> Notebook:
+    """A kernel that may import ahead of time."""
+    kernel = start_kernel()
+    kernel.run(f"%env NBTRAIN_PRELOAD=on\n%load_ext nbtrain\n{SETUP}")
+    return kernel
+
+
+def asked(kernel: Notebook, expression: str, options: str = "") -> list[object]:
+    """Return what an expression is in each rank."""
+    out = kernel.run(SPAWN.replace("--as", f"{options} --as") + expression)
+    assert out.ename == "", out.traceback
+    answers: list[object] = kernel.value("run.results")
+    return answers
+
+
+def test_later_runs_have_the_same_process_and_the_kernels_own_children(kernel: Notebook) -> None:
+    assert kernel.value("server()") is None  # nothing for those who never ask
+    assert asked(kernel, IS_FORKED) == [True, True]
+    first = kernel.value("server()")
+    kernel.run("before = sorted(os.listdir('/proc/self/fd'))")
+    pids = asked(kernel, "os.getppid(), os.getsid(0) == os.getpid(), 'torch' in sys.modules")
+    assert pids == [(kernel.value("os.getpid()"), True, True)] * 2
+    out = kernel.run("%%distributed -n 2\nopen_ = len(os.listdir('/proc/self/fd'))")
+    assert out.ename == "", out.traceback
+    assert kernel.run(f"{SPAWN}1 / 0").ename == "ZeroDivisionError"
+    assert kernel.run(f"{SPAWN}os._exit(3)").ename == "RankDied"
+    assert kernel.value("server()") == first
+    assert kernel.value("before == sorted(os.listdir('/proc/self/fd'))")
+    assert psutil.Process(first).status() == psutil.STATUS_SLEEPING
+    assert kernel.value("__import__('psutil').Process().children().__len__()") == 1
+
+
+def test_what_changed_in_the_notebook_is_so_in_its_ranks(kernel: Notebook, tmp_path: Path) -> None:
+    asked(kernel, "1")
+    first = kernel.value("server()")
+    kernel.run("os.environ['MINE'] = '5'; os.environ.pop('NBTRAIN_PRELOAD', None)")
+    (tmp_path / "own_module.py").write_text("import os\nname = os.getcwd()")
+    kernel.run(f"os.makedirs({str(tmp_path / 'there')!r}); os.chdir({str(tmp_path / 'there')!r})")
+    kernel.run(f"sys.path.append({str(tmp_path)!r}); import own_module")
+    look = "os.environ['MINE'], 'NBTRAIN_PRELOAD' in os.environ, own_module.name, sys.path"
+    there = str(tmp_path / "there")
+    assert asked(kernel, look) == [("5", False, there, kernel.value("sys.path"))] * 2
+    assert kernel.value("server()") == first
+    # What torch or a driver may have read, when it was loaded: another process is needed.
+    kernel.run("os.environ['CUDA_VISIBLE_DEVICES'] = '7'")
+    assert asked(kernel, f"os.environ['CUDA_VISIBLE_DEVICES'], {IS_FORKED}") == [("7", True)] * 2
+    assert kernel.value("server()") != first
+    kernel.run("before, mask = server(), os.umask(0o077)")
+    assert asked(kernel, "os.umask(0o077)") == [0o077, 0o077]
+    assert kernel.value("server() != before")
+
+
+def test_it_is_killed_between_two_runs(kernel: Notebook) -> None:
+    asked(kernel, "1")
+    first = kernel.value("server()")
+    os.kill(first, signal.SIGKILL)
+    assert asked(kernel, IS_FORKED) == [True, True]
+    assert kernel.value("server()") != first
+    wait_until(lambda: is_gone(first))
+
+
+def test_ranks_outlive_it_and_stop_when_asked(kernel: Notebook) -> None:
+    asked(kernel, "1")
+    killed = "os.kill(server, 9)\nwhile os.path.exists(f'/proc/{server}/exe'): time.sleep(0.01)"
+    kernel.run("server = server()")
+    out = kernel.run(f"{SPAWN}import torch.distributed as dist\n"
+                     "dist.init_process_group('gloo')\ndist.barrier()\n"
+                     f"if nbtrain.rank() == 0:\n    {killed.replace(chr(10), chr(10) + '    ')}\n"
+                     "dist.barrier()\nprint('be' + 'gun', flush=True)\n"
+                     "time.sleep(60)", interrupt_on="begun")  # fmt: skip
+    assert out.ename == "KeyboardInterrupt"
+    assert "interrupted" in out.board
+    children = "[child.pid for child in __import__('psutil').Process().children()]"
+    assert kernel.value(f"{children} == [fork_server._current.pid]")  # another one
+
+
+def test_it_ends_with_its_launcher_and_so_do_the_ranks(tmp_path: Path) -> None:
+    script = (
+        "import nbtrain, os, sys, time\n"
+        "from nbtrain.engines.process import fork_server\n"
+        "def train(server):\n"
+        f"    open({str(tmp_path)!r} + f'/{{server}}', 'w').close()\n"
+        f"    open({str(tmp_path)!r} + f'/{{os.getpid()}}', 'w').close()\n"
+        "    time.sleep(60)\n"
+        "options = {'num_processes': 2, 'engine': 'spawn', 'view': 'none'}\n"
+        "nbtrain.launch(int, **options)\n"
+        "nbtrain.launch(train, fork_server._current.pid, **options)\n"
+    )
+    environment = {**os.environ, "NBTRAIN_PRELOAD": "on"}
+    launcher = subprocess.Popen([sys.executable, "-c", script], env=environment)
+    try:
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 3, timeout=60)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    pids = [int(p.name) for p in tmp_path.iterdir()]
+    wait_until(lambda: all(map(is_gone, pids)))
+
+
+def fake_package(kernel: Notebook, tmp_path: Path, source: str) -> Path:
+    """Install a package of which it is known that it can be imported ahead of time."""
+    folder = tmp_path / "site-packages"
+    (folder / "fake_package").mkdir(parents=True)
+    module = folder / "fake_package" / "__init__.py"
+    module.write_text(source)
+    kernel.run(f"sys.path.append({str(folder)!r}); importer._needed.add('fake_package')")
+    kernel.run(
+        "from nbtrain.lifecycle.preload import known_imports\n"
+        "known_imports.write(known_imports.KnownImports(('fake_package',)))"
+    )
+    return module
+
+
+def test_a_package_that_is_installed_again_is_imported_anew(
+    kernel: Notebook, tmp_path: Path
+) -> None:
+    module = fake_package(kernel, tmp_path, "version = 1")
+    look = f"import fake_package\nfake_package.version, {IS_FORKED}"
+    here = "'fake_package' in sys.modules"
+    assert asked(kernel, here) == [True, True]
+    assert asked(kernel, look) == [(1, True)] * 2
+    module.write_text("version = 2 * 1")
+    assert [version for version, _ in asked(kernel, look)] == [2, 2]  # type: ignore[attr-defined]
+    assert asked(kernel, look) == [(2, True)] * 2
+
+
+def test_a_module_of_ones_own_with_the_name_of_an_installed_one_is_what_ranks_get(
+    kernel: Notebook, tmp_path: Path
+) -> None:
+    fake_package(kernel, tmp_path, "version = 1")
+    look = f"import fake_package\nfake_package.version, {IS_FORKED}"
+    Path(kernel.value("os.getcwd()"), "fake_package").mkdir()  # of results: no package
+    assert asked(kernel, look) == [(1, True)] * 2
+    kernel.run("Path('fake_package.py').write_text('version = 5')")
+    assert asked(kernel, look) == [(5, False)] * 2
+    log = kernel.value("(run.folder / 'launcher.log').read_text()")
+    assert "has a fake_package of its own" in log
+
+
+def test_a_process_that_holds_an_accelerator_is_not_forked(
+    kernel: Notebook, tmp_path: Path, stub: Path
+) -> None:
+    source = f"import ctypes\nctypes.CDLL({str(stub)!r}).cuInit(0)"
+    fake_package(kernel, tmp_path, source)
+    assert asked(kernel, f"{IS_FORKED}, 'fake_package' in sys.modules") == [(False, False)] * 2
+    assert "initialised CUDA" in kernel.value("(run.folder / 'launcher.log').read_text()")
+
+
+def test_an_interrupt_while_it_imports_starts_no_rank(kernel: Notebook, tmp_path: Path) -> None:
+    go_on = tmp_path / "go-on"
+    source = f"import os, time\nopen({str(tmp_path / 'begun')!r}, 'w')\n"
+    source += f"while not os.path.exists({str(go_on)!r}): time.sleep(0.01)"
+    fake_package(kernel, tmp_path, source)
+    kernel.run(
+        "import signal, threading\n"
+        "def press():\n"
+        f"    while not os.path.exists({str(tmp_path / 'begun')!r}): time.sleep(0.01)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "threading.Thread(target=press).start()"
+    )
+    out = kernel.run(f"{SPAWN}1")
+    assert out.ename == "KeyboardInterrupt"
+    assert "Importing, once for all ranks" in kernel.value(
+        "(nbtrain.last_run().folder / 'launcher.jsonl').read_text()"
+    )
+    go_on.touch()
+    assert asked(kernel, f"{IS_FORKED}, 'fake_package' in sys.modules") == [(True, True)] * 2
+
+
+def test_it_imports_what_a_rank_had_to_import_before_the_next_run(
+    kernel: Notebook, run_root: Path
+) -> None:
+    kernel.run(
+        "from nbtrain.lifecycle.preload import known_imports\n"
+        "known_imports.write(known_imports.KnownImports(('wsgiref', 'wsgiref.util')))"
+    )
+    look = "'wsgiref.util' in sys.modules"
+    assert asked(kernel, f"before = {look}\nimport wsgiref.util\nbefore") == [False, False]
+    assert asked(kernel, look) == [True, True]
+    assert known_imports.read() == KnownImports()  # the kernel's file, not this process's
