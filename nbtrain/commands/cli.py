@@ -70,13 +70,14 @@ def _do(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             print(doctor.page())
             print("\nRun `%nbtrain doctor` in a cell to see the same for a notebook's kernel.")
         case "runs":
-            _show(catalog.page(catalog.run_infos(), clock.now()))
+            _show(catalog.page(catalog.run_infos()))
         case "export":
             output = options.output or options.notebook.with_suffix(".py")
             export.export(options.notebook, output, options.cell)
             print(f"wrote {output}")
         case "show":
-            state, now = catalog.find_run(options.run).state, clock.now()
+            state = catalog.find_run(options.run).state
+            now = clock.now(state.clock_offset)
             _show(f"{text_summary.summary(state, now)}\n\n{summary(state, now)}")
         case "logs":
             _show(catalog.find_run(options.run).logs(options.rank, options.tail))

@@ -25,7 +25,6 @@ from ..planning.option_parser import parse_options, parser, split_line, split_op
 from ..planning.plan import OPTIONS, Cell, Plan
 from ..system import accelerator_guard
 from ..system.text import did_you_mean
-from ..tracking import clock
 from . import cell_watch
 
 if TYPE_CHECKING:  # each is imported when it is asked for: %load_ext would take longer by a tenth
@@ -129,7 +128,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
 
                 print(doctor.page())
             case ["runs"]:
-                print(catalog.page(catalog.run_infos(), clock.now()))
+                print(catalog.page(catalog.run_infos()))
             case ["show", *names] if len(names) <= 1:
                 catalog.find_run(*names).show()
             case ["stop", *names] if len(names) <= 1:

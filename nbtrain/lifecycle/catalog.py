@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import NbtrainError
 from ..system.text import format_duration, plural
+from ..tracking import clock
 from ..tracking import run_folder as folders
 from ..ui.labels import main_metric
 from ..ui.tables import text_table
@@ -36,19 +37,21 @@ def runs() -> Any:
     return frame(run_infos())
 
 
-def page(infos: list[RunInfo], now: float) -> str:
+def page(infos: list[RunInfo]) -> str:
     """Return a table of runs, and how to show one of them."""
     skipped = [f"{name} {reason}: skipped" for name, reason in folders.foreign().items()]
     if not infos:
         return "\n".join([f"No run is kept in {folders.root()}.", *skipped])
     head = ("run", "status", "when", "ranks", "took", "last")
-    lines = text_table([head, *(_row(info, now) for info in infos)], "<" * len(head))
+    lines = text_table([head, *(_row(info) for info in infos)], "<" * len(head))
     hint = "%nbtrain show RUN displays a run, %nbtrain stop RUN ends it (RUN: how its name begins)."
     return "\n".join([*lines, "", *skipped, hint])
 
 
-def _row(info: RunInfo, now: float) -> tuple[str, ...]:
-    so_far = max(0.0, now - info.created) if info.status == "running" else None
+def _row(info: RunInfo) -> tuple[str, ...]:
+    so_far = None
+    if info.status == "running":
+        so_far = max(0.0, clock.now(info.clock_offset) - info.created)
     seconds = so_far if info.seconds is None else info.seconds
     metric = main_metric(info.metrics)
     return (

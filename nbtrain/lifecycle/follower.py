@@ -72,7 +72,7 @@ class Follower:
             if not self._has_ended:
                 self._shows.append((update, finish))
                 return
-        finish(self.state, clock.now())
+        finish(self.state, clock.now(self.state.clock_offset))
 
     def request_stop(self, how: str) -> None:
         """Ask the process that watches the run to end it."""
@@ -85,9 +85,9 @@ class Follower:
                 with contextlib.suppress(OSError):  # no descriptor left here: the next look may do
                     self._look()
                 while len(self._shows) > BOARDS:
-                    self._shows.pop(0)[1](self.state, clock.now())
+                    self._shows.pop(0)[1](self.state, clock.now(self.state.clock_offset))
                 for update, _ in tuple(self._shows):
-                    update(self.state, clock.now())
+                    update(self.state, clock.now(self.state.clock_offset))
                 if time.monotonic() >= due:
                     due = time.monotonic() + PATIENCE
                     if not self._is_watched():
@@ -134,14 +134,14 @@ class Follower:
                 f"its folder cannot be read ({error})" if is_there else "its folder was deleted"
             )
             if not self.state.is_over:
-                self.state = ended(self.state, "lost", clock.now(), reason)
+                self.state = ended(self.state, "lost", clock.now(self.state.clock_offset), reason)
         if self._supervisor is not None:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(self._supervisor, 0)
         with self._ending:
             self._has_ended = True
         for _, finish in self._shows:
-            finish(self.state, clock.now())
+            finish(self.state, clock.now(self.state.clock_offset))
         self.over.set()
 
 

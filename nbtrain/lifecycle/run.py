@@ -336,17 +336,17 @@ class Run:
     def summary(self) -> Summary:
         """Return what it took and what came of it, in numbers: so far, or in the end."""
         self._follow()
-        return summary(self.state, clock.now())
+        return summary(self.state, clock.now(self.state.clock_offset))
 
     def __repr__(self) -> str:
         state = self.state
         return (
             f"<Run {state.name}: {state.outcome}, {plural(state.world_size, 'rank')}, "
-            f"{state.elapsed(clock.now()):.1f} s>"
+            f"{state.elapsed(clock.now(state.clock_offset)):.1f} s>"
         )
 
     def _repr_html_(self) -> str:
-        return board.render(self.state, clock.now())
+        return board.render(self.state, clock.now(self.state.clock_offset))
 
     def _ipython_display_(self) -> None:
         if self._drawn_in is not None and self._drawn_in == execution_count():
@@ -357,7 +357,7 @@ class Run:
         """Draw the run in the present cell; one that goes on in the background is drawn live."""
         self._follow()
         if self.state.is_over or not draw_live(self):
-            html_display.show(html_display.bundle(self.state, clock.now()))
+            html_display.show(html_display.bundle(self.state, clock.now(self.state.clock_offset)))
 
 
 def draw_live(run: Run, view: str = "auto") -> bool:
@@ -368,7 +368,7 @@ def draw_live(run: Run, view: str = "auto") -> bool:
     stop = partial(watcher.request_stop, "by the Stop button")
     display = select.choose(view, stop, run.stacks, behind=True)
     guarded = select.GuardedDisplay(display)
-    guarded.update(run.state, clock.now())
+    guarded.update(run.state, clock.now(run.state.clock_offset))
     watcher.show(guarded.update, guarded.finish)
     return type(display) is not Display  # that shows nothing
 

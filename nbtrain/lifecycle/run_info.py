@@ -62,6 +62,8 @@ class RunInfo:
     mixed_precision: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    clock_offset: float | None = None
+    """By which `created` counts; see `RunState`."""
 
 
 def run_info(folder: RunFolder) -> RunInfo:
@@ -89,6 +91,7 @@ def run_info(folder: RunFolder) -> RunInfo:
         str(manifest.get("mixed_precision") or ""),
         given if isinstance(given, dict) else {},
         history.last(history.merged(map(_tail, map(folder.events, ranks)))),
+        state.clock_offset,
     )
 
 
@@ -106,6 +109,7 @@ def manifest(
     return {
         "name": plan.name,
         "created": clock.now(),
+        "clock": clock.offset(),
         "engine": plan.engine,
         "in_kernel": in_kernel,
         "num_processes": world_size,

@@ -22,7 +22,7 @@ def process_identity(pid: Any) -> str | None:
         try:
             fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
             has_ended = fields[0] in (b"Z", b"X")  # a zombie does nothing any more
-            return None if has_ended else f"{fields[19].decode()} {_boot()}"
+            return None if has_ended else f"{fields[19].decode()} {boot()}"
         except (OSError, IndexError) as error:
             if getattr(error, "errno", None) in OUT_OF_DESCRIPTORS:
                 raise
@@ -35,27 +35,12 @@ def process_identity(pid: Any) -> str | None:
         return None
 
 
-def _boot() -> str:
+def boot() -> str:
+    """Return what identifies the time since this host was started; "" if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # a sandbox without it
         return ""
-
-
-def is_process(pid: int, created: float) -> bool:
-    """Whether a process is alive, and is the one that psutil saw created at that time.
-
-    For a file that names a process by that time, in seconds since 1970. The clock may have been
-    set by some seconds meanwhile, which `process_identity` does not mind.
-    """
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        is_alive = process.status() != psutil.STATUS_ZOMBIE
-        return bool(is_alive and abs(process.create_time() - created) < 5)
-    except psutil.Error:
-        return False
 
 
 def port_listener(port: int) -> str:

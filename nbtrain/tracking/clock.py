@@ -14,9 +14,13 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 """It counts the time that a laptop sleeps, too, where the system has such a clock (Linux)."""
 
 
-def now() -> float:
-    """Return seconds since the epoch that never jump during a run."""
-    return time.clock_gettime(_CLOCK) + _offset
+def now(offset: float | None = None) -> float:
+    """Return seconds since the epoch that never jump during a run.
+
+    By the clock of another process of this host, if its `offset` is given: the events of its run
+    have the times of that clock.
+    """
+    return time.clock_gettime(_CLOCK) + (_offset if offset is None else offset)
 
 
 def synchronize() -> None:

@@ -37,8 +37,8 @@ IN_USE = "in-use-"
 """How the names of marks begin."""
 
 MARKED = 86400.0
-"""Seconds for which a mark of another host holds after the run's last event: nobody here can see
-whether its process lives."""
+"""Seconds for which a run of another host, and a mark of one, holds after the run's last event:
+nobody here can see whether its process lives, and a clock may have jumped."""
 
 
 _WORK = (b"metrics", b"training", b"progress", b"saved")
@@ -112,7 +112,7 @@ def prune(
         for folder in folders[:-most]:
             if is_over():
                 return
-            if not is_watched(folder) and not is_in_use(folder):
+            if not is_watched(folder, MARKED) and not is_in_use(folder):
                 yield folder
 
     folders = runs(is_trusted=False, is_over=is_over)

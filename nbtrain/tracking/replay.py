@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 import os
+import platform
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
@@ -18,6 +19,7 @@ from typing import Any
 
 from ..errors import NbtrainError
 from ..system.files import Tail
+from ..system.processes import boot
 from ..system.text import strip_escapes
 from . import clock
 from . import events as ev
@@ -52,7 +54,7 @@ def read_state(folder: RunFolder) -> RunState:
     if state.is_over or watched:
         return state
     reason = "the process that watched the run ended before the run did"
-    return ended(state, "lost", min(last, max(clock.now(), time.time())), reason)
+    return ended(state, "lost", min(last, max(clock.now(state.clock_offset), time.time())), reason)
 
 
 def catch_up(folder: RunFolder) -> tuple[RunState, float, Reader]:
@@ -99,7 +101,15 @@ def initial_state(manifest: Mapping[str, Any], place: Path | str = "the manifest
         notes=_texts(manifest.get("notes")),
         if_killed=_texts(manifest.get("if_killed")),
         attempts=1 + (restarts if type(restarts) is int else 0),
+        clock_offset=_clock_offset(manifest),
     )
+
+
+def _clock_offset(manifest: Mapping[str, Any]) -> float | None:
+    """Return the launcher's `clock.offset`; None if it is of another host, or of another boot."""
+    offset, started = manifest.get("clock"), str(manifest.get("launcher_started"))
+    is_here = manifest.get("host") == platform.node() and started.partition(" ")[2] == boot()
+    return offset if is_here and type(offset) is float and abs(offset) < ev.FOREVER else None
 
 
 def _texts(lines: Any) -> tuple[str, ...]:
@@ -110,6 +120,7 @@ def _texts(lines: Any) -> tuple[str, ...]:
 def _folded(folder: RunFolder, reader: Reader, state: RunState) -> tuple[RunState, float]:
     """Return the picture after all there is, and when the last of it was written."""
     last, closing = state.created, list[ev.Event]()
+    logged = -math.inf
     ranks = range(state.world_size)
     events = heapq.merge(*map(_timed, [reader.launcher, *reader.ranks]), key=itemgetter(0))
     while chunk := list(islice(events, CHUNK)):
@@ -120,9 +131,12 @@ def _folded(folder: RunFolder, reader: Reader, state: RunState) -> tuple[RunStat
         printed, size = _printed(folder.log(rank), rank, COUNTED_BYTES // len(ranks))
         reader.logs[rank].skip_to(size)
         if printed is not None:
-            last = max(last, printed.time)
+            logged = max(logged, printed.time)
             state = fold(state, [printed])
-    return fold(state, _in_order(closing)), last
+    # Times of files are compared with each other alone: the clock may have been set meanwhile.
+    reports = [folder.manifest, folder.launcher_events, *map(folder.events, ranks)]
+    reported = max((path.stat().st_mtime for path in reports if path.exists()), default=math.inf)
+    return fold(state, _in_order(closing)), last + max(0.0, logged - reported)
 
 
 def in_order(

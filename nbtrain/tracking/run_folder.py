@@ -12,6 +12,7 @@ import platform
 import re
 import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -296,10 +297,18 @@ def _paths() -> list[Path]:
     return []
 
 
-def is_watched(folder: RunFolder) -> bool:
+def _time_on_disk(folder: Path) -> float:
+    """Return the time at which a file that is written now is dated: a server has its own clock."""
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:
+        return os.fstat(file.fileno()).st_mtime
+    return time.time()
+
+
+def is_watched(folder: RunFolder, quiet: float = QUIET) -> bool:
     """Whether the process that launched the run lives, and has not written its end yet.
 
-    That of a run from another host cannot be seen here: it is watched as long as its files change.
+    That of a run from another host cannot be seen here: it is watched unless its files have not
+    changed for `quiet` seconds.
     """
     try:
         manifest = folder.read_manifest()
@@ -307,7 +316,7 @@ def is_watched(folder: RunFolder) -> bool:
             return False
         if manifest.get("host", platform.node()) != platform.node():
             newest = max((path.stat().st_mtime for path in folder.path.iterdir()), default=0.0)
-            return time.time() - newest < QUIET
+            return _time_on_disk(folder.path.parent) - newest < quiet
         launcher = process_identity(manifest.get("launcher"))
     except FileNotFoundError:  # it is about to start, or being deleted
         return True

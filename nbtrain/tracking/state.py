@@ -317,6 +317,8 @@ class RunState:
     """The first loss of any rank that was not finite."""
     peer_failure: ev.PeerNodeFailed | None = None
     """The failure of another node in this attempt."""
+    clock_offset: float | None = None
+    """Of the launcher's `clock`, which dates the events; None if it is of another host or boot."""
 
     @property
     def is_over(self) -> bool:

@@ -20,6 +20,7 @@ from typing import IO, Any
 
 from ..system import host
 from ..system.instrumentation import patch
+from ..system.processes import process_identity
 from ..tracking import clock
 from ..tracking import events as ev
 from ..tracking.event_log import EventWriter
@@ -63,7 +64,7 @@ def install(folder: RunFolder, rank: int, writer: EventWriter, ranks: int) -> No
         with contextlib.suppress(Exception):  # torch without it, a folder without sockets
             if os.getpid() == pid:
                 if not _keep:
-                    _keep.append(_server(folder.recorder(rank)) if _has_room(ranks) else None)
+                    _keep.append(_start_recorder(folder.recorder(rank), ranks, writer))
                 _size, in_group, members, _backend, _store, group = args[:6]
                 if members and in_group >= 0:
                     name, of = str(group), tuple(members)
@@ -73,17 +74,30 @@ def install(folder: RunFolder, rank: int, writer: EventWriter, ranks: int) -> No
     patch("torch.distributed.distributed_c10d", "_new_process_group_helper", watch_group)
 
 
-def _has_room(ranks: int) -> bool:
-    """Whether the limits leave room for the recorders of this host's ranks, all at once.
+def _start_recorder(path: Path, ranks: int, writer: EventWriter) -> object:
+    """Start the server, and return it; where there is no room for it, report that instead."""
+    quota = _exhausted(ranks)
+    if quota is None:
+        return _server(path)
+    text = (
+        f"{quota.source} ({quota.limit}) leaves too few threads for PyTorch's flight recorder, so "
+        "it is off. If the ranks hang, nbtrain reports the line of each, but not which collective "
+        f"it waits in. To have both, raise {quota.source}."
+    )
+    writer.write(ev.RunNote(clock.now(), -1, text))
+    return None
+
+
+def _exhausted(ranks: int) -> host.Quota | None:
+    """Return the limit that leaves no room for the recorders of this host's ranks, all at once.
 
     With too few threads, the server's destructor ends the process (SIGABRT): a training that needs
     three threads would end for the sake of nine that only explain hangs.
     """
     threads = 1 + max(_THREADS, os.cpu_count() or 1) + _GROUP_THREADS
     needed = ranks * threads
-    return all(
-        quota is None or quota.holds(needed) for quota in (host.processes(needed), host.tasks())
-    )
+    quotas = (host.processes(needed), host.tasks())
+    return next((quota for quota in quotas if quota and not quota.holds(needed)), None)
 
 
 def answer_with_stacks(folder: RunFolder, rank: int) -> None:
@@ -102,15 +116,14 @@ def _register(path: Path) -> None:
     answer ends with: the outermost frame, which stays. `system.files.write_atomically` is no help
     here, because `faulthandler` goes on writing to the descriptor after the file was renamed.
     """
-    import psutil
-
     number = signal_number()
     partial = path.with_name(path.name + ".partial")
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
     descriptor = os.open(partial, flags, 0o600)
     faulthandler.register(number, file=descriptor, all_threads=True, chain=False)
-    head = {"pid": os.getpid(), "began": psutil.Process().create_time(), "signal": number}
-    os.write(descriptor, (json.dumps({**head, "last": _outermost_frame()}) + "\n").encode())
+    identity = {"pid": os.getpid(), "process": process_identity(os.getpid())}
+    head = {**identity, "signal": number, "last": _outermost_frame()}
+    os.write(descriptor, (json.dumps(head) + "\n").encode())
     partial.rename(path)
 
 
@@ -137,9 +150,21 @@ def _server(path: Path) -> object:
         short = f"/proc/self/fd/{folder}/{path.name}" if sys.platform == "linux" else str(path)
         with _quiet_stderr():  # it announces itself as a warning
             server: object = _WorkerServer(short, -1)
+        os.utime(short, ns=(0, _end_of_inherited()))
         return server
     finally:
         os.close(folder)
+
+
+def _end_of_inherited() -> int:
+    """Return the time, in ns, after all that the recorder inherited with the kernel's memory.
+
+    0 if that is nothing: then no clock that is set back hides what the rank itself does.
+    """
+    from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
+
+    entries = json.loads(_dump_fr_trace_json(True, False)).get("entries", ())
+    return max((int(entry["time_created_ns"]) + 1000 for entry in entries), default=0)
 
 
 @contextlib.contextmanager

@@ -114,6 +114,11 @@ FAULTS = {
     "no threads allowed": """
         resource.setrlimit(resource.RLIMIT_NPROC, (1, 1)); os.setuid(65534)
         threading.Thread(target=print).start()""",
+    "no more threads in the container": """
+        while True: threading.Thread(target=time.sleep, args=(600,), daemon=True).start()""",
+    "no more processes in the container": """
+        while True:
+            if os.fork() == 0: time.sleep(600); os._exit(0)""",
     "strangers hold the store": """
         import socket
         place = os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])
@@ -268,6 +273,20 @@ ROWS = [
     Row("disk of the run folder full", "mid-run", "disk full", "no space left", needs="disk"),
     Row("no threads allowed", "mid-run", "fork refused", "new thread", needs="root"),
     Row(
+        "no more threads in the container",
+        "collective",
+        "fork refused",
+        "new thread",
+        needs="pids cgroup",
+    ),
+    Row(
+        "no more processes in the container",
+        "mid-run",
+        "fork refused",
+        "refused",
+        needs="pids cgroup",
+    ),
+    Row(
         "/dev/shm full", "mid-run", "disk full", "no space left on /dev/shm", needs="small /dev/shm"
     ),
     Row("weights beyond the limit on files", "end", LOST, "(File too large)", rank=-1, ranks=1),
@@ -328,11 +347,20 @@ def small_disk(size: str = "3m") -> Iterator[Path]:
             subprocess.run(["umount", "-l", folder], check=True)
 
 
-@contextlib.contextmanager
-def memory_cgroup(limit: int) -> Iterator[Path]:
+def memory_cgroup(limit: int) -> contextlib.AbstractContextManager[Path]:
     """A cgroup with a memory limit. Raises `Unavailable`."""
-    v1, v2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
-    top, file = (v1, "memory.limit_in_bytes") if v1.is_dir() else (v2, "memory.max")
+    return _cgroup("memory", "memory.limit_in_bytes", "memory.max", limit)
+
+
+def pids_cgroup(limit: int) -> contextlib.AbstractContextManager[Path]:
+    """A cgroup with a limit on processes and threads. Raises `Unavailable`."""
+    return _cgroup("pids", "pids.max", "pids.max", limit)
+
+
+@contextlib.contextmanager
+def _cgroup(controller: str, file_v1: str, file_v2: str, limit: int) -> Iterator[Path]:
+    v1, v2 = Path("/sys/fs/cgroup", controller), Path("/sys/fs/cgroup")
+    top, file = (v1, file_v1) if v1.is_dir() else (v2, file_v2)
     folder = top / f"nbtrain-fault-{os.getpid()}"
     try:
         folder.mkdir()
@@ -340,7 +368,9 @@ def memory_cgroup(limit: int) -> Iterator[Path]:
     except OSError as error:
         if folder.is_dir():
             folder.rmdir()
-        raise Unavailable(f"needs a cgroup with a memory limit ({error.strerror})") from error
+        raise Unavailable(
+            f"needs a cgroup with a limit on {controller} ({error.strerror})"
+        ) from error
     try:
         yield folder
     finally:
@@ -357,8 +387,10 @@ def carry_out(row: Row) -> Outcome:
         raise Unavailable("needs root, to become somebody with a limit on processes")
     if row.needs == "cgroup":
         with memory_cgroup(700 << 20) as group:
-            enter = f"open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))"
-            return _inside(row, enter)
+            return _inside(row, entering(group))
+    if row.needs == "pids cgroup":
+        with pids_cgroup(150) as group:
+            return _inside(row, entering(group))
     if row.needs == "small /dev/shm":
         mount = "mount -t tmpfs -o size=1m,mode=1777 none /dev/shm"
         check = subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True, text=True)
@@ -371,6 +403,11 @@ def carry_out(row: Row) -> Outcome:
             with _environment(DISK=str(disk), **home):
                 return launched(row)
     return launched(row)
+
+
+def entering(cgroup: Path) -> str:
+    """Return a statement by which a process enters a cgroup."""
+    return f"open({str(cgroup / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))"
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -188,3 +189,18 @@ def test_an_interrupt_ends_the_looking_at_runs_and_deletes_none(looks: int) -> N
     assert next(count) < looks + 8, "it went on"
     pruning.prune(keep=1)
     assert len(run_folder.runs()) == 1
+
+
+def test_a_run_of_another_host_that_is_silent_for_minutes_is_not_deleted() -> None:
+    """Nobody here sees whether it goes on: a clock may have jumped, a network may hang."""
+    silent, *new = [made({"host": "elsewhere", "launcher": 1}) for _ in range(3)]
+    now = time.time()
+    for age, path in ((600, silent.path), (2, new[0].path), (1, new[1].path)):
+        for file in path.iterdir():
+            os.utime(file, (now - age, now - age))
+    pruning.prune(keep=2)
+    assert silent.path.exists()
+    for file in silent.path.iterdir():
+        os.utime(file, (now - pruning.MARKED - 60,) * 2)
+    pruning.prune(keep=2)
+    assert not silent.path.exists()

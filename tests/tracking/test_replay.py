@@ -146,6 +146,8 @@ def test_a_lost_run_ended_when_something_was_last_written() -> None:
     folder = written(said, [ev.Resources(1060, 1)])
     state = replay.read_state(folder)
     assert (state.status, state.ended) == ("lost", 1060)
+    for path in folder.path.iterdir():
+        os.utime(path, (1060, 1060))
     folder.log(1).write_text("words\n")
     os.utime(folder.log(1), (1070, 1070))
     assert replay.read_state(folder).ended == 1070
@@ -272,7 +274,7 @@ def test_lines_of_any_kind_open_draw_and_are_told(seed: int) -> None:
     assert repr(run)
     assert repr(run.summary())
     assert run.summary()._repr_html_()
-    assert catalog.page(catalog.run_infos(), time.time())
+    assert catalog.page(catalog.run_infos())
     pytest.importorskip("pandas")
     assert len(run.history) >= 0
 
@@ -293,7 +295,7 @@ def test_a_mutated_manifest_opens_or_says_what_is_wrong(seed: int) -> None:
         told = str(error)
     assert not told or "run.json" in told
     assert "\n" not in told
-    assert catalog.page(catalog.run_infos(), time.time())
+    assert catalog.page(catalog.run_infos())
 
 
 def test_a_bare_folder_is_no_run(tmp_path: Path) -> None:

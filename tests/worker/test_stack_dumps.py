@@ -17,6 +17,7 @@ from nbtrain.tracking.diagnosis import collectives, stacks
 from nbtrain.tracking.run_folder import RunFolder
 from nbtrain.worker import stack_dumps
 from tests.support.runs import launch
+from tests.tools.faults import Unavailable, entering, pids_cgroup
 
 
 def test_the_parts_of_torch_that_are_used_are_there() -> None:
@@ -116,10 +117,44 @@ def test_no_recorder_is_started_that_the_limit_of_threads_would_end(
     code = (
         "import os, resource; from nbtrain.worker import stack_dumps; "
         f"resource.setrlimit(resource.RLIMIT_NPROC, ({limit}, {limit})); os.setuid(54321); "
-        "print(stack_dumps._has_room(2))"
+        "print(stack_dumps._exhausted(2) is None)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert run.stdout.strip() == str(has_room), run.stderr
+
+
+CRAMPED = """
+import json, nbtrain, pathlib, sys
+group = pathlib.Path(sys.argv[1])
+
+def train():
+    import torch, torch.distributed as dist
+    (group / "pids.max").write_text(str(int((group / "pids.current").read_text()) + 14))
+    dist.init_process_group("gloo")
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    return ones.item()
+
+run = nbtrain.launch(train, num_processes=2, view="none")
+again = nbtrain.Run.open(run.folder)
+print(json.dumps([run.state.outcome, run.results, run.state.notes, again.state.notes]))
+"""
+
+
+def test_a_container_without_room_for_the_recorder_is_reported_once() -> None:
+    try:
+        with pids_cgroup(500) as group:
+            command = [sys.executable, "-c", f"import os; {entering(group)}\n{CRAMPED}", str(group)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    assert done.returncode == 0, done.stderr
+    outcome, results, notes, reopened = json.loads(done.stdout)
+    assert (outcome, results) == ("succeeded", [2.0, 2.0])
+    assert reopened == notes
+    (note,) = notes
+    assert "leaves too few threads for PyTorch's flight recorder, so it is off" in note
+    assert "To have both, raise this container's pids.max" in note
 
 
 def test_room_is_needed_for_the_ranks_of_this_host_alone() -> None:
@@ -129,7 +164,7 @@ def test_room_is_needed_for_the_ranks_of_this_host_alone() -> None:
         import torch.distributed as dist
 
         asked: list[int] = []
-        stack_dumps._has_room = lambda ranks: bool(asked.append(ranks))
+        stack_dumps._start_recorder = lambda _path, ranks, _writer: asked.append(ranks)
         store = dist.HashStore()
         with contextlib.suppress(Exception):  # a group of five, of which one is here
             dist.distributed_c10d._new_process_group_helper(

@@ -41,6 +41,16 @@ _GET_ONE = (
 )
 
 
+_TOKEN = (
+    ". If the cluster asks for a token, this kernel needs it, too: set RAY_AUTH_MODE=token, and "
+    "RAY_AUTH_TOKEN or the file ~/.ray/auth_token, before the launch"
+)
+
+
+class _NobodyListens(ConnectionError):
+    """No process listens at the address of a cluster."""
+
+
 @dataclass(frozen=True)
 class Node:
     """A node of a Ray cluster."""
@@ -111,9 +121,11 @@ def join(address: str | None, sources: str | None) -> Any:
         if address is None:
             raise LaunchError(f"no Ray cluster was found on this host. {_GET_ONE}") from error
         reason = str(error).strip().partition("\n")[0][:300]
+        is_silent = isinstance(error, _NobodyListens)
+        text = f"no Ray cluster answers at {label}" if is_silent else f"{label} cannot be joined"
         raise LaunchError(
-            f"no Ray cluster answers at {label}, or this host is not one of its nodes "
-            f"({reason}). A launch starts on a node: ray start --address={address}"
+            f"{text}, or this host is not one of its nodes ({reason}). "
+            f"A launch starts on a node: ray start --address={address}{'' if is_silent else _TOKEN}"
         ) from error
     ray.cloudpickle.register_pickle_by_value(node_actor)
     return ray
@@ -151,13 +163,13 @@ def cluster_address(address: str | None, environ: Mapping[str, str]) -> tuple[st
 
 
 def _check_listens(address: str) -> None:
-    """Raise `ConnectionError` if nobody listens at ``HOST:PORT``: Ray would wait for a minute."""
+    """Raise `_NobodyListens` if nobody listens at ``HOST:PORT``: Ray would wait for a minute."""
     host, colon, port = address.rpartition(":")
     if colon and port.isdecimal():
         try:
             socket.create_connection((host.strip("[]"), int(port)), ANSWERING).close()
         except OSError as error:
-            raise ConnectionError(str(error)) from error
+            raise _NobodyListens(str(error)) from error
 
 
 def nodes(ray: Any) -> list[Node]:

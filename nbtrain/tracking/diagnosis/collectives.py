@@ -166,13 +166,13 @@ def fetch(path: Path, timeout: float) -> FlightRecord | None:
 
 
 def dump(path: Path, timeout: float) -> tuple[bytes, float] | None:
-    """Return a recorder's answer, and when the rank's first group began; see `fetch`."""
+    """Return a recorder's answer, and the time before which nothing is the rank's; see `fetch`."""
     connection = _UnixConnection(path, timeout)
     try:
         connection.request("POST", "/handler/fr_trace_json")
         reply = connection.getresponse()
-        begun = path.stat().st_mtime  # with the rank's first group
-        return (reply.read(), begun) if reply.status == 200 else None
+        since = path.stat().st_mtime
+        return (reply.read(), since) if reply.status == 200 else None
     except (OSError, http.client.HTTPException):
         return None
     finally:

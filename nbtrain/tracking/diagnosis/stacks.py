@@ -23,7 +23,7 @@ from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
-from ...system.processes import is_process
+from ...system.processes import process_identity
 from ...system.source_files import RANK_BODY, is_library, is_own
 from ...system.text import shorten
 from ..run_folder import RunFolder
@@ -227,7 +227,7 @@ def send(folder: RunFolder, rank: int, *, is_remote: bool = False) -> _Asked | R
             head = json.loads(next((line for line in file if line.startswith(b"{")), b""))
             size = file.seek(0, os.SEEK_END)
         pid, number = 0 if is_remote else int(head["pid"]), int(head["signal"])
-        if pid and not is_process(pid, head["began"]):
+        if pid and process_identity(pid) != head["process"]:
             return RankStack(rank, pid, trouble="has ended")
         if pid and not _catches(pid, number):
             return RankStack(rank, pid, trouble=f"does not listen to signal {number} any more")

@@ -15,13 +15,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+import nbtrain
 from nbtrain.errors import PlanError
 from nbtrain.lifecycle.run import Run
+from nbtrain.system.processes import process_identity
 from nbtrain.tracking.diagnosis import stacks
 from nbtrain.tracking.diagnosis.stacks import RankStack, StackFrame, Stacks
 from nbtrain.tracking.run_folder import RunFolder
 from nbtrain.worker import stack_dumps
 from tests.support.kernel import Notebook
+from tests.support.runs import launch
 from tests.support.waiting import wait_until
 
 DUMP = """\
@@ -97,10 +100,10 @@ def _folder(tmp_path: Path, **manifest: object) -> RunFolder:
     return folder
 
 
-def _head(process: psutil.Process, **other: object) -> str:
+def _head(of: psutil.Process, **other: object) -> str:
     number = stack_dumps.signal_number()
-    head = {"pid": process.pid, "began": process.create_time(), "signal": number, "last": "x"}
-    return json.dumps({**head, **other}) + "\n"
+    identity = {"pid": of.pid, "process": process_identity(of.pid)}
+    return json.dumps({**identity, "signal": number, "last": "x", **other}) + "\n"
 
 
 def test_a_process_that_would_die_of_the_signal_is_not_sent_it(tmp_path: Path) -> None:
@@ -109,7 +112,7 @@ def test_a_process_that_would_die_of_the_signal_is_not_sent_it(tmp_path: Path) -
         process = psutil.Process(stranger.pid)
         assert "not started" in stacks.ask(folder, [0])[0].trouble
         # The number went round: the rank's process is gone, and another has its number.
-        folder.stacks(0).write_text(_head(process, began=process.create_time() - 3600))
+        folder.stacks(0).write_text(_head(process, process="that of another"))
         folder.stacks(1).write_text("no JSON at all\n")
         told = stacks.ask(folder, [0, 1])
         assert told[0].trouble == "has ended"
@@ -125,6 +128,23 @@ def test_a_rank_whose_handler_is_gone_is_not_sent_it_either(tmp_path: Path) -> N
         assert "does not listen" in stacks.ask(folder, [0])[0].trouble
         assert rank.poll() is None
         rank.kill()
+
+
+def test_a_rank_answers_after_the_clock_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time at which the host was started moves with the clock, and so do those of processes."""
+
+    def train() -> None:
+        while not nbtrain.should_stop():
+            time.sleep(0.01)
+
+    run = launch(train, n=2, background=True)
+    try:
+        wait_until(lambda: not any(stack.trouble for stack in run.stacks()), 30)
+        started = psutil._pslinux.boot_time()
+        monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: started + 7200)
+        assert [stack.trouble for stack in run.stacks()] == ["", ""]
+    finally:
+        run.stop()
 
 
 def test_a_run_of_another_host_is_not_asked_here(tmp_path: Path) -> None:

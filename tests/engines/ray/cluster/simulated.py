@@ -20,6 +20,8 @@ class Simulated:
     """A head that takes no ranks, and `nodes` nodes of two CPUs each."""
 
     def __init__(self, nodes: int, environment: Mapping[str, str]) -> None:
+        self.folder = Path(environment["TMPDIR"])
+        """Where the nodes put temporary files."""
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(nodes)],
             stdin=subprocess.PIPE,
@@ -33,6 +35,11 @@ class Simulated:
         except RuntimeError:
             self._close_pipes()
             raise
+
+    @property
+    def pid(self) -> int:
+        """The process that started the cluster."""
+        return self._process.pid
 
     def tell(self, command: str) -> Any:
         """Give a command and return the answer."""
