@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import NbtrainError
 from ..planning.option_types import OF_ALL
 from ..planning.plan import Cell, Plan, Task
 from ..planning.task_values import is_model, namespace, returned
+from ..system.source_files import cell_numbers
 from ..tracking import clock
 from ..tracking import events as ev
 from ..tracking.event_log import EventWriter
@@ -23,15 +26,47 @@ from ..transport import result_pickler, weights
 from ..transport.weight_reader import WeightReader
 from ..ui.labels import not_updated
 from ..worker.result_sender import QUICK
+from ..worker.telemetry.evidence.places import Place, user_place
 from .run_info import parameters
 
 
+@dataclass(frozen=True)
+class _Site:
+    """The line of the user's code that launches a run."""
+
+    place: Place
+    cell: str = ""
+    """The page's id of the cell: it stays when the cell is edited."""
+    execution: int = 0
+
+    @classmethod
+    def here(cls) -> _Site:
+        """Return the line that is launching now."""
+        place, ipython = user_place(), sys.modules.get("IPython")
+        numbers, cell = cell_numbers(), ""
+        last = max(numbers.values(), default=0)
+        if numbers.get(place.file) == last:  # else it is in a function of another cell
+            with contextlib.suppress(Exception):  # shells differ in what they know of a request
+                shell: Any = ipython.get_ipython() if ipython is not None else None
+                cell = str(shell.get_parent()["metadata"].get("cellId", ""))
+        return cls(place, cell, last)
+
+    def is_again(self, before: _Site) -> bool:
+        """Whether a line runs again: in a loop, or in a cell that is run anew, edited or not."""
+        is_new = self.execution != before.execution
+        return self.place == before.place or (is_new and self.cell == before.cell != "")
+
+
+@dataclass(frozen=True)
 class _Trained:
     """By which launch a model of the notebook was trained last."""
 
-    def __init__(self, run: str, title: str, arguments: dict[str, Any], model: Any) -> None:
-        self.run, self.title, self.arguments = run, title, arguments
-        self.versions = _versions(model)
+    run: str
+    title: str
+    arguments: dict[str, Any]
+    site: _Site
+    versions: list[int]
+    """Of its parameters, after it."""
 
 
 _trained = weakref.WeakKeyDictionary[Any, _Trained]()
@@ -49,13 +84,17 @@ def _title(task: Task) -> str:
 def continuations(plan: Plan) -> list[str]:
     """Return a note on each model that goes on from another trial's weights.
 
-    That is a launch of the same function with other arguments, and nothing has changed the model
-    since it was copied back: a sweep, most likely, each of whose trials should start afresh.
+    That is a launch of the same function with other arguments, by the same line (in a loop, or in
+    a cell that is run again), and nothing has changed the model since it was copied back: a sweep,
+    most likely, each of whose trials should start afresh. Another line is another phase of the same
+    training.
     """
-    notes = []
+    notes, site = [], _Site.here()
     for name, value in returned(plan).items() if plan.sync else ():
         last = _trained.get(value) if is_model(value) else None
         if last is None or last.title != _title(plan.task) or last.versions != _versions(value):
+            continue
+        if not site.is_again(last.site):
             continue
         new = parameters(plan.task)
         changed = [n for n in new if n in last.arguments and new[n] != last.arguments[n]]
@@ -80,6 +119,7 @@ class ResultReceiver:
         self._namespace = namespace(plan.task)
         # Not the task: it holds the models, which may go when the notebook lets go of them.
         self._title, self._arguments = _title(plan.task), parameters(plan.task)
+        self._site = _Site.here()
         self._has_received = False
 
     def objects(self) -> dict[str, Any]:
@@ -118,8 +158,8 @@ class ResultReceiver:
         for name, value in self.objects().items():
             if name in loaded and is_model(value):
                 with contextlib.suppress(Exception):  # a model of a kind that cannot be asked
-                    run = folder.path.name
-                    _trained[value] = _Trained(run, self._title, self._arguments, value)
+                    about = self._title, self._arguments, self._site, _versions(value)
+                    _trained[value] = _Trained(folder.path.name, *about)
 
     def _received(
         self, folder: RunFolder, saved: Sequence[ev.ArtifactSaved]

@@ -128,3 +128,30 @@ def test_a_trial_that_goes_on_from_the_last_ones_weights_is_named(notebook: Note
     notebook.run("trial(0.1)")
     notebook.run("model.reset_parameters()")
     assert note not in notebook.run("trial(0.3)").board
+
+
+def test_a_phase_in_a_cell_of_its_own_goes_on_without_a_note(notebook: Notebook) -> None:
+    notebook.run(
+        "model = torch.nn.Linear(2, 1)\n"
+        "def train(model, lr):\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=lr)\n"
+        "    model(torch.ones(1, 2)).sum().backward()\n"
+        "    optimizer.step()"
+    )
+    note = "`model` goes on from the weights of run "
+    cell = "nbtrain.launch(train, model, {}, num_processes=1);"
+    two = "nbtrain.launch(train, model, 0.4, num_processes=1)\n" + cell.format(0.3)
+    assert note not in notebook.run(cell.format(0.2), cell_id="first phase").board
+    assert note not in notebook.run(cell.format(0.1), cell_id="second phase").board
+    assert note not in notebook.run(two).board
+    # The same cell, edited, and a loop, are a sweep.
+    notebook.run(cell.format(0.5), cell_id="a trial")
+    assert note in notebook.run(cell.format(0.6), cell_id="a trial").board
+    loop = "for lr in 0.7, 0.8:\n    nbtrain.launch(train, model, lr, num_processes=1);"
+    assert note in notebook.run(loop).board
+    # A magic's cell has its arguments from variables.
+    notebook.run("lr = 0.1")
+    magic = "%%distributed -n 1\ndef fit(model, lr):\n    train(model, lr)"
+    assert note not in notebook.run(magic, cell_id="magic").board
+    notebook.run("lr = 0.2")
+    assert note in notebook.run(magic, cell_id="magic").board

@@ -116,8 +116,12 @@ class Notebook:
         timeout: float = 60,
         stop_on_error: bool = False,
         replies: list[dict[str, Any]] | None = None,
+        cell_id: str = "",
     ) -> Outputs:
-        """Execute a cell; interrupt it once when a display or the output contains a text."""
+        """Execute a cell; interrupt it once when a display or the output contains a text.
+
+        `cell_id` is the page's name of the cell, by default a new one.
+        """
         out, started = Outputs(), time.monotonic()
         content = {
             "code": cell,
@@ -127,7 +131,8 @@ class Notebook:
             "allow_stdin": self.allow_stdin,
             "stop_on_error": stop_on_error,
         }
-        metadata = {"cellId": str(uuid.uuid4())} if self.metadata is None else self.metadata
+        named = {"cellId": cell_id or str(uuid.uuid4())}
+        metadata = named if self.metadata is None else self.metadata
         request = self.send("execute_request", content, metadata)
         while True:
             left = started + timeout - time.monotonic()
