@@ -49,6 +49,7 @@ class RunInfo:
     """What is known of a run at a glance.
 
     `created` is in seconds since the epoch; `seconds` None while nobody knows how long it took.
+    `mixed_precision` is what the ranks trained in, or what was asked for where that is not known;
     `parameters` are the plain arguments of the training function, `metrics` the means over ranks
     of what each said last.
     """
@@ -81,6 +82,9 @@ def run_info(folder: RunFolder) -> RunInfo:
         status, seconds = "running" if is_watched(folder) else "lost", None
     given = manifest.get("parameters")
     ranks = range(min(state.world_size, MOST_RANKS))
+    tails = [_tail(folder.events(rank)) for rank in ranks]
+    updates = [e for tail in tails for e in tail if isinstance(e, ev.TrainingUpdate)]
+    seen = next((strip_escapes(e.precision, 20) for e in reversed(updates) if e.precision), "")
     return RunInfo(
         folder.path.name,
         status,
@@ -88,9 +92,9 @@ def run_info(folder: RunFolder) -> RunInfo:
         state.world_size,
         seconds,
         str(manifest.get("engine") or ""),
-        str(manifest.get("mixed_precision") or ""),
+        seen or str(manifest.get("mixed_precision") or ""),
         given if isinstance(given, dict) else {},
-        history.last(history.merged(map(_tail, map(folder.events, ranks)))),
+        history.last(history.merged(tails)),
         state.clock_offset,
     )
 

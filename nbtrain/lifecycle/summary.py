@@ -133,7 +133,7 @@ def summary(state: RunState, now: float) -> Summary:
         state.outcome,
         state.engine,
         host_status.devices(state),
-        state.mixed_precision,
+        state.precision,
         state.world_size,
         state.attempt,
         state.created,

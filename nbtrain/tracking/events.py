@@ -92,6 +92,8 @@ class TrainingCounts:
     """Whether a step was made with a loss that is not finite, or explodes, and none since was as
     it should be."""
     lr: float | None = None
+    precision: str = ""
+    """'no', 'bf16', 'fp16', 'fp8', or 'bf16 weights' where nothing casts them; "": not known."""
     epoch: int | None = None
     """From 1, as are `batch` and `batches`, of the loader that feeds the optimizer."""
     batch: int | None = None

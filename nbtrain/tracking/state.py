@@ -77,6 +77,7 @@ def progress_after(old: TrainingProgress | None, event: ev.TrainingUpdate) -> Tr
     """Return how training goes after `event`."""
     old = old or TrainingProgress()
     counts: dict[str, Any] = {name: getattr(event, name) for name in _COUNTS}
+    counts["precision"] = strip_escapes(event.precision, 20)
     if event.loss is None:
         counts["loss"] = old.loss
     return TrainingProgress(**counts, time=event.time, **_rates(old, event))
@@ -338,6 +339,12 @@ class RunState:
         if missing and self.loaded[missing[0]].startswith(ev.NO_VARIABLE):  # there was none before
             failed = "was not returned"
         return next(iter(self.flaws), f"{missing[0]} {failed}" if missing else "")
+
+    @property
+    def precision(self) -> str:
+        """What ranks really train in; before that is known, what the launch asked for."""
+        known = (rank.progress.precision for rank in self.ranks if rank.progress is not None)
+        return next(filter(None, known), self.mixed_precision)
 
     @property
     def outcome(self) -> str:

@@ -202,8 +202,8 @@ def is_only_echo(rank: RankState, state: RunState) -> bool:
 def facts(state: RunState, now: float) -> str:
     """Return the run in a line: ``2 ranks · fork · cpu · 12 s · about 3 min left``."""
     parts = [plural(state.world_size, "rank"), state.engine, host_status.devices(state)]
-    if state.mixed_precision != "no":
-        parts.append(state.mixed_precision)
+    if state.precision != "no":
+        parts.append(state.precision)
     if state.attempt > 1:
         parts.append(f"attempt {state.attempt} of {state.attempts}")
     parts.append(format_duration(state.elapsed(now)))

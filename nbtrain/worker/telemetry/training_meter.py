@@ -27,6 +27,7 @@ from .data_loading import DataLoadingMeter
 from .evidence.optimizer_effect import OptimizerEffects
 from .evidence.work_sample import WorkSampler
 from .loss import LossMeter
+from .precision import PrecisionMeter
 from .safe_hooks import telemetry
 from .step_timing import StepTimer
 from .tensor_memory import TensorMemoryMeter
@@ -52,6 +53,7 @@ class TrainingMeter:
         self._round: set[int] = set()  # ids of the optimizers that stepped in it
         self._known: set[int] = set()  # ids of those that ever did
         self._newcomer: int | None = None  # the id of one whose first step was the last of a round
+        self._precision = PrecisionMeter()
         self._lr: float | None = None
         self._gpu: int | None = None  # of the trained parameters; None: the current one
         self._open_phases = 0
@@ -73,6 +75,7 @@ class TrainingMeter:
             if self._timer is not None:
                 self._timer.install()
             self._memory.install()
+            self._precision.install()
             self._work.install()
         if "loss" in sources:
             self._loss.install()
@@ -115,6 +118,7 @@ class TrainingMeter:
             self._lr = _learning_rate(optimizer)
             if self._steps == 1:
                 self._gpu = _gpu_of(optimizer)
+                self._precision.stepped(optimizer)
                 import_report.report()  # now: the training may run for days, or be stopped
             if self._timer is not None:
                 self._timer.stepped(self._gpu)
@@ -202,6 +206,7 @@ class TrainingMeter:
             loss=loss,
             has_diverged=self._loss.has_diverged,
             lr=self._lr,
+            precision=self._precision.value(),
             **self._loading.position(),
             **_gpu_memory(self._gpu),
         )

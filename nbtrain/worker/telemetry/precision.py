@@ -1,0 +1,61 @@
+"""In which precision a rank really trains, whatever asked for it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from ...system.instrumentation import Undo, patch
+from .safe_hooks import telemetry
+
+_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
+
+
+class PrecisionMeter:
+    """Finds out whether autocast is on, what Accelerate is set to, and of what the weights are."""
+
+    def __init__(self) -> None:
+        self._autocast = self._weights = ""
+        self._undo: Undo = lambda: None
+
+    def install(self) -> None:
+        """Watch for the first autocast, now or when torch is imported."""
+        self._undo = patch("torch.amp.autocast_mode:autocast", "__enter__", self._enter)
+
+    def stepped(self, optimizer: Any) -> None:
+        """Take note of the weights that the first step changed."""
+        sizes: dict[str, int] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                kind = "xla" if parameter.device.type == "xla" else str(parameter.dtype)
+                sizes[kind] = sizes.get(kind, 0) + parameter.numel()
+        self._weights = max(sizes, key=lambda kind: sizes[kind], default="")
+
+    def value(self) -> str:
+        """Return ``no``, ``bf16``, ``fp16``, ``fp8``, or ``bf16 weights`` for pure half precision.
+
+        It is "" where that is not known: before a step, and on a TPU.
+        """
+        if not self._weights or self._weights == "xla":
+            return ""
+        dtype = self._weights.removeprefix("torch.")
+        pure = f"{_SHORT[dtype]} weights" if dtype in _SHORT else "no"
+        return _of_accelerate() or self._autocast or pure
+
+    def _enter(self, original: Any, autocast: Any, *args: Any) -> Any:
+        self._see(autocast)
+        return original(autocast, *args)
+
+    @telemetry
+    def _see(self, autocast: Any) -> None:
+        dtype = str(autocast.fast_dtype).removeprefix("torch.")  # seen in torch 2.4 to 2.13
+        if autocast._enabled and dtype in _SHORT:
+            self._autocast = _SHORT[dtype]
+            self._undo()  # one is enough, and each would cost a step some time
+
+
+def _of_accelerate() -> str:
+    """Return the precision that Accelerate is set to in this process; "" for none."""
+    state: Any = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    precision = getattr(state, "_shared_state", {}).get("_mixed_precision")  # in 1.0 to 1.15
+    return "" if precision in (None, "no") else str(precision)
