@@ -41,8 +41,8 @@ def test_the_readme_is_read_in_a_few_minutes() -> None:
 def test_the_readme_names_the_commands_that_ci_runs() -> None:
     script = (ROOT / ".ci" / "run").read_text()
     for command in (
-        'pip install -q -e ".[lab]"',
-        'pip install -q -e ".[test]"',
+        'pip install -q "torch==2.13.*" -e ".[lab]"',
+        'pip install -q "torch==2.13.*" -e ".[test]"',
         "jupyter execute",
         "pytest -n 2",
     ):

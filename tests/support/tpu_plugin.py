@@ -7,7 +7,6 @@ plugin joins the processes by gloo, and answers for them what a TPU's runtime wo
 
 from __future__ import annotations
 
-import functools
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -68,7 +67,8 @@ def pretend(chips: int, device: str = "0x0063", env: Mapping[str, str] | None = 
         folder.mkdir(parents=True)
         (folder / "vendor").write_text("0x1ae0\n")
         (folder / "device").write_text(f"{device}\n")
-    tpu.find = functools.partial(tpu.find, pci)
+    find = tpu.find
+    tpu.find = lambda _root=pci, env=os.environ: find(pci, env)
     plugins.register_plugin("TPU", PretendedTpu(chips, 2 if device == "0x0027" else 1))
     xr.device_type = lambda: "TPU"
     xm.all_reduce, xm.all_gather = all_reduce, all_gather
