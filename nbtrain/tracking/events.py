@@ -175,6 +175,9 @@ class WorkSample(Event, kind="work"):
     line: int = 0
     library: str = ""
     """What calls the step, where that is known: 'lightning'."""
+    shares: tuple[tuple[str, float, int, str], ...] = ()
+    """Metrics that a tracker got, each of this rank's samples alone: its name, its value, how many
+    samples, and the checksum of the first batch of them."""
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,8 @@ def _alone(samples: list[ev.WorkSample]) -> tuple[str, str] | None:
 
 def _together(samples: list[ev.WorkSample]) -> tuple[str, str] | None:
     """Judge the ranks of a process group."""
+    if note := _not_gathered(samples):
+        return note, ""
     if not (_have_same_losses(samples) and _have_same_batches(samples)):
         return None
     count = len(samples)
@@ -122,6 +124,26 @@ def _together(samples: list[ev.WorkSample]) -> tuple[str, str] | None:
             "each rank trained alone",
         )
     return None
+
+
+def _not_gathered(samples: list[ev.WorkSample]) -> str:
+    """Return a note on a metric that each rank counted of other samples, and a tracker got."""
+    if not all(sample.is_wrapped == "whole" and sample.is_last for sample in samples):
+        return ""
+    by_name = [{share[0]: share for share in sample.shares} for sample in samples]
+    for name, (_, value, count, _) in by_name[0].items():
+        every = [shares[name] for shares in by_name if name in shares]
+        values, parts = {share[1] for share in every}, {share[3] for share in every}
+        if len(values) > 1 and len(parts) == len(samples):
+            other = next(share[1] for share in every if share[1] != value)
+            rank = [share[1] for share in every].index(other)
+            return (
+                f"the tracker got `{name}` {value:.4g} of rank 0, which counts only the "
+                f"{count:,} samples that this rank read; rank {rank} has {other:.4g} of its own. "
+                "To count the samples of all ranks, gather what they predict before it is "
+                "compared: `predictions, y = accelerator.gather_for_metrics((predictions, y))`"
+            )
+    return ""
 
 
 def _read_only(samples: list[ev.WorkSample]) -> tuple[str, str] | None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from ...system.instrumentation import patch
 from .. import stopping
+from .evidence.metric_shares import MetricShares
 from .evidence.work_sample import WorkSampler
 from .safe_hooks import telemetry
 
@@ -38,6 +39,7 @@ class DataLoadingMeter:
 
     def __init__(self, tick: Callable[[float, float], None], work: WorkSampler) -> None:
         self._tick, self._work = tick, work
+        self.metrics = MetricShares(self._samples_of_pass)
         self.waited = 0.0
         self.samples: int | None = None
         self.batch_listener: Callable[[Any], None] | None = None
@@ -60,6 +62,7 @@ class DataLoadingMeter:
         iterator = "torch.utils.data.dataloader:_BaseDataLoaderIter"  # seen in torch 2.4 to 2.13
         patch(iterator, "__next__", self._next)
         patch(iterator, "_next_index", self._next_index)
+        self.metrics.install()
 
     def stepped(self) -> None:
         """Count the last batch for a step that this thread has taken."""
@@ -101,6 +104,10 @@ class DataLoadingMeter:
             return {}
         epoch = self._epochs.get(position.dataset, (None,))[0]
         return {"epoch": epoch, "batch": position.batch, "batches": position.batches}
+
+    def _samples_of_pass(self) -> int:
+        """Return how many samples the last pass has given since the last step."""
+        return self._pending.get(self._passes, 0)
 
     def _next(self, original: Callable[[Any], Any], it: Any) -> Any:
         if getattr(self._thread, "is_loading", False):
@@ -145,6 +152,7 @@ class DataLoadingMeter:
             self._iterators = {n: ref for n, ref in self._iterators.items() if ref() is not None}
             self._iterators[self._passes] = weakref.ref(it)
             position = LoaderPosition(id(it._dataset), self._passes, count, _length(it))
+            self.metrics.begin_pass(batch)
         place = LoaderPosition(position.dataset, position.pass_number, count, position.batches)
         self._position = it._nbtrain_position = place
         _, asked = vars(it).get("_nbtrain_asked", (None, ()))

@@ -102,7 +102,7 @@ class TrainingMeter:
             self._loss.settle()
             self._report(time.monotonic(), self._loss.last())
             if wait:
-                self._work.finish(self._steps, self._loss.last())
+                self._work.finish(self._steps, self._loss.last(), self._loading.metrics.shares)
                 self._effects.finish(self._loss.last())
 
     # Called by torch

@@ -54,6 +54,7 @@ class WorkSampler:
         self._counts: tuple[int, int] | None = None  # of collectives: first and last
         self._wraps: set[str] = set()
         self._excuse = False
+        self._shares: tuple[tuple[str, float, int, str], ...] = ()
         self._place = Place()
         self.is_sampling = world_size > 1
         """Whether batches and losses still count."""
@@ -104,12 +105,15 @@ class WorkSampler:
         """Count the collectives of all groups so far."""
         self._look_at_group()
         if self._has_joined and self._steps > 1:
-            count = _collectives()
+            count = collectives()
             self._counts = (count if self._counts is None else self._counts[0], count)
 
     @_harmless
-    def finish(self, steps: int, loss: float | None) -> None:
-        """Report all that is known at the end of the training."""
+    def finish(
+        self, steps: int, loss: float | None, shares: tuple[tuple[str, float, int, str], ...]
+    ) -> None:
+        """Report all that is known at the end of the training; `shares` is of logged metrics."""
+        self._shares = shares
         if self._world_size > 1:
             self._steps, self.is_sampling = steps, False
             self._look_at_group()
@@ -134,14 +138,13 @@ class WorkSampler:
             has_exchanged=self._counts is None or self._counts[0] != self._counts[1],
             asks_rank=asks,
             is_excused=self._excuse or ignores,
+            shares=self._shares,
             **vars(self._place),
         )
         self._writer.write(sample)
 
     def _look_at_group(self) -> None:
-        dist = sys.modules.get("torch.distributed")
-        if not self._has_joined and dist is not None and dist.is_available():
-            self._has_joined = dist.is_initialized() and dist.get_world_size() > 1
+        self._has_joined = self._has_joined or is_in_group()
 
     def _join(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -193,7 +196,15 @@ def _parts(batch: Any, depth: int = 4) -> Iterator[bytes]:
             yield from _parts(part, depth - 1)
 
 
-def _collectives() -> int:
+def is_in_group() -> bool:
+    """Whether this process is in a process group with others."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available():
+        return False
+    return bool(dist.is_initialized() and dist.get_world_size() > 1)
+
+
+def collectives() -> int:
     """Return how many collectives this process has begun, in any group."""
     world: Any = sys.modules["torch.distributed.distributed_c10d"]._world  # seen in 2.4 to 2.13
     return sum(group._get_sequence_number_for_group() for group in list(world.pg_map))

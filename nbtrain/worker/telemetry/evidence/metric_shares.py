@@ -1,0 +1,85 @@
+"""Metrics of a rank's own part of the data that a tracker gets as if they were of all of it.
+
+`accelerator.log` hands on what rank 0 gives it, and drops the others' values. A number is known to
+be of the rank's own samples where it is a whole number of those that it has read since its last
+step, as an accuracy is, and where the ranks exchanged nothing since it began to read them. Of other
+metrics, a mean loss for one, nothing is known. What a function returns is not looked at:
+`run.results` has it of every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from ....system.instrumentation import patch
+from ..safe_hooks import guarded
+from .work_sample import collectives, digest, is_in_group
+
+MOST = 10_000
+"""Samples up to which a 32-bit float says how many of them it counts."""
+
+LEAST = 4
+
+CHANCE = 0.05
+"""How likely a number of few decimals may be such a share by accident."""
+
+_harmless = guarded("looking at metrics")
+
+Share = tuple[str, float, int, str]
+"""A metric's name and value, the number of samples that it is of, and the digest of the first."""
+
+
+class MetricShares:
+    """Remembers what was logged last of each metric, if that is of this rank's samples alone."""
+
+    def __init__(self, samples_read: Callable[[], int]) -> None:
+        self._samples_read = samples_read  # in the last pass, since the last step
+        self._begun = -1  # collectives before the first batch of the last pass
+        self._first_batch = ""
+        self._shares: dict[str, Share] = {}
+
+    def install(self) -> None:
+        """Watch what Accelerate logs, now or when it is imported."""
+        patch("accelerate.accelerator:Accelerator", "log", self._log)
+
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        return tuple(self._shares.values())
+
+    @_harmless
+    def begin_pass(self, batch: Any) -> None:
+        """Take the first batch of a pass over any data."""
+        self._begun = collectives() if is_in_group() else -1
+        self._first_batch = digest(batch) if self._begun >= 0 else ""
+
+    def _log(self, original: Any, accelerator: Any, values: Any, *args: Any, **rest: Any) -> Any:
+        self._see(accelerator, values)
+        return original(accelerator, values, *args, **rest)
+
+    @_harmless
+    def _see(self, accelerator: Any, values: Any) -> None:
+        trackers = accelerator.log_with  # those of nbtrain report of every rank
+        if not trackers or all(str(tracker) == "nbtrain" for tracker in trackers):
+            return
+        samples = self._samples_read()
+        is_alone = self._begun >= 0 and is_in_group() and collectives() == self._begun
+        for name, value in values.items():
+            self._shares.pop(name, None)
+            if is_alone and self._first_batch and is_share(value, samples):
+                self._shares[name] = str(name), float(value), samples, self._first_batch
+
+
+def is_share(value: Any, samples: int) -> bool:
+    """Whether a number is one of so many samples that are counted, or a percentage of them.
+
+    A number of few decimals, as of rounded seconds, may be one by accident.
+    """
+    if type(value) is not float or not LEAST <= samples <= MOST or not 0 < value < 100:
+        return False
+    decimals = next((d for d in range(5) if round(value, d) == value), None)
+    if decimals is not None and math.gcd(samples, 10**decimals) > CHANCE * 10**decimals:
+        return False
+    counted = samples * (value if value <= 1 else value / 100)
+    return abs(counted - round(counted)) < 1e-3
