@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 
 from ..errors import PlanError
 from ..planning.option_types import engine_plugins
@@ -55,7 +56,8 @@ def choose(plan: Plan) -> Engine:
         import torch
 
         name = host_tpu.engine(str(torch.__version__)) or name
-    name = "fork" if name == "auto" else name
+    if name == "auto":  # macOS' own libraries end a forked process that uses them
+        name = "spawn" if sys.platform == "darwin" and plan.nodes is None else "fork"
     LOGGER.info("the %s engine, since %s was asked for", name, plan.engine)
     if plan.nodes is not None:
         if name != "fork":
