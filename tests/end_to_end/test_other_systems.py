@@ -1,6 +1,6 @@
 """What Windows and macOS would do, simulated by a process on Linux: no other system was tried.
 
-For Windows, what it lacks is taken from the process. For macOS, the process says that it is one, and
+For Windows, what it lacks is taken from the process. For macOS, the process calls itself one, and
 lacks what only Linux has; its ranks are processes of Linux.
 """
 
