@@ -56,6 +56,12 @@ def run_attempts(
     """
     job = replace(job, scratch=_scratch())
     reaper: OrphanReaper | None = None
+
+    def protect() -> None:
+        nonlocal reaper
+        if reaper is None and job.scratch and not engine.runs_in_kernel:
+            reaper = OrphanReaper(job.scratch)
+
     supervisor.look_at_cards()
     try:
         if not _import_ahead(engine, job, supervisor, interrupts):
@@ -65,9 +71,7 @@ def run_attempts(
             with importer.inherited():
                 ranks = engine.start(job)
             try:
-                if reaper is None and job.scratch and not engine.runs_in_kernel:
-                    reaper = OrphanReaper(job.scratch)  # now: the ranks are more urgent
-                supervisor.watch(ranks, interrupts)
+                supervisor.watch(ranks, interrupts, protect)
                 supervisor.settle(ranks, interrupts)
             finally:
                 ranks.close()

@@ -141,8 +141,13 @@ class Supervisor:
         """
         self._stop.request(how, hasty=hasty)
 
-    def watch(self, ranks: Ranks, interrupts: Interrupts) -> None:
-        """Watch until every rank is gone, and what they wrote is read."""
+    def watch(
+        self, ranks: Ranks, interrupts: Interrupts, begun: Callable[[], None] = lambda: None
+    ) -> None:
+        """Watch until every rank is gone, and what they wrote is read.
+
+        `begun` is called once the ranks had their first moment, unless they have ended by then.
+        """
         while ranks.alive and not ranks.pids and not self._stop.is_hopeless(time.monotonic()):
             self._turn(ranks, interrupts)  # the other nodes have yet to join
         now, nodes = clock.now(), ranks.nodes
@@ -153,14 +158,16 @@ class Supervisor:
         looks = 0.0  # when the disk is looked at next
         with contextlib.closing(Sampler(here, self.state.device)) as sampler:
             while ranks.alive and not self._stop.is_hopeless(time.monotonic()):
+                for ended in self._turn(ranks, interrupts):
+                    sampler.forget(ended.rank)
+                if not looks and ranks.alive:
+                    begun()
                 if time.monotonic() >= looks:
                     looks = time.monotonic() + LOOK
                     self._note(self._disk.check_room(self.state.world_size))
                 if here:
                     with contextlib.suppress(Exception):  # a driver: the next look may do
                         self._note(sampler.sample())
-                for ended in self._turn(ranks, interrupts):
-                    sampler.forget(ended.rank)
                 if self._stop.cause is None and ranks.alive:
                     self._note(self._watchdog.check(self.state, time.monotonic()))
                     if self._stops_hangs and self._watchdog.is_certain:
@@ -170,7 +177,7 @@ class Supervisor:
             self._take(self._reader.read(ended=range(self.state.world_size)))
 
     def _turn(self, ranks: Ranks, interrupts: Interrupts) -> list[Exit]:
-        self.show(self.state, clock.now())
+        """Wait for news, and act on them; drawn last: ranks that begin need the processors more."""
         exits = ranks.wait(TICK)
         if time.monotonic() >= self._restores:
             self._restores = time.monotonic() + RESTORE
@@ -180,6 +187,8 @@ class Supervisor:
         self._note(self._work.check(self.state.notes))
         self._take_exits(exits)
         self._decide(ranks, interrupts)
+        if ranks.alive:
+            self.show(self.state, clock.now())
         return exits
 
     def settle(self, ranks: Ranks, interrupts: Interrupts) -> None:

@@ -213,11 +213,19 @@ def visible(function: FunctionType) -> Mapping[str, Any]:
 
 def _looked_up(function: FunctionType) -> dict[str, Any]:
     """Return what a function names: those of its globals that cloudpickle sends with it, too."""
-    known, names = visible(function), list(function.__code__.co_freevars)
-    for part in code_within(function.__code__):
-        steps = dis.get_instructions(part)
-        names += [step.argval for step in steps if step.opname.endswith("_GLOBAL")]
+    known, code = visible(function), function.__code__
+    names = (*code.co_freevars, *_global_names(code))
     return {name: known[name] for name in names if name in known}
+
+
+@functools.lru_cache(maxsize=1 << 10)  # also for forked ranks, which ask the same again
+def _global_names(code: CodeType) -> tuple[str, ...]:
+    return tuple(
+        step.argval
+        for part in code_within(code)
+        for step in dis.get_instructions(part)
+        if step.opname.endswith("_GLOBAL")
+    )
 
 
 def code_within(code: CodeType) -> Iterator[CodeType]:

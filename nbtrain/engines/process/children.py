@@ -31,6 +31,7 @@ class ChildRanks(Ranks):
         self._store: Store | None = None
         self._cause = ""
         self._scratch = scratch
+        self._is_new = False
         self._pids: dict[int, int] = {}
         self._watched: dict[int, int] = {}  # rank -> pidfd, or -1 where there are none
 
@@ -38,14 +39,15 @@ class ChildRanks(Ranks):
         """Watch a process that was just started."""
         self._pids[rank] = pid
         self._watched[rank] = _open_pidfd(pid)
-        self._write_ledger()
+        self._is_new = True
 
     def meet_at(self, store: Store) -> None:
         """Close the store in which the ranks meet when they are closed."""
         self._store = store
-        self._write_ledger()
+        self._is_new = True
 
     def _write_ledger(self) -> None:
+        self._is_new = False
         leaders = [self._pids[rank] for rank in self._watched]
         if self._store is not None and self._store.pid is not None:
             leaders.append(self._store.pid)
@@ -62,6 +64,8 @@ class ChildRanks(Ranks):
 
     def wait(self, timeout: float) -> list[Exit]:
         """Return the ranks that ended; see `Ranks.wait`."""
+        if self._is_new:  # once for all: each file takes a millisecond, while ranks begin
+            self._write_ledger()
         poller = select.poll()
         for pidfd in self._watched.values():
             if pidfd >= 0:

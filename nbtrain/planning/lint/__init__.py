@@ -18,6 +18,7 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 
+from ...system.source_files import cell_name
 from ..findings import CodeFinding, Edit
 from ..plan import Call, Cell
 from .edits import apply_edits
@@ -89,7 +90,7 @@ def lint(
 def models_built(task: Call | Cell) -> list[tuple[Unit, ast.Call]]:
     """Return the calls by which each rank builds or loads a model, with the source they are in."""
     try:
-        return list(model_calls(Program(gather(task))))
+        return list(model_calls(Program(gather(task, cell_name))))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
 

@@ -10,6 +10,7 @@ import ast
 import linecache
 import re
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,27 @@ NameCell = Callable[[str], str | None]
 def gather(task: Call | Cell, name_cell: NameCell | None = None) -> list[Unit]:
     """Return the task's own source first, then everything it refers to, each once.
 
+    A launch asks several times, and so do its ranks: the answer is kept as long as the task is.
     Raises `SyntaxError`, `ValueError` or `RecursionError` for a cell that cannot be parsed.
     """
+    global _latest
+    if _latest is not None and _latest[0]() is task and _latest[1] is name_cell:
+        return _latest[2]
+    units = _gathered(task, name_cell)
+    _latest = (weakref.ref(task, _forget), name_cell, units)
+    return units
+
+
+_latest: tuple[weakref.ref[Call | Cell], NameCell | None, list[Unit]] | None = None
+
+
+def _forget(task: weakref.ref[Call | Cell]) -> None:
+    global _latest
+    if _latest is not None and _latest[0] is task:
+        _latest = None
+
+
+def _gathered(task: Call | Cell, name_cell: NameCell | None) -> list[Unit]:
     finder = _Finder(name_cell)
     first = _cell_unit(task) if isinstance(task, Cell) else finder.unit_of(task.function, task)
     units = [first] if first is not None else []

@@ -16,6 +16,7 @@ from typing import Any
 from ....planning.lint.source_finder import gather
 from ....planning.plan import Task
 from ....system.instrumentation import patch
+from ....system.source_files import cell_name
 from ....tracking import clock
 from ....tracking import events as ev
 from ....tracking.event_log import EventWriter
@@ -229,7 +230,7 @@ def _reads_rank(task: Task | None) -> tuple[bool, bool]:
     Where the source cannot be read, it may ask.
     """
     try:
-        units = gather(task) if task is not None else []
+        units = gather(task, cell_name) if task is not None else []
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         units = []
     lines = [line for unit in units for line in _own_lines(unit)]
