@@ -16,6 +16,7 @@ from itertools import pairwise
 from ..findings import CodeFinding, Edit
 from . import value_kinds
 from .edits import first_line, indent, stands_alone
+from .prepare_rule import loops_around
 from .program import Program, defines_backward
 from .rules import pinned_strings, shown
 from .source_index import MISSING, Unit, called, devices_of, dotted, is_function, receiver
@@ -35,6 +36,10 @@ _ALONE = (
     "this loop does not use the other ranks: each rank would train a model of its own, on all of "
     "the data"
 )
+_STEP_ALONE = (
+    "this step does not use the other ranks: each rank would train a model of its own, on the same "
+    "data"
+)
 RANK_DEVICE = "accelerator.device"
 _COMMAND = "`%%nbtrain migrate` on top of the cell shows its changes as a diff"
 _CLIPPING = frozenset({"parameters", "max_norm", "norm_type", "clip_value"})
@@ -49,7 +54,8 @@ def migration(program: Program) -> list[CodeFinding]:
     """Return the findings whose edits let a plain loop train on all ranks; in doubt one without."""
     if program.accelerated or program.rankish:
         return []
-    if any(DISTRIBUTED.fullmatch(name) for name in program.names):
+    known = program.names - _plain_classes(program)
+    if any(DISTRIBUTED.fullmatch(name) for name in known):
         return []
     backwards = [
         (unit, call)
@@ -64,7 +70,14 @@ def migration(program: Program) -> list[CodeFinding]:
     if plain is not None and is_certain(plain, program):
         with contextlib.suppress(_UncertainError):
             return _Changes(plain).findings()
-    return [unit.finding(first, "migrate", f"{_ALONE}; use Accelerate or DDP")]
+    alone = _ALONE if loops_around(first, unit) else _STEP_ALONE
+    return [unit.finding(first, "migrate", f"{alone}; use Accelerate or DDP")]
+
+
+def _plain_classes(program: Program) -> set[str]:
+    """Return the classes of the source that derive from nothing: no library's Trainer."""
+    nodes = (node for unit in program.units for node in unit.nodes)
+    return {n.name for n in nodes if isinstance(n, ast.ClassDef) and not (n.bases or n.keywords)}
 
 
 class _Changes:

@@ -223,6 +223,8 @@ def _identifiers(units: Iterable[Unit]) -> Iterator[str]:
     for unit in units:
         for node in unit.nodes:
             match node:
+                case ast.Attribute(value=ast.Name(id="torch"), attr="accelerator"):
+                    pass  # torch's word for any GPU, no Accelerator
                 case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
                     yield name
                 case ast.alias(name=str(path)) | ast.ImportFrom(module=str(path)):

@@ -102,19 +102,15 @@ def pinned_device(program: Program, host: str) -> Iterator[CodeFinding]:
     nodes = (node for unit in program.units for node in unit.nodes)
     if any(isinstance(n, ast.Constant) and n.value == "CUDA_VISIBLE_DEVICES" for n in nodes):
         return
-    # torch.cuda.set_device(local_rank) makes a plain "cuda" each rank's own.
-    chosen = any(
-        dotted(call.func).endswith("cuda.set_device")
-        and call.args
-        and not isinstance(call.args[0], ast.Constant)
-        for _, call in program.calls
-    )
+    chosen = any(_chooses_device(call) for _, call in program.calls)
+    makers = [(u, call) for u, call in program.calls if host != "cpu" and _CHOOSERS(called(call))]
     instead = "accelerator.device" if program.accelerated else 'f"cuda:{local_rank}"'
     for unit in program.units:
         for node, text in _pinned(unit):
-            if (chosen and ":" not in text) or program.skipped(node, unit):
+            is_own = chosen or any(_is_before(maker, node, unit) for maker in makers)
+            if (is_own and ":" not in text) or program.skipped(node, unit):
                 continue
-            if host == "cpu" and _asks_before(node, unit):
+            if _asks_before(node, unit, host):
                 continue  # no rank comes to it
             yield unit.finding(
                 node,
@@ -123,10 +119,31 @@ def pinned_device(program: Program, host: str) -> Iterator[CodeFinding]:
             )
 
 
-def _asks_before(node: ast.AST, unit: Unit) -> bool:
-    """Return whether a node is evaluated only where there is an accelerator."""
+_CHOOSERS = re.compile(r"Accelerator|PartialState|\w*TrainingArguments").fullmatch
+"""What makes a rank's own GPU the current one, where ranks train on GPUs."""
+
+
+def _chooses_device(call: ast.Call) -> bool:
+    """Return whether a call makes a plain "cuda" each rank's own: ``set_device(local_rank)``."""
+    path = dotted(call.func)
+    sets = path.endswith(("cuda.set_device", "accelerator.set_device_index"))
+    is_constant = not call.args or isinstance(call.args[0], ast.Constant)
+    return (sets and not is_constant) or called(call) == "init_device_mesh"
+
+
+def _is_before(maker: tuple[Unit, ast.Call], node: ast.expr, unit: Unit) -> bool:
+    """Return whether a call comes before a node; in doubt it does."""
+    other, call = maker
+    if other is not unit or unit.scope(call) is not unit.scope(node):
+        return True
+    return call.lineno < node.lineno
+
+
+def _asks_before(node: ast.AST, unit: Unit, host: str) -> bool:
+    """Return whether a node is evaluated only where there is an accelerator, or an old torch."""
     tests = [a.test for a in unit.ancestors(node) if isinstance(a, (ast.If, ast.IfExp))]
-    return any(not names_in(test).isdisjoint(_ASKS) for test in tests)
+    asks = host == "cpu" and any(not names_in(test).isdisjoint(_ASKS) for test in tests)
+    return asks or any(ast.unparse(test) == "hasattr(torch, 'accelerator')" for test in tests)
 
 
 _ASKS = frozenset({"is_available", "device_count", "is_cuda_available", "is_torch_cuda_available"})

@@ -7,6 +7,7 @@ import functools
 import json
 import linecache
 import os
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -270,6 +271,24 @@ def test_a_plain_cuda_is_the_ranks_own_once_it_is_chosen() -> None:
     assert found(chosen + 'x.to("cuda:0")') == [("device", 4, 6)]
     assert found('os.environ["CUDA_VISIBLE_DEVICES"] = str(i)\nmodel.to("cuda:0")') == []
     assert found('if rank == 0:\n    x.to("cuda:0")') == []
+    mesh = 'mesh = init_device_mesh("cuda", (2,))\nmodel.to("cuda")'  # it chooses the device
+    assert found(mesh, "cuda") == []
+    assert found('torch.accelerator.set_device_index(local_rank)\nx.to("cuda")', "cuda") == []
+
+
+@pytest.mark.parametrize("maker", ["Accelerator()", "PartialState()", "TrainingArguments('out')"])
+def test_accelerate_chooses_the_device_of_a_plain_cuda(maker: str) -> None:
+    assert found(f'state = {maker}\nx.to("cuda")', "cuda") == []
+    assert found(f'state = {maker}\nx.to("cuda:0")', "cuda") == [("device", 2, 6)]
+    assert found(f'x.to("cuda")\nstate = {maker}', "cuda") == [("device", 1, 6)]
+    assert found(f'state = {maker}\nx.to("cuda")') == [("device", 2, 6)]  # it trains on the CPU
+
+
+def test_a_device_for_a_torch_without_accelerators_is_left_in_peace() -> None:
+    current = "torch.accelerator.current_accelerator().type"
+    source = f'device = {current} if hasattr(torch, "accelerator") else "cuda"\nx.to(device)'
+    assert found(source, "cuda") == []
+    assert found(source) == []
 
 
 LOOP = """
@@ -906,6 +925,23 @@ def test_a_device_that_is_used_elsewhere_is_the_accelerators() -> None:
     result = edited(lint.lint(task, device="cuda"), captured)
     assert "    accelerator = Accelerator()\n    device = accelerator.device\n" in result
     assert found(inside, device="cuda") == [("captured-device", 2, 14)]
+
+
+def test_a_plain_loop_is_found_whatever_its_own_names_are() -> None:
+    body = "for x in dl:\n    loss = model(x)\n    loss.backward()\n    opt.step()"
+    torchs = f"device = torch.accelerator.current_accelerator()\n{body}"
+    assert [code for code, *_ in found(torchs)] == ["migrate"]
+    method = "class Trainer:\n    def run(self):\n" + textwrap.indent(body, " " * 8)
+    assert [code for code, *_ in found(f"{method}\nTrainer().run()")] == ["migrate"]
+    assert found(f"{method.replace('Trainer', 'Trainer(Base)')}\nTrainer().run()") == []
+    assert found(f"from transformers import Trainer\n{body}\nTrainer()") == []
+
+
+def test_a_step_that_is_no_loop_is_not_called_one() -> None:
+    step = "loss = model(batch).loss\nloss.backward()\noptimizer.step()"
+    (finding,) = lint.lint(cell(step))
+    assert finding.message.startswith("this step does not use the other ranks: each rank would")
+    assert "loop" not in finding.message
 
 
 @pytest.mark.parametrize("name", UNCERTAIN)
