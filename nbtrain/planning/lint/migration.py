@@ -36,10 +36,7 @@ _ALONE = (
     "this loop does not use the other ranks: each rank would train a model of its own, on all of "
     "the data"
 )
-_STEP_ALONE = (
-    "this step does not use the other ranks: each rank would train a model of its own, on the same "
-    "data"
-)
+_STEP_ALONE = "this step does not use the other ranks: each rank would train a model of its own"
 RANK_DEVICE = "accelerator.device"
 _COMMAND = "`%%nbtrain migrate` on top of the cell shows its changes as a diff"
 _CLIPPING = frozenset({"parameters", "max_norm", "norm_type", "clip_value"})
