@@ -1,10 +1,14 @@
 """Lint, and run where that can be done offline, training code that people wrote.
 
     python tests/tools/real_code.py FOLDER            # lint every .py and .ipynb below it
-    python tests/tools/real_code.py FOLDER --run      # and run the scripts, with 2 ranks
+    python tests/tools/real_code.py FOLDER --run --fixtures transformers/tests/fixtures
+                                                      # and run the scripts, with 2 ranks
 
-A note that a person judges false is a bug. The folder is not part of the repository: Accelerate's
-`examples`, transformers' `examples/pytorch`, pytorch/examples and the Hugging Face course are such.
+Each script runs as a notebook's cell and under torchrun, on tiny models and made data
+(`known_scripts.py` has their arguments), and what the ranks counted is compared. That needs
+transformers, datasets, evaluate and torchvision. A note that a person judges false is a bug. The
+folder is not part of the repository: Accelerate's `examples`, transformers' `examples/pytorch`,
+pytorch/examples and the Hugging Face course are such.
 """
 
 from __future__ import annotations
@@ -12,20 +16,19 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import os
 import re
-import runpy
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from nbtrain.planning.findings import CodeFinding
 from nbtrain.planning.lint import lint
 from nbtrain.planning.plan import Cell
+from tests.tools import real_runs
 
 _TRAINS = re.compile(r"backward\(|\.train\(\)|\.fit\(")
 _LAUNCHERS = re.compile(r"(.*\.)?(spawn|notebook_launcher|launch)")
@@ -104,68 +107,31 @@ def notes(piece: Piece) -> list[tuple[str, CodeFinding]]:
     return [(piece.lines[finding.line - 1], finding) for finding in findings]
 
 
-def run(path: Path, arguments: list[str]) -> None:
-    """Run a script as a cell of two ranks, on tiny models and made data; print every note."""
-    from nbtrain.lifecycle.launcher import run_plan
-    from nbtrain.planning.cell import read_cell
-    from nbtrain.planning.plan import Plan
-    from tests.tools import made_data
-
-    made_data.install()
-    sys.argv, sys.path[0] = [str(path), *arguments], str(path.parent)
-    notebook = ModuleType("__main__")  # what the variables of a kernel are
-    notebook.__file__ = str(path)
-    sys.modules["__main__"] = notebook
-    cell = read_cell(path.read_text(), str(path), vars(notebook))
-    try:
-        ended = run_plan(Plan(cell, path.stem, num_processes=2, view="none", timeout=180))
-    except BaseException as error:
-        print(f"FAILED {path}: {type(error).__name__}: {str(error).splitlines()[0][:300]}")
-        return
-    print(f"RAN {path}")
-    for note in ended.state.notes:
-        print(f"    NOTE {note}")
-
-
-def torchrun(path: Path, arguments: list[str]) -> None:
-    """Run a script under the same factories in a rank of another launcher."""
-    from tests.tools import made_data
-
-    made_data.install()
-    sys.argv, sys.path[0] = [str(path), *arguments], str(path.parent)
-    runpy.run_path(str(path), run_name="__main__")
-
-
 def main() -> None:
-    """Print every note, with the line that it is about."""
+    """Print every note, with the line that it is about; run what can be run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--run", action="store_true", help="run the scripts, too")
-    parser.add_argument("--one", action="store_true", help="run this script alone, here")
-    parser.add_argument("--under-torchrun", action="store_true", help="the same, in a rank of it")
+    parser.add_argument("--only", default="", help="only paths that contain this")
+    parser.add_argument("--fixtures", default="", help="transformers' folder tests/fixtures")
+    parser.add_argument("--timeout", type=float, default=180, help="seconds a run may take")
+    parser.add_argument("--under-torchrun", action="store_true", help="run it here, as a rank")
     given, more = parser.parse_known_args()
-    if given.one or given.under_torchrun:
-        (run if given.one else torchrun)(given.folder.resolve(), more)
+    if given.under_torchrun:
+        real_runs.in_torchrun(given.folder.resolve(), more)
         return
     count = total = 0
-    for piece in pieces(given.folder):
+    scripts = []
+    for piece in (p for p in pieces(given.folder) if given.only in str(p.path)):
         count += 1
+        scripts += [piece.path] if piece.path.suffix == ".py" else []
         for place, finding in notes(piece):
             total += 1
             line = piece.source.splitlines()[finding.line - 1].strip()
             print(f"{piece.path.parent}/{place} [{finding.code}] {finding.message}\n    {line}")
-        if given.run and piece.path.suffix == ".py":
-            with tempfile.TemporaryDirectory() as folder:
-                tool = [sys.executable, "-m", "tests.tools.real_code", "--one"]
-                environment = {**os.environ, "NBTRAIN_HOME": folder, "PYTHONPATH": _python_path()}
-                command = [*tool, str(piece.path.resolve()), *more]
-                subprocess.run(command, cwd=folder, env=environment, check=False)
-    print(f"{count} pieces, {total} notes")
-
-
-def _python_path() -> str:
-    root = str(Path(__file__).parents[2])
-    return os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+    print(f"{count} pieces, {total} notes", flush=True)
+    if given.run:
+        real_runs.run_all(scripts, given.fixtures, given.timeout)
 
 
 if __name__ == "__main__":

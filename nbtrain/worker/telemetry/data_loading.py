@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any, NamedTuple
 
 from ...system.instrumentation import patch
@@ -34,7 +36,8 @@ class DataLoadingMeter:
 
     A loader that another one reads from is not counted twice, and the training does not wait for
     one that a thread of the user's reads ahead. Samples are those of the steps, as far as that is
-    known, without a validation's; before any step, all.
+    known, without a validation's; before any step, all. The batch that Accelerate's loader reads
+    ahead of each step counts when that step may come.
     """
 
     def __init__(self, tick: Callable[[float, float], None], work: WorkSampler) -> None:
@@ -52,6 +55,7 @@ class DataLoadingMeter:
         self._epochs: dict[int, tuple[int, int]] = {}  # by data set: passes that fed, the last
         self._has_stepped = False
         self._pending: dict[int, int] = {}  # by pass: samples since the last step
+        self._ahead: dict[int, int | None] = {}  # by pass: samples of the batch read ahead
         self._iterators: dict[int, weakref.ref[Any]] = {}  # by pass
         self._feeding: set[int] = set()  # passes that steps were taken with
         self._aside: set[int] = set()  # as a validation is: read to its end, or without gradients
@@ -123,7 +127,7 @@ class DataLoadingMeter:
             raise
         finally:
             self._thread.is_loading = False
-        self._count_batch(it, batch, start)
+        self._count_batch(it, batch, start, _reads_ahead(sys._getframe(2)))
         return batch
 
     def _next_index(self, original: Callable[[Any], Any], it: Any) -> Any:
@@ -142,7 +146,7 @@ class DataLoadingMeter:
         asked[1].append(len(index) if hasattr(index, "__len__") else None)
 
     @telemetry
-    def _count_batch(self, it: Any, batch: Any, start: float) -> None:
+    def _count_batch(self, it: Any, batch: Any, start: float, is_ahead: bool) -> None:
         now = time.monotonic()
         if threading.get_ident() in self._trainers:
             self.waited += now - start
@@ -150,13 +154,17 @@ class DataLoadingMeter:
         if position is None or count == 1:
             self._passes += 1
             self._iterators = {n: ref for n, ref in self._iterators.items() if ref() is not None}
+            self._ahead = {n: size for n, size in self._ahead.items() if n in self._iterators}
             self._iterators[self._passes] = weakref.ref(it)
             position = LoaderPosition(id(it._dataset), self._passes, count, _length(it))
             self.metrics.begin_pass(batch)
-        place = LoaderPosition(position.dataset, position.pass_number, count, position.batches)
+        place = position._replace(batch=count - is_ahead)
         self._position = it._nbtrain_position = place
         _, asked = vars(it).get("_nbtrain_asked", (None, ()))
         size = asked.popleft() if asked else _batch_size(it, batch)
+        if is_ahead:
+            before = self._ahead.get(place.pass_number, 0)
+            self._ahead[place.pass_number], size = size, before
         self._count_samples(place.pass_number, size)
         if self._work.is_sampling:
             self._work.see_batch(batch)
@@ -175,8 +183,22 @@ class DataLoadingMeter:
 
     @telemetry
     def _end_pass(self, it: Any) -> None:
-        if "_nbtrain_position" in vars(it):
-            self._aside.add(it._nbtrain_position.pass_number)
+        place = vars(it).get("_nbtrain_position")
+        if place is None:
+            return
+        if place.pass_number in self._ahead:
+            self._position = it._nbtrain_position = place._replace(batch=it._num_yielded)
+            self._count_samples(place.pass_number, self._ahead.pop(place.pass_number))
+        self._aside.add(place.pass_number)
+
+
+def _reads_ahead(caller: FrameType) -> bool:
+    """Return whether a batch is read by Accelerate's loader, one ahead; seen in 1.0 to 1.15."""
+    code = caller.f_code
+    return code.co_name == "__iter__" and code.co_filename.endswith(_ACCELERATES)
+
+
+_ACCELERATES = os.path.join("accelerate", "data_loader.py")
 
 
 def _length(iterator: Any) -> int | None:

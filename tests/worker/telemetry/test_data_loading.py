@@ -230,3 +230,27 @@ def test_a_batch_that_is_only_looked_at_is_none_of_the_training(workers: int) ->
                 optimizer.step()
 
     assert told(train).samples == 36
+
+
+@pytest.mark.parametrize("end", [3, 10, 13])
+def test_a_batch_that_accelerate_reads_ahead_is_no_sample_before_its_step(end: int) -> None:
+    def train() -> None:
+        from accelerate import Accelerator
+
+        accelerator = Accelerator()
+        model = nn.Linear(1, 1)
+        model, optimizer, loader = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(torch.ones(40, 1), 4)
+        )
+        step = 0
+        while step < end:
+            for batch in loader:  # ten batches
+                accelerator.backward(model(batch).mean())
+                optimizer.step()
+                step += 1
+                if step == end:
+                    break
+
+    update = told(train)
+    assert (update.steps, update.samples) == (end, 4 * end)
+    assert (update.batch, update.batches) == (end % 10 or 10, 10)

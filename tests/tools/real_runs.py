@@ -1,0 +1,245 @@
+"""Run a script as a notebook's cell and under torchrun, on two ranks each, and compare them."""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import contextlib
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.support.kernel import Notebook
+from tests.tools import made_data
+from tests.tools.known_scripts import Script, known
+
+RANKS = 2
+COUNTS = "REAL_CODE_COUNTS"
+"""The environment variable that says where a rank of torchrun writes what it counted."""
+
+
+@dataclass
+class Figures:
+    """What the ranks did."""
+
+    ended: str
+    """"ran", or how it did not."""
+    steps: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    losses: list[float | None] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+@dataclass
+class Counts:
+    """What a rank counts for itself: optimizer steps, samples that led to a backward, the loss."""
+
+    steps: int = 0
+    samples: int = 0
+    loss: float | None = None
+    waiting: int = 0
+    iterator: Any = None
+
+    def figures(self) -> dict[str, Any]:
+        """Return what was counted."""
+        return {"steps": self.steps, "samples": self.samples, "loss": self.loss}
+
+    def install(self) -> None:
+        """Count from now on."""
+        import torch
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+        from torch.utils.data import dataloader
+
+        def stepped(*_: Any) -> None:
+            self.steps += 1
+
+        register_optimizer_step_post_hook(stepped)
+        iterator, tensor = dataloader._BaseDataLoaderIter, torch.Tensor
+        iterator.__next__ = self._counting(iterator.__next__)  # type: ignore[method-assign]
+        backward = tensor.backward
+
+        def counted(loss: Any, *args: Any, **kwargs: Any) -> None:
+            self.loss = loss.item() if loss.numel() == 1 else None
+            self.samples, self.waiting = self.samples + self.waiting, 0
+            backward(loss, *args, **kwargs)
+
+        tensor.backward = counted  # type: ignore[method-assign,assignment]
+
+    def _counting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def following(iterator: Any) -> Any:
+            batch = original(iterator)
+            if iterator is not self.iterator:  # that of an evaluation led to no backward
+                self.iterator, self.waiting = iterator, 0
+            self.waiting += _size(batch)
+            return batch
+
+        return following
+
+
+def _size(batch: Any) -> int:
+    values = batch.values() if hasattr(batch, "values") else batch
+    first = next(iter(values), None) if not hasattr(batch, "shape") else batch
+    return len(first) if first is not None and hasattr(first, "__len__") else 0
+
+
+def in_torchrun(path: Path, arguments: list[str]) -> None:
+    """Run a script in a rank of torchrun, on tiny models and made data; write what was counted."""
+    _prepare(path)
+    counts, folder = Counts(), os.environ.get(COUNTS)
+    counts.install()
+    if folder:
+        place = Path(folder, os.environ.get("RANK", "0"))
+        atexit.register(lambda: place.write_text(json.dumps(counts.figures())))
+    sys.argv, sys.path[0] = [str(path), *arguments], str(path.parent)
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def _prepare(path: Path) -> None:
+    with contextlib.suppress(ImportError):
+        made_data.install()
+    if known(str(path)).wants_gpus:
+        made_data.pretend_gpus(RANKS)
+
+
+def compare(path: Path, folder: Path, fixtures: str, timeout: float) -> str:
+    """Run a script both ways in a folder of its own; return lines that tell what came of it."""
+    script = known(str(path))
+    reference = under_torchrun(path, script, folder / "torchrun", fixtures, timeout)
+    here = in_a_notebook(path, script, folder / "notebook", fixtures, timeout)
+    lines = [f"{path}"]
+    for name, figures in (("torchrun", reference), ("nbtrain ", here)):
+        text = f"steps {figures.steps} samples {figures.samples} loss {figures.losses}"
+        lines.append(f"    {name} {figures.ended[:400]}: {text} ({figures.seconds:.0f} s)")
+    return "\n".join([*lines, *(f"    NOTE {note}" for note in here.notes)])
+
+
+def _arguments(script: Script, folder: Path, fixtures: str) -> list[str]:
+    return [a.format(data=fixtures, out=folder / "out") for a in script.arguments.split()]
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    models = os.environ.get(made_data.FOLDER) or str(folder.parents[1] / "models")
+    Path(models).mkdir(exist_ok=True, parents=True)
+    offline = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "HF_HOME": f"{models}/hub"}
+    calm = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", made_data.FOLDER: models}
+    python_path = str(Path(__file__).parents[2])
+    return {**os.environ, **offline, **calm, "PYTHONPATH": python_path}
+
+
+def under_torchrun(
+    path: Path, script: Script, folder: Path, fixtures: str, timeout: float
+) -> Figures:
+    """Return what came of a script under torchrun, or by itself where it launches ranks."""
+    (folder / "counts").mkdir(parents=True)
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--standalone"]
+    tool = ["-m", "tests.tools.real_code", "--under-torchrun", str(path)]
+    command = [sys.executable, *([] if script.call else launcher), *tool]
+    counts = str(folder / "counts")
+    environment = {**_environment(folder), COUNTS: counts, "ACCELERATE_USE_CPU": "true"}
+    start = time.monotonic()
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [*command, *_arguments(script, folder, fixtures)],
+            cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+        try:
+            ended = "ran" if process.wait(timeout) == 0 else f"FAILED {_error(folder / 'log')}"
+        except subprocess.TimeoutExpired:
+            ended = f"did not end in {timeout:.0f} s"
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    counted = [json.loads(p.read_text()) for p in sorted((folder / "counts").iterdir())]
+    figures = Figures(ended, seconds=time.monotonic() - start)
+    figures.steps = [each["steps"] for each in counted]
+    figures.samples = [each["samples"] for each in counted]
+    figures.losses = [each["loss"] for each in counted]
+    return figures
+
+
+def _error(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
+    return errors[-1].strip() if errors else " ".join(lines[-1:])
+
+
+_FIGURES = """
+import json as _json
+_run = nbtrain.last_run()
+_ranks = [] if _run is None else [r.progress for r in _run.state.ranks]
+print("FIGURES", _json.dumps(None if _run is None else {
+    "ended": _run.state.status, "notes": [*_run.state.notes, *_run.state.flaws],
+    "steps": [p.steps if p else 0 for p in _ranks],
+    "samples": [p.samples if p else 0 for p in _ranks],
+    "losses": [r.loss for r in _run.state.ranks]}))
+"""
+
+
+def in_a_notebook(
+    path: Path, script: Script, folder: Path, fixtures: str, timeout: float
+) -> Figures:
+    """Return what came of a script as a cell of a real kernel."""
+    folder.mkdir(parents=True)
+    before = dict(os.environ)
+    os.environ.update(_environment(folder))
+    try:
+        notebook = Notebook(folder / "home", folder)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    start = time.monotonic()
+    try:
+        setup = (
+            "import sys\nfrom pathlib import Path\nfrom tests.tools import real_runs\n"
+            f"__file__ = {str(path)!r}\nreal_runs._prepare(Path(__file__))\n"
+            f"sys.argv[:] = {[str(path), *_arguments(script, folder, fixtures)]}\n"
+            f"sys.path.insert(0, {str(path.parent)!r})\nimport nbtrain\n%load_ext nbtrain"
+        )
+        out = notebook.run(setup, timeout=120)
+        if out.ename:
+            return Figures(f"not set up: {out.traceback[-300:]}")
+        for cell in _cells(path.read_text(), script, timeout):
+            out = notebook.run(cell, timeout=timeout + 60)
+        (folder / "page").write_text(f"{out.stdout}\n{out.stderr}\n{out.traceback}\n{out.pages}")
+        printed = notebook.run(_FIGURES, timeout=60).stdout.partition("FIGURES ")[2]
+    finally:
+        notebook.close()
+    seconds = time.monotonic() - start
+    found = json.loads(printed) if printed else None
+    failed = f"FAILED {out.ename}: {out.evalue}" if out.ename else ""
+    if not found:
+        return Figures(failed or "no run", seconds=seconds)
+    is_good = found["ended"] == "succeeded" and not failed
+    found["ended"] = "ran" if is_good else failed or found["ended"]
+    return Figures(**found, seconds=seconds)
+
+
+def _cells(source: str, script: Script, timeout: float) -> list[str]:
+    """Return the cells that a user would make of a script."""
+    if not script.call:
+        return [f"%%distributed -n {RANKS} --timeout {timeout:.0f}\n{source}"]
+    lines = source.splitlines()
+    for block in ast.parse(source).body:
+        if isinstance(block, ast.If) and "__main__" in ast.unparse(block.test):
+            for number in range(block.lineno, (block.end_lineno or 0) + 1):
+                lines[number - 1] = ""
+    launch = f"nbtrain.launch(lambda: {script.call}, num_processes={RANKS}, timeout={timeout:.0f})"
+    return ["\n".join(lines), launch]
+
+
+def run_all(paths: list[Path], fixtures: str, timeout: float) -> None:
+    """Run scripts, one after the other, and print what came of each."""
+    with tempfile.TemporaryDirectory() as made:
+        os.environ.setdefault(made_data.FOLDER, f"{made}/models")
+        for path in paths:
+            with tempfile.TemporaryDirectory() as folder:
+                print(compare(path.resolve(), Path(folder), fixtures, timeout), flush=True)
