@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import NbtrainError
 from ..planning.option_types import OF_ALL
 from ..planning.plan import Cell, Plan, Task
-from ..planning.task_values import is_model, namespace, returned
+from ..planning.task_values import is_model, namespace, optimizers_left, returned
 from ..system.source_files import cell_numbers
 from ..tracking import clock
 from ..tracking import events as ev
@@ -65,11 +65,16 @@ class _Trained:
     title: str
     arguments: dict[str, Any]
     site: _Site
+    optimizers: weakref.WeakSet[Any]
+    """Those that have a state in the ranks, which was not copied back."""
     versions: list[int]
     """Of its parameters, after it."""
 
 
 _trained = weakref.WeakKeyDictionary[Any, _Trained]()
+
+_noted = weakref.WeakSet[Any]()
+"""Optimizers that a note has named: once is enough."""
 
 
 def _versions(model: Any) -> list[int]:
@@ -92,13 +97,14 @@ def continuations(plan: Plan) -> list[str]:
     notes, site = [], _Site.here()
     for name, value in returned(plan).items() if plan.sync else ():
         last = _trained.get(value) if is_model(value) else None
-        if last is None or last.title != _title(plan.task) or last.versions != _versions(value):
+        if last is None or last.versions != _versions(value):
             continue
-        if not site.is_again(last.site):
-            continue
-        new = parameters(plan.task)
+        is_again = last.title == _title(plan.task) and site.is_again(last.site)
+        new = parameters(plan.task) if is_again else {}
         changed = [n for n in new if n in last.arguments and new[n] != last.arguments[n]]
-        if changed:
+        if not changed:
+            notes += _stale(plan, name, last)
+        else:
             option = "--no-sync" if isinstance(plan.task, Cell) else "sync=False"
             notes.append(
                 f"`{name}` goes on from the weights of run {last.run}, which had another "
@@ -106,6 +112,21 @@ def continuations(plan: Plan) -> list[str]:
                 f"or add {option}"
             )
     return notes
+
+
+def _stale(plan: Plan, model: str, last: _Trained) -> list[str]:
+    """Return a note on an optimizer that begins anew, beside a model that goes on; once."""
+    for name, optimizer in optimizers_left(plan).items():
+        is_known = optimizer in last.optimizers and optimizer not in _noted
+        if is_known and len(optimizer.state) == 0:
+            _noted.add(optimizer)
+            out = f"--out {name}" if isinstance(plan.task, Cell) else f'out="{name}"'
+            return [
+                f"`{model}` goes on from the weights of run {last.run}, but `{name}` begins anew, "
+                f"without the state that it had there (its momentum). Add {out} to a launch to "
+                "have it copied back, too, or make a new optimizer for each"
+            ]
+    return []
 
 
 class ResultReceiver:
@@ -120,6 +141,8 @@ class ResultReceiver:
         # Not the task: it holds the models, which may go when the notebook lets go of them.
         self._title, self._arguments = _title(plan.task), parameters(plan.task)
         self._site = _Site.here()
+        left = optimizers_left(plan) if plan.sync else {}
+        self._optimizers = {name: weakref.ref(value) for name, value in left.items()}
         self._has_received = False
 
     def objects(self) -> dict[str, Any]:
@@ -145,7 +168,8 @@ class ResultReceiver:
             for event in events:
                 writer.write(event)
             writer.close()
-        self._remember({event.name for event in events if not event.trouble}, folder)
+        stepped = state.ranks[0].stepped if state.ranks else ()
+        self._remember({event.name for event in events if not event.trouble}, folder, stepped)
         for event in events:
             if event.trouble and event.name not in lost:  # on the board too, where there is one
                 message = not_updated(event.name, event.trouble)
@@ -153,12 +177,16 @@ class ResultReceiver:
                     warnings.warn_explicit(message, UserWarning, "nbtrain", 1)
         return fold(state, events)
 
-    def _remember(self, loaded: Collection[str], folder: RunFolder) -> None:
-        """Take note of the models that were trained, for `continuations`."""
+    def _remember(
+        self, loaded: Collection[str], folder: RunFolder, stepped: Collection[str]
+    ) -> None:
+        """Take note of the models that were trained, and by what, for `continuations`."""
+        left = (ref() for name, ref in self._optimizers.items() if name in stepped)
+        optimizers = weakref.WeakSet[Any](each for each in left if each is not None)
         for name, value in self.objects().items():
             if name in loaded and is_model(value):
                 with contextlib.suppress(Exception):  # a model of a kind that cannot be asked
-                    about = self._title, self._arguments, self._site, _versions(value)
+                    about = self._title, self._arguments, self._site, optimizers, _versions(value)
                     _trained[value] = _Trained(folder.path.name, *about)
 
     def _received(
@@ -329,7 +357,8 @@ def load(folder: RunFolder, home: ResultReceiver | None, target: Any, name: str 
         rest = f"; there are {_listed(saved)}" if saved else ""
         raise NbtrainError(
             f"this run saved {what}{rest}. A run saves the models that its function or cell "
-            "refers to and that changed. After an interrupt or a failure, a model is saved only if "
+            "refers to and that changed. Return the state_dict() of a model that the function itself "
+            "makes. After an interrupt or a failure, a model is saved only if "
             f"it is smaller than {QUICK >> 20} MiB, and none is saved if rank 0 was stopped "
             "because another rank failed"
         )

@@ -454,6 +454,13 @@ def returned(plan: Plan) -> dict[str, Any]:
     return {name: value for name, value in values.items() if first[id(value)] == name}
 
 
+def optimizers_left(plan: Plan) -> dict[str, Any]:
+    """Return the optimizers that a task refers to and that are not copied back, by name."""
+    known = {id(value) for value in returned(plan).values()}
+    found = {r.name: r.value for r in references(plan.task) if r.is_shared}
+    return {n: v for n, v in found.items() if is_optimizer(v) and id(v) not in known}
+
+
 def not_returned(plan: Plan) -> dict[str, Any]:
     """Return the other models that the notebook has variables for, or in objects, by name."""
     if not plan.sync:

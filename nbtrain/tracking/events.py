@@ -282,6 +282,8 @@ class Ended(Event):
     result: str | None = None
     evidence: tuple[str, ...] = ()
     """What the rank saw of the cause (`nbtrain.worker.failure_evidence`)."""
+    stepped: tuple[str, ...] = ()
+    """The notebook's optimizers that took steps in the rank, and are not copied back."""
 
 
 NO_VARIABLE = "there is no variable"

@@ -194,6 +194,7 @@ def _ended(_rank: Draft, event: ev.Ended) -> Draft:
         "result": strip_escapes_by_line(event.result),
         "ended": event.time,
         "evidence": _evidence(event),
+        "stepped": tuple(strip_escapes(name, NAME) for name in event.stepped[:SAVED]),
     }
 
 

@@ -214,6 +214,8 @@ class RankState:
     evidence: tuple[str, ...] = ()
     saved: tuple[ev.ArtifactSaved, ...] = ()
     """What it saved for the notebook."""
+    stepped: tuple[str, ...] = ()
+    """The notebook's optimizers that took steps in it, and were not copied back."""
 
     @property
     def is_over(self) -> bool:

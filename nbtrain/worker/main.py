@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def run_and_report(
         sender.gather()
         leave_process_group()
         sender.send(value)
-        writer.write(ended)
+        writer.write(replace(ended, stepped=tuple(sorted(sender.stepped))))
         return 0, None
     except SystemExit as leaving:
         return _leave(rank, writer, leaving), None

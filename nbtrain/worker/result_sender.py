@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import NbtrainError
 from ..planning.option_types import OF_ALL
-from ..planning.task_values import by_name, is_model, namespace, returned
+from ..planning.task_values import by_name, is_model, namespace, optimizers_left, returned
 from ..system.files import write_atomically
 from ..system.instrumentation import patch
 from ..tracking import clock
@@ -71,11 +71,28 @@ class ResultSender:
         with contextlib.suppress(Exception):
             if rank == 0 and plan.sync and not job.in_kernel:
                 self._unsent = UnsentValues(plan)
+        self.stepped: set[str] = set()
+        """Names of the notebook's optimizers that have a state now, and are not copied back."""
+        if rank == 0 and plan.sync and not job.in_kernel:
+            self._watch_optimizers()
         self._names = {n: id(v) for n, v in namespace(plan.task).items()} if plan.out else {}
         self._stages = Stages() if self._objects else None
         if self._objects:
             fsdp = "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel"
             patch(fsdp, "__init__", self._fsdp_init)
+
+    def _watch_optimizers(self) -> None:
+        for name, optimizer in optimizers_left(self._plan).items():
+            with contextlib.suppress(Exception):  # one that only looks like torch's
+                self._watch(name, optimizer)
+
+    def _watch(self, name: str, optimizer: Any) -> None:
+        def stepped(optimizer: Any, *_: Any) -> None:
+            handle.remove()
+            if any(v is not None for state in optimizer.state.values() for v in state.values()):
+                self.stepped.add(name)
+
+        handle = optimizer.register_step_post_hook(stepped)
 
     def _mark(self, value: Any) -> Any:
         with contextlib.suppress(Exception):  # a model of a kind that cannot be asked: it is sent

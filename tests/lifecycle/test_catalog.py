@@ -130,6 +130,40 @@ def test_a_trial_that_goes_on_from_the_last_ones_weights_is_named(notebook: Note
     assert note not in notebook.run("trial(0.3)").board
 
 
+def test_an_optimizer_that_begins_anew_beside_a_model_that_goes_on_is_named(
+    notebook: Notebook,
+) -> None:
+    notebook.run(
+        "def train(model, optimizer):\n"
+        "    model(torch.ones(1, 2)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "def make(cls, **options):\n"
+        "    global model, opt\n"
+        "    model = torch.nn.Linear(2, 1)\n"
+        "    opt = cls(model.parameters(), lr=0.1, **options)\n"
+        "make(torch.optim.Adam)"
+    )
+    note = "but `optimizer` begins anew, without the state that it had there (its momentum)"
+    cell = "nbtrain.launch(train, model, opt, num_processes=1);"
+    assert "begins anew" not in notebook.run(cell).board
+    board = notebook.run(cell).board
+    assert note in board
+    assert 'Add out="optimizer" to a launch to have it copied back, too' in board
+    assert "begins anew" not in notebook.run(cell).board  # once is enough
+    # It came back; it has no state; the model begins anew, too; it is another optimizer.
+    for change in (
+        "make(torch.optim.Adam); " + cell.replace("opt,", "opt, out='optimizer',"),
+        "make(torch.optim.SGD); " + cell,
+        "make(torch.optim.Adam); " + cell + " model.reset_parameters()",
+        "make(torch.optim.Adam); " + cell + " opt = torch.optim.Adam(model.parameters())",
+    ):
+        notebook.run(change)
+        assert "begins anew" not in notebook.run(cell).board, change
+    notebook.run("make(torch.optim.SGD, momentum=0.9); " + cell)
+    magic = "%%distributed -n 1\ndef fit(model, opt):\n    train(model, opt)"
+    assert "Add --out opt to a launch" in notebook.run(magic).board
+
+
 def test_a_phase_in_a_cell_of_its_own_goes_on_without_a_note(notebook: Notebook) -> None:
     notebook.run(
         "model = torch.nn.Linear(2, 1)\n"

@@ -351,7 +351,7 @@ def test_after_a_failure_the_user_decides() -> None:
 
 
 def test_a_run_that_saved_nothing_says_what_would_have_been() -> None:
-    with pytest.raises(NbtrainError, match="A run saves the models that its function or cell"):
+    with pytest.raises(NbtrainError, match=r"Return the state_dict\(\) of a model that the"):
         run(print).load(Net())
 
 
