@@ -357,8 +357,8 @@ def load(folder: RunFolder, home: ResultReceiver | None, target: Any, name: str 
         rest = f"; there are {_listed(saved)}" if saved else ""
         raise NbtrainError(
             f"this run saved {what}{rest}. A run saves the models that its function or cell "
-            "refers to and that changed. Return the state_dict() of a model that the function itself "
-            "makes. After an interrupt or a failure, a model is saved only if "
+            "refers to and that changed. Return the state_dict() of a model that the function "
+            "itself makes. After an interrupt or a failure, a model is saved only if "
             f"it is smaller than {QUICK >> 20} MiB, and none is saved if rank 0 was stopped "
             "because another rank failed"
         )
