@@ -1,5 +1,5 @@
 /* A clock that is set: time() and its like are ahead by the seconds (a double) in the file
-   $CLOCK_AHEAD, at each call. For LD_PRELOAD; tests/tracking/test_clock.py compiles it. */
+   $CLOCK_AHEAD, at each call. For LD_PRELOAD; tests/support/clocks.py compiles it. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>

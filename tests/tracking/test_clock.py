@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import struct
 import subprocess
@@ -20,8 +19,8 @@ import nbtrain
 from nbtrain.tracking import clock
 from nbtrain.tracking.replay import read_state
 from nbtrain.tracking.run_folder import RunFolder
+from tests.support.clocks import compile_clock
 from tests.support.kernel import Notebook
-from tests.support.paths import ROOT
 from tests.support.runs import launch
 from tests.support.waiting import wait_until
 
@@ -82,12 +81,7 @@ def train():
 @pytest.fixture
 def set_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Set the clock of all processes that begin from here on, at any time, by so many seconds."""
-    if not shutil.which("gcc") or sys.platform != "linux":
-        pytest.skip("needs gcc")
-    library, ahead = tmp_path / "set_clock.so", tmp_path / "ahead"
-    source = ROOT / "tests" / "support" / "set_clock.c"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-    ahead.write_bytes(struct.pack("d", 0.0))
+    library, ahead = compile_clock(tmp_path)
     monkeypatch.setenv("CLOCK_AHEAD", str(ahead))
     monkeypatch.setenv("LD_PRELOAD", str(library))
 

@@ -222,7 +222,7 @@ class RayEngine(Engine):
         most = (job.plan.spread or (1, 1))[1]
         plan = replace(job.plan, task=Call(len))  # nodes get it packed, with the classes it needs
         part = replace(job, plan=plan, shared_classes=frozenset())
-        order = NodeOrder(part, str(Path.cwd()))
+        order = NodeOrder(part, str(Path.cwd()), clock.offset())
         for rank in range(job.world_size):  # of an earlier attempt, whose processes are gone
             job.folder.stacks(rank).unlink(missing_ok=True)
         client, logs = self._connected(), [job.folder.path / node_events(i) for i in range(most)]

@@ -25,7 +25,6 @@ class NodeActor:
         import importlib.metadata
         import importlib.util
         import threading
-        import time
 
         import ray
 
@@ -48,7 +47,6 @@ class NodeActor:
         except ImportError:  # no nbtrain, which `versions` reports, or another release of it
             interface = ""
         facts = {
-            "time": time.time(),
             "node": ray.get_runtime_context().get_node_id(),
             "address": address,
             "interface": interface,

@@ -54,6 +54,8 @@ class NodeOrder:
     """The launcher's, without the task; the driver adds the node's place in the world."""
     folder: str = ""
     """The folder of the notebook."""
+    clock: float = 0.0
+    """The `clock.offset` of the launcher."""
     name: str = ""
     """The name of the node."""
 
@@ -161,8 +163,16 @@ class NodeRanks:
         """Call a method of this node's `NodeCheckpoints`."""
         return method(self._checkpoints, *args)
 
-    def start(self, port: int) -> dict[int, int]:
-        """Start the ranks; return the process of each. Raises `LaunchError`."""
+    def now(self) -> float:
+        """Return the time of this host."""
+        return clock.now()
+
+    def start(self, port: int, ahead: float) -> dict[int, int]:
+        """Start the ranks; return the process of each. Raises `LaunchError`.
+
+        They date events by the launcher's clock: this host's is `ahead` of it by so many seconds.
+        """
+        clock.follow(clock.offset() - ahead)
         job = replace(
             self._order.job,
             folder=self.folder,

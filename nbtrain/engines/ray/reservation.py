@@ -286,7 +286,7 @@ class Reservation:
         by_id = {node.id: node for node in nodes(self._ray)}
         pairs = zip(actors, facts, strict=True)
         self.placed = [PlacedNode(by_id[fact["node"]], actor, fact) for actor, fact in pairs]
-        return check_nodes(self.placed, request, here, time.time())
+        return check_nodes(self.placed, request, here)
 
     def _start_actors(self, needed: Mapping[str, float]) -> list[Any]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -327,9 +327,9 @@ async def has_ended(node: Node) -> bool:
 
 
 def check_nodes(
-    placed: Sequence[PlacedNode], request: NodeRequest, here: Mapping[str, Any], ended: float
+    placed: Sequence[PlacedNode], request: NodeRequest, here: Mapping[str, Any]
 ) -> list[str]:
-    """Return notes about nodes, which reported after `here`, this host, and before `ended`.
+    """Return notes about nodes, compared with `here`, this host.
 
     Raises `LaunchError` for nodes on which the ranks cannot run. Pure.
     """
@@ -347,9 +347,6 @@ def check_nodes(
             troubles.append(f"{name} lacks {', '.join(lacks)}")
         if lacks := [m for m in facts["missing"] if not request.modules[m]]:
             notes.append(f"{name} lacks {', '.join(lacks)}, which the function may import.")
-        if not here["time"] - 1.0 <= facts["time"] <= ended + 1.0:
-            off = facts["time"] - here["time"]
-            notes.append(f"The clock of {name} is {off:+.1f} s off, and so are its ranks' times.")
         if not facts["interface"]:
             notes.append(
                 f"{name}: none of its network interfaces has the address "

@@ -93,12 +93,11 @@ VERSIONS = {"nbtrain": "0.1.0", "torch": "2.13.0+cpu"}
 WANTED = NodeRequest(
     (2, 2), 1, {}, modules={"torch": True, "timm": True, "einops": True, "wandb": False}
 )
-HERE = {"time": 99.5, "versions": VERSIONS}
+HERE = {"versions": VERSIONS}
 
 
 def placed(node: Node, **facts: Any) -> PlacedNode:
     reported = {
-        "time": 100.0,
         "address": node.address,
         "interface": "eth0",
         "versions": VERSIONS,
@@ -141,7 +140,7 @@ def test_fewer_nodes_than_asked_for_are_worth_a_word(monkeypatch: pytest.MonkeyP
 
 
 def test_nodes_that_are_alike_are_worth_no_word() -> None:
-    assert check_nodes([placed(FREE), placed(BUSY)], WANTED, HERE, 100.5) == []
+    assert check_nodes([placed(FREE), placed(BUSY)], WANTED, HERE) == []
 
 
 @pytest.mark.parametrize(
@@ -151,14 +150,12 @@ def test_nodes_that_are_alike_are_worth_no_word() -> None:
             {"versions": {"nbtrain": "0.1.0", "torch": "2.13.1"}},
             "torch 2.13.1; this host has 2.13.0",
         ),
-        ({"time": 160.0}, "The clock of busy is +60"),
-        ({"time": 40.0}, "The clock of busy is -59"),
         ({"missing": ["wandb"]}, "busy lacks wandb, which the function may import"),
         ({"interface": ""}, "none of its network interfaces has the address 10.0.0.2"),
     ],
 )
 def test_a_difference_that_may_do_harm_is_noted(facts: dict[str, Any], expected: str) -> None:
-    (note,) = check_nodes([placed(FREE), placed(BUSY, **facts)], WANTED, HERE, 100.5)
+    (note,) = check_nodes([placed(FREE), placed(BUSY, **facts)], WANTED, HERE)
     assert expected in note
 
 
@@ -175,7 +172,7 @@ def test_a_node_on_which_ranks_cannot_run_is_refused_by_name(
     facts: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(LaunchError, match="differ too much from this host") as caught:
-        check_nodes([placed(FREE), placed(BUSY, **facts)], WANTED, HERE, 100.5)
+        check_nodes([placed(FREE), placed(BUSY, **facts)], WANTED, HERE)
     assert expected in str(caught.value)
     assert "big" not in str(caught.value)
 

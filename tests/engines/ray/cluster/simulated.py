@@ -1,7 +1,8 @@
 """A Ray cluster of several nodes on this machine, in a process of its own, told what to do.
 
-Run as a script it reads commands, a line each: ``add``, ``list``, ``kill N`` (by SIGKILL, all the
-processes of node N), ``stop``; it answers each with a line of JSON.
+Run as a script it reads commands, a line each: ``add`` (and the node's environment, as JSON),
+``list``, ``kill N`` (by SIGKILL, all the processes of node N), ``stop``; it answers each with a
+line of JSON.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def main(nodes: int) -> None:
     for line in sys.stdin:
         what, _, which = line.strip().partition(" ")
         if what == "add":
-            added.append(cluster.add_node(num_cpus=CPUS))
+            added.append(cluster.add_node(num_cpus=CPUS, env_vars=json.loads(which or "{}")))
             say(added[-1].node_id)
         elif what == "list":
             say([node.node_id for node in added])
