@@ -184,11 +184,15 @@ assert set(nbtrain.__all__) <= set(names)
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
-def test_loading_the_magics_imports_no_command_that_nobody_asked_for() -> None:
+def test_loading_the_extension_imports_only_what_watches_cells() -> None:
     script = """
-import sys, nbtrain.commands.magics
-for late in ('doctor', 'export', 'memory', 'migrate', 'scaling'):
-    assert 'nbtrain.commands.' + late not in sys.modules, late
+import sys, IPython
+shell = IPython.core.interactiveshell.InteractiveShell.instance()
+shell.run_line_magic('load_ext', 'nbtrain')
+own = [name for name in sys.modules if name.startswith('nbtrain.')]
+for late in ('engines', 'lifecycle', 'planning', 'tracking', 'ui', 'worker', 'commands.doctor'):
+    assert 'nbtrain.' + late not in own, late
+assert len(own) < 15, own
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 

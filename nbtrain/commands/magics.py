@@ -8,7 +8,6 @@ import inspect
 import re
 import sys
 import weakref
-from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,17 +16,14 @@ from IPython.core.compilerop import PyCF_MASK
 from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
 
 from ..errors import CellSyntaxError, PlanError
-from ..lifecycle import catalog
-from ..lifecycle.launcher import run_plan
-from ..lifecycle.run import Run, last_run
-from ..planning import cell as reading
-from ..planning.option_parser import parse_options, parser, split_line, split_options
-from ..planning.plan import OPTIONS, Cell, Plan
 from ..system import accelerator_guard
-from ..system.text import did_you_mean
 from . import cell_watch
 
-if TYPE_CHECKING:  # each is imported when it is asked for: %load_ext would take longer by a tenth
+if TYPE_CHECKING:  # imported when it is asked for: %load_ext would take ten times as long
+    from argparse import Namespace
+
+    from ..lifecycle.run import Run
+    from ..planning.plan import Plan
     from . import memory, scaling
 
 _COMMANDS = "runs, show, stop, stacks, memory, scaling, guard, doctor or migrate"
@@ -52,6 +48,12 @@ that the cell mentions, and the variables that --out names:
 """
 
 
+def _distributed_help() -> str:
+    from ..planning.option_parser import parser
+
+    return _HELP + parser().format_help()
+
+
 @magics_class
 class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
     """The magics of nbtrain."""
@@ -62,16 +64,22 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
     @no_var_expand
     @line_cell_magic
     def distributed(self, line: str, cell: str | None = None) -> Run | None:
+        """Run this cell, or an expression, on several ranks; `_distributed_help` says how."""
         if line.split() in (["--help"], ["-h"]):
+            from ..planning.option_parser import parser
+
             print(parser().format_help())
             return None
         if cell is None:
+            from ..planning.option_parser import split_options
+
             options_text, expression = split_options(line)
             return self._run(options_text, expression, offset=0)
         self._run(line, cell, offset=1)
         return None
 
-    distributed.__doc__ = _HELP + parser().format_help()
+    # What IPython asks for where it shows a magic's help: no option is read before.
+    vars(distributed)["getdoc"] = _distributed_help
 
     @no_var_expand
     @line_cell_magic
@@ -128,13 +136,20 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
 
                 print(doctor.page())
             case ["runs"]:
+                from ..lifecycle import catalog
+
                 print(catalog.page(catalog.run_infos()))
-            case ["show", *names] if len(names) <= 1:
-                catalog.find_run(*names).show()
-            case ["stop", *names] if len(names) <= 1:
-                catalog.find_run(*names).stop("by %nbtrain stop")
-            case ["stacks", *names] if len(names) <= 1:
-                print(catalog.find_run(*names).stacks())
+            case ["show" | "stop" | "stacks" as command, *names] if len(names) <= 1:
+                from ..lifecycle import catalog
+
+                run = catalog.find_run(*names)
+                match command:
+                    case "show":
+                        run.show()
+                    case "stop":
+                        run.stop("by %nbtrain stop")
+                    case _:
+                        print(run.stacks())
             case ["memory", *_]:
                 from . import memory
 
@@ -150,6 +165,8 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
 
                 raise PlanError(f"%nbtrain migrate works on a whole cell: {migrate.USAGE}")
             case _:
+                from ..system.text import did_you_mean
+
                 problem = f"has no command {line!r}" if line.strip() else "needs a command"
                 guess = did_you_mean(line.split()[0], re.findall(r"\w+", _COMMANDS)) if line else ""
                 raise PlanError(
@@ -178,6 +195,11 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
             raise CellSyntaxError(str(error), drawn="\n".join(lines)) from error
 
     def _run(self, options_text: str, source: str, offset: int) -> Run:
+        from ..lifecycle.launcher import run_plan
+        from ..lifecycle.run import last_run
+        from ..planning.option_parser import parse_options, split_line
+        from ..planning.plan import Cell
+
         before = last_run()
         options = parse_options(split_line(_expanded(self.shell, options_text)))
         with self._syntax_errors():
@@ -196,6 +218,9 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                 self.shell.user_ns[options.bind] = run
 
     def _plan(self, options: Namespace, source: str, offset: int) -> Plan:
+        from ..planning import cell as reading
+        from ..planning.plan import OPTIONS, Plan
+
         if not source.strip():
             raise PlanError("%distributed has nothing to run: give it a cell or an expression")
         # The magic's own line is kept as an empty one: line numbers are those of the cell.

@@ -109,7 +109,7 @@ def _import_ahead(engine: Engine, job: Job, supervisor: Supervisor, interrupts: 
         is_importing = engine.import_ahead(job, importer.modules())
         return supervisor.wait_while(is_importing, interrupts, IMPORTING)
     importing = importer.prepare(job.plan.env)
-    if not supervisor.wait_while(importing.is_going_on, interrupts, IMPORTING):
+    if not supervisor.wait_while(importing.is_going_on, interrupts, IMPORTING, importing.wait):
         importer.stop()
         importing.leave_behind()
         return False

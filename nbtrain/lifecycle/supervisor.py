@@ -222,18 +222,22 @@ class Supervisor:
         return self.wait_while(lambda: time.monotonic() < begins, interrupts)
 
     def wait_while(
-        self, is_pending: Callable[[], bool], interrupts: Interrupts, reason: str = ""
+        self,
+        is_pending: Callable[[], bool],
+        interrupts: Interrupts,
+        reason: str = "",
+        pause: Callable[[float], object] = time.sleep,
     ) -> bool:
         """Draw, and listen, while no rank runs; False if the run was stopped meanwhile.
 
-        `reason` is shown, where it takes a while.
+        `reason` is shown, where it takes a while. `pause` waits for some seconds, or until it ends.
         """
         is_told = reason and is_pending()
         if is_told:
             self._note([ev.Waiting(clock.now(), -1, reason)])
         while self._stop.cause is None and is_pending():
             self.show(self.state, clock.now())
-            time.sleep(TICK)
+            pause(TICK)
             pressed, asked = self._is_pressed(interrupts), asked_to_stop(self._folder) or ""
             now = time.monotonic()
             self._begin_stop(self._stop.check(now, self.state, pressed=pressed, asked=asked))

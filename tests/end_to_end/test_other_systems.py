@@ -28,7 +28,7 @@ for name in ("fcntl", "resource", "pwd", "grp", "termios"):
     sys.modules[name] = None  # importing it raises
 sys.platform = "win32"
 
-import nbtrain, nbtrain.commands.magics
+import nbtrain, nbtrain.commands.magics, nbtrain.lifecycle.launcher
 for name in nbtrain.__all__:
     getattr(nbtrain, name)
 print(nbtrain.launch(max, 3, 7, num_processes=1, engine="inline", view="none").value)
@@ -62,7 +62,7 @@ for name in ("waitid", "pidfd_open", "memfd_create", "sched_getaffinity"):
 del signal.sigtimedwait, signal.sigwaitinfo
 sys.platform = "darwin"
 
-import nbtrain, nbtrain.commands.magics
+import nbtrain, nbtrain.commands.magics, nbtrain.lifecycle.launcher
 for name in nbtrain.__all__:
     getattr(nbtrain, name)
 model = torch.nn.Linear(2, 1)
