@@ -115,14 +115,16 @@ class Page:
 
 
 @contextmanager
-def opened(folder: Path) -> Iterator[Page]:
-    """Start marimo's server with the notebook, and a page of it."""
+def opened(folder: Path, mode: str = "edit") -> Iterator[Page]:
+    """Start marimo's server with the notebook, or with it as an app, and a page of it."""
     from websockets.sync.client import connect
 
     path, port = folder / "notebook.py", _free_port()
     path.write_text(NOTEBOOK.format(go=folder / "go"))
-    command = (sys.executable, "-m", "marimo", "--quiet", "edit", str(path), "--headless")
-    options = ("--no-token", "--port", str(port), "--skip-update-check", "--no-skew-protection")
+    command = (sys.executable, "-m", "marimo", "--quiet", mode, str(path), "--headless")
+    options = ["--no-token", "--port", str(port)]
+    if mode == "edit":
+        options += ["--skip-update-check", "--no-skew-protection"]
     environment = {**os.environ, "HOME": str(folder), "XDG_CONFIG_HOME": str(folder)}
     with open(folder / "server.log", "w") as log:
         server = subprocess.Popen(
@@ -135,7 +137,8 @@ def opened(folder: Path) -> Iterator[Page]:
         with connect(url, max_size=None) as connection:
             page = Page(port, connection)
             page.run_until(lambda page: page.is_ready)
-            page.post("instantiate", objectIds=[], values=[], autoRun=True)
+            if mode == "edit":  # an app begins by itself
+                page.post("instantiate", objectIds=[], values=[], autoRun=True)
             yield page
     finally:
         everyone = psutil.Process(server.pid).children(recursive=True)
@@ -164,11 +167,14 @@ def _answers(address: str) -> bool:
 
 @pytest.mark.host(
     "marimo",
-    works="`nbtrain.launch` with a live board, trained models; no magics, no Stop button",
+    works="`nbtrain.launch` with a live board, trained models, in notebooks and apps; no magics",
     tried="its real server, spoken to as its page does",
 )
-def test_launch_draws_a_board_that_moves_and_trains_the_notebooks_model(tmp_path: Path) -> None:
-    with opened(tmp_path) as page:
+@pytest.mark.parametrize("mode", ["edit", "run"])  # a process of its own, a thread of the server
+def test_launch_draws_a_board_that_moves_and_trains_the_notebooks_model(
+    tmp_path: Path, mode: str
+) -> None:
+    with opened(tmp_path, mode) as page:
         page.run_until(lambda page: sum("running" in b for b in page.shown.get("1", ())) > 2)
         (tmp_path / "go").touch()
         page.run_until(lambda page: page.completed)
