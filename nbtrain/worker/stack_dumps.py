@@ -142,15 +142,18 @@ def _memory_file() -> IO[bytes]:
 
 
 def _server(path: Path) -> object:
+    """Start the server. Nothing may fail once it is there: its destructor can wait for ever."""
     from torch._C._distributed_c10d import _WorkerServer
 
+    inherited = _end_of_inherited()  # raises where torch is too old for it, as 2.4 is
     # A socket's name has room for some 107 bytes: it is given through the folder's descriptor.
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         short = f"/proc/self/fd/{folder}/{path.name}" if sys.platform == "linux" else str(path)
         with _quiet_stderr():  # it announces itself as a warning
             server: object = _WorkerServer(short, -1)
-        os.utime(short, ns=(0, _end_of_inherited()))
+        with contextlib.suppress(OSError):
+            os.utime(short, ns=(0, inherited))
         return server
     finally:
         os.close(folder)

@@ -35,6 +35,22 @@ def test_the_parts_of_torch_that_are_used_are_there() -> None:
     ]
 
 
+def test_no_server_is_started_where_torch_is_too_old_for_what_follows() -> None:
+    """Its destructor waited for ever, with torch 2.4 and 2.6, when that failed."""
+
+    def train() -> list[object]:
+        import torch.distributed as dist
+        from torch._C import _distributed_c10d as parts
+
+        started = list[object]()
+        vars(parts).pop("_dump_fr_trace_json", None)
+        parts._WorkerServer = lambda *arguments: started.append(arguments)
+        dist.init_process_group("gloo")
+        return started
+
+    assert launch(train).value == []
+
+
 def test_a_rank_is_served_from_its_first_process_group_on() -> None:
     def train() -> tuple[int, int, bool, bool]:
         import torch
