@@ -16,6 +16,14 @@ _KNOWN = {
         r"The model is wrapped on the ranks: write model.module.\1, or, with Accelerate, "
         r"accelerator.unwrap_model(model).\1"
     ),
+    rf"TypeError: '(?:{_WRAPPERS})' object is not (?:subscriptable|iterable)": (
+        "The model is wrapped on the ranks: write model.module, or, with Accelerate, "
+        "accelerator.unwrap_model(model)"
+    ),
+    "Default process group has not been initialized": (
+        "Make an `Accelerator()` before this line, or call torch.distributed.init_process_group(): "
+        "it needs no address, nbtrain has set the environment for it."
+    ),
     "Expected to mark a variable ready only once": (
         "Gradient checkpointing needs use_reentrant=False here: "
         "checkpoint(…, use_reentrant=False), or, with transformers, "

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...system import tpu
+from ...system.source_files import is_library
 from ...system.text import format_bytes, format_bytes_of, format_duration, format_ranks
 from ...transport.exceptions import CapturedException, TracebackFrame
 from ..state import RankState, RunState
@@ -151,7 +152,11 @@ def diagnose(
     text = "\n".join((summary, details, *seen))
     kind = next((kind for kind, sign in _KINDS.items() if re.search(sign, text, re.M)), "")
     if kind == "communication" and MISMATCH in text:
-        return kind, f"{summary}: ranks called different collectives, or with different sizes"
+        place = _crash_place(details) if died else ""
+        return (
+            kind,
+            f"{summary}{place}: ranks called different collectives, or with different sizes",
+        )
     if kind in _NAMED_BY_EVIDENCE:
         better = (line for line in seen if re.search(_KINDS[kind], line) and line not in summary)
         return kind, next((f"{line} ({summary})" for line in better), summary)
@@ -161,12 +166,16 @@ def diagnose(
         return kind or "exception", summary
     if returncode is None or returncode >= 0 or "sys.exit(" in summary or "os._exit(" in summary:
         return "exit", summary
-    if returncode != -signal.SIGSEGV:
-        return "signal", summary
-    for frame in _stack(details):  # the innermost of the user's own that faulthandler left
+    kind = "segfault" if returncode == -signal.SIGSEGV else "signal"
+    return kind, f"{summary}{_crash_place(details)}"
+
+
+def _crash_place(details: str) -> str:
+    """Return the innermost of the user's own lines that faulthandler left: `` in f at line 5``."""
+    for frame in _stack(details):
         if not frame.is_own and not frame.is_library:
-            return "segfault", f"{summary}, in {frame.function} at {_place(frame)}"
-    return "segfault", summary
+            return f", in {frame.function} at {_place(frame)}"
+    return ""
 
 
 def lost(state: RunState, summary: str) -> str:
@@ -314,14 +323,19 @@ def others(cause: Failure, failures: Sequence[Failure], state: RunState) -> str:
 
 def final_lines(lines: list[str], count: int = 12) -> list[str]:
     """Return the lines that show how a process died: its last, or those of faulthandler's stack,
-    from the thread that crashed on.
+    from the thread that crashed on, with the innermost of the user's own in any case.
     """
     crash = [i for i, line in enumerate(lines) if line.startswith("Fatal Python error:")]
     if not crash:
         return lines[-count:]
     stacks = lines[crash[-1] + 1 :]
     own = [i for i, line in enumerate(stacks) if line.startswith("Current thread ")]
-    return [*lines[max(0, crash[-1] - 4) : crash[-1] + 1], *stacks[own[0] if own else 0 :]][:count]
+    shown = [*lines[max(0, crash[-1] - 4) : crash[-1] + 1], *stacks[own[0] if own else 0 :]]
+    files = [re.match(r'  File "(.*)", line \d+ in ', line) for line in shown]
+    users = next((i for i, file in enumerate(files) if file and not is_library(file[1])), 0)
+    if users < 2 * count:
+        return shown[: max(count, users + 1)]
+    return [*shown[: count - 2], "  …", shown[users]]
 
 
 def note(cause: Failure, state: RunState, report: FailureReport) -> str:

@@ -44,9 +44,20 @@ def gathers_unequal_shapes() -> None:
         accelerator.gather(torch.ones(2 + accelerator.process_index, 3))
 
 
+def takes_a_part_of_the_wrapper() -> None:
+    model: Any = Accelerator(cpu=True).prepare(nn.Sequential(nn.Linear(2, 2)))
+    model[0]
+
+
+def uses_no_group() -> None:
+    torch.distributed.all_reduce(torch.ones(1))
+
+
 @pytest.mark.parametrize(
     ("function", "said"),
     [
+        (takes_a_part_of_the_wrapper, ["write model.module, or", "unwrap_model(model)"]),
+        (uses_no_group, ["Make an `Accelerator()` before this line, or call torch.distributed."]),
         (asks_the_wrapper, ["model.module.generate", "accelerator.unwrap_model(model).generate"]),
         (
             leaves_a_head_out,

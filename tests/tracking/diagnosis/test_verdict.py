@@ -225,6 +225,15 @@ def test_of_a_crash_the_thread_is_shown_that_crashed() -> None:
     assert verdict.final_lines(["a", "b"], 1) == ["b"]
 
 
+def test_a_deep_stack_of_libraries_hides_no_line_of_the_users() -> None:
+    frame = f'  File "{pytest.__file__}", line 3 in native'
+    user = '  File "/tmp/ipykernel_7/12.py", line 5 in train'
+    stack = ["Fatal Python error: Aborted", "", "Current thread 0x2 (most recent call first):"]
+    lines = verdict.final_lines([*stack, *[frame] * 30, user, *[frame] * 30])
+    assert lines == [stack[0], stack[2], *[frame] * 8, "  …", user]
+    assert verdict.final_lines([*stack, frame, user]) == [stack[0], stack[2], frame, user]
+
+
 def test_a_report_that_could_not_be_written_is_no_exit_code() -> None:
     ended = ev.Ended(1.0, 0, error="ValueError: bad luck")
     state = run(ended, exited(0, 1), ranks=1)
