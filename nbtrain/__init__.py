@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with `_PU
     from .errors import NbtrainError, RankDied
     from .lifecycle.catalog import runs
     from .lifecycle.launcher import launch, notebook_launcher
+    from .lifecycle.live.live_ranks import LiveRanks, start
     from .lifecycle.run import Run, last_run
     from .worker.api import log, progress, rank, world_size
     from .worker.checkpoints import attempt, checkpoint, checkpoint_dir, last_checkpoint
@@ -29,6 +30,7 @@ _NAMES = {
     "errors": "NbtrainError RankDied",
     "lifecycle.catalog": "runs",
     "lifecycle.launcher": "launch notebook_launcher",
+    "lifecycle.live.live_ranks": "LiveRanks start",
     "lifecycle.run": "Run last_run",
     "worker.api": "log progress rank world_size",
     "worker.checkpoints": "attempt checkpoint checkpoint_dir last_checkpoint",
@@ -38,9 +40,9 @@ _PUBLIC = {name: module for module, names in _NAMES.items() for name in names.sp
 """Every public name, and the module it is imported from when it is asked for."""
 
 __all__ = [  # written out because type checkers read it; a test compares it with `_PUBLIC`
-    "NbtrainError", "RankDied", "Run", "attempt", "checkpoint", "checkpoint_dir", "last_checkpoint",
-    "last_run", "launch", "log", "memory_needed", "notebook_launcher", "progress", "rank", "runs",
-    "scaling", "should_stop", "world_size",
+    "LiveRanks", "NbtrainError", "RankDied", "Run", "attempt", "checkpoint", "checkpoint_dir",
+    "last_checkpoint", "last_run", "launch", "log", "memory_needed", "notebook_launcher",
+    "progress", "rank", "runs", "scaling", "should_stop", "start", "world_size",
 ]  # fmt: skip
 
 

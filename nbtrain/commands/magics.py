@@ -13,7 +13,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.compilerop import PyCF_MASK
-from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
+from IPython.core.magic import (
+    Magics,
+    cell_magic,
+    line_cell_magic,
+    magics_class,
+    no_var_expand,
+)
 
 from ..errors import CellSyntaxError, PlanError
 from ..system import accelerator_guard
@@ -22,11 +28,15 @@ from . import cell_watch
 if TYPE_CHECKING:  # imported when it is asked for: %load_ext would take ten times as long
     from argparse import Namespace
 
+    from ..lifecycle.live.live_ranks import LiveRanks
     from ..lifecycle.run import Run
     from ..planning.plan import Plan
     from . import memory, scaling
 
-_COMMANDS = "runs, show, stop, stacks, memory, scaling, guard, doctor or migrate"
+_COMMANDS = (
+    "start, status, vars, push, pull, restart, runs, show, stop, stacks, memory, scaling, guard, "
+    "doctor or migrate"
+)
 
 _HELP = """Run this cell, or an expression, on several ranks, which are copies of the kernel.
 
@@ -82,6 +92,15 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
     vars(distributed)["getdoc"] = _distributed_help
 
     @no_var_expand
+    @cell_magic  # not for a line: IPython would take a variable `rank` on its own line for it
+    def rank(self, line: str, cell: str) -> None:
+        """Run this cell on some of the live ranks: ``%%rank 0,2-3 [options]``."""
+        ranks, _, rest = line.strip().partition(" ")
+        if not ranks:
+            raise PlanError("%%rank needs the ranks that run the cell: %%rank 0, or %%rank 0,2-3")
+        self._run(f"--ranks {ranks} {rest}", cell, offset=1)
+
+    @no_var_expand
     @line_cell_magic
     def nbtrain(
         self, line: str, cell: str | None = None
@@ -93,6 +112,13 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         %nbtrain guard block   prevent it: raise before torch or Accelerate initialises one
         %nbtrain guard off     remember the cell, and say nothing
         %nbtrain doctor        describe this host and kernel on a page, also for a bug report
+        %nbtrain start -n N    start ranks that stay: %%distributed then runs on them, cell after
+                               cell, and their variables stay (-e, -p, --config, --env as there)
+        %nbtrain status        show the live ranks; %nbtrain stop ends them
+        %nbtrain vars          show the ranks' variables, and where the ranks differ
+        %nbtrain push NAMES    send variables of the notebook to the ranks
+        %nbtrain pull NAMES    bring variables of rank 0 (--rank R) here; a model in place
+        %nbtrain restart       end the live ranks, and start new ones
         %nbtrain runs          list the runs that are kept
         %nbtrain show [RUN]    draw a run here, running or not: RUN is how its name begins
         %nbtrain stop [RUN]    end a run, also one of another kernel
@@ -135,6 +161,10 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                 from . import doctor
 
                 print(doctor.page())
+            case ["start" | "restart" | "status" | "vars" | "push" | "pull" as command, *_]:
+                self._live(command, line)
+            case ["stop"] if live_now() is not None:
+                self._live("stop", line)
             case ["runs"]:
                 from ..lifecycle import catalog
 
@@ -174,6 +204,13 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                 )
         return None
 
+    def _live(self, command: str, line: str) -> None:
+        from . import live
+
+        text = live.command(command, line.partition(command)[2], self.shell.user_ns)
+        if text:
+            print(text)
+
     def _migrate(self, line: str, cell: str) -> None:
         from . import migrate
 
@@ -202,8 +239,11 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
 
         before = last_run()
         options = parse_options(split_line(_expanded(self.shell, options_text)))
+        live = None if options.new else live_now()
+        if options.ranks is not None and live is None:
+            raise PlanError("--ranks is for live ranks: %nbtrain start -n 2 starts two")
         with self._syntax_errors():
-            plan = self._plan(options, source, offset)
+            plan = self._plan(options, source, offset, live)
         if options.save is not None and isinstance(plan.task, Cell):
             from . import export
 
@@ -211,13 +251,15 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
             history = self.shell.history_manager.input_hist_raw[:-1]
             print(export.save(plan.task, raw, history, options))
         try:
-            return run_plan(plan)
+            return run_plan(plan) if live is None else _run_live(live, plan, options)
         finally:
             run = last_run()
             if options.bind is not None and run is not before:
                 self.shell.user_ns[options.bind] = run
 
-    def _plan(self, options: Namespace, source: str, offset: int) -> Plan:
+    def _plan(
+        self, options: Namespace, source: str, offset: int, live: LiveRanks | None = None
+    ) -> Plan:
         from ..planning import cell as reading
         from ..planning.plan import OPTIONS, Plan
 
@@ -229,7 +271,8 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         flags = self.shell.compile.flags & PyCF_MASK  # the notebook's ``__future__`` imports
         cell = reading.read_cell(transformed, filename, self.shell.user_ns, flags)
         cell = replace(cell, number=number)
-        reading.check_parameters(cell)
+        there = dict.fromkeys(live.names[0]) if live is not None else {}
+        reading.check_parameters(replace(cell, namespace={**there, **cell.namespace}))
         fields = {option.field: getattr(options, option.field) for option in OPTIONS}
         return Plan(cell, reading.title(cell), **fields)
 
@@ -239,6 +282,22 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         # Not execution_count: IPython 9 counts up before the cell runs, 7 and 8 after it.
         number = max(1, len(shell.history_manager.input_hist_parsed) - 1)
         return str(shell.compile.cache(transformed, number, raw_code=raw)), number
+
+
+def live_now() -> LiveRanks | None:
+    """Return the ranks that live, without importing anything where there never were any."""
+    module = sys.modules.get("nbtrain.lifecycle.live.live_ranks")
+    return None if module is None else module.current()
+
+
+def _run_live(ranks: LiveRanks, plan: Plan, options: Namespace) -> Run:
+    from . import live
+
+    live.check_options(options)
+    targets = None
+    if options.ranks is not None:
+        targets = live.read_ranks(options.ranks, ranks.world_size)
+    return ranks.run_plan(plan, targets)
 
 
 _UNREAD_COMMAND = (
@@ -280,5 +339,5 @@ def unload(shell: Any) -> None:
         _modes[shell] = magics.cell_watch.mode
         magics.cell_watch.stop()
     for kind in ("line", "cell"):
-        for name in ("distributed", "nbtrain"):
+        for name in ("distributed", "nbtrain", "rank"):
             shell.magics_manager.magics[kind].pop(name, None)

@@ -102,6 +102,8 @@ class Engine(ABC):
     """Whether ranks inherit this process's state, an accelerator that was initialised included."""
     runs_in_kernel = False
     """Whether the rank is this very process: one rank, no forking, no watching."""
+    ranks_stay = False
+    """Whether the ranks were there before the run, and stay after it."""
     checks_host = True
     """Whether the ranks use this host's devices and memory, so that preflight looks at them."""
     tpu_device = ""

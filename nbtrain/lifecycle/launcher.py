@@ -40,6 +40,7 @@ from ..tracking.replay import initial_state
 from ..tracking.state import RunState
 from ..transport import result_pickler
 from ..ui.displays import select
+from ..ui.displays.cell_output import CellOutput
 from ..ui.displays.html_display import Display
 from ..ui.displays.tracebacks import show_from_the_rank
 from ..worker import api, nested_launches
@@ -51,6 +52,9 @@ from .results import ResultReceiver, continuations
 from .run import Run, conclude, draw_live, going_on, new_folder, remember
 from .run_info import manifest
 from .supervisor import Interrupts, Supervisor
+
+LIVE = "live ranks"
+"""What the run of live ranks is called."""
 
 START_PATIENCE = 20.0
 """Seconds that a cell waits until the ranks of a run in the background were started."""
@@ -219,16 +223,17 @@ def _requested_port(use_port: str | int | None) -> int | None:
 
 
 @launch_log.recorded()
-def run_plan(plan: Plan, noticed: Sequence[Finding] = ()) -> Run:
+def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | None = None) -> Run:
     """Resolve a plan, check it, prepare its engine, execute it; return the run, or raise its error.
 
-    A run in the background is returned as soon as its ranks were started.
+    A run in the background is returned as soon as its ranks were started. `engine` is what runs
+    it, where the plan does not say: live ranks.
     """
     if api.active is not None:
         raise nested_launches.refusal("nbtrain", getattr(plan.task, "function", None) or plan.name)
     plan, findings = _configured(plan)
     findings += noticed
-    engine = engines.choose(plan)
+    engine = engine or engines.choose(plan)
     try:
         plan, device = engine.resolve(plan)
         LOGGER.info("%s on %s", plural(plan.num_processes or 1, "rank"), device)
@@ -243,10 +248,10 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = ()) -> Run:
             return _start_in_background(plan, device, engine, notes)
         with Interrupts(wanted=not engine.runs_in_kernel) as interrupts:
             job, state = make_job(plan, device, engine, notes, lambda: interrupts.count > 0)
-            supervisor = Supervisor.of(plan, job.folder, state)
+            supervisor = Supervisor.of(plan, job.folder, state, ranks_stay=engine.ranks_stay)
             stop = partial(supervisor.request_stop, "by the Stop button")
             ask = partial(stacks.ask, job.folder, range(job.world_size))
-            display = select.choose(plan.view, stop, ask, inline=job.in_kernel)
+            display = _display(plan, engine, partial(select.choose, plan.view, stop, ask))
             run = execute(job, engine, supervisor, display, interrupts)
     except OSError as failure:  # out of descriptors, most likely
         raise LaunchError(f"the run could not be started: {failure}") from failure
@@ -258,6 +263,12 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = ()) -> Run:
     if error is not None:
         raise show_from_the_rank(error)
     return run
+
+
+def _display(plan: Plan, engine: Engine, choose: Callable[..., Display]) -> Display:
+    if engine.ranks_stay and plan.view == "auto":
+        return CellOutput(choose)
+    return choose(inline=engine.runs_in_kernel)
 
 
 def _configured(plan: Plan) -> tuple[Plan, list[Finding]]:
@@ -333,15 +344,19 @@ def _check_alone(plan: Plan, device: str) -> list[Finding]:
 
     Raises `PreflightError`.
     """
-    others = [run.folder.name for run in going_on()]
+    others = going_on()
     if not others:
         return []
-    other = f"Run {others[-1]} of this notebook is still running in the background"
+    other = f"Run {others[-1].folder.name} of this notebook is still running in the background"
+    if others[-1].state.name == LIVE:
+        other = "Live ranks (%nbtrain start) are there"
     if device == "cpu" or (device == "cuda" and "CUDA_VISIBLE_DEVICES" in plan.env):
         return [Finding(f"{other}; the new run shares this host with it.")]
     devices, share = "TPU", "."
     if device == "cuda":
         devices, share = "GPUs", ", or give each run its own: --env CUDA_VISIBLE_DEVICES=0,1"
+    if others[-1].state.name == LIVE:
+        raise PreflightError(f"{other}, on the same {devices}. %nbtrain stop ends them{share}")
     raise PreflightError(
         f"{other}, on the same {devices}. Wait for it (nbtrain.last_run().wait()), "
         f"or end it (nbtrain.last_run().stop()){share}"

@@ -54,7 +54,8 @@ def run_attempts(
 
     Returns an exception that is at hand as such, not in the run folder.
     """
-    job = replace(job, scratch=_scratch())
+    if not engine.ranks_stay:
+        job = replace(job, scratch=_scratch())
     reaper: OrphanReaper | None = None
 
     def protect() -> None:

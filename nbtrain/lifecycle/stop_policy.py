@@ -42,6 +42,12 @@ STOP_POLICIES: dict[str, Sequence[StopStep]] = {
 """The steps by the cause of the stop; 'starting' for a request while a rank has yet to begin or
 to join the others and none has trained, and 'abandoned' where nobody is there to wait any more."""
 
+LIVE_POLICIES: dict[str, Sequence[StopStep]] = {
+    "failed": ((0.2, "interrupt"), (0.5, "interrupt"), (1.0, "interrupt")),
+    "interrupted": ((0.0, "interrupt"), (0.5, "interrupt"), (1.5, "interrupt")),
+}
+"""The same for a task of live ranks, which stay: nothing is sent that ends a process."""
+
 STARTING = 60.0
 """Seconds in which ranks may be starting yet. Later, one that has not reported its beginning may be
 one that could not: on a full disk, what ranks report is lost."""
@@ -56,6 +62,10 @@ HOPELESS = 15.0
 """Seconds after which a rank that not even SIGKILL ended is given up."""
 
 
+DEAF = 5.0
+"""Seconds after which live ranks that heard no interrupt are named."""
+
+
 class StopSignal(NamedTuple):
     """What is to be sent to which ranks, and why."""
 
@@ -68,9 +78,19 @@ class StopController:
     """The state of a stop. Times are seconds of one monotonic clock."""
 
     def __init__(
-        self, started: float, timeout: float | None = None, *, sees_training: bool = True
+        self,
+        started: float,
+        timeout: float | None = None,
+        *,
+        sees_training: bool = True,
+        ranks_stay: bool = False,
+        failures_end: bool = True,
     ) -> None:
-        """Begin at `started`; `sees_training`: ranks report that they train by themselves."""
+        """Begin at `started`; `sees_training`: ranks report that they train by themselves.
+
+        `ranks_stay`: their processes outlive the run. Without `failures_end`, a rank that fails
+        does not end the others.
+        """
         self.cause: Cause | None = None
         """Why the ranks are being stopped; None as long as they are not."""
         self.how = ""
@@ -81,7 +101,8 @@ class StopController:
         """Whether nobody is there any more to wait for the ranks."""
         self._started, self._timeout = started, timeout
         self._attempt_started = started
-        self._sees_training = sees_training
+        self._sees_training, self._ranks_stay = sees_training, ranks_stay
+        self._failures_end = failures_end
         self._requested = ""
         self._given_up = ""
         self._sent: dict[int, set[int]] = {}  # rank -> return codes that our signals give
@@ -129,7 +150,7 @@ class StopController:
     def check(self, now: float, state: RunState, *, pressed: bool, asked: str) -> str:
         """Begin a stop if there is a cause for one; return its reason, or ''."""
         failed = any(r.status in ("failing", "failed") for r in state.ranks)
-        if failed or state.peer_failure:
+        if (failed or state.peer_failure) and self._failures_end:
             return self._begin("failed", now, state)
         if asked:
             self.request(asked)
@@ -145,7 +166,12 @@ class StopController:
 
     def is_hopeless(self, now: float) -> bool:
         """Whether ranks outlived SIGKILL for long: in the grip of a driver or a file system."""
-        return self.cause is not None and now - self._began > HOPELESS
+        is_late = self.cause is not None and now - self._began > HOPELESS
+        return is_late and not self._ranks_stay
+
+    def is_ignored(self, now: float) -> bool:
+        """Whether live ranks go on with a task although they were interrupted."""
+        return self._ranks_stay and self.cause is not None and now - self._began > DEAF
 
     def was_sent(self, rank: int, returncode: int | None) -> bool:
         """Whether a rank that ended with this code died of a signal that it was sent."""
@@ -176,6 +202,8 @@ class StopController:
         is_starting = is_early and are_starting(map(_is_starting, state.ranks))
         policy = "starting" if is_starting and cause != "failed" else cause
         self._steps = list(STOP_POLICIES["abandoned" if self.is_hasty else policy])
+        if self._ranks_stay:
+            self._steps = list(LIVE_POLICIES["failed" if cause == "failed" else "interrupted"])
         rest = "ranks were still starting" if is_starting else "ranks have 2 s to save"
         if cause == "interrupted":
             return f"stopped {self.how}: {rest}"
@@ -197,7 +225,7 @@ class StopController:
         reason = self.how or self.cause or ""
         while self._steps and since >= self._steps[0][0]:
             signals += self._send(self._steps.pop(0)[1], alive - reporting, reason)
-        if not self._steps and since >= REPORT_GRACE:
+        if not self._steps and since >= REPORT_GRACE and not self._ranks_stay:
             signals += self._send("kill", alive, reason)
         return signals
 

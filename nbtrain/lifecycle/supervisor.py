@@ -61,6 +61,9 @@ _RECREATED = (
     "results are not lost."
 )
 
+DEADLOCK = "a deadlock"
+"""Why a task on live ranks is ended that could never end by itself."""
+
 _UNSETTLED = "Stopped while the last checkpoint was being copied from the nodes: it may be lost."
 
 
@@ -100,6 +103,8 @@ class Supervisor:
         *,
         stops_hangs: bool = False,
         sees_training: bool = True,
+        ranks_stay: bool = False,
+        failures_end: bool = True,
     ) -> None:
         self.state = state
         self.show: Callable[[RunState, float], None] = lambda _state, _now: None
@@ -113,16 +118,25 @@ class Supervisor:
         self._watchdog = HangWatchdog(folder, state.world_size, hang_after)
         self._work = WorkComparison(state.world_size, self._cells)
         # Monotonic, as all times here: a clock that is set, or a laptop that slept, ends no run.
-        self._stop = StopController(time.monotonic(), timeout, sees_training=sees_training)
+        self._stop = StopController(
+            time.monotonic(),
+            timeout,
+            sees_training=sees_training,
+            ranks_stay=ranks_stay,
+            failures_end=failures_end,
+        )
         self._exit_causes = ExitCauses(folder)
         self._retry_reason = ""
         self._presses = 0
         self._restores = 0.0  # when the folder is looked for next
-        self._stops_hangs = stops_hangs
+        self._stops_hangs, self._ranks_stay = stops_hangs, ranks_stay
         self._places = ""
+        self._has_named = False
 
     @classmethod
-    def of(cls, plan: Plan, folder: RunFolder, state: RunState) -> Supervisor:
+    def of(
+        cls, plan: Plan, folder: RunFolder, state: RunState, *, ranks_stay: bool = False
+    ) -> Supervisor:
         """Return the supervisor of a run, as its plan has it."""
         return cls(
             folder,
@@ -131,6 +145,8 @@ class Supervisor:
             plan.hang_after,
             stops_hangs=plan.on_hang == "stop",
             sees_training="steps" in plan.telemetry,
+            ranks_stay=ranks_stay,
+            failures_end=not plan.is_live,
         )
 
     def request_stop(self, how: str, *, hasty: bool = False) -> None:
@@ -172,6 +188,10 @@ class Supervisor:
                     self._note(self._watchdog.check(self.state, time.monotonic()))
                     if self._stops_hangs and self._watchdog.is_certain:
                         self._stop.give_up(HANG)
+                    elif self._ranks_stay and self._watchdog.is_deadlock:
+                        self._stop.give_up(DEADLOCK)
+                elif self._stop.is_ignored(time.monotonic()):
+                    self._name_the_deaf()
         self._note(ev.Exited(clock.now(), rank, -signal.SIGKILL, "stopped") for rank in ranks.alive)
         if self.has_failed or ranks.alive:  # `finish` comes later, or not before another attempt
             self._take(self._reader.read(ended=range(self.state.world_size)))
@@ -190,6 +210,16 @@ class Supervisor:
         if ranks.alive:
             self.show(self.state, clock.now())
         return exits
+
+    def _name_the_deaf(self) -> None:
+        """Say, once, which live ranks do not hear an interrupt, and how to be rid of them."""
+        if not self._has_named:
+            self._has_named = True
+            running = [rank.rank for rank in self.state.ranks if not rank.is_over]
+            where = hangs.places(stacks.ask(self._folder, running, ANSWER))
+            where = f"{where[:1].upper()}{where[1:]}"
+            text = f"{format_ranks(running)} did not hear the interrupt so far. {where}".rstrip()
+            self.note(f"{text}. A second interrupt ends the ranks, and their variables")
 
     def settle(self, ranks: Ranks, interrupts: Interrupts) -> None:
         """Wait for what ranks left on other hosts, unless somebody has enough of that."""

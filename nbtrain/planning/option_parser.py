@@ -31,6 +31,18 @@ MAGIC_ONLY = (
         field="save",
         metavar="FILE.py",
     ),
+    Option(
+        "--new",
+        "start ranks for this cell alone, also while live ranks (%%nbtrain start) are there",
+        False,
+        field="new",
+    ),
+    Option(
+        "--ranks",
+        "which of the live ranks run the cell, all by default: 0 or 0,2-3",
+        field="ranks",
+        metavar="RANKS",
+    ),
 )
 """The options that `nbtrain.launch` lacks: their fields are none of `Plan`'s."""
 

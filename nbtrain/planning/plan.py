@@ -243,6 +243,9 @@ class Plan:
     scaling: bool = False
     """Whether the run is one of a comparison of sizes: its ranks time every step."""
 
+    is_live: bool = False
+    """Whether the ranks wait for tasks (`nbtrain.start`): it lasts until they are stopped."""
+
     @property
     def goes_on(self) -> bool:
         """Whether the run goes on behind the cell: to the kernel's end, or beyond (`detach`)."""

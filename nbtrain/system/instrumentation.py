@@ -22,6 +22,29 @@ Undo = Callable[[], None]
 """Undoes a patch, or cancels an action that has not run yet. A second call does nothing."""
 
 
+_scopes: list[list[Undo]] = []
+"""What to undo at the end of each `scope` that is open, the innermost last."""
+
+
+@contextlib.contextmanager
+def scope() -> Iterator[None]:
+    """Undo at the end what was patched, or is to happen after an import, since the beginning."""
+    undos: list[Undo] = []
+    _scopes.append(undos)
+    try:
+        yield
+    finally:
+        _scopes.remove(undos)
+        for undo in reversed(undos):
+            undo()
+
+
+def undo_later(undo: Undo) -> None:
+    """Have something else undone at the end of the `scope`; without one it stays."""
+    if _scopes:
+        _scopes[-1].append(undo)
+
+
 def patch(owner: Any, name: str, around: Callable[..., Any]) -> Undo:
     """Have calls of ``owner.name`` run ``around(original, *args, **kwargs)`` instead.
 
@@ -147,6 +170,7 @@ def _make(owner: Any, name: str, change: Any, by: str, wrap: _Wrap | None) -> Un
             return patched.undo
     patched = _Patch(owner, name, change, by, wrap)
     _patches.append(patched)
+    undo_later(patched.undo)
     return patched.undo
 
 
@@ -211,6 +235,7 @@ def when_imported(name: str, action: Callable[[ModuleType], object]) -> Undo:
             waiting.remove(action)
             _finder.forget(name)
 
+    undo_later(cancel)
     return cancel
 
 

@@ -267,6 +267,14 @@ class Output(Event):
 
 
 @dataclass(frozen=True)
+class Displayed(Event):
+    """The rank displayed something rich: a figure, a table, the value of a cell."""
+
+    data: Values = field(default_factory=dict)
+    """Its forms, by MIME type; binary ones in base64."""
+
+
+@dataclass(frozen=True)
 class Failing(Event):
     """The user's code raised; the rank is about to report it."""
 

@@ -22,6 +22,9 @@ METRICS = 32
 SAVED = 1000
 """How many of the things that a rank saved for the notebook the picture has, the last that come."""
 
+DISPLAYS = 64
+"""How many displays of a rank the picture has, the first that come."""
+
 OPEN_BARS = 16
 """How many bars of a rank are drawn; a loop that never closes its bars makes ever more."""
 
@@ -236,6 +239,7 @@ RANK_REDUCERS: Mapping[type[ev.Event], Callable[[Draft, Any], Draft]] = {
     ev.Failing: lambda _, e: {"status": "failing", "error": strip_escapes_by_line(e.error)},
     ev.Ended: _ended,
     ev.ArtifactSaved: _artifact_saved,
+    ev.Displayed: lambda rank, e: {"displayed": (*rank["displayed"], e)[:DISPLAYS]},
     ev.Exited: _exited,
 }
 

@@ -11,6 +11,9 @@ from ..system.text import strip_escapes
 from . import events as ev
 from .curves import Curves
 
+IDLE = "idle"
+"""The status of a live rank that a task does not run on."""
+
 SHORTEST = 0.1
 """Seconds that a rate covers, at least."""
 
@@ -216,10 +219,12 @@ class RankState:
     """What it saved for the notebook."""
     stepped: tuple[str, ...] = ()
     """The notebook's optimizers that took steps in it, and were not copied back."""
+    displayed: tuple[ev.Displayed, ...] = ()
+    """What it displayed, at most `reducers.DISPLAYS`."""
 
     @property
     def is_over(self) -> bool:
-        return self.status in ("done", "failed", "stopped")
+        return self.status in ("done", "failed", "stopped", IDLE)
 
     @property
     def nest(self) -> list[ProgressBar]:

@@ -23,7 +23,7 @@ import tempfile
 import types
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -58,17 +58,20 @@ class PackedPlan:
 
 def pack(plan: Plan) -> PackedPlan:
     """Pack a plan for fresh processes. Raises `PlanError` naming the variable that cannot go."""
+    task = plan.task
+    modules = submodules(task.source, task.namespace) if isinstance(task, Cell) else []
+    return _packed(_with_needed_names(plan), modules)
+
+
+def _packed(plan: Plan, modules: Sequence[str] = ()) -> PackedPlan:
     import torch
 
     main = vars(sys.modules["__main__"])
-    task = plan.task
-    modules = submodules(task.source, task.namespace) if isinstance(task, Cell) else []
-    plan = _with_needed_names(plan)
     packing = Packing(main, plan)
     pickling: Any = types.SimpleNamespace(__name__=__name__, Pickler=bound(Pickler, packing))
     # What comes late is known only when all before it is packed.
     late = packing.late_classes, packing.late_sources, packing.late_grads
-    contents = (process_state.collect(), modules, _marked(plan), *late)
+    contents = (process_state.collect(), [*modules], _marked(plan), *late)
     packed = PackedPlan()
     try:
         with _unchecked(torch):
@@ -81,8 +84,15 @@ def pack(plan: Plan) -> PackedPlan:
     return packed
 
 
-def unpack(path: str) -> tuple[Plan, frozenset[type]]:
+def pack_values(plan: Plan, values: Mapping[str, Any]) -> PackedPlan:
+    """Pack values that no cell reads, by name, beside a plan. Raises `PlanError`."""
+    return _packed(replace(plan, task=Cell("", "", dict(values))))
+
+
+def unpack(path: str, *, restores: bool = True) -> tuple[Plan, frozenset[type]]:
     """Load what `pack` wrote, into this process's ``__main__``.
+
+    With `restores`, the random states and settings of the notebook, too.
 
     Returns the plan, and the classes of the notebook that came with it.
     """
@@ -105,7 +115,8 @@ def unpack(path: str) -> tuple[Plan, frozenset[type]]:
     # Else a class that goes back by value would be written into the notebook's own (cloudpickle).
     trackers = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", {})
     trackers.clear()
-    process_state.restore(around)
+    if restores:
+        process_state.restore(around)
     return plan, frozenset(c for c in classes if main.get(c.__qualname__) is c)
 
 
@@ -114,13 +125,20 @@ def _with_needed_names(plan: Plan) -> Plan:
     task = plan.task
     if not isinstance(task, Cell):
         return replace(plan, task=replace(task, owner=owner_name(task)))
-    needed = variables(task)
-    check_graphs(needed)
-    for name in _KERNEL_ONLY:
-        needed.pop(name, None)
+    needed = needed_names(task)
     if "display" in task.source and hasattr(builtins, "display"):  # IPython's, among the builtins
         needed["__builtins__"] = {"display": builtins.display}
     return replace(plan, task=replace(task, namespace=needed))
+
+
+def needed_names(cell: Cell) -> dict[str, Any]:
+    """Return what a cell reads of the notebook, without what belongs to its process alone.
+
+    Raises `PlanError` for a tensor that would not arrive as it is.
+    """
+    needed = {n: value for n, value in variables(cell).items() if n not in _KERNEL_ONLY}
+    check_graphs(needed)
+    return needed
 
 
 def check_graphs(namespace: dict[str, Any]) -> None:

@@ -27,4 +27,6 @@ class Job:
     scratch: str = ""
     world: Placement | None = None
     in_kernel: bool = False
+    is_live: bool = False
+    """Whether the rank's process goes on after the task, with its variables and its groups."""
     shared_classes: frozenset[type] = field(default_factory=frozenset)

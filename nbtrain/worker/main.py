@@ -50,13 +50,18 @@ FAILED = 1
 """The exit code of a rank whose exception is in its failure file."""
 
 
+job_of_process: Job | None = None
+"""What this process was started for, if it is a rank."""
+
+
 def main(job: Job, rank: int, call: Callable[[Task], Any] | None = None) -> int:
     """Run the plan's task as `rank`, report how it ended, and return the exit code.
 
     `call` runs it, instead of `run_task`.
     """
+    global job_of_process
+    job_of_process = job
     os.environ.update(rank_environment(job, rank, os.environ))
-    stopping.activate(job.folder.stopping_file)
     if os.environ.get("USE_TORCH_XLA") == "0":
         torch_xla.leave_alone()
     _set_threads()
@@ -66,11 +71,21 @@ def main(job: Job, rank: int, call: Callable[[Task], Any] | None = None) -> int:
         # For the sockets of `multiprocessing`: each worker of a DataLoader makes a folder for
         # them, and leaves it behind when it is killed.
         process.current_process()._config["tempdir"] = job.scratch  # type: ignore[attr-defined]
+    code = run_in_rank(job, rank, call or run_task)
+    import_report.report()
+    return code
+
+
+def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
+    """Run the plan's task in a process that is a rank already; see `main`."""
+    os.environ["NBTRAIN_RUN"] = str(job.folder.path)
+    stopping.activate(job.folder.stopping_file)
     writer = EventWriter(job.folder.events(rank))
     failure_evidence.report_os_exit(rank, writer)
     world = job.world
     on_this_host = (world.ranks if world else 0) or job.world_size
-    stack_dumps.install(job.folder, rank, writer, on_this_host)
+    lasting = job_of_process.folder if job.is_live and job_of_process else job.folder
+    stack_dumps.install(job.folder, rank, writer, on_this_host, lasting)
     first, size = (world.first - world.begin, world.size) if world else (0, job.world_size)
     api.activate(api.Reporter(writer, rank, size, first))
     telemetry.install(job.plan.telemetry, job.plan)
@@ -82,10 +97,9 @@ def main(job: Job, rank: int, call: Callable[[Task], Any] | None = None) -> int:
         join_world_on_cpu()
         if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
             allow_fsdp_on_cpu()
-    code, error = run_and_report(job, rank, writer, call or run_task)
+    code, error = run_and_report(job, rank, writer, call)
     if error is not None:
         _print_traceback(error, heading=ev.TRACEBACK_FOLLOWS)
-    import_report.report()
     return code
 
 
@@ -98,7 +112,7 @@ def run_and_report(
     try:
         writer.write(ev.Started(clock.now(), rank, pid=os.getpid()))
         sender = ResultSender(job, rank, writer)
-        if not job.in_kernel:
+        if not (job.in_kernel or job.is_live):
             renew_accelerate_state(job.plan)
         value = _run_watched(job.plan.task, call)
         _finish_device_work()
@@ -109,7 +123,8 @@ def run_and_report(
             returned = ev.ArtifactSaved(clock.now(), rank, ev.RETURNED, "value", trouble=trouble)
             writer.write(returned)
         sender.gather()
-        leave_process_group()
+        if not job.is_live:
+            leave_process_group()
         sender.send(value)
         writer.write(replace(ended, stepped=tuple(sorted(sender.stepped))))
         return 0, None

@@ -43,9 +43,12 @@ _INSIDE = {
 _FLAT = "FullyShardedDataParallel"
 
 
-def unwrapped(value: Any) -> Any:
-    """Return a model or an optimizer without what training libraries put around it."""
-    while type(value).__name__ in _INSIDE:
+def unwrapped(value: Any, *, but: str = "") -> Any:
+    """Return a model or an optimizer without what training libraries put around it.
+
+    `but` names a class of theirs that stays.
+    """
+    while type(value).__name__ in _INSIDE and type(value).__name__ != but:
         value = getattr(value, _INSIDE[type(value).__name__])
     return value
 
@@ -60,8 +63,10 @@ class ResultSender:
     def __init__(self, job: Job, rank: int, writer: EventWriter) -> None:
         plan = self._plan = job.plan
         self._folder, self._rank, self._writer = job.folder, rank, writer
-        self._shared = job.shared_classes
+        self._shared, self._is_live = job.shared_classes, job.is_live
         self._returned = returned(plan)
+        if self._is_live:  # what a task before wrapped; FSDP puts its own together
+            self._returned = {n: unwrapped(v, but=_FLAT) for n, v in self._returned.items()}
         # In the kernel, the notebook has them already.
         self._objects = {} if job.in_kernel else self._returned
         self._before = {name: self._mark(value) for name, value in self._objects.items()}
@@ -96,7 +101,7 @@ class ResultSender:
 
     def _mark(self, value: Any) -> Any:
         with contextlib.suppress(Exception):  # a model of a kind that cannot be asked: it is sent
-            if self._rank == 0 and is_model(value):
+            if self._rank == 0 and is_model(value) and not self._is_live:
                 return fingerprints(weights.named_tensors(value))
         return {}
 

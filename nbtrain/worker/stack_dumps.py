@@ -35,8 +35,12 @@ _THREADS = 8
 _GROUP_THREADS = 4
 """Threads that a gloo group needs beside them."""
 
-_answering: int | None = None
-"""The process that has registered for the signal; a rank inherits its kernel's, or a rank's."""
+_answering: tuple[int, Path] | None = None
+"""The process that has registered for the signal, and its file; a rank inherits its kernel's, or a
+rank's."""
+
+_groups: dict[str, tuple[int, ...]] = {}
+"""The members of the process groups that this process is in, for the runs to come."""
 
 
 def signal_number() -> int:
@@ -49,8 +53,12 @@ def signal_number() -> int:
     return int(signal.SIGUSR1) if first is None else int(first) + 11
 
 
-def install(folder: RunFolder, rank: int, writer: EventWriter, ranks: int) -> None:
-    """Make this process answer both; once in its life, and never in a kernel.
+def install(
+    folder: RunFolder, rank: int, writer: EventWriter, ranks: int, lasting: RunFolder
+) -> None:
+    """Make this process answer both for a run, and never in a kernel.
+
+    The folder is the run's; `lasting` is there as long as the process, of a live rank another one.
 
     The recorder's server starts with the first process group; each group's members are reported.
     Private API of torch, seen in 2.13: the server starts in 0.4 ms and keeps as many idle threads
@@ -59,15 +67,21 @@ def install(folder: RunFolder, rank: int, writer: EventWriter, ranks: int) -> No
     """
     answer_with_stacks(folder, rank)
     pid = os.getpid()
+    for name, members in _groups.items():  # of a live rank's earlier tasks
+        writer.write(ev.Group(clock.now(), rank, name=name, members=members))
+    if lasting != folder:
+        with contextlib.suppress(OSError):  # a full disk
+            folder.recorder(rank).symlink_to(lasting.recorder(rank))
 
     def watch_group(original: Any, *args: Any, **kwargs: Any) -> Any:
         with contextlib.suppress(Exception):  # torch without it, a folder without sockets
             if os.getpid() == pid:
                 if not _keep:
-                    _keep.append(_start_recorder(folder.recorder(rank), ranks, writer))
+                    _keep.append(_start_recorder(lasting.recorder(rank), ranks, writer))
                 _size, in_group, members, _backend, _store, group = args[:6]
                 if members and in_group >= 0:
                     name, of = str(group), tuple(members)
+                    _groups[name] = of
                     writer.write(ev.Group(clock.now(), rank, name=name, members=of))
         return original(*args, **kwargs)
 
@@ -101,10 +115,11 @@ def _exhausted(ranks: int) -> host.Quota | None:
 
 
 def answer_with_stacks(folder: RunFolder, rank: int) -> None:
-    """Make this process answer the signal, if it does not yet."""
+    """Make this process answer the signal in a run's folder, if it does not yet."""
     global _answering
-    if _answering != os.getpid():
-        _answering = os.getpid()
+    answering = (os.getpid(), folder.stacks(rank))
+    if _answering != answering:
+        _answering = answering
         with contextlib.suppress(Exception):  # a full disk, a system without: not worth a training
             _register(folder.stacks(rank))
 
@@ -121,10 +136,22 @@ def _register(path: Path) -> None:
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
     descriptor = os.open(partial, flags, 0o600)
     faulthandler.register(number, file=descriptor, all_threads=True, chain=False)
+    _close_older(descriptor)
     identity = {"pid": os.getpid(), "process": process_identity(os.getpid())}
     head = {**identity, "signal": number, "last": _outermost_frame()}
     os.write(descriptor, (json.dumps(head) + "\n").encode())
     partial.rename(path)
+
+
+_descriptors: dict[int, int] = {}
+"""The descriptor that this process answers to, by its process: an inherited one is not its own."""
+
+
+def _close_older(descriptor: int) -> None:
+    older = _descriptors.get(os.getpid())
+    _descriptors[os.getpid()] = descriptor
+    if older is not None:
+        os.close(older)
 
 
 def _outermost_frame() -> str:

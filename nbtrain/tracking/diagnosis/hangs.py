@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ...system.text import format_duration, format_ranks
+from ..state import IDLE
 from .collectives import DEFAULT, Collective, FlightRecord
 from .stacks import RankStack
 
@@ -72,9 +73,13 @@ def explain(seen: Observation) -> HangReport:
     alive = sorted(missing & seen.silent.keys())
     ended = sorted(missing - seen.silent.keys())
     parts = _places(seen, alive)
-    parts += [f"{format_ranks([rank])} has ended ({seen.over[rank]})" for rank in ended]
+    parts += [f"{format_ranks([rank])} {_ending(seen.over[rank])}" for rank in ended]
     pronoun = "it" if len(missing) == 1 else "them"
     return HangReport(f"{'; '.join(parts)}; {_waiting(waits, pronoun)}", tuple(alive), tuple(waits))
+
+
+def _ending(status: str) -> str:
+    return "does not run this cell" if status == IDLE else f"has ended ({status})"
 
 
 def deadlock(seen: Observation) -> HangReport | None:

@@ -80,6 +80,11 @@ class HangWatchdog:
         is_note = self._after is not None and self._limit == NOTED < self._after
         return self._reported is not None and not is_note
 
+    @property
+    def is_deadlock(self) -> bool:
+        """Whether what was reported last can never end by itself."""
+        return self._reported is not None and self._limit == QUIET < (self._after or 0.0)
+
     def observe(self, events: Iterable[ev.Event], now: float) -> None:
         """Take note of signs of progress."""
         for event in events:

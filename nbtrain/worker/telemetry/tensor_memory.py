@@ -16,7 +16,7 @@ from typing import Any
 
 from ...planning.plan import Task
 from ...planning.task_values import models as task_models
-from ...system.instrumentation import when_imported
+from ...system.instrumentation import undo_later, when_imported
 from ...tracking import clock
 from ...tracking import events as ev
 from ...tracking.event_log import EventWriter
@@ -65,8 +65,8 @@ class TensorMemoryMeter:
 
     def _watch_models(self, module: ModuleType) -> None:
         # Nothing of Module's is replaced: what a model calls of it may be compiled.
-        module.register_module_module_registration_hook(self._saw)
-        module.register_module_parameter_registration_hook(self._saw)
+        undo_later(module.register_module_module_registration_hook(self._saw).remove)
+        undo_later(module.register_module_parameter_registration_hook(self._saw).remove)
 
     @_guarded
     def _saw(self, module: Any, *_: Any) -> None:

@@ -12,11 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Collection
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 from ...planning.plan import Plan
-from ...system.instrumentation import patch, when_imported
+from ...system.instrumentation import patch, undo_later, when_imported
 from ...tracking import clock
 from ...tracking import events as ev
 from .. import stopping
@@ -69,7 +70,7 @@ class TrainingMeter:
         if "steps" in sources:
             when_imported(
                 "torch.optim.optimizer",
-                lambda module: module.register_optimizer_step_post_hook(self._on_step),
+                lambda m: undo_later(m.register_optimizer_step_post_hook(self._on_step).remove),
             )
             patch("torch.optim.optimizer:Optimizer", "__init__", self._optimizer_init)
             if self._timer is not None:
@@ -161,8 +162,13 @@ class TrainingMeter:
     def _watch_compiler(self, module: ModuleType) -> None:
         handler = getattr(module, "callback_handler", None)  # torch 2.5 and later
         if handler is not None:
-            handler.register_start_callback(lambda *_: self._report_phase("compiling"))
-            handler.register_end_callback(lambda *_: self._report_phase(""))
+            for name, phase in (("start", "compiling"), ("end", "")):
+                report = partial(self._report_phase_of_compiler, phase)
+                getattr(handler, f"register_{name}_callback")(report)
+                undo_later(partial(getattr(handler, f"remove_{name}_callback"), report))
+
+    def _report_phase_of_compiler(self, phase: str, *_: Any) -> None:
+        self._report_phase(phase)
 
     def _watch_xla(self, _module: ModuleType) -> None:
         self._compilation.start()

@@ -27,7 +27,7 @@ from ....planning.task_values import (
     returned,
     travels_by_value,
 )
-from ....system.instrumentation import when_imported
+from ....system.instrumentation import undo_later, when_imported
 from ....tracking import clock
 from ....tracking import events as ev
 from ....tracking.event_log import EventWriter
@@ -54,7 +54,7 @@ class UnsyncedModels:
         if self._others or self._before:
             when_imported(
                 "torch.optim.optimizer",
-                lambda module: module.register_optimizer_step_post_hook(self._on_step),
+                lambda m: undo_later(m.register_optimizer_step_post_hook(self._on_step).remove),
             )
 
     @guarded("looking for models that are not copied back")

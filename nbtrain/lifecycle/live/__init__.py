@@ -1,0 +1,1 @@
+"""Live ranks, as the notebook has them: start, send tasks and values, ask, stop."""

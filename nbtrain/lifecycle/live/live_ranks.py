@@ -1,0 +1,456 @@
+"""Ranks that stay: `start` returns them, `LiveRanks.run` has them do something.
+
+The ranks are a run in the background, whose function takes tasks (`nbtrain.worker.live.server`):
+what watches, ends and reaps them is what does so for every such run. Each task is a run of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import secrets
+import select
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ... import engines
+from ...engines import Exit
+from ...engines.live import LiveEngine, Message
+from ...errors import LaunchError, NbtrainError, PlanError, RankDied
+from ...planning.findings import Finding
+from ...planning.option_parser import plan_fields
+from ...planning.plan import Call, Cell, Plan
+from ...planning.task_values import is_model, variables
+from ...system.text import format_ranks, plural
+from ...tracking import clock
+from ...transport import payload, result_pickler
+from ...transport.channel import Channel, Listener
+from ...worker.live.server import serve
+from .. import launcher
+from ..run import Run, last_run, remember
+from .snapshot import Snapshot
+
+PATIENCE = 120.0
+"""Seconds in which ranks have to begin: on a cluster, or a loaded host, imports take long."""
+
+ANSWER = 30.0
+"""Seconds in which ranks that are not busy have to answer."""
+
+LARGE = 1 << 20
+"""Bytes of a value that ``ranks["x"]`` brings; of a larger one, a description."""
+
+_live: LiveRanks | None = None
+_live_pid: int | None = None
+
+
+def start(num_processes: int | None = None, **options: Any) -> LiveRanks:
+    """Start ranks that stay until `LiveRanks.stop`, or to the kernel's end; return them.
+
+    While they live, ``%%distributed`` and ``%distributed`` run on them, and what a cell defines
+    stays in the ranks for the next one. Forked ranks begin with the notebook's variables.
+
+    Args:
+        num_processes: how many ranks; None: one per GPU, or 2 on a host without any.
+        options: `engine`, `mixed_precision`, `downcast_bf16`, `config` and `env`, as for
+            `nbtrain.launch`.
+
+    Raises:
+        PlanError: an option that makes no sense, or ranks live already; nothing was started.
+        PreflightError: the state of this process forbids the launch; nothing was started.
+        LaunchError: the ranks could not be started.
+    """
+    unknown = sorted(options.keys() - _OPTIONS)
+    if unknown:
+        raise PlanError(
+            f"nbtrain.start has no option {unknown[0]!r}; there are {', '.join(_OPTIONS)}"
+        )
+    if current() is not None:
+        raise PlanError("ranks live already: %nbtrain stop ends them, then start new ones")
+    folder = Path(tempfile.mkdtemp(prefix=f"nbtrain-live-{os.getpid()}-"))
+    secret = secrets.token_hex(16)
+    before = last_run()
+    try:
+        listener = Listener(folder)
+        call = Call(serve, (listener.address, secret))
+        fields = plan_fields({"num_processes": num_processes, **options})
+        fields |= {"background": True, "view": "none", "telemetry": (), "hang_after": None}
+        plan = Plan(call, launcher.LIVE, is_live=True, **{**fields, "sync": False})
+        _check_engine(plan)
+        snapshot = Snapshot(_notebook())
+        run = launcher.run_plan(plan)
+        if before is not None:
+            remember(before)
+        return _connected(run, listener, secret, folder, snapshot)
+    except BaseException:  # an interrupt too: nothing stays behind
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _check_engine(plan: Plan) -> None:
+    """Refuse engines whose ranks nothing could reach. Raises `PlanError`."""
+    name = engines.choose(plan).name
+    if name not in ("fork", "spawn"):
+        raise PlanError(f"live ranks are forked or spawned; the {name} engine has none so far")
+
+
+_OPTIONS = ("engine", "mixed_precision", "downcast_bf16", "config", "env")
+
+
+def _connected(
+    run: Run, listener: Listener, secret: str, folder: Path, snapshot: Snapshot
+) -> LiveRanks:
+    """Wait until each rank has connected. Raises `LaunchError`, and then ends them."""
+    global _live, _live_pid
+    channels: dict[int, Channel] = {}
+    names: dict[int, set[str]] = {}
+    deadline = time.monotonic() + PATIENCE
+    try:
+        while len(channels) < run.state.world_size:
+            if run.state.is_over or any(rank.is_over for rank in run.state.ranks):
+                run.wait()
+                raise run.exception or LaunchError(run.state.message)
+            if time.monotonic() > deadline:
+                missing = [r for r in range(run.state.world_size) if r not in channels]
+                raise LaunchError(f"{format_ranks(missing)} did not begin within {PATIENCE:g} s")
+            channel = listener.accept(0.1)
+            if channel is not None:
+                hello = _hello(channel, secret)
+                if hello is not None:
+                    channels[hello["rank"]], names[hello["rank"]] = channel, set(hello["new"])
+    except BaseException:
+        for channel in channels.values():
+            channel.close()
+        run.stop("because the ranks could not be started")
+        raise
+    finally:
+        listener.close()
+    _live, _live_pid = LiveRanks(run, channels, names, folder, snapshot), os.getpid()
+    atexit.register(_live.stop)
+    return _live
+
+
+def _hello(channel: Channel, secret: str) -> Message | None:
+    """Return what a rank says first; None, and hang up, if it is none of ours."""
+    with contextlib.suppress(EOFError, ValueError, KeyError):
+        message, _ = channel.receive()
+        if secrets.compare_digest(str(message["secret"]), secret):
+            return message
+    channel.close()
+    return None
+
+
+def current() -> LiveRanks | None:
+    """Return the ranks that live, if there are any."""
+    if _live is not None and _live_pid == os.getpid() and not _live.has_ended:
+        return _live
+    return None
+
+
+def _notebook() -> dict[str, Any]:
+    return vars(sys.modules["__main__"])
+
+
+class LiveRanks:
+    """Ranks that stay between cells; `start` makes them. ``with`` ends them behind its block."""
+
+    def __init__(
+        self,
+        run: Run,
+        channels: dict[int, Channel],
+        names: dict[int, set[str]],
+        folder: Path,
+        snapshot: Snapshot,
+    ) -> None:
+        self._run, self._channels, self._folder = run, channels, folder
+        self._names, self._snapshot = names, snapshot
+        self._tasks = 0
+        self._trouble = ""
+        self._generation = 0
+        self._groups: dict[int, Mapping[str, Any]] = {}
+        self.engine, self.device = run.state.engine, run.state.device
+        self.mixed_precision = run.state.mixed_precision
+        self.world_size = run.state.world_size
+
+    def __enter__(self) -> LiveRanks:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.stop()
+
+    def __len__(self) -> int:
+        return self.world_size
+
+    def __repr__(self) -> str:
+        return f"<LiveRanks: {plural(self.world_size, 'rank')}, {self._said()}>"
+
+    def _said(self) -> str:
+        if self.has_ended:
+            return "stopped"
+        dead = self.dead()
+        return f"{format_ranks(dead)} ended" if dead else "ready"
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all ranks are gone."""
+        return self._run.state.is_over or not self._channels
+
+    def dead(self) -> list[int]:
+        """Return the ranks whose processes have ended."""
+        return [rank for rank in range(self.world_size) if rank not in self._channels]
+
+    # What the engine of a task needs
+
+    @property
+    def names(self) -> Mapping[int, Collection[str]]:
+        """The variables of each rank."""
+        return self._names
+
+    @property
+    def pids(self) -> Mapping[int, int]:
+        """The process of each rank."""
+        return {rank.rank: rank.pid for rank in self._run.state.ranks if rank.pid is not None}
+
+    @property
+    def nodes(self) -> Mapping[int, str]:
+        """The host of each rank that is not on this one."""
+        return {rank.rank: rank.node for rank in self._run.state.ranks if rank.node}
+
+    def new_task(self) -> int:
+        """Return a number that no other task has."""
+        self._tasks += 1
+        return self._tasks
+
+    def send(self, rank: int, message: Message, data: int | None = None) -> None:
+        """Send a message to a rank. Raises `OSError` for one that is gone."""
+        if rank not in self._channels:
+            raise OSError(f"rank {rank} has ended")
+        self._channels[rank].send(message, data)
+
+    def receive(self, ranks: Collection[int], timeout: float) -> dict[int, Message | None]:
+        """Return the next message of each rank that has one; None for a rank that is gone."""
+        gone = {rank: None for rank in ranks if rank not in self._channels}
+        messages: dict[int, Message | None] = dict(gone)
+        poller, by_descriptor = select.poll(), dict[int, int]()
+        for rank in set(ranks) - gone.keys():
+            by_descriptor[self._channels[rank].fileno()] = rank
+            poller.register(self._channels[rank].fileno(), select.POLLIN)
+        for descriptor, _ in poller.poll(0 if gone else 1000 * timeout) if by_descriptor else ():
+            rank = by_descriptor[descriptor]
+            messages[rank] = self._received(rank)
+        return messages
+
+    def _received(self, rank: int) -> Message | None:
+        try:
+            message, data = self._channels[rank].receive()
+        except (EOFError, ValueError):
+            self._channels.pop(rank).close()
+            return None
+        message["data"] = data
+        self._names[rank] |= set(message.get("new", ()))
+        self._names[rank] -= set(message.get("gone", ()))
+        if "groups" in message:
+            self._groups[rank] = message["groups"]
+        return message
+
+    def end_of(self, rank: int) -> Exit:
+        """Return how the process of a rank ended, which its keeper learns at about this moment."""
+        deadline = time.monotonic() + 2.0
+        while not (state := self._run.state.ranks[rank]).is_over and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return Exit(rank, state.returncode, clock.now(), state.cause)
+
+    def end(self, how: str) -> None:
+        """Have all processes ended, without waiting for it."""
+        for rank in list(self._channels):
+            self._channels.pop(rank).close()
+        self._run._watcher.request_stop(how)  # type: ignore[union-attr]
+
+    # What the user asks for
+
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
+        """Run ``function(*args, **kwargs)`` on every rank, and return the finished `Run`.
+
+        As `nbtrain.launch`: return values are in ``run.results``, models among the arguments are
+        updated, and the causing rank's own exception is raised.
+        """
+        if not callable(function):
+            raise PlanError(f"run needs a function to call, not a {type(function).__name__}")
+        call = Call(function, args, kwargs)
+        return self.run_plan(Plan(call, call.name))
+
+    def run_plan(self, plan: Plan, ranks: Sequence[int] | None = None) -> Run:
+        """Run a plan's task on some ranks, all by default. Raises what `nbtrain.launch` does."""
+        self._check_is_whole()
+        targets = list(range(self.world_size)) if ranks is None else list(ranks)
+        if isinstance(plan.task, Cell):
+            plan = replace(plan, sync=False)
+        engine = LiveEngine(self, targets)
+        noticed = []
+        if isinstance(plan.task, Cell) and (changed := self.changed(plan.task, targets)):
+            names = ", ".join(f"`{name}`" for name in changed)
+            remedy = f"%nbtrain push {', '.join(changed)} sends it."
+            noticed.append(
+                Finding(f"the notebook's {names} changed since the ranks got it.", remedy)
+            )
+        try:
+            run = launcher.run_plan(plan, noticed, engine=engine)
+        finally:
+            if isinstance(plan.task, Cell):
+                self._snapshot.take(engine.sent, plan.task.namespace)
+            self._recover()
+        return run
+
+    def changed(self, cell: Cell, ranks: Sequence[int] | None = None) -> list[str]:
+        """Return the variables that a cell reads, and that the notebook has assigned anew."""
+        has = set.intersection(*(self._names[r] for r in ranks or range(self.world_size)))
+        read = variables(cell)
+        return [name for name in read if name in has and self._snapshot.differs(name, read[name])]
+
+    def _check_is_whole(self) -> None:
+        """Raise `RankDied` if a rank has ended."""
+        dead = self.dead()
+        if self.has_ended:
+            raise NbtrainError("these ranks were stopped: start new ones")
+        if dead:
+            raise RankDied(
+                f"{format_ranks(dead)} of the live ranks ended. The others still have their "
+                "variables: fetch what you need with %nbtrain pull, then %nbtrain restart"
+            )
+        if self._trouble:
+            raise NbtrainError(
+                f"the ranks could not form a process group again ({self._trouble}). Fetch what you "
+                "need with %nbtrain pull, then %nbtrain restart"
+            )
+
+    def _recover(self) -> None:
+        """Form the process group anew, where a task ended in the middle of what it shared."""
+        states = [state for state in self._groups.values() if state["is_formed"]]
+        is_needed = any(state["is_broken"] for state in states)
+        is_needed = is_needed or len({state["count"] for state in states}) > 1
+        is_needed = is_needed or 0 < len(states) < len(self._groups)
+        if self.has_ended or self.dead() or not is_needed:
+            return
+        self._generation += 1
+        message = {"do": "reform", "generation": self._generation}
+        message["forms"] = len(states) == len(self._groups) == self.world_size
+        try:
+            answers = self._ask(self._channels, message)
+        except NbtrainError as error:  # the cell's own error is the one to raise
+            self._trouble = str(error)
+            return
+        lost = sorted({name for answer in answers.values() for name in answer["lost"]})
+        names = ", ".join(f"`{name}`" for name in lost)
+        rest = f"; {names} must be sharded again" if lost else ", and their variables are kept"
+        print(f"The ranks formed their process group anew{rest}.", flush=True)
+
+    def _ask(
+        self, ranks: Iterable[int], message: Message, data: int | None = None
+    ) -> dict[int, Message]:
+        """Send a message and return the answers. Raises `NbtrainError` for what went wrong."""
+        number, answers = self.new_task(), dict[int, Message]()
+        waiting = set(ranks)
+        for rank in waiting:
+            with contextlib.suppress(OSError):
+                self.send(rank, {**message, "id": number}, data)
+        deadline = time.monotonic() + ANSWER
+        while waiting - answers.keys() and time.monotonic() < deadline:
+            for rank, answer in self.receive(waiting - answers.keys(), 0.5).items():
+                if answer is None:
+                    raise RankDied(f"rank {rank} has ended")
+                if answer["done"] == number:
+                    answers[rank] = answer
+        for rank, answer in answers.items():
+            if "error" in answer:
+                raise NbtrainError(f"rank {rank}: {answer['error'].partition(': ')[2]}")
+        if silent := sorted(waiting - answers.keys()):
+            raise NbtrainError(f"{format_ranks(silent)} did not answer within {ANSWER:g} s")
+        return answers
+
+    def __getitem__(self, name: str) -> list[Any]:
+        """Return a variable of every rank, as a list; of a large one, what it is."""
+        return [values[name] for values in self._fetch([name], LARGE).values()]
+
+    def _fetch(
+        self, names: Sequence[str], limit: int | None, ranks: Iterable[int] | None = None
+    ) -> dict[int, dict[str, Any]]:
+        targets = list(self._channels) if ranks is None else list(ranks)
+        answers = self._ask(targets, {"do": "get", "names": list(names), "limit": limit})
+        fetched = {}
+        for rank, answer in sorted(answers.items()):
+            with open(answer["data"], "rb") as file:
+                file.seek(0)
+                packed = pickle.load(file)
+            values = {}
+            for name, (data, reason) in packed.items():
+                values[name] = result_pickler.loads(data) if data is not None else Unsent(reason)
+            fetched[rank] = values
+        return fetched
+
+    def push(self, *names: str, **values: Any) -> None:
+        """Send variables of the notebook, by name, or other values, to every rank."""
+        notebook = _notebook()
+        missing = [name for name in names if name not in notebook]
+        if missing:
+            raise PlanError(f"the notebook has no variable `{missing[0]}`")
+        sent = {**{name: notebook[name] for name in names}, **values}
+        cell = Cell("", "<push>", {})
+        packed = payload.pack_values(Plan(cell, "push"), sent)
+        try:
+            self._ask(self._channels, {"do": "put", "sent": list(sent)}, packed.descriptors[0])
+        finally:
+            packed.close()
+        self._snapshot.take(sent, sent)
+
+    def pull(self, *names: str, rank: int = 0) -> None:
+        """Bring variables of a rank into the notebook; a model, into the one of that name there."""
+        notebook = _notebook()
+        models = [name for name in names if is_model(notebook.get(name))]
+        for name in models:
+            self._pull_model(name, notebook)
+        rest = [name for name in names if name not in models]
+        if rest:
+            fetched = self._fetch(rest, None, [rank])[rank]
+            for name, value in fetched.items():
+                if isinstance(value, Unsent):
+                    raise NbtrainError(f"`{name}` of rank {rank} cannot be sent: {value.reason}")
+            notebook.update(fetched)
+            self._snapshot.take(fetched, fetched)
+
+    def _pull_model(self, name: str, notebook: dict[str, Any]) -> None:
+        cell = Cell(f"{name}\nNone", "<pull>", notebook)
+        plan = Plan(cell, f"pull {name}", sync=True, view="none", telemetry=())
+        launcher.run_plan(plan, engine=LiveEngine(self, list(self._channels)))
+
+    def describe(self) -> dict[int, list[dict[str, Any]]]:
+        """Return what each rank says of its variables."""
+        answers = self._ask(self._channels, {"do": "describe"})
+        return {rank: answer["variables"] for rank, answer in sorted(answers.items())}
+
+    def stop(self) -> None:
+        """End the ranks. May be repeated."""
+        if os.getpid() != _live_pid:
+            return
+        for rank in list(self._channels):
+            self._channels.pop(rank).close()
+        if not self._run.state.is_over:
+            self._run.stop("by %nbtrain stop")
+        shutil.rmtree(self._folder, ignore_errors=True)
+        atexit.unregister(self.stop)
+
+
+class Unsent:
+    """Stands for a value that was not sent, and says why."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def __repr__(self) -> str:
+        return f"<not sent: {self.reason}>"

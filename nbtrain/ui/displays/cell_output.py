@@ -1,0 +1,102 @@
+"""What a task on live ranks shows: what a cell shows if it is short, and else the board."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from ...system.text import format_ranks, plural
+from ...tracking import events as ev
+from ...tracking.state import RankState, RunState
+from .. import labels
+from .html_display import Display, ipython_shell, show
+
+SHORT = 1.0
+"""Seconds after which the board is drawn."""
+
+LINES = 4
+"""Lines of a display of a rank other than the first that are shown, where they differ."""
+
+
+class CellOutput(Display):
+    """Prints what the ranks print and display; makes the `board` if that takes a while."""
+
+    def __init__(self, board: Callable[[], Display]) -> None:
+        self._make_board = board
+        self._board: Display | None = None
+
+    def listen(self) -> None:
+        if self._board is not None:
+            self._board.listen()
+
+    def update(self, state: RunState, now: float) -> None:
+        if self._board is None and state.elapsed(now) >= SHORT:
+            self._board = self._make_board()
+        if self._board is not None:
+            self._board.update(state, now)
+
+    def finish(self, state: RunState, now: float) -> None:
+        if self._board is not None:
+            self._board.finish(state, now)
+        else:
+            lines = [*labels.notes(state), *printed(state.ranks)]
+            if lines:
+                print(*lines, sep="\n", flush=True)
+        for line in displayed(state.ranks):
+            print(line, flush=True) if isinstance(line, str) else _show(line)
+
+
+def printed(ranks: Sequence[RankState]) -> Iterator[str]:
+    """Yield the lines that ranks printed, once where several printed the same."""
+    by_log: dict[tuple[str, ...], list[RankState]] = {}
+    for rank in ranks:
+        by_log.setdefault(_without_traceback(rank.log), []).append(rank)
+    for log, same in by_log.items():
+        left_out = same[0].log_count - len(same[0].log)
+        if left_out:
+            yield f"{_label(same)}… {plural(left_out, 'line')} before: run.logs()"
+        yield from (f"{_label(same)}{line}" for line in log)
+
+
+def _without_traceback(log: Sequence[str]) -> tuple[str, ...]:
+    lines = list(log)
+    if ev.TRACEBACK_FOLLOWS in lines:  # the caller raises the exception
+        del lines[lines.index(ev.TRACEBACK_FOLLOWS) :]
+    return tuple(lines)
+
+
+def displayed(ranks: Sequence[RankState]) -> Iterator[str | Mapping[str, float | str]]:
+    """Yield what ranks displayed: of the first that did, in full; of others, what differs."""
+    first = next((rank for rank in ranks if rank.displayed), None)
+    if first is None:
+        return
+    texts = {rank.rank: [_text(each) for each in rank.displayed] for rank in ranks}
+    for index, each in enumerate(first.displayed):
+        others = [r for r in ranks if r is not first and index < len(r.displayed)]
+        same = [first, *(r for r in others if texts[r.rank][index] == _text(each))]
+        if set(each.data) - {"text/plain"}:
+            yield each.data
+        else:
+            yield from _labelled(same, _text(each))
+        for rank in others:
+            text = texts[rank.rank][index]
+            if rank not in same and text.count("\n") < LINES:
+                yield from _labelled([rank], text)
+
+
+def _labelled(ranks: Sequence[RankState], text: str) -> Iterator[str]:
+    yield from (f"{_label(ranks)}{line}" for line in text.split("\n"))
+
+
+def _label(ranks: Sequence[RankState]) -> str:
+    return f"[{format_ranks([rank.rank for rank in ranks])}] "
+
+
+def _text(each: ev.Displayed) -> str:
+    return str(each.data.get("text/plain", ""))
+
+
+def _show(data: Mapping[str, float | str]) -> None:
+    if ipython_shell() is None:
+        print(data.get("text/plain", ""))
+    else:
+        show(dict(data))

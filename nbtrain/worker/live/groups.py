@@ -1,0 +1,149 @@
+"""Ends the collectives of a live rank from another thread, and forms its process group anew.
+
+A rank that waits in a collective for a peer which will not come hears no interrupt: it is in C++.
+gloo has nothing that ends the wait (`abort` and `shutdown` of its backend return at once and change
+nothing, torch 2.13); but when its connections are shut down, the collective raises. NCCL has
+`abort`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from typing import Any
+
+from ...system.instrumentation import patch
+
+
+class ProcessGroups:
+    """The process groups of this process, as far as they must be ended or made again."""
+
+    def __init__(self) -> None:
+        self._sockets: set[str] = set()  # as /proc names them, by inode: a number may be reused
+        self._is_broken = False
+        self._keys = (0, 0)  # how often the default group was formed anew, and was left, since
+
+    def install(self) -> None:
+        """Watch the process groups of this process, as long as it lives."""
+        patch("torch.distributed.distributed_c10d", "_new_process_group_helper", self._make)
+        patch("torch.distributed.rendezvous", "_create_c10d_store", self._meet)
+        for owner in ("torch.distributed.distributed_c10d", "torch.distributed"):
+            patch(owner, "destroy_process_group", self._leave)
+
+    def _meet(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Give each default group keys of its own in the store, where those of earlier ones stay.
+
+        A rank would take a peer's old address for its new one, and be alone in the group.
+        """
+        store = original(*args, **kwargs)
+        if self._keys == (0, 0):
+            return store
+        dist: Any = sys.modules["torch.distributed"]
+        return dist.PrefixStore("nbtrain-{}-{}".format(*self._keys), store)
+
+    def _leave(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        was_in = _distributed() is not None
+        value = original(*args, **kwargs)
+        if was_in and _distributed() is None:
+            self._keys = (self._keys[0], self._keys[1] + 1)
+        return value
+
+    def _make(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        before = set(_connections())
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._sockets |= set(_connections()) - before
+
+    def abort(self) -> None:
+        """Have the collectives of this process raise, the ones of all its groups."""
+        self._is_broken = True
+        stores = _store_ports()
+        for descriptor, name in _descriptors():
+            if name in self._sockets:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as end:
+                    if end.getpeername()[1] not in stores:
+                        end.shutdown(socket.SHUT_RDWR)
+        dist = _distributed()
+        if dist is not None and "nccl" in str(dist.get_backend()):
+            with contextlib.suppress(Exception):  # torch's private function, from 2.6 on
+                dist.distributed_c10d._abort_process_group()
+
+    def state(self) -> dict[str, Any]:
+        """Return what the notebook must know after a task."""
+        dist, count = _distributed(), 0
+        if dist is not None:
+            with contextlib.suppress(Exception):  # a backend that does not count
+                count = dist.group.WORLD._get_sequence_number_for_group()
+        return {"is_formed": dist is not None, "is_broken": self._is_broken, "count": count}
+
+    def reform(self, generation: int, namespace: dict[str, Any], *, forms: bool) -> list[str]:
+        """Leave the default group and form it anew; return which variables are of no use any more.
+
+        Without `forms`, only leave it: not all ranks were in it.
+
+        All ranks call it with the same number, which no call had before.
+        """
+        dist = _distributed()
+        self._is_broken = False
+        self._sockets.clear()
+        if dist is None:
+            self._keys = (generation, 0)
+            return []
+        backend = str(dist.get_backend_config())  # torch 2.4 and later
+        dist.destroy_process_group()
+        self._keys = (generation, 0)
+        if not forms:
+            return []
+        dist.init_process_group(backend)
+        return _heal(namespace)
+
+
+def _heal(namespace: dict[str, Any]) -> list[str]:
+    """Give the new group to models in DDP; return the names of those that keep the old one."""
+    lost = []
+    parallel = sys.modules.get("torch.nn.parallel.distributed")
+    for name, value in list(namespace.items()):
+        if not callable(getattr(type(value), "modules", None)):
+            continue
+        with contextlib.suppress(Exception):  # a class object, a model of a kind of its own
+            for module in value.modules():
+                if parallel and type(module) is parallel.DistributedDataParallel:
+                    _renew(module)
+                elif type(module).__name__.startswith(("FullySharded", "FSDP")):
+                    lost.append(name)
+                    break
+    return lost
+
+
+def _renew(module: Any) -> None:
+    """Have a DDP model take the default group, as it does when it is unpickled."""
+    state = {
+        k: v for k, v in vars(module).items() if k not in ("process_group", "reducer", "logger")
+    }
+    module.__setstate__(state)
+
+
+def _distributed() -> Any:
+    """Return torch.distributed, if this process is in a default group."""
+    dist: Any = sys.modules.get("torch.distributed")
+    return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
+
+
+def _descriptors() -> list[tuple[int, str]]:
+    found = []
+    with contextlib.suppress(OSError):
+        for entry in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # the listing's own
+                found.append((int(entry), os.readlink(f"/proc/self/fd/{entry}")))
+    return found
+
+
+def _connections() -> list[str]:
+    return [name for _, name in _descriptors() if name.startswith("socket:")]
+
+
+def _store_ports() -> set[int]:
+    return {int(port) for port in [os.environ.get("MASTER_PORT", "")] if port.isdecimal()}

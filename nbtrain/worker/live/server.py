@@ -1,0 +1,195 @@
+"""The body of a live rank: `serve` runs the tasks that the notebook sends, until it hangs up.
+
+To its engine, `serve` is a task as any other, of a run that lasts as long as the ranks live. Each
+task is a run of its own, in a folder of its own: while it lasts, the rank's output and its reports
+go there. Only what belongs to the process stays: variables, process groups, devices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ...planning.plan import Plan
+from ...system import instrumentation
+from ...tracking.run_folder import RunFolder
+from ...transport import payload
+from ...transport.channel import Channel, connect
+from .. import api, main, stopping
+from . import values
+from .groups import ProcessGroups
+from .rich_output import RichOutput
+
+PATIENCE = 0.3
+"""Seconds that a task has to hear an interrupt before its collectives are ended."""
+
+Message = dict[str, Any]
+
+
+def serve(address: str, secret: str) -> None:
+    """Run the tasks that come through the channel at `address`, and return when it is closed."""
+    reporter = api.active
+    assert reporter is not None  # this is a rank
+    channel = connect(address)
+    server = LiveRank(channel, reporter.rank)
+    channel.send({"rank": reporter.rank, "secret": secret, **server.new_names()})
+    server.run()
+
+
+class LiveRank:
+    """Takes messages in a thread, so that one arrives while a task is stuck in a collective."""
+
+    def __init__(self, channel: Channel, rank: int) -> None:
+        self._channel, self._rank = channel, rank
+        self._waiting: queue.SimpleQueue[tuple[Message, int | None] | None] = queue.SimpleQueue()
+        self._namespace = vars(sys.modules["__main__"])
+        self._known: set[str] = set()
+        self._task: int | None = None
+        self._groups = ProcessGroups()
+        self._groups.install()
+
+    def run(self) -> None:
+        """Do what messages ask for, one after the other."""
+        threading.Thread(target=self._receive, name="nbtrain-live", daemon=True).start()
+        while (received := self._waiting.get()) is not None:
+            message, data = received
+            try:
+                answer = self._ACTIONS[message["do"]](self, message, data)
+            except Exception as error:  # of what was asked: the rank stays
+                answer = {"error": f"{type(error).__name__}: {error}"}
+                traceback.print_exc()
+            descriptor = answer.pop("data", None)
+            try:
+                self._channel.send({"done": message["id"], **answer}, descriptor)
+            except OSError:  # the notebook is gone
+                return
+            finally:
+                if descriptor is not None:
+                    os.close(descriptor)
+
+    def _receive(self) -> None:
+        main_thread = threading.main_thread().ident
+        assert main_thread is not None
+        while True:
+            try:
+                message, data = self._channel.receive()
+            except EOFError:
+                self._waiting.put(None)
+                return
+            if message["do"] == "interrupt":
+                self._interrupt(main_thread, message["id"])
+            else:
+                self._waiting.put((message, data))
+
+    def _interrupt(self, main_thread: int, task: int) -> None:
+        """Interrupt a task, and if it does not hear that, end the collectives that it waits in."""
+        if self._task != task:
+            return
+        signal.pthread_kill(main_thread, signal.SIGINT)
+        deadline = time.monotonic() + PATIENCE
+        while self._task == task and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if self._task == task:
+            self._groups.abort()
+
+    # What a message asks for. The answer's "data" is a descriptor.
+
+    def _run_task(self, message: Message, data: int | None) -> Message:
+        assert data is not None
+        folder = RunFolder(Path(message["folder"]))
+        self._task = message["id"]
+        try:
+            with self._in_folder(folder):
+                plan, classes = self._plan(message, data)
+                of_process = main.job_of_process
+                assert of_process is not None
+                job = replace(
+                    of_process, plan=plan, folder=folder, shared_classes=classes, is_live=True
+                )
+                output = RichOutput()
+                output.install()
+                code = main.run_in_rank(job, self._rank, output.run)
+        finally:
+            self._task = None
+        return {"code": code, "groups": self._groups.state(), **self.new_names()}
+
+    def _plan(self, message: Message, data: int) -> tuple[Plan, frozenset[type]]:
+        """Unpack a task, which may bring variables along; no other one is changed by that."""
+        before = dict(self._namespace)
+        try:
+            plan, classes = payload.unpack(f"/proc/self/fd/{data}", restores=False)
+        finally:
+            os.close(data)
+        for name in before.keys() - set(message["sent"]):
+            self._namespace[name] = before[name]
+        return plan, classes
+
+    @contextlib.contextmanager
+    def _in_folder(self, folder: RunFolder) -> Iterator[None]:
+        """Have this process print and report to the folder of a run, and answer questions there."""
+        reporter, handler = api.active, signal.getsignal(signal.SIGINT)
+        stdout, stderr = os.dup(1), os.dup(2)
+        log = os.open(folder.log(self._rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        _flush()
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        try:
+            with instrumentation.scope():
+                yield
+        finally:
+            signal.signal(signal.SIGINT, handler)
+            stopping.active = handler if isinstance(handler, stopping.StopOnRequest) else None
+            api.activate(reporter)
+            _flush()
+            for saved, stream in ((stdout, 1), (stderr, 2)):
+                os.dup2(saved, stream)
+                os.close(saved)
+
+    def _reform(self, message: Message, _data: int | None) -> Message:
+        """Form the process group anew, all ranks together, after a collective has failed."""
+        generation, forms = message["generation"], message["forms"]
+        return {"lost": self._groups.reform(generation, self._namespace, forms=forms)}
+
+    def _get(self, message: Message, _data: int | None) -> Message:
+        file = values.packed(self._namespace, message["names"], message["limit"])
+        return {"data": os.dup(file.fileno())}
+
+    def _put(self, message: Message, data: int | None) -> Message:
+        assert data is not None
+        self._plan(message, data)
+        return self.new_names()
+
+    def _describe(self, _message: Message, _data: int | None) -> Message:
+        return {"variables": values.described(self._namespace)}
+
+    def new_names(self) -> Message:
+        """Return which variables there are that the notebook has not heard of, and which went."""
+        names = {name for name in self._namespace.copy() if name[:1] != "_"}
+        new, gone = sorted(names - self._known), sorted(self._known - names)
+        self._known = names
+        return {"new": new, "gone": gone}
+
+    _ACTIONS: Mapping[str, Callable[[LiveRank, Message, int | None], Message]] = {
+        "run": _run_task,
+        "reform": _reform,
+        "get": _get,
+        "put": _put,
+        "describe": _describe,
+    }
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed, or of the user's own kind
+            stream.flush()

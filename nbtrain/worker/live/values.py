@@ -1,0 +1,90 @@
+"""What a live rank tells of its variables: their values, or what they are."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import sys
+from collections.abc import Mapping, Sequence
+from types import FunctionType, ModuleType
+from typing import IO, Any
+
+from ...errors import NbtrainError
+from ...planning.task_values import is_model
+from ...system.text import short_repr
+from ...transport import result_pickler
+from ...transport.channel import written
+from ...transport.fingerprints import fingerprints
+from ..result_sender import unwrapped
+
+_DULL = (ModuleType, FunctionType, type)
+_SHELL = ("In", "Out", "exit", "quit", "get_ipython", "open")
+
+
+def packed(namespace: Mapping[str, Any], names: Sequence[str], limit: int | None) -> IO[bytes]:
+    """Return a file with the pickled value of each name, or the reason why there is none.
+
+    Raises `NbtrainError` for a name that is no variable of this rank.
+    """
+    missing = [name for name in names if name not in namespace]
+    if missing:
+        raise NbtrainError(f"there is no variable `{missing[0]}`")
+    values: dict[str, tuple[bytes | None, str]] = {}
+    for name in names:
+        try:
+            value = unwrapped(namespace[name])
+            values[name] = (result_pickler.dumps(value, limit=limit), "")
+        except Exception as error:  # any reducer of any class may raise anything
+            values[name] = (None, f"{_kind(namespace[name])}: {error}")
+    return written(lambda file: pickle.dump(values, file, protocol=5))
+
+
+def _kind(value: Any) -> str:
+    about = _about(value)
+    shape, dtype = about.get("shape", ""), about.get("dtype", "")
+    return " ".join(filter(None, map(str, (about["type"], shape, dtype))))
+
+
+def described(namespace: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return name, type, shape, dtype, device, bytes and a checksum of each variable."""
+    found = []
+    for name, value in list(namespace.items()):
+        if name[:1] != "_" and name not in _SHELL and not isinstance(value, _DULL):
+            found.append({"name": name, **_about(value)})
+    return found
+
+
+def _about(value: Any) -> dict[str, Any]:
+    about: dict[str, Any] = {"type": type(value).__name__, "parts": {}}
+    with contextlib.suppress(Exception):  # values of any kind may raise anything
+        about |= _details(value)
+    return about
+
+
+def _details(value: Any) -> dict[str, Any]:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        parts = {"": _checksum(value)}
+        return {"shape": list(value.shape), "bytes": value.nbytes, **_place(value), "parts": parts}
+    if is_model(value):
+        tensors = dict(value.named_parameters())
+        place = _place(next(iter(tensors.values()))) if tensors else {}
+        return {
+            "shape": f"{sum(p.numel() for p in tensors.values()):,} parameters",
+            "bytes": sum(p.nbytes for p in tensors.values()),
+            "parts": {name: _checksum(parameter) for name, parameter in tensors.items()},
+            **place,
+        }
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        shape = list(map(int, value.shape))
+        return {"shape": shape, "dtype": str(value.dtype), "parts": {"": short_repr(value)}}
+    return {"parts": {"": short_repr(value)}}
+
+
+def _place(tensor: Any) -> dict[str, str]:
+    return {"dtype": str(tensor.dtype).partition(".")[2], "device": str(tensor.device)}
+
+
+def _checksum(tensor: Any) -> str:
+    mark = fingerprints({"": tensor})[""]
+    return mark if isinstance(mark, str) else ""  # a kind that cannot be read

@@ -1,0 +1,247 @@
+"""Ranks that stay between cells, in a real kernel: what a user types, and reads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.kernel import Notebook
+
+SETUP = """%load_ext nbtrain
+import os, time, torch, nbtrain
+import torch.distributed as dist
+model = torch.nn.Linear(4, 1)"""
+
+JOIN = """%%distributed
+import torch.distributed as dist
+dist.init_process_group("gloo")
+rank = nbtrain.rank()"""
+
+SUM = """%%distributed
+t = torch.ones(1)
+dist.all_reduce(t)
+t"""
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[Notebook]:
+    """Two live ranks of a kernel, in one process group."""
+    notebook = Notebook(tmp_path / "home", tmp_path)
+    try:
+        notebook.run(SETUP)
+        started = notebook.run("%nbtrain start -n 2")
+        assert "2 ranks live" in started.stdout, started
+        assert not notebook.run(JOIN).ename
+        yield notebook
+    finally:
+        notebook.close()
+
+
+def children(notebook: Notebook) -> list[psutil.Process]:
+    return notebook.process.children(recursive=True)
+
+
+def test_variables_stay_from_cell_to_cell(live: Notebook) -> None:
+    live.run("%%distributed\ncount = 10 * rank")
+    live.run("%%distributed\ncount += 1")
+    out = live.run("%%distributed\ncount")
+    assert out.stdout.splitlines() == ["[rank 0] 1", "[rank 1] 11"]
+    assert not live.value("'count' in globals()")
+
+
+def test_equal_outputs_are_shown_once_and_prints_have_their_rank(live: Notebook) -> None:
+    out = live.run("%%distributed\nprint('hello')\nif rank: print('second')")
+    assert out.stdout.splitlines() == ["[rank 0] hello", "[rank 1] hello", "[rank 1] second"]
+    assert live.run("%distributed 6 * 7").stdout == "[ranks 0–1] 42\n"
+
+
+def test_a_short_cell_shows_no_board_and_a_long_one_does(live: Notebook) -> None:
+    assert not live.run("%%distributed\nx = 1").displays
+    long = live.run("%%distributed\nimport time\ntime.sleep(1.5)")
+    assert "succeeded" in long.board
+
+
+def test_rich_output_of_the_first_rank_is_displayed(live: Notebook) -> None:
+    out = live.run("%%distributed\nfrom IPython.display import HTML\nHTML(f'<b>{rank}</b>')")
+    assert [d["text/html"] for d in out.displays if "text/html" in d] == ["<b>0</b>"]
+
+
+def test_a_cell_on_some_ranks(live: Notebook) -> None:
+    assert live.run("%%rank 1\nrank").stdout == "[rank 1] 1\n"
+    assert live.run("%%distributed --ranks 0\nrank").stdout == "[rank 0] 0\n"
+    assert "there is no rank 7" in live.run("%%rank 7\nrank").evalue
+
+
+def test_what_ranks_lack_is_sent_and_what_changed_is_named(live: Notebook) -> None:
+    live.run("lr = 0.5\ndef double(x): return 2 * x")
+    out = live.run("%distributed double(lr)")
+    assert "sent to the ranks, which did not have it: `double`, `lr`" in out.stdout
+    assert "[ranks 0–1] 1.0" in out.stdout
+    live.run("lr = 0.25")
+    changed = live.run("%distributed lr").stdout
+    assert "the notebook's `lr` changed" in changed
+    assert "%nbtrain push lr" in changed
+    assert "[ranks 0–1] 0.5" in changed
+    live.run("%nbtrain push lr")
+    assert live.run("%distributed lr").stdout == "[ranks 0–1] 0.25\n"
+
+
+def test_a_function_that_is_sent_does_not_replace_what_it_reads(live: Notebook) -> None:
+    live.run("%%distributed\nsize = 100")
+    live.run("size = 1\ndef show(): return size")
+    assert "[ranks 0–1] 100" in live.run("%distributed show()").stdout
+
+
+TRAIN = """%%distributed
+from accelerate import Accelerator
+accelerator = Accelerator()
+torch.manual_seed(0)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = accelerator.prepare(model, optimizer)
+for _ in range(3):
+    loss = model(torch.ones(2, 4)).pow(2).mean()
+    accelerator.backward(loss)
+    optimizer.step()
+weights = model.module.weight.detach().clone()"""
+
+
+def test_a_model_is_pulled_bit_for_bit_in_place(live: Notebook) -> None:
+    live.run("same = model")
+    assert not live.run(TRAIN).ename
+    live.run("%nbtrain pull model weights")
+    assert live.value("same is model and torch.equal(model.weight, weights)")
+    assert live.value("[w.shape == weights.shape for w in ranks['weights']]") == [True, True]
+
+
+def test_vars_show_where_ranks_differ(live: Notebook) -> None:
+    live.run(TRAIN)
+    same = live.run("%nbtrain vars").stdout
+    assert next(line for line in same.splitlines() if line.startswith("model")).endswith("same")
+    live.run("%%rank 1\nwith torch.no_grad():\n    model.module.bias += 1")
+    table = live.run("%nbtrain vars").stdout
+    line = next(line for line in table.splitlines() if line.startswith("model"))
+    assert line.endswith("≠ module.bias")
+
+
+def test_an_exception_of_one_rank_leaves_ranks_that_work(live: Notebook) -> None:
+    live.run("%%distributed\nkept = rank + 5")
+    for _ in range(3):
+        out = live.run("%%distributed\nif rank == 1: raise ValueError('planted')\n" + SUM[14:])
+        assert (out.ename, out.evalue) == ("ValueError", "planted")
+        assert "formed their process group anew" in out.stdout
+        assert live.run(SUM).stdout == "[ranks 0–1] tensor([2.])\n"
+    assert live.run("%distributed kept").stdout.splitlines() == ["[rank 0] 5", "[rank 1] 6"]
+
+
+def test_an_exception_of_all_ranks_leaves_the_group_alone(live: Notebook) -> None:
+    out = live.run("%distributed 1 / 0")
+    assert out.ename == "ZeroDivisionError"
+    assert "anew" not in out.stdout
+
+
+@pytest.mark.parametrize(
+    ("cell", "said"),
+    [
+        ("if rank == 0: dist.all_reduce(torch.ones(1))", "rank 0 waits in all_reduce #1"),
+        (
+            "dist.all_reduce(torch.ones(1)) if rank else dist.all_gather_object([0, 0], 1)",
+            "these do not match",
+        ),
+    ],
+)
+def test_a_deadlock_ends_the_cell_and_not_the_ranks(live: Notebook, cell: str, said: str) -> None:
+    out = live.run(f"%%distributed\n{cell}", timeout=100)
+    assert out.ename in ("RunTimeout", "RuntimeError"), out
+    assert said in out.evalue or out.ename == "RuntimeError"
+    assert live.run(SUM).stdout == "[ranks 0–1] tensor([2.])\n"
+
+
+def test_a_collective_of_a_cell_on_some_ranks_names_the_others(live: Notebook) -> None:
+    out = live.run("%%rank 0\ndist.all_reduce(torch.ones(1))", timeout=100)
+    assert "rank 1 does not run this cell" in out.evalue.lower()
+    assert live.run(SUM).stdout == "[ranks 0–1] tensor([2.])\n"
+
+
+def test_an_interrupt_ends_the_cell_and_not_the_ranks(live: Notebook) -> None:
+    live.run("%%distributed\nkept = 1")
+    before = {process.pid for process in children(live)}
+    out = live.run(
+        "%%distributed\nimport time\nwhile True: time.sleep(0.1)", interrupt_on="running"
+    )
+    assert out.ename == "KeyboardInterrupt"
+    assert live.run("%distributed kept").stdout == "[ranks 0–1] 1\n"
+    assert before == {process.pid for process in children(live)}
+
+
+def test_a_rank_that_dies_leaves_the_others_their_variables(live: Notebook) -> None:
+    live.run("%%distributed\nkept = torch.full((2,), 3.0)")
+    out = live.run("%%distributed\nif rank == 1: os.kill(os.getpid(), 9)\ndist.barrier()")
+    assert out.ename == "RankDied"
+    assert "rank 1 was killed by SIGKILL" in out.evalue
+    assert "%nbtrain restart" in live.run("%distributed 1").evalue
+    live.run("%nbtrain pull kept")
+    assert live.value("kept.tolist()") == [3.0, 3.0]
+    assert "2 ranks live" in live.run("%nbtrain restart").stdout
+    assert live.run("%distributed 1 + 1").stdout == "[ranks 0–1] 2\n"
+
+
+def test_run_is_launch_on_live_ranks(live: Notebook) -> None:
+    live.run("def work(x, m):\n    for p in m.parameters(): p.data.fill_(x)\n    return x + rank")
+    live.run("run = ranks.run(work, 2.0, model)")
+    assert live.value("run.results, model.weight.unique().tolist()") == ([2.0, 3.0], [2.0])
+
+
+def test_options_of_the_start_are_refused_and_new_ranks_can_be_had(live: Notebook) -> None:
+    assert "decided when the ranks start" in live.run("%%distributed -n 3\n1").evalue
+    assert "--new" in live.run("%%distributed --background\n1").evalue
+    out = live.run("%%distributed --new -n 3 --view text\nnbtrain.world_size()")
+    assert "all ranks → 3" in out.stdout
+    assert "ranks live already" in live.run("%nbtrain start -n 2").evalue
+
+
+def test_nothing_is_left_when_ranks_are_stopped(live: Notebook, tmp_path: Path) -> None:
+    assert "2 ranks stopped" in live.run("%nbtrain stop").stdout
+    assert not children(live)
+    assert not list(tmp_path.glob("nbtrain-live-*"))
+    assert "no ranks live here" in live.run("%nbtrain status").evalue
+    out = live.run("%%distributed -n 2 --view text\nnbtrain.rank()")
+    assert "rank 1 → 1" in out.stdout
+
+
+def test_they_end_with_the_kernel(live: Notebook) -> None:
+    left = children(live)
+    assert len(left) >= 2
+    live.process.kill()
+    _, alive = psutil.wait_procs(left, timeout=20)
+    assert not alive
+
+
+def test_spawned_ranks_live_too(tmp_path: Path) -> None:
+    notebook = Notebook(tmp_path / "home", tmp_path)
+    try:
+        notebook.run(SETUP)
+        assert "2 ranks live (spawn" in notebook.run("%nbtrain start -n 2 -e spawn").stdout
+        assert not notebook.run(JOIN).ename
+        assert notebook.run(SUM).stdout == "[ranks 0–1] tensor([2.])\n"
+        assert not notebook.run(TRAIN).ename
+        notebook.run("%nbtrain pull model weights")
+        assert notebook.value("torch.equal(model.weight, weights)")
+    finally:
+        notebook.close()
+
+
+def test_outside_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import nbtrain
+
+    monkeypatch.setenv("NBTRAIN_HOME", str(tmp_path))
+    with nbtrain.start(num_processes=2) as ranks:
+        assert ranks.run(nbtrain.rank).results == [0, 1]
+        ranks.push(x=[1, 2])
+        assert ranks["x"] == [[1, 2], [1, 2]]
+        began = time.monotonic()
+    assert ranks.has_ended
+    assert time.monotonic() - began < 60
