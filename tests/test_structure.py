@@ -88,6 +88,7 @@ TESTED_TOGETHER = {
     "commands/scaling/*": "commands/scaling/test_scaling.py",
     "engines/ray/*": "engines/ray/cluster/test_engine.py",  # a real Ray
     "engines/[bfir]*": "engines/test_contract.py",  # one suite for every engine
+    "engines/live": "lifecycle/live/test_live_ranks.py",  # a kernel, cell by cell
     "engines/spawn_main": "engines/test_spawn.py",
     "engines/multinode/*": "engines/multinode/test_engine.py",  # two kernels, each a node
     "engines/process/*": "end_to_end/test_kernel_health.py",  # what they leave in a kernel
@@ -109,6 +110,7 @@ TESTED_TOGETHER = {
     "ui/board/*": "ui/board/test_board.py",  # the whole board, read as a browser would
     "ui/displays/*": "ui/displays/test_select.py",  # through a real kernel
     "ui/*": "tracking/test_state.py",
+    "worker/live/*": "lifecycle/live/test_live_ranks.py",
     "worker/telemetry/*": "worker/telemetry/test_training_meter.py",
     "worker/*": "engines/test_contract.py",
 }
@@ -138,6 +140,7 @@ def test_no_test_file_imports_another() -> None:
 
 def test_the_public_names_are_these() -> None:
     assert sorted(nbtrain.__all__) == [
+        "LiveRanks",
         "NbtrainError",
         "RankDied",
         "Run",
@@ -155,6 +158,7 @@ def test_the_public_names_are_these() -> None:
         "runs",
         "scaling",
         "should_stop",
+        "start",
         "world_size",
     ]
     for name in nbtrain.__all__:
