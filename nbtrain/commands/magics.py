@@ -170,16 +170,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
 
                 print(catalog.page(catalog.run_infos()))
             case ["show" | "stop" | "stacks" as command, *names] if len(names) <= 1:
-                from ..lifecycle import catalog
-
-                run = catalog.find_run(*names)
-                match command:
-                    case "show":
-                        run.show()
-                    case "stop":
-                        run.stop("by %nbtrain stop")
-                    case _:
-                        print(run.stacks())
+                self._about_run(command, names)
             case ["memory", *_]:
                 from . import memory
 
@@ -203,6 +194,18 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                     f"%nbtrain {problem}{guess}. Use {_COMMANDS} (%nbtrain? explains them)"
                 )
         return None
+
+    def _about_run(self, command: str, names: list[str]) -> None:
+        from ..lifecycle import catalog
+
+        run = catalog.find_run(*names)
+        match command:
+            case "show":
+                run.show()
+            case "stop":
+                run.stop("by %nbtrain stop")
+            case _:
+                print(run.stacks())
 
     def _live(self, command: str, line: str) -> None:
         from . import live
