@@ -1,9 +1,10 @@
-"""Install a version of torch for the CPU where only wheels for CUDA can be had: 0.5–0.9 GB, not 4.
+"""Complete a torch for the CPU where only wheels for CUDA can be had: 0.5–0.9 GB, not 4.
 
-    python tests/tools/cpu_torch.py 2.4.1
+    pip install --no-deps torch==2.4.1
+    python tests/tools/cpu_torch.py
 
-The wheel is installed without NVIDIA's packages. In their place come libraries of a few kilobytes
-in which every function answers that there is no GPU. Needs gcc and binutils, on Linux.
+In the place of NVIDIA's packages come libraries of a few kilobytes in which every function answers
+that there is no GPU. Needs gcc and binutils, on Linux.
 """
 
 from __future__ import annotations
@@ -36,8 +37,7 @@ PLAIN = (
 )
 
 
-def main(version: str) -> None:
-    pip("install", "--no-deps", f"torch=={version}" if version else "torch")
+def main() -> None:
     torch = metadata.distribution("torch")
     (entry,) = [file for file in torch.files or () if file.match("torch-*.dist-info/METADATA")]
     path = Path(str(torch.locate_file(entry)))
@@ -117,4 +117,4 @@ def output(*command: str) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "")
+    main()
