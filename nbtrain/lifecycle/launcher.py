@@ -56,6 +56,9 @@ from .supervisor import Interrupts, Supervisor
 LIVE = "live ranks"
 """What the run of live ranks is called."""
 
+SPARED = 5.0
+"""Seconds between two looks at old folders while live ranks do one task after the other."""
+
 START_PATIENCE = 20.0
 """Seconds that a cell waits until the ranks of a run in the background were started."""
 
@@ -403,7 +406,7 @@ def make_job(
     contents = manifest(plan, world_size, device, notes, engine.runs_in_kernel)
     job = Job(
         plan=plan,
-        folder=new_folder(contents, is_interrupted),
+        folder=new_folder(contents, is_interrupted, spared=SPARED if engine.ranks_stay else 0.0),
         world_size=world_size,
         device=device,
         threads=host.threads_per_rank(world_size),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -40,6 +42,9 @@ SMALL = 1 << 20
 
 _last: Run | None = None
 _last_pid: int | None = None
+_pruned = -math.inf
+"""When the oldest folders were deleted last."""
+
 _behind: list[Run] = []
 """Runs that go on behind their cells, or did when last looked at: also those nobody holds."""
 
@@ -389,10 +394,18 @@ def _whole() -> Iterator[Interrupts]:
         raise KeyboardInterrupt
 
 
-def new_folder(manifest: dict[str, Any], is_over: Callable[[], bool]) -> RunFolder:
-    """Make a run's folder and let the oldest ones go, but for what is left once `is_over`."""
+def new_folder(
+    manifest: dict[str, Any], is_over: Callable[[], bool], *, spared: float = 0.0
+) -> RunFolder:
+    """Make a run's folder and let the oldest ones go, but for what is left once `is_over`.
+
+    Not where that was done within the last `spared` seconds.
+    """
+    global _pruned
     folder = create(manifest["name"], manifest)
-    pruning.prune(newest=folder, is_over=is_over)
+    if time.monotonic() >= _pruned + spared:
+        _pruned = time.monotonic()
+        pruning.prune(newest=folder, is_over=is_over)
     return folder
 
 
