@@ -216,10 +216,11 @@ def save(content: WeightFile, path: Path) -> list[str]:
     try:
         save_file(ready, path, {"format": "pt", KEY: text, CHECKSUM: text_checksum(text)})
     except SafetensorError as error:
-        number = re.search(r"\(os error (\d+)\)", str(error))
-        if number is None:
+        match = re.search(r"\(os error (\d+)\)|Os \{ code: (\d+)", str(error))  # 0.4 has the second
+        if match is None:
             raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+        number = int(match[1] or match[2])
+        raise OSError(number, os.strerror(number), str(path)) from error
     path.chmod(0o600)  # whatever the umask is
     return not_finite
 

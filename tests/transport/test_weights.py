@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import errno
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from nbtrain.errors import NbtrainError
 from nbtrain.transport import weight_reader, weights
@@ -412,3 +414,22 @@ def test_tensors_are_the_same_if_all_their_bits_are(
     if size:
         other[-1] = 0
         assert not same_bits(one, other)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'IoError(Os { code: 27, kind: FileTooLarge, message: "File too large" })',  # 0.4
+        "I/O error: File too large (os error 27)",
+    ],
+)
+def test_what_the_disk_refused_is_an_oserror_with_every_safetensors(
+    text: str, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_arguments: object) -> None:
+        raise SafetensorError(f"Error while serializing: {text}")
+
+    monkeypatch.setattr("safetensors.torch.save_file", refuse)
+    with pytest.raises(OSError, match="File too large") as raised:
+        save(torch.nn.Linear(1, 1), path)
+    assert raised.value.errno == errno.EFBIG
