@@ -15,6 +15,7 @@ from ..errors import NbtrainError
 from ..planning.option_types import OF_ALL
 from ..planning.plan import Cell, Plan, Task
 from ..planning.task_values import is_model, namespace, optimizers_left, returned
+from ..system.files import read_regular
 from ..system.source_files import cell_numbers
 from ..tracking import clock
 from ..tracking import events as ev
@@ -319,7 +320,7 @@ def _unpickled(
 
     ranks = range(folder.read_manifest()["num_processes"])
     paths = [folder.out(rank) for rank in ranks]
-    sent = [pickle.loads(path.read_bytes()) if path.exists() else {} for path in paths]
+    sent = [pickle.loads(read_regular(path)) if path.exists() else {} for path in paths]
     variables, lost = dict[str, Any](), dict[str, Exception]()
     for asked in dict.fromkeys(name for by_name in sent for name in by_name):
         each = (s.get(asked) for s in (sent if asked.endswith(OF_ALL) else sent[:1]))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LaunchError, NbtrainError, NodeFailed, ResultsLost, RunTimeout
+from ..system.files import open_regular, read_regular
 from ..system.text import plural
 from ..tracking import clock, pruning
 from ..tracking import history as past
@@ -123,7 +124,7 @@ class Run:
 
     def _read_result(self, rank: int) -> bytes | None:
         try:
-            return self._folder.result(rank).read_bytes()
+            return read_regular(self._folder.result(rank))
         except FileNotFoundError:
             self._folder.check_it_is_there()
             return None
@@ -134,7 +135,7 @@ class Run:
         for rank in range(self.state.world_size):
             with contextlib.suppress(OSError):
                 if self._folder.result(rank).stat().st_size <= SMALL:
-                    self._small[rank] = self._folder.result(rank).read_bytes()
+                    self._small[rank] = read_regular(self._folder.result(rank))
                 else:
                     is_needed = True
         if self._mark is not None and not is_needed:
@@ -200,7 +201,9 @@ class Run:
 
     def _failure(self, rank: RankState) -> Failure:
         try:
-            failed_at, captured = result_pickler.loads(self._folder.failure(rank.rank).read_bytes())
+            failed_at, captured = result_pickler.loads(
+                read_regular(self._folder.failure(rank.rank))
+            )
         except FileNotFoundError:
             log = "\n".join(verdict.final_lines(self._log_lines(rank.rank, tail=200)))
             description, ended = verdict.death(rank), rank.ended or 0.0
@@ -224,7 +227,7 @@ class Run:
 
     def _log_lines(self, rank: int, tail: int | None) -> list[str]:
         try:
-            with self._folder.log(rank).open("rb") as file:
+            with open_regular(self._folder.log(rank)) as file:
                 size = file.seek(0, os.SEEK_END)
                 file.seek(max(0, size - TAIL_BYTES) if tail is not None else 0)
                 text = file.read().decode("utf-8", "replace")

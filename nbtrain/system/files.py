@@ -11,8 +11,35 @@ import os
 import stat
 import threading
 from pathlib import Path
+from typing import IO
 
 from ..errors import NbtrainError
+
+_READ = functools.reduce(
+    operator.or_,
+    (getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK")),
+    os.O_RDONLY,
+)
+"""How to open a file that may be none: to open a pipe would wait for who writes to it."""
+
+
+def _irregular(path: Path) -> OSError:
+    return OSError(errno.EINVAL, "it is not a regular file", str(path))
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a file for reading. Raises `OSError`, also for a link, a pipe, a device or a folder."""
+    descriptor = os.open(path, _READ)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    raise _irregular(path)
+
+
+def read_regular(path: Path, most: int = -1) -> bytes:
+    """Return what is in a file, as `open_regular` opens it; at most so many bytes."""
+    with open_regular(path) as file:
+        return file.read(most)
 
 
 class Tail:
@@ -49,13 +76,16 @@ class Tail:
 
     def _appended(self) -> bytes:
         self._size = 0
-        size = self._size = self._path.stat().st_size
+        status = self._path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise _irregular(self._path)
+        size = self._size = status.st_size
         if size < self._offset:  # not its number: some file systems give others now and then
             self.skip_to(0)
         if size <= self._offset:
             return b""
         # By few calls: a folder on a network, or a disk that is busy, may take long over each.
-        descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(self._path, _READ)
         try:
             if self._skip and size - self._offset > self._limit:
                 count = min(size - self._limit - self._offset, _COUNTED)
@@ -95,7 +125,7 @@ def _newlines(descriptor: int, offset: int, size: int) -> int:
 def last_bytes(path: Path, size: int = 1 << 16) -> bytes:
     """Return the end of a file; b"" where there is none."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, _READ)
     except FileNotFoundError:
         return b""
     try:
@@ -150,9 +180,8 @@ def open_own(path: Path) -> int:
     Raises `NbtrainError` for one of another user's, and for what is no regular file (a link, a pipe
     that nobody writes to, a device without end); `OSError`.
     """
-    flags = (getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK"))
     try:
-        descriptor = os.open(path, functools.reduce(operator.or_, flags, os.O_RDONLY))
+        descriptor = os.open(path, _READ)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise NbtrainError(f"{path} is a link, which nbtrain does not follow") from None

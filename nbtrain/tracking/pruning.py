@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ..system.files import OPEN, distrust, last_bytes, write_atomically
+from ..system.files import OPEN, distrust, last_bytes, read_regular, write_atomically
 from ..system.processes import process_identity
 from .run_folder import DELETED, SCALING, RunFolder, is_watched, root, runs
 
@@ -82,7 +82,7 @@ def is_in_use(folder: RunFolder) -> bool:
 
 def _is_valid(mark: Path) -> bool:
     try:
-        user = json.loads(mark.read_bytes())
+        user = json.loads(read_regular(mark, 1 << 16))
         if user["host"] != platform.node():
             newest = max(mark.stat().st_mtime_ns, _last_write(RunFolder(mark.parent)))
             return time.time() - newest / 1e9 < MARKED
@@ -157,7 +157,7 @@ def _is_trivial(folder: RunFolder) -> bool:
     with contextlib.suppress(OSError):
         begun = folder.manifest.stat().st_mtime
         ended = _last_write(folder) / 1e9
-        reported = folder.events(0).read_bytes()[: 1 << 16]
+        reported = read_regular(folder.events(0), 1 << 16)
         is_over = b'"kind":"finished"' in last_bytes(folder.launcher_events)
         has_trained = any(b'"kind":"%s"' % kind in reported for kind in _WORK)
         return is_over and ended - begun <= TRIVIAL and not has_trained

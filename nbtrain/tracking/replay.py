@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import NbtrainError
-from ..system.files import Tail
+from ..system.files import Tail, open_regular
 from ..system.processes import boot
 from ..system.text import strip_escapes
 from . import clock
@@ -176,7 +176,7 @@ def _timed(tail: Tail) -> Iterator[tuple[float, ev.Event]]:
 def _printed(path: Path, rank: int, counted: int) -> tuple[ev.Output | None, int]:
     """Return the last lines of a log, how many more its last `counted` bytes have, and its size."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             status = os.fstat(file.fileno())
             file.seek(max(0, status.st_size - counted))
             left = min(status.st_size, counted)

@@ -28,6 +28,7 @@ from ..system.files import (
     distrust,
     last_bytes,
     read_own,
+    read_regular,
     write_atomically,
 )
 from ..system.processes import process_identity
@@ -212,7 +213,8 @@ def mark_stopping(folder: RunFolder) -> None:
 def asked_to_stop(folder: RunFolder) -> str | None:
     """Return how the run was asked to stop; None if it was not."""
     try:
-        return folder.stop_request_file.read_text("utf-8", "replace")[:200] or "by a request"
+        text = read_regular(folder.stop_request_file, 200).decode("utf-8", "replace")
+        return text or "by a request"
     except OSError:
         return None
 

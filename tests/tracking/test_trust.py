@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import shutil
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import nbtrain
 from nbtrain.errors import LaunchError, NbtrainError
@@ -179,3 +182,60 @@ def test_a_runs_folder_of_another_user_is_refused_before_anything_starts(
     with pytest.raises(LaunchError, match=r"another user.*Set NBTRAIN_HOME"):
         nbtrain.launch(lambda: 1, num_processes=1, view="none")
     assert list(root.iterdir()) == []
+
+
+def _pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "open": lambda folder: repr(Run.open(folder)),
+    "logs": lambda folder: Run.open(folder).logs(),
+    "value": lambda folder: Run.open(folder).value,
+    "out": lambda folder: Run.open(folder).out,
+    "failure": lambda folder: Run.open(folder).failure,
+    "history": lambda folder: Run.open(folder).history,
+    "stacks": lambda folder: Run.open(folder).stacks(),
+    "load": lambda folder: Run.open(folder).load(torch.nn.Linear(2, 1)),
+    "runs": lambda _: catalog.page(catalog.run_infos()),
+    "prune": lambda _: pruning.prune(keep=1),
+}
+
+
+@pytest.mark.timeout(60)  # each of these waited for ever for somebody who writes to the pipe
+@pytest.mark.parametrize("plant", [_pipe, _device])
+@pytest.mark.parametrize("ends", ["well", "badly"])
+def test_a_pipe_or_a_device_in_place_of_any_file_of_a_run_holds_nobody(
+    ends: str, plant: Callable[[Path], None], tmp_path: Path
+) -> None:
+    """As in a copy of a colleague's run, made by ``cp -a``."""
+    model = torch.nn.Linear(2, 1)
+
+    def train() -> str:
+        nbtrain.log(loss=1.0)
+        print("printed", model.weight.data.add_(1.0))
+        if ends == "badly":
+            raise ValueError("bad luck")
+        return "returned"
+
+    with contextlib.suppress(ValueError):
+        nbtrain.launch(train, num_processes=1, view="none")
+    run = nbtrain.last_run()
+    assert run is not None
+    names = [path.name for path in run.folder.iterdir() if path.is_file()]
+    assert {"launcher.jsonl", "rank-0000.jsonl", "rank-0000.log"} < {*names}
+    whole = shutil.copytree(run.folder, tmp_path / "whole")
+    for name in [*names, "rank-0000.stacks", "rank-0000.out", "stop-wish"]:
+        planted = run.folder.with_name(f"20260101-000000-{name.replace('.', '-')}")
+        shutil.copytree(whole, planted)
+        (planted / name).unlink(missing_ok=True)
+        plant(planted / name)
+        for read in READERS.values():
+            with contextlib.suppress(OSError, NbtrainError):  # which name the file
+                read(planted)
+        shutil.rmtree(planted, ignore_errors=True)
+    assert nbtrain.launch(lambda: 1, num_processes=1, view="none").value == 1

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...system.files import read_regular
 from ..run_folder import RunFolder
 
 DEFAULT = "default_pg"
@@ -151,7 +152,7 @@ def _ask_remote(
         for rank in set(ranks) - records.keys():
             path = folder.recorded(rank)
             if path.exists():
-                records[rank] = parse(path.read_bytes(), path.stat().st_mtime) or FlightRecord()
+                records[rank] = parse(read_regular(path), path.stat().st_mtime) or FlightRecord()
         time.sleep(0.01)
     return records
 

@@ -23,6 +23,7 @@ from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
+from ...system.files import open_regular
 from ...system.processes import process_identity
 from ...system.source_files import RANK_BODY, is_library, is_own
 from ...system.text import shorten
@@ -135,7 +136,7 @@ class _Asked:
     signal: int
 
     def answer(self) -> str:
-        with self.path.open("rb") as file:
+        with open_regular(self.path) as file:
             file.seek(self.size)
             return file.read(1 << 20).decode("utf-8", "replace")
 
@@ -223,7 +224,7 @@ def send(folder: RunFolder, rank: int, *, is_remote: bool = False) -> _Asked | R
     """
     path = folder.stacks(rank)
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             head = json.loads(next((line for line in file if line.startswith(b"{")), b""))
             size = file.seek(0, os.SEEK_END)
         pid, number = 0 if is_remote else int(head["pid"]), int(head["signal"])
