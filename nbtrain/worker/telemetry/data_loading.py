@@ -158,7 +158,10 @@ class DataLoadingMeter:
             self._iterators[self._passes] = weakref.ref(it)
             position = LoaderPosition(id(it._dataset), self._passes, count, _length(it))
             self.metrics.begin_pass(batch)
-        place = position._replace(batch=count - is_ahead)
+        batch_number = count - is_ahead
+        place = LoaderPosition(
+            position.dataset, position.pass_number, batch_number, position.batches
+        )
         self._position = it._nbtrain_position = place
         _, asked = vars(it).get("_nbtrain_asked", (None, ()))
         size = asked.popleft() if asked else _batch_size(it, batch)
