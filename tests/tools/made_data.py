@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import os
 import random
@@ -82,13 +83,12 @@ def made_model(name: str) -> str:
     """Return the folder of a tiny model and tokenizer that stand in for downloaded ones."""
     kind = next(k for k, (pattern, *_) in _KINDS.items() if re.search(pattern, name, re.I))
     folder = Path(os.environ[FOLDER], kind)
-    if not folder.exists():
-        part = folder.with_name(f"{kind}.{os.getpid()}")
-        _make_model(kind, part)
-        try:
+    with Path(os.environ[FOLDER], "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ranks come at the same time
+        if not folder.exists():
+            part = folder.with_name(f"{kind}.part")
+            _make_model(kind, part)
             part.rename(folder)
-        except OSError:  # another process was first
-            assert folder.exists()
     return str(folder)
 
 
