@@ -13,8 +13,11 @@ class Script:
     """Its command line; ``{data}`` is transformers' folder of fixtures, ``{out}`` an empty one."""
     call: str = ""
     """What every rank calls instead of the main block of a script that launches ranks itself."""
+    needs_file: bool = False
+    """Its cell is ``%run script.py``: Hydra looks for its configuration beside the file."""
     wants_gpus: bool = False
     """It refuses the CPU, which pretends to be GPUs then."""
+    ranks: int = 2
 
 
 _FEW = "--per_device_train_batch_size 2 --per_device_eval_batch_size 1 --seed 42"
@@ -84,6 +87,7 @@ KNOWN = {
         "gpt_config.n_head=2 gpt_config.n_embd=16 trainer_config.max_epochs=2 "
         "trainer_config.batch_size=8 trainer_config.data_loader_workers=0 "
         "trainer_config.use_amp=False data_config.block_size=32",
+        needs_file=True,
         wants_gpus=True,
     ),
     "tensor_parallelism/tensor_parallel_example.py": Script(wants_gpus=True),
@@ -91,6 +95,9 @@ KNOWN = {
     "tensor_parallelism/fsdp_tp_example.py": Script(wants_gpus=True),
     "rpc/rl/main.py": Script("--world-size 2", "run_worker(nbtrain.rank(), 2)"),
     "rpc/rnn/main.py": Script("", "run_worker(nbtrain.rank(), 2)"),
+    "rpc/batch/parameter_server.py": Script("", "run(nbtrain.rank(), 6)", wants_gpus=True, ranks=6),
+    "rpc/ddp_rpc/main.py": Script("", "run_worker(nbtrain.rank(), 4)", wants_gpus=True, ranks=4),
+    "rpc/pipeline/main.py": Script("", "run_worker(nbtrain.rank(), 3, 2)", ranks=3),
     "pe/mnist/main.py": Script("--epochs 1 --batch-size 16 --log-interval 4"),
     "mnist_rnn/main.py": Script("--epochs 1 --batch-size 16 --log-interval 4"),
     "mnist_forward_forward/main.py": Script("--epochs 2 --train_size 64 --test_size 16"),

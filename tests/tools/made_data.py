@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 WORDS = [f"word{i}" for i in range(200)]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -69,9 +70,11 @@ def _bring_back(transformers: Any) -> None:
 
     transformers.utils.send_example_telemetry = lambda *_args, **_kwargs: None
     transformers.utils.is_offline_mode = lambda: True
-    for owner, name in ((accelerate.DistributedType, "TPU"), (huggingface_hub, "Repository")):
-        if not hasattr(owner, name):
-            setattr(owner, name, None)
+    if not hasattr(accelerate.DistributedType, "TPU"):
+        accelerate.DistributedType.TPU = None
+    hub: Any = huggingface_hub
+    hub.Repository = MagicMock  # the hub itself is out of reach
+    hub.notebook_login = hub.get_full_repo_name = lambda name="", *_args, **_kwargs: name
 
 
 def _from_pretrained(original: Callable[..., Any], name: Any, *args: Any, **kwargs: Any) -> Any:
@@ -222,7 +225,7 @@ def _images(rng: random.Random, count: int) -> tuple[dict[str, Any], dict[str, A
 
 _DATA = {
     r"wikitext|codeparrot": _texts,
-    r"imdb|rotten|yelp": _reviews,
+    r"imdb|rotten|yelp|amazon": _reviews,
     r"conll": _entities,
     r"squad": _questions,
     r"kde4|opus|wmt": _translations,
@@ -307,6 +310,14 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
+def _with_gloo(original: Callable[..., None]) -> Callable[..., None]:
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        kwargs |= {"backend": "gloo"} if args or "backend" in kwargs else {}
+        original(*args[1:], **{k: v for k, v in kwargs.items() if k != "device_id"})
+
+    return init_process_group
+
+
 def pretend_gpus(count: int = 2) -> None:
     """Let code that insists on GPUs have the CPU for each of them."""
     import torch
@@ -335,3 +346,5 @@ def pretend_gpus(count: int = 2) -> None:
     parallel, loader = torch.nn.parallel.DistributedDataParallel, torch.utils.data.DataLoader
     parallel.__init__ = without(parallel.__init__, "device_ids", "output_device")
     loader.__init__ = without(loader.__init__, "pin_memory")
+    dist: Any = torch.distributed
+    dist.init_process_group = _with_gloo(dist.init_process_group)

@@ -124,7 +124,7 @@ def main() -> None:
     scripts = []
     for piece in (p for p in pieces(given.folder) if given.only in str(p.path)):
         count += 1
-        scripts += [piece.path] if piece.path.suffix == ".py" else []
+        scripts += [piece.path] if piece.path not in scripts else []
         for place, finding in notes(piece):
             total += 1
             line = piece.source.splitlines()[finding.line - 1].strip()

@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -18,11 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.kernel import Notebook
+from tests.support.kernel import Notebook, Outputs
 from tests.tools import made_data
 from tests.tools.known_scripts import Script, known
 
-RANKS = 2
 COUNTS = "REAL_CODE_COUNTS"
 """The environment variable that says where a rank of torchrun writes what it counted."""
 
@@ -108,19 +108,15 @@ def _prepare(path: Path) -> None:
     with contextlib.suppress(ImportError):
         made_data.install()
     if known(str(path)).wants_gpus:
-        made_data.pretend_gpus(RANKS)
+        made_data.pretend_gpus(known(str(path)).ranks)
 
 
-def compare(path: Path, folder: Path, fixtures: str, timeout: float) -> str:
-    """Run a script both ways in a folder of its own; return lines that tell what came of it."""
+def compare(path: Path, folder: Path, fixtures: str, timeout: float) -> None:
+    """Run a script both ways in a folder of its own; print what came of it."""
     script = known(str(path))
-    reference = under_torchrun(path, script, folder / "torchrun", fixtures, timeout)
-    here = in_a_notebook(path, script, folder / "notebook", fixtures, timeout)
-    lines = [f"{path}"]
-    for name, figures in (("torchrun", reference), ("nbtrain ", here)):
-        text = f"steps {figures.steps} samples {figures.samples} loss {figures.losses}"
-        lines.append(f"    {name} {figures.ended[:400]}: {text} ({figures.seconds:.0f} s)")
-    return "\n".join([*lines, *(f"    NOTE {note}" for note in here.notes)])
+    print(path)
+    _show("torchrun", under_torchrun(path, script, folder / "torchrun", fixtures, timeout))
+    _show("nbtrain ", in_a_notebook(path, script, folder / "notebook", fixtures, timeout))
 
 
 def _arguments(script: Script, folder: Path, fixtures: str) -> list[str]:
@@ -141,7 +137,13 @@ def under_torchrun(
 ) -> Figures:
     """Return what came of a script under torchrun, or by itself where it launches ranks."""
     (folder / "counts").mkdir(parents=True)
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--standalone"]
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(script.ranks),
+        "--standalone",
+    ]
     tool = ["-m", "tests.tools.real_code", "--under-torchrun", str(path)]
     command = [sys.executable, *([] if script.call else launcher), *tool]
     counts = str(folder / "counts")
@@ -184,56 +186,138 @@ print("FIGURES", _json.dumps(None if _run is None else {
 """
 
 
-def in_a_notebook(
-    path: Path, script: Script, folder: Path, fixtures: str, timeout: float
-) -> Figures:
-    """Return what came of a script as a cell of a real kernel."""
+def _kernel(folder: Path) -> Notebook:
+    """Start a kernel with a home of its own, offline."""
     folder.mkdir(parents=True)
     before = dict(os.environ)
     os.environ.update(_environment(folder))
     try:
-        notebook = Notebook(folder / "home", folder)
+        return Notebook(folder / "home", folder)
     finally:
         os.environ.clear()
         os.environ.update(before)
-    start = time.monotonic()
+
+
+def _setup(path: Path, arguments: list[str]) -> str:
+    return (
+        "import sys\nfrom pathlib import Path\nfrom tests.tools import real_runs\n"
+        f"__file__ = {str(path)!r}\nreal_runs._prepare(Path(__file__))\n"
+        f"sys.argv[:] = {[str(path), *arguments]}\n"
+        f"sys.path.insert(0, {str(path.parent)!r})\nimport nbtrain\n%load_ext nbtrain"
+    )
+
+
+def in_a_notebook(
+    path: Path, script: Script, folder: Path, fixtures: str, timeout: float
+) -> Figures:
+    """Return what came of a script as a cell of a real kernel."""
+    notebook = _kernel(folder)
     try:
-        setup = (
-            "import sys\nfrom pathlib import Path\nfrom tests.tools import real_runs\n"
-            f"__file__ = {str(path)!r}\nreal_runs._prepare(Path(__file__))\n"
-            f"sys.argv[:] = {[str(path), *_arguments(script, folder, fixtures)]}\n"
-            f"sys.path.insert(0, {str(path.parent)!r})\nimport nbtrain\n%load_ext nbtrain"
-        )
-        out = notebook.run(setup, timeout=120)
+        out = notebook.run(_setup(path, _arguments(script, folder, fixtures)), timeout=120)
         if out.ename:
             return Figures(f"not set up: {out.traceback[-300:]}")
-        for cell in _cells(path.read_text(), script, timeout):
+        start = time.monotonic()
+        source = (
+            f"%run {path} {{' '.join(sys.argv[1:])}}" if script.needs_file else path.read_text()
+        )
+        for cell in _cells(source, script, timeout):
             out = notebook.run(cell, timeout=timeout + 60)
-        (folder / "page").write_text(f"{out.stdout}\n{out.stderr}\n{out.traceback}\n{out.pages}")
-        printed = notebook.run(_FIGURES, timeout=60).stdout.partition("FIGURES ")[2]
+        return _figures(notebook, out, time.monotonic() - start)
     finally:
         notebook.close()
-    seconds = time.monotonic() - start
+
+
+def _figures(notebook: Notebook, out: Outputs, seconds: float) -> Figures:
+    """Return what the last run of a kernel came to, by its record and what its cell left."""
+    printed = notebook.run(_FIGURES, timeout=60).stdout.partition("FIGURES ")[2]
     found = json.loads(printed) if printed else None
     failed = f"FAILED {out.ename}: {out.evalue}" if out.ename else ""
-    if not found:
+    if not found or out.ename in ("PlanError", "PreflightError"):
         return Figures(failed or "no run", seconds=seconds)
     is_good = found["ended"] == "succeeded" and not failed
     found["ended"] = "ran" if is_good else failed or found["ended"]
     return Figures(**found, seconds=seconds)
 
 
+_BEGINS = re.compile(r"^\w+ = (Accelerator|\w*TrainingArguments)\(", re.M)
+_TRAINS = re.compile(r"\.backward\(|^trainer\.train\(|notebook_launcher\(\w", re.M)
+_LEFT_OUT = re.compile(r"notebook_login|^repo(_name)?\b|pipeline\(|^trainer\.(push|evaluate)", re.M)
+
+
+def cells_of(path: Path, timeout: float) -> list[tuple[int, str]]:
+    """Return a notebook's cells with their numbers, those that train under ``%%distributed``.
+
+    From the cell that makes an Accelerator, or TrainingArguments, on they become one: ranks need
+    one of their own.
+    """
+    cells: list[tuple[int, str]] = []
+    held: list[str] | None = None
+    every = [c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
+    for number, each in enumerate(every, 1):
+        lines = "".join(each["source"]).splitlines()
+        text = "\n".join(line for line in lines if line.lstrip()[:1] not in ("!", "%"))
+        if _LEFT_OUT.search(text) and not _TRAINS.search(text):
+            continue
+        if "notebook_launcher(" in text:
+            text = text.replace("from accelerate import", "from nbtrain import")
+            text = re.sub(
+                r"notebook_launcher\((\w+)\)", r"notebook_launcher(\1, num_processes=2)", text
+            )
+            cells.append((-number, text))
+            continue
+        is_all = "\ndef train" in text  # a whole training, called later
+        if held is None and _BEGINS.search(text) and not is_all:
+            held = []
+        if held is not None:
+            held.append(text)
+            text = "\n".join(held)
+        if _TRAINS.search(text) and not is_all:
+            if "tqdm" in text:  # a cell above may have imported it, in ranks alone
+                text = f"from tqdm.auto import tqdm\n{text}"
+            cells.append((-number, f"%%distributed -n 2 --timeout {timeout:.0f}\n{text}"))
+            held = None
+        elif held is None:
+            cells.append((number, text))
+    return cells
+
+
+def run_notebook(path: Path, folder: Path, timeout: float) -> None:
+    """Run the cells of a notebook in a kernel; print what came of those that train."""
+    notebook = _kernel(folder)
+    try:
+        out = notebook.run(_setup(path, []), timeout=120)
+        for number, cell in cells_of(path, timeout):
+            start = time.monotonic()
+            out = notebook.run(cell, timeout=timeout + 60)
+            if number > 0:
+                if out.ename:
+                    print(f"{path} cell {number}: {out.ename}: {out.evalue[:200]}", flush=True)
+                continue
+            figures = _figures(notebook, out, time.monotonic() - start)
+            print(f"{path} cell {-number}")
+            _show("nbtrain ", figures)
+    finally:
+        notebook.close()
+
+
+def _show(name: str, figures: Figures) -> None:
+    text = f"steps {figures.steps} samples {figures.samples} loss {figures.losses}"
+    print(f"    {name} {figures.ended[:400]}: {text} ({figures.seconds:.0f} s)")
+    for note in figures.notes:
+        print(f"    NOTE {note}", flush=True)
+
+
 def _cells(source: str, script: Script, timeout: float) -> list[str]:
     """Return the cells that a user would make of a script."""
     if not script.call:
-        return [f"%%distributed -n {RANKS} --timeout {timeout:.0f}\n{source}"]
+        return [f"%%distributed -n {script.ranks} --timeout {timeout:.0f}\n{source}"]
     lines = source.splitlines()
     for block in ast.parse(source).body:
         if isinstance(block, ast.If) and "__main__" in ast.unparse(block.test):
             for number in range(block.lineno, (block.end_lineno or 0) + 1):
                 lines[number - 1] = ""
-    launch = f"nbtrain.launch(lambda: {script.call}, num_processes={RANKS}, timeout={timeout:.0f})"
-    return ["\n".join(lines), launch]
+    options = f"num_processes={script.ranks}, timeout={timeout:.0f}"
+    return ["\n".join(lines), f"nbtrain.launch(lambda: {script.call}, {options})"]
 
 
 def run_all(paths: list[Path], fixtures: str, timeout: float) -> None:
@@ -242,4 +326,7 @@ def run_all(paths: list[Path], fixtures: str, timeout: float) -> None:
         os.environ.setdefault(made_data.FOLDER, f"{made}/models")
         for path in paths:
             with tempfile.TemporaryDirectory() as folder:
-                print(compare(path.resolve(), Path(folder), fixtures, timeout), flush=True)
+                if path.suffix == ".py":
+                    compare(path.resolve(), Path(folder), fixtures, timeout)
+                else:
+                    run_notebook(path.resolve(), Path(folder, "notebook"), timeout)
