@@ -244,7 +244,7 @@ def test_a_second_interrupt_kills_at_once(notebook: Notebook) -> None:
     presses = []
 
     def press_again(out: object) -> None:
-        if "2 s to save" in str(out) and not presses:
+        if "ranks have 2 s to save" in str(out) and not presses:
             presses.append(notebook.manager.interrupt_kernel())
 
     out = notebook.run(
