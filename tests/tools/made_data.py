@@ -73,7 +73,7 @@ def _bring_back(transformers: Any) -> None:
     if not hasattr(accelerate.DistributedType, "TPU"):
         accelerate.DistributedType.TPU = None
     hub: Any = huggingface_hub
-    hub.Repository = MagicMock  # the hub itself is out of reach
+    hub.Repository = lambda *_args, **_kwargs: MagicMock()  # the hub itself is out of reach
     hub.notebook_login = hub.get_full_repo_name = lambda name="", *_args, **_kwargs: name
 
 
