@@ -24,6 +24,12 @@ from . import result_pickler
 LARGEST = 16 << 20
 """Bytes of an exception, or of an attribute of it, that are copied to the notebook."""
 
+LONGEST = 1 << 16
+"""Characters of a message, or of a note, that are reported."""
+
+MEMBERS = 100
+"""Exceptions of a group that are reported, the first ones."""
+
 MARK = "__nbtrain_rank_frame__"
 _CAUGHT_IN_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)\.")
 
@@ -119,7 +125,7 @@ def capture(
 def _members(error: BaseException) -> tuple[BaseException, ...]:
     """Return the exceptions of a group (an `asyncio.TaskGroup` raises one), of no other class."""
     group: Any = getattr(builtins, "BaseExceptionGroup", ())  # not in Python 3.10
-    return cast(Any, error).exceptions if issubclass(type(error), group) else ()
+    return cast(Any, error).exceptions[:MEMBERS] if issubclass(type(error), group) else ()
 
 
 def _frames(tb: TracebackType | None) -> Iterator[TracebackFrame]:
@@ -143,7 +149,8 @@ def _notes(error: BaseException) -> tuple[str, ...]:
 
 def _safe_str(value: object) -> str:
     try:
-        return str(value)
+        text = str(value)
+        return text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({len(text):,} characters)"
     except BaseException as inner:  # a user's __str__ may raise anything
         return f"<{type(value).__name__}.__str__ raised {type(inner).__name__}>"
 

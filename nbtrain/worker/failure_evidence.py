@@ -85,7 +85,8 @@ def _frames(error: BaseException) -> Iterator[FrameType]:
 
 
 def _text(error: BaseException) -> str:
-    return "\n".join(f"{type(link).__name__}: {link}" for link in _chain(error))
+    texts = ((type(link).__name__, str(link)[: exceptions.LONGEST]) for link in _chain(error))
+    return "\n".join(map(": ".join, texts))
 
 
 def _loader_workers(error: BaseException) -> Iterator[str]:
@@ -93,7 +94,7 @@ def _loader_workers(error: BaseException) -> Iterator[str]:
     frames = [frame for frame in _frames(error) if frame.f_code.co_filename.endswith(_LOADER)]
     loaders = [frame.f_locals.get("self") for frame in frames]
     workers: list[Any] = next((w for o in loaders if (w := getattr(o, "_workers", None))), [])
-    message = f"{type(error).__name__}: {error}"
+    message = f"{type(error).__name__}: {str(error)[: exceptions.LONGEST]}"
     if "Caught " in message or not (
         "DataLoader worker" in message or isinstance(error, (ConnectionError, EOFError))
     ):

@@ -157,9 +157,10 @@ def _report_failure(
     with failure_evidence.without_child_signals():
         try:
             captured = exceptions.capture(error, job.shared_classes, pickles=False)
-            headline, evidence = captured.headline, failure_evidence.evidence(error)
+            headline = captured.headline
             with contextlib.suppress(OSError):  # the room kept free is for the next one
                 write_atomically(job.folder.failure(rank), result_pickler.dumps((now, captured)))
+            evidence = failure_evidence.evidence(error)
             # Now with the instance, which is dispensable: user code may take too long over it.
             captured = exceptions.capture(error, job.shared_classes)
             spare.write(job.folder.failure(rank), result_pickler.dumps((now, captured)))

@@ -141,6 +141,10 @@ FAULTS = {
         error = ValueError('bad luck'); error.lock = threading.Lock(); raise error""",
     "exception that holds 400 MB": """
         error = ValueError('bad luck'); error.state = bytearray(400 << 20); raise error""",
+    "exception with a message of 300 MB": """
+        raise ValueError('bad luck' + 'x' * (300 << 20))""",
+    "exception group of 200,000": """
+        raise ExceptionGroup('bad luck', [ValueError(str(i)) for i in range(200_000)])""",
     "exception that takes forever to pickle": """
         class Slow(Exception):
             def __reduce__(self): time.sleep(600)
@@ -305,6 +309,8 @@ ROWS = [
     Row("a result that cannot be pickled", "end", "exception", "_thread.lock", "spawn"),
     Row("exception that holds a lock", "mid-run", "exception", "ValueError: bad luck"),
     Row("exception that holds 400 MB", "collective", "exception", "ValueError: bad luck"),
+    Row("exception with a message of 300 MB", "mid-run", "exception", "ValueError: bad luck"),
+    Row("exception group of 200,000", "mid-run", "exception", "ExceptionGroup: bad luck"),
     Row("exception that takes forever to pickle", "mid-run", "exception", "Slow: bad luck"),
     Row("exception that ends who unpickles it", "mid-run", "exception", "Leaves: bad luck"),
     Row("a child that returns from the function", "mid-run"),
