@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.kernel import Notebook
+from tests.support.kernel import Notebook, Outputs
 
-CELL = "%%distributed -n 2\nprint('ready', flush=True)\nnbtrain.rank()"
+CELL = """%%distributed -n 2
+while not os.path.exists("go"):
+    time.sleep(0.05)
+nbtrain.rank()
+"""
 HUB = {"JUPYTERHUB_USER": "ada", "JUPYTERHUB_SERVICE_PREFIX": "/user/ada/"}
 KAGGLE = {"KAGGLE_KERNEL_RUN_TYPE": "Interactive", "KAGGLE_CONTAINER_NAME": "kaggle"}
 SAGEMAKER = {"SAGEMAKER_APP_TYPE": "JupyterLab", "AWS_REGION": "eu-west-1"}
@@ -23,7 +27,7 @@ def page(request: pytest.FixtureRequest, tmp_path: Path, run_root: Path) -> Iter
     variables: dict[str, str] = request.param
     kernel = Notebook(run_root, tmp_path, environment=variables)
     try:
-        kernel.run("%load_ext nbtrain\nimport nbtrain, torch")
+        kernel.run("%load_ext nbtrain\nimport nbtrain, os, time, torch")
         yield kernel
     finally:
         kernel.close()
@@ -31,9 +35,14 @@ def page(request: pytest.FixtureRequest, tmp_path: Path, run_root: Path) -> Iter
 
 def check(page: Notebook, host: str, metadata: dict[str, Any] | None = None) -> None:
     page.metadata = metadata
-    out = page.run(CELL)
+    go = Path(page.process.cwd()) / "go"
+
+    def look(out: Outputs) -> None:
+        if out.displays:
+            go.touch()
+
+    out = page.run(CELL, during=look)
     assert out.ename == "", out.traceback
-    assert out.displays
     assert "succeeded" in out.updates[-1]["text/html"]
     assert page.value("nbtrain.last_run().results") == [0, 1]
     page.metadata = None
