@@ -197,7 +197,7 @@ class Supervisor:
             self._take(self._reader.read(ended=range(self.state.world_size)))
 
     def _turn(self, ranks: Ranks, interrupts: Interrupts) -> list[Exit]:
-        """Wait for news, and act on them; drawn last: ranks that begin need the processors more."""
+        self.show(self.state, clock.now())
         exits = ranks.wait(TICK)
         if time.monotonic() >= self._restores:
             self._restores = time.monotonic() + RESTORE
@@ -207,8 +207,6 @@ class Supervisor:
         self._note(self._work.check(self.state.notes))
         self._take_exits(exits)
         self._decide(ranks, interrupts)
-        if ranks.alive:
-            self.show(self.state, clock.now())
         return exits
 
     def _name_the_deaf(self) -> None:
