@@ -246,6 +246,8 @@ _RENAMED = {
     "    tokenizer=tokenizer,": "    processing_class=tokenizer,",
     "Accelerator(fp16=True)": "Accelerator()",
     "push_to_hub=True": "push_to_hub=False",
+    "from transformers import AdamW": "from torch.optim import AdamW",
+    "train_size = 10_000": "train_size = 100",
 }
 """What the course writes, and what it would today, offline."""
 _LEFT_OUT = re.compile(r"notebook_login|pipeline\(|^trainer\.(push|evaluate)", re.M)
