@@ -158,7 +158,11 @@ def under_torchrun(
             ended = "ran" if process.wait(timeout) == 0 else f"FAILED {_error(folder / 'log')}"
         except subprocess.TimeoutExpired:
             ended = f"did not end in {timeout:.0f} s"
-            os.killpg(process.pid, signal.SIGKILL)
+            process.terminate()  # torchrun ends its ranks, which are in sessions of their own
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(40)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     counted = [json.loads(p.read_text()) for p in sorted((folder / "counts").iterdir())]
     figures = Figures(ended, seconds=time.monotonic() - start)
