@@ -151,10 +151,10 @@ def _report_failure(
     job: Job, rank: int, writer: EventWriter, spare: Spare, error: BaseException
 ) -> None:
     """Leave an exception in the run folder; where that fails too, its headline and both reasons."""
-    now, headline = clock.now(), type(error).__name__
-    evidence: tuple[str, ...] = ()
-    writer.write(ev.Failing(now, rank, error=headline))
-    with failure_evidence.without_child_signals():
+    with failure_evidence.without_child_signals():  # first: another worker may end any moment
+        now, headline = clock.now(), type(error).__name__
+        evidence: tuple[str, ...] = ()
+        writer.write(ev.Failing(now, rank, error=headline))
         try:
             captured = exceptions.capture(error, job.shared_classes, pickles=False)
             headline = captured.headline
