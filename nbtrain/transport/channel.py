@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import IO, Any
 
 _HEAD = struct.Struct("!I")
+HELLO = 5.0
+"""Seconds that whoever connects has for its first message."""
+
 _LONGEST = 16 << 20
 """Bytes of a message without its data."""
 
@@ -70,6 +73,10 @@ class Channel:
             parts += part
         return parts, descriptors
 
+    def wait_for_ever(self) -> None:
+        """From now on, have `receive` wait as long as it takes."""
+        self._connection.settimeout(None)
+
     def close(self) -> None:
         """Close this end. May be repeated."""
         with contextlib.suppress(OSError):
@@ -93,7 +100,7 @@ class Listener:
             connection, _ = self._socket.accept()
         except TimeoutError:
             return None
-        connection.settimeout(None)
+        connection.settimeout(HELLO)
         return Channel(connection)
 
     def close(self) -> None:

@@ -100,6 +100,8 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
     code, error = run_and_report(job, rank, writer, call)
     if error is not None:
         _print_traceback(error, heading=ev.TRACEBACK_FOLLOWS)
+    if job.is_live:  # else with the process: a thread may report until then
+        writer.close()
     return code
 
 
@@ -129,7 +131,11 @@ def run_and_report(
         writer.write(replace(ended, stepped=tuple(sorted(sender.stepped))))
         return 0, None
     except SystemExit as leaving:
-        return _leave(rank, writer, leaving), None
+        if not job.is_live:
+            return _leave(rank, writer, leaving), None
+        error = RuntimeError(f"{failure_evidence.describe_sys_exit(leaving)}: live ranks stay")
+        _report_failure(job, rank, writer, spare, error.with_traceback(leaving.__traceback__))
+        return FAILED, None
     except BaseException as error:  # whatever the user's code raised is this rank's outcome
         _report_failure(job, rank, writer, spare, error)
         if sender is not None and job.device != "xla":  # it would compile what never ran

@@ -44,6 +44,9 @@ PATIENCE = 120.0
 ANSWER = 30.0
 """Seconds in which ranks that are not busy have to answer."""
 
+HEARD = 2.0
+"""Seconds in which ranks that do not answer have to hear an interrupt."""
+
 LARGE = 1 << 20
 """Bytes of a value that ``ranks["x"]`` brings; of a larger one, a description."""
 
@@ -96,6 +99,8 @@ def start(num_processes: int | None = None, **options: Any) -> LiveRanks:
 
 def _check_engine(plan: Plan) -> None:
     """Refuse engines whose ranks nothing could reach. Raises `PlanError`."""
+    if sys.platform != "linux":
+        raise PlanError("live ranks need Linux so far")
     name = engines.choose(plan).name
     if name not in ("fork", "spawn"):
         raise PlanError(f"live ranks are forked or spawned; the {name} engine has none so far")
@@ -142,6 +147,7 @@ def _hello(channel: Channel, secret: str) -> Message | None:
     with contextlib.suppress(EOFError, ValueError, KeyError):
         message, _ = channel.receive()
         if secrets.compare_digest(str(message["secret"]), secret):
+            channel.wait_for_ever()
             return message
     channel.close()
     return None
@@ -152,6 +158,13 @@ def current() -> LiveRanks | None:
     if _live is not None and _live_pid == os.getpid() and not _live.has_ended:
         return _live
     return None
+
+
+def _drop_data(message: Message) -> None:
+    """Close what came with a message, if it is there still."""
+    data = message.pop("data", None)
+    if data is not None:
+        os.close(data)
 
 
 def _notebook() -> dict[str, Any]:
@@ -254,6 +267,8 @@ class LiveRanks:
             self._channels.pop(rank).close()
             return None
         message["data"] = data
+        if message["done"] != self._tasks:  # an answer that nobody waits for any more
+            _drop_data(message)
         self._names[rank] |= set(message.get("new", ()))
         self._names[rank] -= set(message.get("gone", ()))
         if "groups" in message:
@@ -325,10 +340,7 @@ class LiveRanks:
                 "variables: fetch what you need with %nbtrain pull, then %nbtrain restart"
             )
         if self._trouble:
-            raise NbtrainError(
-                f"the ranks could not form a process group again ({self._trouble}). Fetch what you "
-                "need with %nbtrain pull, then %nbtrain restart"
-            )
+            raise NbtrainError(f"{self._trouble}. %nbtrain restart starts new ranks")
 
     def _recover(self) -> None:
         """Form the process group anew, where a task ended in the middle of what it shared."""
@@ -344,7 +356,7 @@ class LiveRanks:
         try:
             answers = self._ask(self._channels, message)
         except NbtrainError as error:  # the cell's own error is the one to raise
-            self._trouble = str(error)
+            self._trouble = f"the ranks could not form their process group again: {error}"
             return
         lost = sorted({name for answer in answers.values() for name in answer["lost"]})
         names = ", ".join(f"`{name}`" for name in lost)
@@ -357,22 +369,52 @@ class LiveRanks:
         """Send a message and return the answers. Raises `NbtrainError` for what went wrong."""
         number, answers = self.new_task(), dict[int, Message]()
         waiting = set(ranks)
-        for rank in waiting:
-            with contextlib.suppress(OSError):
-                self.send(rank, {**message, "id": number}, data)
-        deadline = time.monotonic() + ANSWER
-        while waiting - answers.keys() and time.monotonic() < deadline:
-            for rank, answer in self.receive(waiting - answers.keys(), 0.5).items():
+        try:
+            for rank in waiting:
+                with contextlib.suppress(OSError):
+                    self.send(rank, {**message, "id": number}, data)
+            self._collect(number, waiting, answers, ANSWER)
+            if silent := sorted(waiting - answers.keys()):
+                self._give_up(number, silent)
+            for rank, answer in sorted(answers.items()):
+                if "error" in answer:
+                    raise NbtrainError(f"rank {rank}: {answer['error'].partition(': ')[2]}")
+        except BaseException as error:  # an interrupt too
+            if isinstance(error, KeyboardInterrupt):
+                self._interrupt(number, waiting - answers.keys())
+            for answer in answers.values():
+                _drop_data(answer)
+            raise
+        return answers
+
+    def _collect(
+        self, number: int, waiting: Collection[int], answers: dict[int, Message], patience: float
+    ) -> None:
+        """Wait for the answers to a question. Raises `RankDied`."""
+        deadline = time.monotonic() + patience
+        while (left := set(waiting) - answers.keys()) and time.monotonic() < deadline:
+            for rank, answer in self.receive(left, 0.5).items():
                 if answer is None:
                     raise RankDied(f"rank {rank} has ended")
                 if answer["done"] == number:
                     answers[rank] = answer
-        for rank, answer in answers.items():
-            if "error" in answer:
-                raise NbtrainError(f"rank {rank}: {answer['error'].partition(': ')[2]}")
-        if silent := sorted(waiting - answers.keys()):
-            raise NbtrainError(f"{format_ranks(silent)} did not answer within {ANSWER:g} s")
-        return answers
+
+    def _interrupt(self, number: int, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            with contextlib.suppress(OSError):
+                self.send(rank, {"do": "interrupt", "id": number})
+
+    def _give_up(self, number: int, silent: Sequence[int]) -> None:
+        """Raise `NbtrainError` for ranks that do not answer; no cell waits for them either."""
+        late: dict[int, Message] = {}
+        self._interrupt(number, silent)
+        self._collect(number, silent, late, HEARD)
+        for answer in late.values():
+            _drop_data(answer)
+        text = f"{format_ranks(silent)} did not answer within {ANSWER:g} s"
+        if len(late) < len(silent):
+            self._trouble = f"{text}, nor hear an interrupt"
+        raise NbtrainError(text)
 
     def __getitem__(self, name: str) -> list[Any]:
         """Return a variable of every rank, as a list; of a large one, what it is."""
@@ -385,13 +427,10 @@ class LiveRanks:
         answers = self._ask(targets, {"do": "get", "names": list(names), "limit": limit})
         fetched = {}
         for rank, answer in sorted(answers.items()):
-            with open(answer["data"], "rb") as file:
+            with open(answer.pop("data"), "rb") as file:
                 file.seek(0)
                 packed = pickle.load(file)
-            values = {}
-            for name, (data, reason) in packed.items():
-                values[name] = result_pickler.loads(data) if data is not None else Unsent(reason)
-            fetched[rank] = values
+            fetched[rank] = {name: _value(*each) for name, each in packed.items()}
         return fetched
 
     def push(self, *names: str, **values: Any) -> None:
@@ -444,6 +483,16 @@ class LiveRanks:
             self._run.stop("by %nbtrain stop")
         shutil.rmtree(self._folder, ignore_errors=True)
         atexit.unregister(self.stop)
+
+
+def _value(data: bytes | None, reason: str) -> Any:
+    """Return what a rank sent, or why there is nothing."""
+    if data is None:
+        return Unsent(reason)
+    try:
+        return result_pickler.loads(data)
+    except Exception as error:  # a class that only the ranks have
+        return Unsent(f"it cannot be read here: {type(error).__name__}: {error}")
 
 
 class Unsent:

@@ -55,6 +55,7 @@ class LiveRank:
         self._namespace = vars(sys.modules["__main__"])
         self._known: set[str] = set()
         self._task: int | None = None
+        self._ending = threading.Lock()
         self._groups = ProcessGroups()
         self._groups.install()
 
@@ -63,11 +64,7 @@ class LiveRank:
         threading.Thread(target=self._receive, name="nbtrain-live", daemon=True).start()
         while (received := self._waiting.get()) is not None:
             message, data = received
-            try:
-                answer = self._ACTIONS[message["do"]](self, message, data)
-            except Exception as error:  # of what was asked: the rank stays
-                answer = {"error": f"{type(error).__name__}: {error}"}
-                traceback.print_exc()
+            answer = self._answer(message, data)
             descriptor = answer.pop("data", None)
             try:
                 self._channel.send({"done": message["id"], **answer}, descriptor)
@@ -76,6 +73,35 @@ class LiveRank:
             finally:
                 if descriptor is not None:
                     os.close(descriptor)
+
+    def _answer(self, message: Message, data: int | None) -> Message:
+        """Do what a message asks for; an interrupt that is meant for it ends nothing else."""
+        idle = signal.getsignal(signal.SIGINT)
+        answer: Message = {"error": "KeyboardInterrupt: it was interrupted"}
+        try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._task = message["id"]
+            try:
+                answer = self._ACTIONS[message["do"]](self, message, data)
+            except Exception as error:  # of what was asked: the rank stays
+                answer = {"error": f"{type(error).__name__}: {error}"}
+                traceback.print_exc()
+            self._stop_listening()
+        except KeyboardInterrupt:
+            self._stop_listening()
+        signal.signal(signal.SIGINT, idle)
+        return answer
+
+    def _stop_listening(self) -> None:
+        """End the time in which an interrupt is meant for what runs: one may be on its way."""
+        while True:
+            try:
+                with self._ending:
+                    self._task = None
+                signal.signal(signal.SIGINT, _ignore)
+                return
+            except KeyboardInterrupt:
+                continue
 
     def _receive(self) -> None:
         main_thread = threading.main_thread().ident
@@ -93,9 +119,10 @@ class LiveRank:
 
     def _interrupt(self, main_thread: int, task: int) -> None:
         """Interrupt a task, and if it does not hear that, end the collectives that it waits in."""
-        if self._task != task:
-            return
-        signal.pthread_kill(main_thread, signal.SIGINT)
+        with self._ending:
+            if self._task != task:
+                return
+            signal.pthread_kill(main_thread, signal.SIGINT)
         deadline = time.monotonic() + PATIENCE
         while self._task == task and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -107,20 +134,16 @@ class LiveRank:
     def _run_task(self, message: Message, data: int | None) -> Message:
         assert data is not None
         folder = RunFolder(Path(message["folder"]))
-        self._task = message["id"]
-        try:
-            with self._in_folder(folder):
-                plan, classes = self._plan(message, data)
-                of_process = main.job_of_process
-                assert of_process is not None
-                job = replace(
-                    of_process, plan=plan, folder=folder, shared_classes=classes, is_live=True
-                )
-                output = RichOutput()
-                output.install()
-                code = main.run_in_rank(job, self._rank, output.run)
-        finally:
-            self._task = None
+        with self._in_folder(folder):
+            plan, classes = self._plan(message, data)
+            of_process = main.job_of_process
+            assert of_process is not None
+            job = replace(
+                of_process, plan=plan, folder=folder, shared_classes=classes, is_live=True
+            )
+            output = RichOutput()
+            output.install()
+            code = main.run_in_rank(job, self._rank, output.run)
         return {"code": code, "groups": self._groups.state(), **self.new_names()}
 
     def _plan(self, message: Message, data: int) -> tuple[Plan, frozenset[type]]:
@@ -137,7 +160,7 @@ class LiveRank:
     @contextlib.contextmanager
     def _in_folder(self, folder: RunFolder) -> Iterator[None]:
         """Have this process print and report to the folder of a run, and answer questions there."""
-        reporter, handler = api.active, signal.getsignal(signal.SIGINT)
+        reporter, stopper = api.active, stopping.active
         stdout, stderr = os.dup(1), os.dup(2)
         log = os.open(folder.log(self._rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         _flush()
@@ -148,8 +171,8 @@ class LiveRank:
             with instrumentation.scope():
                 yield
         finally:
-            signal.signal(signal.SIGINT, handler)
-            stopping.active = handler if isinstance(handler, stopping.StopOnRequest) else None
+            self._stop_listening()
+            stopping.active = stopper
             api.activate(reporter)
             _flush()
             for saved, stream in ((stdout, 1), (stderr, 2)):
@@ -187,6 +210,10 @@ class LiveRank:
         "put": _put,
         "describe": _describe,
     }
+
+
+def _ignore(_signum: int, _frame: object) -> None:
+    """Do nothing at an interrupt."""
 
 
 def _flush() -> None:

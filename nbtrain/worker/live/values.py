@@ -15,6 +15,7 @@ from ...system.text import short_repr
 from ...transport import result_pickler
 from ...transport.channel import written
 from ...transport.fingerprints import fingerprints
+from ...transport.weights import is_sharded
 from ..result_sender import unwrapped
 
 _DULL = (ModuleType, FunctionType, type)
@@ -33,10 +34,17 @@ def packed(namespace: Mapping[str, Any], names: Sequence[str], limit: int | None
     for name in names:
         try:
             value = unwrapped(namespace[name])
+            _check_is_whole(value)
             values[name] = (result_pickler.dumps(value, limit=limit), "")
         except Exception as error:  # any reducer of any class may raise anything
             values[name] = (None, f"{_kind(namespace[name])}: {error}")
     return written(lambda file: pickle.dump(values, file, protocol=5))
+
+
+def _check_is_whole(value: Any) -> None:
+    parts = [value, *(value.parameters() if is_model(value) else ())]
+    if any(map(is_sharded, parts)):
+        raise NbtrainError("it is sharded over the ranks; %nbtrain pull puts a model together")
 
 
 def _kind(value: Any) -> str:
@@ -86,5 +94,7 @@ def _place(tensor: Any) -> dict[str, str]:
 
 
 def _checksum(tensor: Any) -> str:
+    if is_sharded(tensor):  # to compute with it is a collective, and its shards differ rightly
+        return ""
     mark = fingerprints({"": tensor})[""]
     return mark if isinstance(mark, str) else ""  # a kind that cannot be read

@@ -245,3 +245,74 @@ def test_outside_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         began = time.monotonic()
     assert ranks.has_ended
     assert time.monotonic() - began < 60
+
+
+SHARDED = """%%distributed
+from torch.distributed.fsdp import fully_shard
+m = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+fully_shard(m)
+m(torch.ones(2, 4)).sum().backward()"""
+
+
+def test_a_sharded_model_is_described_without_a_collective(live: Notebook) -> None:
+    assert not live.run(SHARDED).ename
+    table = live.run("%nbtrain vars")
+    assert "25 parameters" in table.stdout, table
+    assert live.value("repr(ranks['m'][0])").startswith("<not sent: ")
+    live.run("%%distributed\nwhole = m[0].weight.full_tensor().detach()")
+    live.run("torch.manual_seed(7)")  # forked ranks make what the notebook would make
+    live.run("m = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))")
+    live.run("before = m[0].weight.clone()\n%nbtrain pull m whole")
+    assert live.value("torch.equal(before, whole), torch.equal(m[0].weight, whole)") == (
+        False,
+        True,
+    )
+    assert live.run(SUM).stdout == "[ranks 0–1] tensor([2.])\n"
+
+
+def test_a_rank_that_answers_no_question_is_given_up(live: Notebook, tmp_path: Path) -> None:
+    live.run(
+        "%%distributed\nclass Slow:\n    def __reduce__(self):\n"
+        "        while True:\n            try: time.sleep(60)\n"
+        "            except KeyboardInterrupt: pass\n"
+        "import time\nslow = Slow() if rank else 1"
+    )
+    live.run("from nbtrain.lifecycle.live import live_ranks\nlive_ranks.ANSWER = 1.0")
+    assert "rank 1 did not answer within 1 s" in live.run("ranks['slow']").evalue
+    assert "%nbtrain restart" in live.run("%distributed 1").evalue
+    assert "2 ranks live" in live.run("%nbtrain restart").stdout
+
+
+def test_an_interrupted_question_leaves_ranks_that_work(live: Notebook) -> None:
+    live.run(
+        "%%distributed\nimport time\nclass Slow:\n    def __reduce__(self):\n"
+        "        time.sleep(60)\nslow = Slow() if rank else 1"
+    )
+    out = live.run("print('asking', flush=True)\nranks['slow']", interrupt_on="asking")
+    assert out.ename == "KeyboardInterrupt"
+    assert live.run("%distributed rank").stdout.splitlines() == ["[rank 0] 0", "[rank 1] 1"]
+
+
+def test_sys_exit_ends_the_cell_and_not_the_rank(live: Notebook) -> None:
+    out = live.run("%%distributed\nimport sys\nif rank: sys.exit(3)")
+    assert (out.ename, "sys.exit(3)" in out.evalue) == ("RuntimeError", True)
+    assert live.run(SUM).stdout == "[ranks 0–1] tensor([2.])\n"
+
+
+def test_nothing_gathers_in_kernel_or_ranks(live: Notebook) -> None:
+    count = "len(os.listdir('/proc/self/fd')), len(nbtrain.system.instrumentation.patches())"
+    asking = "%%distributed --out held@all\nimport nbtrain.system.instrumentation\nheld = " + count
+
+    def look() -> tuple[object, object]:
+        live.run(asking)
+        return live.value("held"), live.value("len(os.listdir('/proc/self/fd'))")
+
+    live.run("%%rank 1\nonly_here = 1")
+    for _ in range(3):
+        live.run("%distributed rank")
+    before = look()
+    for _ in range(10):
+        live.run("%distributed rank")
+        assert "there is no variable" in live.run("ranks['only_here']").evalue
+        assert live.run("%distributed 1 / 0").ename == "ZeroDivisionError"
+    assert look() == before
