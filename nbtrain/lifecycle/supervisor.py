@@ -25,7 +25,7 @@ from ..tracking import events as ev
 from ..tracking.diagnosis import hangs, stacks
 from ..tracking.diagnosis.exit_causes import ExitCauses
 from ..tracking.diagnosis.lost_results import describe_lost_results
-from ..tracking.diagnosis.verdict import HANG, describe_endings
+from ..tracking.diagnosis.verdict import DEADLOCK, HANG, describe_endings
 from ..tracking.diagnosis.watchdog import HangWatchdog
 from ..tracking.diagnosis.work import WorkComparison
 from ..tracking.event_log import EventWriter, Reader
@@ -60,9 +60,6 @@ _RECREATED = (
     "printed, reported and saved there is lost, and so is what they print from now on; their "
     "results are not lost."
 )
-
-DEADLOCK = "a deadlock"
-"""Why a task on live ranks is ended that could never end by itself."""
 
 _UNSETTLED = "Stopped while the last checkpoint was being copied from the nodes: it may be lost."
 

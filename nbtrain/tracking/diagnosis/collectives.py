@@ -85,9 +85,13 @@ def parse(text: str | bytes, since: float = 0.0) -> FlightRecord | None:
         if "version" not in dump:
             return None
         by_group: dict[str, list[Collective]] = {}
-        for entry in dump.get("entries", ()):  # there are none before the first collective
-            collective = _collective(entry)
-            if collective.began >= since:
+        entries = dump.get("entries", ())  # there are none before the first collective
+        groups = [e["process_group"] for e in entries]
+        # A default group that was formed anew counts from 1 again, and has another name.
+        latest = next((name for name, of in reversed(groups) if of == DEFAULT), None)
+        for entry in entries:
+            collective, (name, of) = _collective(entry), entry["process_group"]
+            if collective.began >= since and (of != DEFAULT or name == latest):
                 by_group.setdefault(collective.group, []).append(collective)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
         return None

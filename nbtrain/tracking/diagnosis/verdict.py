@@ -22,6 +22,7 @@ from .lost_results import SIGN
 from .remedies import remedies
 
 HANG = "a hang (--on-hang stop)"
+DEADLOCK = "a deadlock"
 """How the message of a run begins that was stopped because it hung."""
 
 MEASURED = "; last measured "
@@ -95,7 +96,7 @@ def explain(state: RunState, failures: Sequence[Failure]) -> FailureReport | Non
 
 def too_long(state: RunState) -> str:
     """Say what took a run too long: it had a timeout, or it hung."""
-    if state.message.startswith(HANG):
+    if state.message.startswith((HANG, DEADLOCK)):
         return f"was stopped because of {state.message}"
     return f"took longer than its timeout: {state.message}"
 

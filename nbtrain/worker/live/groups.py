@@ -47,8 +47,15 @@ class ProcessGroups:
         was_in = _distributed() is not None
         value = original(*args, **kwargs)
         if was_in and _distributed() is None:
-            self._keys = (self._keys[0], self._keys[1] + 1)
+            self._begin_again(self._keys[0], self._keys[1] + 1)
         return value
+
+    def _begin_again(self, generation: int, left: int) -> None:
+        """Give the next default group keys, and a name, of its own."""
+        self._keys = (generation, left)
+        with contextlib.suppress(Exception):  # torch's private counter; it begins anew by itself
+            c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
+            c10d._world.group_count = 1000 * generation + 10 * left
 
     def _make(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         before = set(_connections())
@@ -90,11 +97,11 @@ class ProcessGroups:
         self._is_broken = False
         self._sockets.clear()
         if dist is None:
-            self._keys = (generation, 0)
+            self._begin_again(generation, 0)
             return []
         backend = str(dist.get_backend_config())  # torch 2.4 and later
         dist.destroy_process_group()
-        self._keys = (generation, 0)
+        self._begin_again(generation, 0)
         if not forms:
             return []
         dist.init_process_group(backend)

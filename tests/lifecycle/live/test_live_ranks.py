@@ -164,6 +164,9 @@ def test_a_collective_of_a_cell_on_some_ranks_names_the_others(live: Notebook) -
     out = live.run("%%rank 0\ndist.all_reduce(torch.ones(1))", timeout=100)
     assert "rank 1 does not run this cell" in out.evalue.lower()
     assert live.run(SUM).stdout == "[ranks 0–1] tensor([2.])\n"
+    again = live.run("%%rank 1\ndist.barrier()", timeout=100)  # the group counts anew
+    assert "stopped because of a deadlock" in again.evalue
+    assert "rank 0 does not run this cell" in again.evalue.lower()
 
 
 def test_an_interrupt_ends_the_cell_and_not_the_ranks(live: Notebook) -> None:
