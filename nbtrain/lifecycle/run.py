@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -119,7 +120,11 @@ class Run:
             data = self._small.get(rank) or self._read_result(rank)
             if data is None:
                 return None
-            self._results[rank] = result_pickler.loads(data)
+            try:
+                self._results[rank] = result_pickler.loads(data)
+            except (pickle.UnpicklingError, EOFError, MemoryError) as error:
+                path = self._folder.result(rank)
+                raise NbtrainError(f"{path} is damaged: {error or 'it ends too early'}") from error
         return self._results[rank]
 
     def _read_result(self, rank: int) -> bytes | None:

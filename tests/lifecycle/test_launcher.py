@@ -188,3 +188,12 @@ def test_a_view_that_fails_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch)
     with pytest.warns(RuntimeWarning, match="the display failed"):
         run = nbtrain.launch(lambda: 7, num_processes=1, view="text")
     assert run.value == 7
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x05garbage", b"\x80\x05X\xff\xff\xff\x7f"])
+def test_a_result_that_is_damaged_is_named(content: bytes) -> None:
+    run = nbtrain.launch(lambda: 3, num_processes=2, view="none")
+    reopened = nbtrain.Run.open(run.folder)
+    (run.folder / "rank-0001.result").write_bytes(content)
+    with pytest.raises(nbtrain.NbtrainError, match=r"rank-0001\.result is damaged"):
+        _ = reopened.results
