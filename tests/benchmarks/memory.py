@@ -50,14 +50,26 @@ def _measure_when_ready(kernel: Notebook) -> float:
         while len(list(folder.glob("ready-*"))) < RANKS:
             kernel.check()
             time.sleep(0.02)
-        everyone = [parent, *parent.children(recursive=True)]
-        # A process missed or counted too many would bend the figure without a word. Besides the
-        # kernel and the ranks: the run's janitor, and the store where the ranks meet.
-        if len(everyone) != 1 + RANKS + 2:
-            raise RuntimeError(f"the kernel has {len(everyone) - 1} children, not {RANKS + 2}")
+        everyone = _everyone(parent)
         return sum(private_mb(process.pid) for process in everyone)
     finally:
         (folder / "go").touch()
+
+
+def _everyone(parent: psutil.Process) -> list[psutil.Process]:
+    """Return the kernel and its processes, once there are those that there should be.
+
+    A process missed or counted too many would bend the figure without a word. Besides the kernel
+    and the ranks: the run's janitor, which comes a moment later, and the store where they meet.
+    """
+    deadline = time.monotonic() + 10
+    while True:
+        everyone = [parent, *parent.children(recursive=True)]
+        if len(everyone) == 1 + RANKS + 2:
+            return everyone
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the kernel has {len(everyone) - 1} children, not {RANKS + 2}")
+        time.sleep(0.02)
 
 
 def private_mb(pid: int) -> float:
