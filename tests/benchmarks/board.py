@@ -100,7 +100,17 @@ def batch(ranks: int, tick: int) -> list[ev.Event]:
         elif kind == 1:
             found.append(
                 ev.TrainingUpdate(
-                    now, rank, 5 * tick, tick / 10, tick / 100, 64 * tick, 0.5, 1e-3, 1, tick, 900
+                    now,
+                    rank,
+                    steps=5 * tick,
+                    elapsed=tick / 10,
+                    waited=tick / 100,
+                    samples=64 * tick,
+                    loss=0.5,
+                    lr=1e-3,
+                    epoch=1,
+                    batch=tick,
+                    batches=900,
                 )
             )
         else:

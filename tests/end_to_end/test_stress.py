@@ -478,11 +478,19 @@ class Door:
         is_shown = any(model.get("icon") == "stop" for model in out.models.values())
         run = self.run() if is_shown and not self.stopped else None
         if run is not None and all("ready" in run.logs(rank) for rank in range(5)):
+            wait_until(lambda: self._janitors())  # it comes a moment after the ranks
+            (janitor,) = self._janitors()
             self.family = self._kernel.process.children(recursive=True)
-            (janitor,) = (line for p in self.family if "-I" in (line := p.cmdline()))
             self.scratch = Path(janitor[-1])
             self.stopped = time.time()
             self._stop(out, run)
+
+    def _janitors(self) -> list[list[str]]:
+        lines = []
+        for process in self._kernel.process.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                lines.append(process.cmdline())
+        return [line for line in lines if "-I" in line]
 
     def check(self, reason: str, status: str = "interrupted") -> None:
         """All are gone, the door is named, what was logged is kept; print how long each took."""

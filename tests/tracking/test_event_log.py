@@ -107,6 +107,7 @@ def test_an_event_that_would_mislead_is_passed_over(kind: str, fields: dict[str,
 
 def test_the_names_of_events_on_disk_stay_as_they_are() -> None:
     assert {kind: cls.__name__ for kind, cls in ev.KINDS.items()} == {
+        "displayed": "Displayed",
         "spawned": "Spawned",
         "started": "Started",
         "progress": "Progress",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ class Simulated:
     """A head that takes no ranks, and `nodes` nodes of two CPUs each."""
 
     def __init__(self, nodes: int, environment: Mapping[str, str]) -> None:
-        self.folder = Path(environment["TMPDIR"])
+        self.folder = Path(environment.get("TMPDIR", tempfile.gettempdir()))
         """Where the nodes put temporary files."""
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(nodes)],
