@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +42,9 @@ class Row:
 
     @property
     def ratios(self) -> list[float]:
-        return [ours / theirs for ours, theirs in zip(self.nbtrain, self.peer, strict=True)]
+        turns = zip(self.nbtrain, self.peer, strict=True)
+        # A time that a clock of few digits shows as none: it is no ratio, and no reason to stop.
+        return [ours / theirs if theirs else math.nan for ours, theirs in turns]
 
     @property
     def judged(self) -> Sequence[float]:
