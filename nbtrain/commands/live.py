@@ -50,9 +50,9 @@ def _start(name: str, text: str, namespace: dict[str, Any]) -> str:
     given = split_line(text)
     if name == "restart":
         given = given or _last_options
-        if old is not None:
-            old.stop()
     options = checked(parser(START, f"%nbtrain {name}", _HINT).parse_args(given))
+    if name == "restart" and old is not None:  # not before the options are known to be right
+        old.stop()
     ranks = live_ranks.start(**{o.argument: getattr(options, o.field) for o in _start_options()})
     _last_options = given
     namespace["ranks"] = ranks

@@ -85,12 +85,12 @@ class ForkServer:
         self._asked: dict[str, None] = dict.fromkeys(modules)
         self._answers = b""
         self._importing = 1
-        ours, theirs = socket.socketpair()
+        here, there = socket.socketpair()
         order = {
             "path": sys.path,
             "installed": installed(sys.path),
             "parent": os.getpid(),
-            "socket": theirs.fileno(),
+            "socket": there.fileno(),
             "modules": list(modules),
         }
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -101,16 +101,16 @@ class ForkServer:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=dict(environment),
-                pass_fds=[theirs.fileno()],
+                pass_fds=[there.fileno()],
                 start_new_session=True,  # an interrupt of the kernel is not for it
             )
-        except BaseException:
-            ours.close()
+        except BaseException:  # an interrupt too: nobody else would close it
+            here.close()
             raise
         finally:
-            theirs.close()
+            there.close()
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        self._socket = ours
+        self._socket = here
         LOGGER.info("process %d imports what ranks need", self._process.pid)
 
     @property

@@ -76,7 +76,7 @@ def start(num_processes: int | None = None, **options: Any) -> LiveRanks:
             f"nbtrain.start has no option {unknown[0]!r}; there are {', '.join(_OPTIONS)}"
         )
     if current() is not None:
-        raise PlanError("ranks live already: %nbtrain stop ends them, then start new ones")
+        raise PlanError("live ranks are there already. End them first: %nbtrain stop")
     folder = Path(tempfile.mkdtemp(prefix=f"nbtrain-live-{os.getpid()}-"))
     secret = secrets.token_hex(16)
     before = last_run()
@@ -103,7 +103,7 @@ def _check_engine(plan: Plan) -> None:
         raise PlanError("live ranks need Linux so far")
     name = engines.choose(plan).name
     if name not in ("fork", "spawn"):
-        raise PlanError(f"live ranks are forked or spawned; the {name} engine has none so far")
+        raise PlanError(f"live ranks start with --engine fork or spawn so far, not with {name}")
 
 
 _OPTIONS = ("engine", "mixed_precision", "downcast_bf16", "config", "env")
@@ -130,7 +130,7 @@ def _connected(
                 hello = _hello(channel, secret)
                 if hello is not None:
                     channels[hello["rank"]], names[hello["rank"]] = channel, set(hello["new"])
-    except BaseException:
+    except BaseException:  # an interrupt too: no rank stays that nobody could reach
         for channel in channels.values():
             channel.close()
         run.stop("because the ranks could not be started")
@@ -249,13 +249,13 @@ class LiveRanks:
 
     def receive(self, ranks: Collection[int], timeout: float) -> dict[int, Message | None]:
         """Return the next message of each rank that has one; None for a rank that is gone."""
-        gone = {rank: None for rank in ranks if rank not in self._channels}
-        messages: dict[int, Message | None] = dict(gone)
+        ended = {rank: None for rank in ranks if rank not in self._channels}
+        messages: dict[int, Message | None] = dict(ended)
         poller, by_descriptor = select.poll(), dict[int, int]()
-        for rank in set(ranks) - gone.keys():
+        for rank in set(ranks) - ended.keys():
             by_descriptor[self._channels[rank].fileno()] = rank
             poller.register(self._channels[rank].fileno(), select.POLLIN)
-        for descriptor, _ in poller.poll(0 if gone else 1000 * timeout) if by_descriptor else ():
+        for descriptor, _ in poller.poll(0 if ended else 1000 * timeout) if by_descriptor else ():
             rank = by_descriptor[descriptor]
             messages[rank] = self._received(rank)
         return messages
@@ -270,7 +270,7 @@ class LiveRanks:
         if message["done"] != self._tasks:  # an answer that nobody waits for any more
             _drop_data(message)
         self._names[rank] |= set(message.get("new", ()))
-        self._names[rank] -= set(message.get("gone", ()))
+        self._names[rank] -= set(message.get("deleted", ()))
         if "groups" in message:
             self._groups[rank] = message["groups"]
         return message
@@ -451,7 +451,16 @@ class LiveRanks:
     def pull(self, *names: str, rank: int = 0) -> None:
         """Bring variables of a rank into the notebook; a model, into the one of that name there."""
         notebook = _notebook()
+        if not 0 <= rank < self.world_size:
+            raise PlanError(
+                f"there is no rank {rank}: the live ranks are 0 to {self.world_size - 1}"
+            )
         models = [name for name in names if is_model(notebook.get(name))]
+        if models and rank:
+            raise PlanError(
+                f"`{models[0]}` is a model, which is pulled from rank 0 only. "
+                f"ranks[{models[0]!r}][{rank}] is a copy of that of rank {rank}, if it is small"
+            )
         for name in models:
             self._pull_model(name, notebook)
         rest = [name for name in names if name not in models]

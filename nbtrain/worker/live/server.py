@@ -199,9 +199,9 @@ class LiveRank:
     def new_names(self) -> Message:
         """Return which variables there are that the notebook has not heard of, and which went."""
         names = {name for name in self._namespace.copy() if name[:1] != "_"}
-        new, gone = sorted(names - self._known), sorted(self._known - names)
+        new, deleted = sorted(names - self._known), sorted(self._known - names)
         self._known = names
-        return {"new": new, "gone": gone}
+        return {"new": new, "deleted": deleted}
 
     _ACTIONS: Mapping[str, Callable[[LiveRank, Message, int | None], Message]] = {
         "run": _run_task,

@@ -192,6 +192,16 @@ def test_a_rank_that_dies_leaves_the_others_their_variables(live: Notebook) -> N
     assert live.run("%distributed 1 + 1").stdout == "[ranks 0–1] 2\n"
 
 
+def test_a_mistake_in_a_command_costs_nothing(live: Notebook) -> None:
+    live.run("%%distributed\nkept = rank")
+    assert "--bogus" in live.run("%nbtrain restart --bogus").evalue
+    assert "there is no rank 7" in live.run("%nbtrain pull kept --rank 7").evalue
+    assert "pulled from rank 0 only" in live.run("%nbtrain pull model --rank 1").evalue
+    live.run("%nbtrain pull kept --rank 1")
+    assert live.value("kept") == 1
+    assert live.run("%distributed kept").stdout.splitlines() == ["[rank 0] 0", "[rank 1] 1"]
+
+
 def test_run_is_launch_on_live_ranks(live: Notebook) -> None:
     live.run("def work(x, m):\n    for p in m.parameters(): p.data.fill_(x)\n    return x + rank")
     live.run("run = ranks.run(work, 2.0, model)")
@@ -203,7 +213,7 @@ def test_options_of_the_start_are_refused_and_new_ranks_can_be_had(live: Noteboo
     assert "--new" in live.run("%%distributed --background\n1").evalue
     out = live.run("%%distributed --new -n 3 --view text\nnbtrain.world_size()")
     assert "all ranks → 3" in out.stdout
-    assert "ranks live already" in live.run("%nbtrain start -n 2").evalue
+    assert "live ranks are there already" in live.run("%nbtrain start -n 2").evalue
 
 
 def test_nothing_is_left_when_ranks_are_stopped(live: Notebook, tmp_path: Path) -> None:
