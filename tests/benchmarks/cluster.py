@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -318,8 +319,10 @@ def _cpu_ms(kernel: Notebook, name: str) -> dict[str, float]:
 
 
 def _is_rank(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return any("nbtrain.engines.spawn_main" in word for word in process.cmdline())
+    """Whether a process is a rank: its command may be that of the process it was forked from."""
+    with contextlib.suppress(OSError):
+        output = os.readlink(f"/proc/{process.pid}/fd/1")
+        return re.fullmatch(r"rank-\d+\.log", os.path.basename(output)) is not None
     return False
 
 
