@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle
 import sys
 import warnings
@@ -197,7 +198,8 @@ class ResultReceiver:
         for sent in saved:
             troubles[sent.name] = troubles.get(sent.name) or sent.trouble
         names = [sent.name for sent in saved if sent.what != "value" and not troubles[sent.name]]
-        troubles.update(_take_weights(folder, names, self.objects(), troubles))
+        stamps = {sent.name: sent.stamp for sent in saved}
+        troubles.update(_take_weights(folder, names, stamps, self.objects(), troubles))
         try:
             values, lost = _unpickled(folder, self)
         except Exception as error:  # a file that is gone or damaged
@@ -210,7 +212,11 @@ class ResultReceiver:
 
 
 def _take_weights(
-    folder: RunFolder, names: Collection[str], objects: Mapping[str, Any], lost: Mapping[str, str]
+    folder: RunFolder,
+    names: Collection[str],
+    stamps: Mapping[str, str],
+    objects: Mapping[str, Any],
+    lost: Mapping[str, str],
 ) -> dict[str, str]:
     """Load weights in place; return the reasons why some could not be, by name.
 
@@ -218,20 +224,20 @@ def _take_weights(
     loaded either: else a part of that one would be changed.
     """
     with contextlib.ExitStack() as files:
-        return _loaded(folder, names, objects, lost, files)
+        opened = functools.partial(_opened, folder, stamps, files)
+        return _loaded(opened, names, objects, lost)
 
 
 def _loaded(
-    folder: RunFolder,
+    opened: Callable[[str], WeightReader],
     names: Collection[str],
     objects: Mapping[str, Any],
     lost: Mapping[str, str],
-    files: contextlib.ExitStack,
 ) -> dict[str, str]:
     ready, troubles = {}, {name: reason for name, reason in lost.items() if reason}
     for name in names:
         try:
-            ready[name] = _loading(folder, name, objects.get(name), files, is_handed_over=True)
+            ready[name] = _loading(opened, name, objects.get(name), is_handed_over=True)
         except NbtrainError as error:
             troubles[name] = str(error)
     tensors = {name: _ids(value) for name, value in objects.items()}
@@ -255,15 +261,17 @@ def _ids(value: Any) -> set[int]:
     return set(map(id, weights.named_tensors(value).values())) if is_model(value) else set()
 
 
+def _opened(
+    folder: RunFolder, stamps: Mapping[str, str], files: contextlib.ExitStack, name: str
+) -> WeightReader:
+    """Open a file of weights, which `files` closes."""
+    return files.enter_context(WeightReader(folder.weights_of(name), stamps.get(name, "")))
+
+
 def _loading(
-    folder: RunFolder,
-    name: str,
-    target: Any,
-    files: contextlib.ExitStack,
-    *,
-    is_handed_over: bool = False,
+    opened: Callable[[str], WeightReader], name: str, target: Any, *, is_handed_over: bool = False
 ) -> Callable[[], None]:
-    """Return what loads weights in place, from a file that `files` closes.
+    """Return what loads weights in place.
 
     Raises `NbtrainError` if they cannot be loaded.
     """
@@ -273,8 +281,7 @@ def _loading(
             f"run.load(model, {name!r}) loads the weights into another model or optimizer"
         )
     with _as_nbtrain_error():
-        file = files.enter_context(WeightReader(folder.weights_of(name)))
-        return weights.prepared_load(file, target, is_handed_over=is_handed_over)
+        return weights.prepared_load(opened(name), target, is_handed_over=is_handed_over)
 
 
 @contextlib.contextmanager
@@ -334,7 +341,9 @@ def _unpickled(
     return variables, lost
 
 
-def load(folder: RunFolder, home: ResultReceiver | None, target: Any, name: str | None) -> None:
+def load(
+    folder: RunFolder, state: RunState, home: ResultReceiver | None, target: Any, name: str | None
+) -> None:
     """Load weights that a run saved into `target`, or with None into the notebook's own objects.
 
     Raises `NbtrainError`, and nothing is changed then.
@@ -368,11 +377,13 @@ def load(folder: RunFolder, home: ResultReceiver | None, target: Any, name: str 
             "the notebook's own objects are not in this kernel: pass one, run.load(model)"
         )
     ready = {}
+    stamps = {sent.name: sent.stamp for rank in state.ranks for sent in rank.saved}
     with contextlib.ExitStack() as files:
+        opened = functools.partial(_opened, folder, stamps, files)
         for each in wanted:  # all of them are checked before any is loaded
             aim = known[each] if target is None else target
             try:
-                ready[each] = _loading(folder, each, aim, files)
+                ready[each] = _loading(opened, each, aim)
             except NbtrainError as error:
                 reason = f"`{each}` was not loaded, and nothing changed: {error}"
                 raise NbtrainError(reason) from error

@@ -159,7 +159,7 @@ class Run:
         called it, where more than one was saved. Raises `NbtrainError` for what does not fit.
         """
         with _whole():
-            home.load(self._folder, self._home, model, name)
+            home.load(self._folder, self.state, self._home, model, name)
 
     def bring_home(self) -> None:
         """Take what ranks left for the notebook, once, if the run has succeeded.

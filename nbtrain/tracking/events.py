@@ -318,6 +318,8 @@ class ArtifactSaved(Event, kind="saved"):
     """The first parameter of a model that is nan or inf."""
     lost: bool = False
     """Whether the run's folder could not take it: it is nowhere any more."""
+    stamp: str = ""
+    """Of a file of weights, when the rank closed it: it changes once somebody writes to it."""
 
 
 @dataclass(frozen=True)

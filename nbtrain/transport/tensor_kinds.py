@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-_DTYPES = frozenset(
-    f"torch.{name}"
-    for name in (
-        *("bool", "uint8", "int8", "int16", "int32", "int64"),
-        *("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"),
-    )
-)
-"""What every version of safetensors that nbtrain works with can hold."""
+DTYPES = {
+    **{"torch.bool": "BOOL", "torch.uint8": "U8", "torch.int8": "I8", "torch.int16": "I16"},
+    **{"torch.int32": "I32", "torch.int64": "I64", "torch.float16": "F16", "torch.float32": "F32"},
+    **{"torch.float64": "F64", "torch.bfloat16": "BF16"},
+    **{"torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2"},
+}
+"""What every version of safetensors that nbtrain works with can hold, and its name there."""
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
@@ -48,7 +47,7 @@ def is_block(tensor: torch.Tensor) -> bool:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a file holds a tensor as it is."""
-    return is_block(tensor) and str(tensor.dtype) in _DTYPES
+    return is_block(tensor) and str(tensor.dtype) in DTYPES
 
 
 def fits_a_file(tensor: torch.Tensor) -> bool:

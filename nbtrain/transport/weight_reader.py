@@ -9,6 +9,7 @@ The format: https://huggingface.co/docs/safetensors, "Format".
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import mmap
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import NbtrainError
 from ..system.files import open_own
+from ..system.processes import boot
 from .tensor_kinds import decoded, words
 
 if TYPE_CHECKING:
@@ -45,11 +47,12 @@ _LONGEST_HEADER = 100_000_000
 class WeightReader:
     """An open file of weights; a context manager that closes it.
 
-    Raises `NbtrainError` for a file that is damaged, or is none that a run saved, and `OSError`.
+    `written` is the file's `stamp` as the rank left it. Raises `NbtrainError` for a file that is
+    damaged, or is none that a run saved, and `OSError`.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, written: str = "") -> None:
+        self.path, self._written = path, written
         self._descriptor = open_own(path)
         try:
             _take_lease(self._descriptor)
@@ -80,10 +83,24 @@ class WeightReader:
         return tuple(shape), dtype
 
     def check(self) -> None:
-        """Read the whole file. Raises `NbtrainError` if a `checksum` is not what was written."""
+        """Read the whole file. Raises `NbtrainError` if a `checksum` is not what was written.
+
+        Not where nobody can have changed it: then what is read is in memory as it was written.
+        """
+        if self._is_as_written():
+            return
         for name in self._entries:
             if checksum(self.chunks(name)) != self.about["tensors"][name][2]:
                 raise self._damaged(f"`{name}` is not what the rank wrote")
+
+    def _is_as_written(self) -> bool:
+        """Whether nobody wrote to the file since the rank did, and none of it was on a disk only.
+
+        A lease is had of a file only that nobody has open for writing.
+        """
+        descriptor = self._descriptor
+        is_same = self._written and _has_lease(descriptor) and stamp(descriptor) == self._written
+        return bool(is_same) and _is_in_memory(descriptor)
 
     def chunks(self, name: str) -> Iterator[torch.Tensor]:
         """Yield the elements of a tensor in order, some at a time; the memory is used again."""
@@ -204,6 +221,31 @@ def checksum(chunks: Iterator[torch.Tensor]) -> str:
 def text_checksum(text: str) -> str:
     """Return a checksum of a text."""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def stamp(file: int | Path) -> str:
+    """Return what identifies a file's content until somebody writes to it, or the host restarts."""
+    status, since = os.stat(file), boot()
+    about = (since, status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns)
+    return " ".join(map(str, about)) if since else ""
+
+
+def _is_in_memory(descriptor: int) -> bool:
+    """Whether the whole file is in the system's page cache."""
+    import torch
+
+    size = os.fstat(descriptor).st_size
+    with (
+        contextlib.suppress(AttributeError, OSError, ValueError),
+        warnings.catch_warnings(),
+        mmap.mmap(descriptor, size, prot=mmap.PROT_READ) as mapping,
+    ):
+        warnings.simplefilter("ignore")  # that nobody must write to it
+        place = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+        pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+        failed = ctypes.CDLL(None).mincore(ctypes.c_void_p(place), ctypes.c_size_t(size), pages)
+        return not failed and bytes(pages).count(b"\0") == 0
+    return False
 
 
 def _take_lease(descriptor: int) -> None:

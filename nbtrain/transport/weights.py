@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +28,8 @@ from .tensor_kinds import (
     shape_of,
     size_of,
 )
-from .weight_reader import CHECKSUM, CHUNK, KEY, WeightReader, checksum, text_checksum
+from .weight_reader import CHUNK, KEY, WeightReader
+from .weight_writer import write
 
 if TYPE_CHECKING:
     import torch
@@ -186,43 +185,15 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def save(content: WeightFile, path: Path) -> list[str]:
-    """Write a file; return the names of the tensors that are not finite.
-
-    Raises `OSError`, which safetensors has as a text of its own error.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
+    """Write a file; return the names of the tensors that are not finite. Raises `OSError`."""
     plain = {name: tensor for name, tensor in content.tensors.items() if is_plain(tensor)}
-    owners = Counter(t.untyped_storage().data_ptr() for t in plain.values())
-    ready = {}
-    for name, tensor in content.tensors.items():
-        if name not in plain:
-            ready[name] = encoded(tensor)
-        elif owners[tensor.untyped_storage().data_ptr()] > 1:  # views of one memory
-            ready[name] = tensor.detach().clone()
-        else:
-            ready[name] = tensor.detach().contiguous()
-    sums = {name: checksum(_chunks(tensor)) for name, tensor in ready.items()}
-    kinds = {name: (shape_of(t), _stored_kind(t)) for name, t in content.tensors.items()}
-    not_finite = sorted(name for name, tensor in plain.items() if not _is_finite(tensor))
-    about = {
-        **content.about,
-        "tensors": {name: [*kinds[name], sums[name]] for name in ready},
-        "encoded": sorted(ready.keys() - plain.keys()),
-        "not_finite": not_finite,
+    ready = {
+        name: tensor.detach().contiguous() if name in plain else encoded(tensor)
+        for name, tensor in content.tensors.items()
     }
-    text = json.dumps(about)
-    try:
-        save_file(ready, path, {"format": "pt", KEY: text, CHECKSUM: text_checksum(text)})
-    except SafetensorError as error:
-        match = re.search(r"\(os error (\d+)\)|Os \{ code: (\d+)", str(error))  # 0.4 has the second
-        if match is None:
-            raise
-        number = int(match[1] or match[2])
-        raise OSError(number, os.strerror(number), str(path)) from error
-    path.chmod(0o600)  # whatever the umask is
-    return not_finite
+    kinds = {name: (shape_of(t), _stored_kind(t)) for name, t in content.tensors.items()}
+    about = {**content.about, "encoded": sorted(ready.keys() - plain.keys())}
+    return write(path, ready, kinds, about, lambda n: n not in plain or _is_finite(plain[n]))
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
@@ -236,13 +207,6 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     if tensor.sum(dtype=wide).isfinite():
         return True
     return all(bool(part.isfinite().all()) for part in torch.split(tensor.reshape(-1), CHUNK))
-
-
-def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    import torch
-
-    flat = tensor.reshape(-1).view(torch.uint8)
-    yield from torch.split(flat, CHUNK) if len(flat) else ()
 
 
 def _stored_kind(tensor: torch.Tensor) -> str:

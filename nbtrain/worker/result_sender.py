@@ -25,6 +25,7 @@ from ..transport import result_pickler, weights
 from ..transport.fingerprints import fingerprints
 from ..transport.pipeline_stages import Stages, put_together
 from ..transport.tensor_kinds import size_of
+from ..transport.weight_reader import stamp
 from .job import Job
 from .telemetry.evidence.unsynced import UnsentValues
 
@@ -194,7 +195,8 @@ class ResultSender:
         size, value = path.stat().st_size, self._objects[name]
         known = {weights.plain_name(n) for n, _ in value.named_parameters()} if count else set()
         spoiled = next((n for n in not_finite if n in known), "")  # a mask, a buffer, may be -inf
-        self._report(name, what=kind, parameters=count, size=size, not_finite=spoiled)
+        about = {"what": kind, "parameters": count, "size": size, "stamp": stamp(path)}
+        self._report(name, **about, not_finite=spoiled)
 
     def _is_sharded(self, module: Any) -> bool:
         flat = self._flat_root(module) is not None

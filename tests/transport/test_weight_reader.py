@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ import safetensors.torch
 import torch
 
 from nbtrain.errors import NbtrainError
-from nbtrain.transport import weights
-from nbtrain.transport.weight_reader import WeightReader
+from nbtrain.transport import weight_reader, weights
+from nbtrain.transport.weight_reader import WeightReader, stamp
 from tests.support.waiting import wait_until
 
 
@@ -152,7 +153,7 @@ def test_a_file_is_read_alike_mapped_and_not(
     path: Path, has_lease: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nbtrain.transport.weight_reader.CHUNK", 4096)
-    monkeypatch.setattr("nbtrain.transport.weights.CHUNK", 4096)
+    monkeypatch.setattr("nbtrain.transport.weight_writer.CHUNK", 4096)
     if not has_lease:
         monkeypatch.setattr("nbtrain.transport.weight_reader._take_lease", lambda _: None)
     model, target = torch.nn.Linear(100, 32), torch.nn.Linear(100, 32)
@@ -195,3 +196,68 @@ def test_it_leaves_no_descriptor(path: Path) -> None:
     with pytest.raises(NbtrainError):
         WeightReader(path)
     assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What has been read for its checksum."""
+    read = list[str]()
+    original = weight_reader.checksum
+
+    def counting(chunks: Iterator[torch.Tensor]) -> str:
+        read.append(original(chunks))
+        return read[-1]
+
+    monkeypatch.setattr(weight_reader, "checksum", counting)
+    return read
+
+
+def _has_leases(path: Path) -> bool:
+    with WeightReader(path) as file:
+        return weight_reader._has_lease(file._descriptor)
+
+
+def test_what_nobody_has_touched_since_the_rank_wrote_it_is_not_read_twice(
+    path: Path, checks: list[str]
+) -> None:
+    if not _has_leases(path):
+        pytest.skip("this file system has no leases")
+    written = stamp(path)
+    with WeightReader(path, written) as file:
+        file.check()
+    assert not checks
+    with path.open("r+b"), WeightReader(path, written) as file:  # somebody could write to it
+        file.check()
+    assert len(checks) == 2
+    with WeightReader(path) as file:  # nobody says how it was
+        file.check()
+    assert len(checks) == 4
+
+
+@pytest.mark.parametrize("way", ["write", "map"])
+def test_what_somebody_has_touched_is_checked(path: Path, way: str) -> None:
+    written, times = stamp(path), path.stat()
+    with path.open("r+b") as file:
+        if way == "map":
+            with mmap.mmap(file.fileno(), 0) as mapping:
+                mapping[-1000] ^= 4
+        else:
+            file.seek(-1000, os.SEEK_END)
+            file.write(b"?")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with WeightReader(path, written) as reader, pytest.raises(NbtrainError, match="is damaged"):
+        reader.check()
+
+
+def test_what_is_on_the_disk_only_is_checked(tmp_path: Path, checks: list[str]) -> None:
+    model = torch.nn.Linear(1000, 1000)
+    path = tmp_path / "model.safetensors"
+    weights.save(weights.of_module(model, weights.named_tensors(model)), path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if weight_reader._is_in_memory(file.fileno()):
+            pytest.skip("this file system has all in memory")
+    with WeightReader(path, stamp(path)) as reader:
+        reader.check()
+    assert len(checks) == 2
