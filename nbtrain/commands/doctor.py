@@ -210,7 +210,11 @@ def _imports() -> Iterator[Row]:
         return
     known = known_imports.read()
     names = ", ".join(known_imports.packages(known.harmless)) or "none known yet"
-    yield "imports", f"ahead of time: {plural(len(known.harmless), 'module')} ({names})"
+    count = plural(len(known.harmless), "module")
+    yield (
+        "imports",
+        f"ahead of time, while the kernel is idle or as a launch begins: {count} ({names})",
+    )
     for name, reason in known.refused.items():
         yield "", f"left to the ranks: {name}, because {reason}"
 

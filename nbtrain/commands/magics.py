@@ -24,6 +24,7 @@ from IPython.core.magic import (
 from ..errors import CellSyntaxError, PlanError
 from ..system import accelerator_guard
 from . import cell_watch
+from .idle_imports import IdleImports
 
 if TYPE_CHECKING:  # imported when it is asked for: %load_ext would take ten times as long
     from argparse import Namespace
@@ -70,6 +71,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
 
     shell: Any
     cell_watch: cell_watch.CellWatch
+    idle_imports: IdleImports
 
     @no_var_expand
     @line_cell_magic
@@ -332,6 +334,7 @@ def load(shell: Any) -> None:
     magics = NbtrainMagics(shell)
     magics.cell_watch = cell_watch.CellWatch(shell)
     magics.cell_watch.set_mode(_modes.get(shell, "warn"))
+    magics.idle_imports = IdleImports(shell)
     shell.register_magics(magics)
 
 
@@ -341,6 +344,7 @@ def unload(shell: Any) -> None:
     if magics is not None:
         _modes[shell] = magics.cell_watch.mode
         magics.cell_watch.stop()
+        magics.idle_imports.stop()
     for kind in ("line", "cell"):
         for name in ("distributed", "nbtrain", "rank"):
             shell.magics_manager.magics[kind].pop(name, None)

@@ -35,8 +35,8 @@ class Notebook:
         self.messages = 0
         self.bytes = 0
         self.pid: int = manager.provisioner.pid  # type: ignore[union-attr]
-        self._execute(f"import sys; sys.path.insert(0, {str(HERE)!r})")
-        self._execute("import torch, accelerate, nbtrain")
+        self.run(f"import sys; sys.path.insert(0, {str(HERE)!r})")
+        self.run("import torch, accelerate, nbtrain")
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a module's function in the kernel; arguments and result travel as JSON."""
@@ -57,7 +57,8 @@ class Notebook:
         self._wait()
         return json.loads(self._answer.read_text())
 
-    def _execute(self, code: str) -> None:
+    def run(self, code: str) -> None:
+        """Run a cell."""
         self._ask(code)
         self._wait()
 

@@ -1,10 +1,11 @@
-"""Imports modules that are known to be harmless, while the main thread waits for them.
+"""Imports modules that are known to be harmless, before ranks need them.
 
 Never beside other code: where two threads enter the same circle of imports from two sides, Python
-hands out half modules, and torch's cannot be imported a second time. For the same reason the work
-is done in a thread of its own, which an interrupt does not reach: it would end an import in the
-middle. And no process is forked meanwhile: a forked copy would wait for ever for the lock of a
-module that is being imported by a thread it does not have.
+hands out half modules, and torch's cannot be imported a second time. So the main thread imports
+them itself, piece by piece, while the kernel is idle (`pieces`); what is left when ranks are to
+start, it waits for (`prepare`). That is done in a thread of its own, which an interrupt does not
+reach: it would end an import in the middle. And no process is forked meanwhile: a forked copy
+would wait for ever for the lock of a module that is being imported by a thread it does not have.
 """
 
 from __future__ import annotations
@@ -35,6 +36,12 @@ IMPORTING = "Importing, once for all ranks of this kernel, what they need."
 
 ROUNDS = 6
 """Trials after which the modules that are left are given up: each ends at one that is refused."""
+
+OWN = (
+    *("nbtrain.planning.option_parser", "nbtrain.tracking.replay", "nbtrain.ui.displays.select"),
+    *("nbtrain.worker.main", "nbtrain.engines.fork", "nbtrain.lifecycle.launcher"),
+)
+"""What the first launch of a kernel imports of nbtrain, in pieces."""
 
 _PRIVATE = ("HOME", "LANG", "LOGNAME", "OLDPWD", "PATH", "PWD", "TERM", "USER", "USERNAME")
 """Environment variables that libraries read at every turn: a change of them means nothing here."""
@@ -96,6 +103,28 @@ class Importer:
         self._set: dict[str, str] = {}
         """Environment variables that modules have set: kept for the ranks, not in the kernel."""
         self._stamps: dict[str, known_imports.Stamp] = {}
+
+    # In idle moments
+
+    def pieces(self) -> Iterator[None]:
+        """Import what launches and ranks of this kernel will need, a piece at each turn."""
+        if not is_on():
+            return
+        for name in OWN:
+            if name not in sys.modules:
+                with contextlib.suppress(Exception):  # broken: the launch will say how
+                    importlib.import_module(name)
+                yield
+        known = known_imports.read()
+        self._guard_forks()
+        for name in self._wanted(known):
+            if name not in sys.modules:
+                self._import([name], known)
+                yield
+
+    def is_trying(self) -> bool:
+        """Whether a process finds out now what else can be imported."""
+        return self._trial is not None and self._trial.is_alive()
 
     # Before ranks start
 
@@ -171,8 +200,7 @@ class Importer:
         """Take note of what a rank had to import, and try what is new in a process of its own."""
         names = _reported(job)
         self._needed |= {*names}
-        is_busy = self._trial is not None and self._trial.is_alive()
-        if not is_on() or is_busy or self._has_given_up:
+        if not is_on() or self.is_trying() or self._has_given_up:
             return
         if known_imports.read().untried(names):
             own = {*rank_environment(job, 0, {})} - {*job.plan.env}
@@ -184,8 +212,9 @@ class Importer:
     def _try(self, names: Sequence[str], own: Sequence[str]) -> None:
         from .trial import try_imports  # here: no start of a kernel waits for it
 
-        loaded = [name for name in known_imports.packages(names) if name in sys.modules]
         known = known_imports.read()
+        loaded = [name for name in known_imports.packages(names) if name in sys.modules]
+        loaded += self._wanted(known)
         for _ in range(ROUNDS):
             # Those that are known are imported again: others may have come with them.
             left = [name for name in names if not known.is_refused(name)]
@@ -202,7 +231,7 @@ class Importer:
         for name, reason in known.refused.items():
             LOGGER.info("%s is not imported ahead of time: %s", name, reason)
 
-    # The thread
+    # The imports
 
     def _import(self, names: Sequence[str], known: KnownImports) -> None:
         is_collecting = gc.isenabled()

@@ -19,6 +19,9 @@ from ...tracking.run_folder import root
 if TYPE_CHECKING:
     from .trial import Trial
 
+FORMAT = 2
+"""Which files can be read: those of 1 had another order."""
+
 _LARGEST = 16 << 20
 """Bytes of a file that may still be one of these."""
 
@@ -31,7 +34,7 @@ class KnownImports:
     """Which modules can be imported ahead of time, and which not."""
 
     harmless: tuple[str, ...] = ()
-    """In the order in which a rank imported them."""
+    """In the order in which each import is a small one: see `trial`."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Modules that change the process that imports them, and how."""
     reads: tuple[str, ...] = ()
@@ -108,6 +111,6 @@ def _top(name: str) -> str:
 
 
 def _path() -> Path:
-    environment = f"{sys.version}\n{sys.executable}\n{sys.prefix}"
+    environment = f"{FORMAT}\n{sys.version}\n{sys.executable}\n{sys.prefix}"
     name = hashlib.sha256(environment.encode()).hexdigest()[:16]
     return root().parent / "imports" / f"{name}.json"

@@ -3,6 +3,9 @@
 `try_imports` starts that process. It imports what is already loaded where it is asked for, then
 each of the modules in question, and looks at itself after each. The first one that changes the
 process ends the trial, because nothing can be said of the modules after it.
+
+It finds the order, too, in which each import is a small one: what others need comes first. Not what
+would enter a circle of imports from another side than a rank did; a forked copy tries that.
 """
 
 from __future__ import annotations
@@ -109,8 +112,9 @@ def _try(order: Mapping[str, Any]) -> dict[str, Any]:
     refused: dict[str, str] = {}
     began, memory = time.monotonic(), psutil.Process().memory_info().rss
     with _watching() as watched:
+        _brought("sys")  # the first fork ends OpenBLAS's threads
         before = _state(watched)
-        for name in order["names"]:
+        for name in _in_small_pieces(order["names"]):
             count = len(sys.modules)
             trouble = _import(name)
             if not trouble and len(sys.modules) != count:
@@ -130,6 +134,53 @@ def _try(order: Mapping[str, Any]) -> dict[str, Any]:
         "seconds": time.monotonic() - began,
         "bytes": psutil.Process().memory_info().rss - memory,
     }
+
+
+def _in_small_pieces(names: Sequence[str]) -> Iterator[str]:
+    """Yield modules, to be imported one by one, in the order in which each is complete by itself.
+
+    `names` are in the order in which their imports had ended where all were imported at once.
+    """
+    place = {name: number for number, name in enumerate(names)}
+    complete = {name: max(place.get(part, -1) for part in _lineage(name)) for name in names}
+    circular, put_off = set[str](), []
+    for name in sorted(names, key=lambda name: complete[name]):
+        missing = [part for part in _lineage(name) if part not in sys.modules]
+        if missing and missing[0] not in circular:
+            brought = _brought(name)
+            if not brought or max(complete.get(other, -1) for other in brought) > complete[name]:
+                circular.add(missing[0])
+        if missing and missing[0] in circular:
+            put_off.append(name)
+        else:
+            yield name
+    yield from put_off
+
+
+def _lineage(name: str) -> list[str]:
+    """Return the packages that a module is in, the outermost first, and the module."""
+    parts = name.split(".")
+    return [".".join(parts[: number + 1]) for number in range(len(parts))]
+
+
+def _brought(name: str) -> list[str]:
+    """Return what importing a module imports, as a copy of this process does; [] if it raises."""
+    count, parent = len(sys.modules), os.getpid()
+    with tempfile.TemporaryFile("w+") as answer:
+        child = os.fork()
+        if child == 0:
+            try:
+                die_with(parent)
+                for descriptor in (1, 2):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+                importlib.import_module(name)
+                answer.write("\n".join([*sys.modules][count:]))
+                answer.flush()
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        answer.seek(0)
+        return answer.read().split()
 
 
 def _import(name: str) -> str:

@@ -1,0 +1,146 @@
+"""What the next launch needs is imported while a kernel is idle, and no cell minds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.kernel import Notebook
+from tests.support.waiting import wait_until
+
+PART = """
+import os, pathlib, threading, time
+here = pathlib.Path(__file__).parent
+thread = threading.current_thread().name
+(here / "begun").touch()
+while not (here / "goes on").exists():
+    time.sleep(0.01)
+done = True
+(here / "done").touch()
+"""
+
+Start = Callable[..., tuple[Notebook, Path]]
+
+
+@pytest.fixture
+def start(start_kernel: Callable[..., Notebook], tmp_path: Path) -> Start:
+    """Start a kernel that knows a harmless module, in a package that is used in a cell."""
+    package = tmp_path / "site-packages" / "idle_one"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "part.py").write_text(PART)
+
+    def start(switch: str = "on") -> tuple[Notebook, Path]:
+        kernel = start_kernel(environment={"NBTRAIN_PRELOAD": switch})
+        kernel.run("%load_ext nbtrain\nimport sys, torch")
+        kernel.run(f"sys.path.append({str(package.parent)!r})")
+        kernel.run(
+            "from nbtrain.lifecycle.preload import known_imports\n"
+            "known_imports.write(known_imports.KnownImports(('idle_one.part',)))"
+        )
+        return kernel, package
+
+    return start
+
+
+def idle(kernel: Notebook, package: Path) -> None:
+    """Wait until the kernel, after the cell that ran last, was idle for longer than it takes."""
+    looked = package / "looked"
+    kernel.run(
+        "import asyncio, pathlib\n"
+        f"asyncio.get_running_loop().call_later(1, pathlib.Path({str(looked)!r}).touch)"
+    )
+    wait_until(looked.exists, 100)
+
+
+def test_an_idle_kernel_imports_what_a_launch_needs(start: Start) -> None:
+    kernel, package = start()
+    (package / "goes on").touch()
+    kernel.run("import idle_one")
+    wait_until((package / "done").exists, 100)
+    assert kernel.value("sys.modules['idle_one.part'].thread") == "MainThread"
+    assert kernel.value("'nbtrain.lifecycle.launcher' in sys.modules") is True
+    assert kernel.run("import idle_one.part\nprint(idle_one.part.done)").stdout == "True\n"
+
+
+def test_a_cell_that_comes_meanwhile_waits_for_the_whole_module(start: Start) -> None:
+    kernel, package = start()
+    kernel.run("import idle_one")
+    wait_until((package / "begun").exists, 100)
+    kernel.manager.interrupt_kernel()  # nothing runs that it could end
+    threading.Timer(0.3, (package / "goes on").touch).start()
+    out = kernel.run("from idle_one.part import done\nprint(done)")
+    assert (out.stdout, out.ename) == ("True\n", "")
+
+
+@pytest.mark.parametrize("switch", ["on", "off"])
+def test_nothing_is_imported_beside_a_thread_or_with_the_switch_off(
+    start: Start, switch: str
+) -> None:
+    kernel, package = start(switch)
+    (package / "goes on").touch()
+    if switch == "on":
+        kernel.run(
+            "import threading\nend = threading.Event()\nthreading.Thread(target=end.wait).start()"
+        )
+    kernel.run("import idle_one")
+    idle(kernel, package)
+    assert kernel.value("'idle_one.part' in sys.modules") is False
+    kernel.run("end.set()" if switch == "on" else "%env NBTRAIN_PRELOAD=on")
+    wait_until((package / "done").exists, 100)
+
+
+def test_nothing_is_imported_while_a_cell_awaits(start: Start) -> None:
+    kernel, package = start()
+    (package / "goes on").touch()
+    out = kernel.run(
+        "import asyncio, idle_one\nawait asyncio.sleep(1)\nprint('idle_one.part' in sys.modules)"
+    )
+    assert out.stdout == "False\n"
+    kernel.run("%unload_ext nbtrain")
+    idle(kernel, package)
+    assert kernel.value("'idle_one.part' in sys.modules") is False
+
+
+def test_torch_compile_works_between_and_after_the_pieces(
+    start_kernel: Callable[..., Notebook], tmp_path: Path
+) -> None:
+    """The very modules that broke when a thread imported them beside a cell."""
+    kernel = start_kernel(environment={"NBTRAIN_PRELOAD": "on"})
+    kernel.run("%load_ext nbtrain\nimport sys, torch")
+    learned = kernel.run(
+        "import json, subprocess\n"
+        "code = 'import sys, torch; n = len(sys.modules); import torch._dynamo, json; '"
+        "'print(json.dumps([*sys.modules][n:]))'\n"
+        "names = json.loads(subprocess.check_output([sys.executable, '-c', code]))\n"
+        "from nbtrain.lifecycle.preload import known_imports, trial\n"
+        "tried = trial.try_imports(names, ['torch'], [])\n"
+        "known_imports.write(known_imports.KnownImports().with_trial(tried))\n"
+        "print(tried.refused, len(names) - len(tried.harmless))",
+        timeout=200,
+    )
+    assert learned.stdout == "{} 0\n", learned
+    marks = [tmp_path / "sympy", tmp_path / "torch._dynamo"]
+    kernel.run(
+        "import asyncio, pathlib\n"
+        "def look(marks):\n"
+        "    left = [m for m in marks if m.name not in sys.modules or m.touch()]\n"
+        "    if left: asyncio.get_running_loop().call_later(0.005, look, left)\n"
+        f"look([*map(pathlib.Path, {[str(mark) for mark in marks]})])"
+    )
+    wait_until(marks[0].exists, 100)
+    between = kernel.run(
+        "print('torch._dynamo' in sys.modules)\n"
+        "f = torch.compile(lambda x: x + 1, backend='eager')\nprint(f(torch.ones(1)).item())"
+    )
+    assert (between.stdout, between.ename) == ("False\n2.0\n", "")
+    wait_until(marks[1].exists, 100)
+    run = kernel.run(
+        "%%distributed -n 2 --as run\n"
+        "assert 'torch._dynamo' in sys.modules\nf(torch.ones(1)).item()"
+    )
+    assert not run.ename, run
+    assert kernel.value("run.results") == [2.0, 2.0]
