@@ -21,8 +21,9 @@ noop    a whole run of an empty function at 2 and 8 ranks: by `nbtrain.launch` a
         takes 20 ms by itself; nbtrain leaves it for its ranks, hence the row "group destroyed".)
 first_step  ms from the call to the end of rank 0's first optimizer step in an Accelerate loop on 2
         ranks, next to `accelerate.notebook_launcher`, in kernels of its own: at the first launch of
-        a kernel, right after its imports or 3 s later, and at later ones; and next to a kernel where torch._dynamo was imported by hand.
-        An earlier kernel has run the loop once, so that what its ranks import is known.
+        a kernel, right after its imports or 3 s later, and at later ones; and next to a kernel
+        where torch._dynamo was imported by hand. An earlier kernel has run the loop once, so that
+        what its ranks import is known.
 steps   steps per second of a small DDP loop on 2 ranks (gloo): under nbtrain, with a tqdm bar, a
         `nbtrain.log` a step and the board drawn, and under `torchrun`, with the bar in a file.
         And the CPU time that such a step takes, all ranks and the launcher together (less is
