@@ -34,6 +34,9 @@ def command(name: str, text: str, namespace: dict[str, Any]) -> str:
         return f"{plural(ranks.world_size, 'rank')} stopped"
     if name == "status":
         return status(ranks)
+    if name == "debug":
+        ranks.debug(_rank_of(text))
+        return ""
     if name == "vars":
         return variables(ranks.describe())
     names, options = _names(name, text)
@@ -82,6 +85,14 @@ def _names(name: str, text: str) -> tuple[list[str], dict[str, str]]:
     if wrong or not words:
         raise PlanError(f"%nbtrain {name} needs names of variables: %nbtrain {name} model, lr")
     return words, options
+
+
+def _rank_of(text: str) -> int | None:
+    """Read ``--rank 1``, or nothing. Raises `PlanError`."""
+    match = re.fullmatch(r"(?:(?:--rank|-r)?[ =]*(\d+))?", text.strip())
+    if match is None:
+        raise PlanError("%nbtrain debug takes a rank, or nothing: %nbtrain debug --rank 1")
+    return None if match[1] is None else int(match[1])
 
 
 def check_options(options: Namespace) -> None:

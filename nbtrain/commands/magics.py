@@ -8,7 +8,7 @@ import inspect
 import re
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from IPython.core.magic import (
 )
 
 from ..errors import CellSyntaxError, PlanError
-from ..system import accelerator_guard
+from ..system import accelerator_guard, instrumentation
 from . import cell_watch
 from .idle_imports import IdleImports
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:  # imported when it is asked for: %load_ext would take ten tim
     from . import memory, scaling
 
 _COMMANDS = (
-    "start, status, vars, push, pull, restart, runs, show, stop, stacks, memory, scaling, guard, "
-    "doctor or migrate"
+    "start, status, vars, push, pull, debug, restart, runs, show, stop, stacks, memory, scaling, "
+    "guard, doctor or migrate"
 )
 
 _HELP = """Run this cell, or an expression, on several ranks, which are copies of the kernel.
@@ -72,6 +72,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
     shell: Any
     cell_watch: cell_watch.CellWatch
     idle_imports: IdleImports
+    undo: Callable[[], None]
 
     @no_var_expand
     @line_cell_magic
@@ -120,6 +121,8 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         %nbtrain vars          show the ranks' variables, and where the ranks differ
         %nbtrain push NAMES    send variables of the notebook to the ranks
         %nbtrain pull NAMES    bring variables of rank 0 (--rank R) here; a model in place
+        %nbtrain debug         open the debugger where the last cell on live ranks failed (--rank R:
+                               on another rank); %debug does the same
         %nbtrain restart       end the live ranks, and start new ones
         %nbtrain runs          list the runs that are kept
         %nbtrain show [RUN]    draw a run here, running or not: RUN is how its name begins
@@ -163,7 +166,10 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                 from . import doctor
 
                 print(doctor.page())
-            case ["start" | "restart" | "status" | "vars" | "push" | "pull" as command, *_]:
+            case [
+                "start" | "restart" | "status" | "vars" | "push" | "pull" | "debug" as command,
+                *_,
+            ]:
                 self._live(command, line)
             case ["stop"] if live_now() is not None:
                 self._live("stop", line)
@@ -312,6 +318,27 @@ _UNREAD_COMMAND = (
 """IPython 7.34 on Python 3.12, as in Colab: it looks for a kind of token that there is no more."""
 
 
+def _debug(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Open ``%debug`` where the exception was raised: in a rank, if it is there still."""
+    error = getattr(sys, "last_value", None)
+    lifecycle = sys.modules.get("nbtrain.lifecycle.run")
+    if error is None or lifecycle is None:
+        return original(*args, **kwargs)
+    ranks, run = live_now(), lifecycle.last_run()
+    if ranks is not None and ranks.error is error:
+        return ranks.debug()
+    if run is not None and run.exception is error:
+        print(_HAS_ENDED)
+        return None
+    return original(*args, **kwargs)
+
+
+_HAS_ENDED = (
+    "This exception was raised in a rank, which has ended. Run the cell with --debug: then the "
+    "debugger opens in the rank before it ends."
+)
+
+
 def _expanded(_shell: Any, _text: str) -> str:
     """Fill ``{name}`` and ``$name`` from the notebook's variables, as IPython does in magics.
 
@@ -336,6 +363,7 @@ def load(shell: Any) -> None:
     magics.cell_watch.set_mode(_modes.get(shell, "warn"))
     magics.idle_imports = IdleImports(shell)
     shell.register_magics(magics)
+    magics.undo = instrumentation.patch(shell, "debugger", _debug)
 
 
 def unload(shell: Any) -> None:
@@ -345,6 +373,7 @@ def unload(shell: Any) -> None:
         _modes[shell] = magics.cell_watch.mode
         magics.cell_watch.stop()
         magics.idle_imports.stop()
+        magics.undo()
     for kind in ("line", "cell"):
         for name in ("distributed", "nbtrain", "rank"):
             shell.magics_manager.magics[kind].pop(name, None)

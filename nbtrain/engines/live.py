@@ -80,6 +80,7 @@ class LiveEngine(Engine):
         assert self._parcel is not None
         ranks = TaskRanks(self._members, self._targets)
         message = {"do": "run", "folder": str(job.folder.path), "sent": self.sent}
+        message["unanswered"] = job.unanswered
         for rank in self._targets:
             ranks.begin(rank, message, self._parcel.descriptors[0])
         return ranks

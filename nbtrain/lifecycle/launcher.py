@@ -10,6 +10,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,7 @@ from ..tracking.launch_log import LOGGER
 from ..tracking.replay import initial_state
 from ..tracking.state import RunState
 from ..transport import result_pickler
+from ..ui.displays import prompt as prompts
 from ..ui.displays import select
 from ..ui.displays.cell_output import CellOutput
 from ..ui.displays.html_display import Display
@@ -46,6 +48,7 @@ from ..ui.displays.tracebacks import show_from_the_rank
 from ..worker import api, nested_launches
 from ..worker.job import Job
 from . import background
+from .debugging.conversation import Conversation
 from .follower import Follower
 from .restarts import run_attempts
 from .results import ResultReceiver, continuations
@@ -250,11 +253,19 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
         if plan.goes_on:
             return _start_in_background(plan, device, engine, notes)
         with Interrupts(wanted=not engine.runs_in_kernel) as interrupts:
+            prompt = None if engine.name == "ray" else prompts.find()
             job, state = make_job(plan, device, engine, notes, lambda: interrupts.count > 0)
+            if prompt is not None:
+                job = replace(job, unanswered="")
             supervisor = Supervisor.of(plan, job.folder, state, ranks_stay=engine.ranks_stay)
             stop = partial(supervisor.request_stop, "by the Stop button")
             ask = partial(stacks.ask, job.folder, range(job.world_size))
             display = _display(plan, engine, partial(select.choose, plan.view, stop, ask))
+            if prompt is not None:
+                talk = partial(Conversation, prompt, supervisor.request_stop)
+                supervisor.conversation = talk(
+                    is_live=engine.ranks_stay, waits_for_ever=plan.debug or engine.ranks_stay
+                )
             run = execute(job, engine, supervisor, display, interrupts)
     except OSError as failure:  # out of descriptors, most likely
         raise LaunchError(f"the run could not be started: {failure}") from failure

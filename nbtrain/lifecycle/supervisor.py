@@ -34,10 +34,14 @@ from ..tracking.reducers import fold
 from ..tracking.resource_sampler import Sampler
 from ..tracking.run_folder import RunFolder, asked_to_stop, mark_stopping, recreate
 from ..tracking.state import RunState
+from .debugging.conversation import Conversation
 from .stop_policy import StopController
 
 TICK = 0.1
 """Seconds between two looks at the run folder, where no rank ends earlier."""
+
+DEBUGGING = 0.02
+"""The same while somebody types at the prompt of a debugger."""
 
 ANSWER = 0.2
 """Seconds that ranks have to show where they are before they are stopped; most take few ms."""
@@ -105,6 +109,8 @@ class Supervisor:
     ) -> None:
         self.state = state
         self.show: Callable[[RunState, float], None] = lambda _state, _now: None
+        self.conversation: Conversation | None = None
+        """Has the user talk with debuggers in ranks, where there is a user."""
         self.over = threading.Event()
         self._folder = folder
         self._timeout = timeout
@@ -189,13 +195,18 @@ class Supervisor:
                         self._stop.give_up(DEADLOCK)
                 elif self._stop.is_ignored(time.monotonic()):
                     self._name_the_deaf()
+        if self.conversation is not None:
+            self.conversation.close()
         self._note(ev.Exited(clock.now(), rank, -signal.SIGKILL, "stopped") for rank in ranks.alive)
         if self.has_failed or ranks.alive:  # `finish` comes later, or not before another attempt
             self._take(self._reader.read(ended=range(self.state.world_size)))
 
     def _turn(self, ranks: Ranks, interrupts: Interrupts) -> list[Exit]:
-        self.show(self.state, clock.now())
-        exits = ranks.wait(TICK)
+        talk = self.conversation
+        is_debugged = talk is not None and talk.attend(self.state)
+        if talk is None or not talk.holds_screen:
+            self.show(self.state, clock.now())
+        exits = ranks.wait(DEBUGGING if is_debugged else TICK)
         if time.monotonic() >= self._restores:
             self._restores = time.monotonic() + RESTORE
             self._note(self._disk.restore(self.state))

@@ -234,6 +234,11 @@ class Plan:
         types=(str, Iterable),
         convert=options.sources_of,
     )
+    debug: bool = option(
+        "--debug",
+        "where a rank raises, open the debugger there before the run ends; the other ranks wait",
+        False,
+    )
     port: int | None = None
     """The port where the ranks meet; None: a free one."""
 
@@ -245,6 +250,9 @@ class Plan:
 
     is_live: bool = False
     """Whether the ranks wait for tasks (`nbtrain.start`): it lasts until they are stopped."""
+
+    looks_again: bool = False
+    """Whether it looks at the failure of the task before it, on live ranks."""
 
     @property
     def goes_on(self) -> bool:

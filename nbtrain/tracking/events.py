@@ -149,6 +149,16 @@ class Phase(Event):
 
 
 @dataclass(frozen=True)
+class Debugger(Event):
+    """A debugger waits in the rank for somebody to answer; without an address, the code goes on."""
+
+    address: str = ""
+    """The socket that it listens at."""
+    place: str = ""
+    """Where in the code it stands."""
+
+
+@dataclass(frozen=True)
 class WorkSample(Event, kind="work"):
     """What a rank trains on and with whom, after its first steps, and again at its end."""
 

@@ -235,6 +235,10 @@ RANK_REDUCERS: Mapping[type[ev.Event], Callable[[Draft, Any], Draft]] = {
     ev.Progress: lambda rank, e: {"bars": MappingProxyType(_bars(rank["bars"], e))},
     ev.Output: _output,
     ev.Phase: lambda _, e: {"phase": strip_escapes(e.phase, 20)},
+    ev.Debugger: lambda _, e: {
+        "phase": f"debugger at {strip_escapes(e.place, 60)}" if e.address else "",
+        "debugger": e.address,
+    },
     ev.Compiled: lambda _, e: {"compiled": (e.programs, e.seconds)},
     ev.Failing: lambda _, e: {"status": "failing", "error": strip_escapes_by_line(e.error)},
     ev.Ended: _ended,

@@ -191,6 +191,8 @@ class RankState:
     """Starting, running, failing, done, failed or stopped."""
     phase: str = ""
     """What a running rank is busy with, where that is not training."""
+    debugger: str = ""
+    """The address of the debugger that waits in it."""
     hang: str = ""
     """What the rank does in a hang: 'stuck?', 'waiting', or, of its own pace, 'slow?'."""
     pid: int | None = None

@@ -85,10 +85,10 @@ class Channel:
 
 
 class Listener:
-    """Waits for the connections of live ranks, at an address in a private folder."""
+    """Waits for connections at an address in a private folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self.address = str(folder / "ranks")
+    def __init__(self, folder: Path, name: str = "ranks") -> None:
+        self.address = str(folder / name)
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(self.address)
         self._socket.listen(1024)

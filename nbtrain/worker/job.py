@@ -27,6 +27,8 @@ class Job:
     scratch: str = ""
     world: Placement | None = None
     in_kernel: bool = False
+    unanswered: str = "nobody can: the run is in the background, on other hosts, or headless"
+    """Why nobody would answer a debugger; "": somebody would."""
     is_live: bool = False
     """Whether the rank's process goes on after the task, with its variables and its groups."""
     shared_classes: frozenset[type] = field(default_factory=frozenset)

@@ -32,6 +32,7 @@ from . import (
     stopping,
     telemetry,
 )
+from .debugging import hooks as debugging
 from .job import Job
 from .rank_environment import (
     allow_fsdp_on_cpu,
@@ -90,6 +91,9 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
     api.activate(api.Reporter(writer, rank, size, first))
     telemetry.install(job.plan.telemetry, job.plan)
     nested_launches.refuse()
+    if not job.in_kernel:
+        scratch = job_of_process.scratch if job_of_process is not None else job.scratch
+        debugging.install(job, rank, writer, scratch)
     serve_own_store(world.master_port if world else job.port)
     keep_process_groups()
     fork_child_processes()
@@ -137,6 +141,10 @@ def run_and_report(
         _report_failure(job, rank, writer, spare, error.with_traceback(leaving.__traceback__))
         return FAILED, None
     except BaseException as error:  # whatever the user's code raised is this rank's outcome
+        if job.plan.debug and not isinstance(error, KeyboardInterrupt):
+            debugging.look_into(error)
+        if job.is_live:
+            debugging.keep(error)
         _report_failure(job, rank, writer, spare, error)
         if sender is not None and job.device != "xla":  # it would compile what never ran
             sender.rescue()

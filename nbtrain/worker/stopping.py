@@ -38,7 +38,7 @@ class StopOnRequest:
         self._heard += 1
         patience = 3 if self.is_asked else 2 if self.is_stepping else 1
         if self._heard >= patience:
-            self._raise()
+            self.raise_now()
 
     @property
     def is_due(self) -> bool:
@@ -61,9 +61,10 @@ class StopOnRequest:
         if fetch == self._is_fed and self._has_stepped:
             self._has_stepped = False
             if self.is_due and not self.is_asked:
-                self._raise()
+                self.raise_now()
 
-    def _raise(self) -> None:
+    def raise_now(self) -> None:
+        """Raise KeyboardInterrupt, which is raised once."""
         self._raised = True
         raise KeyboardInterrupt
 

@@ -32,6 +32,8 @@ class Outputs:
     """What the cell asked the frontend to put into a cell, and whether into this one."""
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Widgets that are open, by their id, each with its present state."""
+    prompts: list[str] = field(default_factory=list)
+    """What stood before each input box that was answered."""
     custom: dict[str, dict[str, Any]] = field(default_factory=dict)
     """What came last through comms that are no model's, by their id."""
     comm_bytes: int = 0
@@ -117,11 +119,16 @@ class Notebook:
         stop_on_error: bool = False,
         replies: list[dict[str, Any]] | None = None,
         cell_id: str = "",
+        answers: Sequence[str] | Callable[[Outputs], str | None] = (),
     ) -> Outputs:
         """Execute a cell; interrupt it once when a display or the output contains a text.
 
-        `cell_id` is the page's name of the cell, by default a new one.
+        `cell_id` is the page's name of the cell, by default a new one. `answers` are typed into the
+        cell's input boxes, one after the other; or returned for each (None: none).
         """
+        typist = answers if callable(answers) else _in_turn(answers)
+        while self.client.stdin_channel.msg_ready():  # of an input box that nobody answered
+            self.client.get_stdin_msg(timeout=1)
         out, started = Outputs(), time.monotonic()
         content = {
             "code": cell,
@@ -136,9 +143,14 @@ class Notebook:
         request = self.send("execute_request", content, metadata)
         while True:
             left = started + timeout - time.monotonic()
+            if answers:
+                self._type(out, typist)
             try:
-                message = self.client.get_iopub_msg(timeout=max(0.01, left))
+                wait = min(0.02, left) if answers else left
+                message = self.client.get_iopub_msg(timeout=max(0.01, wait))
             except queue.Empty:
+                if left > 0.02:
+                    continue
                 self.manager.interrupt_kernel()
                 raise AssertionError(f"the cell did not end in {timeout} s: {out}") from None
             if message["parent_header"].get("msg_id") != request:
@@ -156,6 +168,15 @@ class Notebook:
         self.read_reply(request, out, replies)
         out.seconds = time.monotonic() - started
         return out
+
+    def _type(self, out: Outputs, typist: Callable[[Outputs], str | None]) -> None:
+        """Answer an input box, if one is open."""
+        if self.client.stdin_channel.msg_ready():
+            asked = self.client.get_stdin_msg(timeout=1)
+            out.prompts.append(asked["content"]["prompt"])
+            line = typist(out)
+            if line is not None:
+                self.client.input(line)
 
     def send(
         self, kind: str, content: dict[str, Any], metadata: dict[str, Any] | None = None
@@ -203,6 +224,11 @@ class Notebook:
         for owner in (self.client, self.manager):
             if not owner.context.closed:
                 owner.context.destroy(linger=0)
+
+
+def _in_turn(answers: Sequence[str]) -> Callable[[Outputs], str | None]:
+    left = iter(answers)
+    return lambda _out: next(left, None)
 
 
 _SHOWN = ("stream", "display_data", "update_display_data", "comm_open", "comm_msg")

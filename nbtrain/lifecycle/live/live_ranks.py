@@ -31,8 +31,11 @@ from ...planning.plan import Call, Cell, Plan
 from ...planning.task_values import is_model, variables
 from ...system.text import format_ranks, plural
 from ...tracking import clock
+from ...tracking.diagnosis.failures import is_secondary_failure
 from ...transport import payload, result_pickler
 from ...transport.channel import Channel, Listener
+from ...ui.displays import prompt
+from ...worker.debugging.hooks import look_again
 from ...worker.live.server import serve
 from .. import launcher
 from ..run import Run, last_run, remember
@@ -167,6 +170,15 @@ def _drop_data(message: Message) -> None:
         os.close(data)
 
 
+def _cause(run: Run | None) -> int:
+    """Return the rank whose failure ended a run."""
+    if run is None:
+        return 0
+    failed = [rank for rank in run.state.ranks if rank.status == "failed"]
+    first = min(failed, key=lambda r: (is_secondary_failure(r.error or ""), r.ended), default=None)
+    return 0 if first is None else first.rank
+
+
 def _notebook() -> dict[str, Any]:
     return vars(sys.modules["__main__"])
 
@@ -186,6 +198,9 @@ class LiveRanks:
         self._names, self._snapshot = names, snapshot
         self._tasks = 0
         self._trouble = ""
+        self.error: BaseException | None = None
+        """What the last task raised."""
+        self._failed = 0  # the rank that caused it
         self._generation = 0
         self._groups: dict[int, Mapping[str, Any]] = {}
         self.engine, self.device = run.state.engine, run.state.device
@@ -315,13 +330,43 @@ class LiveRanks:
             noticed.append(
                 Finding(f"the notebook's {names} changed since the ranks got it.", remedy)
             )
+        self.error = None
         try:
             run = launcher.run_plan(plan, noticed, engine=engine)
+        except BaseException as error:
+            self.error = error
+            self._failed = _cause(last_run())
+            raise
         finally:
             if isinstance(plan.task, Cell):
                 self._snapshot.take(engine.sent, plan.task.namespace)
             self._recover()
         return run
+
+    def debug(self, rank: int | None = None) -> None:
+        """Open the debugger where the last task failed: on its cause, or on a rank of your choice.
+
+        Raises `PlanError` where nobody can type, or no task has failed.
+        """
+        if prompt.find() is None:
+            raise PlanError("the debugger needs somebody who answers: nobody can type here")
+        if self.error is None:
+            raise PlanError("no cell has failed on these ranks since the last one that worked")
+        self._check_is_whole()
+        target = self._failed if rank is None else rank
+        self._check_rank(target)
+        call = Call(look_again)
+        plan = Plan(call, "debug", looks_again=True, view="none", telemetry=(), sync=False)
+        before = last_run()
+        launcher.run_plan(plan, engine=LiveEngine(self, [target]))
+        if before is not None:
+            remember(before)
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise PlanError(
+                f"there is no rank {rank}: the live ranks are 0 to {self.world_size - 1}"
+            )
 
     def changed(self, cell: Cell, ranks: Sequence[int] | None = None) -> list[str]:
         """Return the variables that a cell reads, and that the notebook has assigned anew."""
@@ -451,10 +496,7 @@ class LiveRanks:
     def pull(self, *names: str, rank: int = 0) -> None:
         """Bring variables of a rank into the notebook; a model, into the one of that name there."""
         notebook = _notebook()
-        if not 0 <= rank < self.world_size:
-            raise PlanError(
-                f"there is no rank {rank}: the live ranks are 0 to {self.world_size - 1}"
-            )
+        self._check_rank(rank)
         models = [name for name in names if is_model(notebook.get(name))]
         if models and rank:
             raise PlanError(

@@ -120,7 +120,8 @@ class HangWatchdog:
         if self._after is None:
             return []
         running = [r for r in state.ranks if not r.is_over and r.status != "failing"]
-        if any(r.phase == "compiling" for r in running):  # the others may wait for it, rightly
+        # The others may wait for it, rightly.
+        if any(r.phase == "compiling" or r.debugger for r in running):
             self._last = dict.fromkeys(self._last, now)
         silent = {r.rank: now - self._last[r.rank] for r in running}
         seen = self._observation(state, silent)

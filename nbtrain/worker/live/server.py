@@ -139,7 +139,12 @@ class LiveRank:
             of_process = main.job_of_process
             assert of_process is not None
             job = replace(
-                of_process, plan=plan, folder=folder, shared_classes=classes, is_live=True
+                of_process,
+                plan=plan,
+                folder=folder,
+                shared_classes=classes,
+                unanswered=message["unanswered"],
+                is_live=True,
             )
             output = RichOutput()
             output.install()

@@ -1,0 +1,1 @@
+"""The notebook's end of debuggers in ranks."""

@@ -1,0 +1,202 @@
+"""Has the user talk with the debuggers that wait in ranks: one prompt for all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ...system.text import format_ranks, plural
+from ...tracking.state import RankState, RunState
+from ...transport.channel import Channel, connect
+from ...ui.displays.prompt import Prompt
+
+PATIENCE = 1.0
+"""Seconds in which a rank whose code goes on by a line keeps the prompt, though another waits."""
+
+TICK = 0.02
+"""Seconds between two looks while somebody types."""
+
+HELP = "p x: show x · n: next line · c: go on · q: end the {what}"
+_AFTERWARDS = "p x: show x · u: up to the caller · d: down again · q: leave"
+_OTHERS = " · rank 1: look at rank 1 · all p x: ask every rank that waits"
+_LIMIT = (
+    "A rank that waits for this one in a collective gives up after 30 minutes (NCCL: 10); with "
+    "--debug it does not."
+)
+
+Message = dict[str, Any]
+
+
+class Conversation:
+    """The debuggers of one run, and who is asked."""
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        request_stop: Callable[[str], None],
+        *,
+        waits_for_ever: bool,
+        is_live: bool,
+    ) -> None:
+        self._prompt, self._request_stop = prompt, request_stop
+        self._limit = () if waits_for_ever else (_LIMIT,)
+        self._help = HELP.format(what="cell" if is_live else "run")
+        self._channels: dict[int, Channel] = {}
+        self._waiting: dict[int, Message] = {}
+        self._said: dict[int, Message] = {}  # since each was told something
+        self._current: int | None = None
+        self._is_asking = False
+        self._goes_on_since: float | None = None  # the current rank, by a line
+        self._has_helped = self._has_quit = False
+
+    @property
+    def holds_screen(self) -> bool:
+        """Whether nothing else may be drawn now."""
+        return self._is_asking and self._prompt.holds_screen
+
+    def attend(self, state: RunState) -> bool:
+        """Pass on what was said and typed since; return whether a debugger is open."""
+        for rank in state.ranks:
+            if rank.debugger and rank.rank not in self._channels:
+                self._connect(rank)
+        if not self._channels:
+            return False
+        self._listen()
+        if self._is_asking:
+            self._pass_on(state)
+        if not self._is_asking and self._waiting and not self._has_quit:
+            self._ask(state)
+        return bool(self._waiting) or any(rank.debugger for rank in state.ranks)
+
+    def close(self) -> None:
+        """Hang up; debuggers that wait let their code go on."""
+        for channel in self._channels.values():
+            channel.close()
+        self._channels, self._waiting, self._is_asking = {}, {}, False
+
+    def _connect(self, rank: RankState) -> None:
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            channel = connect(rank.debugger)
+            channel.wait_for_ever()
+            self._channels[rank.rank] = channel
+
+    def _listen(self) -> None:
+        poller = select.poll()
+        by_descriptor = {channel.fileno(): rank for rank, channel in self._channels.items()}
+        for descriptor in by_descriptor:
+            poller.register(descriptor, select.POLLIN)
+        for descriptor, _ in poller.poll(0):
+            rank = by_descriptor[descriptor]
+            try:
+                self._take(rank, self._channels[rank].receive()[0])
+            except (EOFError, ValueError):
+                self._channels.pop(rank).close()
+                self._waiting.pop(rank, None)
+                if rank == self._current:
+                    self._current, self._is_asking = None, False
+
+    def _take(self, rank: int, message: Message) -> None:
+        if rank == self._current:
+            self._show(message.get("text", ""))
+        self._said[rank] = message
+        if message.get("quit"):
+            self._has_quit = True
+            self._request_stop("from the debugger")
+        if "prompt" in message:
+            self._waiting[rank] = message
+        elif rank == self._current and not message.get("comes_back"):
+            self._current = None
+        elif rank == self._current:
+            self._goes_on_since = time.monotonic()
+
+    def _ask(self, state: RunState) -> None:
+        """Ask for a line for the rank that was asked last, or else for the first that waits."""
+        if self._current not in self._waiting:
+            if self._current is not None:
+                since = self._goes_on_since
+                if since is None or time.monotonic() - since < PATIENCE:
+                    return  # it answers in a moment
+                print(f"rank {self._current} is at work.", flush=True)
+            self._turn_to(min(self._waiting), state)
+        assert self._current is not None
+        message = self._waiting[self._current]
+        self._is_asking = True
+        self._prompt.ask(f"(rank {self._current}) {message['prompt']}")
+
+    def _turn_to(self, rank: int, state: RunState) -> None:
+        self._current = rank
+        message = self._waiting[rank]
+        others = [each for each in self._waiting if each != rank]
+        too = f" ({format_ranks(others)} too)" if others else ""
+        text = f"rank {rank} stopped at {message.get('place', '')}{too}."
+        if not self._has_helped:
+            self._has_helped = True
+            about = _AFTERWARDS if message.get("is_over") else self._help
+            lines = [text, about]
+            if sum(not each.is_over for each in state.ranks) > 1:
+                lines = [text, about + _OTHERS, *self._limit]
+            text = "\n".join(lines)
+        print(text, flush=True)
+        self._show(message.get("text", ""))
+
+    def _pass_on(self, state: RunState) -> None:
+        """Give what was typed to the rank that is asked, or to all; or turn to another rank."""
+        line = self._prompt.answer()
+        if line is None:
+            return
+        self._is_asking = False
+        first, _, rest = line.strip().partition(" ")
+        if first == "rank":
+            self._change_rank(rest.strip(), state)
+        elif first == "all":
+            self._tell_all(rest.strip())
+        elif self._current is not None:
+            self._tell(self._current, line)
+
+    def _change_rank(self, text: str, state: RunState) -> None:
+        if text.isdecimal() and int(text) in self._waiting:
+            self._turn_to(int(text), state)
+            return
+        waiting = format_ranks(sorted(self._waiting))
+        busy = text.isdecimal() and int(text) < len(state.ranks)
+        reason = "is not in the debugger" if busy else "is none of this run"
+        print(f"rank {text} {reason}. In the debugger: {waiting}", flush=True)
+
+    def _tell_all(self, line: str) -> None:
+        """Send a command to every rank that waits, and show each answer with its rank."""
+        if not line:
+            print(f"all needs a command: all p loss asks {plural(2, 'rank')} or more", flush=True)
+            return
+        ranks = sorted(self._waiting)
+        for rank in ranks:
+            self._tell(rank, line)
+        deadline = time.monotonic() + 2 * PATIENCE
+        current, self._current = self._current, None
+        open_ones = set(ranks)
+        while open_ones and time.monotonic() < deadline:
+            self._listen()
+            for rank in sorted(open_ones):
+                if rank in self._said or rank not in self._channels:
+                    open_ones.discard(rank)
+                    self._show_of(rank)
+            time.sleep(TICK)
+        self._current = current if current in self._waiting else None
+
+    def _show_of(self, rank: int) -> None:
+        text = self._said.get(rank, {}).get("text", "").rstrip("\n")
+        for line in text.split("\n") if text else ():
+            print(f"[rank {rank}] {line}", flush=True)
+
+    def _tell(self, rank: int, line: str) -> None:
+        self._waiting.pop(rank, None)
+        self._said.pop(rank, None)
+        self._goes_on_since = None
+        with contextlib.suppress(OSError, KeyError):  # it has ended: that is seen next
+            self._channels[rank].send({"line": line})
+
+    def _show(self, text: str) -> None:
+        if text:
+            print(text, end="", flush=True)

@@ -1,0 +1,90 @@
+"""Asking the user for a line without waiting for it: a run is watched meanwhile."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from typing import Any, Protocol
+
+from .html_display import in_marimo, ipython_shell
+
+
+class Prompt(Protocol):
+    """Where somebody may answer."""
+
+    holds_screen: bool
+    """Whether nothing else may be drawn while a line is typed."""
+
+    def ask(self, text: str) -> None:
+        """Show what is asked for; the answer comes later."""
+
+    def answer(self) -> str | None:
+        """Return the line that was typed, once it is; None until then."""
+
+
+def find() -> Prompt | None:
+    """Return the prompt of the front that runs this code; None where nobody can answer."""
+    shell = ipython_shell()
+    kernel = getattr(shell, "kernel", None)
+    if kernel is not None:
+        can_answer = getattr(kernel, "_allow_stdin", False) and hasattr(kernel, "stdin_socket")
+        return KernelPrompt(kernel) if can_answer else None
+    try:
+        is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    except (AttributeError, ValueError):  # none, or closed
+        return None
+    return TerminalPrompt(sys.stdin.fileno()) if is_terminal and not in_marimo() else None
+
+
+class KernelPrompt:
+    """The input box of a notebook's cell: what ``input()`` opens there, without its wait."""
+
+    holds_screen = False
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel, self._socket = kernel, kernel.stdin_socket
+
+    def ask(self, text: str) -> None:
+        """Send the front a request for a line; answers to earlier ones count no more."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        kernel, session = self._kernel, self._kernel.session
+        while session.recv(self._socket)[1] is not None:
+            pass
+        content = {"prompt": text, "password": False}
+        ident = kernel._parent_ident["shell"]
+        parent = kernel.get_parent("shell")
+        session.send(self._socket, "input_request", content, parent, ident=ident)
+
+    def answer(self) -> str | None:
+        """Return the line that was typed, once it is; None until then."""
+        _, reply = self._kernel.session.recv(self._socket)
+        return None if reply is None else str(reply["content"].get("value", ""))
+
+
+class TerminalPrompt:
+    """A terminal."""
+
+    holds_screen = True
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._typed = b""
+
+    def ask(self, text: str) -> None:
+        """Print what is asked for."""
+        print(text, end="", flush=True)
+
+    def answer(self) -> str | None:
+        """Return the line that was typed, once it is; None until then."""
+        if b"\n" not in self._typed:
+            if not select.select([self._descriptor], [], [], 0)[0]:
+                return None
+            read = os.read(self._descriptor, 4096)
+            self._typed += read or b"quit\n"  # Ctrl-D
+        line, found, rest = self._typed.partition(b"\n")
+        if not found:
+            return None
+        self._typed = rest
+        return line.decode(errors="replace")

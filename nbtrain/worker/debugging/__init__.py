@@ -1,0 +1,1 @@
+"""A debugger in a rank, whose prompt is in the notebook."""

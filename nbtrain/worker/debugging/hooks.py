@@ -1,0 +1,128 @@
+"""When a rank's debugger opens: at ``breakpoint()``, after a failure, and when it is asked to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ...errors import NbtrainError
+from ...system import instrumentation
+from ...system.source_files import cell_name, is_own
+from ...tracking import clock
+from ...tracking import events as ev
+from ...tracking.event_log import EventWriter
+from ..job import Job
+from .remote_pdb import NotebookFile, make_debugger
+
+PATIENCE = timedelta(days=30)
+"""How long collectives wait where one may be looked at in a debugger."""
+
+_active: Debugging | None = None
+_failed: BaseException | None = None
+"""What ended the last task of this process, kept for `look_again`."""
+
+
+def install(job: Job, rank: int, writer: EventWriter, scratch: str) -> None:
+    """Have ``breakpoint()`` open a debugger in the notebook, until the end of the task."""
+    global _active, _failed
+    _active = Debugging(job, rank, writer, scratch)
+    if not job.plan.looks_again:
+        _failed = None
+    instrumentation.undo_later(_active.close)
+    instrumentation.replace(sys, "breakpointhook", _active.stop_here)
+    instrumentation.patch("pdb", "set_trace", _active.set_trace)
+    if job.plan.debug or job.is_live:
+        instrumentation.patch(
+            "torch.distributed.distributed_c10d", "_get_default_timeout", _wait_for_ever
+        )
+
+
+def _wait_for_ever(_original: Any, *_args: Any) -> timedelta:
+    return PATIENCE
+
+
+def look_into(error: BaseException) -> None:
+    """Open the debugger where an exception was raised, if somebody can answer."""
+    if _active is not None:
+        _active.look_into(error)
+
+
+def keep(error: BaseException) -> None:
+    """Keep an exception, with its frames, until the next task."""
+    global _failed
+    _failed = error
+
+
+def look_again() -> None:
+    """Open the debugger where the last task of a live rank failed."""
+    if _failed is None:
+        print("Nothing failed on this rank in the last cell.")
+    else:
+        look_into(_failed)
+
+
+class Debugging:
+    """The debugger of one task of a rank; it costs nothing until it is opened."""
+
+    def __init__(self, job: Job, rank: int, writer: EventWriter, scratch: str) -> None:
+        self._unanswered, self._folder = job.unanswered, job.folder
+        self._rank, self._writer = rank, writer
+        name = f"debugger-{rank}"
+        self._file = NotebookFile(Path(scratch), name, self._report, self._name_of)
+        self._debugger: Any = None
+
+    def _report(self, address: str, place: str) -> None:
+        self._writer.write(ev.Debugger(clock.now(), self._rank, address=address, place=place))
+
+    def _name_of(self, filename: str) -> str:
+        """Return a cell's name, or the last part of a file's: a fresh process has no cells."""
+        known = cell_name(filename)
+        if known is None:
+            with contextlib.suppress(OSError, NbtrainError):  # deleted meanwhile
+                known = dict(self._folder.read_manifest().get("cells", {})).get(filename)
+        return known or os.path.basename(filename)
+
+    def set_trace(self, _original: Any, *_args: Any, **_options: Any) -> None:
+        """Do what ``pdb.set_trace()`` does."""
+        self.stop_here()
+
+    def stop_here(self, *_args: Any, **_options: Any) -> None:
+        """Open the debugger at the caller. Raises `NbtrainError` where nobody can answer."""
+        if os.environ.get("PYTHONBREAKPOINT") == "0":
+            return
+        if self._unanswered:
+            raise NbtrainError(
+                f"breakpoint() needs somebody who answers. Here {self._unanswered}. Delete it, or "
+                "run the cell in the foreground of a notebook or a terminal, on this host"
+            )
+        if self._debugger is None:
+            self._debugger = make_debugger(self._file)
+        self._debugger.set_trace(_caller())
+
+    def look_into(self, error: BaseException) -> None:
+        """Open the debugger at the frame that raised, until it is left."""
+        if self._unanswered or error.__traceback__ is None:
+            return
+        debugger = make_debugger(self._file, is_over=True)
+        self._file.write("".join(traceback.format_exception_only(error)))
+        debugger.reset()
+        with contextlib.suppress(Exception):  # the failure is to be reported, whatever happens
+            debugger.interaction(None, error.__traceback__)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._file.close()
+
+
+def _caller() -> FrameType:
+    """Return the innermost frame that is none of nbtrain's."""
+    frame = sys._getframe(1)
+    while is_own(frame.f_code.co_filename) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
