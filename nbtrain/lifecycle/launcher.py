@@ -84,6 +84,7 @@ def launch(
     telemetry: str | Iterable[str] = SOURCES,
     hang_after: float | None = HANG_AFTER,
     on_hang: str = "report",
+    debug: bool = False,
     out: str | Iterable[str] = (),
     sync: bool = True,
     address: str | None = None,
@@ -127,6 +128,7 @@ def launch(
         hang_after: report a hang after this many seconds without progress of a rank; None or 0:
             never. A deadlock that is certain is reported after seconds.
         on_hang: 'report' a hang, or 'stop' the run, too, and raise `RunTimeout` with the report.
+        debug: where a rank raises, open the debugger there before the run ends.
         out: names of variables of rank 0 to copy back (``NAME@all``: of every rank, as a list):
             arguments, or global variables of the function's module, where they are then assigned.
         sync: load the trained weights into the models that the function is given, if it succeeds.

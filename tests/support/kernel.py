@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -127,8 +128,8 @@ class Notebook:
         cell's input boxes, one after the other; or returned for each (None: none).
         """
         typist = answers if callable(answers) else _in_turn(answers)
-        while self.client.stdin_channel.msg_ready():  # of an input box that nobody answered
-            self.client.get_stdin_msg(timeout=1)
+        while self._asked() is not None:  # an input box that nobody answered
+            pass
         out, started = Outputs(), time.monotonic()
         content = {
             "code": cell,
@@ -171,12 +172,18 @@ class Notebook:
 
     def _type(self, out: Outputs, typist: Callable[[Outputs], str | None]) -> None:
         """Answer an input box, if one is open."""
-        if self.client.stdin_channel.msg_ready():
-            asked = self.client.get_stdin_msg(timeout=1)
-            out.prompts.append(asked["content"]["prompt"])
+        prompt = self._asked()
+        if prompt is not None:
+            out.prompts.append(prompt)
             line = typist(out)
             if line is not None:
                 self.client.input(line)
+
+    def _asked(self) -> str | None:
+        """Return what stands before an input box that was opened, if one was."""
+        with contextlib.suppress(queue.Empty):
+            return str(self.client.get_stdin_msg(timeout=0)["content"]["prompt"])
+        return None
 
     def send(
         self, kind: str, content: dict[str, Any], metadata: dict[str, Any] | None = None

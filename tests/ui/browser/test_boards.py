@@ -197,3 +197,29 @@ def test_a_page_closed_during_the_run_and_opened_after_its_end_shows_how_it_ende
         back.wait_for("succeeded")
     finally:
         back.shot("away")
+
+
+def test_a_breakpoint_in_a_rank_is_answered_in_the_cell(open_notebook: Open) -> None:
+    cell = (
+        "%%distributed -n 2\n"
+        "def train():\n"
+        "    x = nbtrain.rank() + 41\n"
+        "    if nbtrain.rank():\n"
+        "        breakpoint()\n"
+        "    return x"
+    )
+    page = open_notebook("debug.ipynb", ["%load_ext nbtrain", cell])
+    page.wait_for_kernel()
+    page.run_all()
+    box = page.page.locator(".jp-Stdin-input:enabled").last
+    box.wait_for()
+    assert page.page.locator(".jp-Stdin-prompt").last.inner_text().strip() == "(rank 1) ipdb>"
+    box.fill("p 'x is', x")
+    box.press("Enter")
+    page.wait_for("('x is', 42)")
+    wait_until(lambda: box.input_value() == "")
+    page.shot("debugger")
+    box.fill("c")
+    box.press("Enter")
+    page.wait_for("succeeded")
+    page.wait_for_kernel()
