@@ -20,7 +20,6 @@ from ..tracking.state import RankState, RunState, TrainingProgress
 from ..ui import host_status, labels
 from ..ui.board import theme
 from ..ui.board.board import cut, framed
-from ..ui.board.rank_table import badge
 from ..ui.tables import LEFT, RIGHT, Cell, html_table, text_table
 from .restarts import causes
 
@@ -230,12 +229,13 @@ def html(summary: Summary) -> str:
     drawn = []
     for label, content in rows(summary):
         parts = _memory_table(summary) if label == "memory" else ""
-        colour = f"color:{theme.RED}" if label == "failed" else ""
+        colour = "font-weight:600" if label == "failed" else ""
         drawn.append((label, Cell(cut(content, 600) + parts, colour)))
     wrapped = f"{LEFT};vertical-align:top;white-space:normal;overflow-wrap:anywhere"
     label_style = f"{LEFT};vertical-align:top;{theme.SOFT}"
     return framed(
-        f'<div>{badge(summary.status)}<b style="margin:0 10px">{cut(summary.name, 120)}</b>'
+        f"<div>{theme.pill(summary.status, large=True)}"
+        f'<b style="margin:0 10px">{cut(summary.name, 120)}</b>'
         f'<span style="{theme.SOFT}">{escape(_facts(summary))}</span></div>'
         f"{html_table(drawn, [label_style, wrapped])}"
     )

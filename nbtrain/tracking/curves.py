@@ -205,6 +205,16 @@ class Series:
             self.lines[rank] = {int(x // self.width): (x, y) for x, y in sorted(line.values())}
 
 
+def smoothed(band: list[Bin]) -> list[tuple[float, float]]:
+    """Return the means of a band, each averaged with those before it, by step."""
+    weight = 1 / max(1.0, len(band) / 24)
+    points: list[tuple[float, float]] = []
+    for each in band:
+        before = points[-1][1] if points else each.mean
+        points.append((each.x, before + weight * (each.mean - before)))
+    return points
+
+
 def _place(step: float | None, value: float, end: End | None) -> tuple[float, End]:
     """Return where a value belongs, and the newest point after it.
 

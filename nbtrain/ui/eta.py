@@ -24,6 +24,40 @@ def fraction(rank: RankState) -> float | None:
     return _within(outer, max(inner, *(b.fraction or 0.0 for b in ended), 0.0))
 
 
+def of_run(state: RunState) -> float | None:
+    """Return the share of a run that is done, the mean over its ranks; None where none knows it."""
+    if state.status == "succeeded":
+        return 1.0
+    ranks = [rank for rank in state.ranks if not is_of_epoch(rank)]
+    knows_total = any(bar.total for rank in ranks for bar in rank.nest)
+    shares = [share for rank in ranks if (share := fraction(rank)) is not None]
+    return sum(shares) / len(shares) if shares and knows_total else None
+
+
+def epochs(state: RunState) -> int:
+    """Return how many epochs the run will have; 0 where that is not known."""
+    for rank in state.ranks:
+        outer = rank.nest[0] if len(rank.nest) > 1 or _is_named_epoch(rank) else None
+        if rank.bars and outer is not None and outer.total and float(outer.total).is_integer():
+            return int(outer.total)
+    return 0
+
+
+def _is_named_epoch(rank: RankState) -> bool:
+    return bool(rank.nest) and rank.nest[0].description.lower().startswith("epochs")
+
+
+def is_of_epoch(rank: RankState) -> bool:
+    """Whether what is known of a rank's progress is that of its epoch alone.
+
+    So it is for a loop without a bar, and for one with a bar as long as its loader.
+    """
+    if not rank.bars:
+        return rank.progress is not None and rank.status != "done"
+    batches = rank.progress.batches if rank.progress is not None else None
+    return len(rank.nest) == 1 and batches is not None and rank.nest[0].total == batches
+
+
 def _within(bar: ProgressBar, inner: float) -> float:
     """Return the share of a bar that is done, with `inner` of its present unit."""
     total = bar.total or 1
@@ -60,7 +94,7 @@ def eta(state: RunState, now: float) -> float | None:
 
 def _rank_eta(rank: RankState, now: float) -> float | None:
     bars = [b for b in rank.bars.values() if not b.closed and b.fraction is not None]
-    done = fraction(rank) if bars else None
+    done = fraction(rank) if bars and not is_of_epoch(rank) else None
     if not done:
         return None
     heard = max(bar.time for bar in rank.bars.values())  # of the events' own clock, not of `now`
@@ -73,7 +107,7 @@ def _rank_eta(rank: RankState, now: float) -> float | None:
 
 def _epoch_eta(rank: RankState, now: float) -> float | None:
     trained = rank.progress
-    if trained is None or rank.is_over or rank.bars or trained.bar is None:
+    if trained is None or rank.is_over or trained.bar is None or not is_of_epoch(rank):
         return None
     left = trained.bar.remaining
     if left is None or trained.elapsed < 3 or left > FOREVER:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable
+from pathlib import Path
+from statistics import median
 
+from ..system.source_files import is_library
 from ..system.text import (
     format_bytes,
     format_count,
@@ -15,12 +19,13 @@ from ..system.text import (
     shorten,
 )
 from ..tracking import events as ev
+from ..tracking.curves import Series
 from ..tracking.diagnosis import verdict
 from ..tracking.diagnosis.failures import is_secondary_failure
 from ..tracking.reducers import METRICS
 from ..tracking.state import ProgressBar, RankState, RunState
 from . import host_status
-from .eta import fraction, remaining
+from .eta import fraction, is_of_epoch, remaining
 
 RESULTS = 32
 """Different results that are shown."""
@@ -67,38 +72,122 @@ def left(rank: RankState) -> str:
     return format_duration(bar.remaining)
 
 
+def run_position(state: RunState) -> tuple[str, str]:
+    """Return where a run stands, in a few words and in more: ``epoch 3``, ``40/100 batches``."""
+    rank = next((rank for rank in state.ranks if rank.bar is not None), None)
+    if rank is None or rank.bar is None:
+        return "", ""
+    bar = rank.bar
+    if rank.bars:
+        share = fraction(rank) if is_of_epoch(rank) else None
+        return ("" if share is None else f"{int(100 * share)} %"), bar_positions(rank)
+    total = "" if bar.total is None else f"/{format_number(bar.total)}"
+    amount = f"{format_number(bar.n)}{total}"
+    count = bar.total if bar.total is not None else bar.n
+    unit = bar.unit if count == 1 else {"batch": "batches"}.get(bar.unit, f"{bar.unit}s")
+    return (bar.description, f"{amount} {unit}") if bar.description else (f"{amount} {unit}", "")
+
+
+_RISES = re.compile(
+    r"acc|auc|f1|precision|recall|bleu|rouge|map|iou|dice|r2|score|reward|psnr", re.I
+)
+_FALLS = re.compile(r"loss|error|err|perplexity|ppl|mae|mse|wer|cer|fid", re.I)
+_VALIDATION = re.compile(
+    r"^(val|valid|validation|eval|test|dev)(?=[^a-z]|$)|[_/.](val|valid|eval|test|dev)$", re.I
+)
+
+
+def validation_of(name: str) -> str:
+    """Return the name of a metric without the word for a validation; "" if it has none."""
+    return _VALIDATION.sub("", name).strip("_/. -") if _VALIDATION.search(name) else ""
+
+
+def better(name: str) -> str:
+    """Return whether a metric is better 'high' or 'low'; "" where its name does not say it.
+
+    A loss counts if it is a validation's: the training's own lowest is noise.
+    """
+    if _FALLS.search(name):
+        return "low" if validation_of(name) else ""
+    return "high" if _RISES.search(name) else ""
+
+
+def best(series: Series, direction: str) -> tuple[float, float]:
+    """Return the step and the value of a curve's best point."""
+    bins = series.bins.values()
+    if direction == "high":
+        found = max(bins, key=lambda b: b.high)
+        return found.x, found.high
+    found = min(bins, key=lambda b: b.low)
+    return found.x, found.low
+
+
+_CELL_LINE = re.compile(r'^  File "([^"]*ipykernel_\d+/[^"]*|<[^>]*>)", line (\d+)')
+_FILE_LINE = re.compile(r'^  File "([^"]+)", line (\d+)')
+
+
+def line_of_failure(rank: RankState) -> str:
+    """Return the line of the user's code that raised, from the traceback that a rank left."""
+    log = list(rank.log)
+    if ev.TRACEBACK_FOLLOWS in log:
+        log = log[log.index(ev.TRACEBACK_FOLLOWS) :]
+    in_cell = [match for line in log if (match := _CELL_LINE.match(line))]
+    if in_cell:
+        return f"line {in_cell[-1][2]} of the cell"
+    frames = [match for line in log if (match := _FILE_LINE.match(line))]
+    own = [match for match in frames if not is_library(match[1])]
+    return f"{Path(own[-1][1]).name}, line {own[-1][2]}" if own else ""
+
+
 def _bar_position(bar: ProgressBar) -> str:
     total = f" {bar.unit}" if bar.total is None else f"/{format_number(bar.total)}"
     return (f"{bar.description}: " if bar.description else "") + format_number(bar.n) + total
 
 
+class Apart:
+    """What sets single ranks apart from the middle of all."""
+
+    def __init__(self, state: RunState) -> None:
+        moving = [rank for rank in state.ranks if not rank.is_over]
+        self._done = _middle(fraction(rank) for rank in moving)
+        self._waits = _middle(_waits(rank) for rank in moving)
+        self._memory = _middle(memory_bytes(rank) for rank in moving)
+        self._is_few = len(state.ranks) < 3
+
+    def reason(self, rank: RankState) -> str:
+        """Return what sets a rank apart: ``12 % behind · waits for data 31 %``."""
+        if self._is_few or rank.is_over:
+            return ""
+        reasons = []
+        done, waits, memory = fraction(rank), _waits(rank), memory_bytes(rank)
+        if done is not None and self._done - done >= 0.05:
+            reasons.append(f"{100 * (self._done - done):.0f} % behind")
+        if waits is not None and waits >= self._waits + 0.1:
+            reasons.append(f"waits for data {100 * waits:.0f} %")
+        if rank.loss is not None and not math.isfinite(rank.loss):
+            reasons.append("loss is not finite")
+        if memory is not None and memory > 1.5 * self._memory > 0:
+            reasons.append("takes more memory")
+        return " · ".join(reasons)
+
+
+def _middle(values: Iterable[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return median(known) if known else 0.0
+
+
+def _waits(rank: RankState) -> float | None:
+    return rank.progress.waiting if rank.progress is not None else None
+
+
 def outliers(state: RunState, limit: int) -> list[tuple[RankState, str]]:
-    """Return the ranks to name among many, each with the reason: in trouble, slow, a high loss."""
+    """Return the ranks to name among many, each with the reason: in trouble, or apart."""
+    apart = Apart(state)
     order = {"failed": 0, "failing": 0, "stuck?": 1, "slow?": 2}
-    troubled = [r for r in state.ranks if badge(r) in order]
-    troubled.sort(key=lambda r: (order[badge(r)], is_secondary_failure(r.error or "")))
-    named = {r.rank: (r, "") for r in troubled[:limit]}
-    for rank, reason in (_slowest(state), _highest_loss(state)):
-        if rank is not None and rank.rank not in named and len(named) < limit:
-            named[rank.rank] = (rank, reason)
-    return list(named.values())
-
-
-def _slowest(state: RunState) -> tuple[RankState | None, str]:
-    moving = [(f, r) for r in state.ranks if not r.is_over and (f := fraction(r)) is not None]
-    slow, rank = min(moving, key=lambda pair: pair[0], default=(0.0, None))
-    ahead = max((f for f, _ in moving), default=0.0)
-    return (rank, "slowest") if ahead - slow >= 0.01 else (None, "")
-
-
-def _highest_loss(state: RunState) -> tuple[RankState | None, str]:
-    losses = [(r.loss, r) for r in state.ranks if r.loss is not None]
-    strange = [r for loss, r in losses if not math.isfinite(loss)]
-    if strange:
-        return strange[0], "loss is not finite"
-    high, rank = max(losses, key=lambda pair: pair[0], default=(0.0, None))
-    low = min((loss for loss, _ in losses), default=0.0)
-    return (rank, "highest loss") if high > low else (None, "")
+    named = [(rank, apart.reason(rank)) for rank in state.ranks]
+    named = [(rank, reason) for rank, reason in named if reason or badge(rank) in order]
+    named.sort(key=lambda at: (order.get(badge(at[0]), 3), is_secondary_failure(at[0].error or "")))
+    return named[:limit]
 
 
 def spread(state: RunState) -> list[tuple[str, str]]:
@@ -142,6 +231,14 @@ def memory_use(rank: RankState) -> str:
         device = "GPU" if usage.gpu is None else f"GPU {usage.gpu}"
         return device if on_gpu is None else f"{device} · {format_bytes(on_gpu)}"
     return "" if usage.memory is None else format_bytes(usage.memory)
+
+
+def memory_bytes(rank: RankState) -> int | None:
+    """Return the bytes that `memory_use` writes."""
+    on_gpu = rank.usage.gpu_memory
+    if on_gpu is None and rank.progress is not None:
+        on_gpu = rank.progress.reserved
+    return rank.usage.memory if on_gpu is None and rank.usage.gpu is None else on_gpu
 
 
 def cpu(rank: RankState) -> str:
@@ -190,6 +287,13 @@ def _has_failed(rank: RankState) -> bool:
     return rank.status in ("failed", "failing")
 
 
+def culprit(state: RunState) -> RankState | None:
+    """Return the rank whose failure is the cause of the others'; None if none failed."""
+    failed = [rank for rank in state.ranks if _has_failed(rank)]
+    causes = [rank for rank in failed if not is_only_echo(rank, state)]
+    return min(causes or failed, key=lambda rank: rank.ended or math.inf, default=None)
+
+
 def is_only_echo(rank: RankState, state: RunState) -> bool:
     """Return whether a rank failed only because another one had failed."""
     failed = filter(_has_failed, state.ranks)
@@ -199,15 +303,18 @@ def is_only_echo(rank: RankState, state: RunState) -> bool:
     return is_secondary_failure(rank.error or "") and known
 
 
-def facts(state: RunState, now: float) -> str:
-    """Return the run in a line: ``2 ranks · fork · cpu · 12 s · about 3 min left``."""
+def facts(state: RunState, now: float, *, brief: bool = False) -> str:
+    """Return the run in a line: ``2 ranks · fork · cpu · 12 s · about 3 min left``.
+
+    `brief`: without the time left.
+    """
     parts = [plural(state.world_size, "rank"), state.engine, host_status.devices(state)]
     if state.precision != "no":
         parts.append(state.precision)
     if state.attempt > 1:
         parts.append(f"attempt {state.attempt} of {state.attempts}")
     parts.append(format_duration(state.elapsed(now)))
-    return " · ".join(filter(None, [*parts, remaining(state, now)]))
+    return " · ".join(filter(None, [*parts, "" if brief else remaining(state, now)]))
 
 
 def notes(state: RunState, limit: int = 6) -> list[str]:

@@ -13,9 +13,6 @@ from ..tracking.history import Curve, Row, curves, names
 from . import labels
 from .board import theme
 
-LINES = (theme.BLUE, theme.RED, theme.GREEN, theme.AMBER, theme.GREY)
-"""The colours of runs, in turn."""
-
 
 def figure(runs: Mapping[str, Sequence[Row]], metrics: Sequence[str]) -> Any:
     """Return a `matplotlib.figure.Figure`: every rank faint, the mean strong, a panel per metric.
@@ -71,7 +68,7 @@ def _self_drawing(figure_class: type[Any]) -> type[Any]:
 
 
 def _draw(panel: Any, name: str, runs: Mapping[str, dict[int, Curve]]) -> None:
-    for run, colour in zip(runs, cycle(LINES)):
+    for run, colour in zip(runs, cycle(theme.LINES)):
         _draw_run(panel, runs[run], colour, run if len(runs) > 1 else "")
     if panel.get_legend_handles_labels()[1]:
         panel.legend(frameon=False)

@@ -429,8 +429,8 @@ def test_what_comes_home_is_told_with_how_far_it_has_come() -> None:
     assert "⚠ train(): finished, but model was not updated" in text_summary.summary(unfit, 200.0)
     absent = fold(over, [ev.ArtifactLoaded(103, -1, "best", f"{ev.NO_VARIABLE} `best`")])
     assert "⚠ train(): finished, but best was not returned" in text_summary.summary(absent, 200.0)
-    assert theme.GREEN not in board.render(unfit, 200.0).partition("</b>")[0]
-    assert theme.GREEN in board.render(here, 200.0).partition("</b>")[0]
+    assert theme.GOOD.fill not in board.render(unfit, 200.0).partition("</b>")[0]
+    assert theme.GOOD.fill in board.render(here, 200.0).partition("</b>")[0]
 
 
 def test_values_of_several_ranks_come_home_as_one() -> None:

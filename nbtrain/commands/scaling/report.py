@@ -80,9 +80,9 @@ class ScalingReport:
     def _repr_html_(self) -> str:
         """Draw the report; the picture is an image, which an untrusted notebook still shows."""
         table = rows(self)
-        red = f"{LEFT};color:{theme.RED}"
+        strong = f"{LEFT};font-weight:600"
         drawn = html_table(
-            [(row[0], Cell(escape(row[1]), red)) if len(row) == 2 else row for row in table],
+            [(row[0], Cell(escape(row[1]), strong)) if len(row) == 2 else row for row in table],
             [RIGHT] * len(table[0]),
             head=True,
         )

@@ -14,13 +14,11 @@ from html import escape
 from ...system.text import shorten
 from ...tracking.diagnosis import stragglers
 from ...tracking.state import RunState
-from .. import host_status, labels
-from . import chart, log_panel, rank_grid, rank_table, theme
+from .. import labels
+from . import chart, header, log_panel, rank_grid, rank_table, theme
 
 ROWS = 16
 """Ranks up to which each has a row; more are a grid, with rows for the ranks to look at."""
-
-OUTLIERS = 8
 
 LIVE_BYTES = 30_000
 """Bytes of a board that is sent several times per second; charts that do not fit are left out."""
@@ -40,6 +38,9 @@ class ViewChoices:
 
     log: bool | None = None
     """Whether the axes of values are logarithmic."""
+
+    each: bool = False
+    """Whether every rank has a row, alike or not."""
 
 
 FRAME = {"border": "1px solid rgba(128,128,128,.35)", "padding": "8px 12px", "max-width": "1100px"}
@@ -78,37 +79,15 @@ def parts(state: RunState, now: float, choices: ViewChoices = ViewChoices()) -> 
 def _parts(
     state: RunState, now: float, choices: ViewChoices = ViewChoices()
 ) -> tuple[str, str, str]:
-    state = stragglers.with_slow_ranks_marked(state)
-    notes = _amber("".join(f"<div>{coded(note)}</div>" for note in labels.notes(state)))
-    hang = _amber(cut(labels.hang(state), 1000))
+    marked = stragglers.with_slow_ranks_marked(state)
+    notes = "".join(f"<div>{coded(note)}</div>" for note in labels.notes(state))
+    notes = header.card(theme.WARN, notes) if notes else ""
     printed = f"{_results(state)}{log_panel.draw(state, choices.rank)}"
-    above = f"{_header(state, now)}{hang}{_ranks(state, now)}"
+    above = f"{header.draw(marked, now)}{_ranks(marked, each=choices.each)}"
     used = len(notes) + len(above) + len(printed) + 500
     room = (STATIC_BYTES if state.is_over else LIVE_BYTES) - used
     charts = chart.charts(state, room, choices.metric, log=choices.log)
     return notes, f"{above}{charts}", printed
-
-
-def _header(state: RunState, now: float) -> str:
-    hosts = [] if state.is_over else host_status.lines(state)
-    lines = [cut(state.message, 600), *map(escape, hosts)]
-    below = "".join(
-        f'<div style="{theme.SOFT};overflow-wrap:anywhere">{line}</div>' for line in lines if line
-    )
-    return (
-        f'<div style="margin-bottom:4px">{rank_table.badge(state.outcome)}'
-        f'<b style="margin:0 10px;{theme.MONO};font-weight:600">{cut(state.name, 120)}</b>'
-        f'<span style="{theme.SOFT}">{escape(labels.facts(state, now))}</span>{below}</div>'
-    )
-
-
-def _amber(inner: str) -> str:
-    """Draw what is to be seen first; nothing of an empty text."""
-    style = (
-        f"margin-bottom:6px;padding:2px 8px;border-left:3px solid {theme.AMBER};"
-        "background:rgba(201,138,0,.12);overflow-wrap:anywhere"
-    )
-    return f'<div style="{style}">{inner}</div>' if inner else ""
 
 
 def coded(text: str) -> str:
@@ -130,16 +109,23 @@ def cut(text: str, width: int) -> str:
     return escape(shorten(text, width))
 
 
-def _ranks(state: RunState, now: float) -> str:
-    memory = _memory(state)
-    if state.world_size <= ROWS:
-        return rank_table.draw([(rank, "") for rank in state.ranks], state, now) + memory
-    named = labels.outliers(state, OUTLIERS)
-    rows = rank_table.draw(named, state, now) if named else ""
-    lines = [labels.statuses(state.ranks)]
-    lines += [f"{name} {values}" for name, values in labels.spread(state)]
-    drawn = "".join(f'<div style="{theme.SOFT}">{escape(line)}</div>' for line in lines)
-    return f"{rank_grid.draw(state)}{drawn}{rows}{memory}"
+def _ranks(state: RunState, *, each: bool) -> str:
+    """Draw the ranks: alike ones in a row; many as a grid; once the run is over, all to unfold."""
+    few = state.world_size <= ROWS
+    rows = rank_table.rows_of(state, each=each and few)
+    drawn = "" if few else rank_grid.draw(state) + _overview(state)
+    drawn += rank_table.draw(rows, state) + _memory(state)
+    if state.is_over and few and len(rows) < state.world_size:
+        every = rank_table.draw(rank_table.rows_of(state, each=True), state)
+        drawn += theme.folded("Each rank", every)
+    return drawn
+
+
+def _overview(state: RunState) -> str:
+    """Draw how many ranks are in which state, and the spread over all of them."""
+    spread = (f"{name} {values}" for name, values in labels.spread(state))
+    line = escape(" · ".join([labels.statuses(state.ranks), *spread]))
+    return f'<div style="{theme.SOFT}">{line}</div>'
 
 
 def _memory(state: RunState) -> str:

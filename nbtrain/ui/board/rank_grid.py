@@ -15,9 +15,6 @@ from ...tracking.state import RankState, RunState
 from .. import eta, labels
 from . import theme
 
-LEVELS = 8
-"""Steps in which a cell fills."""
-
 TITLED = 64
 """Ranks up to which each cell has a title."""
 
@@ -28,6 +25,8 @@ class Shape(NamedTuple):
     columns: int
     cell: int
     gap: int
+    levels: int
+    """Steps in which a cell fills."""
 
     @property
     def pitch(self) -> int:
@@ -40,8 +39,8 @@ class Shape(NamedTuple):
 def draw(state: RunState) -> str:
     """Draw the grid: inline while the run goes on, as an image once it is over."""
     ranks = state.world_size
-    shape = Shape(32, 20, 3) if ranks <= 128 else Shape(64, 10, 2)
-    shape = Shape(128, 5, 1) if ranks > 4096 else shape
+    shape = Shape(32, 20, 3, 8) if ranks <= 128 else Shape(64, 10, 2, 4)
+    shape = Shape(128, 5, 1, 1) if ranks > 4096 else shape
     shown = state.ranks[: 64 * shape.columns]
     rows = -(-len(shown) // shape.columns)
     label = escape(f"{plural(ranks, 'rank')}: {labels.statuses(state.ranks)}")
@@ -70,30 +69,31 @@ def _strokes(path: str, thick: float, colour: str, shape: Shape, more: str = "")
 def _fills(ranks: tuple[RankState, ...], shape: Shape) -> str:
     """Draw what fills the cells: neighbours that look the same are one line."""
     lines: dict[tuple[str, int], str] = {}
+    looks = [_look(rank, shape.levels) for rank in ranks]
     for row, start in enumerate(range(0, len(ranks), shape.columns)):
         column = 0
-        for look, same in groupby(map(_look, ranks[start : start + shape.columns])):
+        for look, same in groupby(looks[start : start + shape.columns]):
             count, level = len(list(same)), look[1]
-            y = row * shape.pitch + shape.cell - shape.cell * level / LEVELS / 2
+            y = row * shape.pitch + shape.cell - shape.cell * level / shape.levels / 2
             line = f"M{column * shape.pitch} {y:g}h{shape.width(count)}" if level else ""
             lines[look] = lines.get(look, "") + line
             column += count
     return "".join(
-        _strokes(path, shape.cell * level / LEVELS, colour, shape)
+        _strokes(path, shape.cell * level / shape.levels, colour, shape)
         for (colour, level), path in lines.items()
         if path
     )
 
 
-def _look(rank: RankState) -> tuple[str, int]:
+def _look(rank: RankState, levels: int) -> tuple[str, int]:
     """Return a cell's colour and how far it is filled; fully if the progress is unknown."""
-    colour = theme.status_colour(labels.badge(rank))
+    colour = theme.tones(labels.badge(rank)).fill
     if rank.status == "starting":
         return colour, 0
     if rank.is_over or rank.status == "failing":
-        return colour, LEVELS
+        return colour, levels
     done = eta.fraction(rank)
-    return colour, LEVELS if done is None else max(1, int(done * LEVELS))
+    return colour, levels if done is None else max(1, int(done * levels))
 
 
 def _titles(ranks: tuple[RankState, ...], shape: Shape) -> str:

@@ -1,8 +1,8 @@
-"""A row per rank: bar, position, rate, loss, memory, and what went wrong. Pure.
+"""What sets ranks apart, in rows: those that are alike share one. Pure.
 
-Columns that are empty for all ranks are left out. Numbers are set right, in digits of one width,
-in columns with room for more digits, so that nothing jumps. The most important columns come
-first: a narrow page shows them without scrolling.
+A rank that differs has a row of its own, and the reason. Columns that are empty for all are left
+out. Numbers are set right, in digits of one width, in columns with room for more digits, so that
+nothing jumps. The most important columns come first: a narrow page shows them without scrolling.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from html import escape
+from statistics import fmean, median
 from typing import NamedTuple
 
-from ...system.text import format_bytes, format_number, shorten
+from ...system.text import format_bytes, format_number, format_ranks, shorten
 from ...tracking.state import RankState, RunState
 from .. import eta, labels
 from ..tables import LEFT, RIGHT, Cell, html_table
@@ -21,11 +22,32 @@ from . import theme
 _POSITION = 64
 """Characters of a position that are shown."""
 
-_FEW = 4
-"""Ranks up to which a row also has the other metrics, which the charts have anyway."""
+FEW = 2
+"""Ranks up to which each has a row, alike or not."""
 
-Row = tuple[RankState, str]
-"""A rank, and the reason why it is named among many."""
+NAMED = 6
+"""Ranks that are named among many."""
+
+
+class Row(NamedTuple):
+    """Ranks that are alike, and what sets them apart from the others."""
+
+    ranks: Sequence[RankState]
+    reason: str = ""
+
+    @property
+    def first(self) -> RankState:
+        return self.ranks[0]
+
+    @property
+    def some(self) -> Sequence[RankState]:
+        """Up to 64 of the ranks, from all over."""
+        return self.ranks[:: -(-len(self.ranks) // 64)]
+
+    def over_all(self, text: Callable[[RankState], str]) -> str:
+        """Return what is said of each rank: of several that differ, of the middle one."""
+        texts = [text(rank) for rank in self.some]
+        return texts[0] if len(set(texts)) == 1 else sorted(texts)[len(texts) // 2]
 
 
 class Column(NamedTuple):
@@ -42,77 +64,121 @@ class Column(NamedTuple):
         return Cell(self.heading, f"font-size:11px{width}")
 
 
-def draw(rows: Sequence[Row], state: RunState, now: float) -> str:
+def rows_of(state: RunState, *, each: bool = False) -> list[Row]:
+    """Return the rows to draw: those that differ first, then those that are alike.
+
+    `each`: a row per rank.
+    """
+    apart = labels.Apart(state)
+    if each or state.world_size <= FEW:
+        return [Row((rank,), apart.reason(rank)) for rank in state.ranks]
+    worst = ("failed", "failing", "stuck?", "slow?")
+    most = NAMED if state.world_size <= 128 else NAMED // 2
+    single: list[Row] = []
+    alike: dict[str, list[RankState]] = {}
+    for rank in state.ranks:
+        reason, badge = apart.reason(rank), labels.badge(rank)
+        is_named = bool(reason) or badge in worst
+        if is_named and not labels.is_only_echo(rank, state) and len(single) < most:
+            single.append(Row((rank,), reason))
+        else:
+            alike.setdefault(badge, []).append(rank)
+    single.sort(key=lambda row: labels.badge(row.first) not in worst)
+    return [*single, *(Row(ranks) for ranks in alike.values())]
+
+
+def draw(rows: Sequence[Row], state: RunState) -> str:
     """Draw the rows."""
-    has_eta, dense = bool(eta.remaining(state, now)), len(rows) < state.world_size
-    columns = _columns(state, has_eta=has_eta, dense=dense)
-    drawn = [(column, [column.cell(row) for row in rows]) for column in columns]
+    drawn = [(column, [column.cell(row) for row in rows]) for column in _columns(state)]
     drawn = [(column, cells) for column, cells in drawn if any(cells)]
     lines: list[list[Cell]] = [[column.head for column, _ in drawn]]
-    for i, (rank, _) in enumerate(rows):
+    for i, row in enumerate(rows):
         lines.append([Cell(cells[i]) for _, cells in drawn])
-        if remark := _remark(rank, state):
+        if remark := _remark(row, state):
             lines.append([Cell(""), Cell(remark, "white-space:normal;overflow-wrap:anywhere")])
     table = html_table(lines, [column.style for column, _ in drawn], head=True)
-    return f'<div style="overflow-x:auto">{table}</div>'
+    region = 'style="overflow-x:auto" tabindex="0" role="region" aria-label="ranks"'
+    return f"<div {region}>{table}</div>"
 
 
-def _remark(rank: RankState, state: RunState) -> str:
+def _remark(row: Row, state: RunState) -> str:
     """Draw what needs the width of the board, below a rank's row: an error, other metrics."""
-    lines = []
-    if state.world_size <= _FEW and (others := labels.metrics(rank, 5, but=("loss",))):
+    if len(row.ranks) > 1:
+        return ""
+    rank, lines = row.first, []
+    if state.world_size <= FEW and (others := labels.metrics(rank, 5, but=("loss",))):
         lines.append(f'<span style="{theme.SOFT}">{escape(others[:300])}</span>')
     trouble = labels.trouble(rank, state)
-    if trouble and not labels.is_only_echo(rank, state):
-        lines.append(f'<span style="color:{theme.RED}">{escape(trouble)}</span>')
+    if trouble and not labels.is_only_echo(rank, state) and rank is not labels.culprit(state):
+        lines.append(f"<b>{escape(trouble)}</b>")
     return "&ensp;".join(lines)
 
 
-def _columns(state: RunState, *, has_eta: bool, dense: bool) -> list[Column]:
-    """Return the columns; `has_eta`: the header has the time left; `dense`: leave out positions."""
+def _columns(state: RunState) -> list[Column]:
+    stands = any(rank.hang == "stuck?" for rank in state.ranks)
     soft_left, soft_right = f"{LEFT};{theme.SOFT}", f"{RIGHT};{theme.SOFT}"
     return [
-        Column("rank", lambda row: str(row[0].rank), soft_right),
-        Column("node", lambda row: escape(row[0].node), soft_left),
-        Column("", lambda row: badge(labels.badge(row[0])), LEFT, 76),
-        Column("", lambda row: row[1], f"{LEFT};font-weight:600"),
-        Column("", lambda row: _bar(row[0], state), "min-width:72px"),
-        Column("", lambda row: _percent(row[0]), RIGHT, 42),
-        Column("loss", lambda row: _loss(row[0]), RIGHT, 56),
-        Column("rate", lambda row: escape(labels.rate(row[0])), RIGHT, 64),
-        Column("left", lambda row: "" if has_eta else labels.left(row[0]), soft_right, 46),
-        Column("memory", lambda row: _memory(row[0]), RIGHT, 54),
-        Column("CPU", lambda row: labels.cpu(row[0]), RIGHT, 46),
-        Column("compiled", lambda row: labels.compiled(row[0]), RIGHT),
-        Column("data wait", lambda row: labels.waiting(row[0]), RIGHT),
-        Column("at", lambda row: "" if dense else _position(row[0]), soft_left),
-        Column("", lambda row: _echo(row[0], state), soft_left),
+        Column("rank", lambda row: _name(row), soft_right),
+        Column("node", lambda row: escape(_node(row)), soft_left),
+        Column("", lambda row: theme.pill(labels.badge(row.first)), LEFT, 76),
+        Column("", lambda row: escape(row.reason), f"{LEFT};font-weight:600"),
+        Column("", lambda row: _bar(row, state), "min-width:72px"),
+        Column("", lambda row: _percent(row), RIGHT, 42),
+        Column("loss", lambda row: _loss(row), RIGHT, 56),
+        Column("rate", lambda row: "" if stands else escape(row.over_all(labels.rate)), RIGHT, 64),
+        Column("memory", lambda row: _memory(row), RIGHT, 54),
+        Column("CPU", lambda row: row.over_all(labels.cpu), RIGHT, 46),
+        Column("compiled", lambda row: row.over_all(labels.compiled), RIGHT),
+        Column("data wait", lambda row: row.over_all(labels.waiting), RIGHT),
+        Column("at", lambda row: _position(row), soft_left),
+        Column("", lambda row: _echo(row, state), soft_left),
     ]
 
 
-def badge(status: str) -> str:
-    """Draw a state's name behind a dot of its colour."""
-    colour = theme.status_colour(status)
-    return f'<span style="color:{colour};font-weight:600">●&nbsp;{escape(status)}</span>'
+def _name(row: Row) -> str:
+    if len(row.ranks) == 1:
+        return str(row.first.rank)
+    numbers = format_ranks([rank.rank for rank in row.ranks]).removeprefix("ranks ")
+    return numbers if len(numbers) <= 20 else f"{len(row.ranks):,} ranks"
 
 
-def _loss(rank: RankState) -> str:
-    if rank.loss is None:
+def _node(row: Row) -> str:
+    nodes = list(dict.fromkeys(rank.node for rank in row.ranks if rank.node))
+    return nodes[0] if len(nodes) == 1 else f"{len(nodes)} nodes" if nodes else ""
+
+
+def _loss(row: Row) -> str:
+    losses = [rank.loss for rank in row.ranks if rank.loss is not None]
+    if not losses:
         return ""
-    has_digits = 1e-3 <= abs(rank.loss) < 1e3  # all of one length: they stand below each other
-    text = f"{rank.loss:#.4g}" if has_digits else format_number(rank.loss)
-    return text if math.isfinite(rank.loss) else f'<b style="color:{theme.RED}">{text}</b>'
+    loss = losses[0] if len(losses) == 1 else fmean(losses)
+    has_digits = 1e-3 <= abs(loss) < 1e3  # all of one length: they stand below each other
+    text = f"{loss:#.4g}" if has_digits else format_number(loss)
+    text = text if math.isfinite(loss) else f"<b>{text}</b>"
+    if len(losses) == 1 or min(losses) == max(losses):
+        return text
+    span = f"{format_number(min(losses))}–{format_number(max(losses))}"
+    return f'<span title="mean; {span}">{text}</span>'
 
 
-def _position(rank: RankState) -> str:
-    position = labels.bar_positions(rank)
+def _position(row: Row) -> str:
+    position = row.over_all(labels.bar_positions)
     short = escape(shorten(position, _POSITION))
     too_long = len(position) > _POSITION
     return f'<span title="{escape(position[:400])}">{short}</span>' if too_long else short
 
 
-def _memory(rank: RankState) -> str:
+def _memory(row: Row) -> str:
     """Draw the memory that a rank takes; its parts show when the pointer is on it."""
+    rank = row.first
+    if len(row.ranks) > 1:
+        taken = [labels.memory_bytes(rank) for rank in row.ranks]
+        known = [size for size in taken if size is not None]
+        if not known:
+            return ""
+        low, high = format_bytes(min(known)), format_bytes(max(known))
+        device = "GPU " if rank.usage.gpu is not None else ""
+        return f"{device}{high} each" if low == high else f"{device}{low} – {high}"
     text = labels.memory_use(rank)
     parts = memory_parts(rank)
     return f'<span title="{parts}">{text}</span>' if text and parts else text
@@ -127,22 +193,29 @@ def memory_parts(rank: RankState) -> str:
     return " · ".join(part.replace(" ", "\N{NO-BREAK SPACE}") for part in parts)
 
 
-def _echo(rank: RankState, state: RunState) -> str:
+def _echo(row: Row, state: RunState) -> str:
+    rank = row.first
     return escape(labels.trouble(rank, state)) if labels.is_only_echo(rank, state) else ""
 
 
-def _percent(rank: RankState) -> str:
-    done = eta.fraction(rank)
-    return "" if done is None or rank.bar is None else f"{int(100 * done)} %"
+def _share(row: Row) -> float | None:
+    shares = [eta.fraction(rank) for rank in row.some if rank.bar is not None]
+    known = [share for share in shares if share is not None]
+    return median(known) if known else None
 
 
-def _bar(rank: RankState, state: RunState) -> str:
-    done = eta.fraction(rank)
-    if done is None or rank.bar is None:
+def _percent(row: Row) -> str:
+    done = _share(row)
+    return "" if done is None else f"{int(100 * done)} %"
+
+
+def _bar(row: Row, state: RunState) -> str:
+    done, rank = _share(row), row.first
+    if done is None:
         return ""
-    echoes = rank.status == "stopped" or labels.is_only_echo(rank, state)
-    colour = theme.GREY if echoes else theme.status_colour(rank.status)
-    if done == 1 and not echoes:
-        colour = theme.GREEN
-    role = f'role="progressbar" aria-valuenow="{100 * done:.1f}" aria-label="rank {rank.rank}" '
+    quiet = rank.status == "stopped" or labels.is_only_echo(rank, state)
+    fills = {"running": theme.BLUE, "done": theme.GREEN if state.is_over else theme.BLUE}
+    colour = theme.GREY if quiet else fills.get(rank.status, theme.GREY)
+    name = shorten(format_ranks([each.rank for each in row.ranks]), 40)
+    role = f'role="progressbar" aria-valuenow="{100 * done:.1f}" aria-label="{name}" '
     return theme.bar(done, 72, colour, role)

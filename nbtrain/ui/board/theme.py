@@ -1,20 +1,46 @@
-"""The board's fonts and colours: mid-tones that read on white and on black.
+"""The board's fonts and colours, which read on white, on black and on Colab's grey.
 
-Each colour has a contrast of more than 4 : 1 on #fff and on #111; no colour can have 4.5 on both.
+No colour has a contrast of 4.5 on all of them. So text has the page's own colour, or stands on a
+ground that it brings along: a status is a pair of tones, one light and one dark, of which at least
+one stands out from any page. The pairs differ in lightness as well as in hue (Okabe and Ito's), so
+they are told apart without colour too. Lines of charts are mid-tones.
 """
 
 from __future__ import annotations
 
 import base64
+from html import escape
+from typing import NamedTuple
 
-BLUE = "#357fc0"
-GREEN = "#1f8a5b"
-RED = "#d64545"
-AMBER = "#a87400"
-GREY = "#787878"
+BLUE = "#2f88d0"
+ORANGE = "#cb6d12"
+GREEN = "#12966c"
+RED = "#dd5a50"
+PURPLE = "#9b6fd0"
+AMBER = "#b5892a"
+GREY = "#888888"
+LINES = (BLUE, ORANGE, GREEN, PURPLE, RED, AMBER, GREY)
+"""Mid-tones for lines and bars, which need 3 : 1."""
+
+
+class Tones(NamedTuple):
+    """How a status is drawn: its ground, what stands on it, bars, and a sign without colour."""
+
+    fill: str
+    ink: str
+    bar: str
+    sign: str
+
+
+CALM = Tones("#e4e4e4", "#3a3a3a", GREY, "○")
+BUSY = Tones("#0068b3", "#ffffff", BLUE, "▶")
+GOOD = Tones("#009e73", "#00150f", GREEN, "✓")
+WARN = Tones("#f5b82e", "#3a2500", AMBER, "!")
+BAD = Tones("#7d1000", "#ffe0d6", RED, "✕")
+
 TRACK = "rgba(128,128,128,.25)"
 
-SOFT = "opacity:.7"
+SOFT = "opacity:.75"
 """Text that is less important."""
 
 MONO = "font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;font-size:12px"
@@ -24,25 +50,39 @@ FONT = (
 )
 
 STATUS = {
-    "running": BLUE,
-    "compiling": BLUE,
-    "saving": BLUE,
-    "waiting": AMBER,
-    "slow?": AMBER,
-    "stuck?": AMBER,
-    "stopping": AMBER,
-    "failing": RED,
-    "done": GREEN,
-    "succeeded": GREEN,
-    "failed": RED,
-    "interrupted": AMBER,
-    "timed out": AMBER,
+    "running": BUSY,
+    "compiling": BUSY,
+    "saving": BUSY,
+    "joining": BUSY,
+    "waiting": WARN,
+    "slow?": WARN,
+    "stuck?": WARN,
+    "stuck": WARN,
+    "stopping": WARN,
+    "failing": BAD,
+    "done": GOOD,
+    "succeeded": GOOD,
+    "failed": BAD,
+    "lost": BAD,
+    "interrupted": WARN,
+    "timed out": WARN,
 }
 
 
-def status_colour(status: str) -> str:
-    """Return the colour of a status or a badge; it is grey before the start and after a stop."""
-    return AMBER if status.startswith("finished, but") else STATUS.get(status, GREY)
+def tones(status: str) -> Tones:
+    """Return the tones of a status or a badge; calm before the start and after a stop."""
+    return WARN if status.startswith("finished, but") else STATUS.get(status, CALM)
+
+
+def pill(status: str, text: str = "", *, large: bool = False) -> str:
+    """Draw a status, or a text in its place, on a ground of its own, behind a sign."""
+    fill, ink, _, sign = tones(status)
+    size = "font-size:13px;padding:1px 10px" if large else "font-size:11px;padding:0 7px"
+    return (
+        f'<span style="display:inline-block;{size};border-radius:10px;background:{fill};'
+        f'color:{ink};border:1px solid {ink};font-weight:600;line-height:1.5">'
+        f'<span aria-hidden="true">{sign}&nbsp;</span>{escape(text or status)}</span>'
+    )
 
 
 def folded(title: str, inner: str, style: str = "margin:0") -> str:
