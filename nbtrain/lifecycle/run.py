@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import os
 import pickle
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ..errors import LaunchError, NbtrainError, NodeFailed, ResultsLost, RunTimeout
 from ..system.files import open_regular, read_regular
@@ -117,19 +118,22 @@ class Run:
 
     def _result(self, rank: int) -> Any:
         if rank not in self._results:
-            data = self._small.get(rank) or self._read_result(rank)
-            if data is None:
+            file = self._open_result(rank)
+            if file is None:
                 return None
             try:
-                self._results[rank] = result_pickler.loads(data)
+                with file:
+                    self._results[rank] = result_pickler.load(file)
             except (pickle.UnpicklingError, EOFError, MemoryError) as error:
                 path = self._folder.result(rank)
                 raise NbtrainError(f"{path} is damaged: {error or 'it ends too early'}") from error
         return self._results[rank]
 
-    def _read_result(self, rank: int) -> bytes | None:
+    def _open_result(self, rank: int) -> IO[bytes] | None:
+        if rank in self._small:
+            return io.BytesIO(self._small[rank])
         try:
-            return read_regular(self._folder.result(rank))
+            return open_regular(self._folder.result(rank))
         except FileNotFoundError:
             self._folder.check_it_is_there()
             return None

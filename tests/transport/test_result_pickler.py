@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -89,3 +90,39 @@ def test_no_more_is_pickled_than_the_limit() -> None:
         result_pickler.dumps(bytearray(400 << 20), limit=1000)
     with pytest.raises(ValueError, match="it takes more than"):
         result_pickler.dumps(list(range(1000)), limit=1000)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(torch.arange(6).view(2, 3), torch.arange(6.0).view(2, 3).t(), torch.ones(0)),
+        *(torch.tensor(1.5), torch.ones(3, dtype=torch.bfloat16), torch.ones(2).bool()),
+        *(torch.nn.Parameter(torch.ones(2)), torch.ones(2, dtype=torch.complex64)),
+    ],
+    ids=lambda value: f"{type(value).__name__} {value.dtype} {list(value.shape)}",
+)
+def test_a_tensor_arrives_as_it_was_and_can_be_changed(value: torch.Tensor) -> None:
+    arrived = result_pickler.loads(result_pickler.dumps({"a": value, "b": [value]}))
+    copy = arrived["a"]
+    assert copy is arrived["b"][0]
+    assert type(copy) is type(value)
+    assert (copy.dtype, copy.stride()) == (value.dtype, value.stride())
+    assert copy.requires_grad == value.requires_grad
+    assert torch.equal(copy, value)
+    with torch.no_grad():
+        copy.copy_(copy + copy)
+
+
+def test_a_large_tensor_is_in_memory_once_beside_its_pickle() -> None:
+    value = torch.ones(1 << 22)
+    tracemalloc.start()
+    try:
+        data = result_pickler.dumps(value)
+        written = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        result_pickler.loads(data)
+        read = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+    assert max(written, read) < 1.3 * value.nbytes
