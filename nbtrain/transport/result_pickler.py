@@ -52,7 +52,7 @@ class ResultPickler(cloudpickle.Pickler):  # type: ignore[misc]
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(obj, torch.Tensor):
             return _tensor_on_cpu(torch, obj)
-        if torch is not None and isinstance(obj, torch.storage.TypedStorage):
+        if torch is not None and torch.is_storage(obj):
             return _storage_as_bytes(obj)
         return super().reducer_override(obj)
 
@@ -69,19 +69,25 @@ def _tensor_on_cpu(torch: Any, tensor: Any) -> Any:
 
 
 def _storage_as_bytes(storage: Any) -> Any:
-    """Rebuild a tensor's memory from a copy; torch's own way makes three, and as many there."""
-    memory = storage._untyped_storage  # torch 2.0 to 2.13; the public methods warn
+    """Rebuild a tensor's memory from a copy; torch's own way makes three, and as many there.
+
+    And it cannot rebuild that of float8 or uint16, which has no type (torch 2.13).
+    """
+    memory = getattr(storage, "_untyped_storage", storage)  # of one with a type
     if memory.device.type != "cpu" or not memory.nbytes():
         return NotImplemented
     data = (ctypes.c_char * memory.nbytes()).from_address(memory.data_ptr())
-    return _storage_of, (pickle.PickleBuffer(data), storage.dtype)
+    # One without a type is told its own by the tensor, which asks for it in this form.
+    dtype = sys.modules["torch"].uint8 if memory is storage else storage.dtype
+    return _storage_of, (pickle.PickleBuffer(data), dtype)
 
 
 def _storage_of(data: bytearray, dtype: Any) -> Any:
     import torch
 
     memory = torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
-    return torch.storage.TypedStorage(wrap_storage=memory, dtype=dtype, _internal=True)
+    typed: Any = torch.storage.TypedStorage
+    return typed(wrap_storage=memory, dtype=dtype, _internal=True)
 
 
 class _ReferringPickler(ResultPickler):
