@@ -102,6 +102,11 @@ class TrainingCounts:
     """Bytes of GPU memory, as torch counts them; `reserved` and `peak` too."""
     reserved: int | None = None
     peak: int | None = None
+    loops: tuple[tuple[str, int, int, int], ...] = ()
+    """Where the training stands in all that it will do, from the outside in: a loop's name, rounds
+    that are done, of how many, and the number of the first. Empty where that is not all known."""
+    epochs: int | None = None
+    """The number of the last epoch."""
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,8 @@ class TrainingProgress(ev.TrainingCounts):
     waiting: float | None = None
     """The share of time, 0 to 1, spent waiting for data."""
     batch_rate: float | None = None
+    is_uneven: bool = False
+    """Whether epochs differ in how many batches they have: then none tells how long others take."""
 
     @property
     def bar(self) -> ProgressBar | None:
@@ -83,7 +85,11 @@ def progress_after(old: TrainingProgress | None, event: ev.TrainingUpdate) -> Tr
     counts["precision"] = strip_escapes(event.precision, 20)
     if event.loss is None:
         counts["loss"] = old.loss
-    return TrainingProgress(**counts, time=event.time, **_rates(old, event))
+    if type(event.loops) is tuple and any(total < 1 for _, _, total, _ in event.loops):
+        counts["loops"] = ()
+    sizes = old.batches or 0, event.batches or 0
+    uneven = old.is_uneven or (min(sizes) > 0 and max(sizes) - min(sizes) > 0.1 * max(sizes))
+    return TrainingProgress(**counts, time=event.time, is_uneven=uneven, **_rates(old, event))
 
 
 def _rates(old: TrainingProgress, event: ev.TrainingUpdate) -> dict[str, Any]:
@@ -230,9 +236,14 @@ class RankState:
 
     @property
     def nest(self) -> list[ProgressBar]:
-        """The bars that move, from the outside in; if none does, those that ended last."""
-        every = list(self.bars.values())
-        return [bar for bar in every if not bar.closed] or every[::-1]
+        """The bars that move, from the outside in; if none does, those that ended last.
+
+        A bar that ended before the training went on (of a download, of a model's weights) is none.
+        """
+        moving = [bar for bar in self.bars.values() if not bar.closed]
+        trained = self.progress.time if self.progress is not None and self.progress.steps else 0.0
+        ended = [b for b in self.bars.values() if b.time >= trained or self.is_over]
+        return moving or ended[::-1]
 
     @property
     def bar(self) -> ProgressBar | None:
@@ -241,7 +252,7 @@ class RankState:
         Without any, the one that the training itself makes.
         """
         made = self.progress.bar if self.progress is not None else None
-        return self.nest[-1] if self.bars else made
+        return next(reversed(self.nest), made)
 
     @property
     def loss(self) -> float | None:

@@ -22,10 +22,11 @@ from ..tracking import events as ev
 from ..tracking.curves import Series
 from ..tracking.diagnosis import verdict
 from ..tracking.diagnosis.failures import is_secondary_failure
+from ..tracking.overview.run_progress import LONGEST, is_of_epoch, of_bars
 from ..tracking.reducers import METRICS
 from ..tracking.state import ProgressBar, RankState, RunState
 from . import host_status
-from .eta import fraction, is_of_epoch, remaining
+from .eta import fraction, remaining
 
 RESULTS = 32
 """Different results that are shown."""
@@ -47,8 +48,16 @@ def position(rank: RankState) -> str:
 
 
 def bar_positions(rank: RankState) -> str:
-    """Return the bars that move, from the outside in: ``epoch: 2/3 › batch: 20/45``."""
-    if not rank.bars:
+    """Return where a rank is, from the outside in: ``epoch 2/3 › batch 20/45``.
+
+    The loops around its steps tell, else its bars that move.
+    """
+    loops = rank.progress.loops if rank.progress is not None else ()
+    if loops and rank.progress is not None:
+        name, done, total, first = loops[-1]
+        places = [f"{n} {d + f:,}/{t + f - 1:,}" for n, d, t, f in loops[:-1]]
+        return " › ".join([*places, f"{name} {done + first - 1:,}/{total + first - 1:,}"])
+    if not rank.nest:
         return "" if rank.bar is None else _bar_position(rank.bar)
     *outer, inner = rank.nest
     return " › ".join(map(_bar_position, [*outer[:3], inner]))
@@ -57,7 +66,7 @@ def bar_positions(rank: RankState) -> str:
 def rate(rank: RankState) -> str:
     """Return how fast the shown bar moves: ``12.3 it/s``, or ``2.0 s/it``."""
     bar = rank.bar
-    if bar is None or not bar.rate:
+    if bar is None or not bar.rate or rank.hang in ("stuck?", "waiting"):
         return ""
     if bar.rate < 1:
         return f"{format_duration(1 / bar.rate)}/{bar.unit}"
@@ -67,7 +76,9 @@ def rate(rank: RankState) -> str:
 def left(rank: RankState) -> str:
     """Return how long the shown bar will still take."""
     bar = rank.bar
-    if bar is None or not bar.remaining or rank.is_over:
+    if bar is None or not bar.remaining or rank.is_over or bar.remaining > LONGEST:
+        return ""
+    if rank.hang in ("stuck?", "waiting"):
         return ""
     return format_duration(bar.remaining)
 
@@ -78,8 +89,10 @@ def run_position(state: RunState) -> tuple[str, str]:
     if rank is None or rank.bar is None:
         return "", ""
     bar = rank.bar
-    if rank.bars:
-        share = fraction(rank) if is_of_epoch(rank) else None
+    if rank.progress is not None and rank.progress.loops:
+        return "", bar_positions(rank)
+    if rank.nest:
+        share = of_bars(rank) if is_of_epoch(rank) else None
         return ("" if share is None else f"{int(100 * share)} %"), bar_positions(rank)
     total = "" if bar.total is None else f"/{format_number(bar.total)}"
     amount = f"{format_number(bar.n)}{total}"

@@ -9,6 +9,7 @@ from ..tracking.curves import Series
 from ..tracking.diagnosis import stragglers
 from ..tracking.state import RankState, RunState
 from . import labels
+from .eta import fraction
 
 _WIDTH = 20
 _ROWS = 16
@@ -42,11 +43,11 @@ def rank_line(rank: RankState, state: RunState) -> str:
     """Return one rank's line: status, bar, metrics, error."""
     place = f" on {rank.node}" if rank.node else ""
     parts = [f"  rank {rank.rank}{place}: {labels.badge(rank):<8}"]
-    bar = rank.bar
-    if bar is not None:
-        if bar.fraction is not None:
-            done = round(bar.fraction * _WIDTH)
-            parts.append(f"{'█' * done}{'·' * (_WIDTH - done)} {bar.fraction:4.0%}")
+    if rank.bar is not None:
+        share = fraction(rank)
+        if share is not None:
+            done = round(share * _WIDTH)
+            parts.append(f"{'█' * done}{'·' * (_WIDTH - done)} {int(100 * share):3} %")
         parts.append(labels.position(rank))
     if rank.metrics:
         step = "" if rank.step is None else f"step {rank.step}: "

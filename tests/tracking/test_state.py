@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from nbtrain.tracking import events as ev
+from nbtrain.tracking.overview import run_progress
 from nbtrain.tracking.reducers import LOG_LINES, METRICS, SAVED, fold
 from nbtrain.tracking.state import ProgressBar, RankState, RunState
 from nbtrain.ui import eta, host_status, labels, text_summary
@@ -365,14 +366,14 @@ def test_the_time_left_is_that_of_the_outermost_bar() -> None:
         ev.Progress(190.0, 0, bar=1, n=50, total=100, elapsed=30.0, description="batch"),
     ]
     state = fold(picture(), [ev.Started(100.0, 0, 1), *bars])
-    assert eta.eta(state, 190.0) == pytest.approx(90 * (4 - 1.5) / 1.5)
-    assert eta.eta(state, 200.0) == pytest.approx(140.0)
+    assert run_progress.of_run(state, 190.0).remaining == pytest.approx(90 * (4 - 1.5) / 1.5)
+    assert run_progress.of_run(state, 200.0).remaining == pytest.approx(140.0)
     assert "about 2 min left" in labels.facts(state, 200.0)
     for jumped in (-1e9, 1e12):  # a clock that was set
-        left = eta.eta(state, jumped)
+        left = run_progress.of_run(state, jumped).remaining
         assert left is not None
         assert 80 < left <= 150
-    assert eta.eta(picture(), 200.0) is None
+    assert run_progress.of_run(picture(), 200.0).remaining is None
 
 
 def test_a_loop_without_a_bar_tells_what_is_left_of_its_epoch() -> None:

@@ -187,8 +187,6 @@ def _bar(state: RunState) -> str:
     done, fill = eta.of_run(state), theme.tones(status(state)).bar
     name = escape(shorten(state.name, 120), quote=True)
     ends = state.is_over and state.status == "succeeded"
-    if ends:
-        done = 1.0
     if done is None:
         hatch = f"repeating-linear-gradient(135deg,{theme.GREY} 0 2px,transparent 2px 8px)"
         inside = f'<div style="height:100%;background:{hatch};opacity:.6"></div>'

@@ -18,6 +18,9 @@ from .evidence.metric_shares import MetricShares
 from .evidence.work_sample import WorkSampler
 from .safe_hooks import telemetry
 
+ENDLESS = 1_000_000_000
+"""Batches of a pass that nobody waits for: its sampler has a length, and the loop another end."""
+
 
 class LoaderPosition(NamedTuple):
     """Where a loader stands."""
@@ -45,6 +48,8 @@ class DataLoadingMeter:
         self.metrics = MetricShares(self._samples_of_pass)
         self.waited = 0.0
         self.samples: int | None = None
+        self.fed_passes = 0
+        """Passes over any data that fed steps."""
         self.batch_listener: Callable[[Any], None] | None = None
         """Is called with each batch."""
         self._thread = threading.local()  # `is_loading`: in the `__next__` of a loader
@@ -78,6 +83,7 @@ class DataLoadingMeter:
             passes, last = self._epochs.get(position.dataset, (0, -1))
             if position.pass_number > last:
                 self._epochs[position.dataset] = passes + 1, position.pass_number
+                self.fed_passes += 1
 
     def _credit(self) -> None:
         """Count the samples since the last step, without those of passes that feed no step."""
@@ -207,7 +213,8 @@ _ACCELERATES = os.path.join("accelerate", "data_loader.py")
 def _length(iterator: Any) -> int | None:
     """Return how many batches a loader will give; None where that is unknown."""
     try:
-        return len(iterator) if iterator._dataset_kind == 0 else None
+        length = len(iterator) if iterator._dataset_kind == 0 else None
+        return length if length is not None and length < ENDLESS else None
     except Exception:  # a sampler without a length, or with an unusual one
         return None
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...system.instrumentation import patch, replace, when_imported
 from .. import api
+from .totals import training_place
 
 
 def hide_notebook_from_lightning() -> None:
@@ -27,6 +28,7 @@ def watch_trainer() -> None:
     for package in ("lightning.pytorch", "pytorch_lightning"):
         name = f"{package}.trainer.connectors.callback_connector"
         when_imported(name, _replace_rich_bar)
+    training_place.watch_lightning()
 
 
 def _replace_rich_bar(module: Any) -> None:
@@ -40,6 +42,18 @@ def _watch_trainer(module: Any) -> None:
     replace(module, "DEFAULT_PROGRESS_CALLBACK", module.ProgressCallback)
 
     class ReportLogs(module.TrainerCallback):  # type: ignore[misc]
+        first = 0  # the step at which it began: not 0 after a restart
+
+        def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+            self.first = int(state.global_step)
+            training_place.trainer_moved(state, first=self.first)
+
+        def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+            training_place.trainer_moved(state, first=self.first)
+
+        def on_train_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+            training_place.trainer_moved(state, first=self.first, is_over=True)
+
         def on_log(self, _args: Any, state: Any, _control: Any, logs: Any = None, **_: Any) -> None:
             numbers = {k: v for k, v in (logs or {}).items() if isinstance(v, (int, float))}
             if numbers:

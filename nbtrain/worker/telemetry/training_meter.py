@@ -32,10 +32,14 @@ from .precision import PrecisionMeter
 from .safe_hooks import telemetry
 from .step_timing import StepTimer
 from .tensor_memory import TensorMemoryMeter
+from .totals.training_place import TrainingPlace
 from .xla_compilation import CompilationMeter
 
 INTERVAL = 0.5
-"""Seconds between two reports."""
+"""Seconds between two reports, and two looks at the loops around a step."""
+
+NEXT_LOOK = 0.02
+"""Seconds after which a new pass over the data is worth a look."""
 
 
 class TrainingMeter:
@@ -64,6 +68,8 @@ class TrainingMeter:
         self._began: float | None = None
         self._diverged: set[bool] = set()  # whether losses were finite that were reported
         self._due = 0.0
+        self._place = TrainingPlace()
+        self._looked = -math.inf, 0  # when, and in which pass
 
     def install(self, sources: Collection[str]) -> None:
         """Watch torch, now or when it is imported."""
@@ -134,6 +140,11 @@ class TrainingMeter:
         if key not in self._effects.settled:
             self._effects.look(optimizer, self._loss.backwards)
         now = time.monotonic()
+        looked, passes = self._looked
+        is_new = passes != self._loading.fed_passes
+        if now >= looked + (NEXT_LOOK if is_new else INTERVAL):
+            self._looked = now, self._loading.fed_passes
+            self._place.look(self._steps, self._loading.fed_passes)
         self._tick(now, now)
         self._memory.stepped(optimizer, now)
         if stopping.active is not None:
@@ -202,6 +213,10 @@ class TrainingMeter:
             self._report(now, self._loss.take())
 
     def _report(self, now: float, loss: float | None) -> None:
+        position = self._loading.position()
+        loops, position["epoch"], epochs = self._place.report(
+            self._steps, self._loading.fed_passes, position
+        )
         update = ev.TrainingUpdate(
             clock.now(),
             self._rank,
@@ -213,7 +228,9 @@ class TrainingMeter:
             has_diverged=self._loss.has_diverged,
             lr=self._lr,
             precision=self._precision.value(),
-            **self._loading.position(),
+            loops=loops,
+            epochs=epochs,
+            **position,
             **_gpu_memory(self._gpu),
         )
         self._writer.write(update)

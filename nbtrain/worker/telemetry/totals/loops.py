@@ -1,0 +1,310 @@
+"""The loops around the code that runs, read from its source: which round of how many each is in.
+
+Only what is certain counts: ``for epoch in range(start, args.epochs)``, a bar or `enumerate` around
+one, a list whose members differ, ``while step < steps``. Where any other loop is around, or source
+cannot be read, nobody knows how long the training will be.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import operator
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+from ....system.source_files import RANK_BODY, is_own
+
+_DEEPEST = 60
+"""Frames that are looked at."""
+
+_BARS = ("tqdm", "trange", "track", "progress", "progress_bar", "tqdm_notebook", "notebook_tqdm")
+_NO_LOOPS = ("torch.", "accelerate.", "tqdm.", "contextlib", "functools", "threading")
+"""Modules whose frames are between a training's loop and what it calls, and loop over other
+things."""
+
+_SEEN_ELSEWHERE = {"locals", "vars", "eval", "exec", "dir", "_getframe", "currentframe"}
+"""Names in a function that may hold the dictionary of its variables, which a look would change."""
+
+
+class Loop(NamedTuple):
+    """A loop that is running."""
+
+    name: str
+    at: int
+    """Its round, from 0."""
+    rounds: int
+    first: int
+    """What people call its first round: 1, or 4 where epoch 4 is the first after a restart."""
+
+
+class Loops(NamedTuple):
+    """The loops around a step, from the outside in."""
+
+    known: tuple[Loop, ...]
+    has_inner: bool
+    """Whether the innermost goes over something else, as over a loader's batches."""
+    key: tuple[tuple[int, int], ...]
+    """Which loops they are, by code and line."""
+
+
+Statement = ast.For | ast.AsyncFor | ast.While
+
+_statements: dict[int, tuple[CodeType, tuple[Statement, ...] | None]] = {}
+"""The loops of each function that was looked at, by the id of its code."""
+
+
+def loops_around(frame: FrameType | None) -> Loops | None:
+    """Return the loops around a frame; None where what is around it is not all known."""
+    known: list[Loop] = []  # from the inside out
+    key: list[tuple[int, int]] = []
+    has_inner = False
+    for around in _frames(frame):
+        statements = _enclosing(around)
+        if statements is None:
+            return None
+        if not statements:
+            continue
+        variables = _Variables(around)
+        for statement in reversed(statements):
+            if _is_over_words(statement):  # ``for phase in ("train", "val")``: steps in one alone
+                continue
+            loop = _loop(statement, variables)
+            if loop is None and (has_inner or isinstance(statement, ast.While)):
+                return None
+            key.append((id(around.f_code), statement.lineno))
+            if loop is None:  # over batches: what loops within it is a part of one
+                has_inner, known = True, []
+            else:
+                known.append(loop)
+    return Loops(tuple(reversed(known)), has_inner, tuple(reversed(key)))
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    for _ in range(_DEEPEST):
+        if frame is None or frame.f_code.co_filename in RANK_BODY:
+            return
+        module = str(frame.f_globals.get("__name__", ""))
+        if not (is_own(frame.f_code.co_filename) or f"{module}.".startswith(_NO_LOOPS)):
+            yield frame
+        frame = frame.f_back
+
+
+def _enclosing(frame: FrameType) -> list[Statement] | None:
+    """Return the loops of its function that a frame is in, from the outside in; None: unknown."""
+    code, line = frame.f_code, frame.f_lineno
+    if id(code) not in _statements:
+        _statements[id(code)] = code, _read(code)
+    every = _statements[id(code)][1]
+    if every is None:
+        return None
+    return [each for each in every if each.body[0].lineno <= line <= (each.end_lineno or 0)]
+
+
+def _read(code: CodeType) -> tuple[Statement, ...] | None:
+    """Return the loops of a function, or of a cell, in the order of its source."""
+    is_function = bool(code.co_flags & inspect.CO_OPTIMIZED)
+    if code.co_name == "<lambda>":
+        return ()
+    if is_function and code.co_name.startswith("<"):  # a comprehension: no line of it tells
+        return None
+    lines = linecache.getlines(code.co_filename)
+    first = code.co_firstlineno - 1 if is_function else 0
+    try:
+        block = inspect.getblock(lines[first:]) if is_function else lines
+        tree: ast.AST = ast.parse(textwrap.dedent("".join(block)))
+    except (SyntaxError, IndexError):
+        return None
+    body = list(ast.iter_child_nodes(tree))
+    if not body:
+        return None
+    ast.increment_lineno(tree, first)
+    return tuple(_loops_in(body[0] if is_function else tree))
+
+
+def _loops_in(node: ast.AST) -> Iterator[Statement]:
+    """Yield the loops within a node, without those of functions within it."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.For, ast.AsyncFor, ast.While)):
+            yield child
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
+            yield from _loops_in(child)
+
+
+class _Variables:
+    """Looks up the variables of a frame, and holds none of them."""
+
+    def __init__(self, frame: FrameType) -> None:
+        self._frame = frame
+        self._is_function = bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
+        names = {*frame.f_code.co_names}
+        self._is_shy = self._is_function and bool(names & _SEEN_ELSEWHERE)
+
+    def __getitem__(self, name: str) -> Any:
+        frame = self._frame
+        if self._is_shy and sys.version_info < (3, 13):
+            raise KeyError(name)
+        variables: Mapping[str, Any] = frame.f_locals
+        try:
+            if name in variables:
+                return variables[name]
+        finally:
+            # Until 3.13 it is a copy that the frame keeps: a tensor in it would stay alive.
+            if self._is_function and isinstance(variables, dict):
+                variables.clear()
+        return frame.f_globals[name]
+
+
+def _is_over_words(statement: Statement) -> bool:
+    """Whether a loop goes over texts that are written out: parts of a round, not rounds."""
+    if isinstance(statement, ast.While) or not isinstance(statement.iter, (ast.List, ast.Tuple)):
+        return False
+    members = statement.iter.elts
+    return all(isinstance(m, ast.Constant) and isinstance(m.value, str) for m in members)
+
+
+def _loop(statement: Statement, variables: _Variables) -> Loop | None:
+    """Return where a loop stands, where that is certain."""
+    try:
+        if isinstance(statement, ast.While):
+            return _while(statement.test, variables)
+        return _for(statement, variables)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, _Unknown):
+        return None
+
+
+class _Unknown(Exception):
+    """An expression whose value cannot be known without running it."""
+
+
+def _while(test: ast.expr, variables: _Variables) -> Loop:
+    """Read ``while step < steps``."""
+    if not isinstance(test, ast.Compare) or not isinstance(test.left, (ast.Name, ast.Attribute)):
+        raise _Unknown
+    if not isinstance(test.ops[0], (ast.Lt, ast.LtE)) or len(test.ops) > 1:
+        raise _Unknown
+    now, limit = (_value(each, variables) for each in (test.left, test.comparators[0]))
+    rounds = _whole(limit) + isinstance(test.ops[0], ast.LtE)
+    return _checked(Loop(_name(test.left), _whole(now), rounds, 1))
+
+
+def _for(statement: ast.For | ast.AsyncFor, variables: _Variables) -> Loop:
+    over, target = statement.iter, statement.target
+    over = _within_bar(over)
+    if isinstance(over, ast.Call) and _called(over) == "enumerate":
+        if not isinstance(target, ast.Tuple):
+            raise _Unknown
+        start = over.args[1] if len(over.args) > 1 else next((k.value for k in over.keywords), None)
+        first = _whole(_value(start, variables)) if start is not None else 0
+        inner = _within_bar(over.args[0])
+        rounds = len(_range_or_list(inner, variables))
+        index = _whole(_value(target.elts[0], variables)) - first
+        return _checked(Loop(_name(target.elts[0]), index, rounds, 1))
+    members = _range_or_list(over, variables)
+    value = _value(target, variables)
+    if isinstance(members, range):
+        at = [members.index(_whole(value))]
+    else:
+        at = [i for i, member in enumerate(members) if member == value]
+    if len(at) != 1:
+        raise _Unknown
+    return _checked(Loop(_name(target), at[0], len(members), _first(over, members)))
+
+
+def _within_bar(over: ast.expr) -> ast.expr:
+    """Return what a bar goes over: ``tqdm(range(3))``, ``trange(3)``."""
+    while isinstance(over, ast.Call) and _called(over) in _BARS and over.args:
+        if _called(over) == "trange":
+            return ast.Call(ast.Name("range", ast.Load()), over.args, [])
+        over = over.args[0]
+    return over
+
+
+def _called(call: ast.Call) -> str:
+    function = call.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _range_or_list(over: ast.expr, variables: _Variables) -> Sequence[Any]:
+    if isinstance(over, ast.Call) and _called(over) == "range" and not over.keywords:
+        return range(*(_whole(_value(each, variables)) for each in over.args))
+    value = _value(over, variables)
+    if type(value) is range:
+        return value
+    if type(value) in (list, tuple) and len(value) <= 1000:
+        plain = all(type(member) in (int, float, str, type(None)) for member in value)
+        if plain and len(set(value)) == len(value):
+            return value  # type: ignore[no-any-return]
+    raise _Unknown
+
+
+def _first(over: ast.expr, members: Sequence[Any]) -> int:
+    """Return the number of the first round: 1, unless a range goes on after a restart."""
+    if not isinstance(members, range) or members.step != 1 or not members:
+        return 1
+    if isinstance(over, ast.Call) and len(over.args) > 1:
+        start, stop = over.args[:2]
+        counts_from_1 = (isinstance(start, ast.Constant) and start.value == 1) or (
+            isinstance(stop, ast.BinOp)
+            and isinstance(stop.op, ast.Add)
+            and isinstance(stop.right, ast.Constant)
+            and stop.right.value == 1
+        )
+        return members.start + (not counts_from_1)
+    return members.start + 1
+
+
+def _checked(loop: Loop) -> Loop:
+    if not 0 <= loop.at < loop.rounds:
+        raise _Unknown
+    return loop
+
+
+def _name(target: ast.expr) -> str:
+    name = target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
+    return str(name).strip("_")[:40]
+
+
+def _whole(value: Any) -> int:
+    if type(value) is int or (type(value) is float and value.is_integer()):
+        return int(value)
+    raise _Unknown
+
+
+_OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+def _value(node: ast.expr, variables: _Variables) -> Any:
+    """Return the value of a name, an attribute, an entry, a sum; of what runs nothing."""
+    match node:
+        case ast.Constant(value):
+            return value
+        case ast.Name(name):
+            return variables[name]
+        case ast.Attribute(owner, name):
+            return getattr(_value(owner, variables), name)
+        case ast.Subscript(owner, index):
+            entries = _value(owner, variables)
+            if not isinstance(entries, (dict, list, tuple)):
+                raise _Unknown
+            return entries[_value(index, variables)]
+        case ast.BinOp(left, sign, right) if type(sign) in _OPERATORS:
+            values = _whole(_value(left, variables)), _whole(_value(right, variables))
+            return _OPERATORS[type(sign)](*values)
+        case ast.List(elements) | ast.Tuple(elements):
+            return [_value(each, variables) for each in elements]
+        case ast.Call(ast.Name("len"), [of]):
+            return len(_value(of, variables))
+        case ast.Call(ast.Name("int"), [of]):
+            return int(_value(of, variables))
+    raise _Unknown

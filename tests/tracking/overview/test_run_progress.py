@@ -1,0 +1,315 @@
+"""What the board shows of twelve loops, at five moments each, against what the loops knew."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import nbtrain
+from nbtrain.tracking import clock
+from nbtrain.tracking import events as ev
+from nbtrain.tracking.overview import run_progress
+from nbtrain.tracking.reducers import fold
+from nbtrain.tracking.state import RunState
+from tests.support.runs import events, launch, picture
+
+PAUSE = 0.05
+"""Seconds of a step: long enough for reports in between."""
+
+
+class Truth(NamedTuple):
+    """What a loop knew after a step."""
+
+    time: float
+    step: int
+    losses: tuple[float, ...]
+    """Since the step before."""
+    epoch: int | None = None
+    fraction: float | None = None
+
+
+class Work:
+    """A model to train, and a diary."""
+
+    def __init__(self, optimizers: int = 1) -> None:
+        self.models = [nn.Linear(4, 1) for _ in range(optimizers)]
+        self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in self.models]
+        self.diary: list[Truth] = []
+        self.steps = 0
+        self.losses: list[float] = []
+
+    def backward(self, x: Any, model: int = 0) -> None:
+        loss = self.models[model](x).pow(2).mean()
+        loss.backward()
+        time.sleep(PAUSE)
+        if model == 0:
+            self.losses.append(loss.item())
+
+    def note(self, epoch: int | None = None, fraction: float | None = None) -> None:
+        self.steps += 1
+        self.diary.append(Truth(clock.now(), self.steps, tuple(self.losses), epoch, fraction))
+        self.losses.clear()
+
+    def step(self, x: Any, epoch: int | None = None, fraction: float | None = None) -> None:
+        self.backward(x)
+        self.optimizers[0].step()
+        self.optimizers[0].zero_grad()
+        self.note(epoch, fraction)
+
+
+def loader(batches: int) -> Any:
+    return DataLoader(TensorDataset(torch.randn(4 * batches, 4)), batch_size=4)
+
+
+def plain(epochs: int = 4) -> list[Truth]:
+    work, data = Work(), loader(20)
+    for epoch in range(epochs):
+        for i, (x,) in enumerate(data):
+            work.step(x, epoch + 1, (20 * epoch + i + 1) / 80)
+    return work.diary
+
+
+def nested_bars() -> list[Truth]:
+    from tqdm.auto import tqdm
+
+    work, data = Work(), loader(20)
+    for epoch in tqdm(range(4), disable=nbtrain.rank() != 0):
+        for i, (x,) in enumerate(tqdm(data, leave=False, disable=nbtrain.rank() != 0)):
+            work.step(x, epoch + 1, (20 * epoch + i + 1) / 80)
+    return work.diary
+
+
+def early_stop() -> list[Truth]:
+    work, data = Work(), loader(20)
+    for epoch in range(10):
+        for i, (x,) in enumerate(data):
+            work.step(x, epoch + 1, (20 * epoch + i + 1) / 200)
+        if epoch == 3:
+            break
+    return work.diary
+
+
+def unknown_length() -> list[Truth]:
+    work, data = Work(), loader(20)
+    epoch = 0
+    while True:
+        epoch += 1
+        for (x,) in data:
+            work.step(x, epoch)
+        if epoch == 4:
+            return work.diary
+
+
+def accumulation() -> list[Truth]:
+    work, data = Work(), loader(30)
+    for epoch in range(3):
+        for i, (x,) in enumerate(data):
+            work.backward(x)
+            if i % 3 == 2:
+                work.optimizers[0].step()
+                work.optimizers[0].zero_grad()
+                work.note(epoch + 1, (30 * epoch + i + 1) / 90)
+    return work.diary
+
+
+def resumed() -> list[Truth]:
+    work, data, start, config = Work(), loader(20), 3, {"epochs": 7}
+    for epoch in range(start, config["epochs"]):
+        for i, (x,) in enumerate(data):
+            work.step(x, epoch + 1, (20 * (epoch - start) + i + 1) / 80)
+    return work.diary
+
+
+def validation_inside() -> list[Truth]:
+    work, data, validation = Work(), loader(15), loader(10)
+    for epoch in range(1, 5):
+        for i, (x,) in enumerate(data):
+            work.step(x, epoch, (15 * (epoch - 1) + i + 1) / 60)
+            if i == 7:
+                with torch.no_grad():
+                    for (x,) in validation:
+                        work.models[0](x)
+                        time.sleep(PAUSE / 2)
+        with torch.no_grad():
+            for (x,) in validation:
+                work.models[0](x)
+                time.sleep(PAUSE / 2)
+    return work.diary
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(80):
+            yield torch.randn(4)
+
+
+def a_stream() -> list[Truth]:
+    work, data = Work(), DataLoader(Stream(), batch_size=4)
+    for epoch in range(4):
+        for x in data:
+            work.step(x, epoch + 1, epoch / 4)  # how long an epoch is, nobody knows
+    return work.diary
+
+
+def curriculum() -> list[Truth]:
+    work = Work()
+    for epoch in range(4):
+        size = 10 * (epoch + 1)
+        for i, (x,) in enumerate(loader(size)):
+            work.step(x, epoch + 1, (epoch + (i + 1) / size) / 4)
+    return work.diary
+
+
+def two_optimizers() -> list[Truth]:
+    work, data = Work(2), loader(10)
+    for epoch in range(4):
+        for i, (x,) in enumerate(data):
+            for which in (0, 1):
+                work.backward(x + 10 * which, which)
+                work.optimizers[which].step()
+                work.optimizers[which].zero_grad()
+            work.losses.clear()
+            work.note(epoch + 1, (10 * epoch + i + 1) / 40)
+    return work.diary
+
+
+def steps_without_a_loader(max_steps: int = 80) -> list[Truth]:
+    work, step = Work(), 0
+    while step < max_steps:
+        step += 1
+        work.step(torch.randn(4, 4), None, step / max_steps)
+    return work.diary
+
+
+def trainer() -> list[Truth]:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    work = Work()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, x: Any) -> Any:
+            time.sleep(PAUSE)
+            return {"loss": self.layer(x).pow(2).mean()}
+
+    class Diary(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            epoch = min(4, (state.global_step - 1) // 20 + 1)
+            work.note(epoch, state.global_step / 80)
+
+    rows = [{"x": torch.randn(4)} for _ in range(80)]
+    arguments = TrainingArguments(
+        output_dir="unused",
+        per_device_train_batch_size=4,
+        num_train_epochs=4,
+        logging_steps=1000,
+        save_strategy="no",
+        report_to="none",
+        dataloader_pin_memory=False,
+        remove_unused_columns=False,
+    )
+    Trainer(Model(), arguments, train_dataset=rows, callbacks=[Diary()]).train()  # type: ignore[arg-type]
+    return work.diary
+
+
+def lightning() -> list[Truth]:
+    import warnings
+
+    import lightning
+
+    warnings.simplefilter("ignore")
+    work = Work()
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def training_step(self, batch: Any, _index: int) -> Any:
+            time.sleep(PAUSE)
+            return self.layer(batch[0]).pow(2).mean()
+
+        def on_train_batch_end(self, _outputs: Any, _batch: Any, index: int) -> None:
+            epoch = self.trainer.current_epoch
+            work.note(epoch + 1, (20 * epoch + index + 1) / 80)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    lightning.Trainer(
+        max_epochs=4,
+        limit_train_batches=20,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+    ).fit(Module(), loader(40))
+    return work.diary
+
+
+LOOPS: list[Callable[[], list[Truth]]] = [
+    plain,
+    nested_bars,
+    early_stop,
+    unknown_length,
+    accumulation,
+    resumed,
+    validation_inside,
+    a_stream,
+    curriculum,
+    two_optimizers,
+    steps_without_a_loader,
+    trainer,
+    lightning,
+]
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_what_is_shown_is_true(loop: Callable[[], list[Truth]]) -> None:
+    run = launch(loop, n=2 if loop is nested_bars else 1)
+    for rank in range(run.state.world_size):
+        shown = list(pictures(run, rank))
+        at = [round(i * (len(shown) - 1) / 4) for i in range(5)]
+        for update, state in (shown[i] for i in at):
+            check(update, state, run.results[rank])
+
+
+def pictures(run: nbtrain.Run, rank: int) -> Iterator[tuple[ev.TrainingUpdate, RunState]]:
+    """Yield each report of a training's steps, and the picture of the run after it."""
+    state = picture(run.state.world_size)
+    for event in events(run, rank):
+        state = fold(state, [event])
+        if isinstance(event, ev.TrainingUpdate) and event.steps:
+            yield event, state
+
+
+def check(update: ev.TrainingUpdate, state: RunState, diary: list[Truth]) -> None:
+    rank = state.ranks[update.rank]
+    shown = run_progress.of_rank(rank, state, update.time)
+    truth = diary[update.steps - 1]
+    assert shown.step == truth.step
+    if truth.epoch is not None:
+        assert shown.epoch == truth.epoch
+    known = [*truth.losses, *(diary[update.steps].losses if update.steps < len(diary) else ())]
+    if known:  # those of the step, or of batches after it
+        assert any(rank.loss == pytest.approx(loss) for loss in known)
+    if truth.fraction is None:
+        assert shown.fraction is None
+        assert shown.remaining is None
+        return
+    # What was done of a round whose step is the last, or before it: a batch may be read ahead.
+    batch = 0.06 / (shown.epochs or 1) if update.batches or update.loops else 0.0
+    assert shown.fraction == pytest.approx(truth.fraction, abs=batch)
+    if shown.remaining:
+        assert shown.remaining == pytest.approx(
+            update.elapsed * (1 - truth.fraction) / truth.fraction, rel=0.2, abs=0.5
+        )
