@@ -62,6 +62,10 @@ LIVE = "live ranks"
 SPARED = 5.0
 """Seconds between two looks at old folders while live ranks do one task after the other."""
 
+_NOBODY_DEBUGS = (
+    "--debug has no effect here: the debugger needs somebody who can type, and ranks on this host."
+)
+
 START_PATIENCE = 20.0
 """Seconds that a cell waits until the ranks of a run in the background were started."""
 
@@ -250,12 +254,14 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
         notes = [*(finding.text for finding in findings), *engine.notes]
         with contextlib.suppress(Exception):  # a model of a kind that cannot be asked
             notes += continuations(plan)
+        prompt = None if engine.name == "ray" or plan.goes_on else prompts.find()
+        if plan.debug and prompt is None:
+            notes.append(_NOBODY_DEBUGS)
         for note in notes:
             LOGGER.info("note: %s", note)
         if plan.goes_on:
             return _start_in_background(plan, device, engine, notes)
         with Interrupts(wanted=not engine.runs_in_kernel) as interrupts:
-            prompt = None if engine.name == "ray" else prompts.find()
             job, state = make_job(plan, device, engine, notes, lambda: interrupts.count > 0)
             if prompt is not None:
                 job = replace(job, unanswered="")

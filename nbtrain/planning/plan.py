@@ -265,6 +265,8 @@ class Plan:
         precision_is_known = self.mixed_precision is not None or self.config is None
         if self.downcast_bf16 and precision_is_known and self.mixed_precision != "bf16":
             raise PlanError("downcast_bf16 needs bf16 mixed precision: use -p bf16 --downcast-bf16")
+        if self.debug and self.goes_on:
+            raise PlanError("--debug needs the foreground: leave out --background and --detach")
         if self.port is not None and not 0 < self.port < 65536:
             raise PlanError(f"the port must be between 1 and 65535, not {self.port!r}")
         options.check_environment(self.env)

@@ -112,7 +112,8 @@ class Debugging:
         debugger = make_debugger(self._file, is_over=True)
         self._file.write("".join(traceback.format_exception_only(error)))
         debugger.reset()
-        with contextlib.suppress(Exception):  # the failure is to be reported, whatever happens
+        # The failure is to be reported, whatever happens.
+        with contextlib.suppress(Exception, KeyboardInterrupt):
             debugger.interaction(None, error.__traceback__)
 
     def close(self) -> None:

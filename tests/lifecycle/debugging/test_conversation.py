@@ -133,6 +133,9 @@ def test_where_nobody_can_type_a_breakpoint_is_refused(tmp_path: Path) -> None:
         kernel.run("%load_ext nbtrain")
         out = kernel.run(f"%%distributed -n 1\n{STOPS}")
         assert "breakpoint() needs somebody who answers" in out.evalue
+        out = kernel.run("%%distributed -n 1 --debug\n1")
+        assert "--debug has no effect here" in out.stdout
+        assert "needs the foreground" in kernel.run("%%distributed --debug --background\n1").evalue
         started = kernel.run(f"%%distributed -n 1 --background --as run\n{STOPS}")
         assert not started.ename
         assert "needs somebody" in kernel.value("(run.wait(), str(run.exception))[1]")
