@@ -26,6 +26,23 @@ def epochs(state: RunState) -> int:
     return 0
 
 
+def last_step(state: RunState) -> int:
+    """Return at which optimizer step a run will end; 0 where that is not known."""
+    for rank in state.ranks:
+        progress, total = rank.progress, rank.nest[0].total if rank.bars else None
+        if progress is None or not progress.steps or not total:
+            continue
+        if len(rank.nest) == 1 and not is_of_epoch(rank):
+            is_counting_steps = abs(rank.nest[0].n - progress.steps) <= 0.02 * total
+            return int(total) if is_counting_steps else 0
+        if progress.epoch and progress.batch and progress.batches and epochs(state):
+            batches = (progress.epoch - 1) * progress.batches + progress.batch
+            per_step = max(1, round(batches / progress.steps))
+            is_steady = abs(batches - per_step * progress.steps) <= per_step + 0.02 * batches
+            return epochs(state) * (progress.batches // per_step) if is_steady else 0
+    return 0
+
+
 def _is_named_epoch(rank: RankState) -> bool:
     return bool(rank.nest) and rank.nest[0].description.lower().startswith("epochs")
 

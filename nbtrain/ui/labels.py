@@ -115,6 +115,11 @@ def validation_of(name: str) -> str:
     return _VALIDATION.sub("", name).strip("_/. -") if _VALIDATION.search(name) else ""
 
 
+def training_names(metric: str) -> list[str]:
+    """Return what a metric of the training may be called that is `metric` in a validation."""
+    return [metric, f"train_{metric}", f"train/{metric}", f"training_{metric}"]
+
+
 def better(name: str) -> str:
     """Return whether a metric is better 'high' or 'low'; "" where its name does not say it.
 

@@ -98,13 +98,13 @@ def _look(rank: RankState, levels: int) -> tuple[str, int]:
 
 def _titles(ranks: tuple[RankState, ...], shape: Shape) -> str:
     """Put a title over each of the cells."""
-    rects = "".join(
-        f'<rect x="{i % shape.columns * shape.pitch}" y="{i // shape.columns * shape.pitch}" '
-        f'width="{shape.cell}" height="{shape.cell}">'
-        f"<title>{escape(f'rank {rank.rank}: {_title(rank)}')}</title></rect>"
+    box = f"h{shape.cell}v{shape.cell}h-{shape.cell}z"
+    cells = "".join(
+        f'<path d="M{i % shape.columns * shape.pitch} {i // shape.columns * shape.pitch}{box}">'
+        f"<title>{escape(f'rank {rank.rank}: {_title(rank)}')}</title></path>"
         for i, rank in enumerate(ranks)
     )
-    return f'<g fill-opacity="0">{rects}</g>'
+    return f'<g fill-opacity="0">{cells}</g>'
 
 
 def _title(rank: RankState) -> str:

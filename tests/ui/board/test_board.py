@@ -14,9 +14,10 @@ import pytest
 from nbtrain.tracking import events as ev
 from nbtrain.tracking.reducers import fold
 from nbtrain.tracking.state import RankState, RunState
-from nbtrain.ui import text_summary
+from nbtrain.ui import eta, text_summary
 from nbtrain.ui.board import board as html
-from nbtrain.ui.board import log_panel
+from nbtrain.ui.board import log_panel, theme
+from tests.support import board_states
 
 NASTY = "<script>alert('x')</script> & \"quoted\" </pre></table>"
 
@@ -203,7 +204,7 @@ def test_many_ranks_are_a_grid_with_the_ones_to_look_at_by_name() -> None:
 
 def test_a_thousand_ranks_are_counted_by_their_state() -> None:
     page = Page(html.render(board(1024, steps=2), 160.0))
-    assert page.all("rect") == []
+    assert page.all("title") == []
     assert page.all("svg")[0]["aria-label"] == "1,024 ranks: 1,024 running"
 
 
@@ -329,3 +330,90 @@ def test_the_text_draws_the_loss() -> None:
     many = text_summary.summary(board(40), 160.0)
     assert "40 running" in many
     assert len(many.splitlines()) < 10
+
+
+def test_charts_are_left_out_after_the_lines_of_ranks() -> None:
+    """At 16 ranks, six of seven charts once gave way to 16 lines in the first."""
+    more = [
+        ev.Metrics(101 + s, r, s, {f"m{i}": math.sin(s * i + r) for i in range(3)})
+        for r in range(16)
+        for s in range(300)
+    ]
+    for ranks in (8, 16, 64):
+        state = board(ranks, *(event for event in more if event.rank < ranks), steps=300)
+        page = Page(html.render(state, 600.0))
+        charts = [a["aria-label"] for a in page.all("svg") if " from " in a["aria-label"]]
+        assert len(charts) == 7, ranks
+        assert "more metric" not in page.text
+        assert len(html.render(state, 600.0).encode()) <= 31_000
+
+
+def test_training_and_validation_of_a_metric_share_a_chart() -> None:
+    page = Page(html.render(*board_states.drawn_at("plain-2")))
+    labels = [a["aria-label"] for a in page.all("svg")]
+    assert re.fullmatch(r"loss: from 2.4\S* to 1\S* in 240 steps; val_loss: 1.355", labels[0])
+    assert not any(label.startswith("val_loss") for label in labels)
+    assert "best val_loss" in page.text
+    counted = [ev.Metrics(150, 0, epoch, {"val_loss": 1.0 - epoch / 9}) for epoch in range(5)]
+    apart = Page(html.render(board(2, *counted), 160.0))  # by epochs, beside steps
+    assert any(a["aria-label"].startswith("val_loss:") for a in apart.all("svg"))
+
+
+def test_what_is_not_known_is_not_shown() -> None:
+    """A loop that does not say how many epochs it will run once had "98 %, a few seconds left"."""
+    plain, now = board_states.drawn_at("plain-2")
+    page = Page(html.render(plain, now))
+    (whole,) = page.all("div", **{"aria-label": "train()"})
+    assert "aria-valuenow" not in whole
+    assert "left in this epoch" in page.text
+    assert eta.of_run(plain) is None
+    nested, now = board_states.drawn_at("tqdm-4")
+    assert eta.of_run(nested) == pytest.approx((2 + 0.45) / 6)
+    assert eta.last_step(nested) == 600
+    assert "ends at" in Page(html.render(nested, now)).text
+
+
+def test_a_run_that_hangs_does_not_look_alive() -> None:
+    page = Page(html.render(*board_states.drawn_at("hung")))
+    assert "stuck for 0:43" in page.text
+    assert "0 steps/s" in page.text
+    assert "left" not in page.text
+    assert "running" not in page.text
+    assert "it is in time.sleep(3600), cell 3, line 9" in page.text
+
+
+def test_a_failure_is_one_card_with_rank_line_and_exception() -> None:
+    page = Page(html.render(*board_states.drawn_at("failed")))
+    shown = page.text.partition("Log:")[0]
+    assert "rank 1 at line 12 of the cell" in shown
+    assert shown.count("ValueError: Expected input batch_size") == 1
+    assert "ranks 0, 2–3: lost its peers" in shown
+    assert "Connection closed" not in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("starting", "starting the ranks 0/2 · 0.8 s"),
+        ("importing", "running the code before the first step · 2.4 s"),
+        ("joining", "joining the others: 1 of 2 ranks there · 3.0 s"),
+        ("compiling", "compiling · 13 s"),
+    ],
+)
+def test_before_the_first_step_the_header_says_what_goes_on(name: str, text: str) -> None:
+    assert text in Page(html.render(*board_states.drawn_at(name))).text
+
+
+def test_ranks_that_differ_have_a_row_and_the_reason() -> None:
+    page = Page(html.render(*board_states.drawn_at("slow-data")))
+    assert len(page.all("tr")) == 1 + 2
+    assert "waits for data 51 %" in page.text
+    assert len(Page(html.render(*board_states.drawn_at("ranks-16"))).all("tr")) == 1 + 1
+
+
+@pytest.mark.parametrize("name", board_states.STATES)
+def test_no_bar_is_green_before_the_run_is_over(name: str) -> None:
+    state, now = board_states.drawn_at(name)
+    if state.status != "succeeded":
+        assert theme.GREEN not in html.render(state, now)
+        assert theme.GOOD.fill not in html.render(state, now)
