@@ -28,6 +28,7 @@ def epochs(state: RunState) -> int:
 
 def last_step(state: RunState) -> int:
     """Return at which optimizer step a run will end; 0 where that is not known."""
+    count = epochs(state)
     for rank in state.ranks:
         progress, total = rank.progress, rank.nest[0].total if rank.bars else None
         if progress is None or not progress.steps or not total:
@@ -35,11 +36,11 @@ def last_step(state: RunState) -> int:
         if len(rank.nest) == 1 and not is_of_epoch(rank):
             is_counting_steps = abs(rank.nest[0].n - progress.steps) <= 0.02 * total
             return int(total) if is_counting_steps else 0
-        if progress.epoch and progress.batch and progress.batches and epochs(state):
+        if progress.epoch and progress.batch and progress.batches and count:
             batches = (progress.epoch - 1) * progress.batches + progress.batch
             per_step = max(1, round(batches / progress.steps))
             is_steady = abs(batches - per_step * progress.steps) <= per_step + 0.02 * batches
-            return epochs(state) * (progress.batches // per_step) if is_steady else 0
+            return count * (progress.batches // per_step) if is_steady else 0
     return 0
 
 
