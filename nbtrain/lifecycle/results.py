@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import NbtrainError
 from ..planning.option_types import OF_ALL
 from ..planning.plan import Cell, Plan, Task
-from ..planning.task_values import is_model, namespace, optimizers_left, returned
+from ..planning.task_values import is_model, is_optimizer, is_scheduler, namespace, returned
 from ..system.files import read_regular
 from ..system.source_files import cell_numbers
 from ..tracking import clock
@@ -118,9 +118,10 @@ def continuations(plan: Plan) -> list[str]:
 
 def _stale(plan: Plan, model: str, last: _Trained) -> list[str]:
     """Return a note on an optimizer that begins anew, beside a model that goes on; once."""
-    for name, optimizer in optimizers_left(plan).items():
-        is_known = optimizer in last.optimizers and optimizer not in _noted
-        if is_known and len(optimizer.state) == 0:
+    for name, optimizer in returned(plan).items():
+        if not is_optimizer(optimizer) or optimizer in _noted or name in plan.out:
+            continue
+        if optimizer in last.optimizers and len(optimizer.state) == 0:
             _noted.add(optimizer)
             out = f"--out {name}" if isinstance(plan.task, Cell) else f'out="{name}"'
             return [
@@ -143,8 +144,6 @@ class ResultReceiver:
         # Not the task: it holds the models, which may go when the notebook lets go of them.
         self._title, self._arguments = _title(plan.task), parameters(plan.task)
         self._site = _Site.here()
-        left = optimizers_left(plan) if plan.sync else {}
-        self._optimizers = {name: weakref.ref(value) for name, value in left.items()}
         self._has_received = False
 
     def objects(self) -> dict[str, Any]:
@@ -183,9 +182,9 @@ class ResultReceiver:
         self, loaded: Collection[str], folder: RunFolder, stepped: Collection[str]
     ) -> None:
         """Take note of the models that were trained, and by what, for `continuations`."""
-        left = (ref() for name, ref in self._optimizers.items() if name in stepped)
-        optimizers = weakref.WeakSet[Any](each for each in left if each is not None)
-        for name, value in self.objects().items():
+        objects = self.objects()
+        optimizers = weakref.WeakSet[Any](objects[name] for name in stepped if name in objects)
+        for name, value in objects.items():
             if name in loaded and is_model(value):
                 with contextlib.suppress(Exception):  # a model of a kind that cannot be asked
                     about = self._title, self._arguments, self._site, optimizers, _versions(value)
@@ -248,13 +247,26 @@ def _loaded(
             if tensors[name] & tensors[first]:
                 troubles[name] = f"it shares tensors with `{first}`, which cannot be loaded"
                 out.append(name)
-    for name in ready.keys() - troubles.keys():
+    for name in [each for each in objects if each in ready.keys() - troubles.keys()]:
         try:
+            if held := _held_back(objects[name], objects, troubles):
+                raise NbtrainError(f"`{held}`, which it belongs to, was not")
             with _as_nbtrain_error():
                 ready[name]()
         except NbtrainError as error:
             troubles[name] = str(error)
     return troubles
+
+
+def _held_back(value: Any, objects: Mapping[str, Any], troubles: Mapping[str, str]) -> str:
+    """Return what an optimizer or a scheduler belongs to and that is not loaded; "" for none."""
+    if is_model(value):
+        return ""
+    optimizer = getattr(value, "optimizer", None) if is_scheduler(value) else value
+    groups = getattr(optimizer, "param_groups", ())
+    trained = {id(parameter) for group in groups for parameter in group["params"]}
+    late = {n: objects[n] for n, reason in troubles.items() if reason and n in objects}
+    return next((n for n, v in late.items() if v is optimizer or _ids(v) & trained), "")
 
 
 def _ids(value: Any) -> set[int]:
@@ -356,9 +368,9 @@ def load(
     if name is not None:
         wanted = [name]
     elif target is not None and not targets:
-        wanted = list(saved)
-        if len(saved) > 1:
-            every = _listed(saved)
+        wanted = [each for each in saved if _kind(folder, each) in (weights.kind_of(target), "")]
+        if len(wanted) > 1:
+            every = _listed(wanted)
             raise NbtrainError(f"this run saved {every}. Choose one: run.load(model, NAME)")
     is_unsaved = name not in saved if name is not None else target is not None and not wanted
     if not saved or is_unsaved:
@@ -390,6 +402,13 @@ def load(
         for each, step in ready.items():
             with _as_nbtrain_error(f"`{each}`: "):
                 step()
+
+
+def _kind(folder: RunFolder, name: str) -> str:
+    """Return what a file holds; "" for one that cannot be read."""
+    with contextlib.suppress(NbtrainError, OSError), WeightReader(folder.weights_of(name)) as file:
+        return str(file.about["kind"])
+    return ""
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -433,6 +433,12 @@ def is_optimizer(value: Any) -> bool:
     return torch is not None and issubclass(type(value), torch.optim.Optimizer)
 
 
+def is_scheduler(value: Any) -> bool:
+    """Return whether a value is one of torch's learning rate schedulers."""
+    module: Any = sys.modules.get("torch.optim.lr_scheduler")
+    return module is not None and issubclass(type(value), module.LRScheduler)
+
+
 def models(task: Task) -> dict[str, Any]:
     """Return the models that a task refers to, by name."""
     return {r.name: r.value for r in references(task) if is_model(r.value)}
@@ -441,24 +447,22 @@ def models(task: Task) -> dict[str, Any]:
 def returned(plan: Plan) -> dict[str, Any]:
     """Return what is copied back into the notebook's own objects, by name.
 
-    With `Plan.sync`, the models that the task refers to; of what `Plan.out` names, models and
-    optimizers. Other things that it names come back as new values.
+    Of what `Plan.out` names, models, optimizers and schedulers; with `Plan.sync`, also those that
+    the task refers to. Other things that it names come back as new values. A model comes before
+    its optimizer, and that one before its scheduler.
     """
     known = by_name(plan.task)
-    named = [(name, known.get(name)) for name in plan.out]
-    values = {name: v for name, v in named if is_model(v) or is_optimizer(v)}
-    for reference in references(plan.task) if plan.sync else ():
-        if reference.is_shared and is_model(reference.value):
-            values.setdefault(reference.name, reference.value)
+    kinds = (is_model, is_optimizer, is_scheduler)
+    pairs = [(name, known.get(name)) for name in plan.out]
+    if plan.sync:
+        pairs += [(r.name, r.value) for r in references(plan.task) if r.is_shared]
+    values: dict[str, Any] = {}
+    for is_kind in kinds:
+        for name, value in pairs:
+            if is_kind(value):
+                values.setdefault(name, value)
     first = {id(value): name for name, value in reversed(values.items())}
     return {name: value for name, value in values.items() if first[id(value)] == name}
-
-
-def optimizers_left(plan: Plan) -> dict[str, Any]:
-    """Return the optimizers that a task refers to and that are not copied back, by name."""
-    known = {id(value) for value in returned(plan).values()}
-    found = {r.name: r.value for r in references(plan.task) if r.is_shared}
-    return {n: v for n, v in found.items() if is_optimizer(v) and id(v) not in known}
 
 
 def not_returned(plan: Plan) -> dict[str, Any]:

@@ -322,7 +322,7 @@ class ArtifactSaved(Event, kind="saved"):
 
     name: str = ""
     what: str = "value"
-    """'model', 'optimizer' or 'value'."""
+    """'model', 'optimizer', 'scheduler' or 'value'."""
     parameters: int = 0
     """Of a model."""
     size: int = 0

@@ -1,8 +1,8 @@
-"""A model's tensors, or an optimizer's state, in a safetensors file; and back, in place.
+"""What a model, an optimizer or a scheduler holds, in a safetensors file; and back, in place.
 
 A file has each tensor once, under its first name. The rest is in the header, as JSON: names of the
-same tensor (tied weights), buffers that no state_dict has, numbers of an optimizer, and
-fingerprints of tensors that were left out, as they did not change.
+same tensor (tied weights), buffers that no state_dict has, numbers of an optimizer or a scheduler,
+and fingerprints of tensors that were left out, as they did not change.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import NbtrainError
+from ..planning.task_values import is_optimizer, is_scheduler
 from .fingerprints import fingerprint, on_cpu, parted, same_bits
 from .tensor_kinds import (
     assign,
@@ -33,6 +34,7 @@ from .weight_writer import write
 
 if TYPE_CHECKING:
     import torch
+    from torch.optim.lr_scheduler import LRScheduler
 
 _WRAPPED = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """What torch.compile, FSDP and activation checkpointing put into the names of tensors."""
@@ -174,6 +176,37 @@ def of_optimizer(optimizer: torch.optim.Optimizer, *, keep: bool = True) -> Weig
     return WeightFile(tensors, {"kind": "optimizer", **about})
 
 
+def of_scheduler(scheduler: LRScheduler) -> WeightFile:
+    """Return what a file has of a learning rate scheduler. Raises `TypeError` as `of_optimizer`."""
+    return WeightFile({}, {"kind": "scheduler", "state": _to_json(scheduler.state_dict(), "state")})
+
+
+def _to_json(value: Any, place: str) -> Any:
+    """Return a dict, whose keys may be numbers, as a list of pairs; and lists of such."""
+    if isinstance(value, dict):
+        return {"dict": [[key, _to_json(item, f"{place}.{key}")] for key, item in value.items()]}
+    if isinstance(value, (list, tuple)):
+        return [_to_json(item, place) for item in value]
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"its {place} is a {type(value).__name__}") from None
+    return value
+
+
+def _from_json(value: Any, own: Any) -> Any:
+    """Undo `_to_json`, with the kinds of lists and dicts that the notebook's own value has."""
+    if isinstance(value, dict):
+        known = own if isinstance(own, dict) else {}
+        items = {key: _from_json(item, known.get(key)) for key, item in value["dict"]}
+        return Counter(items) if isinstance(own, Counter) else items
+    if isinstance(value, list):
+        known = dict(enumerate(own)) if isinstance(own, (list, tuple)) else {}
+        listed = [_from_json(item, known.get(i)) for i, item in enumerate(value)]
+        return tuple(listed) if isinstance(own, tuple) else listed
+    return value
+
+
 def is_sharded(tensor: Any) -> bool:
     """Whether a tensor is one rank's part of a `DTensor`."""
     return hasattr(tensor, "full_tensor")
@@ -221,6 +254,13 @@ def _layout(tensor: torch.Tensor) -> str:
     return "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
 
 
+def kind_of(value: Any) -> str:
+    """Return what a file calls its content: 'model', 'optimizer' or 'scheduler'."""
+    if is_optimizer(value):
+        return "optimizer"
+    return "scheduler" if is_scheduler(value) else "model"
+
+
 def prepared_load(
     file: WeightReader, target: Any, *, is_handed_over: bool = False
 ) -> Callable[[], None]:
@@ -234,14 +274,15 @@ def prepared_load(
     tensors of a large model are never in memory twice. Raises `NbtrainError` naming what does not
     fit or is damaged; what it returns raises `PartlyLoaded` if the file fails only then.
     """
-    import torch
-
-    kind = "optimizer" if isinstance(target, torch.optim.Optimizer) else "model"
-    saved = file.about["kind"]
+    kind, saved = kind_of(target), file.about["kind"]
     if saved != kind:
-        article = {"model": "a model", "optimizer": "an optimizer"}
-        raise NbtrainError(f"{file.path.name} holds {article[saved]}, not {article[kind]}")
+        articles = {"optimizer": "an"}
+        here, there = (f"{articles.get(each, 'a')} {each}" for each in (kind, saved))
+        raise NbtrainError(f"{file.path.name} holds {there}, not {here}")
     file.check()
+    if kind == "scheduler":
+        state = _from_json(file.about["state"], target.state_dict())
+        return functools.partial(target.load_state_dict, state)
     if kind == "optimizer":
         if is_handed_over and file.about.get("not_finite"):
             raise NbtrainError(_not_finite(file.about["not_finite"][0], kind))

@@ -380,8 +380,8 @@ def artifact_lines(state: RunState) -> list[str]:
             continue
         is_value = saved.what == "value"
         ranks, size = format_ranks([r for r, _ in sent]), format_bytes(sum(s.size for _, s in sent))
-        content = {"model": f"{format_count(saved.parameters)} parameters", "optimizer": "state"}
-        label = f"{name}: {content.get(saved.what, 'value')}"
+        content = {"model": f"{format_count(saved.parameters)} parameters", "value": "value"}
+        label = f"{name}: {content.get(saved.what, 'state')}"
         if name in state.loaded:
             lines.append(f"{label}{'' if is_value else ' updated'} from {ranks} ({size})")
         elif state.status == "succeeded":

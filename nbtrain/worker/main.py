@@ -132,7 +132,7 @@ def run_and_report(
         if not job.is_live:
             leave_process_group()
         sender.send(value)
-        writer.write(replace(ended, stepped=tuple(sorted(sender.stepped))))
+        writer.write(replace(ended, stepped=tuple(sorted(sender.left))))
         return 0, None
     except SystemExit as leaving:
         if not job.is_live:

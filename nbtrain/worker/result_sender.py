@@ -15,7 +15,14 @@ from typing import Any
 
 from ..errors import NbtrainError
 from ..planning.option_types import OF_ALL
-from ..planning.task_values import by_name, is_model, namespace, optimizers_left, returned
+from ..planning.task_values import (
+    by_name,
+    is_model,
+    is_optimizer,
+    is_scheduler,
+    namespace,
+    returned,
+)
 from ..system.files import write_atomically
 from ..system.instrumentation import patch
 from ..tracking import clock
@@ -31,6 +38,9 @@ from .telemetry.evidence.unsynced import UnsentValues
 
 QUICK = 512 << 20
 """Bytes of weights that are saved after a failure or an interrupt: there is little time."""
+
+LARGEST = 1 << 30
+"""Bytes of an optimizer's state that are copied back unasked: most optimizers serve one run."""
 
 _INSIDE = {
     "DistributedDataParallel": "module",
@@ -77,10 +87,15 @@ class ResultSender:
         with contextlib.suppress(Exception):
             if rank == 0 and plan.sync and not job.in_kernel:
                 self._unsent = UnsentValues(plan)
-        self.stepped: set[str] = set()
+        self._unasked = {
+            name for name, value in self._objects.items() if not is_model(value)
+        }.difference(plan.out)
+        """Optimizers and schedulers: they are sent if nothing speaks against it."""
+        self._settings = {name: _settings(self._objects[name]) for name in self._unasked}
+        self._stepped: set[str] = set()
+        self.left: set[str] = set()
         """Names of the notebook's optimizers that have a state now, and are not copied back."""
-        if rank == 0 and plan.sync and not job.in_kernel:
-            self._watch_optimizers()
+        self._watch_optimizers()
         self._names = {n: id(v) for n, v in namespace(plan.task).items()} if plan.out else {}
         self._stages = Stages() if self._objects else None
         if self._objects:
@@ -88,15 +103,15 @@ class ResultSender:
             patch(fsdp, "__init__", self._fsdp_init)
 
     def _watch_optimizers(self) -> None:
-        for name, optimizer in optimizers_left(self._plan).items():
-            with contextlib.suppress(Exception):  # one that only looks like torch's
-                self._watch(name, optimizer)
+        for name in self._unasked if self._rank == 0 else ():
+            if is_optimizer(self._objects[name]):
+                with contextlib.suppress(Exception):  # one that only looks like torch's
+                    self._watch(name, self._objects[name])
 
     def _watch(self, name: str, optimizer: Any) -> None:
         def stepped(optimizer: Any, *_: Any) -> None:
             handle.remove()
-            if any(v is not None for state in optimizer.state.values() for v in state.values()):
-                self.stepped.add(name)
+            self._stepped.add(name)
 
         handle = optimizer.register_step_post_hook(stepped)
 
@@ -121,10 +136,12 @@ class ResultSender:
         for name, value in self._objects.items():
             with self._reporting(name):
                 _reshard(value)
-                if is_model(value) and not self._is_in_parts(value):
+                if name in self._unasked or (is_model(value) and not self._is_in_parts(value)):
                     continue
                 self._ready[name] = None  # whatever comes of it, `send` has nothing to add
-                if not is_model(value):
+                if is_scheduler(value):
+                    self._ready[name] = None if self._rank else weights.of_scheduler(value)
+                elif not is_model(value):
                     self._check_is_in_no_stage(value)
                     state = weights.of_optimizer(value, keep=self._rank == 0)
                     self._ready[name] = None if self._rank else state
@@ -138,7 +155,9 @@ class ResultSender:
         """
         for name, value in self._objects.items() if self._rank == 0 else ():
             with self._reporting(name):
-                if name in self._ready:
+                if name in self._unasked:
+                    ready = self._unasked_state(name, value)
+                elif name in self._ready:
                     ready = self._ready.pop(name)
                 else:  # it is whole in this rank
                     ready = weights.changes(value, weights.named_tensors(value), self._before[name])
@@ -150,6 +169,35 @@ class ResultSender:
         with contextlib.suppress(Exception):  # users' containers; it is advice
             if self._unsent is not None and (text := self._unsent.note(result)):
                 self._writer.write(ev.RunNote(clock.now(), -1, text))
+
+    def _unasked_state(self, name: str, value: Any) -> weights.WeightFile | None:
+        """Return what changed of an optimizer or a scheduler; None for nothing, or if it stays."""
+        if is_scheduler(value):
+            optimizers = {id(self._objects[each]) for each in self.left}
+            if (
+                _settings(value) == self._settings[name]
+                or id(getattr(value, "optimizer", None)) in optimizers
+            ):
+                return None
+            with contextlib.suppress(Exception):  # users' own classes: `--out` says why
+                return weights.of_scheduler(value)
+            return None
+        states = [state for state in value.state.values() if isinstance(state, dict)]
+        parts = [part for state in states for part in state.values() if part is not None]
+        has_moved = name in self._stepped and bool(parts)
+        if not has_moved and _settings(value) == self._settings[name]:
+            return None
+        models = [model for model in self._returned.values() if is_model(model)]
+        known = {id(tensor) for model in models for tensor in weights.named_tensors(model).values()}
+        if not all(id(p) in known for group in value.param_groups for p in group["params"]):
+            return None  # what it trains is not copied back either
+        tensors = [part for part in parts if hasattr(part, "element_size")]
+        is_apart = any(map(weights.is_sharded, tensors)) or any(map(self._is_in_parts, models))
+        if not is_apart and sum(map(size_of, tensors)) <= LARGEST:
+            with contextlib.suppress(Exception):  # a state of no known kind: `--out` says why
+                return weights.of_optimizer(value)
+        self.left.add(name)
+        return None
 
     def rescue(self) -> None:
         """Save the weights as they are now, after a failure, if they are small (`QUICK`).
@@ -173,7 +221,7 @@ class ResultSender:
         try:
             yield
         except _NotWritten as error:
-            self._report(name, trouble=str(error), lost=True)
+            self._report(name, trouble=str(error), lost=name not in self._unasked)
         except Exception as error:  # a left process group, a tensor of no known type
             kind = "" if isinstance(error, NbtrainError) else f"{type(error).__name__}: "
             self._report(name, trouble=f"{kind}{error}")
@@ -299,6 +347,16 @@ class ResultSender:
             f"{ev.NO_VARIABLE} `{name}`. Local variables of a function are gone when it "
             f"returns. The run assigned: {', '.join(new[-8:]) or 'none'}"
         )
+
+
+def _settings(value: Any) -> str:
+    """Return what an optimizer or a scheduler is set to, to be compared with a later look."""
+    with contextlib.suppress(Exception):  # users' own classes
+        if is_optimizer(value):
+            groups = value.param_groups
+            return repr([{k: v for k, v in group.items() if k != "params"} for group in groups])
+        return repr(value.state_dict())
+    return ""
 
 
 class _NotWritten(OSError):

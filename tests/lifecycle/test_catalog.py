@@ -134,6 +134,8 @@ def test_an_optimizer_that_begins_anew_beside_a_model_that_goes_on_is_named(
     notebook: Notebook,
 ) -> None:
     notebook.run(
+        "from nbtrain.worker import result_sender\n"
+        "result_sender.LARGEST = 0\n"  # else it comes back unasked
         "def train(model, optimizer):\n"
         "    model(torch.ones(1, 2)).sum().backward()\n"
         "    optimizer.step()\n"

@@ -678,6 +678,108 @@ def test_weights_that_became_nan_do_not_replace_finite_ones_unless_they_are_aske
     assert (model[0].weight == 1).all()
 
 
+_Made = tuple[torch.nn.Module, torch.optim.Optimizer, Any]
+_RATES = torch.optim.lr_scheduler
+
+
+def _fit(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    for _ in range(3):
+        model(torch.ones(1, 2)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step(*([0.5] if isinstance(scheduler, _RATES.ReduceLROnPlateau) else []))
+
+
+@pytest.mark.parametrize(
+    ("rates", "cls"),
+    [
+        (lambda o: _RATES.StepLR(o, 2), torch.optim.AdamW),
+        (lambda o: _RATES.MultiStepLR(o, [2, 4]), torch.optim.SGD),
+        (lambda o: _RATES.OneCycleLR(o, 0.2, total_steps=20), torch.optim.AdamW),
+        (lambda o: _RATES.LambdaLR(o, lambda epoch: 0.9**epoch), torch.optim.SGD),
+        (lambda o: _RATES.ReduceLROnPlateau(o, patience=0), torch.optim.Adam),
+        (
+            lambda o: _RATES.SequentialLR(
+                o, [_RATES.ConstantLR(o), _RATES.MultiStepLR(o, [1, 2])], [2]
+            ),
+            partial(torch.optim.SGD, momentum=0.9),
+        ),
+    ],
+    ids=["step", "multistep", "one cycle", "lambda", "plateau", "sequence"],
+)
+def test_the_second_launch_goes_on_as_one_process_would(rates: Any, cls: Any) -> None:
+    def make() -> _Made:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 1)
+        optimizer = cls(model.parameters(), lr=0.1)
+        return model, optimizer, rates(optimizer)
+
+    here, ranks = make(), make()
+    for _ in range(2):
+        _fit(*here)
+        run(_fit, *ranks)
+    for one, other in zip(here, ranks, strict=True):
+        assert repr(one.state_dict()) == repr(other.state_dict())
+
+
+def test_no_sync_leaves_an_optimizer_and_an_unused_one_is_not_sent() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    run(_fit, model, optimizer, scheduler, sync=False)
+    assert not optimizer.state
+    assert scheduler.last_epoch == 0
+
+    def look(model: torch.nn.Module, optimizer: Any, scheduler: Any) -> None:
+        model.train()
+
+    done = run(look, model, optimizer, scheduler)
+    assert not done.state.ranks[0].saved
+
+
+def test_a_fresh_model_is_loaded_though_its_optimizer_was_saved_too() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    done = run(_fit, model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    other = torch.nn.Linear(2, 1)
+    adam = torch.optim.Adam(other.parameters())
+    done.load(other)
+    done.load(adam)
+    assert other.weight.equal(model.weight)
+    assert len(adam.state) == 2
+
+
+def test_an_optimizer_stays_as_it_was_where_its_model_does() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def train(model: torch.nn.Linear, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            model.bias.fill_(float("nan"))
+
+    with pytest.warns(UserWarning, match="not updated") as warned:
+        run(train, model, optimizer)
+    assert not optimizer.state
+    assert "optimizer was not updated: `model`, which it belongs to, was not" in {
+        str(w.message) for w in warned
+    }
+
+
+def test_an_optimizer_of_tensors_that_are_not_copied_back_stays() -> None:
+    weight = torch.zeros(2, requires_grad=True)
+    optimizer = torch.optim.Adam([weight])
+
+    def train(weight: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+        weight.sum().backward()
+        optimizer.step()
+
+    done = run(train, weight, optimizer)
+    assert not optimizer.state
+    assert not done.state.ranks[0].saved
+
+
 def test_an_optimizer_that_became_nan_does_not_replace_the_notebooks() -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.Adam(model.parameters())
