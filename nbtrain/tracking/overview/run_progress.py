@@ -47,8 +47,12 @@ class RunProgress:
 
 
 def of_run(state: RunState, now: float) -> RunProgress:
-    """Return where a run stands: where the last of its ranks that train does."""
-    ranks = [of_rank(rank, state, now) for rank in state.ranks]
+    """Return where a run stands: where the last of its ranks that train does.
+
+    A rank that is done says nothing of one that goes on, and of which nothing is known.
+    """
+    going_on = [rank for rank in state.ranks if not rank.is_over]
+    ranks = [of_rank(rank, state, now) for rank in going_on or state.ranks]
     known = [p for p in ranks if p.fraction is not None] or [p for p in ranks if p.step is not None]
     if not known:
         return RunProgress(stuck_for=_stuck_for(state, now))

@@ -313,3 +313,10 @@ def check(update: ev.TrainingUpdate, state: RunState, diary: list[Truth]) -> Non
         assert shown.remaining == pytest.approx(
             update.elapsed * (1 - truth.fraction) / truth.fraction, rel=0.2, abs=0.5
         )
+
+
+def test_a_rank_that_is_done_says_nothing_of_one_that_goes_on() -> None:
+    started = [ev.Spawned(100.0, rank, 7 + rank) for rank in (0, 1)]
+    ended = [ev.Ended(101.0, 0, result="1"), ev.Exited(101.0, 0, 0, "done")]
+    state = fold(picture(), [*started, ev.Started(100.5, 1, 8), *ended])
+    assert run_progress.of_run(state, 102.0).fraction is None
