@@ -34,7 +34,7 @@ from ..planning.world import Rendezvous
 from ..system import host, tpu
 from ..system.source_files import cell_name
 from ..system.text import plural
-from ..tracking import clock, launch_log
+from ..tracking import clock, launch_log, run_folder
 from ..tracking.diagnosis import stacks
 from ..tracking.launch_log import LOGGER
 from ..tracking.replay import initial_state
@@ -52,7 +52,7 @@ from .debugging.conversation import Conversation
 from .follower import Follower
 from .restarts import run_attempts
 from .results import ResultReceiver, continuations
-from .run import Run, conclude, draw_live, going_on, new_folder, remember
+from .run import Run, conclude, draw_live, going_on, let_go, remember
 from .run_info import manifest
 from .supervisor import Interrupts, Supervisor
 
@@ -262,7 +262,7 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
         if plan.goes_on:
             return _start_in_background(plan, device, engine, notes)
         with Interrupts(wanted=not engine.runs_in_kernel) as interrupts:
-            job, state = make_job(plan, device, engine, notes, lambda: interrupts.count > 0)
+            job, state = make_job(plan, device, engine, notes)
             if prompt is not None:
                 job = replace(job, unanswered="")
             supervisor = Supervisor.of(plan, job.folder, state, ranks_stay=engine.ranks_stay)
@@ -275,6 +275,8 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
                     is_live=engine.ranks_stay, waits_for_ever=plan.debug or engine.ranks_stay
                 )
             run = execute(job, engine, supervisor, display, interrupts)
+            spared = SPARED if engine.ranks_stay else 0.0
+            let_go(job.folder, lambda: interrupts.count > 0, spared=spared)
     except OSError as failure:  # out of descriptors, most likely
         raise LaunchError(f"the run could not be started: {failure}") from failure
     finally:
@@ -391,6 +393,7 @@ def _start_in_background(plan: Plan, device: str, engine: Engine, notes: Sequenc
     Raises `LaunchError` if they cannot start.
     """
     job, state = make_job(plan, device, engine, notes)
+    let_go(job.folder, lambda: False)
     supervisor = background.start(engine, job, state, leash=not plan.detach)
     follower = Follower(job.folder, supervisor)
     run = Run(job.folder, state, watcher=follower, home=ResultReceiver(plan))
@@ -411,13 +414,7 @@ def _start_in_background(plan: Plan, device: str, engine: Engine, notes: Sequenc
     return run
 
 
-def make_job(
-    plan: Plan,
-    device: str,
-    engine: Engine,
-    notes: Sequence[str],
-    is_interrupted: Callable[[], bool] = lambda: False,
-) -> tuple[Job, RunState]:
+def make_job(plan: Plan, device: str, engine: Engine, notes: Sequence[str]) -> tuple[Job, RunState]:
     """Make the run's folder; return what its ranks need, and the picture before they start."""
     world_size = plan.num_processes or 1
     if not going_on():  # a run in the background keeps its time
@@ -425,7 +422,7 @@ def make_job(
     contents = manifest(plan, world_size, device, notes, engine.runs_in_kernel)
     job = Job(
         plan=plan,
-        folder=new_folder(contents, is_interrupted, spared=SPARED if engine.ranks_stay else 0.0),
+        folder=run_folder.create(contents["name"], contents),
         world_size=world_size,
         device=device,
         threads=host.threads_per_rank(world_size),

@@ -25,7 +25,7 @@ from ..tracking.diagnosis.failures import Failure, headline, to_exception
 from ..tracking.diagnosis.lost_results import SIGN
 from ..tracking.pruning import Mark
 from ..tracking.replay import TAIL_BYTES, read_state
-from ..tracking.run_folder import RunFolder, create, find
+from ..tracking.run_folder import RunFolder, find
 from ..tracking.state import RankState, RunState
 from ..transport import result_pickler
 from ..ui import matplotlib_figure
@@ -406,19 +406,15 @@ def _whole() -> Iterator[Interrupts]:
         raise KeyboardInterrupt
 
 
-def new_folder(
-    manifest: dict[str, Any], is_over: Callable[[], bool], *, spared: float = 0.0
-) -> RunFolder:
-    """Make a run's folder and let the oldest ones go, but for what is left once `is_over`.
+def let_go(newest: RunFolder, is_over: Callable[[], bool], *, spared: float = 0.0) -> None:
+    """Let the oldest runs go, but for what is left once `is_over`.
 
     Not where that was done within the last `spared` seconds.
     """
     global _pruned
-    folder = create(manifest["name"], manifest)
     if time.monotonic() >= _pruned + spared:
         _pruned = time.monotonic()
-        pruning.prune(newest=folder, is_over=is_over)
-    return folder
+        pruning.prune(newest=newest, is_over=is_over)
 
 
 def last_run() -> Run | None:

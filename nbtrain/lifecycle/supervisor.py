@@ -204,8 +204,7 @@ class Supervisor:
     def _turn(self, ranks: Ranks, interrupts: Interrupts) -> list[Exit]:
         talk = self.conversation
         is_debugged = talk is not None and talk.attend(self.state)
-        if talk is None or not talk.holds_screen:
-            self.show(self.state, clock.now())
+        # First: drawing takes a CPU, and the ranks begin.
         exits = ranks.wait(DEBUGGING if is_debugged else TICK)
         if time.monotonic() >= self._restores:
             self._restores = time.monotonic() + RESTORE
@@ -215,6 +214,8 @@ class Supervisor:
         self._note(self._work.check(self.state.notes))
         self._take_exits(exits)
         self._decide(ranks, interrupts)
+        if ranks.alive and (talk is None or not talk.holds_screen):
+            self.show(self.state, clock.now())
         return exits
 
     def _name_the_deaf(self) -> None:
