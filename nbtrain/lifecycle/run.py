@@ -23,6 +23,7 @@ from ..tracking import history as past
 from ..tracking.diagnosis import stacks, verdict
 from ..tracking.diagnosis.failures import Failure, headline, to_exception
 from ..tracking.diagnosis.lost_results import SIGN
+from ..tracking.overview.epochs import epoch_table
 from ..tracking.pruning import Mark
 from ..tracking.replay import TAIL_BYTES, read_state
 from ..tracking.run_folder import RunFolder, find
@@ -262,6 +263,29 @@ class Run:
     def _history_rows(self) -> list[past.Row]:
         self._folder.check_it_is_there()
         return past.rows(self._folder, self.state.world_size)
+
+    @property
+    def epochs(self) -> Any:
+        """The epochs that are over, as a pandas DataFrame with a row each.
+
+        Columns are epoch, steps (optimizer steps since the start), seconds (with the validation), a
+        column for each loss and metric, and best. Each is the mean over ranks of what was seen, or
+        logged last, in the epoch.
+
+        Raises `MissingExtra` where pandas is not installed.
+        """
+        table = epoch_table(self.state)
+        rows = (
+            {
+                "epoch": r.epoch,
+                "steps": r.steps,
+                "seconds": r.seconds,
+                **r.values,
+                "best": r.is_best,
+            }
+            for r in table.rows
+        )
+        return past.table(list(rows), "run.epochs", ("epoch", "steps", "seconds"))
 
     def plot(self, metric: str | Sequence[str] | None = None, *others: Run) -> Any:
         """Return a matplotlib figure of a metric or several, else of the loss.

@@ -114,6 +114,20 @@ class TrainingUpdate(TrainingCounts, Event, kind="training"):
     """The rank's training goes on; seen in torch, without a call by the user."""
 
 
+@dataclass(frozen=True)
+class EpochEnd(Event, kind="epoch"):
+    """An epoch is over: the next has taken its first step, or the code has ended."""
+
+    epoch: int = 0
+    """As the loop counts it."""
+    steps: int = 0
+    """Optimizer steps since the start."""
+    seconds: float = 0.0
+    """With its validation."""
+    loss: Measured | None = None
+    """The mean of its losses; on a GPU, of those that were read."""
+
+
 JOINING = "joining"
 """The phase of a rank that is becoming one of several, which it waits for."""
 

@@ -100,15 +100,21 @@ def is_number(value: Any) -> TypeGuard[int | float]:
 
 def frame(rows: Sequence[Row]) -> Any:
     """Return rows as a pandas DataFrame. Raises `MissingExtra` where pandas is not installed."""
+    return table(rows, "run.history", KEYS).astype(
+        {"step": "Int64", "rank": "int64", "time": "float64"}
+    )
+
+
+def table(rows: Sequence[Row], name: str, first: Sequence[str]) -> Any:
+    """Return rows as a pandas DataFrame that users know by a `name`; some columns come first."""
     try:
         import pandas as pd
     except ImportError as error:
         raise MissingExtra(
-            'run.history is a DataFrame and needs pandas: pip install "nbtrain[history]"'
+            f'{name} is a DataFrame and needs pandas: pip install "nbtrain[history]"'
         ) from error
-    columns = dict.fromkeys([*KEYS, *(name for row in rows for name in row)])
-    table = pd.DataFrame({name: [row.get(name) for row in rows] for name in columns})
-    return table.astype({"step": "Int64", "rank": "int64", "time": "float64"})
+    columns = dict.fromkeys([*first, *(name for row in rows for name in row)])
+    return pd.DataFrame({name: [row.get(name) for row in rows] for name in columns})
 
 
 def write_tensorboard(rows: Sequence[Row], folder: Path) -> Path:

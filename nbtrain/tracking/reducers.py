@@ -11,7 +11,15 @@ from typing import Any
 from ..system.text import strip_escapes, strip_escapes_by_line
 from . import events as ev
 from .curves import CurvesDraft
-from .state import ProgressBar, RankState, RunState, is_number, not_finite_loss, progress_after
+from .state import (
+    EpochRow,
+    ProgressBar,
+    RankState,
+    RunState,
+    is_number,
+    not_finite_loss,
+    progress_after,
+)
 
 LOG_LINES = 200
 """How many of a rank's last lines the picture has; the log file has all."""
@@ -24,6 +32,9 @@ SAVED = 1000
 
 DISPLAYS = 64
 """How many displays of a rank the picture has, the first that come."""
+
+EPOCHS = 1000
+"""Epochs of a rank that the picture has, the last ones."""
 
 OPEN_BARS = 16
 """How many bars of a rank are drawn; a loop that never closes its bars makes ever more."""
@@ -84,13 +95,25 @@ def ended(state: RunState, status: str, at: float, message: str) -> RunState:
 
 def _hang(state: RunState, event: ev.Hang) -> Draft:
     roles = dict.fromkeys(event.waiting, "waiting") | dict.fromkeys(event.stuck, "stuck?")
-    ranks = tuple(replace(r, hang=roles.get(r.rank, "")) for r in state.ranks)
+    ranks = tuple(
+        replace(r, hang=role, weather=r.weather.hung(event.time, role))
+        for r in state.ranks
+        for role in [roles.get(r.rank, "")]
+    )
     return {"ranks": ranks, "hang": strip_escapes(event.text, NOTE)}
 
 
 def _attempt(state: RunState, event: ev.Attempt) -> Draft:
     ranks = tuple(  # what they printed and logged before stays
-        RankState(r.rank, metrics=r.metrics, log=r.log, log_count=r.log_count) for r in state.ranks
+        RankState(
+            r.rank,
+            metrics=r.metrics,
+            log=r.log,
+            log_count=r.log_count,
+            epochs=r.epochs,
+            weather=r.weather,
+        )
+        for r in state.ranks
     )
     message = strip_escapes(event.reason)
     new = {"ranks": ranks, "attempt": event.number, "message": message, "status": "starting"}
@@ -176,7 +199,25 @@ def _metrics(rank: Draft, event: ev.Metrics) -> Draft:
         name = _name(key[:400])
         if name in metrics or len(metrics) < METRICS:
             metrics[name] = strip_escapes(value) if isinstance(value, str) else value
-    return {"metrics": MappingProxyType(metrics), "step": event.step}
+    fresh = rank["fresh"]
+    if not fresh.issuperset(map(_name, event.values)):
+        fresh |= metrics.keys() & set(map(_name, event.values))
+    return {"metrics": MappingProxyType(metrics), "step": event.step, "fresh": fresh}
+
+
+def _epoch_end(rank: Draft, event: ev.EpochEnd) -> Draft:
+    metrics = {name: value for name, value in rank["metrics"].items() if name in rank["fresh"]}
+    row = EpochRow(event.epoch, event.steps, event.seconds, event.loss, MappingProxyType(metrics))
+    return {"epochs": (*rank["epochs"], row)[-EPOCHS:], "fresh": frozenset()}
+
+
+def _trained(rank: Draft, event: ev.TrainingUpdate) -> Draft:
+    old = rank["progress"]
+    waited = (event.waited - old.waited, event.elapsed - old.elapsed) if old else (0.0, 0.0)
+    return {
+        "progress": progress_after(old, event),
+        "weather": rank["weather"].trained(event.time, *waited),
+    }
 
 
 @lru_cache(4096)
@@ -190,13 +231,14 @@ def _output(rank: Draft, event: ev.Output) -> Draft:
     return {"log": (rank["log"] + lines)[-LOG_LINES:], "log_count": count}
 
 
-def _ended(_rank: Draft, event: ev.Ended) -> Draft:
+def _ended(rank: Draft, event: ev.Ended) -> Draft:
     return {
         "status": "done" if event.error is None else "failing",
         "error": strip_escapes_by_line(event.error),
         "result": strip_escapes_by_line(event.result),
         "ended": event.time,
         "evidence": _evidence(event),
+        "weather": rank["weather"].ended(event.time, has_failed=event.error is not None),
         "stepped": tuple(strip_escapes(name, NAME) for name in event.stepped[:SAVED]),
     }
 
@@ -216,6 +258,7 @@ def _exited(rank: Draft, event: ev.Exited) -> Draft:
         "ended": rank["ended"] or event.time,
         "returncode": event.returncode,
         "cause": strip_escapes(event.cause),
+        "weather": rank["weather"].ended(event.time, has_failed=event.verdict == "failed"),
         "evidence": (*rank["evidence"], *_evidence(event)),
         "error": None if event.verdict == "done" else rank["error"],
     }
@@ -227,14 +270,23 @@ def _evidence(event: ev.Ended | ev.Exited) -> tuple[str, ...]:
 
 RANK_REDUCERS: Mapping[type[ev.Event], Callable[[Draft, Any], Draft]] = {
     ev.Spawned: lambda _, e: {"pid": e.pid, "node": strip_escapes(e.node, NAME)},
-    ev.Started: lambda _, e: {"status": "running", "pid": e.pid, "started": e.time},
+    ev.Started: lambda rank, e: {
+        "status": "running",
+        "pid": e.pid,
+        "started": e.time,
+        "weather": rank["weather"].began(e.time),
+    },
     ev.Metrics: _metrics,
-    ev.TrainingUpdate: lambda rank, e: {"progress": progress_after(rank["progress"], e)},
+    ev.TrainingUpdate: _trained,
+    ev.EpochEnd: _epoch_end,
     ev.Resources: lambda rank, e: {"usage": rank["usage"].after_measuring(e)},
     ev.TensorMemory: lambda rank, e: {"usage": rank["usage"].after_counting(e)},
     ev.Progress: lambda rank, e: {"bars": MappingProxyType(_bars(rank["bars"], e))},
     ev.Output: _output,
-    ev.Phase: lambda _, e: {"phase": strip_escapes(e.phase, 20)},
+    ev.Phase: lambda rank, e: {
+        "phase": strip_escapes(e.phase, 20),
+        "weather": rank["weather"].phase(e.time, e.phase),
+    },
     ev.Debugger: lambda _, e: {
         "phase": f"debugger at {strip_escapes(e.place, 60)}" if e.address else "",
         "debugger": e.address,

@@ -10,6 +10,7 @@ from typing import Any
 from ..system.text import strip_escapes
 from . import events as ev
 from .curves import Curves
+from .overview.weather import Weather
 
 IDLE = "idle"
 """The status of a live rank that a task does not run on."""
@@ -189,6 +190,21 @@ REST = "Python, libraries, activations"
 
 
 @dataclass(frozen=True)
+class EpochRow:
+    """What a rank came to in an epoch."""
+
+    epoch: int
+    """As the loop counts it."""
+    steps: int
+    """Optimizer steps since the start."""
+    seconds: float
+    loss: float | None = None
+    """The mean of its losses."""
+    metrics: Mapping[str, float | str] = field(default_factory=dict)
+    """The last values logged from its first step to the next epoch's."""
+
+
+@dataclass(frozen=True)
 class RankState:
     """One rank."""
 
@@ -209,6 +225,12 @@ class RankState:
     bars: Mapping[int, ProgressBar] = field(default_factory=dict)
     metrics: Mapping[str, float | str] = field(default_factory=dict)
     """The last values logged, of at most `reducers.METRICS` names."""
+    fresh: frozenset[str] = frozenset()
+    """The names of metrics that were logged in the present epoch."""
+    epochs: tuple[EpochRow, ...] = ()
+    """The epochs that are over, at most `reducers.EPOCHS`."""
+    weather: Weather = field(default_factory=Weather)
+    """What it did over time."""
     step: int | None = None
     progress: TrainingProgress | None = None
     usage: ResourceUsage = field(default_factory=ResourceUsage)

@@ -22,6 +22,8 @@ from ..tracking import events as ev
 from ..tracking.curves import Series
 from ..tracking.diagnosis import verdict
 from ..tracking.diagnosis.failures import is_secondary_failure
+from ..tracking.overview.epochs import better as better
+from ..tracking.overview.epochs import validation_of as validation_of
 from ..tracking.overview.run_progress import LONGEST, is_of_epoch, of_bars
 from ..tracking.reducers import METRICS
 from ..tracking.state import ProgressBar, RankState, RunState
@@ -101,33 +103,9 @@ def run_position(state: RunState) -> tuple[str, str]:
     return (bar.description, f"{amount} {unit}") if bar.description else (f"{amount} {unit}", "")
 
 
-_RISES = re.compile(
-    r"acc|auc|f1|precision|recall|bleu|rouge|map|iou|dice|r2|score|reward|psnr", re.I
-)
-_FALLS = re.compile(r"loss|error|err|perplexity|ppl|mae|mse|wer|cer|fid", re.I)
-_VALIDATION = re.compile(
-    r"^(val|valid|validation|eval|test|dev)(?=[^a-z]|$)|[_/.](val|valid|eval|test|dev)$", re.I
-)
-
-
-def validation_of(name: str) -> str:
-    """Return the name of a metric without the word for a validation; "" if it has none."""
-    return _VALIDATION.sub("", name).strip("_/. -") if _VALIDATION.search(name) else ""
-
-
 def training_names(metric: str) -> list[str]:
     """Return what a metric of the training may be called that is `metric` in a validation."""
     return [metric, f"train_{metric}", f"train/{metric}", f"training_{metric}"]
-
-
-def better(name: str) -> str:
-    """Return whether a metric is better 'high' or 'low'; "" where its name does not say it.
-
-    A loss counts if it is a validation's: the training's own lowest is noise.
-    """
-    if _FALLS.search(name):
-        return "low" if validation_of(name) else ""
-    return "high" if _RISES.search(name) else ""
 
 
 def best(series: Series, direction: str) -> tuple[float, float]:

@@ -109,10 +109,12 @@ def test_the_names_of_events_on_disk_stay_as_they_are() -> None:
     assert {kind: cls.__name__ for kind, cls in ev.KINDS.items()} == {
         "displayed": "Displayed",
         "spawned": "Spawned",
+        "debugger": "Debugger",
         "started": "Started",
         "progress": "Progress",
         "metrics": "Metrics",
         "training": "TrainingUpdate",
+        "epoch": "EpochEnd",
         "not_finite": "NotFinite",
         "phase": "Phase",
         "work": "WorkSample",

@@ -55,6 +55,10 @@ class LossMeter:
         self.has_diverged = False
         """Whether a step was made with a loss that is not finite, or explodes, and none since was
         as it should be."""
+        self.total, self.count = 0.0, 0
+        """The sum of the finite losses, and how many there were."""
+        self.before_step = 0.0, 0
+        """Both, at the last step."""
         self.backwards = 0
         """Backward passes that have begun, of any loss."""
         self._steps = 0
@@ -110,6 +114,7 @@ class LossMeter:
         """Note a step, and forget that a loss was scaled: another training may follow."""
         self._is_scaling = False
         self._steps = steps
+        self.before_step = self.total, self.count
         if getattr(optimizer, "found_inf", None) is None:  # else a scaler has it skip by itself
             self._moment.has_led_to_step = True
         if self._suspect is not None:
@@ -215,6 +220,8 @@ class LossMeter:
         self._value = value
         if math.isfinite(value):
             self._not_finite, self._suspect, self.has_diverged = 0, None, False
+            self.total += value
+            self.count += 1
             if value > self._growth.limit:
                 self._see_growth(value, moment)
             elif self._growth.row:

@@ -70,6 +70,9 @@ class TrainingMeter:
         self._due = 0.0
         self._place = TrainingPlace()
         self._looked = -math.inf, 0  # when, and in which pass
+        self._epoch: tuple[int, float, float, int] | None = None  # its number, when it began, and
+        # the sum and the number of losses before it
+        self._passes = 0  # with the one that feeds this epoch
 
     def install(self, sources: Collection[str]) -> None:
         """Watch torch, now or when it is imported."""
@@ -107,7 +110,11 @@ class TrainingMeter:
                 self._loss.read_last()
             self._reader.finish(wait)
             self._loss.settle()
-            self._report(time.monotonic(), self._loss.last())
+            now = time.monotonic()
+            self._report(now, self._loss.last())
+            self._loss.before_step = self._loss.total, self._loss.count
+            self._end_epoch(now, self._steps)
+            self._epoch = None
             if wait:
                 self._work.finish(self._steps, self._loss.last(), self._loading.metrics.shares)
                 self._effects.finish(self._loss.last())
@@ -134,21 +141,46 @@ class TrainingMeter:
         if key not in self._known:
             self._known.add(key)
         self._round.add(key)
+        if self._loading.fed_passes != self._passes:
+            self._begin_epoch()
         self._loss.stepped(optimizer, self._steps)
         if self._work.is_sampling:
             self._work.stepped(optimizer, self._steps)
         if key not in self._effects.settled:
             self._effects.look(optimizer, self._loss.backwards)
         now = time.monotonic()
+        self._look(now)
+        self._tick(now, now)
+        self._memory.stepped(optimizer, now)
+        if stopping.active is not None:
+            stopping.active.stepped()
+
+    def _look(self, now: float) -> None:
         looked, passes = self._looked
         is_new = passes != self._loading.fed_passes
         if now >= looked + (NEXT_LOOK if is_new else INTERVAL):
             self._looked = now, self._loading.fed_passes
             self._place.look(self._steps, self._loading.fed_passes)
-        self._tick(now, now)
-        self._memory.stepped(optimizer, now)
-        if stopping.active is not None:
-            stopping.active.stepped()
+
+    def _begin_epoch(self) -> None:
+        """Report the epoch that is over: a loader's next pass has led to a step."""
+        now = time.monotonic()
+        self._end_epoch(now, self._steps - 1)
+        self._look(now)
+        self._passes = self._loading.fed_passes
+        position = self._loading.position()
+        epoch = self._place.report(self._steps, self._passes, position)[1] or self._passes
+        if self._place.is_in_library and self._epoch is not None:
+            epoch = self._epoch[0] + 1  # it counts on at the end of the step
+        self._epoch = epoch, now, *self._loss.before_step
+
+    def _end_epoch(self, now: float, steps: int) -> None:
+        if self._epoch is None or steps <= 0:
+            return
+        epoch, began, total, count = self._epoch
+        total, count = self._loss.before_step[0] - total, self._loss.before_step[1] - count
+        loss = total / count if count else None
+        self._writer.write(ev.EpochEnd(clock.now(), self._rank, epoch, steps, now - began, loss))
 
     def _optimizer_init(self, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """End the round: what is made after a step belongs to another training, or fold."""

@@ -95,7 +95,7 @@ def trainer_moved(state: Any, *, first: int, is_over: bool = False) -> None:
     if total <= 0:
         return
     epochs = math.ceil(state.num_train_epochs) if state.num_train_epochs else None
-    epoch = min(int(state.epoch or 0) + 1, epochs or sys.maxsize)
+    epoch = min(max(1, math.ceil(state.epoch or 0)), epochs or sys.maxsize)
     rounds = (("step", max(0, done - first), max(1, total - first), first + 1),)
     library.set(rounds, epoch, epochs)
 
@@ -110,6 +110,11 @@ class TrainingPlace:
         self._loops: Loops | None = None
         self._at: tuple[int, int] = 0, 0  # rounds that were begun, and steps or passes, at the look
         self._pace = 1.0  # rounds for each step or pass
+
+    @property
+    def is_in_library(self) -> bool:
+        """Whether a library tells, rather than the loops."""
+        return library is not None
 
     def look(self, steps: int, passes: int) -> None:
         """Look at the loops around the step that runs: so many `steps` and `passes` have begun."""

@@ -1,0 +1,127 @@
+"""A table of a run's epochs: losses, metrics and time, and which was best. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
+from statistics import fmean
+
+from .. import events as ev
+from ..state import EpochRow, RunState
+
+COLUMNS = 8
+"""Metrics that have a column, the first that come."""
+
+TRAIN_LOSS = "train loss"
+"""The column of the loss that was seen, where the user logs none of the training."""
+
+
+_ASIDE = re.compile(r"^epoch$|runtime|_per_second|flos$|_time$", re.I)
+"""Names of numbers that say nothing of a model."""
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """A row of the table: means over ranks."""
+
+    epoch: int
+    """As the loop counts it."""
+    steps: int
+    """Optimizer steps since the start."""
+    seconds: float
+    values: Mapping[str, float]
+    """By column."""
+    is_best: bool = False
+
+
+@dataclass(frozen=True)
+class EpochTable:
+    """The epochs that are over."""
+
+    columns: tuple[str, ...] = ()
+    rows: tuple[Epoch, ...] = ()
+    best_by: str = ""
+    """The column that tells which is best; "" where none does."""
+
+
+def epoch_table(state: RunState) -> EpochTable:
+    """Return the table of a run's epochs; without rows where no loader made any."""
+    together = zip_longest(*(rank.epochs for rank in state.ranks))
+    rows = [_row([row for row in some if row is not None]) for some in together]
+    names = dict.fromkeys(name for row in rows for name in row.values)
+    if any(ev.is_training_loss(name) for name in names if name != TRAIN_LOSS):
+        names.pop(TRAIN_LOSS, None)
+    columns = sorted(names, key=_order)[:COLUMNS]
+    best_by = next((name for name in columns if better(name)), "")
+    if not best_by:  # without a validation, the training's own loss, over whole epochs
+        losses = (name for name in columns if name == TRAIN_LOSS or ev.is_training_loss(name))
+        best_by = next(losses, "")
+    best = _best(rows, best_by)
+    marked = (
+        Epoch(
+            r.epoch,
+            r.steps,
+            r.seconds,
+            {n: r.values[n] for n in columns if n in r.values},
+            at == best,
+        )
+        for at, r in enumerate(rows)
+    )
+    return EpochTable(tuple(columns), tuple(marked), best_by)
+
+
+def _row(some: list[EpochRow]) -> Epoch:
+    values: dict[str, list[float]] = {}
+    for row in some:
+        if row.loss is not None:
+            values.setdefault(TRAIN_LOSS, []).append(row.loss)
+        for name, value in row.metrics.items():
+            if isinstance(value, (int, float)) and not _ASIDE.search(name):
+                values.setdefault(name, []).append(float(value))
+    means = {name: fmean(each) for name, each in values.items()}
+    first = some[0]
+    return Epoch(first.epoch, first.steps, max(row.seconds for row in some), means)
+
+
+def _order(name: str) -> int:
+    """Return where a column stands: the training's loss, a validation's, then the rest."""
+    if name == TRAIN_LOSS or ev.is_training_loss(name):
+        return 0
+    if validation_of(name):
+        return 1 if "loss" in name.lower() else 2
+    return 3 if better(name) else 4
+
+
+def _best(rows: Iterable[Epoch], name: str) -> int | None:
+    known = [(row.values[name], at) for at, row in enumerate(rows) if name in row.values]
+    known = [(value, at) for value, at in known if math.isfinite(value)]
+    if len(known) < 2:
+        return None
+    return max(known, key=lambda k: (k[0], -k[1]))[1] if better(name) == "high" else min(known)[1]
+
+
+_RISES = re.compile(
+    r"acc|auc|f1|precision|recall|bleu|rouge|map|iou|dice|r2|score|reward|psnr", re.I
+)
+_FALLS = re.compile(r"loss|error|err|perplexity|ppl|mae|mse|wer|cer|fid", re.I)
+_VALIDATION = re.compile(
+    r"^(val|valid|validation|eval|test|dev)(?=[^a-z]|$)|[_/.](val|valid|eval|test|dev)$", re.I
+)
+
+
+def validation_of(name: str) -> str:
+    """Return the name of a metric without the word for a validation; "" if it has none."""
+    return _VALIDATION.sub("", name).strip("_/. -") if _VALIDATION.search(name) else ""
+
+
+def better(name: str) -> str:
+    """Return whether a metric is better 'high' or 'low'; "" where its name does not say it.
+
+    A loss counts if it is a validation's: the training's own lowest is noise.
+    """
+    if _FALLS.search(name):
+        return "low" if validation_of(name) else ""
+    return "high" if _RISES.search(name) else ""

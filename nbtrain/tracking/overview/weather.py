@@ -1,0 +1,144 @@
+"""What a rank did over time, as a strip: bins of time, each with a letter. Pure.
+
+It knows what ranks report, no more: within a step nobody sees who waits for whom, so a wait for
+peers shows where ranks meet, where the run hangs, and after a failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+
+WIDTH = 0.5
+"""Seconds of a bin, at first."""
+
+BINS = 240
+"""Bins of a rank at most; then they double their width."""
+
+UNKNOWN, COMPUTE, DATA, PEERS = " ", "c", "d", "p"
+COMPILING, SAVING, STALLED, FAILED = "x", "s", "!", "f"
+
+NAMES: Mapping[str, str] = {
+    UNKNOWN: "not training",
+    COMPUTE: "computing",
+    DATA: "waiting for data",
+    PEERS: "waiting for peers",
+    COMPILING: "compiling",
+    SAVING: "saving",
+    STALLED: "stalled",
+    FAILED: "failed",
+}
+"""What each letter stands for; of two bins that become one, the later in this order stays."""
+
+_RANKING = "".join(NAMES)
+_PHASES = {"joining": PEERS, "saving": SAVING, "compiling": COMPILING}
+_ROLES = {"stuck?": STALLED, "waiting": PEERS}
+
+
+@dataclass(frozen=True)
+class Weather:
+    """A rank's strip, from `start` on, a letter for each `width` seconds."""
+
+    letters: str = ""
+    width: float = WIDTH
+    start: float = 0.0
+    """Seconds since the epoch; a multiple of `width`."""
+    until: float | None = None
+    """The time up to which the letters are known; None before the rank has begun."""
+    now: str = UNKNOWN
+    """What the rank does since then."""
+    debt: float = 0.0
+    """Of bins that waited for data, the part that is in none."""
+
+    def began(self, time: float) -> Weather:
+        """Return the strip of a rank that begins to run the user's code."""
+        if self.until is None:
+            start = time // self.width * self.width
+            return replace(self, start=start, until=time, now=UNKNOWN)
+        return self._up_to(time, UNKNOWN, UNKNOWN)
+
+    def trained(self, time: float, waited: float, seconds: float) -> Weather:
+        """Return the strip after a report of a training that waited for data for some seconds."""
+        if self.until is None:
+            return self
+        if self.now in (COMPILING, SAVING):
+            return self
+        debt = self.debt + (min(1.0, max(0.0, waited / seconds)) if seconds > 0 else 0.0)
+        is_data = debt >= 0.5
+        new = self._up_to(time, DATA if is_data else COMPUTE, COMPUTE)
+        return replace(new, debt=debt - is_data)
+
+    def phase(self, time: float, phase: str) -> Weather:
+        """Return the strip after a phase has begun, or (an empty one) ended."""
+        before = self.now
+        after = _PHASES.get(phase, UNKNOWN if before == PEERS else COMPUTE)
+        return self if self.until is None else self._up_to(time, before, after)
+
+    def hung(self, time: float, role: str) -> Weather:
+        """Return the strip after a hang was seen in which the rank has a role, or has none."""
+        now = _ROLES.get(role, COMPUTE)
+        if self.until is None or (now == COMPUTE and self.now not in (STALLED, PEERS)):
+            return self
+        return self._up_to(time, now if role else self.now, now)
+
+    def ended(self, time: float, *, has_failed: bool) -> Weather:
+        """Return the strip of a rank that has ended; what ends others late was a wait."""
+        if self.until is None or self.now == FAILED:
+            return self
+        if not has_failed:
+            return self._up_to(time, self.now, UNKNOWN)
+        new = self._up_to(time, self.now, FAILED)
+        return replace(new, letters=new.letters[:-1] + FAILED)
+
+    def drawn(self, time: float) -> Weather:
+        """Return the strip up to a moment."""
+        return self if self.until is None else self._up_to(time, self.now, self.now)
+
+    def _up_to(self, time: float, letter: str, now: str) -> Weather:
+        """Return the strip filled with a letter up to a time, from when on the rank does `now`."""
+        assert self.until is not None
+        time = max(time, self.until)
+        new = self
+        while (time - new.start) / new.width >= BINS:
+            new = new._halved()
+        first = int((self.until - new.start) / new.width)
+        last = int((time - new.start) / new.width)
+        letters = new.letters
+        if len(letters) > first:  # the bin is shared
+            letters = letters[:first] + max(letters[first], letter, key=_RANKING.index)
+        letters = letters.ljust(last + 1, letter)
+        return replace(new, letters=letters, until=time, now=now)
+
+    def _halved(self) -> Weather:
+        width = 2 * self.width
+        start = self.start // width * width
+        odd = round((self.start - start) / self.width)
+        letters = UNKNOWN * odd + self.letters
+        pairs = zip_longest(letters[::2], letters[1::2], fillvalue=UNKNOWN)
+        merged = "".join(max(pair, key=_RANKING.index) for pair in pairs)
+        return replace(self, letters=merged, width=width, start=start)
+
+
+def aligned(strips: list[Weather], time: float) -> tuple[float, float, list[str]]:
+    """Return when all strips begin, the seconds of a letter, and each rank's letters up to `time`.
+
+    Ranks that began at other times, or have bins of other widths, become alike.
+    """
+    known = [strip for strip in strips if strip.until is not None]
+    if not known:
+        return time, WIDTH, ["" for _ in strips]
+    start = min(strip.start for strip in known)
+    width = max(strip.width for strip in known)
+    while (time - start) / width >= BINS:
+        width *= 2
+    start = start // width * width
+    rows = []
+    for strip in strips:
+        if strip.until is None:
+            rows.append("")
+            continue
+        while strip.width < width:
+            strip = strip._halved()
+        rows.append(UNKNOWN * round((strip.start - start) / width) + strip.letters)
+    return start, width, rows

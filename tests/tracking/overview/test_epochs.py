@@ -1,0 +1,98 @@
+"""The table of a run's epochs, of loops as people write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import nbtrain
+from tests.support.runs import launch
+
+
+def loop(epochs: int = 4) -> list[tuple[float, float]]:
+    """Return the mean loss and the validation loss of each epoch."""
+    torch.manual_seed(nbtrain.rank())
+    model, data = nn.Linear(4, 1), TensorDataset(torch.randn(32, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    came: list[tuple[float, float]] = []
+    for epoch in range(epochs):
+        losses = []
+        for (x,) in DataLoader(data, batch_size=4):
+            loss = model(x).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        with torch.no_grad():
+            for (x,) in DataLoader(data, batch_size=8):
+                model(x)
+        validation = [0.4, 0.2, 0.1, 0.3][epoch]
+        nbtrain.log(val_loss=validation)
+        came.append((sum(losses) / len(losses), validation))
+    return came
+
+
+def test_a_plain_loop_has_a_row_an_epoch_and_the_best_is_marked() -> None:
+    run = launch(loop, n=2)
+    table = run.epochs
+    assert list(table.columns) == ["epoch", "steps", "seconds", "train loss", "val_loss", "best"]
+    assert list(table["epoch"]) == [1, 2, 3, 4]
+    assert list(table["steps"]) == [8, 16, 24, 32]
+    of_ranks = zip(*run.results, strict=True)
+    means = [sum(loss for loss, _ in ranks) / 2 for ranks in of_ranks]
+    assert list(table["train loss"]) == pytest.approx(means)
+    assert list(table["val_loss"]) == [0.4, 0.2, 0.1, 0.3]
+    assert list(table["best"]) == [False, False, True, False]
+    assert (table["seconds"] > 0).all()
+
+
+def test_the_table_of_the_trainer_has_its_evaluations() -> None:
+    def train() -> None:
+        from transformers import Trainer, TrainingArguments
+
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(4, 1)
+
+            def forward(self, x: Any, labels: Any) -> Any:
+                return {"loss": self.layer(x).pow(2).mean()}
+
+        rows = [{"x": torch.randn(4), "labels": torch.ones(1)} for _ in range(16)]
+        arguments = TrainingArguments(
+            output_dir="unused",
+            per_device_train_batch_size=4,
+            num_train_epochs=3,
+            eval_strategy="epoch",
+            logging_strategy="epoch",
+            save_strategy="no",
+            report_to="none",
+            dataloader_pin_memory=False,
+            remove_unused_columns=False,
+            prediction_loss_only=True,
+        )
+        Trainer(Model(), arguments, train_dataset=rows, eval_dataset=rows).train()  # type: ignore[arg-type]
+
+    table = launch(train).epochs
+    assert list(table["epoch"]) == [1, 2, 3]
+    assert list(table["steps"]) == [4, 8, 12]
+    assert table["eval_loss"].notna().all()
+    assert list(table.columns)[3:5] == ["loss", "eval_loss"]
+    assert "eval_runtime" not in table
+    assert table["loss"].notna().all()
+    assert table["best"].sum() == 1
+
+
+def test_a_loop_without_a_loader_has_no_epochs() -> None:
+    def train() -> None:
+        w = nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([w], lr=0.1)
+        for _ in range(5):
+            w.sum().backward()
+            optimizer.step()
+
+    assert len(launch(train).epochs) == 0

@@ -1,0 +1,82 @@
+"""What ranks did over time, of real runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import nbtrain
+from nbtrain.tracking.overview import weather
+from tests.support.runs import launch
+
+
+class Slow(Dataset[Any]):
+    """Data that rank 1 waits for."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.05 if nbtrain.rank() == 1 else 0.0)
+        return torch.ones(4)
+
+
+def train() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in DataLoader(Slow()):
+        model(x).sum().backward()
+        optimizer.step()
+        time.sleep(0.05 if nbtrain.rank() == 0 else 0.0)
+
+
+def strips(run: nbtrain.Run) -> list[str]:
+    of_ranks = [rank.weather for rank in run.state.ranks]
+    return weather.aligned(of_ranks, run.state.ended or 0.0)[2]
+
+
+def test_a_rank_that_waits_for_its_data_is_told_from_one_that_computes() -> None:
+    computes, waits = strips(launch(train, n=2))
+    assert computes.count("c") > 3 > computes.count("d")
+    assert waits.count("d") > 3 > waits.count("c")
+
+
+def test_the_strip_of_a_rank_that_fails_ends_red_and_the_other_waits() -> None:
+    def fail() -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        train()
+        if nbtrain.rank() == 0:
+            raise ValueError("now")
+        dist.barrier()
+
+    def failed(run: nbtrain.Run) -> Iterator[str]:
+        yield from (strip[-1:] for strip in strips(run))
+
+    with pytest.raises(ValueError, match="now"):
+        launch(fail, n=2)
+    run = nbtrain.last_run()
+    assert run is not None
+    assert next(failed(run)) == "f"
+    assert [name in strips(run)[0] for name in "cf"] == [True, True]
+
+
+def test_strips_of_different_ages_are_made_alike_and_stay_small() -> None:
+    young = weather.Weather().began(100.2).trained(100.7, 0.0, 0.5)
+    old = weather.Weather().began(10.0)
+    for second in range(11, 500):
+        old = old.trained(second, 0.9 if second == 100 else 0.0, 1.0)
+    assert len(old.letters) <= weather.BINS
+    start, width, (first, second) = weather.aligned([young, old], 500.0)
+    assert start <= 10.0
+    assert width == old.width
+    assert len(first) - 1 == int((100.7 - start) / width)
+    assert second[int((99.5 - start) / width)] == "d"
+    assert set(second.strip()) == {"c", "d"}
