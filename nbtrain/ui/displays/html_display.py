@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from typing import Any
 
 from ...tracking.state import RunState
@@ -14,6 +16,12 @@ INTERVAL = 0.2
 
 BYTES_PER_SECOND = 120_000
 """What the updates of a display may send: a large board is drawn less often."""
+
+SHARE = 0.004
+"""The part of a core that drawing takes where the ranks have use for all of them."""
+
+SLOWEST = 2.0
+"""Seconds between two updates, at most, for want of a core."""
 
 
 class Display:
@@ -84,6 +92,7 @@ class Pace:
         self._state: RunState | None = None
         self._drawn = -1e9
         self._interval = INTERVAL
+        self._began = 0.0  # by the clock of this thread's CPU time
 
     def is_due(self, state: RunState, now: float) -> bool:
         """Return whether to draw now; the caller then draws."""
@@ -94,11 +103,25 @@ class Pace:
         late = max(0.0, passed - self._interval)  # a late drawing brings the next one forward
         self._drawn = now - (late if late < self._interval else 0)
         self._state = state
+        self._began = time.thread_time()
         return True
 
     def spent(self, size: int) -> None:
-        """Record the bytes of a drawing: the next one waits until `BYTES_PER_SECOND` allows it."""
-        self._interval = max(INTERVAL, size / BYTES_PER_SECOND)
+        """Record the bytes of a drawing: the next one waits until `BYTES_PER_SECOND` allows it.
+
+        And on a host whose cores are all busy, until `SHARE` does: a rank that has to wait for the
+        launcher has the other ranks wait, too.
+        """
+        seconds = (time.thread_time() - self._began) / SHARE if _is_crowded() else 0.0
+        self._interval = max(INTERVAL, size / BYTES_PER_SECOND, min(SLOWEST, seconds))
+
+
+def _is_crowded() -> bool:
+    """Whether about as many processes want to run as there are cores, for about a minute."""
+    try:
+        return os.getloadavg()[0] >= 0.75 * (os.cpu_count() or 1)
+    except (AttributeError, OSError):  # not on this system
+        return False
 
 
 class HtmlDisplay(Display):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
@@ -14,7 +16,14 @@ import pytest
 
 from nbtrain.tracking.state import RunState
 from nbtrain.ui.displays import select
-from nbtrain.ui.displays.html_display import BYTES_PER_SECOND, INTERVAL, Pace, wire_size
+from nbtrain.ui.displays.html_display import (
+    BYTES_PER_SECOND,
+    INTERVAL,
+    SHARE,
+    SLOWEST,
+    Pace,
+    wire_size,
+)
 from nbtrain.ui.displays.widget_board import _VIEW
 from tests.support.kernel import Notebook, Outputs
 
@@ -505,6 +514,47 @@ def test_the_front_is_chosen_by_what_is_here(monkeypatch: pytest.MonkeyPatch) ->
     assert chosen(_Shell()) == "HtmlDisplay"
 
 
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Have so many processes run on each core."""
+
+    def set_load(per_core: float) -> None:
+        every = (per_core * (os.cpu_count() or 1),) * 3
+        monkeypatch.setattr(os, "getloadavg", lambda: every)
+
+    set_load(0)
+    return set_load
+
+
+def test_where_ranks_need_all_cores_drawing_takes_a_small_part_of_one(
+    load: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spent = iter(range(10_000))
+    monkeypatch.setattr(time, "thread_time", lambda: 0.002 * next(spent))  # 2 ms a drawing
+    for per_core, interval in ((0.2, INTERVAL), (1.0, 0.002 / SHARE)):
+        load(per_core)
+        pace, state, drawn = Pace(), RunState("name", "fork", (), 0.0), 0
+        for look in range(600):
+            if pace.is_due(replace(state), look / 10):
+                drawn += 1
+                pace.spent(10)
+        assert drawn == pytest.approx(60 / interval, abs=2)
+
+
+def test_a_drawing_that_takes_long_is_repeated_all_the_same(
+    load: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(9)
+    spent = iter(range(10_000))
+    monkeypatch.setattr(time, "thread_time", lambda: float(next(spent)))
+    pace, state = Pace(), RunState("name", "fork", (), 0.0)
+    assert pace.is_due(state, 0.0)
+    pace.spent(10)
+    assert not pace.is_due(replace(state), SLOWEST - 0.1)
+    assert pace.is_due(replace(state), SLOWEST + 0.1)
+
+
+@pytest.mark.usefixtures("load")
 def test_a_large_board_is_drawn_less_often() -> None:
     pace, state = Pace(), RunState("name", "fork", (), 0.0)
     assert pace.is_due(state, 0.0)
@@ -519,6 +569,7 @@ def test_a_large_board_is_drawn_less_often() -> None:
     )
 
 
+@pytest.mark.usefixtures("load")
 def test_looks_that_come_late_do_not_slow_the_board_down() -> None:
     for every in (0.03, 0.07, 0.15, 0.19):  # seconds between two looks
         pace, state = Pace(), RunState("name", "fork", (), 0.0)
