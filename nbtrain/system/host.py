@@ -238,6 +238,17 @@ def _cgroup_quota(base: Path) -> float | None:
     return int(limit) / int(period) if limit.isdecimal() and period.isdecimal() else None
 
 
+def is_crowded() -> bool:
+    """Whether, for about a minute, as many processes want to run as there are cores, or nearly.
+
+    Then whatever the launcher does delays a rank, and with it all that wait for that one.
+    """
+    try:
+        return os.getloadavg()[0] >= 0.75 * (os.cpu_count() or 1)
+    except (AttributeError, OSError):  # not on this system
+        return False
+
+
 def threads_per_rank(ranks: int) -> int:
     """Return how many CPU threads each of `ranks` ranks can have without crowding the others."""
     return max(1, usable_cpus() // ranks)

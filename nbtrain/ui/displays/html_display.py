@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from typing import Any
 
+from ...system.host import is_crowded
 from ...tracking.state import RunState
 from .. import text_summary
 from ..board import board
@@ -109,19 +109,10 @@ class Pace:
     def spent(self, size: int) -> None:
         """Record the bytes of a drawing: the next one waits until `BYTES_PER_SECOND` allows it.
 
-        And on a host whose cores are all busy, until `SHARE` does: a rank that has to wait for the
-        launcher has the other ranks wait, too.
+        And on a host whose cores are all busy, until `SHARE` does.
         """
-        seconds = (time.thread_time() - self._began) / SHARE if _is_crowded() else 0.0
+        seconds = (time.thread_time() - self._began) / SHARE if is_crowded() else 0.0
         self._interval = max(INTERVAL, size / BYTES_PER_SECOND, min(SLOWEST, seconds))
-
-
-def _is_crowded() -> bool:
-    """Whether about as many processes want to run as there are cores, for about a minute."""
-    try:
-        return os.getloadavg()[0] >= 0.75 * (os.cpu_count() or 1)
-    except (AttributeError, OSError):  # not on this system
-        return False
 
 
 class HtmlDisplay(Display):
