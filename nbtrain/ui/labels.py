@@ -10,6 +10,7 @@ from statistics import median
 
 from ..system.source_files import is_library
 from ..system.text import (
+    FOREVER,
     format_bytes,
     format_count,
     format_duration,
@@ -302,15 +303,21 @@ def is_only_echo(rank: RankState, state: RunState) -> bool:
 def facts(state: RunState, now: float, *, brief: bool = False) -> str:
     """Return the run in a line: ``2 ranks · fork · cpu · 12 s · about 3 min left``.
 
-    `brief`: without the time left.
+    `brief`: without the time left, and in whole seconds while it runs: each change is sent.
     """
     parts = [plural(state.world_size, "rank"), state.engine, host_status.devices(state)]
     if state.precision != "no":
         parts.append(state.precision)
     if state.attempt > 1:
         parts.append(f"attempt {state.attempt} of {state.attempts}")
-    parts.append(format_duration(state.elapsed(now)))
+    passed = state.elapsed(now)
+    parts.append(whole_seconds(passed) if brief and not state.is_over else format_duration(passed))
     return " · ".join(filter(None, [*parts, "" if brief else remaining(state, now)]))
+
+
+def whole_seconds(seconds: float) -> str:
+    """Return a duration that changes once a second."""
+    return f"{int(seconds)} s" if seconds < 60 else format_duration(int(min(seconds, FOREVER)))
 
 
 def notes(state: RunState, limit: int = 6) -> list[str]:

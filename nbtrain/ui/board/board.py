@@ -58,6 +58,13 @@ def render(state: RunState, now: float) -> str:
     return framed("".join(_parts(state, now)))
 
 
+def spoken(state: RunState, now: float) -> str:
+    """Return a sentence that only a screen reader finds, and reads when it changes."""
+    hidden = "position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)"
+    text = cut(header.sentence(state, now), 300)
+    return f'<div role="status" aria-live="polite" style="{hidden}">{text}</div>'
+
+
 def framed(inner: str) -> str:
     """Draw the frame of a board around HTML."""
     frame = ";".join(f"{name}:{value}" for name, value in FRAME.items())
@@ -65,10 +72,10 @@ def framed(inner: str) -> str:
 
 
 def parts(state: RunState, now: float, choices: ViewChoices = ViewChoices()) -> list[str]:
-    """Draw the board without its frame in three parts, which change at different times.
+    """Draw the board without its frame in four parts, which change at different times.
 
-    These are the notes, the run with its ranks and curves, and what ranks printed. A page that
-    redraws one part keeps the text that a user has selected in the others.
+    These are the title, the notes, the run with its ranks and curves, and what ranks printed. A
+    page that redraws one part keeps the text that a user has selected in the others.
     """
     return [
         f'<div {_PLAIN} style="{theme.FONT};{_FITS}">{part}</div>' if part else ""
@@ -78,16 +85,17 @@ def parts(state: RunState, now: float, choices: ViewChoices = ViewChoices()) -> 
 
 def _parts(
     state: RunState, now: float, choices: ViewChoices = ViewChoices()
-) -> tuple[str, str, str]:
+) -> tuple[str, str, str, str]:
     marked = stragglers.with_slow_ranks_marked(state)
     notes = "".join(f"<div>{coded(note)}</div>" for note in labels.notes(state))
     notes = header.card(theme.WARN, notes) if notes else ""
     printed = f"{_results(state)}{log_panel.draw(state, choices.rank)}"
+    title = header.title(marked, now)
     above = f"{header.draw(marked, now)}{_ranks(marked, each=choices.each)}"
-    used = len(notes) + len(above) + len(printed) + 500
+    used = len(title) + len(notes) + len(above) + len(printed) + 500
     room = (STATIC_BYTES if state.is_over else LIVE_BYTES) - used
     charts = chart.charts(state, room, choices.metric, log=choices.log)
-    return notes, f"{above}{charts}", printed
+    return title, notes, f"{above}{charts}", printed
 
 
 def coded(text: str) -> str:

@@ -32,8 +32,8 @@ class Figure(NamedTuple):
 
 
 def draw(state: RunState, now: float) -> str:
-    """Draw the header."""
-    return f"{_title(state, now)}{_trouble(state)}{_bar(state)}{_figures(state, now)}"
+    """Draw what is wrong, the one progress bar, and the key figures."""
+    return f"{_trouble(state)}{_bar(state)}{_figures(state, now)}"
 
 
 def status(state: RunState) -> str:
@@ -70,7 +70,8 @@ def sentence(state: RunState, now: float) -> str:
     return ", ".join(parts)
 
 
-def _title(state: RunState, now: float) -> str:
+def title(state: RunState, now: float) -> str:
+    """Draw how the run is, its name, and what it runs on."""
     message = (
         "" if state.status == "failed" and labels.culprit(state) is not None else state.message
     )
@@ -102,8 +103,8 @@ def phases(state: RunState, now: float) -> str:
     began = [rank.started for rank in ranks if rank.started is not None]
     if len(began) < len(ranks):
         count = f" {len(began)}/{size}" if size > 1 else ""
-        return f"starting the ranks{count} · {format_duration(state.elapsed(now))}"
-    passed = format_duration(max(0.0, now - max(began)))
+        return f"starting the ranks{count} · {labels.whole_seconds(state.elapsed(now))}"
+    passed = labels.whole_seconds(max(0.0, now - max(began)))
     phase = next((rank.phase for rank in ranks if rank.phase), "")
     if not phase:
         return f"running the code before the first step · {passed}"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...tracking.state import RunState
-from ..board import board
+from ..board import board, header
 from .html_display import Display, Pace, bundle, show, wire_size
 from .kernel_comms import Pump
 from .widget_controls import Controls
@@ -16,6 +16,9 @@ from .widget_controls import Controls
 _VIEW = "application/vnd.jupyter.widget-view+json"
 KEEP = 20
 """Boards of finished runs that stay open as widgets: as many as there are run folders."""
+
+SPEAK_EVERY = 15.0
+"""Seconds between two sentences for a screen reader, while nothing changes but numbers."""
 
 _NO_WIDGETS = (
     '<div style="opacity:.7;font-size:12px">This is how the run began: this page shows no '
@@ -25,7 +28,7 @@ _NO_WIDGETS = (
 
 
 class WidgetDisplay(Display):
-    """Controls above the board's parts, and static HTML in their place at the end.
+    """The board's parts with controls beside the title, and static HTML in their place at the end.
 
     Each part is a widget: a new number in the table does not clear text that a user has selected
     in the log. `pump` handles the controls while the cell runs; without it there are none.
@@ -46,6 +49,9 @@ class WidgetDisplay(Display):
         self._stop, self._stacks = stop, stacks
         self._parts: list[Any] = []
         self._frame: Any = None
+        self._head: Any = None
+        self._voice: Any = None
+        self._spoken = "", 0.0
         self._controls: Controls | None = None
         self._box: Any = None
         self._handle: Any = None
@@ -79,13 +85,18 @@ class WidgetDisplay(Display):
         import ipywidgets
 
         self._parts = [ipywidgets.HTML() for _ in board.parts(state, now)]
+        self._voice = ipywidgets.HTML()
+        self._parts[0].layout.flex, self._parts[0].layout.min_width = "1 1 240px", "0"
         around = {name.replace("-", "_"): value for name, value in board.FRAME.items()}
-        self._frame = ipywidgets.VBox(self._parts, layout=around)
-        self._box = ipywidgets.VBox([self._frame])
+        self._head = ipywidgets.HBox(self._parts[:1], layout={"flex_flow": "row wrap"})
+        body = [self._head, *self._parts[1:], self._voice]
         if self._pump is not None:
             self._controls = Controls(self._stop, self._stacks)
-            self._box.children = (self._controls.row, self._controls.panel, self._frame)
+            self._head.children = (*self._parts[:1], self._controls.row)
+            body[1:1] = [self._controls.more, self._controls.panel]
             _listening.add(self)
+        self._frame = ipywidgets.VBox(body, layout=around)
+        self._box = ipywidgets.VBox([self._frame])
 
     def _show(self, state: RunState, now: float) -> None:
         view = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
@@ -105,6 +116,14 @@ class WidgetDisplay(Display):
             self._pace.spent(wire_size(*(drawn for _, drawn in changed)))
         if self._controls is not None:
             self._controls.follow(state)
+        self._speak(state, now)
+
+    def _speak(self, state: RunState, now: float) -> None:
+        """Have a screen reader say how the run is: when that changes, and now and then."""
+        status = header.status(state)
+        if status != self._spoken[0] or now - self._spoken[1] >= SPEAK_EVERY:
+            self._spoken = status, now
+            self._voice.value = board.spoken(state, now)
 
     def listen(self) -> None:
         if self._pump is None or self._controls is None:
@@ -117,7 +136,9 @@ class WidgetDisplay(Display):
         if self._controls is None:
             return
         _listening.discard(self)
-        self._box.children = (self._frame,)
+        dropped = self._controls.more, self._controls.panel
+        self._head.children = self._parts[:1]
+        self._frame.children = [each for each in self._frame.children if each not in dropped]
         self._controls.close()
         for control in self._controls.widgets():
             _close(control)

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from ...tracking.state import RunState
-from ..board import board
+from ..board import board, theme
 
 _STOP_TIP = "End all ranks of this run, as ■ does; they have 2 s to save what they need"
 _STACKS_TIP = "Show the line that each rank is at; press this when nothing moves"
+_MORE_TIP = "Choose the large chart, its axis, whose log is shown, and whether ranks are folded"
 _AUTOMATIC, _EVERY = "automatic", "all ranks"
 _AXES = {_AUTOMATIC: None, "linear": False, "logarithmic": True}
+_ALIKE = "alike in a row"
+_RANKS = {_ALIKE: False, "each": True}
 MENU = 64
 """The most entries of a menu; of more ranks or metrics, the first."""
 
 
 class Controls:
-    """Buttons, and a menu for each choice.
+    """Buttons, and behind ⋯ a menu for each choice.
 
-    `row` is the widget that holds them, `panel` shows the stacks of the ranks on request, `choices`
-    has what the user chose.
+    `row` is the widget that holds the buttons, `more` that of the menus, `panel` shows the stacks
+    of the ranks on request, `choices` has what the user chose.
     """
 
     def __init__(self, stop: Callable[[], None], stacks: Callable[[], object]) -> None:
@@ -34,18 +36,20 @@ class Controls:
         self._asking: threading.Thread | None = None
         self._changed = self._stopping = False
         self._attempt = 1
-        new = partial(ipywidgets.Button, layout={"width": "110px"})
+        width = {"width": "auto", "margin": "0 0 0 6px"}
+        new = partial(ipywidgets.Button, layout=width)
         self._button = new(description="Stop", icon="stop", tooltip=_STOP_TIP)
+        self._button.layout.border = f"1px solid {theme.RED}"
         self._button.on_click(self._on_click)
         self._stacks_button = new(description="Stacks", icon="search", tooltip=_STACKS_TIP)
         self._stacks_button.on_click(self._on_stacks)
         self.panel = ipywidgets.HTML()
-        self._chart = self._menu("chart", _AUTOMATIC)
-        self._axis = self._menu("axis", *_AXES)
-        self._log = self._menu("log", _EVERY)
-        self._buttons = [self._button, self._stacks_button]
-        self._menus = [self._chart, self._axis, self._log]
-        self.row = ipywidgets.HBox(self._buttons, layout={"flex_flow": "row wrap"})
+        self._menus: dict[str, Any] = {}  # made when ⋯ is pressed: most boards need none
+        self._dots = ipywidgets.ToggleButton(description="⋯", tooltip=_MORE_TIP, layout=width)
+        self._dots.observe(self._on_dots, "value")
+        buttons = [self._button, self._stacks_button, self._dots]
+        self.row = ipywidgets.HBox(buttons, layout={"flex": "0 0 auto", "align_self": "flex-start"})
+        self.more = ipywidgets.HBox((), layout={"flex_flow": "row wrap"})
 
     def _menu(self, name: str, *options: str) -> Any:
         import ipywidgets
@@ -57,14 +61,18 @@ class Controls:
         menu.observe(self._on_choice, "value")
         return menu
 
+    def _chosen(self, name: str, default: str) -> str:
+        return str(self._menus[name].value) if name in self._menus else default
+
     @property
     def choices(self) -> board.ViewChoices:
         """What the user chose to see."""
-        metric, log = self._chart.value, self._log.value
+        metric, log = self._chosen("chart", _AUTOMATIC), self._chosen("log", _EVERY)
         return board.ViewChoices(
             metric=None if metric == _AUTOMATIC else metric,
             rank=None if log == _EVERY else int(log.removeprefix("rank ")),
-            log=_AXES[self._axis.value],
+            log=_AXES[self._chosen("axis", _AUTOMATIC)],
+            each=_RANKS[self._chosen("ranks", _ALIKE)],
         )
 
     def has_changed(self) -> bool:
@@ -74,13 +82,8 @@ class Controls:
 
     def follow(self, state: RunState) -> None:
         """Update the choices, and show that the run is stopping."""
-        talkers = [f"rank {rank.rank}" for rank in state.ranks if rank.log]
-        _offer(self._chart, [_AUTOMATIC, *list(state.curves.all)[:MENU]])
-        _offer(self._log, [_EVERY, *talkers[:MENU]])
-        choices = len(self._chart.options) > 2, state.curves.all, len(self._log.options) > 2
-        wanted = [*self._buttons, *itertools.compress(self._menus, choices)]
-        if wanted != list(self.row.children):
-            self.row.children = wanted
+        if self._dots.value or self._menus:
+            self._follow_choices(state)
         if state.attempt != self._attempt:  # the one before was stopped; this one can be, too
             self._attempt, self._stopping = state.attempt, False
             self._button.description, self._button.disabled = "Stop", False
@@ -88,9 +91,28 @@ class Controls:
         if stopping and not self._button.disabled:
             self._button.description, self._button.disabled = "stopping…", True
 
+    def _follow_choices(self, state: RunState) -> None:
+        """Offer what there is to choose, while ⋯ is pressed."""
+        talkers = [f"rank {rank.rank}" for rank in state.ranks if rank.log]
+        offered = {
+            "chart": [_AUTOMATIC, *list(state.curves.all)[:MENU]],
+            "axis": list(_AXES) if state.curves.all else [],
+            "log": [_EVERY, *talkers[:MENU]],
+            "ranks": list(_RANKS) if 2 < state.world_size <= board.ROWS else [],
+        }
+        for name, options in offered.items():
+            if len(options) < 2 + (name in ("chart", "log")):
+                continue
+            if name not in self._menus:
+                self._menus[name] = self._menu(name, *options)
+            _offer(self._menus[name], options)
+        wanted = [menu for menu in self._menus.values() if self._dots.value]
+        if wanted != list(self.more.children):
+            self.more.children = wanted
+
     def widgets(self) -> list[Any]:
         """Return all widgets, also those not shown yet."""
-        return [self.row, *self._buttons, *self._menus, self.panel]
+        return [self.row, *self.row.children, self.more, *self._menus.values(), self.panel]
 
     def _on_click(self, _button: Any) -> None:
         """Handle a click, on any thread."""
@@ -117,6 +139,10 @@ class Controls:
         """Wait for the thread that collects stacks."""
         if self._asking is not None:
             self._asking.join()
+
+    def _on_dots(self, _change: Any) -> None:
+        """Show or hide the menus with the next drawing."""
+        self._changed = True
 
     def _on_choice(self, _change: Any) -> None:
         self._changed = True

@@ -225,7 +225,7 @@ def test_no_part_of_a_board_is_set_as_mathematics() -> None:
 def test_what_was_chosen_is_drawn_large_and_the_log_is_of_one_rank() -> None:
     state = board(2, *(ev.Output(151, r, (f"rank {r} here",)) for r in range(2)))
     for name in ("accuracy", "loss", "samples/s", "steps/s"):
-        _, above, printed = html.parts(state, 160.0, html.ViewChoices(metric=name, rank=1))
+        _, _, above, printed = html.parts(state, 160.0, html.ViewChoices(metric=name, rank=1))
         labels = [a["aria-label"] for tag, a in Page(above).elements if tag == "svg"]
         assert labels[0].startswith(f"{name}:")
         assert len(labels) == len(set(labels))
@@ -239,7 +239,7 @@ def test_what_was_chosen_is_drawn_large_and_the_log_is_of_one_rank() -> None:
 def test_axes_are_as_they_were_chosen() -> None:
     state = board(2, *(ev.Metrics(150, 0, step, {"below": -1.0 - step}) for step in range(9)))
     drawn = {
-        is_log: html.parts(state, 160.0, html.ViewChoices(log=is_log))[1]
+        is_log: html.parts(state, 160.0, html.ViewChoices(log=is_log))[2]
         for is_log in (True, False, None)
     }
     assert drawn[True].count("· log") == 4  # also of accuracy, which begins at 0
@@ -394,9 +394,9 @@ def test_a_failure_is_one_card_with_rank_line_and_exception() -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("starting", "starting the ranks 0/2 · 0.8 s"),
-        ("importing", "running the code before the first step · 2.4 s"),
-        ("joining", "joining the others: 1 of 2 ranks there · 3.0 s"),
+        ("starting", "starting the ranks 0/2 · 0 s"),
+        ("importing", "running the code before the first step · 2 s"),
+        ("joining", "joining the others: 1 of 2 ranks there · 3 s"),
         ("compiling", "compiling · 13 s"),
     ],
 )

@@ -143,6 +143,8 @@ def test_menus_choose_the_large_chart_its_axis_and_whose_log_is_shown(open_noteb
         "    if i % 20 == 0: print(f'rank {rank} paid at {i}')\n"
     )
     page = _start(open_notebook, "menus.ipynb", cell, shows="paid at")
+    assert page.output.locator("select").count() == 0
+    page.output.locator("button", has_text="⋯").press("Enter")
     charts, axes, logs = (page.output.locator("select").nth(i) for i in range(3))
     logs.select_option("rank 1")
     wait_until(lambda: "rank 0 paid" not in page.board and "rank 1 paid" in page.board)
