@@ -39,6 +39,7 @@ from .rank_environment import (
     fork_child_processes,
     join_world_on_cpu,
     keep_process_groups,
+    quiet_tokenizers,
     rank_environment,
     renew_accelerate_state,
     serve_own_store,
@@ -94,6 +95,7 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
     if not job.in_kernel:
         scratch = job_of_process.scratch if job_of_process is not None else job.scratch
         debugging.install(job, rank, writer, scratch)
+        quiet_tokenizers()
     serve_own_store(world.master_port if world else job.port)
     keep_process_groups()
     fork_child_processes()

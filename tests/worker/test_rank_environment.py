@@ -138,3 +138,20 @@ def test_a_function_may_leave_its_group_before_its_ddp_model_is_freed() -> None:
 
     for _ in range(6):  # a rank hung in every second run
         assert launch(train, n=2, timeout=100).state.outcome == "succeeded"
+
+
+def forks_with_tokenizers() -> tuple[str | None, str | None]:
+    import tokenizers  # noqa: F401
+
+    read, write = os.pipe()
+    if os.fork() == 0:
+        os.write(write, os.environ.get("TOKENIZERS_PARALLELISM", "not set").encode())
+        os._exit(0)
+    os.wait()
+    return os.read(read, 100).decode(), os.environ.get("TOKENIZERS_PARALLELISM")
+
+
+def test_tokenizers_announce_nothing_in_the_workers_of_a_fresh_rank() -> None:
+    """By the variable that they ask: those of 0.23 announce nothing anyway."""
+    run = launch(forks_with_tokenizers, n=1, engine="spawn")
+    assert run.results == [("false", None)]

@@ -127,7 +127,7 @@ def _together(samples: list[ev.WorkSample]) -> tuple[str, str] | None:
 
 
 def _not_gathered(samples: list[ev.WorkSample]) -> str:
-    """Return a note on a metric that each rank counted of other samples, and a tracker got."""
+    """Return a note on a metric that each rank counted of other samples, and that rank 0 showed."""
     if not all(sample.is_wrapped == "whole" and sample.is_last for sample in samples):
         return ""
     by_name = [{share[0]: share for share in sample.shares} for sample in samples]
@@ -138,8 +138,8 @@ def _not_gathered(samples: list[ev.WorkSample]) -> str:
             other = next(share[1] for share in every if share[1] != value)
             rank = [share[1] for share in every].index(other)
             return (
-                f"the tracker got `{name}` {value:.4g} of rank 0, which counts only the "
-                f"{count:,} samples that this rank read; rank {rank} has {other:.4g} of its own. "
+                f"`{name}` {value:.4g}, as rank 0 logs or prints it, counts only the {count:,} "
+                f"samples that rank 0 read; rank {rank} has {other:.4g} of its own. "
                 "To count the samples of all ranks, gather what they predict before it is "
                 "compared: `predictions, y = accelerator.gather_for_metrics((predictions, y))`"
             )
