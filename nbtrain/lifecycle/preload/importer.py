@@ -182,8 +182,8 @@ class Importer:
         if changed:
             notes.append(
                 f"{', '.join(changed)} changed after nbtrain had imported modules that read it, so "
-                f"the ranks may not see the change. If it matters, restart the kernel and set it "
-                "before the first launch."
+                "the ranks may not see the change. If it matters, restart the kernel and set it by "
+                "%env before torch is imported."
             )
         now = known_imports.stamps(self._stamps)
         renewed = [name for name, stamp in self._stamps.items() if now.get(name) != stamp]

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 
@@ -44,9 +45,11 @@ def report() -> None:
     if _path is None or len(sys.modules) == _reported:
         return
     with contextlib.suppress(Exception):  # a disk; a module whose attributes raise: it saves time
-        modules = [*sys.modules.copy().items()]
-        _reported = len(modules)
-        names = [name for name, module in modules[_inherited:] if _is_installed(name, module)]
+        # From the end: to touch the inherited ones takes 8 ms, as their memory is copied then.
+        new = islice(reversed(sys.modules.items()), len(sys.modules) - _inherited)
+        modules = [*new][::-1]
+        _reported = _inherited + len(modules)
+        names = [name for name, module in modules if _is_installed(name, module)]
         write_atomically(_path, json.dumps(names).encode())
 
 

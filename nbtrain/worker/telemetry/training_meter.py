@@ -158,7 +158,8 @@ class TrainingMeter:
     def _look(self, now: float) -> None:
         looked, passes = self._looked
         is_new = passes != self._loading.fed_passes
-        if now >= looked + (NEXT_LOOK if is_new else INTERVAL):
+        # Not in the first step, for which the user waits: to read source takes 10 ms in a fork.
+        if self._steps > 1 and now >= looked + (NEXT_LOOK if is_new else INTERVAL):
             self._looked = now, self._loading.fed_passes
             self._place.look(self._steps, self._loading.fed_passes)
 
