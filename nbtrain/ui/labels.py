@@ -88,7 +88,8 @@ def left(rank: RankState) -> str:
 
 def run_position(state: RunState) -> tuple[str, str]:
     """Return where a run stands, in a few words and in more: ``epoch 3``, ``40/100 batches``."""
-    rank = next((rank for rank in state.ranks if rank.bar is not None), None)
+    ranks = [rank for rank in state.ranks if rank.bar is not None]
+    rank = min(ranks, key=lambda rank: rank.is_over, default=None)
     if rank is None or rank.bar is None:
         return "", ""
     bar = rank.bar
@@ -146,7 +147,8 @@ class Apart:
 
     def __init__(self, state: RunState) -> None:
         moving = [rank for rank in state.ranks if not rank.is_over]
-        self._done = _middle(fraction(rank) for rank in moving)
+        self._shares = {rank.rank: fraction(rank) for rank in moving}
+        self._done = _middle(self._shares.values())
         self._waits = _middle(_waits(rank) for rank in moving)
         self._memory = _middle(memory_bytes(rank) for rank in moving)
         self._is_few = len(state.ranks) < 3
@@ -156,7 +158,7 @@ class Apart:
         if self._is_few or rank.is_over:
             return ""
         reasons = []
-        done, waits, memory = fraction(rank), _waits(rank), memory_bytes(rank)
+        done, waits, memory = self._shares[rank.rank], _waits(rank), memory_bytes(rank)
         if done is not None and self._done - done >= 0.05:
             reasons.append(f"{100 * (self._done - done):.0f} % behind")
         if waits is not None and waits >= self._waits + 0.1:

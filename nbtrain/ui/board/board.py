@@ -15,7 +15,7 @@ from ...system.text import shorten
 from ...tracking.diagnosis import stragglers
 from ...tracking.state import RunState
 from .. import labels
-from . import chart, header, log_panel, rank_grid, rank_table, theme
+from . import chart, epoch_rows, header, log_panel, rank_grid, rank_table, theme, weather
 
 ROWS = 16
 """Ranks up to which each has a row; more are a grid, with rows for the ranks to look at."""
@@ -91,11 +91,13 @@ def _parts(
     notes = header.card(theme.WARN, notes) if notes else ""
     printed = f"{_results(state)}{log_panel.draw(state, choices.rank)}"
     title = header.title(marked, now)
-    above = f"{header.draw(marked, now)}{_ranks(marked, each=choices.each)}"
-    used = len(title) + len(notes) + len(above) + len(printed) + 500
+    ranks = _ranks(marked, each=choices.each)
+    above = f"{header.draw(marked, now)}{ranks}"
+    below = f"{weather.draw(state, now)}{epoch_rows.draw(state)}"
+    used = len(title) + len(notes) + len(above) + len(below) + len(printed) + 500
     room = (STATIC_BYTES if state.is_over else LIVE_BYTES) - used
     charts = chart.charts(state, room, choices.metric, log=choices.log)
-    return title, notes, f"{above}{charts}", printed
+    return title, notes, f"{above}{charts}{below}", printed
 
 
 def coded(text: str) -> str:

@@ -41,7 +41,7 @@ class PlotArea:
     """Points of the lines of all ranks together."""
 
 
-LARGE = PlotArea(1040, 330, left=84, intervals=4, points=480)
+LARGE = PlotArea(920, 330, left=84, intervals=4, points=480)
 LITTLE = PlotArea(392, 150, left=86, intervals=2, points=112)
 
 Point = tuple[float, float]

@@ -73,7 +73,7 @@ def rows_of(state: RunState, *, each: bool = False) -> list[Row]:
     if each or state.world_size <= FEW:
         return [Row((rank,), apart.reason(rank)) for rank in state.ranks]
     worst = ("failed", "failing", "stuck?", "slow?")
-    most = NAMED if state.world_size <= 128 else NAMED // 2
+    most = NAMED if state.world_size <= 16 else NAMED // 2
     single: list[Row] = []
     alike: dict[str, list[RankState]] = {}
     for rank in state.ranks:

@@ -16,7 +16,7 @@ from nbtrain.tracking.reducers import fold
 from nbtrain.tracking.state import RankState, RunState
 from nbtrain.ui import eta, text_summary
 from nbtrain.ui.board import board as html
-from nbtrain.ui.board import log_panel, theme
+from nbtrain.ui.board import epoch_rows, log_panel, theme, weather
 from tests.support import board_states
 
 NASTY = "<script>alert('x')</script> & \"quoted\" </pre></table>"
@@ -243,7 +243,7 @@ def test_axes_are_as_they_were_chosen() -> None:
         for is_log in (True, False, None)
     }
     assert drawn[True].count("· log") == 4  # also of accuracy, which begins at 0
-    assert drawn[True].count("<svg") == 5  # what is below 0 has no logarithm
+    assert drawn[True].count("<svg") == 5 + 1  # the ranks' strips; what is below 0 has no logarithm
     assert "· log" not in drawn[False]
     assert drawn[None] == drawn[False]
 
@@ -406,9 +406,9 @@ def test_before_the_first_step_the_header_says_what_goes_on(name: str, text: str
 
 def test_ranks_that_differ_have_a_row_and_the_reason() -> None:
     page = Page(html.render(*board_states.drawn_at("slow-data")))
-    assert len(page.all("tr")) == 1 + 2
+    assert len(page.all("tr")) == (1 + 2) + (1 + 2)  # ranks; epochs
     assert "waits for data 51 %" in page.text
-    assert len(Page(html.render(*board_states.drawn_at("ranks-16"))).all("tr")) == 1 + 1
+    assert len(Page(html.render(*board_states.drawn_at("ranks-16"))).all("tr")) == (1 + 1) + (1 + 2)
 
 
 @pytest.mark.parametrize("name", board_states.STATES)
@@ -417,3 +417,22 @@ def test_no_bar_is_green_before_the_run_is_over(name: str) -> None:
     if state.status != "succeeded":
         assert theme.GREEN not in html.render(state, now)
         assert theme.GOOD.fill not in html.render(state, now)
+
+
+def test_what_ranks_did_is_a_strip_each_and_of_many_a_band() -> None:
+    hung = Page(html.render(*board_states.drawn_at("hung")))
+    for name in ("computing", "waiting for data", "waiting for peers", "stalled"):
+        assert f"{name}" in hung.words
+    assert len(hung.all("svg", **{"aria-label": "what each rank did over time"})) == 1
+    assert "0–15" in Page(html.render(*board_states.drawn_at("ranks-1024"))).text
+    for name in ("ranks-64", "ranks-1024"):
+        assert len(weather.draw(*board_states.drawn_at(name))) <= weather.LIVE_BYTES + 2_000
+    assert weather.draw(*board_states.drawn_at("importing")) == ""  # nothing to see yet
+
+
+def test_the_epochs_that_are_over_are_a_table_with_the_best_marked() -> None:
+    state, now = board_states.drawn_at("tqdm-4")
+    text = re.sub(r"<[^>]*>", " ", html.render(state, now))
+    assert re.search(r"epoch +train loss +val_loss +accuracy +time +step", text)
+    assert text.count("★ best") == 1
+    assert epoch_rows.draw(board_states.fresh(2)) == ""

@@ -1,0 +1,41 @@
+"""The table of epochs: losses, metrics, time, and which was best. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...system.text import format_duration, format_number, plural, shorten
+from ...tracking.overview.epochs import Epoch, EpochTable, epoch_table
+from ...tracking.state import RunState
+from ..tables import LEFT, RIGHT, Cell, html_table
+from . import theme
+
+LIVE, SHOWN, MOST = 5, 10, 100
+"""Epochs that are shown while the run goes on, and of one that is over; more can be unfolded."""
+
+
+def draw(state: RunState) -> str:
+    """Draw the last epochs and the best one; empty before the first is over."""
+    table = epoch_table(state)
+    if not table.rows:
+        return ""
+    last = table.rows[-(SHOWN if state.is_over else LIVE) :]
+    best = [row for row in table.rows if row.is_best and row not in last]
+    drawn = _table([*best, *last], table)
+    left_out = len(table.rows) - len(last)
+    if left_out and state.is_over:
+        title = f"All {plural(len(table.rows), 'epoch')}"
+        title += f", the last {MOST}" if len(table.rows) > MOST else ""
+        drawn += theme.folded(title, _table(table.rows[-MOST:], table))
+    return f'<div style="overflow-x:auto;margin-top:6px" tabindex="0">{drawn}</div>'
+
+
+def _table(rows: Sequence[Epoch], table: EpochTable) -> str:
+    names = [shorten(name, 24) for name in table.columns]
+    lines: list[list[str | Cell]] = [["epoch", *names, "time", "step", ""]]
+    for row in rows:
+        values = [format_number(row.values[n]) if n in row.values else "" for n in table.columns]
+        mark = Cell("<b>★ best</b>") if row.is_best else ""
+        time, step = format_duration(row.seconds), format_number(row.steps)
+        lines.append([str(row.epoch), *values, time, step, mark])
+    return html_table(lines, [RIGHT] * (len(names) + 3) + [LEFT], head=True)
