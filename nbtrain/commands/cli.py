@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from ..errors import NbtrainError
 from ..lifecycle import catalog
 from ..lifecycle.run import Run
-from ..lifecycle.summary import summary
+from ..lifecycle.summary import as_plain, summary
 from ..system.text import without_controls
 from ..tracking import clock
 from ..ui import text_summary
@@ -34,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+_JSON = "print it as JSON, for a program"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="nbtrain", description="Train on many devices from a notebook cell."
@@ -41,7 +45,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="print nbtrain's version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     commands.add_parser("doctor", help="describe this host and list what would hinder a launch")
-    commands.add_parser("runs", help="list the runs that are kept")
+    command = commands.add_parser("runs", help="list the runs that are kept")
+    command.add_argument("--json", action="store_true", help=_JSON)
     text = "write a notebook's %%%%distributed cell as a script, without running anything"
     command = commands.add_parser("export", help=text)
     command.add_argument("notebook", type=Path, metavar="NOTEBOOK.ipynb")
@@ -57,6 +62,8 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=purpose)
         text = "the name of a run, or how it begins (by default the last run)"
         command.add_argument("run", nargs="?", default="", metavar="RUN", help=text)
+        if name == "show":
+            command.add_argument("--json", action="store_true", help=_JSON)
         if name == "logs":
             command.add_argument("--rank", type=int, help="print only the output of this rank")
             text = "print only the last N lines of each rank"
@@ -69,12 +76,16 @@ def _do(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         case "doctor":
             print(doctor.page())
             print("\nRun `%nbtrain doctor` in a cell to see the same for a notebook's kernel.")
+        case "runs" if options.json:
+            _print_json([as_plain(info) for info in catalog.run_infos()])
         case "runs":
             _show(catalog.page(catalog.run_infos()))
         case "export":
             output = options.output or options.notebook.with_suffix(".py")
             export.export(options.notebook, output, options.cell)
             print(f"wrote {output}")
+        case "show" if options.json:
+            _print_json(catalog.find_run(options.run).to_dict())
         case "show":
             state = catalog.find_run(options.run).state
             now = clock.now(state.clock_offset)
@@ -88,6 +99,10 @@ def _do(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         case _:
             parser.print_help()
     return 0
+
+
+def _print_json(value: object) -> None:
+    print(json.dumps(value, indent=2))
 
 
 def _stop(run: Run) -> int:

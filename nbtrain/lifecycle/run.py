@@ -38,7 +38,7 @@ from . import results as home
 from .follower import TICK, Follower, following
 from .results import ResultReceiver
 from .run_info import frame, run_info
-from .summary import Summary, summary
+from .summary import Summary, as_dict, summary
 from .supervisor import Interrupts, Supervisor
 
 SMALL = 1 << 20
@@ -378,6 +378,12 @@ class Run:
         """Return what it took and what came of it, in numbers: so far, or in the end."""
         self._follow()
         return summary(self.state, clock.now(self.state.clock_offset))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the summary, and where each rank stands, in what JSON has."""
+        self._follow()
+        folder = {"run": self.folder.name, "folder": str(self.folder)}
+        return folder | as_dict(self.state, clock.now(self.state.clock_offset))
 
     def __repr__(self) -> str:
         state = self.state

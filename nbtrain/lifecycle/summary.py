@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from html import escape
 from types import MappingProxyType
+from typing import Any
 
 from ..system.text import (
     format_bytes,
@@ -114,6 +115,43 @@ class Summary:
 
     def _repr_html_(self) -> str:
         return html(self)
+
+
+SCHEMA = 1
+"""Which keys `as_dict` has: a number for each change that a program would notice."""
+
+
+def as_dict(state: RunState, now: float) -> dict[str, Any]:
+    """Return a run's numbers, and where each rank stands, in what JSON has."""
+    ranks = [
+        {
+            "rank": rank.rank,
+            "status": rank.status,
+            "pid": rank.pid,
+            "node": rank.node,
+            "step": rank.progress.steps if rank.progress is not None else None,
+            "loss": rank.loss,
+            "error": rank.error,
+            "exitcode": rank.returncode,
+        }
+        for rank in state.ranks
+    ]
+    numbers = as_plain(summary(state, now))
+    how = {"status": state.status, "outcome": state.outcome, "notes": state.notes}
+    extra = {**how, "rank_states": ranks}
+    plain: dict[str, Any] = as_plain({"schema": SCHEMA, **numbers, **extra})
+    return plain
+
+
+def as_plain(value: Any) -> Any:
+    """Return a value with lists for tuples, and texts for the numbers that JSON does not have."""
+    if is_dataclass(value):
+        return {each.name: as_plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): as_plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_plain(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def summary(state: RunState, now: float) -> Summary:

@@ -10,6 +10,7 @@ import pytest
 
 import nbtrain
 from nbtrain.commands import cli
+from tests.support.runs import launch
 
 
 def test_doctor_prints_its_page_and_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,3 +62,22 @@ def test_no_escape_of_a_run_reaches_the_terminal(capsys: pytest.CaptureFixture[s
         printed = capsys.readouterr().out
         assert not {*printed} & {"\x1b", "\x07", "\x9b"}, command
         assert command != "logs" or "red 2J bell tab\tend" in printed
+
+
+def test_programs_get_json(capsys: pytest.CaptureFixture[str]) -> None:
+    def train() -> None:
+        nbtrain.log(loss=float("nan"), accuracy=0.5)
+
+    run = launch(train, n=2)
+    assert cli.main(["show", "--json", run.folder.name]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown == json.loads(json.dumps(run.to_dict(), allow_nan=False)) | {
+        "seconds": shown["seconds"]
+    }
+    assert (shown["schema"], shown["status"], shown["ranks"]) == (1, "succeeded", 2)
+    assert shown["outcome"] == "finished, but the loss of rank 0 became nan"
+    assert shown["metrics"] == {"loss": "nan", "accuracy": 0.5}
+    assert [rank["status"] for rank in shown["rank_states"]] == ["done", "done"]
+    assert cli.main(["runs", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert run.folder.name in [info["name"] for info in listed]
