@@ -153,3 +153,24 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     letters = re.sub(r"[-_]", "", name).lower()
     alike = difflib.get_close_matches(letters, by_letters, n=1, cutoff=0.7)
     return f" (did you mean {by_letters[alike[0]]}?)" if alike else ""
+
+
+_RANK = re.compile(
+    r"\s*(?:[\[(<]\s*(?:global[ _-]?)?rank[ _:=#-]*(\d+)(?:\s*/\s*\d+)?\s*[\])>]\s*:?"
+    r"|(?:global[ _-]?)?rank[ _=#-]*(\d+)(?:\s*/\s*\d+)?\s*[:|>])\s*",
+    re.I,
+)
+"""``[rank 3]``, ``(rank3/8)`` or ``rank 3:`` at the beginning of a line."""
+
+
+def without_rank(line: str, rank: int) -> str:
+    """Return a line without the name of its own rank at its beginning: ``[rank 3] loading``.
+
+    So the same line of several ranks is the same. What names another rank, or nothing else, stays.
+    """
+    if "ank" not in line[:24] and "ANK" not in line[:24]:
+        return line
+    name = _RANK.match(line)
+    if name is None or name.end() == len(line) or int(name[1] or name[2]) != rank:
+        return line
+    return line[name.end() :]

@@ -129,10 +129,17 @@ class EventWriter:
         self._append(ev.to_line(event))
 
     def write_metrics(
-        self, time: float, rank: int, step: int | None, values: dict[str, float | str]
+        self,
+        time: float,
+        rank: int,
+        step: int | None,
+        values: dict[str, float | str],
+        at: int = 0,
     ) -> None:
         """Append a `Metrics` event by the shortest way: this one is called in training loops."""
         record = {"kind": "metrics", "time": time, "rank": rank, "step": step, "values": values}
+        if at:
+            record["at"] = at
         self._append((ev.encode(record) + "\n").encode())
 
     def _append(self, line: bytes) -> None:

@@ -73,6 +73,8 @@ class Metrics(Event):
 
     step: int | None = None
     values: Values = field(default_factory=dict)
+    at: int = 0
+    """The optimizer steps that were made then, where no step is given; 0: none was seen."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,9 @@ class TrainingCounts:
     that are done, of how many, and the number of the first. Empty where that is not all known."""
     epochs: int | None = None
     """The number of the last epoch."""
+    losses: tuple[tuple[int, Measured, str], ...] = ()
+    """Losses since the last report, each with its step: of the first steps, and where several
+    optimizers step in turn, which the third member then names."""
 
 
 @dataclass(frozen=True)

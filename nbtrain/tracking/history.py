@@ -48,7 +48,8 @@ def _logged(events: Iterable[ev.Event], rank: int) -> Iterator[Row]:
         if isinstance(event, ev.Metrics):
             named = event.values.items()
             values = {f"{k} (logged)" if k in KEYS else k: value for k, value in named}
-            yield {"step": event.step, "rank": rank, "time": event.time, **values}
+            step = event.at or None if event.step is None else event.step
+            yield {"step": step, "rank": rank, "time": event.time, **values}
 
 
 def _seen(events: Iterable[ev.Event], rank: int) -> Iterator[Row]:
@@ -56,7 +57,13 @@ def _seen(events: Iterable[ev.Event], rank: int) -> Iterator[Row]:
     for event in events:
         if isinstance(event, ev.TrainingUpdate):
             row: Row = {"step": event.steps, "rank": rank, "time": event.time}
-            row |= {"loss": event.loss, "lr": event.lr, "epoch": event.epoch}
+            for step, loss, name in event.losses:
+                yield {**row, "step": step, name or "loss": loss}
+            row |= {
+                "loss": None if event.losses else event.loss,
+                "lr": event.lr,
+                "epoch": event.epoch,
+            }
             row |= {"samples": event.samples, "steps/s": _rate(before, event)}
             before = event
             yield {key: value for key, value in row.items() if value is not None}

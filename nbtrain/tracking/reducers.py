@@ -8,7 +8,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-from ..system.text import strip_escapes, strip_escapes_by_line
+from ..system.text import strip_escapes, strip_escapes_by_line, without_rank
 from . import events as ev
 from .curves import CurvesDraft
 from .state import (
@@ -226,7 +226,8 @@ def _name(key: str) -> str:
 
 
 def _output(rank: Draft, event: ev.Output) -> Draft:
-    lines = tuple(strip_escapes(line) for line in event.lines[-LOG_LINES:])
+    number = event.rank
+    lines = tuple(without_rank(strip_escapes(ln), number) for ln in event.lines[-LOG_LINES:])
     count = rank["log_count"] + event.passed + len(event.lines)
     return {"log": (rank["log"] + lines)[-LOG_LINES:], "log_count": count}
 
@@ -302,11 +303,14 @@ RANK_REDUCERS: Mapping[type[ev.Event], Callable[[Draft, Any], Draft]] = {
 
 def _add_to_curves(curves: CurvesDraft, rank: Draft, event: ev.Event) -> None:
     if isinstance(event, ev.Metrics):
+        step = event.at or None if event.step is None else event.step
         for key, value in event.values.items():
-            curves.add_logged(event.rank, event.step, _name(key[:400]), value)
+            curves.add_logged(event.rank, step, _name(key[:400]), value)
     elif isinstance(event, ev.TrainingUpdate):
         progress = rank["progress"]
-        values = {"loss": event.loss, "lr": progress.lr}
+        for step, loss, name in event.losses:
+            curves.add_seen(event.rank, step, strip_escapes(name, NAME) or "loss", loss)
+        values = {"loss": None if event.losses else event.loss, "lr": event.lr}
         rates = {"steps/s": progress.step_rate, "samples/s": progress.sample_rate}
         for name, value in {**values, **rates}.items():
             if value is not None:

@@ -43,11 +43,14 @@ class Reporter:
 active: Reporter | None = None
 """Where this process reports to, if it is a rank."""
 
+optimizer_steps = 0
+"""How many optimizer steps were seen in this process's task: where a metric without a step is."""
+
 
 def activate(reporter: Reporter | None) -> Reporter | None:
     """Make this process report as a rank (or, with None, as none); return what was before."""
-    global active
-    previous, active = active, reporter
+    global active, optimizer_steps
+    previous, active, optimizer_steps = active, reporter, 0
     return previous
 
 
@@ -95,7 +98,8 @@ def log_values(step: Any, metrics: dict[str, Any]) -> None:
 def _write(
     reporter: Reporter, now: float, step: int | None, values: dict[str, float | str]
 ) -> None:
-    reporter.writer.write_metrics(now, reporter.rank, step, values)
+    at = optimizer_steps if step is None else 0
+    reporter.writer.write_metrics(now, reporter.rank, step, values, at)
     # Whether one is nan or inf, asked the quickest way.
     bad = [name for name, v in values.items() if type(v) is float and v - v != 0.0]
     for name in bad:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from operator import itemgetter
 from statistics import fmean, median
 from typing import Any
 
@@ -26,6 +27,10 @@ every few steps is in all of them, which a median over single steps would miss."
 
 WAITS = ("data", "communication", "imbalance")
 LOSSES = (*WAITS, "slower")
+
+NOISE, FASTER = 0.05, 0.3
+"""Shares of a step: waits for others that seem to be less than nothing, by chance; and computing
+that may be faster on more ranks, as with data that then fits into a cache."""
 
 
 @dataclass(frozen=True)
@@ -164,9 +169,29 @@ def compare(
         steps = [again.step for again in measured[of.ranks]]
         crowded = room is not None and of.ranks > room
         low, high = gain / max(steps), gain / min(steps)
-        rows.append(replace(row, low=low, high=high, shares_cores=crowded))
+        row = replace(row, low=low, high=high, shares_cores=crowded)
+        note = _contradiction(row)
+        notes += [note] if note else []
+        rows.append(replace(row, lost=dict.fromkeys(LOSSES)) if note else row)
     seen = kind or seen
     return seen, rows, [*notes, *_doubts(sizes, seen)]
+
+
+def _contradiction(size: Size) -> str:
+    """Return why what a size lost cannot be divided; "" where its parts add up within the noise."""
+    limits = {"communication": NOISE, "imbalance": NOISE}
+    limits |= {"slower": FASTER} if (size.efficiency or 0.0) < 1 else {}
+    lost = {name: size.lost[name] or 0.0 for name in limits}
+    gains = {name: share for name, share in lost.items() if share < -limits[name]}
+    if not gains:
+        return ""
+    name, share = min(gains.items(), key=itemgetter(1))
+    part = "slower compute" if name == "slower" else name
+    return (
+        f"At {size.ranks} ranks it cannot be said what the speed was lost to: {part} would be "
+        f"\N{MINUS SIGN}{-100 * share:.0f} % of a step. The host was busy with something else, or "
+        "its clock changed: run it again with --repeat 3 (repeat=3)."
+    )
 
 
 def _kind_of(base: StepTime, sizes: Sequence[StepTime]) -> str:

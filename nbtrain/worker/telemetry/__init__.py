@@ -42,6 +42,7 @@ def install(sources: Collection[str] = SOURCES, plan: Plan | None = None) -> Non
         integrations.watch_trainer()
     if "tracker" in sources:
         integrations.offer_tracker()
+        integrations.watch_accelerate()
 
 
 def finish(wait: bool) -> None:

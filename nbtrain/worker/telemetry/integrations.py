@@ -8,6 +8,7 @@ from typing import Any
 
 from ...system.instrumentation import patch, replace, when_imported
 from .. import api
+from .safe_hooks import telemetry
 from .totals import training_place
 
 
@@ -60,6 +61,26 @@ def _watch_trainer(module: Any) -> None:
                 api.log_values(int(state.global_step), numbers)
 
     replace(module, "DEFAULT_CALLBACKS", [*module.DEFAULT_CALLBACKS, ReportLogs])
+
+
+def watch_accelerate() -> None:
+    """Report what ``accelerator.log`` is given, whatever tracker it is for."""
+    patch("accelerate.accelerator:Accelerator", "log", _log)
+
+
+def _log(
+    original: Any, accelerator: Any, values: Any, step: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    result = original(accelerator, values, step, *args, **kwargs)
+    trackers = getattr(accelerator, "trackers", ())
+    if accelerator.is_main_process and not any(t.name == "nbtrain" for t in trackers):
+        _report_values(values, step)
+    return result
+
+
+@telemetry
+def _report_values(values: Any, step: Any) -> None:
+    api.log_values(step, {str(k): v for k, v in dict(values).items() if api.is_metric(v)})
 
 
 def offer_tracker() -> Callable[[], None]:

@@ -15,9 +15,13 @@ from ..device_scalars import KINDS, ScalarReader, captures
 from .evidence.loss_growth import LossGrowth
 from .evidence.work_sample import WorkSampler
 from .safe_hooks import telemetry
+from .totals.loops import name_of
 
 INTERVAL = 0.5
 """Seconds between two losses that are read off a GPU or TPU."""
+
+FIRST_STEPS = 256
+"""Steps from the start whose losses are all reported: a short training is a curve, too."""
 
 SKIPPED = 10
 """Losses in a row that are not finite and that a loop, or a `GradScaler`, may skip."""
@@ -31,6 +35,10 @@ class _Moment:
     """Optimizer steps before it."""
     has_led_to_step: bool = False
     """Whether an optimizer step followed, before the next backward."""
+    optimizer: int = 0
+    """The id of the first optimizer that stepped then."""
+    value: float | None = None
+    """The loss, once it is known."""
 
 
 _UNSCALED = "_nbtrain_unscaled"
@@ -64,6 +72,11 @@ class LossMeter:
         self._steps = 0
         self._moment = _Moment(0)  # of the last backward
         self._moment_on_device = self._moment
+        self._each: list[tuple[_Moment, float]] = []  # since the last report
+        self._names: dict[int, str] = {}  # of optimizers that step on a loss of their own, by id
+        self._last_owner = 0
+        self._takes_turns = False
+        self._to_read = 0  # losses on a GPU: one of each optimizer
         self._has_scaler = False
         self._value: float | None = None
         self._reported: float | None = None
@@ -115,10 +128,44 @@ class LossMeter:
         self._is_scaling = False
         self._steps = steps
         self.before_step = self.total, self.count
+        if not self._moment.optimizer:
+            self._own(optimizer)
         if getattr(optimizer, "found_inf", None) is None:  # else a scaler has it skip by itself
             self._moment.has_led_to_step = True
         if self._suspect is not None:
             self._judge(self._suspect)
+
+    def _own(self, optimizer: Any) -> None:
+        """Note whose the last loss is; optimizers that take turns have a curve each."""
+        key, moment = id(optimizer), self._moment
+        moment.optimizer = key
+        if key in self._names and key != self._last_owner and not self._takes_turns:
+            self._takes_turns = True
+            self.total, self.count = 0.0, 0  # of both: from now on, of the first alone
+            is_clear = len({*self._names.values()} - {""}) == len(self._names)
+            for number, (each, name) in enumerate(self._names.items(), 1):
+                self._names[each] = f"loss ({name})" if is_clear else f"loss {number}"
+        if key not in self._names:
+            self._names[key] = name_of(optimizer, sys._getframe(2))
+        self._last_owner = key
+        if self._takes_turns and moment.value is not None and key == next(iter(self._names)):
+            self._value = moment.value
+            self._add(moment.value)
+
+    def _add(self, value: float) -> None:
+        if math.isfinite(value):
+            self.total += value
+            self.count += 1
+
+    def take_each(self) -> tuple[tuple[int, float, str], ...]:
+        """Return the losses since the last time that each have a place in a curve, with it."""
+        each, self._each = self._each, []
+        if not self._takes_turns:
+            return tuple((moment.steps + 1, value, "") for moment, value in each)
+        if each and not each[-1][0].optimizer:  # no step has followed yet
+            self._each = [each.pop()]
+        named = [(m.steps + 1, v, self._names.get(m.optimizer, "")) for m, v in each]
+        return tuple(row for row in named if row[2])
 
     def _backward(self, original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if stopping.active is not None:
@@ -210,6 +257,9 @@ class LossMeter:
             is_cuda = loss.device.type == "cuda"
             if now >= self._due and not (is_cuda and captures.under_way(torch)):
                 self._due = now + INTERVAL
+                self._to_read = len(self._names) if self._takes_turns else 1
+            if self._to_read:
+                self._to_read -= 1
                 self.read_last()
 
     def _arrived(self, values: dict[str, Any], moment: _Moment) -> None:
@@ -217,11 +267,14 @@ class LossMeter:
             self._take(float(values["loss"]), moment)
 
     def _take(self, value: float, moment: _Moment) -> None:
-        self._value = value
+        moment.value = value
+        if not self._takes_turns or moment.optimizer == next(iter(self._names)):
+            self._value = value
+            self._add(value)
+        if moment.steps < FIRST_STEPS or self._takes_turns:
+            self._remember(moment, value)
         if math.isfinite(value):
             self._not_finite, self._suspect, self.has_diverged = 0, None, False
-            self.total += value
-            self.count += 1
             if value > self._growth.limit:
                 self._see_growth(value, moment)
             elif self._growth.row:
@@ -232,6 +285,15 @@ class LossMeter:
         self._not_finite += 1
         self._suspect = moment
         self._judge(moment)
+
+    def _remember(self, moment: _Moment, value: float) -> None:
+        """Keep a loss for a curve: of the first steps, and the last of each optimizer."""
+        each = self._each
+        if moment.steps >= FIRST_STEPS:
+            each[:] = each[-len(self._names) :]
+        elif each and each[-1][0].steps == moment.steps and not self._takes_turns:
+            each.pop()  # the last of an accumulation, or of two that take turns
+        each.append((moment, value))
 
     def _see_growth(self, value: float, moment: _Moment) -> None:
         was_known = self._growth.has_exploded

@@ -20,7 +20,7 @@ from ...planning.plan import Plan
 from ...system.instrumentation import patch, undo_later, when_imported
 from ...tracking import clock
 from ...tracking import events as ev
-from .. import stopping
+from .. import api, stopping
 from ..api import Reporter
 from ..device_scalars import captures
 from . import import_report
@@ -141,6 +141,7 @@ class TrainingMeter:
         if key not in self._known:
             self._known.add(key)
         self._round.add(key)
+        api.optimizer_steps = self._steps
         if self._loading.fed_passes != self._passes:
             self._begin_epoch()
         self._loss.stepped(optimizer, self._steps)
@@ -261,6 +262,7 @@ class TrainingMeter:
             has_diverged=self._loss.has_diverged,
             lr=self._lr,
             precision=self._precision.value(),
+            losses=self._loss.take_each(),
             loops=loops,
             epochs=epochs,
             **position,

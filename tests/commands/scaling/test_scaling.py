@@ -369,3 +369,14 @@ def test_the_magic_measures_a_notebooks_own_function(notebook: Notebook) -> None
     assert notebook.value("[s.ranks for s in found.measured]") == [1, 2]
     assert notebook.value("bool((model.weight == before).all())")
     assert "define it in an ordinary cell" in notebook.run("%nbtrain scaling other(1)").evalue
+
+
+def test_a_split_that_contradicts_itself_is_refused() -> None:
+    two = replace(WEAK, communication=0.006)
+    found = report(two, replace(two, ranks=4, joined=4, step=0.013, communication=0.0005))
+    assert set(found.sizes[1].lost.values()) == {None}
+    assert "At 4 ranks it cannot be said what the speed was lost to: communication" in repr(found)
+    assert "--repeat 3" in repr(found)
+    assert found.sizes[1].efficiency == pytest.approx(0.0125 / 0.013)
+    drawn = found._repr_html_()
+    assert "not separated" in drawn

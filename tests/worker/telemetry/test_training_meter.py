@@ -414,3 +414,98 @@ def test_a_loss_that_ends_at_zero_is_told_as_zero() -> None:
             optimizer.step()
 
     assert last(launch(train)).loss == 0.0
+
+
+def test_a_short_training_has_a_point_for_each_of_its_steps() -> None:
+    run = launch(plain_loop)
+    assert len(run.state.curves.seen["loss"].band) == 36
+    history = run.history
+    assert list(history["step"][history["loss"].notna()]) == list(range(1, 37))
+
+
+def test_optimizers_that_take_turns_have_a_curve_each() -> None:
+    def train() -> None:
+        x = torch.ones(8, 4)
+        generator, critic = nn.Linear(4, 4), nn.Linear(4, 1)
+        opt_g = torch.optim.SGD(generator.parameters(), lr=0.0)
+        opt_c = torch.optim.SGD(critic.parameters(), lr=0.0)
+        for _ in range(20):
+            opt_c.zero_grad()
+            (critic(x) * 0 + 5).mean().backward()
+            opt_c.step()
+            opt_g.zero_grad()
+            (generator(x) * 0 + 1).mean().backward()
+            opt_g.step()
+
+    run = launch(train)
+    curves = run.state.curves.seen
+    assert {bin.mean for bin in curves["loss (opt_c)"].band} == {5.0}
+    assert {bin.mean for bin in curves["loss (opt_g)"].band} == {1.0}
+    assert len(curves["loss (opt_g)"].band) >= 18
+    assert run.state.ranks[0].loss == 5.0
+    assert run.state.ranks[0].progress is not None
+    assert run.state.ranks[0].progress.steps == 20
+
+
+def test_two_optimizers_on_one_loss_and_one_after_the_other_have_one_curve() -> None:
+    def train() -> None:
+        for _ in range(2):
+            model = nn.Linear(4, 1)
+            both = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
+            for _ in range(10):
+                model(torch.ones(4, 4)).pow(2).mean().backward()
+                for optimizer in both:
+                    optimizer.step()
+
+    assert [n for n in launch(train).state.curves.seen if "loss" in n] == ["loss"]
+
+
+def test_what_is_logged_without_a_step_is_where_the_training_is() -> None:
+    def train() -> None:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for i in range(30):
+            model(torch.ones(4, 4)).pow(2).mean().backward()
+            optimizer.step()
+            if i % 10 == 9:
+                nbtrain.log(val=i)
+
+    run = launch(train)
+    assert run.state.curves.logged["val"].span == (10.0, 30.0)
+    history = run.history
+    assert list(history["step"][history["val"].notna()]) == [10, 20, 30]
+
+
+def test_what_other_trackers_get_is_on_the_board_as_well() -> None:
+    def train() -> None:
+        from accelerate import Accelerator
+        from accelerate.tracking import GeneralTracker
+
+        class Mine(GeneralTracker):
+            name = "mine"
+            requires_logging_directory = False
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.got: list[Any] = []
+
+            @property
+            def tracker(self) -> Any:
+                return self.got
+
+            def store_init_configuration(self, values: Any) -> None:
+                pass
+
+            def log(self, values: Any, step: int | None = None, **_: Any) -> None:
+                self.got.append((values, step))
+
+        mine = Mine()
+        accelerator = Accelerator(log_with=[mine])
+        accelerator.init_trackers("mine")
+        accelerator.log({"val_loss": torch.tensor(0.5), "table": [1]}, step=3)
+        assert not accelerator.is_main_process or mine.got[0][1] == 3
+
+    run = launch(train, n=2)
+    found = [e for e in events(run) if isinstance(e, ev.Metrics)]
+    assert [(e.step, dict(e.values)) for e in found] == [(3, {"val_loss": 0.5})]
+    assert not any(isinstance(e, ev.Metrics) for e in events(run, 1))

@@ -84,6 +84,18 @@ def loops_around(frame: FrameType | None) -> Loops | None:
     return Loops(tuple(reversed(known)), has_inner, tuple(reversed(key)))
 
 
+def name_of(value: Any, frame: FrameType | None) -> str:
+    """Return the name of the variable around a frame that holds a value; "" where none does.
+
+    An optimizer may be in one that Accelerate has prepared.
+    """
+    for around in _frames(frame):
+        name = _Variables(around).name_of(value)
+        if name:
+            return name
+    return ""
+
+
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     for _ in range(_DEEPEST):
         if frame is None or frame.f_code.co_filename in RANK_BODY:
@@ -157,6 +169,21 @@ class _Variables:
             if self._is_function and isinstance(variables, dict):
                 variables.clear()
         return frame.f_globals[name]
+
+    def name_of(self, value: Any) -> str:
+        """Return the name of a variable that holds a value."""
+        if self._is_shy and sys.version_info < (3, 13):
+            return ""
+        variables: Mapping[str, Any] = self._frame.f_locals
+        try:
+            for name, each in variables.items():
+                inner = vars(each).get("optimizer") if hasattr(each, "__dict__") else None
+                if each is value or (inner is value and type(each).__name__.endswith("Optimizer")):
+                    return name
+        finally:
+            if self._is_function and isinstance(variables, dict):
+                variables.clear()
+        return ""
 
 
 def _is_over_words(statement: Statement) -> bool:
