@@ -9,6 +9,7 @@ import functools
 import multiprocessing
 import os
 import sys
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -140,9 +141,13 @@ def serve_own_store(served: int) -> None:
         before = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "")
         if port != served:
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+        connected = threading.Event()
+        # Asked meanwhile, this thread answers: a signal would break off torch's waiting.
+        threading.Thread(target=connected.wait, daemon=True).start()
         try:
             return original(hostname, port, *args, **kwargs)
         finally:
+            connected.set()
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = before
 
     patch("torch.distributed.rendezvous", "_create_c10d_store", create)  # torch 2.4 to 2.13

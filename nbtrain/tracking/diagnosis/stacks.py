@@ -7,6 +7,7 @@ with the GIL held, or waits in C, answers too.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import linecache
 import os
@@ -37,6 +38,9 @@ FAR = 3.0
 
 WORKERS = 16
 """Processes of a rank's DataLoader that are asked."""
+
+_SLEEPS_IN_CPP = re.compile("(230|115) 0x0 0x0 ")
+"""How `/proc` shows C++'s ``sleep_for`` on x86-64 and ARM; a sleep of Python's is another."""
 
 _LINE = re.compile(r", line \d+ in ")
 _LOADER = "/torch/utils/data/dataloader.py"
@@ -213,8 +217,30 @@ def _catches(pid: int, number: int) -> bool:
     """Whether a process has a handler for a signal. Only Linux shows it; on others a rank has."""
     if sys.platform != "linux":
         return True
-    caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.M)
-    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
+    return _is_in_mask("SigCgt", Path(f"/proc/{pid}/status"), number)
+
+
+def _is_in_mask(mask: str, status: Path, number: int) -> bool:
+    known = re.search(rf"^{mask}:\s*(\w+)", status.read_text(), re.M)
+    return known is not None and bool(int(known[1], 16) >> (number - 1) & 1)
+
+
+def _signal(pid: int, number: int) -> None:
+    """Send a rank the signal: to another thread than the main one, if that sleeps in C++.
+
+    Torch, which waits to connect to a store again, takes a sleep that a signal ends for an error,
+    and prints its C++ backtrace into the rank's log. The handler shows all threads, wherever it
+    runs; in the main one if possible, which then stands still.
+    """
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        threads = Path(f"/proc/{pid}/task")
+        if _SLEEPS_IN_CPP.match((threads / str(pid) / "syscall").read_text()):
+            others = [each for each in threads.iterdir() if each.name != str(pid)]
+            free = (t for t in others if not _is_in_mask("SigBlk", t / "status", number))
+            thread = next(free, None)
+            if thread is not None and not ctypes.CDLL(None).tgkill(pid, int(thread.name), number):
+                return
+    os.kill(pid, number)
 
 
 def send(folder: RunFolder, rank: int, *, is_remote: bool = False) -> _Asked | RankStack:
@@ -234,7 +260,7 @@ def send(folder: RunFolder, rank: int, *, is_remote: bool = False) -> _Asked | R
             return RankStack(rank, pid, trouble=f"does not listen to signal {number} any more")
         asked = _Asked(rank, pid, path, size, str(head["last"]), number)
         if pid:
-            os.kill(pid, number)
+            _signal(pid, number)
     except FileNotFoundError:
         return RankStack(rank, trouble="has not started yet, or cannot be asked")
     except ProcessLookupError:

@@ -4,10 +4,13 @@ not.
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import nbtrain
 from nbtrain.errors import RunTimeout
-from nbtrain.tracking.diagnosis import activity, watchdog
+from nbtrain.tracking.diagnosis import activity, stacks, watchdog
 from tests.support.hangs import first_verdict, launched, verdicts
 from tests.support.kernel import Notebook
 from tests.support.runs import launch
@@ -117,6 +120,24 @@ def test_what_a_question_makes_a_rank_print_is_no_progress() -> None:
         found = first_verdict(run)
         assert found.time - run.state.created < 5 + 5
         assert "dist.TCPStore" in found.text
+
+
+def joins_nobody(port: int) -> None:
+    os.environ.update(MASTER_PORT=str(port), WORLD_SIZE="3", RANK="1")
+    print("begins", flush=True)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only /proc shows in what a thread sleeps")
+def test_a_rank_that_waits_for_the_others_shows_no_backtrace_when_it_is_asked() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with launched(joins_nobody, port) as run:
+        wait_until(lambda: "begins" in run.logs(0) and run.state.ranks[0].pid is not None)
+        shown = Path(f"/proc/{run.state.ranks[0].pid}/syscall")
+        wait_until(lambda: stacks._SLEEPS_IN_CPP.match(shown.read_text()) is not None)
+        assert "init_process_group" in str(run.stacks())
+        assert "Exception raised from" not in run.logs(0)
 
 
 def test_a_timeout_repeats_the_verdict_and_a_stop_says_where_ranks_were(
