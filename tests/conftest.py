@@ -57,7 +57,7 @@ def leaves_no_process(request: pytest.FixtureRequest) -> Iterator[None]:
 def shared_kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     """One kernel for a module's tests, with nbtrain loaded and torch imported."""
     folder = tmp_path_factory.mktemp("kernel")
-    kernel = Notebook(folder / "home", folder)
+    kernel = Notebook(folder / "home", folder, warm=True)
     try:
         kernel.run("%load_ext nbtrain\nimport os, time, signal, torch._dynamo, nbtrain")
         yield kernel
@@ -73,13 +73,14 @@ def notebook(shared_kernel: Notebook) -> Notebook:
 
 @pytest.fixture
 def start_kernel(tmp_path: Path) -> Iterator[Callable[..., Notebook]]:
-    """Start kernels of the test's own."""
+    """Start kernels of the test's own; a `warm=False` one imports by itself, like a user's."""
     kernels: list[Notebook] = []
 
     def start(**options: Any) -> Notebook:
         folder = tmp_path / f"kernel-{len(kernels)}"
         folder.mkdir()
-        kernels.append(Notebook(tmp_path / "home", folder, **options))
+        warm = "LD_PRELOAD" not in os.environ  # which a process reads when it begins
+        kernels.append(Notebook(tmp_path / "home", folder, **{"warm": warm, **options}))
         return kernels[-1]
 
     yield start

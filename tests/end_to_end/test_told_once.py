@@ -46,7 +46,7 @@ def kernel(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Notebook]:
     folder = tmp_path_factory.mktemp("kernel")
-    kernel = Notebook(folder / "home", folder, allow_stdin=request.param)
+    kernel = Notebook(folder / "home", folder, allow_stdin=request.param, warm=True)
     try:
         kernel.run("%load_ext nbtrain\nimport nbtrain")
         yield kernel

@@ -18,6 +18,8 @@ import psutil
 import pytest
 from jupyter_client.manager import KernelManager
 
+from tests.support.warm import forked_kernels
+
 
 @dataclass
 class Outputs:
@@ -74,8 +76,12 @@ class Notebook:
         environment: Mapping[str, str] = MappingProxyType({}),
         launcher: str = "ipykernel_launcher",
         options: Sequence[str] = (),
+        warm: bool = False,
     ) -> None:
-        """Start the kernel; behind a `prefix` of its command, it may have no network in common."""
+        """Start the kernel; behind a `prefix` of its command, it may have no network in common.
+
+        A `warm` one has imported torch by its first cell.
+        """
         self.allow_stdin = allow_stdin
         self.metadata: dict[str, Any] | None = None
         """What a cell is sent with. A page names the cell, in one way or another, which is what
@@ -94,11 +100,12 @@ class Notebook:
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",
         }
         variables.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)  # Lightning sets it on import
-        self.manager.start_kernel(
-            cwd=str(folder),
-            env={**variables, **environment},
-            extra_arguments=["--HistoryManager.enabled=False", *options],
-        )
+        with forked_kernels() if warm else contextlib.nullcontext():
+            self.manager.start_kernel(
+                cwd=str(folder),
+                env={**variables, **environment},
+                extra_arguments=["--HistoryManager.enabled=False", *options],
+            )
         self.client = self.manager.client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=60)

@@ -120,7 +120,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     try:
         for node in range(2):
             folder = tmp_path_factory.mktemp(f"node-{node}")
-            kernels.append(Notebook(folder / "home", folder))
+            kernels.append(Notebook(folder / "home", folder, warm=True))
         with closing(Pair(kernels)) as found:
             found.both(SETUP)
             found.both(

@@ -30,7 +30,7 @@ t"""
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[Notebook]:
     """Two live ranks of a kernel, in one process group."""
-    notebook = Notebook(tmp_path / "home", tmp_path)
+    notebook = Notebook(tmp_path / "home", tmp_path, warm=True)
     try:
         notebook.run(SETUP)
         started = notebook.run("%nbtrain start -n 2")
@@ -234,7 +234,7 @@ def test_they_end_with_the_kernel(live: Notebook) -> None:
 
 
 def test_spawned_ranks_live_too(tmp_path: Path) -> None:
-    notebook = Notebook(tmp_path / "home", tmp_path)
+    notebook = Notebook(tmp_path / "home", tmp_path, warm=True)
     try:
         notebook.run(SETUP)
         assert "2 ranks live (spawn" in notebook.run("%nbtrain start -n 2 -e spawn").stdout

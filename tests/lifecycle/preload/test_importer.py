@@ -39,7 +39,7 @@ IMPORTED = "len(json.loads((run.folder / 'rank-0000.imports').read_text()))"
 @pytest.fixture
 def kernel(start_kernel: Callable[..., Notebook]) -> Notebook:
     """A kernel that may import ahead of time."""
-    kernel = start_kernel()
+    kernel = start_kernel(warm=False)
     kernel.run("%env NBTRAIN_PRELOAD=on\n%load_ext nbtrain")
     kernel.run("import json, os, sys, time, torch, torch.distributed, accelerate, nbtrain")
     kernel.run("from nbtrain.lifecycle.preload.importer import importer")
