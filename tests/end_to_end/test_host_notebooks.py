@@ -21,6 +21,7 @@ VARIABLES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("host", VARIABLES)
 def test_it_installs_nbtrain_and_trains_the_model(host: str, tmp_path: Path) -> None:

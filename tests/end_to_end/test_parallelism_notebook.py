@@ -14,7 +14,7 @@ from nbformat.v4 import new_code_cell
 from tests.support.kernel import execute
 from tests.support.paths import NOTEBOOKS
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
 PATH = NOTEBOOKS / "parallelism.ipynb"
 PROBE = "print((reference_losses, all_losses, measured, compared))"

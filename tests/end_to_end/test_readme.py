@@ -44,7 +44,7 @@ def test_the_readme_names_the_commands_that_ci_runs() -> None:
         'pip install -q "torch==2.13.*" -e ".[lab]"',
         'pip install -q "torch==2.13.*" -e ".[test]"',
         "jupyter execute",
-        "pytest -n 2",
+        "pytest -n 4",
     ):
         assert command in script
         assert command.replace(" -q", "") in README

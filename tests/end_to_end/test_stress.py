@@ -2,7 +2,7 @@
 
 How long each kind of rank takes to end, from every door (two minutes):
 
-    NBTRAIN_EVERY_DOOR=1 pytest -s tests/end_to_end/test_stress.py -k "reach or behind or outliv"
+    pytest -m "" -s tests/end_to_end/test_stress.py -k "reach or behind or outliv"
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from nbtrain.tracking.run_folder import RunFolder
 from tests.support.kernel import Notebook, Outputs
 from tests.support.waiting import is_gone, wait_until
 
-slow = pytest.mark.skipif("NBTRAIN_EVERY_DOOR" not in os.environ, reason="takes a while")
+slow = pytest.mark.slow
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 
@@ -71,9 +71,7 @@ def no_descriptors(left: int = 0) -> Iterator[None]:
     ("left", "options"),
     [
         (0, {}),
-        (1, {}),
         (4, {}),
-        (0, {"background": True}),
         (1, {"background": True}),
         (2, {"background": True}),
         (2, {"engine": "spawn"}),
@@ -367,6 +365,7 @@ def newest(home: Path, monkeypatch: pytest.MonkeyPatch) -> Run | None:
     return Run.open(found[-1].path) if found else None
 
 
+@slow
 def test_two_notebooks_launch_at_the_same_moment_and_again_and_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -606,7 +605,7 @@ def test_a_run_behind_its_cell_is_stopped_from_two_cells_and_a_terminal(
     ("how", "options"),
     [
         ("shut down", ""),
-        ("SIGTERM", ""),
+        pytest.param("SIGTERM", "", marks=slow),
         ("SIGTERM", "--background"),
         pytest.param("restart", "--background", marks=slow),
         pytest.param("restart", "", marks=slow),
@@ -682,7 +681,8 @@ def test_a_detached_run_is_found_again_by_its_restarted_kernel(
 
 
 @linux
-@pytest.mark.parametrize("who", ["kernel", pytest.param("all", marks=slow)])
+@slow
+@pytest.mark.parametrize("who", ["kernel", "all"])
 def test_a_laptop_that_sleeps_ends_no_run_and_is_no_hang(
     who: str, start_kernel: Callable[..., Notebook], tmp_path: Path
 ) -> None:

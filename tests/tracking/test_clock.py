@@ -25,7 +25,7 @@ from tests.support.runs import launch
 from tests.support.waiting import wait_until
 
 
-@pytest.mark.parametrize("engine", ["fork", "spawn"])
+@pytest.mark.parametrize("engine", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("jump", [-7200.0, 7200.0], ids=["back", "forward"])
 def test_a_clock_that_is_set_changes_no_duration(
     jump: float, engine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -107,6 +107,7 @@ def _seconds(text: str) -> float:
     return sum(factor * float(match[1]) for factor, match in parts if match)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jump", [-7200.0, 7200.0], ids=["back", "forward"])
 def test_other_processes_see_a_run_as_it_is_after_the_clock_was_set(
     jump: float,
@@ -147,6 +148,7 @@ def test_other_processes_see_a_run_as_it_is_after_the_clock_was_set(
     assert first.value("bool((run.history.time.diff().dropna() >= 0).all())")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jump", [-7200.0, 7200.0], ids=["back", "forward"])
 def test_a_run_that_was_lost_after_the_clock_was_set_took_what_it_took(
     jump: float,
@@ -188,6 +190,7 @@ def hangs():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jump", [-7200.0, 7200.0], ids=["back", "forward"])
 def test_who_waits_for_whom_is_known_after_the_clock_was_set(
     jump: float, set_clock: Callable[[float], None], start_kernel: Callable[..., Notebook]

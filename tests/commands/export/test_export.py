@@ -96,6 +96,7 @@ ACCELERATE += ("--main_process_port", "0")
 ACCELERATE_ALONE = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)  # each of the processes imports torch
 @pytest.mark.parametrize(
     ("ranks", "launchers"), [(2, (TORCHRUN, ACCELERATE)), (1, (ACCELERATE_ALONE, ()))]

@@ -42,9 +42,14 @@ MIB = 1 << 20
     [
         table.Row("mlp", table.mlp, 16, (256,)),
         table.Row("mlp", table.mlp, 1, (256,), optimizer="sgd-momentum"),
-        table.Row("bert", table.bert, 4, (128,), "bf16"),
-        table.Row("vit", table.vit, 4),
-        table.Row("gpt2", table.gpt2, 1, (128,), "bf16", ranks=2),
+        *(
+            pytest.param(row, marks=pytest.mark.slow)
+            for row in (
+                table.Row("bert", table.bert, 4, (128,), "bf16"),
+                table.Row("vit", table.vit, 4),
+                table.Row("gpt2", table.gpt2, 1, (128,), "bf16", ranks=2),
+            )
+        ),
     ],
     ids=lambda row: row.words.replace(" | ", " "),
 )
@@ -53,6 +58,7 @@ def test_what_is_told_is_what_a_rank_allocates(row: table.Row) -> None:
     assert table.told(row) == pytest.approx(table.measured(row), rel=0.02)
 
 
+@pytest.mark.slow
 def test_sharded_ranks_allocate_no_more_than_is_told() -> None:
     row = table.Row("bert", table.bert, 8, (128,), ranks=2, strategy="fsdp")
     assert 0.8 < table.measured(row) / table.told(row) < 1.05
@@ -75,6 +81,7 @@ def bert_large() -> nn.Module:
     )
 
 
+@pytest.mark.slow
 def test_bert_large_is_told_as_it_was_measured_on_a_gpu() -> None:
     told = memory_needed(bert_large, "4x512", card="80GB")
     assert told.parameters == 335_143_938
@@ -178,7 +185,7 @@ def test_a_gpu_keeps_no_attention_matrix_and_a_byte_of_each_dropout() -> None:
     assert on_gpu < matrices / 4 < matrices < on_cpu
 
 
-@pytest.mark.parametrize("card", [None, "16GB"])
+@pytest.mark.parametrize("card", [pytest.param(None, marks=pytest.mark.slow), "16GB"])
 def test_checkpointed_activations_are_made_again(card: str | None) -> None:
     config = GPT2Config(n_embd=64, n_layer=4, n_head=2, bos_token_id=0, eos_token_id=0)
     model, plain = GPT2Model(config), GPT2Model(config)

@@ -260,7 +260,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_node_that_torchrun_started_is_in_the_same_world(node: int, tmp_path: Path) -> None:
     def train() -> tuple[int, float]:
         import torch

@@ -34,7 +34,7 @@ IS_FORKED = "'nbtrain.engines.fork_server_main' in sys.modules"
 @pytest.fixture
 def kernel(start_kernel: Callable[..., Notebook]) -> Notebook:
     """A kernel that may import ahead of time."""
-    kernel = start_kernel(warm=False)
+    kernel = start_kernel()
     kernel.run(f"%env NBTRAIN_PRELOAD=on\n%load_ext nbtrain\n{SETUP}")
     return kernel
 

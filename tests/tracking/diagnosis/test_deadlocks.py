@@ -76,14 +76,14 @@ def works_for_long(gate: str, seconds: float) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("how", ["computes", "writes"])
+@pytest.mark.parametrize("how", [pytest.param("computes", marks=pytest.mark.slow), "writes"])
 def test_a_rank_that_works_while_others_wait_is_no_deadlock(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watchdog, "QUIET", 0.5)
     monkeypatch.setattr(watchdog, "NOTED", 3.0)
     monkeypatch.setattr(activity, "CALM", 1.5)
-    run = launch(works_for_long, how, 12.0, n=2, hang_after=3000, on_hang="stop")
+    run = launch(works_for_long, how, 6.0, n=2, hang_after=3000, on_hang="stop")
     assert verdicts(run) == []
 
 

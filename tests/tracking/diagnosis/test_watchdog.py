@@ -102,7 +102,6 @@ def never_joins_a_subgroup() -> None:
         (sleeps, "sleeps", "all_reduce #2", "fork"),
         (sleeps, "sleeps", "all_reduce #2", "spawn"),
         (spins, "spins", "barrier #1", "fork"),
-        (spins, "spins", "barrier #1", "spawn"),
         (keeps_the_gil, "keeps the GIL", "all_gather #1", "fork"),
         (never_joins, "never joins", "all_reduce #2", "fork"),
         (never_makes_the_group, "makes no group", "init_process_group", "fork"),
