@@ -28,7 +28,7 @@ def test_the_way_to_torchs_initialisation_is_told(
     start_kernel: Callable[..., Notebook],
     stub: Path,
 ) -> None:
-    kernel = prepared(start_kernel(), stub)
+    kernel = prepared(start_kernel(warm=False), stub)
     kernel.run("x = 1\nprepare()")
     told = kernel.run("%nbtrain guard").stdout
     assert ", line 2: `prepare()`" in told
@@ -44,7 +44,7 @@ def test_block_raises_before_and_leaves_the_kernel_clean(
     start_kernel: Callable[..., Notebook],
     stub: Path,
 ) -> None:
-    kernel = prepared(start_kernel(), stub)
+    kernel = prepared(start_kernel(warm=False), stub)
     kernel.run("%nbtrain guard block")
     out = kernel.run("y = 1\nprepare()")
     assert out.ename == "AcceleratorBlockedError"
