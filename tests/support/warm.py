@@ -1,5 +1,7 @@
 """Kernels forked from a process that has imported torch and ipykernel, but nothing of nbtrain.
 
+Nor ipywidgets, which looks for the kernel where it is imported.
+
 A kernel that imports them by itself takes 2.5 s of CPU before its first cell; the suite starts a
 hundred. What such a fork runs is the real `ipykernel_launcher`, in a session of its own.
 """
@@ -114,7 +116,6 @@ def _serve(connection: socket.socket) -> None:
     os.environ["JPY_PARENT_PID"] = str(os.getpid())  # read where ipykernel is imported
     import ipykernel.ipkernel
     import ipykernel.kernelapp  # noqa: F401
-    import ipywidgets  # noqa: F401
     import torch._dynamo  # noqa: F401  (once: every rank that trains would import it by itself)
 
     assert threading.active_count() == 1
