@@ -89,7 +89,8 @@ def left(rank: RankState) -> str:
 def run_position(state: RunState) -> tuple[str, str]:
     """Return where a run stands, in a few words and in more: ``epoch 3``, ``40/100 batches``."""
     ranks = [rank for rank in state.ranks if rank.bar is not None]
-    rank = min(ranks, key=lambda rank: rank.is_over, default=None)
+    # The last of those that go on: so does the share that is shown beside it.
+    rank = min(ranks, key=lambda rank: (rank.is_over, fraction(rank) or 0.0), default=None)
     if rank is None or rank.bar is None:
         return "", ""
     bar = rank.bar

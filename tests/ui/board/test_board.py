@@ -436,3 +436,15 @@ def test_the_epochs_that_are_over_are_a_table_with_the_best_marked() -> None:
     assert re.search(r"epoch +train loss +val_loss +accuracy +time +step", text)
     assert text.count("★ best") == 1
     assert epoch_rows.draw(board_states.fresh(2)) == ""
+
+
+def test_the_share_that_is_done_and_the_place_are_those_of_one_rank() -> None:
+    last = ev.Progress(150, 1, n=16, total=40, elapsed=40.0, description="batch")
+    first = ev.Progress(150, 0, n=40, total=40, elapsed=40.0, description="batch")
+    state = fold(
+        RunState("train()", "fork", (RankState(0), RankState(1)), created=100.0),
+        [ev.Started(101, 0, 1), ev.Started(101, 1, 2), first, last],
+    )
+    words = Page(html.render(state, 151.0)).words
+    assert "40 %" in words.partition("left")[0]
+    assert "16/40" in words.partition("left")[0]
