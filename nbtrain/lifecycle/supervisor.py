@@ -31,6 +31,7 @@ from ..tracking.diagnosis.work import WorkComparison
 from ..tracking.event_log import EventWriter, Reader
 from ..tracking.launch_log import LOGGER
 from ..tracking.reducers import fold
+from ..tracking.replay import Pictures
 from ..tracking.resource_sampler import Sampler
 from ..tracking.run_folder import RunFolder, asked_to_stop, mark_stopping, recreate
 from ..tracking.state import RunState
@@ -115,6 +116,7 @@ class Supervisor:
         self._folder = folder
         self._timeout = timeout
         self._reader = Reader(folder, state.world_size)
+        self._pictures = Pictures(folder, self._reader)
         self._writer = EventWriter(folder.launcher_events, RESERVED)
         self._disk = DiskWatch(folder, self._writer)
         self._hang_after = hang_after
@@ -211,6 +213,7 @@ class Supervisor:
             self._note(self._disk.restore(self.state))
         self._note(ranks.news())
         self._take(self._reader.read(ended={e.rank for e in exits}))
+        self._pictures.keep(self.state)
         self._note(self._work.check(self.state.notes))
         self._take_exits(exits)
         self._decide(ranks, interrupts)
@@ -422,6 +425,7 @@ class Supervisor:
             message = f"{message}. {self._places[0].upper()}{self._places[1:]}"
         flaw = self.state.flaw if status == "succeeded" else ""
         self._note([ev.Finished(clock.now(), -1, status, message, flaw)])
+        self._pictures.keep(self.state, is_last=True)
         LOGGER.info("the run %s after %.1f s", self.state.outcome, self.state.elapsed(clock.now()))
         self._writer.close()
         self.over.set()

@@ -7,8 +7,10 @@ this system does not report, and changes nothing.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -241,8 +243,14 @@ def _cgroup_quota(base: Path) -> float | None:
 def is_crowded() -> bool:
     """Whether, for about a minute, as many processes want to run as there are cores, or nearly.
 
-    Then whatever the launcher does delays a rank, and with it all that wait for that one.
+    Then whatever the launcher does delays a rank, and with it all that wait for that one. The
+    system is asked every few seconds: each time opens a file.
     """
+    return _is_crowded(int(time.monotonic() / 5))
+
+
+@functools.lru_cache(1)
+def _is_crowded(_now: int) -> bool:
     try:
         return os.getloadavg()[0] >= 0.75 * (os.cpu_count() or 1)
     except (AttributeError, OSError):  # not on this system

@@ -218,11 +218,15 @@ def test_a_host_is_crowded_once_nearly_as_many_want_to_run_as_there_are_cores(
     per_core: float, crowded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (per_core * (os.cpu_count() or 1), 0.0, 0.0))
+    host._is_crowded.cache_clear()
     assert host.is_crowded() is crowded
+    host._is_crowded.cache_clear()
 
 
 def test_a_system_without_a_load_average_is_never_crowded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delattr(os, "getloadavg")
+    host._is_crowded.cache_clear()
     assert not host.is_crowded()
+    host._is_crowded.cache_clear()

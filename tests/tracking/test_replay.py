@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import platform
 import random
 import time
 import tracemalloc
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -301,3 +303,84 @@ def test_a_mutated_manifest_opens_or_says_what_is_wrong(seed: int) -> None:
 def test_a_bare_folder_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Run.open(tmp_path)
+
+
+@pytest.fixture
+def long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have even a short run count as one with many events."""
+    monkeypatch.setattr(replay, "LONG", 1)
+    monkeypatch.setattr(replay, "BETWEEN", 0.0)
+
+
+def _reporting() -> int:
+    for step in range(300):
+        nbtrain.log(step=step, loss=1 / (1 + step), name="é")
+    print("done")
+    return 7
+
+
+def _folded_anew(folder: RunFolder) -> RunState:
+    aside = folder.picture.rename(folder.path / "aside")
+    state = replay.read_state(folder)
+    aside.rename(folder.picture)
+    return state
+
+
+@pytest.mark.usefixtures("long")
+def test_a_picture_that_was_saved_is_that_of_the_events() -> None:
+    run = nbtrain.launch(_reporting, num_processes=2, view="none")
+    folder = RunFolder(run.folder)
+    saved, anew = replay.read_state(folder), _folded_anew(folder)
+    assert (saved.status, saved.message) == ("succeeded", anew.message)
+    assert saved.curves.all["loss"].ends == anew.curves.all["loss"].ends
+    assert saved.curves.all["loss"].bins.keys() == anew.curves.all["loss"].bins.keys()
+    for one, other in zip(saved.ranks, anew.ranks, strict=True):
+        assert one == replace(other, fresh=one.fresh, weather=one.weather)
+    assert nbtrain.Run.open(run.folder).value == 7
+
+
+@pytest.mark.usefixtures("long")
+def test_with_a_picture_only_what_came_after_it_is_read() -> None:
+    run = nbtrain.launch(_reporting, num_processes=2, view="none")
+    folder, more = RunFolder(run.folder), ev.Metrics(ev.FOREVER / 2, 0, 300, {"late": 1.0})
+    lines = folder.events(0).read_bytes()
+    folder.events(0).write_bytes(lines.replace(b"loss", b"lost") + ev.to_line(more))
+    metrics = replay.read_state(folder).ranks[0].metrics
+    assert {"loss", "late"} <= metrics.keys()
+    assert "lost" not in metrics
+    assert {"lost", "late"} <= _folded_anew(folder).ranks[0].metrics.keys()
+
+
+class _Hostile:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch hacked",)
+
+
+@pytest.mark.usefixtures("long")
+@pytest.mark.parametrize("damage", ["cut", "hostile", "another version", "escapes", "shorter"])
+def test_a_picture_that_does_not_fit_is_passed_over(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = nbtrain.launch(_reporting, num_processes=2, view="none")
+    folder = RunFolder(run.folder)
+    data = folder.picture.read_bytes()
+    if damage == "cut":
+        folder.picture.write_bytes(data[: len(data) // 2])
+    elif damage == "hostile":
+        folder.picture.write_bytes(pickle.dumps(_Hostile()))
+    elif damage == "another version":
+        folder.picture.write_bytes(data.replace(b"0.", b"9.", 1))
+    elif damage == "escapes":
+        folder.picture.write_bytes(data.replace(b"_reporting", b"\x1b[2Jrting!"))
+    else:
+        folder.events(1).write_bytes(folder.events(1).read_bytes()[:-200])
+    state = replay.read_state(folder)
+    assert state.name == "_reporting"
+    assert state.ranks[0].metrics["loss"] == pytest.approx(1 / 300)
+    assert not (tmp_path / "hacked").exists()
+
+
+def test_a_short_run_has_no_picture() -> None:
+    run = nbtrain.launch(_reporting, num_processes=1, view="none")
+    assert not RunFolder(run.folder).picture.exists()

@@ -7,13 +7,14 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from nbtrain.system import host
 from nbtrain.tracking.state import RunState
 from nbtrain.ui.displays import select
 from nbtrain.ui.displays.html_display import (
@@ -527,15 +528,17 @@ def test_the_front_is_chosen_by_what_is_here(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
     """Have so many processes run on each core."""
 
     def set_load(per_core: float) -> None:
         every = (per_core * (os.cpu_count() or 1),) * 3
         monkeypatch.setattr(os, "getloadavg", lambda: every)
+        host._is_crowded.cache_clear()
 
     set_load(0)
-    return set_load
+    yield set_load
+    host._is_crowded.cache_clear()
 
 
 def test_where_ranks_need_all_cores_drawing_takes_a_small_part_of_one(
