@@ -59,6 +59,7 @@ class DataLoadingMeter:
         self._fed: LoaderPosition | None = None  # of the last batch before a step
         self._epochs: dict[int, tuple[int, int]] = {}  # by data set: passes that fed, the last
         self._has_stepped = False
+        self._empty = 0  # samples of a loader that gave no batch
         self._pending: dict[int, int] = {}  # by pass: samples since the last step
         self._ahead: dict[int, int | None] = {}  # by pass: samples of the batch read ahead
         self._iterators: dict[int, weakref.ref[Any]] = {}  # by pass
@@ -194,11 +195,27 @@ class DataLoadingMeter:
     def _end_pass(self, it: Any) -> None:
         place = vars(it).get("_nbtrain_position")
         if place is None:
+            self._note_empty(it)
             return
         if place.pass_number in self._ahead:
             self._position = it._nbtrain_position = place._replace(batch=it._num_yielded)
             self._count_samples(place.pass_number, self._ahead.pop(place.pass_number))
         self._aside.add(place.pass_number)
+
+    def _note_empty(self, it: Any) -> None:
+        """Take note of a pass over data that gave no batch, as it was left out."""
+        if it._dataset_kind == 0 and getattr(it._index_sampler, "drop_last", False):
+            self._empty = self._empty or len(it._dataset)
+
+    def nothing_read(self) -> str:
+        """Return a note if loaders over data were read, and none gave any batch; "" else."""
+        if not self._empty or self._passes:
+            return ""
+        return (
+            f"no batch came from a loader of {self._empty:,} samples, so that nothing was trained: "
+            "each rank's part of them is smaller than a batch. Make `batch_size` smaller, or leave "
+            "out `drop_last=True`"
+        )
 
 
 def _reads_ahead(caller: FrameType) -> bool:

@@ -105,6 +105,9 @@ class TrainingMeter:
         self._compilation.look()
         if self._timer is not None:
             self._timer.finish(wait)
+        note = self._loading.nothing_read() if wait and not self._steps else ""
+        if note:
+            self._writer.write(ev.RunNote(clock.now(), -1, note, "no batch was read"))
         if self._began is not None:
             if wait:
                 self._loss.read_last()

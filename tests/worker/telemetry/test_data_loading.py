@@ -254,3 +254,28 @@ def test_a_batch_that_accelerate_reads_ahead_is_no_sample_before_its_step(end: i
     update = told(train)
     assert (update.steps, update.samples) == (end, 4 * end)
     assert (update.batch, update.batches) == (end % 10 or 10, 10)
+
+
+def trains_on(size: int, drop_last: bool) -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    model = nn.Linear(2, 1)
+    data = TensorDataset(torch.ones(16, 2))
+    loader = DataLoader(data, batch_size=size, drop_last=drop_last)
+    parts = model, torch.optim.SGD(model.parameters(), lr=0.1), loader
+    model, optimizer, loader = accelerator.prepare(*parts)
+    for (x,) in loader:
+        accelerator.backward(model(x).sum())
+        optimizer.step()
+
+
+def test_a_loader_that_gives_no_batch_is_no_success() -> None:
+    state = launch(trains_on, 16, True, n=2).state
+    assert state.outcome == "finished, but no batch was read"
+    (note,) = state.notes
+    assert note.startswith("no batch came from a loader of 16 samples, so that nothing was trained")
+    assert "Make `batch_size` smaller, or leave out `drop_last=True`" in note
+    for right in ((8, True), (16, False)):
+        state = launch(trains_on, *right, n=2).state
+        assert (state.outcome, state.notes) == ("succeeded", ())
