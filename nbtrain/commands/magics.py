@@ -125,7 +125,8 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                                on another rank); %debug does the same
         %nbtrain restart       end the live ranks, and start new ones
         %nbtrain runs          list the runs that are kept
-        %nbtrain show [RUN]    draw a run here, running or not: RUN is how its name begins
+        %nbtrain show [RUN]    draw a run here, running or not: RUN is its number, as in 12 or
+                               train #12, or how its name begins
         %nbtrain stop [RUN]    end a run, also one of another kernel
         %nbtrain stacks [RUN]  show where each rank of a run is now, line by line
         %nbtrain memory MODEL --batch 8x512 [options]
@@ -177,8 +178,10 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                 from ..lifecycle import catalog
 
                 print(catalog.page(catalog.run_infos()))
-            case ["show" | "stop" | "stacks" as command, *names] if len(names) <= 1:
-                self._about_run(command, names)
+            case ["show" | "stop" | "stacks" as command, *names] if (
+                len(names) <= 1 or names[-1][:1] == "#"
+            ):
+                self._about_run(command, [" ".join(names)] if names else [])
             case ["memory", *_]:
                 from . import memory
 
@@ -285,7 +288,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         there = dict.fromkeys(live.names[0]) if live is not None else {}
         reading.check_parameters(replace(cell, namespace={**there, **cell.namespace}))
         fields = {option.field: getattr(options, option.field) for option in OPTIONS}
-        return Plan(cell, reading.title(cell), **fields)
+        return Plan(cell, options.title or reading.title(cell), **fields)
 
     def _register(self, transformed: str, raw: str) -> tuple[str, int]:
         """Give IPython the source, so that tracebacks show it as ``Cell In[n]``; return both."""

@@ -7,11 +7,12 @@ import time
 from typing import Any
 
 from ..errors import NbtrainError
-from ..system.text import format_duration, plural
+from ..system.text import format_duration, plural, shorten
 from ..tracking import clock
 from ..tracking import run_folder as folders
 from ..ui.labels import main_metric
 from ..ui.tables import text_table
+from ..ui.text_summary import ticks
 from .run import Run, going_on, last_run
 from .run_info import RunInfo, frame, run_info
 
@@ -42,9 +43,9 @@ def page(infos: list[RunInfo]) -> str:
     skipped = [f"{name} {reason}: skipped" for name, reason in folders.foreign().items()]
     if not infos:
         return "\n".join([f"No run is kept in {folders.root()}.", *skipped])
-    head = ("run", "status", "when", "ranks", "took", "last")
+    head = ("", "run", "status", "when", "ranks", "took", "last", "", "result")
     lines = text_table([head, *(_row(info) for info in infos)], "<" * len(head))
-    hint = "%nbtrain show RUN displays a run, %nbtrain stop RUN ends it (RUN: how its name begins)."
+    hint = "%nbtrain show RUN displays a run, %nbtrain stop RUN ends it (RUN: its number)."
     return "\n".join([*lines, "", *skipped, hint])
 
 
@@ -55,12 +56,15 @@ def _row(info: RunInfo) -> tuple[str, ...]:
     seconds = so_far if info.seconds is None else info.seconds
     metric = main_metric(info.metrics)
     return (
+        "" if info.number is None else f"#{info.number}",
         info.name,
         info.status,
         time.strftime("%a %d %b %H:%M", time.localtime(info.created)),
         plural(info.ranks, "rank"),
         "" if seconds is None else format_duration(seconds),
         "" if metric is None else f"{metric} {info.metrics[metric]:.4g}",
+        ticks(info.lately, 12),
+        shorten(info.result, 24),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
@@ -25,6 +26,7 @@ from ..tracking import events as ev
 from ..tracking.replay import initial_state
 from ..tracking.run_folder import RunFolder, is_watched
 from ..tracking.state import outcome
+from ..ui.labels import main_metric
 
 CELLS = 1000
 """How many cells a run can name where its stacks are read, the last ones."""
@@ -63,6 +65,14 @@ class RunInfo:
     mixed_precision: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    number: int | None = None
+    """By which people call it: ``train #12``."""
+    title: str = ""
+    """What ran: ``train(model)``, or the name that the user gave."""
+    result: str = ""
+    """What rank 0 returned, in short."""
+    lately: tuple[float, ...] = ()
+    """The last values of the main metric of rank 0."""
     clock_offset: float | None = None
     """By which `created` counts; see `RunState`."""
 
@@ -85,6 +95,9 @@ def run_info(folder: RunFolder) -> RunInfo:
     tails = [_tail(folder.events(rank)) for rank in ranks]
     updates = [e for tail in tails for e in tail if isinstance(e, ev.TrainingUpdate)]
     seen = next((strip_escapes(e.precision, 20) for e in reversed(updates) if e.precision), "")
+    metrics = history.last(history.merged(tails))
+    number = manifest.get("number")
+    results = [e.result for e in tails[0] if isinstance(e, ev.Ended) and e.result]
     return RunInfo(
         folder.path.name,
         status,
@@ -94,9 +107,19 @@ def run_info(folder: RunFolder) -> RunInfo:
         str(manifest.get("engine") or ""),
         seen or str(manifest.get("mixed_precision") or ""),
         given if isinstance(given, dict) else {},
-        history.last(history.merged(tails)),
+        metrics,
+        number if type(number) is int else None,
+        state.name,
+        strip_escapes(results[-1], 80) if results and results[-1] != "None" else "",
+        _lately(tails[:1], main_metric(metrics)),
         state.clock_offset,
     )
+
+
+def _lately(tails: Sequence[Sequence[ev.Event]], name: str | None) -> tuple[float, ...]:
+    rows = history.merged(tails)
+    values = [row[name] for row in rows if history.is_number(row.get(name))] if name else []
+    return tuple(float(value) for value in values if math.isfinite(value))
 
 
 def _tail(path: Path) -> list[ev.Event]:

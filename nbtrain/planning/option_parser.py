@@ -25,6 +25,12 @@ MAGIC_ONLY = (
         must_be=("a variable name", is_variable),
     ),
     Option(
+        "--name",
+        "what to call the run on its board, in %%nbtrain runs and in the name of its folder",
+        field="title",
+        metavar="NAME",
+    ),
+    Option(
         "--save",
         "write the cell and what it needs to a script, too, then run the cell; the script works "
         "with python, torchrun and accelerate launch",

@@ -164,13 +164,46 @@ def create(name: str, manifest: Mapping[str, Any]) -> RunFolder:
         path = root() / f"{stamp}-{label}-{os.urandom(3).hex()}{ending}"
         path.mkdir(mode=0o700)
         folder = RunFolder(path)
-        write_atomically(folder.manifest, json.dumps({"format": FORMAT, **manifest}).encode())
+        numbered = {"format": FORMAT, "number": _next_number(), **manifest}
+        write_atomically(folder.manifest, json.dumps(numbered).encode())
     except OSError as error:
         raise LaunchError(
             f"the run folder cannot be written under {root()}: {error.strerror or error}. "
             "Set NBTRAIN_HOME to a folder that can be written."
         ) from error
     return folder
+
+
+def _next_number() -> int | None:
+    """Return the number of a new run, one more than that of the last; None where nobody can tell.
+
+    Runs that start at once in several kernels have different ones.
+    """
+    try:
+        import fcntl  # Windows has none
+
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+        with open(os.open(root().parent / "run-number", flags, 0o600), "r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            text = file.read(20).strip()
+            number = int(text) + 1 if text.isdecimal() else 1
+            file.seek(0)
+            file.write(f"{number}\n")
+            return number
+    except (ImportError, OSError, ValueError):
+        return None
+
+
+def number_of(folder: RunFolder) -> int | None:
+    """Return the number of a run, by which people call it; None for an older one."""
+    with contextlib.suppress(OSError, NbtrainError):
+        number = folder.read_manifest().get("number")
+        return number if type(number) is int else None
+    return None
+
+
+_NUMBERED = re.compile(r"(?:(.*\S)\s*#|#?)(\d{1,7})")
+"""``12``, ``#12`` or ``train #12``."""
 
 
 def _make_private(folder: Path) -> None:
@@ -270,9 +303,14 @@ def runs(
 def find(beginning: str) -> RunFolder:
     """Return the kept run whose name is, or uniquely begins with, a text; the newest for ''.
 
-    Raises `PlanError` where there is none, or more than one.
+    A run's number is enough: ``12``, ``#12`` or ``train #12``. Raises `PlanError` where there is
+    none, or more than one.
     """
     every = runs()
+    if numbered := _NUMBERED.fullmatch(beginning.strip()):
+        for folder in reversed(every):
+            if number_of(folder) == int(numbered[2]):
+                return folder
     matches = [folder for folder in every if folder.path.name.startswith(beginning)]
     exact = [f for f in matches if f.path.name == beginning] if beginning else every[-1:]
     if not exact and len(matches) != 1:

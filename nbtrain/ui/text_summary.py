@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from ..system.text import format_number
 from ..tracking.curves import Series
@@ -74,7 +75,14 @@ def _curve(state: RunState) -> list[str]:
 
 def sparkline(series: Series, width: int = 24) -> str:
     """Return a curve as a line of ticks; by its logarithm where it spans decades."""
-    means = [b.mean for b in series.thinned(width)]
+    return ticks([b.mean for b in series.thinned(width)], width)
+
+
+def ticks(values: Sequence[float], width: int) -> str:
+    """Return values as ticks, some of them where there are more than fit; none of fewer than 3."""
+    means = list(values[:: -(-len(values) // width) or 1])
+    if len(means) < 3:
+        return ""
     if means and min(means) > 0 and max(means) / min(means) > 300:
         means = [math.log(mean) for mean in means]
     low, high = min(means, default=0.0), max(means, default=0.0)

@@ -33,7 +33,7 @@ def test_the_list_tells_of_each_run_in_a_line(runs: list[nbtrain.Run]) -> None:
     assert [(b.status, b.ranks) for b in briefs] == [("succeeded", 1), ("failed", 2)]
     assert all(b.seconds is not None for b in briefs)
     lines = catalog.page(briefs).splitlines()
-    assert lines[0].split() == ["run", "status", "when", "ranks", "took", "last"]
+    assert lines[0].split() == ["run", "status", "when", "ranks", "took", "last", "result"]
     assert "succeeded" in lines[1]
     assert "1 rank " in lines[1]
     assert "2 ranks" in lines[2]
@@ -191,3 +191,34 @@ def test_a_phase_in_a_cell_of_its_own_goes_on_without_a_note(notebook: Notebook)
     assert note not in notebook.run(magic, cell_id="magic").board
     notebook.run("lr = 0.2")
     assert note in notebook.run(magic, cell_id="magic").board
+
+
+def test_a_run_has_a_number_by_which_it_is_found_everywhere(runs: list[nbtrain.Run]) -> None:
+    good, bad = runs
+    first, second = (info.number for info in catalog.run_infos())
+    assert first is not None
+    assert second == first + 1
+    for name in (str(first), f"#{first}", f"train #{first}"):
+        assert catalog.find_run(name).folder == good.folder
+        assert nbtrain.Run.open(name).folder == good.folder
+    assert list(bad.compare(f"#{first}").columns) == [bad.folder.name, good.folder.name]
+    assert f"#{second}" in catalog.page(catalog.run_infos())
+    with pytest.raises(PlanError, match="no kept run"):
+        nbtrain.Run.open("#999")
+
+
+def test_a_name_that_the_user_gives_is_on_the_board_and_in_the_list(notebook: Notebook) -> None:
+    cell = """%%distributed -n 1 --name tuned
+def train():
+    for i in range(20):
+        nbtrain.log(step=i, loss=20 - i)
+    return "fine"
+"""
+    assert "tuned" in notebook.run(cell).board
+    number = notebook.value("nbtrain.lifecycle.catalog.run_infos()[-1].number")
+    lines = notebook.run("%nbtrain runs").stdout.splitlines()
+    (line,) = (line for line in lines if line.startswith(f"#{number} "))
+    for part in ("-tuned-", "loss 1", "'fine'", "█"):
+        assert part in line
+    shown = notebook.run(f"%nbtrain show tuned #{number}")
+    assert "tuned: succeeded" in shown.displays[-1]["text/plain"]

@@ -129,7 +129,9 @@ class LossMeter:
         self._steps = steps
         self.before_step = self.total, self.count
         if not self._moment.optimizer:
-            self._own(optimizer)
+            self._moment.optimizer = key = id(optimizer)
+            if key != self._last_owner or self._takes_turns:
+                self._own(optimizer)
         if getattr(optimizer, "found_inf", None) is None:  # else a scaler has it skip by itself
             self._moment.has_led_to_step = True
         if self._suspect is not None:
@@ -138,7 +140,6 @@ class LossMeter:
     def _own(self, optimizer: Any) -> None:
         """Note whose the last loss is; optimizers that take turns have a curve each."""
         key, moment = id(optimizer), self._moment
-        moment.optimizer = key
         if key in self._names and key != self._last_owner and not self._takes_turns:
             self._takes_turns = True
             self.total, self.count = 0.0, 0  # of both: from now on, of the first alone
@@ -270,7 +271,9 @@ class LossMeter:
         moment.value = value
         if not self._takes_turns or moment.optimizer == next(iter(self._names)):
             self._value = value
-            self._add(value)
+            if value - value == 0.0:  # finite, asked the quickest way
+                self.total += value
+                self.count += 1
         if moment.steps < FIRST_STEPS or self._takes_turns:
             self._remember(moment, value)
         if math.isfinite(value):

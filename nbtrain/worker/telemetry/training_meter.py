@@ -153,7 +153,8 @@ class TrainingMeter:
         if key not in self._effects.settled:
             self._effects.look(optimizer, self._loss.backwards)
         now = time.monotonic()
-        self._look(now)
+        if now >= self._looked[0] + INTERVAL or self._looked[1] != self._loading.fed_passes:
+            self._look(now)
         self._tick(now, now)
         self._memory.stepped(optimizer, now)
         if stopping.active is not None:
