@@ -116,7 +116,7 @@ def test_the_options_are_keywords_of_launch_as_the_page_says() -> None:
     page, keywords = reference("magics"), inspect.signature(nbtrain.launch).parameters.keys()
     options = {option.argument for option in (*OPTIONS, *MAGIC_ONLY)}
     assert options - keywords == {"bind", "title", "save", "new", "ranks"}
-    assert "not `--as`, `--save`, `--ranks` and `--new`" in page
+    assert "not `--as`, `--name`, `--save`, `--ranks` and `--new`" in page
     for name in options & keywords:
         assert re.search(rf"\| `{name}\b", page), name
 
