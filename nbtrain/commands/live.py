@@ -28,7 +28,8 @@ def command(name: str, text: str, namespace: dict[str, Any]) -> str:
         return _start(name, text, namespace)
     ranks = live_ranks.current()
     if ranks is None:
-        raise PlanError(f"%nbtrain {name}: no ranks live here. %nbtrain start -n 2 starts two")
+        why = live_ranks.parting() or f"%nbtrain {name}: no ranks live here"
+        raise PlanError(f"{why}. %nbtrain start -n 2 starts two")
     if name == "stop":
         ranks.stop()
         return f"{plural(ranks.world_size, 'rank')} stopped"
@@ -53,10 +54,11 @@ def _start(name: str, text: str, namespace: dict[str, Any]) -> str:
     given = split_line(text)
     if name == "restart":
         given = given or _last_options
-    options = checked(parser(START, f"%nbtrain {name}", _HINT).parse_args(given))
+    options = checked(parser((*START, "idle_timeout"), f"%nbtrain {name}", _HINT).parse_args(given))
     if name == "restart" and old is not None:  # not before the options are known to be right
         old.stop()
-    ranks = live_ranks.start(**{o.argument: getattr(options, o.field) for o in _start_options()})
+    given_options = {o.argument: getattr(options, o.field) for o in _start_options()}
+    ranks = live_ranks.start(**given_options, idle_timeout=options.idle_timeout)
     _last_options = given
     namespace["ranks"] = ranks
     return (

@@ -116,7 +116,8 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         %nbtrain guard off     remember the cell, and say nothing
         %nbtrain doctor        describe this host and kernel on a page, also for a bug report
         %nbtrain start -n N    start ranks that stay: %%distributed then runs on them, cell after
-                               cell, and their variables stay (-e, -p, --config, --env as there)
+                               cell, and their variables stay (-e, -p, --config, --env as there;
+                               --idle-timeout SECONDS: they end when they had no cell so long)
         %nbtrain status        show the live ranks; %nbtrain stop ends them
         %nbtrain vars          show the ranks' variables, and where the ranks differ
         %nbtrain push NAMES    send variables of the notebook to the ranks
@@ -254,6 +255,8 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         before = last_run()
         options = parse_options(split_line(_expanded(self.shell, options_text)))
         live = None if options.new else live_now()
+        if live is None:
+            _say_that_they_ended()
         if options.ranks is not None and live is None:
             raise PlanError("--ranks is for live ranks: %nbtrain start -n 2 starts two")
         with self._syntax_errors():
@@ -302,6 +305,13 @@ def live_now() -> LiveRanks | None:
     """Return the ranks that live, without importing anything where there never were any."""
     module = sys.modules.get("nbtrain.lifecycle.live.live_ranks")
     return None if module is None else module.current()
+
+
+def _say_that_they_ended() -> None:
+    """Say, once, that live ranks ended themselves, so that the cell has new ones."""
+    module = sys.modules.get("nbtrain.lifecycle.live.live_ranks")
+    if module is not None and (why := module.parting()):
+        print(f"{why}. This cell starts ranks of its own; %nbtrain restart starts live ones.")
 
 
 def _run_live(ranks: LiveRanks, plan: Plan, options: Namespace) -> Run:

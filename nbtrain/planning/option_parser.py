@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from ..errors import PlanError
 from ..system.text import did_you_mean
 from .findings import Finding
-from .option_types import Option, is_variable
+from .option_types import SECONDS, Option, is_variable
 from .plan import OPTIONS, Call, Task
 
 MAGIC_ONLY = (
@@ -52,7 +52,17 @@ MAGIC_ONLY = (
 )
 """The options that `nbtrain.launch` lacks: their fields are none of `Plan`'s."""
 
-_BY_FIELD = {option.field: option for option in (*OPTIONS, *MAGIC_ONLY)}
+IDLE_TIMEOUT = Option(
+    "--idle-timeout",
+    "end the live ranks after this many seconds without a cell for them",
+    **SECONDS,
+    field="idle_timeout",
+    metavar="SECONDS",
+)
+"""The option that only live ranks have."""
+
+_BY_FIELD = {option.field: option for option in (*OPTIONS, *MAGIC_ONLY, IDLE_TIMEOUT)}
+_OF_CELLS = tuple(option.field for option in (*OPTIONS, *MAGIC_ONLY))
 
 
 _OF_OTHERS = ("nprocpernode", "nprocs", "nproc", "numgpus", "gpus", "ngpus", "worldsize", "devices")
@@ -233,7 +243,7 @@ class OptionParser(argparse.ArgumentParser):
 
 
 def parser(
-    fields: Iterable[str] = _BY_FIELD,
+    fields: Iterable[str] = _OF_CELLS,
     prog: str = "%distributed",
     hint: str = " (%%distributed? shows the options)",
 ) -> OptionParser:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import pickle
 import secrets
@@ -15,18 +16,19 @@ import select
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ... import engines
 from ...engines import Exit
 from ...engines.live import LiveEngine, Message
 from ...errors import LaunchError, NbtrainError, PlanError, RankDied
 from ...planning.findings import Finding
-from ...planning.option_parser import plan_fields
+from ...planning.option_parser import IDLE_TIMEOUT, plan_fields
 from ...planning.plan import Call, Cell, Plan
 from ...planning.task_values import is_model, variables
 from ...system.text import format_ranks, plural
@@ -56,8 +58,13 @@ LARGE = 1 << 20
 _live: LiveRanks | None = None
 _live_pid: int | None = None
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
-def start(num_processes: int | None = None, **options: Any) -> LiveRanks:
+
+def start(
+    num_processes: int | None = None, *, idle_timeout: float | None = None, **options: Any
+) -> LiveRanks:
     """Start ranks that stay until `LiveRanks.stop`, or to the kernel's end; return them.
 
     While they live, ``%%distributed`` and ``%distributed`` run on them, and what a cell defines
@@ -65,6 +72,7 @@ def start(num_processes: int | None = None, **options: Any) -> LiveRanks:
 
     Args:
         num_processes: how many ranks; None: one per GPU, or 2 on a host without any.
+        idle_timeout: end the ranks after this many seconds without a task; None: never.
         options: `engine`, `mixed_precision`, `downcast_bf16`, `config` and `env`, as for
             `nbtrain.launch`.
 
@@ -78,6 +86,7 @@ def start(num_processes: int | None = None, **options: Any) -> LiveRanks:
         raise PlanError(
             f"nbtrain.start has no option {unknown[0]!r}; there are {', '.join(_OPTIONS)}"
         )
+    IDLE_TIMEOUT.check(idle_timeout, "idle_timeout")
     if current() is not None:
         raise PlanError("live ranks are there already. End them first: %nbtrain stop")
     folder = Path(tempfile.mkdtemp(prefix=f"nbtrain-live-{os.getpid()}-"))
@@ -94,10 +103,13 @@ def start(num_processes: int | None = None, **options: Any) -> LiveRanks:
         run = launcher.run_plan(plan)
         if before is not None:
             remember(before)
-        return _connected(run, listener, secret, folder, snapshot)
+        ranks = _connected(run, listener, secret, folder, snapshot)
     except BaseException:  # an interrupt too: nothing stays behind
         shutil.rmtree(folder, ignore_errors=True)
         raise
+    if idle_timeout is not None:
+        ranks.end_when_idle(idle_timeout)
+    return ranks
 
 
 def _check_engine(plan: Plan) -> None:
@@ -163,6 +175,30 @@ def current() -> LiveRanks | None:
     return None
 
 
+def parting() -> str:
+    """Return, once, why the ranks ended themselves; '' if they did not."""
+    if _live is None or _live_pid != os.getpid():
+        return ""
+    said, _live.parting = _live.parting, ""
+    return said
+
+
+def _in_use(
+    method: Callable[Concatenate[LiveRanks, _P], _T],
+) -> Callable[Concatenate[LiveRanks, _P], _T]:
+    """Have the ranks do one thing at a time, and not be idle meanwhile."""
+
+    @functools.wraps(method)
+    def used(self: LiveRanks, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with self._turn:
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                self._last_use = time.monotonic()
+
+    return used
+
+
 def _drop_data(message: Message) -> None:
     """Close what came with a message, if it is there still."""
     data = message.pop("data", None)
@@ -203,6 +239,11 @@ class LiveRanks:
         self._failed = 0  # the rank that caused it
         self._generation = 0
         self._groups: dict[int, Mapping[str, Any]] = {}
+        self._turn, self._last_use = threading.RLock(), time.monotonic()
+        self._is_stopped = threading.Event()
+        self._ended_by_idleness = ""
+        self.parting = ""
+        """Why the ranks ended themselves, until the user has read it."""
         self.engine, self.device = run.state.engine, run.state.device
         self.mixed_precision = run.state.mixed_precision
         self.world_size = run.state.world_size
@@ -316,6 +357,7 @@ class LiveRanks:
         call = Call(function, args, kwargs)
         return self.run_plan(Plan(call, call.name))
 
+    @_in_use
     def run_plan(self, plan: Plan, ranks: Sequence[int] | None = None) -> Run:
         """Run a plan's task on some ranks, all by default. Raises what `nbtrain.launch` does."""
         self._check_is_whole()
@@ -343,6 +385,7 @@ class LiveRanks:
             self._recover()
         return run
 
+    @_in_use
     def debug(self, rank: int | None = None) -> None:
         """Open the debugger where the last task failed: on its cause, or on a rank of your choice.
 
@@ -378,7 +421,8 @@ class LiveRanks:
         """Raise `RankDied` if a rank has ended."""
         dead = self.dead()
         if self.has_ended:
-            raise NbtrainError("these ranks were stopped: start new ones")
+            why = self._ended_by_idleness or "these ranks were stopped"
+            raise NbtrainError(f"{why}. %nbtrain restart starts new ones")
         if dead:
             raise RankDied(
                 f"{format_ranks(dead)} of the live ranks ended. The others still have their "
@@ -408,10 +452,13 @@ class LiveRanks:
         rest = f"; {names} must be sharded again" if lost else ", and their variables are kept"
         print(f"The ranks formed their process group anew{rest}.", flush=True)
 
+    @_in_use
     def _ask(
         self, ranks: Iterable[int], message: Message, data: int | None = None
     ) -> dict[int, Message]:
         """Send a message and return the answers. Raises `NbtrainError` for what went wrong."""
+        if self.has_ended:
+            self._check_is_whole()
         number, answers = self.new_task(), dict[int, Message]()
         waiting = set(ranks)
         try:
@@ -514,6 +561,7 @@ class LiveRanks:
             notebook.update(fetched)
             self._snapshot.take(fetched, fetched)
 
+    @_in_use
     def _pull_model(self, name: str, notebook: dict[str, Any]) -> None:
         cell = Cell(f"{name}\nNone", "<pull>", notebook)
         plan = Plan(cell, f"pull {name}", sync=True, view="none", telemetry=())
@@ -524,14 +572,36 @@ class LiveRanks:
         answers = self._ask(self._channels, {"do": "describe"})
         return {rank: answer["variables"] for rank, answer in sorted(answers.items())}
 
+    def end_when_idle(self, seconds: float) -> None:
+        """End the ranks by themselves when they had nothing to do for so long."""
+        watch = functools.partial(self._end_when_idle, seconds)
+        threading.Thread(target=watch, name="nbtrain-idle", daemon=True).start()
+
+    def _end_when_idle(self, seconds: float) -> None:
+        while not self.has_ended:
+            if self._is_stopped.wait(max(self._last_use + seconds - time.monotonic(), 0.0)):
+                return
+            with self._turn:
+                if time.monotonic() - self._last_use < seconds or self.has_ended:
+                    continue
+                self._ended_by_idleness = self.parting = (
+                    f"The live ranks ended themselves after {seconds:g} s without a cell, as "
+                    "--idle-timeout asks; variables that only they had are gone"
+                )
+                self._stop("because they were idle")
+
     def stop(self) -> None:
         """End the ranks. May be repeated."""
+        self._stop("by %nbtrain stop")
+
+    def _stop(self, how: str) -> None:
         if os.getpid() != _live_pid:
             return
+        self._is_stopped.set()
         for rank in list(self._channels):
             self._channels.pop(rank).close()
         if not self._run.state.is_over:
-            self._run.stop("by %nbtrain stop")
+            self._run.stop(how)
         shutil.rmtree(self._folder, ignore_errors=True)
         atexit.unregister(self.stop)
 

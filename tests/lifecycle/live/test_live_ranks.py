@@ -233,6 +233,26 @@ def test_they_end_with_the_kernel(live: Notebook) -> None:
     assert not alive
 
 
+def test_idle_ranks_end_themselves_and_the_next_cell_says_so(live: Notebook) -> None:
+    live.run("%nbtrain stop")
+    assert "must be a number of seconds" in live.run("%nbtrain start --idle-timeout 0").evalue
+    live.run("%nbtrain start -n 2 --idle-timeout 0.5")
+    out = live.run("%%distributed\nimport time\ntime.sleep(1.5)\n'no idleness'")
+    assert "no idleness" in out.stdout + out.board, out
+    psutil.wait_procs(children(live), timeout=60)
+    live.run("while not ranks.has_ended: time.sleep(0.01)")
+    gone = "ended themselves after 0.5 s without a cell"
+    out = live.run("%%distributed -n 2 --view text\nnbtrain.rank()")
+    assert gone in out.stdout
+    assert "rank 1 → 1" in out.stdout
+    assert gone not in live.run("%nbtrain status").evalue  # it was said
+    assert gone in live.run("ranks['x']").evalue
+    assert "2 ranks live" in live.run("%nbtrain restart").stdout
+    psutil.wait_procs(children(live), timeout=60)
+    live.run("while not ranks.has_ended: time.sleep(0.01)")
+    assert gone in live.run("%nbtrain status").evalue
+
+
 def test_spawned_ranks_live_too(tmp_path: Path) -> None:
     notebook = Notebook(tmp_path / "home", tmp_path, warm=True)
     try:
