@@ -61,9 +61,10 @@ def _row(row: Sequence[str | Cell], styles: Sequence[str], tag: str) -> str:
         html, own = (escape(cell), "") if isinstance(cell, str) else cell
         more = f"{heading};{own}".rstrip(";")
         rest = span if number == len(row) else ""
-        scope = ' scope="col"' if heading else ""
+        scope = ' scope="col"' if heading and html else ""
+        kind = tag if html else "td"  # a heading without a text names nothing
         cells.append(
-            f'<{tag}{scope}{rest} style="padding:1px 10px 1px 0;border:0;{style}{more}">'
-            f"{html}</{tag}>"
+            f'<{kind}{scope}{rest} style="padding:1px 10px 1px 0;border:0;{style}{more}">'
+            f"{html}</{kind}>"
         )
     return f'<tr style="background:none;border:0">{"".join(cells)}</tr>'
