@@ -164,7 +164,7 @@ def table(out: Outputs) -> dict[str, dict[str, str]]:
             html.unescape(re.sub("<[^>]*>", " ", cell)).strip()
             for cell in re.findall(r"<t[dh].*?</t[dh]>", row)
         ]
-        for row in re.findall(r"<tr.*?</tr>", state["value"])
+        for row in re.findall(r"<tr.*?</tr>", state["value"].partition("</table>")[0])
     ]
     names, *ranks = rows
     return {row[0]: dict(zip(names, row, strict=True)) for row in ranks if len(row) == len(names)}

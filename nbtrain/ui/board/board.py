@@ -20,7 +20,7 @@ from . import chart, epoch_rows, header, log_panel, rank_grid, rank_table, theme
 ROWS = 16
 """Ranks up to which each has a row; more are a grid, with rows for the ranks to look at."""
 
-LIVE_BYTES = 30_000
+LIVE_BYTES = 29_500
 """Bytes of a board that is sent several times per second; charts that do not fit are left out."""
 
 STATIC_BYTES = 150_000

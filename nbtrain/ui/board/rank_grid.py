@@ -19,6 +19,10 @@ TITLED = 64
 """Ranks up to which each cell has a title."""
 
 
+SIGNS = 64
+"""Cells that have a sign at most."""
+
+
 class Shape(NamedTuple):
     """Cells of `cell` and `gap` pixels, `columns` in a row."""
 
@@ -44,7 +48,7 @@ def draw(state: RunState) -> str:
     shown = state.ranks[: 64 * shape.columns]
     rows = -(-len(shown) // shape.columns)
     label = escape(f"{plural(ranks, 'rank')}: {labels.statuses(state.ranks)}")
-    inner = _track(len(shown), shape) + _fills(shown, shape)
+    inner = _track(len(shown), shape) + _fills(shown, shape) + _signs(shown, shape)
     inner += _titles(shown, shape) if ranks <= TITLED and not state.is_over else ""
     size = shape.columns * shape.pitch, rows * shape.pitch
     return theme.picture(inner, size, label, margin="4px 0", as_image=state.is_over)
@@ -85,9 +89,33 @@ def _fills(ranks: tuple[RankState, ...], shape: Shape) -> str:
     )
 
 
+def _signs(ranks: tuple[RankState, ...], shape: Shape) -> str:
+    """Draw ✕ on what failed, and ! on what is stuck or slow: colour alone says it to few."""
+    part = shape.cell / 4
+    shapes = {
+        theme.BAD: f"l{2 * part:g} {2 * part:g}m0-{2 * part:g}l-{2 * part:g} {2 * part:g}",
+        theme.WARN: f"m{part:g}-{part / 2:g}v{2 * part:g}m0 {part / 2:g}v{part / 2:g}",
+    }
+    paths = dict.fromkeys(shapes, "")
+    marked = [(i, tones) for i, rank in enumerate(ranks) if (tones := _tones(rank)) in shapes]
+    for i, tones in marked[:SIGNS] if shape.cell >= 10 else []:
+        row, column = divmod(i, shape.columns)
+        x, y = column * shape.pitch + part, row * shape.pitch + part
+        paths[tones] += f"M{x:g} {y:g}{shapes[tones]}"
+    return "".join(
+        f'<path d="{path}" fill="none" stroke="{tones.ink}" stroke-width="{shape.cell / 10:g}"/>'
+        for tones, path in paths.items()
+        if path
+    )
+
+
+def _tones(rank: RankState) -> theme.Tones:
+    return theme.tones(labels.badge(rank))
+
+
 def _look(rank: RankState, levels: int) -> tuple[str, int]:
     """Return a cell's colour and how far it is filled; fully if the progress is unknown."""
-    colour = theme.tones(labels.badge(rank)).fill
+    colour = _tones(rank).fill
     if rank.status == "starting":
         return colour, 0
     if rank.is_over or rank.status == "failing":

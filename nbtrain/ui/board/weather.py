@@ -93,13 +93,15 @@ def _strips(bands: list[str]) -> str:
         for letter, same in groupby(band):
             length = len(list(same))
             if letter in paths:
-                low = row * pitch + thick - thick * _LOOKS[letter][1] / 2
+                share = _LOOKS[letter][1] if pitch > 3 else 1.0
+                low = row * pitch + thick - thick * share / 2
                 paths[letter] += f"M{_LEFT + at * per:.0f} {low:g}h{max(1, length * per):.0f}"
             at += length
     ground = "".join(f"M{_LEFT} {r * pitch + thick / 2:g}H{_WIDTH}" for r in range(len(bands)))
     drawn = f'<path d="{ground}" stroke="{theme.CALM.fill}" stroke-width="{thick}"/>'
     for letter, path in paths.items():
         colour, share = _LOOKS[letter]
+        share = share if pitch > 3 else 1.0
         if path:
             drawn += f'<path d="{path}" stroke="{colour}" stroke-width="{thick * share:g}"/>'
     return drawn
@@ -110,7 +112,7 @@ def _labels(names: list[str], height: int, seconds: float, *, is_over: bool) -> 
     ink = f'fill="{theme.GREY}"' if is_over else 'fill="currentColor" fill-opacity=".75"'
     pitch, every = height / len(names), len(names) <= 16
     rows = "".join(
-        f'<text x="{_LEFT - 6}" y="{i * pitch + pitch / 2 + 3:g}" text-anchor="end">{name}</text>'
+        f'<text x="{_LEFT - 6}" y="{max(9, i * pitch + pitch / 2 + 3):g}" text-anchor="end">{name}</text>'
         for i, name in enumerate(names)
         if every or i in (0, len(names) - 1)
     )

@@ -448,3 +448,10 @@ def test_the_share_that_is_done_and_the_place_are_those_of_one_rank() -> None:
     words = Page(html.render(state, 151.0)).words
     assert "40 %" in words.partition("left")[0]
     assert "16/40" in words.partition("left")[0]
+
+
+def test_a_failed_rank_in_the_grid_has_a_sign() -> None:
+    state, now = board_states.drawn_at("ranks-64")
+    page = Page(html.render(state, now))
+    (crosses,) = page.all("path", stroke=theme.BAD.ink)
+    assert crosses["d"].count("M") == 2  # ranks 5 and 37
