@@ -98,7 +98,8 @@ def _signs(ranks: tuple[RankState, ...], shape: Shape) -> str:
     }
     paths = dict.fromkeys(shapes, "")
     marked = [(i, tones) for i, rank in enumerate(ranks) if (tones := _tones(rank)) in shapes]
-    for i, tones in marked[:SIGNS] if shape.cell >= 10 else []:
+    most = {20: SIGNS, 10: SIGNS // 4}.get(shape.cell, 0)
+    for i, tones in marked[:most]:
         row, column = divmod(i, shape.columns)
         x, y = column * shape.pitch + part, row * shape.pitch + part
         paths[tones] += f"M{x:g} {y:g}{shapes[tones]}"
