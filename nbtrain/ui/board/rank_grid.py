@@ -20,7 +20,7 @@ TITLED = 64
 
 
 SIGNS = 64
-"""Cells that have a sign at most."""
+"""Cells that have a sign at most; smaller ones have none."""
 
 
 class Shape(NamedTuple):
@@ -98,8 +98,7 @@ def _signs(ranks: tuple[RankState, ...], shape: Shape) -> str:
     }
     paths = dict.fromkeys(shapes, "")
     marked = [(i, tones) for i, rank in enumerate(ranks) if (tones := _tones(rank)) in shapes]
-    most = {20: SIGNS, 10: SIGNS // 4}.get(shape.cell, 0)
-    for i, tones in marked[:most]:
+    for i, tones in marked[:SIGNS] if shape.cell >= 20 else []:
         row, column = divmod(i, shape.columns)
         x, y = column * shape.pitch + part, row * shape.pitch + part
         paths[tones] += f"M{x:g} {y:g}{shapes[tones]}"

@@ -112,7 +112,8 @@ def _labels(names: list[str], height: int, seconds: float, *, is_over: bool) -> 
     ink = f'fill="{theme.GREY}"' if is_over else 'fill="currentColor" fill-opacity=".75"'
     pitch, every = height / len(names), len(names) <= 16
     rows = "".join(
-        f'<text x="{_LEFT - 6}" y="{max(9, (i + 0.5) * pitch + 3):g}" text-anchor="end">{name}</text>'
+        f'<text x="{_LEFT - 6}" y="{max(9, (i + 0.5) * pitch + 3):g}" text-anchor="end">'
+        f"{name}</text>"
         for i, name in enumerate(names)
         if every or i in (0, len(names) - 1)
     )
