@@ -99,7 +99,9 @@ class ProcessGroups:
         if dist is None:
             self._begin_again(generation, 0)
             return []
-        backend = str(dist.get_backend_config())  # torch 2.4 and later
+        backend = str(dist.get_backend())
+        if backend == "undefined":  # one for each kind of device; in a group of one, they count
+            backend = str(dist.get_backend_config())  # torch 2.4 and later
         dist.destroy_process_group()
         self._begin_again(generation, 0)
         if not forms:

@@ -134,6 +134,8 @@ def test_an_exception_of_one_rank_leaves_ranks_that_work(live: Notebook) -> None
         assert (out.ename, out.evalue) == ("ValueError", "planted")
         assert "formed their process group anew" in out.stdout
         assert live.run(SUM).stdout == "[ranks 0–1] tensor([2.])\n"
+        counting = "%distributed dist.group.WORLD._get_sequence_number_for_group() > 0"
+        assert live.run(counting).stdout == "[ranks 0–1] True\n"
     assert live.run("%distributed kept").stdout.splitlines() == ["[rank 0] 5", "[rank 1] 6"]
 
 
