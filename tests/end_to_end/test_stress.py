@@ -271,7 +271,7 @@ def test_a_full_disk_costs_logs_and_no_training(
 def test_the_warning_is_in_the_cell_once(
     start_kernel: Callable[..., Notebook], small_disk: Path, tmp_path: Path
 ) -> None:
-    kernel = start_kernel()
+    kernel = start_kernel(warm=False)
     kernel.run(f"import os\nos.environ['NBTRAIN_HOME'] = {str(small_disk)!r}\n%load_ext nbtrain")
     out = kernel.run("%%distributed -n 1\nfor i in range(1500): print('x' * 1000)\n'the end'")
     assert out.ename == "", out.traceback
