@@ -356,6 +356,8 @@ def _check_task(plan: Plan, device: str, engine: Engine) -> list[Finding]:
             ranks=ranks,
             name_cell=cell_name,
         )
+    if engine.ranks_stay:  # a later cell may call it
+        in_code = tuple(finding for finding in in_code if finding.code != "not-called")
     return preflight.unless_refused([*on_host, *in_code])
 
 

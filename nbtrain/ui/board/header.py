@@ -169,7 +169,7 @@ def _endings(others: list[RankState], state: RunState) -> str:
     groups: dict[str, list[int]] = {}
     for rank in others:
         echo = labels.is_only_echo(rank, state)
-        groups.setdefault("lost its peers" if echo else rank.status, []).append(rank.rank)
+        groups.setdefault("lost peers" if echo else rank.status, []).append(rank.rank)
     named = (f"{shorten(format_ranks(ranks), 60)}: {ending}" for ending, ranks in groups.items())
     return " · ".join(named)
 

@@ -351,3 +351,18 @@ def test_nothing_gathers_in_kernel_or_ranks(live: Notebook) -> None:
         assert "there is no variable" in live.run("ranks['only_here']").evalue
         assert live.run("%distributed 1 / 0").ename == "ZeroDivisionError"
     assert look() == before
+
+
+def test_a_cell_that_defines_what_a_later_one_calls_brings_no_note(live: Notebook) -> None:
+    define = (
+        "%%distributed\n"
+        "def train(steps):\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    for _ in range(steps):\n"
+        "        optimizer.step()\n"
+        "    return steps\n"
+        "is_ready = True"
+    )
+    out = live.run(define)
+    assert out.stdout == "", out
+    assert "[ranks 0–1] 3" in live.run("%%distributed\ntrain(3)").stdout

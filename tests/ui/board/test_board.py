@@ -387,7 +387,7 @@ def test_a_failure_is_one_card_with_rank_line_and_exception() -> None:
     shown = page.text.partition("Log:")[0]
     assert "rank 1 at line 12 of the cell" in shown
     assert shown.count("ValueError: Expected input batch_size") == 1
-    assert "ranks 0, 2–3: lost its peers" in shown
+    assert "ranks 0, 2–3: lost peers" in shown
     assert "Connection closed" not in shown
 
 
