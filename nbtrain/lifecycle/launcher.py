@@ -20,7 +20,7 @@ from ..errors import LaunchError, PlanError, PreflightError
 from ..planning import accelerate_config as config_file
 from ..planning import build_estimate, preflight
 from ..planning import world as several
-from ..planning.findings import Finding
+from ..planning.findings import CodeFinding, Finding
 from ..planning.lint import lint
 from ..planning.option_parser import (
     check_rank_argument,
@@ -344,7 +344,7 @@ def _check_task(plan: Plan, device: str, engine: Engine) -> list[Finding]:
         return built
 
     on_host = preflight.check(plan, device, engine, bytes_built) if engine.checks_host else ()
-    in_code: tuple[Finding, ...] = ()
+    in_code: tuple[CodeFinding, ...] = ()
     with contextlib.suppress(Exception):  # it is advice
         memory = host.memory()
         is_filled = memory is not None and ranks * built > memory.available
