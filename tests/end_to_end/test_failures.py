@@ -141,7 +141,7 @@ def test_the_cause_is_raised_not_the_echo_in_a_collective(notebook: Notebook, ho
 
 @pytest.mark.parametrize(
     "question",
-    ["input('name? ')", "import getpass; getpass.getpass()", "import pdb; pdb.set_trace()"],
+    ["input('name? ')", "import getpass; getpass.getpass()"],
 )
 def test_a_question_to_a_rank_is_refused_with_the_way_out(
     notebook: Notebook, question: str

@@ -130,7 +130,8 @@ def test_a_headless_run_prints_lines_and_keeps_the_summary(
 def test_every_view_works(start_kernel: Callable[..., Notebook]) -> None:
     kernel = start_kernel()
     kernel.run("%load_ext nbtrain\nimport nbtrain")
-    cell = "%%distributed -n 1 --view {}\nprint('said')\n'result'"
+    wait = "import time; time.sleep(0.5)"  # a shorter run is drawn once, at its end
+    cell = f"%%distributed -n 1 --view {{}}\nprint('said')\n{wait}\n'result'"
     assert "text/html" in kernel.run(cell.format("html")).updates[-1]
     widget = kernel.run(cell.format("widget"))
     assert "application/vnd.jupyter.widget-view+json" in widget.displays[0]

@@ -52,5 +52,5 @@ def first_verdict(run: Run, saying: str = "") -> ev.Hang:
     def found() -> list[ev.Hang]:
         return [told for told in verdicts(run) if told.text and saying in told.text]
 
-    wait_until(found, 30)
+    wait_until(found, 100)
     return found()[0]

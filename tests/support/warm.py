@@ -26,6 +26,7 @@ from typing import Any
 from jupyter_client.provisioning import local_provisioner
 
 LAUNCHER = "ipykernel_launcher"
+ROOT = str(Path(__file__).parents[2])
 
 
 class ForkedKernel:
@@ -79,12 +80,9 @@ def _warm_process() -> socket.socket:
     if _connection is None:
         here, there = socket.socketpair()
         with there:
-            root = str(Path(__file__).parents[2])
             variables = {**os.environ, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
-            variables["PYTHONPATH"] = os.pathsep.join(
-                filter(None, [root, os.environ.get("PYTHONPATH")])
-            )
-            command = [sys.executable, "-Xfrozen_modules=off", "-m", __name__, str(there.fileno())]
+            code = f"import sys; sys.path.insert(0, {ROOT!r}); import {__name__} as w; w.main()"
+            command = [sys.executable, "-Xfrozen_modules=off", "-c", code, str(there.fileno())]
             subprocess.run(command, pass_fds=[there.fileno()], env=variables, check=True)
         _connection = here
     return _connection
@@ -132,7 +130,8 @@ def _become_kernel(
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(variables)
-    sys.path[:] = [path for path in sys.path if path != str(Path(__file__).parents[2])]
+    sys.path.remove(ROOT)  # once: what is installed in place is there a second time
+    sys.path[:] = [path for path in sys.path if path]
     given = variables.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [cwd, *filter(None, given)]
     sys.argv = arguments
@@ -150,7 +149,3 @@ def main() -> None:
         os.setsid()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         _serve(socket.socket(fileno=int(sys.argv[1])))
-
-
-if __name__ == "__main__":
-    main()

@@ -151,7 +151,7 @@ def test_unloading_leaves_no_watch(notebook: Notebook) -> None:
     assert notebook.value(look) == loaded
     notebook.run("%unload_ext nbtrain")
     assert loaded[0] is True
-    assert notebook.value(look) == (False, [], loaded[2] - 2)
+    assert notebook.value(look) == (False, [], loaded[2] - 4)
     notebook.run("%load_ext nbtrain")
     assert notebook.run("%nbtrain guard sideways").ename == "PlanError"
 

@@ -162,7 +162,7 @@ def test_what_was_logged_is_told_at_the_next_step_without_a_further_log(cuda: Cu
     told: list[Any] = []
     writer: Any = SimpleNamespace(
         write=lambda event: told.append(event.kind),
-        write_metrics=lambda time, rank, step, values: told.append((step, values)),
+        write_metrics=lambda time, rank, step, values, at: told.append((step, values)),
     )
     reporter = api.Reporter(writer, 0, 1)
     meter = TrainingMeter(reporter)

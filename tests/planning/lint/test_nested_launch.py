@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import accelerate
@@ -114,7 +115,11 @@ def test_a_command_that_starts_ranks_is_refused(command: str) -> None:
     assert text.startswith("Delete line 4, or run it in a cell of its own")
 
 
-def test_a_single_rank_may_start_processes_that_prepare_its_data(notebook: Notebook) -> None:
+def test_a_single_rank_may_start_processes_that_prepare_its_data(
+    start_kernel: Callable[..., Notebook],
+) -> None:
+    notebook = start_kernel(warm=False)  # the processes import what its own process ran first
+    notebook.run("%load_ext nbtrain")
     source = "import os\ndef prep(i):\n    os.makedirs(f'made/{i}')\n"
     notebook.run(f"%%writefile prep.py\n{source}")
     cell = "import prep, torch.multiprocessing as mp\nmp.spawn(prep.prep, nprocs=2)\nprint('made')"

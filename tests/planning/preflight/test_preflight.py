@@ -352,7 +352,7 @@ def test_warnings_stay_with_the_run_and_are_drawn_above_the_board(small_host: No
     again = Run.open(run.folder)
     assert again.state == run.state
     drawn = again._repr_html_()
-    assert drawn.index("⚠ /dev/shm") < drawn.index("succeeded")
+    assert drawn.index("succeeded") < drawn.index("⚠ /dev/shm") < drawn.index("<table")
     assert text_summary.summary(again.state, 0).startswith("⚠ /dev/shm")
 
 

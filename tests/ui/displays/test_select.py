@@ -320,7 +320,8 @@ def test_boards_of_old_runs_are_let_go(notebook: Notebook) -> None:
     count = "sum(type(w).__name__ == 'HTML' for w in _instances.values())"
     notebook.run("from ipywidgets.widgets import widget as module")
     notebook.run("_instances = getattr(module, '_instances', None) or module.Widget.widgets")
-    notebook.run(f"while {count} < 20: nbtrain.launch(time.sleep, 0.1, num_processes=1)")
+    launch = "nbtrain.launch(time.sleep, 0.4, num_processes=1)"
+    notebook.run(f"while {count} < 20: {launch}", timeout=250)
     total = notebook.value("len(_instances)")
     for _ in range(2):  # a run that is over at the first look has no board
         out = notebook.run("nbtrain.launch(time.sleep, 0.5, num_processes=1)")
