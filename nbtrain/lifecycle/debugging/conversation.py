@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import select
 import time
 from collections.abc import Callable
 from typing import Any
 
-from ...system.text import format_ranks, plural
+from ...system.text import format_ranks
 from ...tracking.state import RankState, RunState
 from ...transport.channel import Channel, connect
 from ...ui.displays.prompt import Prompt
@@ -26,6 +27,9 @@ _LIMIT = (
     "A rank that waits for this one in a collective gives up after 30 minutes (NCCL: 10); with "
     "--debug it does not."
 )
+
+_RANK = re.compile(r"rank\s+(\d+)")
+_ALL = re.compile(r"all\s+(?![=.,+*/<>|&%\[-])(.+)")  # not what is done with a variable `all`
 
 Message = dict[str, Any]
 
@@ -148,28 +152,23 @@ class Conversation:
         if line is None:
             return
         self._is_asking = False
-        first, _, rest = line.strip().partition(" ")
-        if first == "rank":
-            self._change_rank(rest.strip(), state)
-        elif first == "all":
-            self._tell_all(rest.strip())
+        if match := _RANK.fullmatch(line.strip()):
+            self._change_rank(int(match[1]), state)
+        elif match := _ALL.fullmatch(line.strip()):
+            self._tell_all(match[1])
         elif self._current is not None:
             self._tell(self._current, line)
 
-    def _change_rank(self, text: str, state: RunState) -> None:
-        if text.isdecimal() and int(text) in self._waiting:
-            self._turn_to(int(text), state)
+    def _change_rank(self, rank: int, state: RunState) -> None:
+        if rank in self._waiting:
+            self._turn_to(rank, state)
             return
-        waiting = format_ranks(sorted(self._waiting))
-        busy = text.isdecimal() and int(text) < len(state.ranks)
-        reason = "is not in the debugger" if busy else "is none of this run"
-        print(f"rank {text} {reason}. In the debugger: {waiting}", flush=True)
+        known = rank < len(state.ranks)
+        reason = f"Rank {rank} is not in the debugger" if known else f"There is no rank {rank}"
+        print(f"{reason}. In the debugger: {format_ranks(sorted(self._waiting))}.", flush=True)
 
     def _tell_all(self, line: str) -> None:
         """Send a command to every rank that waits, and show each answer with its rank."""
-        if not line:
-            print(f"all needs a command: all p loss asks {plural(2, 'rank')} or more", flush=True)
-            return
         ranks = sorted(self._waiting)
         for rank in ranks:
             self._tell(rank, line)
@@ -183,6 +182,8 @@ class Conversation:
                     open_ones.discard(rank)
                     self._show_of(rank)
             time.sleep(TICK)
+        for rank in sorted(open_ones):
+            print(f"[rank {rank}] is at work, and answers when you turn to it: rank {rank}")
         self._current = current if current in self._waiting else None
 
     def _show_of(self, rank: int) -> None:

@@ -36,7 +36,8 @@ def install(job: Job, rank: int, writer: EventWriter, scratch: str) -> None:
         _failed = None
     instrumentation.undo_later(_active.close)
     instrumentation.replace(sys, "breakpointhook", _active.stop_here)
-    instrumentation.patch("pdb", "set_trace", _active.set_trace)
+    for module in ("pdb", "IPython.core.debugger"):
+        instrumentation.patch(module, "set_trace", _active.set_trace)
     if job.plan.debug or job.is_live:
         instrumentation.patch(
             "torch.distributed.distributed_c10d", "_get_default_timeout", _wait_for_ever
@@ -73,6 +74,7 @@ class Debugging:
     def __init__(self, job: Job, rank: int, writer: EventWriter, scratch: str) -> None:
         self._unanswered, self._folder = job.unanswered, job.folder
         self._rank, self._writer = rank, writer
+        self._process = os.getpid()
         name = f"debugger-{rank}"
         self._file = NotebookFile(Path(scratch), name, self._report, self._name_of)
         self._debugger: Any = None
@@ -96,6 +98,11 @@ class Debugging:
         """Open the debugger at the caller. Raises `NbtrainError` where nobody can answer."""
         if os.environ.get("PYTHONBREAKPOINT") == "0":
             return
+        if os.getpid() != self._process:
+            raise NbtrainError(
+                "breakpoint() works in a rank itself, not in a process that it has started. For a "
+                "worker of a DataLoader, use num_workers=0 meanwhile"
+            )
         if self._unanswered:
             raise NbtrainError(
                 f"breakpoint() needs somebody who answers. Here {self._unanswered}. Delete it, or "

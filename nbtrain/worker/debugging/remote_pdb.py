@@ -18,6 +18,9 @@ from .. import stopping
 LOOK = 0.1
 """Seconds between two looks at whether the rank is to stop."""
 
+LARGEST = 1_000_000
+"""Characters that are shown at once, the first ones."""
+
 GO_ON = "c\n"
 
 Report = Callable[[str, str], object]
@@ -38,6 +41,8 @@ class NotebookFile:
         self._channel: Channel | None = None
         self._text: list[str] = []
         self._asks = False
+        self.turn = threading.RLock()
+        """Held by the thread that is in the debugger."""
         self._place = ""
         self.prompt = ""
         """The end of what is written, where a line is asked for."""
@@ -102,6 +107,9 @@ class NotebookFile:
 
     def _send(self, message: dict[str, Any]) -> bool:
         text, self._text = "".join(self._text), []
+        if len(text) > LARGEST:
+            text = f"{text[:LARGEST]}\n… and {len(text) - LARGEST:,} characters more\n"
+            text += message.get("prompt", "")
         channel = self._connected()
         if channel is None:
             return False
@@ -115,6 +123,8 @@ class NotebookFile:
         """Return the channel, once someone has connected."""
         while self._channel is None and self._listener is not None and not _is_to_stop():
             self._channel = self._listener.accept(LOOK)
+            if self._channel is not None:
+                self._channel.wait_for_ever()
         return self._channel
 
     def _receive(self) -> str | None:
@@ -153,17 +163,21 @@ def make_debugger(file: NotebookFile, *, is_over: bool = False) -> Any:
             self.use_rawinput = False
 
         def interaction(self, frame: FrameType | None, trace: Any = None) -> None:
-            file.is_over = is_over
-            file.open(*_place(frame, trace))
-            try:
-                super().interaction(frame, trace)
-            finally:
-                if file.has_ended:
-                    self.clear_all_breaks()
-                    self.set_continue()
-                file.leave(comes_back=not is_over and self.stoplineno != -1)
+            with file.turn:
+                file.is_over = is_over
+                file.open(*_place(frame, trace))
+                try:
+                    super().interaction(frame, trace)
+                finally:
+                    if file.has_ended:
+                        self.clear_all_breaks()
+                        self.set_continue()
+                    file.leave(comes_back=not is_over and self.stoplineno != -1)
             if file.has_ended and not is_over:
                 _stop()
+
+        def do_interact(self, _arg: str) -> None:
+            self.message("There is no interact here: type statements one by one, as !x = 3.")
 
         def _cmdloop(self) -> None:
             file.prompt = self.prompt

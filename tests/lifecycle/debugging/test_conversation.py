@@ -196,3 +196,41 @@ def test_a_rank_that_is_killed_in_the_debugger_ends_the_run(notebook: Notebook) 
     assert out.ename == "RankDied"
     with_psutil = [p.status() for p in notebook.process.children()]
     assert psutil.STATUS_ZOMBIE not in with_psutil
+
+
+def test_a_variable_may_be_called_rank_and_an_output_may_be_huge(notebook: Notebook) -> None:
+    cell = "def train():\n    rank, all = 40 + nbtrain.rank(), 5\n    breakpoint()\n    return rank"
+    huge = "p '\N{SNOWMAN}' * 20_000_000"
+    typed = ["rank", "p 'all is', all", "!rank = 7", "rank 7", "all p rank", huge, "interact", "c"]
+    out = notebook.run(f"%%distributed -n 1\n{cell}", answers=typed)
+    text = plain(out)
+    assert not out.ename, out.traceback
+    assert "\n40\n" in text
+    assert "('all is', 5)" in text
+    assert "There is no rank 7. In the debugger: rank 0." in text
+    assert "[rank 0] 7\n" in text
+    assert "characters more" in text
+    assert "There is no interact here" in text
+    assert len(text) < 3_000_000
+    assert notebook.value("nbtrain.last_run().value") == 7
+
+
+def test_a_worker_of_a_loader_has_no_debugger(notebook: Notebook) -> None:
+    cell = (
+        "from torch.utils.data import DataLoader\n"
+        "class Data(list):\n"
+        "    def __getitem__(self, i):\n"
+        "        breakpoint()\n"
+        "        return i\n"
+        "list(DataLoader(Data(range(4)), num_workers=1))"
+    )
+    out = notebook.run(f"%%distributed -n 1\n{cell}")
+    assert "not in a process that it has started" in out.evalue
+
+
+def test_ipythons_set_trace_asks_in_the_cell_too(notebook: Notebook) -> None:
+    cell = "import IPython.core.debugger as d, pdb\nx = 3\nd.set_trace()\npdb.set_trace()\nx"
+    out = notebook.run(f"%%distributed -n 1\n{cell}", answers=["p 'x is', x", "c", "c"])
+    assert not out.ename
+    assert "('x is', 3)" in plain(out)
+    assert len(out.prompts) == 3
