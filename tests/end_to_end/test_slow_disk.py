@@ -62,7 +62,7 @@ def test_an_interrupt_reaches_the_ranks_within_a_second(tmp_path: Path) -> None:
     events = map(json.loads, (Path(folder) / "launcher.jsonl").read_text().splitlines())
     stopping = next(event["time"] for event in events if event["kind"] == "stopping")
     assert stopping - pressed < 1
-    assert float(ended) - pressed < 1.8
+    assert float(ended) - pressed < 2.2
 
 
 FREEZES = """
