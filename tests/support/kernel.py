@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import queue
@@ -100,6 +101,8 @@ class Notebook:
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",
         }
         variables.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)  # Lightning sets it on import
+        # A torch that loads a plugin for a device is none to fork from.
+        warm = warm and not any(map(importlib.util.find_spec, ("torch_xla", "torch_tpu")))
         with forked_kernels() if warm else contextlib.nullcontext():
             self.manager.start_kernel(
                 cwd=str(folder),

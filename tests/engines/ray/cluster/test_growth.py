@@ -77,7 +77,7 @@ def alone(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("RAY_TMPDIR", str(temporary))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    return start_kernel()
+    return start_kernel(warm=False)  # whose environment others can read
 
 
 def test_ray_is_started_for_a_run_that_asks_for_it_and_ended_with_it(alone: Notebook) -> None:
