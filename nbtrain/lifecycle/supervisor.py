@@ -275,9 +275,13 @@ class Supervisor:
         is_told = reason and is_pending()
         if is_told:
             self._note([ev.Waiting(clock.now(), -1, reason)])
-        while self._stop.cause is None and is_pending():
-            self.show(self.state, clock.now())
-            pause(TICK)
+        is_over = False
+        while not is_over and self._stop.cause is None:
+            is_over = not is_pending()
+            if not is_over:
+                self.show(self.state, clock.now())
+                pause(TICK)
+            # Also when the wait is over: ■ may have come with its end, before any rank is there.
             pressed, asked = self._is_pressed(interrupts), asked_to_stop(self._folder) or ""
             now = time.monotonic()
             self._begin_stop(self._stop.check(now, self.state, pressed=pressed, asked=asked))

@@ -34,6 +34,7 @@ from ..planning.accelerate_objects import is_shared_state, shared_state
 from ..planning.plan import Call, Cell, Plan, Task
 from ..planning.task_values import arguments, owner_name, variables
 from . import process_state, result_pickler
+from .code_pickler import CodePickler
 
 _KERNEL_ONLY = ("exit", "quit")  # IPython's hold the shell; an interpreter has its own
 
@@ -308,7 +309,7 @@ def _main_namespace() -> dict[str, Any]:
     return vars(sys.modules["__main__"])
 
 
-class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class Pickler(CodePickler):
     packing: Packing
 
     def __init__(self, file: Any, protocol: int = 5) -> None:

@@ -18,10 +18,9 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any
 
-import cloudpickle
-
 from ..errors import ResultNotPicklable
 from ..system.text import format_bytes
+from .code_pickler import CodePickler
 
 TRIED = 16 << 20
 """Bytes of a result that is unpickled in the rank, to see that the notebook can."""
@@ -41,7 +40,7 @@ def _class_of_main(name: str) -> Any:
         raise AttributeError(f"the notebook has no class {name} any more") from None
 
 
-class ResultPickler(cloudpickle.Pickler):  # type: ignore[misc]
+class ResultPickler(CodePickler):
     def __init__(self, file: io.BytesIO, shared: frozenset[type]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._shared = shared

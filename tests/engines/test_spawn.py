@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from nbtrain.engines import spawn
 from nbtrain.errors import RankDied
 from nbtrain.lifecycle.preload.importer import importer
 from nbtrain.system import accelerator_guard
-from tests.support import runs
+from tests.support import runs, shared_memory
 from tests.support.kernel import Notebook
 from tests.support.waiting import is_gone, wait_until
 
@@ -124,6 +125,21 @@ def test_a_cell_in_a_fresh_process_is_still_a_cell_of_the_notebook(notebook: Not
         "try:\n    %distributed -n 1 -e spawn (_ for _ in ()).throw(Odd('again'))\n"
         "except Odd as error: print('caught', error)"
     ).stdout.startswith("caught again")
+
+
+def test_an_error_in_a_helper_of_the_notebook_shows_its_cell_and_line(notebook: Notebook) -> None:
+    notebook.run(
+        "def divide(x):\n    def inner(): return x / 0\n    return inner()\n"
+        "class Model:\n    def forward(self): return [divide(n) for n in (1, 2)]"
+    )
+    number = notebook.value("get_ipython().execution_count") - 2
+    out = notebook.run("%%distributed -n 1 -e spawn\nModel().forward()")
+    assert out.ename == "ZeroDivisionError"
+    shown = out.traceback
+    assert "----> 2     def inner(): return x / 0" in shown
+    assert "----> 3     return inner()" in shown
+    assert "----> 5     def forward(self): return [divide(n) for n in (1, 2)]" in shown
+    assert re.search(rf"(In ?\[|ipython-input-){number}\b", shown), shown  # of the helper
 
 
 def test_instances_of_the_notebooks_classes_come_back_as_such(notebook: Notebook) -> None:
@@ -317,14 +333,16 @@ def test_they_end_with_the_launcher(tmp_path: Path) -> None:
 def test_a_run_leaves_nothing(notebook: Notebook) -> None:
     look = (
         "(sorted(os.listdir('/proc/self/fd')), len(os.listdir('/proc/self/task')), "
-        "sorted(os.listdir('/dev/shm')), dict(os.environ), signal.pthread_sigmask(0, []), "
+        "dict(os.environ), signal.pthread_sigmask(0, []), "
         "signal.getsignal(signal.SIGINT) is signal.default_int_handler, os.getcwd())"
     )
     notebook.run("%distributed -n 2 -e spawn 1")
     notebook.run(f"before = {look}")
+    shared = shared_memory.names()
     notebook.run("%distributed -n 2 -e spawn 1")
     notebook.run("%distributed -n 2 -e spawn 1 / 0")
     assert notebook.value(f"before == {look}")
+    assert shared_memory.left_behind(shared) == []
 
 
 HOLDINGS = """

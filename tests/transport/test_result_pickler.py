@@ -21,6 +21,28 @@ def test_models_tensors_and_closures_survive() -> None:
     assert function(2) == 6
 
 
+def test_functions_of_a_notebook_know_their_cell_and_line() -> None:
+    source = """
+factor = 2
+def outer(x):
+    def inner(): return factor * x
+    return inner
+class Net:
+    def forward(self): return 1
+    size = property(lambda self: 3)
+alone = lambda x: x
+"""
+    notebook: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(source, "<cell 7>", "exec"), notebook)
+    sent = [notebook[name] for name in ("outer", "Net", "alone")]
+    outer, net, alone = result_pickler.loads(result_pickler.dumps([*sent]))
+    functions = [outer, outer(1), net.forward, net.size.fget, alone]
+    codes = [function.__code__ for function in functions]
+    assert {code.co_filename for code in codes} == {"<cell 7>"}
+    assert [code.co_firstlineno for code in codes] == [3, 4, 7, 8, 9]
+    assert outer(4)() == 8
+
+
 class _Inner:
     def __init__(self) -> None:
         self.fine = 1

@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-import cloudpickle
-
 from ...errors import PlanError
 from ...transport import result_pickler
+from ...transport.code_pickler import CodePickler
 from ...transport.payload import refuse_what_belongs_to_one_process
 from .slicing import is_seed, needed
 from .statements import Statement
@@ -136,7 +135,7 @@ def _maker(
     return makers[0] if len(makers) == 1 and makers[0].binds == {name} else None
 
 
-class _ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _ScriptPickler(CodePickler):
     """Pickles the notebook's own classes and functions by name: the script defines them."""
 
     def __init__(self, file: io.BytesIO, defined: Mapping[str, Any]) -> None:
