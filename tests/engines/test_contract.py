@@ -24,6 +24,7 @@ from nbtrain.engines.process.forking import release_openmp_pools
 from nbtrain.errors import PlanError, PreflightError, RankDied, RankError, ResultNotPicklable
 from nbtrain.lifecycle.run import Run
 from nbtrain.planning import option_types
+from tests.support import shared_memory
 from tests.support.waiting import wait_until
 
 NAMES = ["fork", "spawn", "xla", "inline"]
@@ -163,15 +164,15 @@ def test_nothing_stays_behind(engine: str) -> None:
             threading.active_count(),
             len(os.listdir("/proc/self/task")),
             signal.getsignal(signal.SIGINT),
-            sorted(os.listdir("/dev/shm")),
             nbtrain.world_size(),
         )
 
-    before = look()
+    before, shared = look(), shared_memory.names()
     for function in (lambda: 1, lambda: 1 / 0):
         with contextlib.suppress(ZeroDivisionError):
             launch(engine, function)
         assert look() == before
+    assert shared_memory.left_behind(shared) == []
 
 
 @pytest.mark.parametrize("engine", ["fork", "inline"])
@@ -591,7 +592,7 @@ def test_the_end_of_a_log_is_read_without_its_beginning() -> None:
 
 
 def test_shared_memory_of_a_failing_rank_is_given_back() -> None:
-    before = sorted(os.listdir("/dev/shm"))
+    before = shared_memory.names()
 
     def train() -> None:
         from multiprocessing.shared_memory import SharedMemory
@@ -601,7 +602,7 @@ def test_shared_memory_of_a_failing_rank_is_given_back() -> None:
 
     with pytest.raises(ValueError, match="forgot it"):
         launch("fork", train)
-    wait_until(lambda: sorted(os.listdir("/dev/shm")) == before)
+    assert shared_memory.left_behind(before, patience=10) == []
 
 
 def test_inline_refuses_a_timeout_it_cannot_keep() -> None:

@@ -87,6 +87,26 @@ class Notebook:
         self.metadata: dict[str, Any] | None = None
         """What a cell is sent with. A page names the cell, in one way or another, which is what
         None does; a console does not: {}."""
+        for _ in range(2):
+            self._start(home, folder, prefix, environment, launcher, options, warm)
+            with contextlib.suppress(RuntimeError):  # it ended
+                self.client.wait_for_ready(timeout=60)
+                return
+            # jupyter_client finds free ports for it, and another process may take one meanwhile.
+            self.close()
+        self._start(home, folder, prefix, environment, launcher, options, warm)
+        self.client.wait_for_ready(timeout=60)
+
+    def _start(
+        self,
+        home: Path,
+        folder: Path,
+        prefix: Sequence[str],
+        environment: Mapping[str, str],
+        launcher: str,
+        options: Sequence[str],
+        warm: bool,
+    ) -> None:
         self.manager = KernelManager(kernel_name="python3")
         if prefix:
             self.manager.transport, self.manager.ip = "ipc", str(folder / "kernel")
@@ -111,7 +131,6 @@ class Notebook:
             )
         self.client = self.manager.client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
 
     @property
     def process(self) -> psutil.Process:

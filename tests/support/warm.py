@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,11 @@ def _become_kernel(
     connection.send(f"{os.getpid()}\n".encode())
     connection.detach()
     os.closerange(3, 256)
-    runpy.run_module(LAUNCHER, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(LAUNCHER, run_name="__main__", alter_sys=True)
+    except Exception:  # a port that another process has taken: its sockets would hold it up
+        traceback.print_exc()
+        os._exit(1)
     sys.exit()
 
 

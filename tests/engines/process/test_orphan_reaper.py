@@ -85,11 +85,12 @@ def test_after_a_run_neither_reaper_nor_scratch_folder_is_there(temporary: Path)
         wait_until(reapers)  # its interpreter may not have been started yet
         return reapers()
 
+    before = psutil.Process().children()
     seen = nbtrain.launch(train, num_processes=1, view="none").value
     assert len(seen) == 1
     assert str(temporary) in seen[0]
     assert not list(temporary.iterdir())
-    assert not psutil.Process().children()
+    assert psutil.Process().children() == before
 
 
 def test_where_no_process_can_be_started_the_run_goes_on_without(
@@ -159,6 +160,7 @@ def test_without_proc_the_process_group_is_still_found(
 @pytest.mark.usefixtures("temporary")  # without descriptors, the scratch folder stays
 def test_a_kernel_that_runs_out_of_descriptors_during_a_run_still_has_its_result() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    children = psutil.Process().children()
     held: list[int] = []
 
     def eat(state: RunState) -> None:
@@ -189,7 +191,7 @@ def test_a_kernel_that_runs_out_of_descriptors_during_a_run_still_has_its_result
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert held
     assert run.results == [1, 1]
-    assert not psutil.Process().children()
+    assert psutil.Process().children() == children
 
 
 def test_sockets_have_room_in_a_long_folder_of_temporary_files(
