@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -32,12 +33,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 _LONGEST = ("end_to_end", "engines", "lifecycle", "commands", "worker", "tracking", "system", "ui")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what has a mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the rooms whose files take longest, so that no worker waits for another's last."""
+    """Mark what is slow. Begin with the longest files, so that no worker waits for another's."""
+    slow = set((Path(__file__).parent / "slow.txt").read_text().splitlines())
+    for item in items:
+        if not slow.isdisjoint((item.nodeid, item.nodeid.partition("::")[0])):
+            item.add_marker(pytest.mark.slow)
     order = {room: place for place, room in enumerate(_LONGEST)}
     folder = Path(__file__).parent
     items.sort(key=lambda item: order.get(item.path.relative_to(folder).parts[0], len(order)))
 
+
+# Behind a `&` of a shell, programs ignore interrupts, which some tests send to themselves.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What a test sees must not depend on what earlier ones have taught the importer.
 os.environ["NBTRAIN_PRELOAD"] = "0"

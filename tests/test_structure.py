@@ -27,6 +27,16 @@ ROOMS = (
 """From the ground up: a room may import itself and those that stand before it."""
 
 
+def test_what_is_listed_as_slow_is_there() -> None:
+    tests = Path(__file__).parent
+    listed = [line for line in (tests / "slow.txt").read_text().splitlines() if line[0] != "#"]
+    assert listed == sorted({*listed})
+    for line in listed:
+        file, _, name = line.partition("::")
+        source = (tests.parent / file).read_text()
+        assert f"def {name.partition('[')[0]}(" in source if name else True, line
+
+
 def _name(path: Path) -> str:
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

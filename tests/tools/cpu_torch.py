@@ -42,7 +42,9 @@ def main() -> None:
     (entry,) = [file for file in torch.files or () if file.match("torch-*.dist-info/METADATA")]
     path = Path(str(torch.locate_file(entry)))
     unwanted = r"^Requires-Dist: (nvidia|triton|cuda)[^\n]*\n"
-    path.write_text(re.sub(unwanted, "", path.read_text("utf-8"), flags=re.M), "utf-8")
+    text = re.sub(unwanted, "", path.read_text("utf-8"), flags=re.M)
+    path.unlink()  # uv gives environments links to the files of its cache
+    path.write_text(text, "utf-8")
     pip("install", *PLAIN)
     stand_in(Path(str(torch.locate_file("torch/lib"))))
     subprocess.run([sys.executable, "-c", "import torch; print(torch.__version__)"], check=True)

@@ -1,0 +1,430 @@
+"""What the steps of the gate do: bash, with the functions of PRELUDE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step: a script of bash, run in the root of the checkout."""
+
+    name: str
+    about: str
+    script: str
+    needs: tuple[str, ...] = ()
+    """Steps without which it cannot run."""
+    limit: float = 600.0
+    """Seconds after which it is ended, with all that it started."""
+    is_alone: bool = False
+    """Whether no other step may run beside it."""
+
+
+PRELUDE = r"""
+set -euo pipefail
+work=$NBTRAIN_CI_WORK here=$NBTRAIN_CI_STEP plain_path=$PATH result=0 quiet=
+tested=tests/requirements/tested.txt pins=
+tested_on=$(sed -n 's/^# Resolved on \(.*\)\.$/\1/p' $tested)
+uv=$work/uv/bin/uv
+
+enter() { # NAME [PYTHON]: go on in this environment; make it if it is not there
+    [ -d "$work/env/$1" ] || "$uv" venv -q ${2:+--python "$2"} "$work/env/$1"
+    PATH="$work/env/$1/bin:$plain_path" VIRTUAL_ENV="$work/env/$1"
+    export PATH VIRTUAL_ENV
+}
+
+patiently() { # COMMAND...: try up to three times, since an index may be slow or away for a moment
+    timeout 300 "$@" || { sleep 5; timeout 300 "$@"; } || { sleep 30; timeout 300 "$@"; }
+}
+
+install() { # ARGUMENTS...: as for pip, at the versions that are tested; or at those of `pins`,
+    # and of what is not in it the newest of that day, so that no release turns a step red
+    patiently "$uv" pip install -q -c "${pins:-$tested}" --exclude-newer "$tested_on" \
+        --build-constraint "$tested" "$@"
+}
+
+tests() { # ARGUMENTS...: for pytest; its results go into the table, and the step goes on
+    count=$((${count:-0} + 1))
+    echo "'$VIRTUAL_ENV/bin/python' -m pytest -n 0 $quiet -m 'slow or not slow'" >"$here/again"
+    pytest -o junit_family=xunit1 --junitxml="$here/results-$count.xml" $quiet "$@" || {
+        code=$?
+        [ $code -lt $result ] || result=$code
+    }
+}
+
+interpreter() { # VERSION: print a Python of this version that works, if there is one
+    local python
+    for python in "python$1" ~/.pyenv/versions/"$1".*/bin/python; do
+        if "$python" -c "" 2>/dev/null; then echo "$python"; return; fi
+    done
+}
+
+stack() { # VERSION TORCH FILE: an environment with this Python, this torch for the CPU, these pins
+    python=$(interpreter "$1")
+    if [ -z "$python" ] || ! command -v gcc >/dev/null; then
+        echo "SKIPPED: no Python $1, or no gcc"
+        exit
+    fi
+    enter "stack-$1" "$python"
+    if ! patiently "$uv" pip install -q --no-deps "torch${2:+==$2}"; then
+        echo "SKIPPED: the package index does not give torch $2 now"
+        exit
+    fi
+    pins=$3
+    install pip numpy filelock typing-extensions sympy networkx jinja2 fsspec "setuptools<82"
+    python tests/tools/cpu_torch.py # which finds all that it wants there
+    install "$work"/dist/*.whl nbclient transformers scikit-learn ipykernel pandas \
+        pytest pytest-timeout pytest-xdist
+    quiet="-W ignore" # what is deprecated elsewhere is no fault here
+    export JUPYTER_PATH=$VIRTUAL_ENV/share/jupyter
+}
+
+quickstart() {
+    jupyter execute --timeout=300 --output="$here/quickstart.ipynb" notebooks/quickstart.ipynb
+}
+
+chromium() { # install it where that is possible; without it, the tests in a browser are skipped
+    [ -z "${CHROMIUM:-}" ] && ! command -v chromium >/dev/null || return 0
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        timeout 240 bash -c "apt-get -qq update &&
+            apt-get -qq install -y --no-install-recommends chromium" >/dev/null ||
+            echo "SKIPPED: chromium could not be installed, so no test in a browser ran"
+    else
+        echo "SKIPPED: no chromium and no right to install one, so no test in a browser ran"
+    fi
+}
+"""
+
+STEPS = (
+    Step(
+        "uv",
+        "the tool that makes the other environments",
+        """
+python3 -m venv "$work/uv"
+patiently "$work/uv/bin/pip" install -q -c "$tested" uv
+mkdir "$work/env"
+""",
+    ),
+    Step(
+        "readme",
+        "the README's two commands, one after the other, in one new environment",
+        r"""
+# As a newcomer runs them: with pip. Only that the first one, too, gets the tested versions.
+export PIP_CONSTRAINT=$tested
+python3 -m venv "$here/env"
+PATH="$here/env/bin:$PATH" VIRTUAL_ENV="$here/env"
+export PATH VIRTUAL_ENV
+echo "'$VIRTUAL_ENV/bin/python' -m pytest -n 0" >"$here/again"
+mapfile -t commands < <(sed -n 's/^    \(pip install .* && .*\)$/\1/p' README.md)
+[ ${#commands[@]} = 2 ] || { echo "README.md has not two commands"; exit 9; }
+for command in "${commands[@]}"; do
+    echo "$ $command"
+    patiently bash -c "${command%% && *}"
+    bash -c "${command##* && }" || {
+        code=$?
+        case $command in *pytest*) ;; *) code=9 ;; esac
+        [ $code -lt $result ] || result=$code
+    }
+done
+""",
+        limit=1800,
+    ),
+    Step(
+        "environment",
+        "an environment with all extras",
+        """
+enter all
+install "torch==2.13.*" -e ".[test,lab,browser,ray,docs]"
+""",
+        needs=("uv",),
+    ),
+    Step(
+        "static",
+        "lint, format, types, structure",
+        """
+enter all
+ruff check .
+ruff format --check .
+mypy
+tests tests/test_structure.py
+""",
+        needs=("environment",),
+        limit=300,
+    ),
+    Step(
+        "wheel",
+        "the distributions: build both, check what is in them, train with the wheel alone",
+        """
+enter build
+install build hatchling
+rm -rf artifacts/dist
+python -m build --no-isolation --outdir artifacts/dist .
+cp -r artifacts/dist "$work/dist"
+python tests/tools/check_dist.py "$work/dist"
+enter wheel
+install "torch==2.13.*" ipykernel nbclient "$work"/dist/*.whl
+script=$PWD/tests/tools/check_install.py
+mkdir "$here/elsewhere"
+cd "$here/elsewhere"
+python "$script"
+""",
+        needs=("uv",),
+    ),
+    Step(
+        "docs",
+        "the site: every page, every link between pages, the API from its docstrings",
+        """
+enter all
+rm -rf artifacts/site
+python -m sphinx -q -W --keep-going notebooks artifacts/site
+""",
+        needs=("environment",),
+    ),
+    Step(
+        "colab",
+        "Colab's IPython, ipykernel and ipywidgets: magics, failures, results",
+        """
+enter colab
+pins=tests/requirements/colab.txt
+install "torch==2.13.*" -e ".[test]"
+tests -n 2 tests/commands/test_magics.py tests/end_to_end/test_failures.py
+""",
+        needs=("uv",),
+    ),
+    Step(
+        "oldest",
+        "the oldest versions: forks, environments, values",
+        """
+stack 3.10 2.4.1 tests/requirements/floor.txt
+tests -n 2 tests/engines/process/test_forking.py tests/transport/test_payload.py \
+    tests/transport/test_result_pickler.py tests/worker/test_rank_environment.py
+""",
+        needs=("wheel",),
+    ),
+    Step(
+        "browser",
+        "JupyterLab and Notebook 7 in Chromium: a live board, one reloaded, one saved",
+        """
+enter all
+chromium
+tests tests/ui/browser/test_boards.py -k "lives_and_what_stays or reloaded"
+""",
+        needs=("environment",),
+    ),
+    Step(
+        "ray",
+        "a cluster of two nodes on this machine: training, a failure",
+        """
+enter all
+tests tests/engines/ray/cluster/test_engine.py -k "weights_come_home or cells_line"
+""",
+        needs=("environment",),
+    ),
+    # What follows is in the full list only.
+    Step(
+        "binder",
+        "Binder: its pinned requirements, its postBuild, the quickstart",
+        """
+enter binder
+pins=binder/requirements.txt
+install pip -r binder/requirements.txt
+bash binder/postBuild
+quickstart
+""",
+        needs=("uv",),
+        limit=900,
+    ),
+    Step(
+        "colab-whole",
+        "Colab's versions: what goes through a kernel; the wheel changes none of them",
+        """
+enter colab
+pins=tests/requirements/colab.txt
+install pip "torch==2.13.*" -e ".[test]"
+tests -n 4 tests/commands/test_magics.py tests/commands/test_doctor.py \
+    tests/end_to_end/test_failures.py tests/end_to_end/test_kernel_health.py \
+    tests/ui/displays tests/system/test_accelerator_guard.py \
+    tests/system/test_accelerator_hooks.py tests/system/test_cuda_initialisers.py \
+    tests/engines/test_spawn.py tests/transport/test_payload.py \
+    tests/lifecycle/test_background.py tests/lifecycle/debugging \
+    tests/worker/test_result_sender.py \
+    tests/worker/telemetry/test_training_meter.py tests/end_to_end/hosts/test_colab.py
+"$uv" pip uninstall -q nbtrain
+pip install -q --dry-run --report "$here/report.json" "$work"/dist/*.whl
+python tests/tools/check_dry_run.py "$here/report.json"
+NBTRAIN_WHEEL=$(echo "$work"/dist/*.whl) \
+    tests -m slow tests/end_to_end/test_host_notebooks.py
+rm -rf "$VIRTUAL_ENV"
+""",
+        needs=("wheel", "colab"),
+        limit=1800,
+    ),
+    *(
+        Step(
+            name,
+            f"{about}, on Python {version}: the quickstart, and what differs between versions",
+            f"""
+stack {version} "{torch}" "{pins}"
+quickstart
+tests -n 2 tests/engines/process/test_forking.py tests/worker/test_rank_environment.py \
+    tests/transport/test_payload.py tests/transport/test_result_pickler.py
+tests -n 2 -k "too_old or full_disk_that_takes_the_weights" \
+    tests/worker/test_stack_dumps.py tests/worker/test_result_sender.py
+""",
+            needs=("wheel",),
+            limit=1800,
+        )
+        for name, about, version, torch, pins in (
+            (
+                "oldest-whole",
+                "the oldest versions",
+                "3.10",
+                "2.4.1",
+                "tests/requirements/floor.txt",
+            ),
+            ("colab312", "Colab's versions", "3.12", "2.11.0", "tests/requirements/colab.txt"),
+            ("python313", "the newest torch", "3.13", "", "tests/requirements/tested.txt"),
+        )
+    ),
+    *(
+        Step(
+            f"kernel-{version}",
+            f"ipykernel {version}: what a page gets and sends while a cell runs",
+            f"""
+enter kernel-{version}
+pins=tests/requirements/kernel-{version}.txt
+install "torch==2.13.*" -e ".[test]"
+tests -n 4 tests/ui/displays/test_select.py tests/commands/test_magics.py \
+    tests/end_to_end/test_kernel_health.py tests/lifecycle/test_background.py
+""",
+            needs=("uv",),
+            limit=1200,
+        )
+        for version in ("7.3", "6.31")
+    ),
+    Step(
+        "hosts",
+        "marimo, papermill, nbconvert, qtconsole and Spyder's kernel: the real programs",
+        """
+enter hosts
+pins=tests/requirements/kernel-6.31.txt # Spyder's kernel wants ipykernel 6
+install "torch==2.13.*" -e ".[test]" -r tests/requirements/hosts.txt
+tests -m "slow or not slow" tests/end_to_end/hosts -rs
+""",
+        needs=("uv",),
+        limit=1200,
+    ),
+    Step(
+        "browser-whole",
+        "all tests in a browser; pictures in artifacts/browser",
+        """
+enter all
+chromium
+tests tests/ui/browser -rs
+""",
+        needs=("environment",),
+        limit=1800,
+    ),
+    Step(
+        "ray-whole",
+        "Ray: clusters of several nodes on this machine",
+        """
+enter all
+tests tests/engines/ray/cluster -rs
+""",
+        needs=("environment",),
+        limit=1800,
+    ),
+    Step(
+        "xla",
+        "torch_xla: ranks on a TPU that is pretended",
+        """
+enter xla
+pins=tests/requirements/xla.txt
+install -r tests/requirements/xla.txt -e .
+tests -m xla tests/engines/tpu tests/engines/test_contract.py
+""",
+        needs=("uv",),
+        limit=1800,
+    ),
+    Step(
+        "torch_tpu",
+        "torch_tpu: ranks in its launch environment, on the CPU",
+        """
+enter torch_tpu
+install "torch==2.13.*" "torch_tpu==0.2.*" -e ".[test]"
+tests tests/engines/tpu/test_torch_tpu.py
+""",
+        needs=("uv",),
+        limit=1200,
+    ),
+    Step(
+        "slow",
+        "the tests that take long",
+        """
+enter all
+tests -n 4 -m "slow and not xla" --ignore=tests/end_to_end/test_host_notebooks.py
+""",
+        needs=("environment",),
+        limit=3600,
+    ),
+    Step(
+        "soak",
+        "runs that fail at random, processes that delete each other's runs, live ranks",
+        """
+enter all
+python tests/tools/soak.py --runs 200
+python tests/tools/model_race.py --processes 3 --runs 10 --kill
+python tests/tools/model_race.py --processes 3 --runs 5 --kernels 3
+python tests/tools/live_stress.py --cells 60
+""",
+        needs=("environment",),
+        limit=1800,
+    ),
+    Step(
+        "benchmarks",
+        "one round: ratios to look at, nothing asserted",
+        """
+enter all
+python tests/benchmarks --rounds 1
+""",
+        needs=("environment",),
+        limit=1800,
+        is_alone=True,
+    ),
+    Step(
+        "newest",
+        "the newest releases: where the suite passes with them, they are the tested ones",
+        r"""
+printf '%s\n' "torch==2.13.*" build hatchling uv >"$here/more.in"
+pins=$here/newest.txt tested_on=$(date +%F)
+patiently "$uv" pip compile -q --universal --python-version 3.10 --all-extras --no-annotate \
+    --no-header pyproject.toml "$here/more.in" -o "$here/all.txt"
+sed -n "s/^# Resolved on .*/# Resolved on $tested_on./; /^$/q; p" "$tested" >"$pins"
+# The commands say which torch; what it brings on a machine with GPUs is its own matter.
+grep -v -E '^(torch|triton|nvidia-(c|n)[^=]*|cuda-[^=]*)==' "$here/all.txt" >>"$pins"
+enter newest
+install "torch==2.13.*" -e ".[test,lab]"
+diff "$tested" "$pins" || true
+quickstart
+tests -n 4
+[ $result != 0 ] || cp "$pins" "$tested"
+""",
+        needs=("uv",),
+        limit=2400,
+    ),
+)
+
+GATE = (
+    "uv",
+    "readme",
+    "environment",
+    "static",
+    "wheel",
+    "docs",
+    "colab",
+    "oldest",
+    "browser",
+    "ray",
+)
+FULL = tuple(step.name for step in STEPS if step.name != "newest")
