@@ -157,8 +157,9 @@ class Gate:
         folder.mkdir()
         result = Result(step, log)
         print(f"[{began - self.began:5.0f} s] {step.name}: {step.about}", flush=True)
-        script = f"{PRELUDE}\n{step.script}\nexit $result"
-        result.end = self._run(["bash", "-c", script], folder, log, step.limit)
+        script = folder / "script"
+        script.write_text(f"{PRELUDE}\n{step.script}\nexit $result\n")
+        result.end = self._run(["bash", str(script)], folder, log, step.limit)
         result.seconds = time.monotonic() - began
         result.tests = read_results(sorted(folder.glob("results-*.xml")), result.text, result.end)
         if failed := result.failures:
@@ -206,10 +207,13 @@ class Gate:
                 process.wait()
 
     def _run_again(self, result: Result) -> None:
-        """Run the failed tests of a step one by one; those that pass now are flaky."""
+        """Run the failed tests of a step one by one; those that pass now are flaky.
+
+        Not of a step that was ended or broke: it has failed, however its tests go now.
+        """
         failed = [name for name, (how, _text) in result.tests.items() if how == "failed"]
         command = self.work / result.step.name / "again"
-        if len(failed) > MOST_AGAIN or not command.exists():
+        if result.end != "exit 1" or len(failed) > MOST_AGAIN or not command.exists():
             return
         for number, name in enumerate(failed):
             for attempt in range(ATTEMPTS):
@@ -217,7 +221,7 @@ class Gate:
                 folder.mkdir()
                 log = LOGS / f"{folder.name}.log"
                 words = [
-                    *shlex.split(command.read_text()),
+                    *command.read_text().split("\0"),
                     f"--junitxml={folder / 'results-1.xml'}",
                 ]
                 if time.monotonic() + 60 > self.ends:
@@ -266,6 +270,7 @@ def entry(title: str, text: str) -> str:
 
 def environment(work: Path, folder: Path) -> dict[str, str]:
     """Return the variables of a step: those of the machine, and places of its own to write to."""
+    results = shlex.quote(str(folder / "results-0.xml"))
     variables = {
         **os.environ,
         "NBTRAIN_CI_STEP": str(folder),
@@ -276,7 +281,7 @@ def environment(work: Path, folder: Path) -> dict[str, str]:
         "JUPYTER_CONFIG_DIR": str(folder / "jupyter-config"),
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         # Of each test that begins a line, so that a step that was ended says what it was in.
-        "PYTEST_ADDOPTS": f"-vv -o junit_family=xunit1 --junitxml={folder / 'results-0.xml'}",
+        "PYTEST_ADDOPTS": f"-vv -o junit_family=xunit1 --junitxml={results}",
         **uv_settings(),
     }
     # Else each of thousands of processes compiles nbtrain, and torch, anew.
@@ -306,7 +311,8 @@ def read_results(files: Sequence[Path], log: str, end: str) -> dict[str, tuple[s
     for file in files:
         with suppress(ET.ParseError, OSError):
             for case in ET.parse(file).getroot().iter("testcase"):
-                read_case(case, tests)
+                if case.get("name"):  # not of one that was interrupted
+                    read_case(case, tests)
     if end and end != "exit 1":
         over = r"(?:PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS) (\S+\.py::.*?) *$"
         begun = r"^(\S+\.py::(?:(?! [A-Z]{4,}\b).)*?) *$"

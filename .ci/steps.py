@@ -43,9 +43,13 @@ install() { # ARGUMENTS...: as for pip, at the versions that are tested; or at t
         --build-constraint "$tested" "$@"
 }
 
+again() { # ARGUMENTS: by this a test runs once more, alone; for the gate
+    printf '%s\0' "$VIRTUAL_ENV/bin/python" -m pytest -n 0 "$@" | head -c -1 >"$here/again"
+}
+
 tests() { # ARGUMENTS...: for pytest; its results go into the table, and the step goes on
     count=$((${count:-0} + 1))
-    echo "'$VIRTUAL_ENV/bin/python' -m pytest -n 0 $quiet -m 'slow or not slow'" >"$here/again"
+    again $quiet -m "slow or not slow"
     pytest -o junit_family=xunit1 --junitxml="$here/results-$count.xml" $quiet "$@" || {
         code=$?
         [ $code -lt $result ] || result=$code
@@ -114,7 +118,7 @@ export PIP_CONSTRAINT=$tested
 python3 -m venv "$here/env"
 PATH="$here/env/bin:$PATH" VIRTUAL_ENV="$here/env"
 export PATH VIRTUAL_ENV
-echo "'$VIRTUAL_ENV/bin/python' -m pytest -n 0" >"$here/again"
+again
 mapfile -t commands < <(sed -n 's/^    \(pip install .* && .*\)$/\1/p' README.md)
 [ ${#commands[@]} = 2 ] || { echo "README.md has not two commands"; exit 9; }
 for command in "${commands[@]}"; do
