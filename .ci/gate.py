@@ -180,7 +180,7 @@ class Gate:
         At its limit it is interrupted, then killed with all that it started.
         """
         limit = max(1.0, min(limit, self.ends - time.monotonic()))
-        mark = f"NBTRAIN_CI_STEP={folder}"
+        mark = f"NBTRAIN_CI_STEP={folder}/"  # with a slash, since "ray" begins "ray-whole"
         with open(log, "ab") as out:
             process = subprocess.Popen(
                 command,
@@ -273,7 +273,7 @@ def environment(work: Path, folder: Path) -> dict[str, str]:
     results = shlex.quote(str(folder / "results-0.xml"))
     variables = {
         **os.environ,
-        "NBTRAIN_CI_STEP": str(folder),
+        "NBTRAIN_CI_STEP": f"{folder}/",
         "NBTRAIN_CI_WORK": str(work),
         "NBTRAIN_HOME": str(folder / "home"),
         "IPYTHONDIR": str(folder / "ipython"),

@@ -22,7 +22,7 @@ class Step:
 
 PRELUDE = r"""
 set -euo pipefail
-work=$NBTRAIN_CI_WORK here=$NBTRAIN_CI_STEP plain_path=$PATH result=0 quiet=
+work=$NBTRAIN_CI_WORK here=${NBTRAIN_CI_STEP%/} plain_path=$PATH result=0 quiet=
 tested=tests/requirements/tested.txt pins=
 tested_on=$(sed -n 's/^# Resolved on \(.*\)\.$/\1/p' $tested)
 uv=$work/uv/bin/uv

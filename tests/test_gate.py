@@ -24,7 +24,7 @@ STEPS = (
     Step("absent", "leaves itself out", "echo 'SKIPPED: no browser here'"),
     Step("tests", "fail", VENV + "tests -n 1 toy/test_plain.py; tests -n 1 toy/test_more.py"),
     Step("death", "of a worker", VENV + "tests -n 1 toy/test_death.py"),
-    Step("hang", "too long", VENV + "tests -n 0 toy/test_hang.py", limit=4),
+    Step("tests-hang", "too long", VENV + "tests -n 0 toy/test_hang.py", limit=4),
     Step("unused", "not in the gate", "exit 1"),
 )
 GATE = tuple(step.name for step in STEPS[:-1])
@@ -88,7 +88,9 @@ def a_checkout(folder: Path) -> Path:
 def test_every_step_runs_and_each_way_to_fail_is_told_apart(tmp_path: Path) -> None:
     folder = a_checkout(tmp_path / "a 'checkout' of ours")
     code, out = gate(folder)
-    table = {line.split()[0]: line.split() for line in out.splitlines() if re.match(r"\w+ ", line)}
+    table = {
+        line.split()[0]: line.split() for line in out.splitlines() if re.match(r"[\w-]+ ", line)
+    }
     assert code == 1
     assert table["lint"][2:] == ["ok", "1", "0", "0", "0"]
     assert table["install"][2:] == ["FAILED", "0", "1", "0", "0", "exit", "3"]
@@ -96,12 +98,12 @@ def test_every_step_runs_and_each_way_to_fail_is_told_apart(tmp_path: Path) -> N
     assert table["absent"][2:7] == ["skipped", "0", "0", "0", "1"]
     assert table["tests"][2:] == ["FAILED", "3", "2", "1", "1", "exit", "1"]
     assert table["death"][2:7] == ["FAILED", "1", "1", "0", "0"]
-    assert table["hang"][2:7] == ["FAILED", "1", "2", "0", "0"]  # the test, and the step
+    assert table["tests-hang"][2:7] == ["FAILED", "1", "2", "0", "0"]  # the test, and the step
     assert "FAILED toy/test_plain.py::TestIn::test_a_class (tests)" in out
     assert "arithmetic" in out
     assert "flaky toy/test_plain.py::test_fails_at_first[a b::c[d]/e 'f'] (tests)" in out
     assert "FAILED toy/test_death.py::test_ends_its_worker (death)" in out
-    assert "FAILED toy/test_hang.py::test_hangs (hang)" in out
+    assert "FAILED toy/test_hang.py::test_hangs (tests-hang)" in out
     assert "no such package" in out
     assert out.splitlines()[-1] == "6 passed, 6 failed, 3 skipped"
     assert [*folder.glob("nbtrain-ci.*")] == []
