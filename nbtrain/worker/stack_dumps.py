@@ -3,12 +3,17 @@
 There are two ways, and neither needs the rank's Python: a signal at which `faulthandler` appends
 the stacks of all threads to a file, and PyTorch's own server of its flight recorder, whose threads
 are C++. None of this runs again until somebody asks.
+
+At the signal, `faulthandler` reads the stacks at any moment, also while a thread changes them: that
+ended about one rank in ten thousand that was asked (SIGSEGV). So there is another signal, which is
+sent first: Python answers it between two of its steps, when nothing changes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import json
 import os
 import signal
@@ -16,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any
 
 from ..system import host
@@ -51,6 +57,11 @@ def signal_number() -> int:
     """
     first = getattr(signal, "SIGRTMIN", None)
     return int(signal.SIGUSR1) if first is None else int(first) + 11
+
+
+def gentle_signal_number() -> int:
+    """Return the signal that asks a rank whose Python runs, which is safe at any time; 0: none."""
+    return 0 if getattr(signal, "SIGRTMIN", None) is None else signal_number() + 1
 
 
 def install(
@@ -136,11 +147,29 @@ def _register(path: Path) -> None:
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
     descriptor = os.open(partial, flags, 0o600)
     faulthandler.register(number, file=descriptor, all_threads=True, chain=False)
+    gentle = _register_gently(descriptor)
     _close_older(descriptor)
     identity = {"pid": os.getpid(), "process": process_identity(os.getpid())}
-    head = {**identity, "signal": number, "last": _outermost_frame()}
+    head = {**identity, "signal": number, "gentle": gentle, "last": _outermost_frame()}
     os.write(descriptor, (json.dumps(head) + "\n").encode())
     partial.rename(path)
+
+
+def _register_gently(descriptor: int) -> int:
+    """Have Python answer the other signal; return its number, 0 where that is not possible."""
+    number = gentle_signal_number()
+    try:
+        if number:
+            signal.signal(number, functools.partial(_answer_gently, descriptor))
+            signal.siginterrupt(number, False)  # as `faulthandler`: no call in C notices it
+    except ValueError:  # not the main thread
+        return 0
+    return number
+
+
+def _answer_gently(descriptor: int, _signum: int, _frame: FrameType | None) -> None:
+    """Write the stacks with the GIL held: no thread's can change meanwhile."""
+    faulthandler.dump_traceback(descriptor, all_threads=True)
 
 
 _descriptors: dict[int, int] = {}

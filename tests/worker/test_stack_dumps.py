@@ -9,14 +9,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+import nbtrain
 from nbtrain.tracking.diagnosis import collectives, stacks
 from nbtrain.tracking.run_folder import RunFolder
 from nbtrain.worker import stack_dumps
 from tests.support.runs import launch
+from tests.support.waiting import wait_until
 from tests.tools.faults import Unavailable, entering, pids_cgroup
 
 
@@ -84,6 +87,38 @@ def test_training_code_keeps_its_own_signals() -> None:
         return free == [signal.SIG_DFL] * 2, heard == [], answers[0].trouble
 
     assert launch(train).results == [(True, True, "")]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is one signal alone")
+def test_a_rank_whose_python_runs_is_not_read_while_it_changes() -> None:
+    """Read at any moment, about one of forty such answers ended the rank: SIGSEGV."""
+
+    def train() -> None:
+        while not nbtrain.should_stop():
+            thread = threading.Thread(target=int)
+            thread.start()
+            thread.join()
+
+    run = launch(train, background=True)
+    try:
+        wait_until(lambda: not run.stacks()[0].trouble, 30)
+        for _ in range(400):
+            (told,) = stacks.ask(RunFolder(run.folder), [0], 20)
+            assert not told.trouble
+            assert "_answer_gently" not in str(told)
+    finally:
+        run.stop()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is one signal alone")
+def test_where_python_answers_faulthandler_is_not_asked() -> None:
+    def train() -> tuple[list[int], str]:
+        heard: list[int] = []
+        signal.signal(stack_dumps.signal_number(), lambda number, _frame: heard.append(number))
+        (told,) = stacks.ask(RunFolder(Path(os.environ["NBTRAIN_RUN"])), [0], 20)
+        return heard, told.frames[0].function
+
+    assert launch(train).results == [([], "_signal")]
 
 
 @pytest.mark.parametrize("engine", ["fork", "spawn"])

@@ -275,8 +275,9 @@ class NodeRanks:
 
     def write_stacks(self, ranks: Iterable[int]) -> None:
         """Have ranks write their stacks into their files."""
-        for rank in ranks:
-            stacks.send(self.folder, rank)
+        asked = [stacks.send(self.folder, rank) for rank in ranks]
+        time.sleep(stacks.COURTESY * stacks.PATIENCE)
+        stacks.urge(asked)
 
     def dump_recorders(self, ranks: Iterable[int]) -> dict[int, tuple[bytes, float]]:
         """Return the dumps of the ranks' flight recorders, of those that answer."""

@@ -1,7 +1,8 @@
 """Where ranks are now: their Python stacks, asked by a signal and read from their files.
 
 Needs nothing of the kernel that launched the run, and nothing of the rank's Python: one that spins
-with the GIL held, or waits in C, answers too.
+with the GIL held, or waits in C, answers too. But one whose Python runs is asked by a signal that
+Python answers: to read its stacks while they change can end it (see `worker.stack_dumps`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ PATIENCE = 0.5
 
 FAR = 3.0
 """The same where ranks are on other hosts."""
+
+COURTESY = 0.5
+"""The part of the time that ranks have in which none is asked but by its Python."""
 
 WORKERS = 16
 """Processes of a rank's DataLoader that are asked."""
@@ -138,6 +142,8 @@ class _Asked:
     size: int
     last: str
     signal: int
+    gentle: int = 0
+    """The signal that Python answers, if it runs; `signal` is for a rank that does not."""
 
     def answer(self) -> str:
         with open_regular(self.path) as file:
@@ -180,10 +186,17 @@ def ask(folder: RunFolder, ranks: Iterable[int], patience: float | None = None) 
 
 
 def _answers(asked: Iterable[_Asked], deadline: float) -> Iterator[tuple[_Asked, str]]:
-    """Yield what each rank wrote, once it is whole, or as far as it is at the deadline."""
-    waiting = list(asked)
+    """Yield what each rank wrote, once it is whole, or as far as it is at the deadline.
+
+    Those that have not begun to answer by half of the time wait in C, or hang: they are urged.
+    """
+    waiting, now = list(asked), time.monotonic()
+    patient, has_urged = now + COURTESY * (deadline - now), False
     while waiting:
         late = time.monotonic() >= deadline
+        if not (has_urged or late) and time.monotonic() >= patient:
+            has_urged = True
+            urge(waiting)
         texts = [(rank, rank.answer()) for rank in waiting]
         ready = [late or rank.is_whole(text) for rank, text in texts]
         yield from compress(texts, ready)
@@ -208,7 +221,7 @@ def _workers(
             if not _catches(child.pid, rank.signal):
                 continue
             asked = replace(rank, pid=child.pid, size=rank.path.stat().st_size)
-            os.kill(child.pid, rank.signal)
+            _ask_process(asked)
             for _, text in _answers([asked], deadline):
                 yield from (_named(thread, cells) for thread in parse(text)[:1])
 
@@ -223,6 +236,21 @@ def _catches(pid: int, number: int) -> bool:
 def _is_in_mask(mask: str, status: Path, number: int) -> bool:
     known = re.search(rf"^{mask}:\s*(\w+)", status.read_text(), re.M)
     return known is not None and bool(int(known[1], 16) >> (number - 1) & 1)
+
+
+def _ask_process(asked: _Asked) -> None:
+    """Send a process the signal that its Python answers; without a handler for it, the other."""
+    gentle = asked.gentle and _catches(asked.pid, asked.gentle)
+    _signal(asked.pid, asked.gentle if gentle else asked.signal)
+
+
+def urge(asked: Iterable[_Asked | RankStack]) -> None:
+    """Have those answer without Python that have not begun to answer with it."""
+    for each in asked:
+        if isinstance(each, _Asked) and each.pid and each.gentle:
+            with contextlib.suppress(OSError):
+                if not each.answer() and _catches(each.pid, each.signal):
+                    _signal(each.pid, each.signal)
 
 
 def _signal(pid: int, number: int) -> None:
@@ -258,9 +286,10 @@ def send(folder: RunFolder, rank: int, *, is_remote: bool = False) -> _Asked | R
             return RankStack(rank, pid, trouble="has ended")
         if pid and not _catches(pid, number):
             return RankStack(rank, pid, trouble=f"does not listen to signal {number} any more")
-        asked = _Asked(rank, pid, path, size, str(head["last"]), number)
+        gentle = int(head.get("gentle", 0))  # none in the file of an older version
+        asked = _Asked(rank, pid, path, size, str(head["last"]), number, gentle)
         if pid:
-            _signal(pid, number)
+            _ask_process(asked)
     except FileNotFoundError:
         return RankStack(rank, trouble="has not started yet, or cannot be asked")
     except ProcessLookupError:
@@ -304,6 +333,8 @@ def parse(text: str) -> list[tuple[StackFrame, ...]]:
             threads.append([])
         elif threads and (frame := _FRAME.match(line)):
             threads[-1].append(StackFrame(frame[1], int(frame[2]), frame[3]))
+        if threads and [f.function for f in threads[-1]] == ["_answer_gently"]:
+            threads[-1].clear()  # it is what answers
     threads = [thread for thread in threads if thread]
     return [tuple(thread) for thread in [*threads[-1:], *threads[:-1]]]
 
