@@ -281,7 +281,7 @@ class Supervisor:
             if not is_over:
                 self.show(self.state, clock.now())
                 pause(TICK)
-            # Also when the wait is over: ■ may have come with its end, before any rank is there.
+            # Also when the wait is over: ■ may have come just as it ended.
             pressed, asked = self._is_pressed(interrupts), asked_to_stop(self._folder) or ""
             now = time.monotonic()
             self._begin_stop(self._stop.check(now, self.state, pressed=pressed, asked=asked))

@@ -4,9 +4,10 @@ There are two ways, and neither needs the rank's Python: a signal at which `faul
 the stacks of all threads to a file, and PyTorch's own server of its flight recorder, whose threads
 are C++. None of this runs again until somebody asks.
 
-At the signal, `faulthandler` reads the stacks at any moment, also while a thread changes them: that
-ended about one rank in ten thousand that was asked (SIGSEGV). So there is another signal, which is
-sent first: Python answers it between two of its steps, when nothing changes.
+At the signal, `faulthandler` reads the stacks at any moment, also while a thread changes them:
+about one in ten thousand ranks that were asked crashed (SIGSEGV). So there is another signal, which
+is sent first: Python answers it between two of its steps, when nothing changes. The crash is still
+possible, and rare, in a rank whose main thread is in C for long while other threads come and go.
 """
 
 from __future__ import annotations

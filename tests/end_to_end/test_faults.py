@@ -17,6 +17,7 @@ import pytest
 
 from nbtrain import last_run
 from nbtrain.engines.process import finish_process
+from tests.support import shared_memory
 from tests.support.health import HEALTH
 from tests.support.waiting import wait_until
 from tests.tools import faults
@@ -49,6 +50,10 @@ def unharmed(health: Callable[[], dict[str, Any]]) -> Iterator[None]:
         look["logging"] = {name: left for name, left in handlers if left}
     for item in before:
         assert after[item] == before[item], item
+    run = last_run()
+    pids = [str(rank.pid) for rank in run.state.ranks] if run is not None else []
+    left = [name for name in shared_memory.names() if name.startswith("torch_")]
+    assert not [name for name in left if name.split("_")[1] in pids]
 
 
 def test_threads_that_are_waited_for_are_named_while_there_are_any(

@@ -87,15 +87,17 @@ class Notebook:
         self.metadata: dict[str, Any] | None = None
         """What a cell is sent with. A page names the cell, in one way or another, which is what
         None does; a console does not: {}."""
-        for _ in range(2):
+        for attempt in range(3):
             self._start(home, folder, prefix, environment, launcher, options, warm)
-            with contextlib.suppress(RuntimeError):  # it ended
+            try:
                 self.client.wait_for_ready(timeout=60)
                 return
-            # jupyter_client finds free ports for it, and another process may take one meanwhile.
-            self.close()
-        self._start(home, folder, prefix, environment, launcher, options, warm)
-        self.client.wait_for_ready(timeout=60)
+            except RuntimeError:
+                # jupyter_client finds free ports, and another process may take one before the
+                # kernel does, which then ends. One that is there, and does not answer, hangs.
+                if attempt == 2 or self.manager.is_alive():
+                    raise
+                self.close()
 
     def _start(
         self,

@@ -9,8 +9,13 @@ import psutil
 
 
 def names() -> set[str]:
-    """Return what lies in /dev/shm now."""
-    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    """Return what this user has in /dev/shm now."""
+    found = set()
+    for entry in os.scandir("/dev/shm") if os.path.isdir("/dev/shm") else ():
+        with contextlib.suppress(OSError):
+            if entry.stat().st_uid == os.getuid():
+                found.add(entry.name)
+    return found
 
 
 def left_behind(before: Collection[str] = (), patience: float = 3.0) -> list[str]:
@@ -35,6 +40,9 @@ def _held_elsewhere() -> set[str]:
         with contextlib.suppress(OSError):
             with open(f"/proc/{pid}/maps") as maps:
                 places = {line.split(maxsplit=5)[-1].strip() for line in maps}
-            places |= {os.readlink(entry) for entry in os.scandir(f"/proc/{pid}/fd")}
             held |= {place[9:] for place in places if place.startswith("/dev/shm/")}
+            for entry in os.scandir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    place = os.readlink(entry)
+                    held |= {place[9:]} if place.startswith("/dev/shm/") else set()
     return held

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,37 @@ def test_a_rank_whose_python_runs_is_not_read_while_it_changes() -> None:
             (told,) = stacks.ask(RunFolder(run.folder), [0], 20)
             assert not told.trouble
             assert "_answer_gently" not in str(told)
+    finally:
+        run.stop()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is one signal alone")
+def test_answers_to_both_signals_are_read_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "COURTESY", 0.0)
+
+    def train() -> None:
+        while not nbtrain.should_stop():
+            time.sleep(0.01)
+
+    run = launch(train, background=True)
+    try:
+        wait_until(lambda: not run.stacks()[0].trouble, 30)
+        pid = run.stacks()[0].pid
+        assert pid is not None
+        numbers = stack_dumps.signal_number(), stack_dumps.gentle_signal_number()
+        status = Path(f"/proc/{pid}/status")
+
+        def go_on() -> None:
+            wait_until(lambda: all(stacks._is_in_mask("ShdPnd", status, n) for n in numbers))
+            os.kill(pid, signal.SIGCONT)
+
+        os.kill(pid, signal.SIGSTOP)
+        thread = threading.Thread(target=go_on)
+        thread.start()
+        (told,) = stacks.ask(RunFolder(run.folder), [0], 20)
+        thread.join()
+        assert told.frames
+        assert told.threads == ()
     finally:
         run.stop()
 

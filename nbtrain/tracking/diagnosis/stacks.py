@@ -1,8 +1,8 @@
 """Where ranks are now: their Python stacks, asked by a signal and read from their files.
 
-Needs nothing of the kernel that launched the run, and nothing of the rank's Python: one that spins
-with the GIL held, or waits in C, answers too. But one whose Python runs is asked by a signal that
-Python answers: to read its stacks while they change can end it (see `worker.stack_dumps`).
+Needs nothing of the kernel that launched the run, and nothing of the rank's Python: a rank that
+spins with the GIL held, or waits in C, answers too. First each rank gets a signal that its Python
+answers, since reading its stacks while they change can crash it (see `worker.stack_dumps`).
 """
 
 from __future__ import annotations
@@ -143,18 +143,24 @@ class _Asked:
     last: str
     signal: int
     gentle: int = 0
-    """The signal that Python answers, if it runs; `signal` is for a rank that does not."""
+    """The signal that Python answers. `signal` is for a rank whose main thread is busy in C."""
 
     def answer(self) -> str:
+        """Return what it wrote so far, and of two answers, one to each signal, the first alone."""
         with open_regular(self.path) as file:
             file.seek(self.size)
-            return file.read(1 << 20).decode("utf-8", "replace")
+            lines = file.read(1 << 20).decode("utf-8", "replace").splitlines(keepends=True)
+        ends = (i for i, line in enumerate(lines, 1) if line.endswith("\n") and self._is_last(line))
+        return "".join(lines[: next(ends, len(lines))])
+
+    def _is_last(self, line: str) -> bool:
+        return _LINE.sub("", line.rstrip("\n")) == _LINE.sub("", self.last)
 
     def is_whole(self, answer: str) -> bool:
         """Whether the main thread, the last, is there down to its outermost frame."""
         lines = answer.splitlines()
         deep = bool(lines) and lines[-1] == "  ..."  # faulthandler stops at the hundredth frame
-        known = bool(lines) and _LINE.sub("", lines[-1]) == _LINE.sub("", self.last)
+        known = bool(lines) and self._is_last(lines[-1])
         return answer.endswith("\n") and (known or deep)
 
 
@@ -334,7 +340,7 @@ def parse(text: str) -> list[tuple[StackFrame, ...]]:
         elif threads and (frame := _FRAME.match(line)):
             threads[-1].append(StackFrame(frame[1], int(frame[2]), frame[3]))
         if threads and [f.function for f in threads[-1]] == ["_answer_gently"]:
-            threads[-1].clear()  # it is what answers
+            threads[-1].clear()  # this frame is the handler itself
     threads = [thread for thread in threads if thread]
     return [tuple(thread) for thread in [*threads[-1:], *threads[:-1]]]
 
