@@ -146,21 +146,15 @@ class _Asked:
     """The signal that Python answers. `signal` is for a rank whose main thread is busy in C."""
 
     def answer(self) -> str:
-        """Return what it wrote so far, and of two answers, one to each signal, the first alone."""
         with open_regular(self.path) as file:
             file.seek(self.size)
-            lines = file.read(1 << 20).decode("utf-8", "replace").splitlines(keepends=True)
-        ends = (i for i, line in enumerate(lines, 1) if line.endswith("\n") and self._is_last(line))
-        return "".join(lines[: next(ends, len(lines))])
-
-    def _is_last(self, line: str) -> bool:
-        return _LINE.sub("", line.rstrip("\n")) == _LINE.sub("", self.last)
+            return file.read(1 << 20).decode("utf-8", "replace")
 
     def is_whole(self, answer: str) -> bool:
         """Whether the main thread, the last, is there down to its outermost frame."""
         lines = answer.splitlines()
         deep = bool(lines) and lines[-1] == "  ..."  # faulthandler stops at the hundredth frame
-        known = bool(lines) and self._is_last(lines[-1])
+        known = bool(lines) and _LINE.sub("", lines[-1]) == _LINE.sub("", self.last)
         return answer.endswith("\n") and (known or deep)
 
 
@@ -332,17 +326,26 @@ def _silence(pid: int) -> str:
 
 
 def parse(text: str) -> list[tuple[StackFrame, ...]]:
-    """Read what `faulthandler` wrote: one stack per thread, the main thread first."""
+    """Read what `faulthandler` wrote: one stack per thread, the main thread first.
+
+    Of two answers, one to each signal, only the first: it ends where a thread is there again.
+    """
     threads: list[list[StackFrame]] = []
+    thread_id, known = "", set[str]()
     for line in text.splitlines():
-        if _THREAD.match(line):
+        if header := _THREAD.match(line):
+            thread_id = header[1] or ""
+            if thread_id in known:
+                break
             threads.append([])
         elif threads and (frame := _FRAME.match(line)):
             threads[-1].append(StackFrame(frame[1], int(frame[2]), frame[3]))
+            # One that is being made has no frame, and the number of the thread that makes it.
+            known |= {thread_id} - {""}
         if threads and [f.function for f in threads[-1]] == ["_answer_gently"]:
             threads[-1].clear()  # this frame is the handler itself
-    threads = [thread for thread in threads if thread]
-    return [tuple(thread) for thread in [*threads[-1:], *threads[:-1]]]
+    stacks = [tuple(frames) for frames in threads if frames]
+    return [*stacks[-1:], *stacks[:-1]]
 
 
 def _named(frames: Iterable[StackFrame], cells: Mapping[str, str]) -> tuple[StackFrame, ...]:
