@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 
 import psutil
+import pytest
 
 from tests.support.health import HEALTH
 from tests.support.kernel import Notebook
@@ -30,6 +31,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_twenty_runs_of_every_kind_leave_the_kernel_as_it_was(
     start_kernel: Callable[..., Notebook],
 ) -> None:
