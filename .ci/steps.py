@@ -414,7 +414,7 @@ printf '%s\n' "torch==2.13.*" build hatchling uv >"$here/more.in"
 pins=$here/newest.txt tested_on=$(date +%F)
 patiently "$uv" pip compile -q --universal --python-version 3.10 --all-extras --no-annotate \
     --no-header pyproject.toml "$here/more.in" -o "$here/all.txt"
-sed -n "s/^# Resolved on .*/# Resolved on $tested_on./; /^$/q; p" "$tested" >"$pins"
+sed "s/^# Resolved on .*/# Resolved on $tested_on./; /^$/q" "$tested" >"$pins"
 # The commands say which torch; what it brings on a machine with GPUs is its own matter.
 grep -v -E '^(torch|triton|nvidia-(c|n)[^=]*|cuda-[^=]*)==' "$here/all.txt" >>"$pins"
 enter newest
