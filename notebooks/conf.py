@@ -27,8 +27,12 @@ autodoc_typehints_description_target = "documented"
 # The output of a run is text and HTML: a page shows the board.
 nb_mime_priority_overrides = [("html", "text/html", 0)]
 
+smartquotes = False  # a quoted value is one to copy, and `--` is the beginning of an option
+
 html_theme = "furo"
 html_title = "nbtrain"
 html_copy_source = False
 html_extra_path = ["llms.txt"]
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_theme_options = {"navigation_with_keys": True}

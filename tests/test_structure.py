@@ -88,7 +88,7 @@ def test_the_house_is_small_enough_to_be_known() -> None:
     assert len(list(PACKAGE.glob("*.py"))) <= 4
     for folder in {path.parent for path in MODULES.values()}:
         files = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
-        assert len(files) <= 12, f"{folder.name} has {len(files)} files"
+        assert len(files) <= 13, f"{folder.name} has {len(files)} files"
 
 
 TESTED_TOGETHER = {
@@ -202,11 +202,25 @@ def test_loading_the_extension_imports_only_what_watches_cells() -> None:
     script = """
 import sys, IPython
 shell = IPython.core.interactiveshell.InteractiveShell.instance()
+before = set(sys.modules)
 shell.run_line_magic('load_ext', 'nbtrain')
+packages = {name.partition('.')[0] for name in set(sys.modules) - before if name[0] != '_'}
+assert packages - sys.stdlib_module_names <= {'nbtrain', 'IPython'}, packages
 own = [name for name in sys.modules if name.startswith('nbtrain.')]
 for late in ('engines', 'lifecycle', 'planning', 'tracking', 'ui', 'worker', 'commands.doctor'):
     assert 'nbtrain.' + late not in own, late
 assert len(own) < 15, own
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_a_launch_imports_neither_accelerate_nor_what_it_does_not_use() -> None:
+    script = """
+import sys, nbtrain
+nbtrain.launch(int, num_processes=1, view='none')
+for late in ('accelerate', 'ray', 'transformers', *(f'nbtrain.{part}' for part in (
+        'commands.export', 'commands.memory', 'commands.scaling', 'engines.ray.engine'))):
+    assert late not in sys.modules, late
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from ..errors import NbtrainError
 from ..lifecycle import catalog
 from ..lifecycle.run import Run
-from ..lifecycle.summary import as_plain, summary
+from ..lifecycle.summary import SCHEMA, as_plain, summary
 from ..system.text import without_controls
 from ..tracking import clock
 from ..ui import text_summary
@@ -44,7 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="store_true", help="print nbtrain's version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    commands.add_parser("doctor", help="describe this host and list what would hinder a launch")
+    text = "describe this host and list what would hinder a launch; exit with 1 if it is refused"
+    command = commands.add_parser("doctor", help=text)
+    command.add_argument("--json", action="store_true", help=_JSON)
     command = commands.add_parser("runs", help="list the runs that are kept")
     command.add_argument("--json", action="store_true", help=_JSON)
     text = "write a notebook's %%%%distributed cell as a script, without running anything"
@@ -62,8 +64,11 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=purpose)
         text = "the name of a run, or how it begins (by default the last run)"
         command.add_argument("run", nargs="?", default="", metavar="RUN", help=text)
-        if name == "show":
+        if name in ("show", "logs"):
             command.add_argument("--json", action="store_true", help=_JSON)
+        if name == "show":
+            text = "wait until the run has ended; exit with 1 if it did not succeed"
+            command.add_argument("--follow", action="store_true", help=text)
         if name == "logs":
             command.add_argument("--rank", type=int, help="print only the output of this rank")
             text = "print only the last N lines of each rank"
@@ -74,22 +79,23 @@ def _parser() -> argparse.ArgumentParser:
 def _do(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     match options.command:
         case "doctor":
-            print(doctor.page())
-            print("\nRun `%nbtrain doctor` in a cell to see the same for a notebook's kernel.")
+            return _examine(options)
         case "runs" if options.json:
-            _print_json([as_plain(info) for info in catalog.run_infos()])
+            listed = [as_plain(info) for info in catalog.run_infos()]
+            _print_json({"schema": SCHEMA, "runs": listed})
         case "runs":
             _show(catalog.page(catalog.run_infos()))
         case "export":
             output = options.output or options.notebook.with_suffix(".py")
             export.export(options.notebook, output, options.cell)
             print(f"wrote {output}")
-        case "show" if options.json:
-            _print_json(catalog.find_run(options.run).to_dict())
         case "show":
-            state = catalog.find_run(options.run).state
-            now = clock.now(state.clock_offset)
-            _show(f"{text_summary.summary(state, now)}\n\n{summary(state, now)}")
+            return _show_run(catalog.find_run(options.run), options)
+        case "logs" if options.json:
+            run = catalog.find_run(options.run)
+            ranks = range(run.state.world_size) if options.rank is None else [options.rank]
+            lines = {str(rank): run.logs(rank, options.tail).splitlines() for rank in ranks}
+            _print_json({"schema": SCHEMA, "run": run.folder.name, "logs": lines})
         case "logs":
             _show(catalog.find_run(options.run).logs(options.rank, options.tail))
         case "stop":
@@ -99,6 +105,33 @@ def _do(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         case _:
             parser.print_help()
     return 0
+
+
+def _examine(options: argparse.Namespace) -> int:
+    """Print what the doctor sees; the code says whether a launch can start."""
+    seen = doctor.examine()
+    if options.json:
+        _print_json(doctor.as_dict(seen))
+    else:
+        print(doctor.page(seen))
+        print("\nRun `%nbtrain doctor` in a cell to see the same for a notebook's kernel.")
+    return int(not seen.is_ready)
+
+
+def _show_run(run: Run, options: argparse.Namespace) -> int:
+    """Print a run as it stands, or in the end; followed, the code says whether it succeeded."""
+    if options.follow:
+        try:
+            run.wait()
+        except KeyboardInterrupt:  # it ends the waiting alone
+            return 130
+    state = run.state
+    now = clock.now(state.clock_offset)
+    if options.json:
+        _print_json(run.to_dict())
+    else:
+        _show(f"{text_summary.summary(state, now)}\n\n{summary(state, now)}")
+    return int(options.follow and state.status != "succeeded")
 
 
 def _print_json(value: object) -> None:

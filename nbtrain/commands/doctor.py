@@ -1,6 +1,6 @@
-"""What nbtrain sees of this process and host: one page to read, or to paste into a report.
+"""What nbtrain sees of this process and host: a page to paste into a report, or JSON for a program.
 
-`page` looks and writes; it starts, initialises and changes nothing.
+`examine` looks; it starts, initialises and changes nothing.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import platform
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from .. import engines
 from ..lifecycle.preload import known_imports
+from ..lifecycle.summary import as_plain
 from ..planning import plan, preflight
 from ..planning.findings import Finding
-from ..system import gpus, host, instrumentation, processes, tpu
+from ..system import accelerator_guard, gpus, host, instrumentation, processes, tpu
 from ..system.gpus import Gpu, TorchBuild
 from ..system.text import format_bytes, format_bytes_of, plural
 from ..tracking import launch_log, run_folder
@@ -40,12 +42,50 @@ _VARIABLES = (
     "OMP_NUM_THREADS",
 )
 
+SCHEMA = 1
+"""Which keys `as_dict` has: a number for each change that a program would notice."""
+
 Row = tuple[str, str]
 """A row of the page: its label, and its text."""
 
 
-def page() -> str:
-    """Look at this process and host now; return the page. This imports torch."""
+@dataclass(frozen=True)
+class Examination:
+    """What a launch would meet now, of a task of which nothing is known."""
+
+    build: TorchBuild | None
+    trouble: str
+    """Why torch cannot be imported; empty if it can."""
+
+    gpus: tuple[Gpu, ...]
+    visible: int
+    """How many GPUs torch can use."""
+
+    others: tuple[str, ...]
+    """Accelerators that are no GPU of torch's."""
+
+    ranks: int
+    """How many ranks ``-n auto`` starts."""
+
+    device: str
+    """What they use: cpu, cuda or xla."""
+
+    findings: Mapping[str, Sequence[Finding]]
+    """What is noticed about the launch, by engine."""
+
+    def refusals(self, engine: str) -> list[str]:
+        """Return why a launch by an engine is refused; nothing if it is not."""
+        found = [finding.text for finding in self.findings[engine] if finding.level == "refuse"]
+        return [self.trouble] if self.trouble else found
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether an engine can start the ranks."""
+        return not all(self.refusals(engine) for engine in self.findings)
+
+
+def examine() -> Examination:
+    """Look at this process and host now. This imports torch."""
     torch, trouble = _import_torch()
     build = gpus.build_of(torch) if torch is not None else None
     visible = gpus.gpu_count() if build is not None else 0
@@ -54,21 +94,126 @@ def page() -> str:
     on_tpu = tpu.find() if tpu.is_wanted(os.environ) and tpu.has_torch_xla() else None
     ranks = on_tpu.chips if on_tpu is not None else visible or gpus.CPU_DEFAULT
     device = "xla" if on_tpu else "cuda" if visible else "cpu"
-    devices = {"xla": "the TPU", "cuda": "the GPU" + "s" * (visible > 1), "cpu": "the CPU"}[device]
+    return Examination(
+        build,
+        trouble,
+        gpus.list_gpus(),
+        visible,
+        tuple(filter(None, others)),
+        ranks,
+        device,
+        _findings(ranks, device),
+    )
+
+
+def _findings(ranks: int, device: str) -> dict[str, list[Finding]]:
+    findings = {}
+    for name in ("xla",) if device == "xla" else ("fork", "spawn"):
+        asked = plan.Plan(plan.Call(print), "doctor", num_processes=ranks, engine=name)
+        findings[name] = preflight.findings(asked, device, engines.get(name))
+    return findings
+
+
+def page(seen: Examination | None = None) -> str:
+    """Return what was seen, or what is seen now, as lines to read."""
+    seen = seen or examine()
+    gpu_name = "the GPU" + "s" * (seen.visible > 1)
+    devices = {"xla": "the TPU", "cuda": gpu_name, "cpu": "the CPU"}[seen.device]
     lines = [
-        f"nbtrain {vars(sys.modules['nbtrain'])['__version__']} · "
+        f"nbtrain {_version()} · "
         f"Python {platform.python_version()} · {frontend(ipython_shell(), os.environ)}",
-        f"{platform.system()} {platform.release()} {platform.machine()}",
-        *section("Accelerators", accelerators(gpus.list_gpus(), visible, others)),
-        *section("Versions", _versions(build, trouble)),
-        *section("This host", _host(ranks)),
+        _system(),
+        *section("Accelerators", accelerators(seen.gpus, seen.visible, seen.others)),
+        *section("Versions", _versions(seen.build, seen.trouble)),
+        *section("This host", _host(seen.ranks)),
         *section("This process", [*_process(), *_imports()]),
         *section(
-            f"A launch now: {plural(ranks, 'rank')} on {devices} (-n auto)",
-            _launches(ranks, device, trouble),
+            f"A launch now: {plural(seen.ranks, 'rank')} on {devices} (-n auto)", _launches(seen)
         ),
     ]
     return "\n".join(lines)
+
+
+def as_dict(seen: Examination | None = None) -> dict[str, Any]:
+    """Return what was seen, or what is seen now, in what JSON has."""
+    seen = seen or examine()
+    answer = {
+        "schema": SCHEMA,
+        "nbtrain": _version(),
+        "python": platform.python_version(),
+        "frontend": frontend(ipython_shell(), os.environ),
+        "system": _system(),
+        "torch": seen.build and {"version": seen.build.version, "built_for": seen.build.label},
+        "packages": _packages(),
+        "gpus": [gpu_as_dict(gpu) for gpu in seen.gpus],
+        "other_accelerators": seen.others,
+        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        **_host_as_dict(seen.ranks),
+        "initialized": {
+            name: accelerator_guard.first_cause(name).place
+            for name in sorted(accelerator_guard.initialized())
+        },
+        "patched": [f"{patch.owner}.{patch.name}" for patch in instrumentation.patches()],
+        "ranks": seen.ranks,
+        "device": seen.device,
+        "engines": {name: _engine_as_dict(name, seen) for name in seen.findings},
+        "ready": seen.is_ready,
+    }
+    plain: dict[str, Any] = as_plain(answer)
+    return plain
+
+
+def _host_as_dict(ranks: int) -> dict[str, Any]:
+    memory, shared = host.memory(), host.shared_memory()
+    folders = _run_folders(run_folder.root())
+    return {
+        "memory": {
+            "available_bytes": memory.available,
+            "host_bytes": memory.total,
+            "limit_bytes": memory.limit,
+        },
+        "shared_memory": shared and {"free_bytes": shared.free, "bytes": shared.size},
+        "cpus": host.usable_cpus(),
+        "threads_per_rank": host.threads_per_rank(ranks),
+        "quotas": [
+            {"of": label, "used": quota.used, "limit": quota.limit, "source": quota.source}
+            for label, quota in _quotas()
+        ],
+        "run_folders": {
+            "path": folders.path,
+            "runs": folders.runs,
+            "bytes": folders.bytes,
+            "free_bytes": folders.free,
+        },
+    }
+
+
+def gpu_as_dict(gpu: Gpu) -> dict[str, Any]:
+    """Return a GPU in what JSON has, its memory in bytes; without its UUID, which is private."""
+    return {
+        "index": gpu.index,
+        "name": gpu.name,
+        "driver": gpu.driver,
+        "bytes": gpu.total << 20,
+        "used_bytes": gpu.used << 20,
+        "compute_mode": gpu.mode,
+        "processes": [
+            {"pid": holder.pid, "bytes": holder.mib and holder.mib << 20} for holder in gpu.holders
+        ],
+    }
+
+
+def _engine_as_dict(name: str, seen: Examination) -> dict[str, list[str]]:
+    warnings = [each.text for each in seen.findings[name] if each.level == "warn"]
+    return {"refused": seen.refusals(name), "warned": warnings}
+
+
+def _version() -> str:
+    return str(vars(sys.modules["nbtrain"])["__version__"])
+
+
+def _system() -> str:
+    return f"{platform.system()} {platform.release()} {platform.machine()}"
 
 
 def _import_torch() -> tuple[Any, str]:
@@ -144,15 +289,25 @@ def accelerators(listed: Sequence[Gpu], visible: int, others: Sequence[str]) -> 
 
 def _versions(build: TorchBuild | None, trouble: str) -> Iterator[Row]:
     yield "torch", f"{build.version}, built for {build.label}" if build else trouble
-    installed, missing = [], []
-    for package in _PACKAGES.split():
-        try:
-            installed.append(f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            missing.append(package)
-    yield "packages", " · ".join(installed)
+    packages = _packages()
+    yield (
+        "packages",
+        " · ".join(f"{name} {version}" for name, version in packages.items() if version),
+    )
+    missing = [name for name, version in packages.items() if version is None]
     if missing:
         yield "missing", ", ".join(missing)
+
+
+def _packages() -> dict[str, str | None]:
+    """Return the version of each package that matters here; None where it is not installed."""
+    versions: dict[str, str | None] = {}
+    for package in _PACKAGES.split():
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    return versions
 
 
 def _host(ranks: int) -> Iterator[Row]:
@@ -165,18 +320,37 @@ def _host(ranks: int) -> Iterator[Row]:
     shared = host.shared_memory()
     if shared is not None:
         yield "/dev/shm", f"{format_bytes(shared.free)} free of {format_bytes(shared.size)}"
+    for label, quota in _quotas():
+        most = "any number" if quota.limit is None else quota.limit
+        yield label, f"{quota.used} of {most} ({quota.source})"
+    folders = _run_folders(run_folder.root())
+    left = f", {format_bytes(folders.free)} free" if folders.free is not None else ""
+    size = f"{plural(folders.runs, 'run')}, {format_bytes(folders.bytes)}{left}"
+    yield "run folders", f"{folders.path}: {size}"
+
+
+def _quotas() -> Iterator[tuple[str, host.Quota]]:
     for label, quota in (
         ("open files", host.descriptors()),
         ("processes", host.processes(sys.maxsize)),
         ("processes", host.tasks()),
     ):
         if quota is not None:
-            most = "any number" if quota.limit is None else quota.limit
-            yield label, f"{quota.used} of {most} ({quota.source})"
-    yield "run folders", _run_folders(run_folder.root())
+            yield label, quota
 
 
-def _run_folders(root: Path) -> str:
+@dataclass(frozen=True)
+class _RunFolders:
+    path: str
+    """Without the user's name: people paste it in public."""
+
+    runs: int
+    bytes: int
+    free: int | None
+    """Bytes that are left there; None where that is unknown."""
+
+
+def _run_folders(root: Path) -> _RunFolders:
     """Return where the run folders are, how many, their size, and the space that is left."""
     folders = run_folder.runs()
     paths = [
@@ -187,11 +361,10 @@ def _run_folders(root: Path) -> str:
     ]
     size = sum(os.lstat(path).st_size for path in paths if os.path.lexists(path))
     home, place = os.path.expanduser("~"), str(root)
-    if root.is_relative_to(home):  # without the user's name: people paste the page in public
+    if root.is_relative_to(home):
         place = str(Path("~") / root.relative_to(home))
     space = host.space(next((p for p in (root, *root.parents) if p.exists()), root))
-    left = f", {format_bytes(space.free)} free" if space is not None else ""
-    return f"{place}: {plural(len(folders), 'run')}, {format_bytes(size)}{left}"
+    return _RunFolders(place, len(folders), size, space.free if space is not None else None)
 
 
 def _process() -> Iterator[Row]:
@@ -219,11 +392,10 @@ def _imports() -> Iterator[Row]:
         yield "", f"left to the ranks: {name}, because {reason}"
 
 
-def _launches(ranks: int, device: str, trouble: str) -> Iterator[Row]:
-    """Yield what a launch would meet now, by engine, of a task of which nothing is known."""
-    for engine in ("xla",) if device == "xla" else ("fork", "spawn"):
-        asked = plan.Plan(plan.Call(print), "doctor", num_processes=ranks, engine=engine)
-        yield from launch(engine, preflight.findings(asked, device, engines.get(engine)), trouble)
+def _launches(seen: Examination) -> Iterator[Row]:
+    """Yield what a launch would meet now, by engine."""
+    for engine, findings in seen.findings.items():
+        yield from launch(engine, findings, seen.trouble)
     text = f"attach launcher.log from the run's folder ({launch_log.VARIABLE}=debug also prints it)"
     yield "bug report", text
 

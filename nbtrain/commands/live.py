@@ -15,10 +15,13 @@ from ..planning.plan import OPTIONS
 from ..system.text import format_bytes, format_ranks, plural
 from ..ui.tables import text_table
 
-START = ("num_processes", "engine", "mixed_precision", "downcast_bf16", "config", "env")
+START = (
+    *("num_processes", "engine", "mixed_precision", "downcast_bf16", "config", "env"),
+    *("address", "spread", "resources", "wait_for_nodes"),
+)
 """The options of ``%nbtrain start``."""
 
-_NOT_LIVE = ("background", "detach", "max_restarts", "spread", "resources", "wait_for_nodes")
+_NOT_LIVE = ("detach", "max_restarts")
 _HINT = " (%nbtrain? shows the commands)"
 
 
@@ -128,15 +131,19 @@ def read_ranks(text: str, world_size: int) -> list[int]:
 
 def status(ranks: LiveRanks) -> str:
     """Return a table of the ranks' processes."""
-    head = ("rank", "process", "device", "memory", "variables")
+    head = ("rank", "process", "device", "memory", "GPU memory", "variables", "does")
     rows = []
     for rank in ranks._run.state.ranks:
         usage = rank.usage
         memory = "" if usage.memory is None else format_bytes(usage.memory)
+        on_gpu = "" if usage.gpu_memory is None else format_bytes(usage.gpu_memory)
         process = "ended" if rank.rank in ranks.dead() else str(rank.pid)
         count = str(len(ranks.names[rank.rank]))
-        rows.append((str(rank.rank), process, ranks.device, memory, count))
-    return "\n".join(text_table([head, *rows], ">>><>"))
+        does = ranks.doing(rank.rank)
+        rows.append((str(rank.rank), process, ranks.device, memory, on_gpu, count, does))
+    shown = [i for i in range(len(head)) if head[i] != "GPU memory" or any(r[i] for r in rows)]
+    kept = [tuple(row[i] for i in shown) for row in (head, *rows)]
+    return "\n".join(text_table(kept, "".join(">><>>><"[i] for i in shown)))
 
 
 def variables(by_rank: Mapping[int, Sequence[Mapping[str, Any]]]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import json
 import re
 import sys
 import weakref
@@ -115,6 +116,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         %nbtrain guard block   prevent it: raise before torch or Accelerate initialises one
         %nbtrain guard off     remember the cell, and say nothing
         %nbtrain doctor        describe this host and kernel on a page, also for a bug report
+                               (--json: as JSON, for a program)
         %nbtrain start -n N    start ranks that stay: %%distributed then runs on them, cell after
                                cell, and their variables stay (-e, -p, --config, --env as there;
                                --idle-timeout SECONDS: they end when they had no cell so long)
@@ -164,10 +166,8 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                 self.cell_watch.set_mode(mode)
                 if mode == "block" and accelerator_guard.initialized():
                     print(cell_watch.accelerator_status_text())
-            case ["doctor"]:
-                from . import doctor
-
-                print(doctor.page())
+            case ["doctor"] | ["doctor", "--json"]:
+                self._examine(as_json="--json" in line)
             case [
                 "start" | "restart" | "status" | "vars" | "push" | "pull" | "debug" as command,
                 *_,
@@ -206,6 +206,11 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                     f"%nbtrain {problem}{guess}. Use {_COMMANDS} (%nbtrain? explains them)"
                 )
         return None
+
+    def _examine(self, as_json: bool) -> None:
+        from . import doctor
+
+        print(json.dumps(doctor.as_dict(), indent=2) if as_json else doctor.page())
 
     def _about_run(self, command: str, names: list[str]) -> None:
         from ..lifecycle import catalog
@@ -248,11 +253,11 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
 
     def _run(self, options_text: str, source: str, offset: int) -> Run:
         from ..lifecycle.launcher import run_plan
-        from ..lifecycle.run import last_run
+        from ..lifecycle.run import last_folder, last_run
         from ..planning.option_parser import parse_options, split_line
         from ..planning.plan import Cell
 
-        before = last_run()
+        before = last_folder()
         options = parse_options(split_line(_expanded(self.shell, options_text)))
         live = None if options.new else live_now()
         if live is None:
@@ -270,9 +275,8 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         try:
             return run_plan(plan) if live is None else _run_live(live, plan, options)
         finally:
-            run = last_run()
-            if options.bind is not None and run is not before:
-                self.shell.user_ns[options.bind] = run
+            if options.bind is not None and last_folder() != before:
+                self.shell.user_ns[options.bind] = last_run()
 
     def _plan(
         self, options: Namespace, source: str, offset: int, live: LiveRanks | None = None

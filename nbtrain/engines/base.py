@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from abc import ABC, abstractmethod
@@ -104,6 +105,8 @@ class Engine(ABC):
     """Whether the rank is this very process: one rank, no forking, no watching."""
     ranks_stay = False
     """Whether the ranks were there before the run, and stay after it."""
+    can_stay = False
+    """Whether ranks of this engine may be live: they can connect to the notebook, and wait."""
     checks_host = True
     """Whether the ranks use this host's devices and memory, so that preflight looks at them."""
     tpu_device = ""
@@ -157,6 +160,14 @@ class Engine(ABC):
         Returns what says whether that goes on; the ranks are started after it.
         """
         return lambda: False
+
+    def home_address(self, plan: Plan) -> str:
+        """Return the address by which live ranks reach this host; '': they are on it."""
+        return ""
+
+    def occupied(self) -> contextlib.AbstractContextManager[None]:
+        """Keep the ranks that stay for a task that the cell does not wait for."""
+        return contextlib.nullcontext()
 
     def discard(self) -> None:
         """Let go of what was prepared, whether it was started or not."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..errors import LaunchError
 from ..planning.plan import Task
+from ..transport import fingerprints
 from ..worker import main, task_runner
 from ..worker.job import Job
 from ..worker.telemetry import import_report
@@ -31,6 +32,7 @@ class ForkEngine(Engine):
 
     name = "fork"
     forks_kernel = True
+    can_stay = True
 
     def caller(self, job: Job, rank: int) -> Callable[[Task], Any]:
         """Return what runs the task in a rank."""
@@ -38,8 +40,11 @@ class ForkEngine(Engine):
 
     def start(self, job: Job) -> Ranks:
         """Fork every rank. Raises `LaunchError`, leaving none behind."""
+        import multiprocessing.synchronize  # noqa: F401  (once, here: tqdm's lock needs it)
+
         import torch  # noqa: F401  (once, here: the ranks share what it costs)
 
+        fingerprints.factors()
         listener = None
         if job.world is None:  # else the nodes share a store
             listener = rendezvous.bind(job.plan.port)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
@@ -11,12 +12,16 @@ from typing import Any, Protocol
 from ..planning.plan import Cell, Plan
 from ..tracking import clock
 from ..tracking import events as ev
+from ..tracking.run_folder import RunFolder
 from ..tracking.state import IDLE
 from ..transport import payload
 from ..worker.job import Job
 from .base import Action, Engine, Exit, Ranks
 
 Message = dict[str, Any]
+
+TOGETHER = 0.003
+"""Seconds in which the others are waited for once a rank is done: one look is for all of them."""
 
 
 class Members(Protocol):
@@ -36,8 +41,9 @@ class Members(Protocol):
     def send(self, rank: int, message: Message, data: int | None = None) -> None: ...
     def receive(self, ranks: Collection[int], timeout: float) -> dict[int, Message | None]: ...
     def end_of(self, rank: int) -> Exit: ...
-    def new_task(self) -> int: ...
+    def new_task(self, folder: RunFolder | None = None) -> int: ...
     def end(self, how: str) -> None: ...
+    def occupied(self) -> contextlib.AbstractContextManager[None]: ...
 
 
 class LiveEngine(Engine):
@@ -68,17 +74,21 @@ class LiveEngine(Engine):
             self.sent = list(missing)
             self.notes = _sent_note(missing)
             plan = replace(plan, task=replace(task, namespace=missing))
-        self._parcel = payload.pack(plan)
+        self._parcel = payload.pack(plan, is_fresh=False)
 
     def discard(self) -> None:
         """Let go of the parcel."""
         if self._parcel is not None:
             self._parcel.close()
 
+    def occupied(self) -> contextlib.AbstractContextManager[None]:
+        """Keep the ranks for a task that the cell does not wait for."""
+        return self._members.occupied()
+
     def start(self, job: Job) -> Ranks:
         """Send the task to its ranks."""
         assert self._parcel is not None
-        ranks = TaskRanks(self._members, self._targets)
+        ranks = TaskRanks(self._members, self._targets, job.folder)
         message = {"do": "run", "folder": str(job.folder.path), "sent": self.sent}
         message["unanswered"] = job.unanswered
         for rank in self._targets:
@@ -94,8 +104,9 @@ def _sent_note(sent: Mapping[str, Any]) -> list[str]:
 class TaskRanks(Ranks):
     """Live ranks that are busy with one task; `wait` returns those that have done it."""
 
-    def __init__(self, members: Members, targets: Sequence[int]) -> None:
-        self._members, self._task = members, members.new_task()
+    def __init__(self, members: Members, targets: Sequence[int], folder: RunFolder) -> None:
+        self._members, self._task = members, members.new_task(folder)
+        self._folder = folder
         self._targets = targets
         self._busy: set[int] = set()
         self._news: list[ev.Event] = []
@@ -123,6 +134,13 @@ class TaskRanks(Ranks):
 
     def wait(self, timeout: float) -> list[Exit]:
         """Return the ranks that have done their task, or are gone; see `Ranks.wait`."""
+        exits = self._receive(timeout)
+        deadline = time.monotonic() + TOGETHER
+        while exits and self._busy and (left := deadline - time.monotonic()) > 0:
+            exits += self._receive(left)
+        return exits
+
+    def _receive(self, timeout: float) -> list[Exit]:
         exits = []
         for rank, message in self._members.receive(self._busy, timeout).items():
             if message is None:
@@ -141,9 +159,11 @@ class TaskRanks(Ranks):
         if action != "interrupt":
             self._members.end("by a second interrupt")
             return
+        message = {"do": "interrupt", "id": self._task}
+        message["asked"] = self._folder.stopping_file.exists()
         for rank in self._busy.intersection(ranks):
             with contextlib.suppress(OSError):
-                self._members.send(rank, {"do": "interrupt", "id": self._task})
+                self._members.send(rank, message)
 
     def close(self) -> None:
         """Nothing is given back: the ranks stay."""

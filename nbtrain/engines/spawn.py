@@ -37,6 +37,7 @@ class SpawnEngine(Engine):
     """Starts one interpreter per rank from the calling thread, which must outlive them."""
 
     name = "spawn"
+    can_stay = True
 
     def __init__(self) -> None:
         self._parcel: payload.PackedPlan | None = None
@@ -156,7 +157,8 @@ def _advice(error: OSError) -> str:
 
 def _order(job: Job, rank: int, parcel: payload.PackedPlan) -> dict[str, Any]:
     """Return all that a rank must know before it can load the parcel."""
-    sent = ("world_size", "device", "threads", "port", "attempt", "scratch", "unanswered")
+    sent = ["world_size", "device", "threads", "port", "attempt", "scratch", "unanswered"]
+    sent.append("in_notebook")
     return {
         "parent": os.getpid(),
         "clock": clock.offset(),

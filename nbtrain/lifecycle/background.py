@@ -3,7 +3,7 @@
 It is forked from the kernel and forks (or spawns) the ranks itself, so it is their parent: what the
 kernel does next, or that it dies, is nothing to it. The kernel follows the run's folder
 (`nbtrain.lifecycle.follower`), as any other process may. On a leash, it ends the run when its
-kernel ends.
+kernel ends. A task of live ranks is watched by a thread of the kernel: their channels are there.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import gc
 import os
 import random
 import signal
+import threading
 from functools import partial
 from typing import Any
 
@@ -49,6 +50,17 @@ def start(engine: Engine, job: Job, state: RunState, *, leash: bool) -> int | No
         with contextlib.suppress(OSError):  # else it would seem to run as long as this kernel
             Supervisor(job.folder, state).abort(reason)
         raise LaunchError(reason) from error
+
+
+def start_in_thread(engine: Engine, job: Job, state: RunState) -> None:
+    """Watch a task of ranks that stay, whom only this process can reach, in a thread of it."""
+    supervisor = Supervisor.of(job.plan, job.folder, state, ranks_stay=True)
+
+    def watch() -> None:
+        with engine.occupied(), Interrupts(wanted=False) as interrupts:
+            run_attempts(engine, job, supervisor, interrupts)
+
+    threading.Thread(target=watch, name="nbtrain-background", daemon=True).start()
 
 
 def _fork_supervisor(watch: partial[int], folder: RunFolder) -> int:

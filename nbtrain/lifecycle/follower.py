@@ -58,7 +58,7 @@ class Follower:
         """Wait until the ranks were started; False if they will not be. Before `start`."""
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline and not self.state.is_over:
-            if all(rank.pid is not None for rank in self.state.ranks):
+            if all(rank.pid is not None or rank.is_over for rank in self.state.ranks):
                 return True
             if not self._is_watched():
                 return False

@@ -43,24 +43,25 @@ from ..transport import result_pickler
 from ..ui.displays import prompt as prompts
 from ..ui.displays import select
 from ..ui.displays.cell_output import CellOutput
-from ..ui.displays.html_display import Display
+from ..ui.displays.html_display import Display, ipython_shell
 from ..ui.displays.tracebacks import show_from_the_rank
 from ..worker import api, nested_launches
 from ..worker.job import Job
 from . import background
 from .debugging.conversation import Conversation
 from .follower import Follower
+from .forwarding.forwarder import check_installed, without_addresses
 from .restarts import run_attempts
 from .results import ResultReceiver, continuations
-from .run import Run, conclude, draw_live, going_on, let_go, remember
+from .run import Run, conclude, draw_live, earlier, going_on, let_go, remember
 from .run_info import manifest
 from .supervisor import Interrupts, Supervisor
 
 LIVE = "live ranks"
 """What the run of live ranks is called."""
 
-SPARED = 5.0
-"""Seconds between two looks at old folders while live ranks do one task after the other."""
+SPARED = 8
+"""Tasks of live ranks between two looks at old folders."""
 
 _NOBODY_DEBUGS = (
     "--debug has no effect here: the debugger needs somebody who can type, and ranks on this host."
@@ -88,6 +89,8 @@ def launch(
     telemetry: str | Iterable[str] = SOURCES,
     hang_after: float | None = HANG_AFTER,
     on_hang: str = "report",
+    track: str | Iterable[str] = (),
+    notify: str | Iterable[str] = (),
     debug: bool = False,
     out: str | Iterable[str] = (),
     sync: bool = True,
@@ -132,6 +135,10 @@ def launch(
         hang_after: report a hang after this many seconds without progress of a rank; None or 0:
             never. A deadlock that is certain is reported after seconds.
         on_hang: 'report' a hang, or 'stop' the run, too, and raise `RunTimeout` with the report.
+        track: trackers that get config, metrics, notes and the outcome, as one run: 'tensorboard',
+            'mlflow', 'wandb', 'trackio' or another that Accelerate has (``NAME@all``: the metrics
+            of each rank, too).
+        notify: addresses of apprise that get a message when the run ends, fails or hangs.
         debug: where a rank raises, open the debugger there before the run ends.
         out: names of variables of rank 0 to copy back (``NAME@all``: of every rank, as a list):
             arguments, or global variables of the function's module, where they are then assigned.
@@ -243,6 +250,7 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
     """
     if api.active is not None:
         raise nested_launches.refusal("nbtrain", getattr(plan.task, "function", None) or plan.name)
+    check_installed(plan)
     plan, findings = _configured(plan)
     findings += noticed
     engine = engine or engines.choose(plan)
@@ -250,7 +258,7 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
         plan, device = engine.resolve(plan)
         LOGGER.info("%s on %s", plural(plan.num_processes or 1, "rank"), device)
         findings += _check(plan, device, engine)
-        engine.prepare(plan)
+        engine.prepare(without_addresses(plan))
         notes = [*(finding.text for finding in findings), *engine.notes]
         with contextlib.suppress(Exception):  # a model of a kind that cannot be asked
             notes += continuations(plan)
@@ -275,7 +283,7 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
                     is_live=engine.ranks_stay, waits_for_ever=plan.debug or engine.ranks_stay
                 )
             run = execute(job, engine, supervisor, display, interrupts)
-            spared = SPARED if engine.ranks_stay else 0.0
+            spared = SPARED if engine.ranks_stay else 0
             let_go(job.folder, lambda: interrupts.count > 0, spared=spared)
     except OSError as failure:  # out of descriptors, most likely
         raise LaunchError(f"the run could not be started: {failure}") from failure
@@ -292,7 +300,7 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
 def _display(plan: Plan, engine: Engine, choose: Callable[..., Display]) -> Display:
     if engine.ranks_stay and plan.view == "auto":
         return CellOutput(choose)
-    return choose(inline=engine.runs_in_kernel)
+    return select.with_outputs(choose(inline=engine.runs_in_kernel))
 
 
 def _configured(plan: Plan) -> tuple[Plan, list[Finding]]:
@@ -346,12 +354,11 @@ def _check_task(plan: Plan, device: str, engine: Engine) -> list[Finding]:
     on_host = preflight.check(plan, device, engine, bytes_built) if engine.checks_host else ()
     in_code: tuple[CodeFinding, ...] = ()
     with contextlib.suppress(Exception):  # it is advice
-        memory = host.memory()
-        is_filled = memory is not None and ranks * built > memory.available
+        is_tpu = device in tpu.ENGINES.values()
         in_code = lint(
             plan.task,
             device=device,
-            low_ram_tpu=device in tpu.ENGINES.values() and is_filled,
+            low_ram_tpu=is_tpu and ranks * built > host.memory().available,
             sharded=config_file.is_sharded({**os.environ, **plan.env}),
             ranks=ranks,
             name_cell=cell_name,
@@ -396,7 +403,11 @@ def _start_in_background(plan: Plan, device: str, engine: Engine, notes: Sequenc
     """
     job, state = make_job(plan, device, engine, notes)
     let_go(job.folder, lambda: False)
-    supervisor = background.start(engine, job, state, leash=not plan.detach)
+    supervisor = None
+    if engine.ranks_stay:
+        background.start_in_thread(engine, job, state)
+    else:
+        supervisor = background.start(engine, job, state, leash=not plan.detach)
     follower = Follower(job.folder, supervisor)
     run = Run(job.folder, state, watcher=follower, home=ResultReceiver(plan))
     remember(run, goes_on=True)
@@ -422,6 +433,7 @@ def make_job(plan: Plan, device: str, engine: Engine, notes: Sequence[str]) -> t
     if not going_on():  # a run in the background keeps its time
         clock.synchronize()
     contents = manifest(plan, world_size, device, notes, engine.runs_in_kernel)
+    contents["earlier"] = None if plan.scaling else earlier(contents["name"])
     job = Job(
         plan=plan,
         folder=run_folder.create(contents["name"], contents),
@@ -429,6 +441,7 @@ def make_job(plan: Plan, device: str, engine: Engine, notes: Sequence[str]) -> t
         device=device,
         threads=host.threads_per_rank(world_size),
         in_kernel=engine.runs_in_kernel,
+        in_notebook=getattr(ipython_shell(), "kernel", None) is not None,
         shared_classes=result_pickler.notebook_classes(),
     )
     launch_log.keep_in(job.folder.launcher_log)
@@ -441,4 +454,4 @@ def make_job(plan: Plan, device: str, engine: Engine, notes: Sequence[str]) -> t
         os.getpid(),
     )
     LOGGER.info("plan: %s", ", ".join(f"{name} {contents[name]!r}" for name in _LOGGED))
-    return job, initial_state(contents)
+    return job, initial_state(contents | {"number": run_folder.number_of(job.folder)})

@@ -18,6 +18,7 @@ from ..tracking.diagnosis.verdict import line
 from ..tracking.run_folder import set_aside
 from ..tracking.state import RankState, RunState
 from ..worker.job import Job
+from .forwarding.forwarder import start_forwarder, without_addresses
 from .preload.importer import IMPORTING, importer
 from .supervisor import Interrupts, Supervisor
 
@@ -54,6 +55,8 @@ def run_attempts(
 
     Returns an exception that is at hand as such, not in the run folder.
     """
+    supervisor.forwarder = start_forwarder(job.plan, job.folder)
+    job = replace(job, plan=without_addresses(job.plan))
     if not engine.ranks_stay:
         job = replace(job, scratch=_scratch())
     reaper: OrphanReaper | None = None
@@ -97,15 +100,19 @@ def run_attempts(
             reaper.close()
         if job.scratch:
             shutil.rmtree(job.scratch, ignore_errors=True)
+            _delete_abandoned(Path(job.scratch).parent)
     supervisor.look_at_cards()
     supervisor.finish()
-    importer.learn(job)
-    engine.import_ahead(job, importer.modules())  # for the next run, in a process of its own
+    if not engine.ranks_stay:
+        importer.learn(job)
+        engine.import_ahead(job, importer.modules())  # for the next run, in a process of its own
     return ranks.error
 
 
 def _import_ahead(engine: Engine, job: Job, supervisor: Supervisor, interrupts: Interrupts) -> bool:
     """Import, once for all ranks, what they need; return False if the run was stopped meanwhile."""
+    if engine.ranks_stay:
+        return True
     if not engine.forks_kernel:
         is_importing = engine.import_ahead(job, importer.modules())
         return supervisor.wait_while(is_importing, interrupts, IMPORTING)
@@ -119,12 +126,15 @@ def _import_ahead(engine: Engine, job: Job, supervisor: Supervisor, interrupts: 
     return True
 
 
-def _scratch() -> str:
+def room_for_sockets() -> str:
+    """Return the folder of temporary files, or /tmp where a path of a socket would be too long."""
     usual = tempfile.gettempdir()
-    parent = usual if len(usual) <= ROOM else "/tmp"
-    _delete_abandoned(Path(parent))
+    return usual if len(usual) <= ROOM else "/tmp"
+
+
+def _scratch() -> str:
     try:
-        return tempfile.mkdtemp(prefix=f"{SCRATCH}{os.getpid()}-", dir=parent)
+        return tempfile.mkdtemp(prefix=f"{SCRATCH}{os.getpid()}-", dir=room_for_sockets())
     except OSError:  # a full disk: the run may not need it
         return ""
 

@@ -379,10 +379,10 @@ def load(
         rest = f"; there are {_listed(saved)}" if saved else ""
         raise NbtrainError(
             f"this run saved {what}{rest}. A run saves the models that its function or cell "
-            "refers to and that changed. Return the state_dict() of a model that the function "
-            "itself makes. After an interrupt or a failure, a model is saved only if "
-            f"it is smaller than {QUICK >> 20} MiB, and none is saved if rank 0 was stopped "
-            "because another rank failed"
+            "refers to and that changed, unless it has sync=False (--no-sync). Return the "
+            "state_dict() of a model that the function itself makes. After an interrupt or a "
+            f"failure, a model is saved only if it is smaller than {QUICK >> 20} MiB, and none is "
+            "saved if rank 0 was stopped because another rank failed"
         )
     if target is None and not any(n in known for n in wanted):
         raise NbtrainError(

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import os
 import pickle
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,20 +18,24 @@ from ..system.files import open_regular, read_regular
 from ..system.text import plural
 from ..tracking import clock, pruning
 from ..tracking import history as past
+from ..tracking.curves import RATES, evenly, smoothed
 from ..tracking.diagnosis import stacks, verdict
 from ..tracking.diagnosis.failures import Failure, headline, to_exception
 from ..tracking.diagnosis.lost_results import SIGN
 from ..tracking.overview.epochs import epoch_table
 from ..tracking.pruning import Mark
-from ..tracking.replay import TAIL_BYTES, read_state
+from ..tracking.replay import MOST_POINTS, TAIL_BYTES, read_state
 from ..tracking.run_folder import RunFolder, find
 from ..tracking.state import RankState, RunState
 from ..transport import result_pickler
 from ..ui import matplotlib_figure
 from ..ui.board import board
+from ..ui.card import Card, card
 from ..ui.displays import html_display, kernel_comms, select
 from ..ui.displays.html_display import Display, execution_count
+from ..ui.displays.rank_outputs import RankOutputs
 from ..ui.displays.widget_board import listening_ids
+from ..ui.labels import main_metric
 from . import results as home
 from .follower import TICK, Follower, following
 from .results import ResultReceiver
@@ -44,10 +46,16 @@ from .supervisor import Interrupts, Supervisor
 SMALL = 1 << 20
 """Bytes of a result that is held in memory as soon as its run is over."""
 
+OUTLINES = 20
+"""Names of runs whose last curve is kept."""
+
 _last: Run | None = None
 _last_pid: int | None = None
-_pruned = -math.inf
-"""When the oldest folders were deleted last."""
+_unpruned = 0
+"""Runs since the oldest folders were deleted last."""
+
+_outlines: dict[str, dict[str, Any]] = {}
+"""The main curve of the last run of each name, for the next one's board."""
 
 _behind: list[Run] = []
 """Runs that go on behind their cells, or did when last looked at: also those nobody holds."""
@@ -102,7 +110,8 @@ class Run:
     @property
     def state(self) -> RunState:
         """The present picture: `status`, `ranks`, `elapsed(now)`. Immutable."""
-        return self._watcher.state if self._watcher is not None else self._state
+        watcher = self._watcher  # another thread may let go of it
+        return watcher.state if watcher is not None else self._state
 
     @property
     def results(self) -> list[Any]:
@@ -232,7 +241,7 @@ class Run:
             lines = (f"[rank {r}] {line}" for r in range(size) for line in self._log_lines(r, tail))
             return "\n".join(lines)
         if not 0 <= rank < size:
-            raise IndexError(f"there is no rank {rank}: the run had ranks 0 to {size - 1}")
+            raise IndexError(_no_such_rank(rank, self.state))
         return "\n".join(self._log_lines(rank, tail))
 
     def _log_lines(self, rank: int, tail: int | None) -> list[str]:
@@ -303,6 +312,15 @@ class Run:
             runs = {self.state.name: self}
         rows = {name: run._history_rows() for name, run in runs.items()}
         return matplotlib_figure.figure(rows, metrics)
+
+    def card(self) -> Card:
+        """Return a picture of the run to share, 600 pixels wide; it draws itself.
+
+        It has the run's name, ranks, time, best metric, speed and result, the curve of the loss,
+        and what each rank did over time. ``card.save("card.svg")`` writes it to a file.
+        """
+        self._follow()
+        return card(self.state, clock.now(self.state.clock_offset))
 
     def compare(self, *others: Run | str) -> Any:
         """Return the arguments and outcomes of runs side by side: a column per run.
@@ -400,11 +418,21 @@ class Run:
             return
         self.show()
 
-    def show(self) -> None:
-        """Draw the run in the present cell; one that goes on in the background is drawn live."""
+    def show(self, rank: int | None = None) -> None:
+        """Draw the run in the present cell; one that goes on in the background is drawn live.
+
+        What ranks displayed is below it, once the run is over: what `rank` did, or rank 0.
+        """
         self._follow()
+        if rank is not None and not 0 <= rank < self.state.world_size:
+            raise IndexError(_no_such_rank(rank, self.state))
         if self.state.is_over or not draw_live(self):
             html_display.show(html_display.bundle(self.state, clock.now(self.state.clock_offset)))
+            RankOutputs(rank).finish(self.state)
+
+
+def _no_such_rank(rank: int, state: RunState) -> str:
+    return f"there is no rank {rank}: the run had ranks 0 to {state.world_size - 1}"
 
 
 def draw_live(run: Run, view: str = "auto") -> bool:
@@ -436,20 +464,46 @@ def _whole() -> Iterator[Interrupts]:
         raise KeyboardInterrupt
 
 
-def let_go(newest: RunFolder, is_over: Callable[[], bool], *, spared: float = 0.0) -> None:
+def let_go(newest: RunFolder, is_over: Callable[[], bool], *, spared: int = 0) -> None:
     """Let the oldest runs go, but for what is left once `is_over`.
 
-    Not where that was done within the last `spared` seconds.
+    Not where that was done at the end of one of the last `spared` runs.
     """
-    global _pruned
-    if time.monotonic() >= _pruned + spared:
-        _pruned = time.monotonic()
+    global _unpruned
+    _unpruned += 1
+    if _unpruned > spared:
+        _unpruned = 0
         pruning.prune(newest=newest, is_over=is_over)
 
 
 def last_run() -> Run | None:
     """Return the last run launched from this process, however it ended; None before the first."""
     return _last if _last_pid == os.getpid() else None  # a rank inherits the notebook's
+
+
+def last_folder() -> Path | None:
+    """Return the folder of the last run, to compare with later.
+
+    Where a cell fails, its error keeps the frames of the call, and all that they hold: the run of
+    before itself would be kept with this one's, and its own error, and so on to the first.
+    """
+    run = last_run()
+    return None if run is None else run.folder
+
+
+class NotRemembered:
+    """Makes the runs of its block none of the user's: `last_run` stays what it was.
+
+    Not where the block raises: the run which failed is then worth a look.
+    """
+
+    def __enter__(self) -> None:
+        self._before = last_run()  # in no frame: see `last_folder`
+
+    def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
+        before, self._before = self._before, None
+        if kind is None and before is not None:
+            remember(before)
 
 
 def remember(run: Run, goes_on: bool = False) -> None:
@@ -463,8 +517,30 @@ def remember(run: Run, goes_on: bool = False) -> None:
 def conclude(run: Run, error: BaseException | None) -> None:
     """Take note that the launcher watched a run to its end, in the present cell."""
     run._error = error
+    run._state, run._watcher = run.state, None  # IPython keeps what a cell returns in `Out`
     run._drawn_in = execution_count()
     run._keep_results()
+    _remember_curve(run)
+
+
+def _remember_curve(run: Run) -> None:
+    """Keep the main curve of a run, if it has one."""
+    state, curves = run.state, run.state.curves.all
+    metric = main_metric(name for name in curves if name not in RATES)
+    points = smoothed(curves[metric].band) if metric is not None else []
+    if metric is None or len(points) < 8:
+        return
+    title = state.name if state.number is None else f"{state.name} #{state.number}"
+    rounded = [(x, float(f"{y:.5g}")) for x, y in evenly(points, MOST_POINTS - 1)]
+    _outlines.pop(state.name, None)
+    _outlines[state.name] = {"title": title, "metric": metric, "points": rounded}
+    while len(_outlines) > OUTLINES:
+        del _outlines[next(iter(_outlines))]
+
+
+def earlier(name: str) -> dict[str, Any] | None:
+    """Return the main curve of this process's last run of a name, for a manifest."""
+    return _outlines.get(name) if _last_pid == os.getpid() else None
 
 
 def going_on() -> list[Run]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import MissingExtra
 from ..planning import build_estimate
+from ..planning.lint import models_built
 from ..planning.plan import Cell, Plan, Task
 from ..planning.secrets import is_secret
 from ..planning.task_values import arguments, returned
@@ -161,11 +162,10 @@ def manifest(
 
 def _if_killed(plan: Plan, ranks: int) -> Sequence[str]:
     """Return what to say if a rank is killed for want of memory: what each builds for itself."""
-    memory = host.memory()
     try:
-        return build_estimate.advice(
-            plan.task, ranks, memory.available if memory is not None else None
-        )
+        if not models_built(plan.task):
+            return ()
+        return build_estimate.advice(plan.task, ranks, host.memory().available)
     except Exception:  # what reads any source may meet anything; advice is never worth a launch
         return ()
 

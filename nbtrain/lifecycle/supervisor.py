@@ -36,6 +36,7 @@ from ..tracking.resource_sampler import Sampler
 from ..tracking.run_folder import RunFolder, asked_to_stop, mark_stopping, recreate
 from ..tracking.state import RunState
 from .debugging.conversation import Conversation
+from .forwarding.forwarder import Forwarder
 from .stop_policy import StopController
 
 TICK = 0.1
@@ -49,6 +50,9 @@ ANSWER = 0.2
 
 LOOK = 2.0
 """Seconds between two looks at the disk."""
+
+SHORT = 0.2
+"""Seconds of a task of live ranks before memory is measured: most are over by then."""
 
 RESTORE = 0.5
 """Seconds between two looks at whether the run's folder is there."""
@@ -112,6 +116,7 @@ class Supervisor:
         self.show: Callable[[RunState, float], None] = lambda _state, _now: None
         self.conversation: Conversation | None = None
         """Has the user talk with debuggers in ranks, where there is a user."""
+        self.forwarder = Forwarder()
         self.over = threading.Event()
         self._folder = folder
         self._timeout = timeout
@@ -130,7 +135,7 @@ class Supervisor:
             ranks_stay=ranks_stay,
             failures_end=failures_end,
         )
-        self._exit_causes = ExitCauses(folder)
+        self._exit_causes = ExitCauses(folder, ranks_stay=ranks_stay)
         self._retry_reason = ""
         self._presses = 0
         self._restores = 0.0  # when the folder is looked for next
@@ -177,6 +182,7 @@ class Supervisor:
         )
         here = {rank: pid for rank, pid in ranks.pids.items() if rank not in nodes}
         looks = 0.0  # when the disk is looked at next
+        measures = time.monotonic() + (SHORT if self._ranks_stay else 0.0)
         with contextlib.closing(Sampler(here, self.state.device)) as sampler:
             while ranks.alive and not self._stop.is_hopeless(time.monotonic()):
                 for ended in self._turn(ranks, interrupts):
@@ -186,7 +192,7 @@ class Supervisor:
                 if time.monotonic() >= looks:
                     looks = time.monotonic() + LOOK
                     self._note(self._disk.check_room(self.state.world_size))
-                if here:
+                if here and time.monotonic() >= measures:
                     with contextlib.suppress(Exception):  # a driver: the next look may do
                         self._note(sampler.sample())
                 if self._stop.cause is None and ranks.alive:
@@ -215,6 +221,7 @@ class Supervisor:
         self._take(self._reader.read(ended={e.rank for e in exits}))
         self._pictures.keep(self.state)
         self._note(self._work.check(self.state.notes))
+        self._note(self.forwarder.notes())
         self._take_exits(exits)
         self._decide(ranks, interrupts)
         if ranks.alive and (talk is None or not talk.holds_screen):
@@ -226,7 +233,8 @@ class Supervisor:
         if not self._has_named:
             self._has_named = True
             running = [rank.rank for rank in self.state.ranks if not rank.is_over]
-            where = hangs.places(stacks.ask(self._folder, running, ANSWER))
+            are_far = self._folder.questions.exists()
+            where = hangs.places(stacks.ask(self._folder, running, None if are_far else ANSWER))
             where = f"{where[:1].upper()}{where[1:]}"
             text = f"{format_ranks(running)} did not hear the interrupt so far. {where}".rstrip()
             self.note(f"{text}. A second interrupt ends the ranks, and their variables")
@@ -318,9 +326,12 @@ class Supervisor:
 
     def _note(self, events: Iterable[ev.Event]) -> None:
         """Write events of the launcher's own, and fold them."""
+        events = list(events)
         for event in events:
             self._writer.write(event)
-            self._take([event])
+        if events:
+            self._take(events)
+        for event in events:
             self._log(event)
 
     def _log(self, event: ev.Event) -> None:
@@ -368,6 +379,7 @@ class Supervisor:
         )
         if begins and self._stop.cause != "failed":
             self._places = self._where()
+        if begins and (self._stop.cause != "failed" or self._ranks_stay):
             mark_stopping(self._folder)  # before the signal, of which it says what that means
         for action, targets, _ in signals:
             ranks.signal(targets, action)
@@ -428,7 +440,9 @@ class Supervisor:
         if status in ("interrupted", "timed out") and self._places:
             message = f"{message}. {self._places[0].upper()}{self._places[1:]}"
         flaw = self.state.flaw if status == "succeeded" else ""
-        self._note([ev.Finished(clock.now(), -1, status, message, flaw)])
+        end = ev.Finished(clock.now(), -1, status, message, flaw)
+        self._note(self.forwarder.finish(end))
+        self._note([end])
         self._pictures.keep(self.state, is_last=True)
         LOGGER.info("the run %s after %.1f s", self.state.outcome, self.state.elapsed(clock.now()))
         self._writer.close()

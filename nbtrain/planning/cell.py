@@ -75,7 +75,7 @@ def title(cell: Cell) -> str:
         lines = [line for line in cell.source.splitlines() if line.strip()]
         dull = ("#", "import ", "from ", "%", "!")
         telling = (line for line in lines if not line.lstrip().startswith(dull))
-        return shorten(next(telling, lines[0]).strip(), 60)
+        return shorten(next(telling, lines[0]).strip().rstrip(" :"), 60)
     shown = (_filled(p, cell.namespace) for p in cell.parameters)
     return f"{cell.function}({', '.join(shown)})"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
 import re
 import shlex
@@ -260,9 +261,14 @@ def parser(
     return result
 
 
+@functools.cache
+def _parser_of_cells() -> OptionParser:
+    return parser()
+
+
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     """Read the options of ``%%distributed``. Raises `PlanError`, in one line."""
-    return checked(parser().parse_args(arguments))
+    return checked(_parser_of_cells().parse_args(arguments))
 
 
 def checked(parsed: argparse.Namespace) -> argparse.Namespace:

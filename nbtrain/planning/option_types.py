@@ -26,6 +26,19 @@ SOURCES = ("bars", "steps", "loss", "data", "phases", "trainer", "tracker")
 backward; batches and the time spent waiting for them; joining the other ranks, saving and
 compiling; the logs of transformers' Trainer; Accelerate's tracker."""
 
+TRACKERS = (
+    "tensorboard",
+    "mlflow",
+    "wandb",
+    "trackio",
+    "comet_ml",
+    "aim",
+    "clearml",
+    "dvclive",
+    "swanlab",
+)
+"""Trackers of experiments that Accelerate has a class for."""
+
 HANG_AFTER = 300.0
 """Seconds without a sign of progress after which a rank is asked for its stack; None: never."""
 
@@ -89,6 +102,8 @@ class Option:
 
     def check(self, value: Any, label: str) -> None:
         """Raise `PlanError` for a field's value that is out of range."""
+        if value is self.default:  # most are, and a plan is made anew a few times for each cell
+            return
         items = value.items() if isinstance(value, Mapping) else value if self.nargs else (value,)
         for item in items:
             if not (self.must_be[1](item) or (item is None and self.may_be_none)):
@@ -202,6 +217,19 @@ def names_of(texts: str | Iterable[str]) -> tuple[str, ...]:
     return tuple(
         dict.fromkeys(name for text in texts for name in re.split(r"[,\s]+", text) if name)
     )
+
+
+class Secret(str):
+    """A text that does not show in what is printed of an object that has it."""
+
+    def __repr__(self) -> str:
+        return "'…'"
+
+
+def secrets_of(texts: str | Iterable[str] | None) -> tuple[Secret, ...]:
+    """Return texts that nothing shows."""
+    texts = [texts] if isinstance(texts, str) else texts or ()
+    return tuple(dict.fromkeys(Secret(text) for text in texts if text))
 
 
 def sources_of(asked: str | Iterable[str]) -> tuple[str, ...]:

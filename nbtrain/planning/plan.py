@@ -234,6 +234,31 @@ class Plan:
         types=(str, Iterable),
         convert=options.sources_of,
     )
+    track: tuple[str, ...] = option(
+        "--track",
+        f"send config, metrics, notes and the outcome to a tracker, as one run of it: "
+        f"{', '.join(options.TRACKERS)} (NAME@all: the metrics of each rank, too)",
+        (),
+        metavar="NAMES",
+        nargs="+",
+        types=(str, Iterable),
+        convert=lambda names: options.names_of(names or ()),
+        must_be=(
+            f"trackers ({', '.join(options.TRACKERS)}), or NAME{options.OF_ALL}",
+            lambda name: name.removesuffix(options.OF_ALL) in options.TRACKERS,
+        ),
+    )
+    notify: tuple[str, ...] = option(
+        "--notify",
+        "send a message when the run ends, fails or hangs, to an address of apprise: Slack, mail, "
+        "ntfy, a webhook, … (repeatable)",
+        (),
+        metavar="URL",
+        nargs="+",
+        types=(str, Iterable),
+        convert=options.secrets_of,
+        must_be=("an address (URL)", lambda url: isinstance(url, str) and ":" in url),
+    )
     debug: bool = option(
         "--debug",
         "where a rank raises, open the debugger there before the run ends; the other ranks wait",

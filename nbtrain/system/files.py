@@ -270,6 +270,14 @@ class Spare:
             self._descriptor = os.open(folder, flags, 0o600)
             reserve_beyond_end(self._descriptor, size)
 
+    @property
+    def is_free(self) -> bool:
+        """Whether the room is there, and not taken yet."""
+        try:
+            return os.fstat(self._descriptor).st_nlink == 0
+        except OSError:
+            return False
+
     def write(self, path: Path, data: bytes) -> None:
         """Write a file atomically, on a full disk too if there is room for it. Raises `OSError`."""
         try:
@@ -291,6 +299,7 @@ class Spare:
         os.ftruncate(descriptor, len(data))
         # Python follows this symbolic link only where a folder's descriptor is named, too.
         os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor)
+        self.close()  # it is taken
         return True
 
     def close(self) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import inspect
 import os
 import sys
 from collections import deque
@@ -77,6 +76,28 @@ def patches() -> tuple[Patched, ...]:
     return tuple(Patched(_label(p.owner), p.name, p.by) for p in _patches if p.is_active)
 
 
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+
+def warn_where_users_call() -> None:
+    """Let a warning about the caller of a patched function name the user's line, not the detour."""
+    patch("warnings", "showwarning", _show_at_callers_line)
+
+
+def _show_at_callers_line(
+    original: Any, message: Any, category: Any, filename: str, lineno: int, *rest: Any, **named: Any
+) -> None:
+    path, line = filename, lineno
+    frame = sys._getframe(2) if path.startswith(_PACKAGE) else None
+    while frame is not None and (frame.f_code.co_filename, frame.f_lineno) != (path, line):
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    if frame is not None:
+        path, line = frame.f_code.co_filename, frame.f_lineno
+    original(message, category, path, line, *rest, **named)
+
+
 _Wrap = Callable[["_Patch", Any], Any]
 """Makes what replaces an original function, for a patch."""
 
@@ -106,7 +127,10 @@ class _Patch:
     def _wrapped(self, wrap: _Wrap) -> Any:
         if not isinstance(self.owner, type):  # a module may make its attributes when asked
             return wrap(self, getattr(self.owner, self.name))
-        stored = inspect.getattr_static(self.owner, self.name, None)
+        # As `inspect.getattr_static` does, which takes ten times as long.
+        stored = next(
+            (vars(c)[self.name] for c in self.owner.__mro__ if self.name in vars(c)), None
+        )
         if isinstance(stored, (classmethod, staticmethod)):
             return type(stored)(wrap(self, stored.__func__))
         if isinstance(stored, property):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ def process_identity(pid: Any) -> str | None:
         return None
 
 
+@functools.cache
 def boot() -> str:
     """Return what identifies the time since this host was started; "" if unknown."""
     try:

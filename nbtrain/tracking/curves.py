@@ -8,12 +8,13 @@ as much as one of a minute, and is the same whether it was folded live or from f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
+from itertools import groupby
 from operator import itemgetter
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 POINTS = 256
 """Bins of a band, and points of a line, at most."""
@@ -23,6 +24,9 @@ LINES = 16
 
 NAMES = 24
 """Metrics that have curves, the first that come; the files have all."""
+
+RATES = ("steps/s", "samples/s", "lr")
+"""Names of curves that say nothing of the model."""
 
 UNCHARTED = 1000
 """Further names that are counted."""
@@ -73,11 +77,24 @@ Line = dict[int, tuple[float, float]]
 """One rank's newest point of each bin, by the bin's number. NaN is a gap."""
 
 
-def sparse(line: Line, limit: int) -> list[tuple[float, float]]:
-    """Return about `limit` points of a line in order, the newest among them."""
-    *points, last = sorted(line.values())
-    every = -(-len(points) // limit) or 1
-    return [*points[::every], last]
+_Point = TypeVar("_Point", Bin, tuple[float, float])
+
+
+def evenly(points: Sequence[_Point], limit: int) -> list[_Point]:
+    """Return about `limit` points, evenly over the steps, the first and the newest among them.
+
+    Not every nth: the first steps of a run are reported one by one, later ones now and then.
+    """
+    if len(points) <= limit:
+        return list(points)
+    first, last = points[0][0], points[-1]
+    width = (last[0] - first) / (limit - 1) or 1.0
+    chosen: dict[int, _Point] = {
+        int((point[0] - first) / width): point for point in reversed(points[:-1])
+    }
+    even = list(chosen.values())[::-1]
+    even.append(last)
+    return even
 
 
 @dataclass
@@ -130,17 +147,18 @@ class Series:
         return next(together, math.inf)
 
     def thinned(self, points: int) -> list[Bin]:
-        """Return the band in at most `points` bins, neighbours joined.
+        """Return the band in at most `points` bins of as many steps, neighbours joined.
 
         The first stands alone: it is where the curve begins. What is left over at the end goes
         with its neighbour: few values alone jump.
         """
         first, rest = self.band[:1], self.band[1:]
-        every = -(-len(rest) // (points - 1)) or 1
-        groups = [rest[i : i + every] for i in range(0, len(rest), every)]
-        if len(groups) > 1 and len(groups[-1]) < every / 2:
-            groups[-2:] = [groups[-2] + groups[-1]]
-        return [*first, *(reduce(joined, group) for group in groups)]
+        if len(rest) < points:
+            return self.band
+        begin, most = rest[0].x, points - 2
+        width = (rest[-1].x - begin) / (points - 1) or 1.0
+        groups = groupby(rest, lambda each: min(most, int((each.x - begin) / width)))
+        return [*first, *(reduce(joined, group) for _, group in groups)]
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -206,13 +224,23 @@ class Series:
 
 
 def smoothed(band: list[Bin]) -> list[tuple[float, float]]:
-    """Return the means of a band, each averaged with those before it, by step."""
-    weight = 1 / max(1.0, len(band) / 24)
-    points: list[tuple[float, float]] = []
-    for each in band:
-        before = points[-1][1] if points else each.mean
-        points.append((each.x, before + weight * (each.mean - before)))
-    return points
+    """Return the means of a band, each averaged with those around it, by step.
+
+    Forth and back, so that the curve does not lag behind what it is of. Over a part of the steps,
+    not of the points: where they are dense, the curve would be another.
+    """
+    points = [(each.x, each.mean) for each in band]
+    reach = (points[-1][0] - points[0][0]) / 36 or 1.0 if points else 1.0  # none of a nan loss
+    return _averaged(_averaged(points, reach)[::-1], reach)[::-1]
+
+
+def _averaged(points: list[tuple[float, float]], reach: float) -> list[tuple[float, float]]:
+    """Return each point averaged with those before it, exponentially, over `reach` steps."""
+    followed: list[tuple[float, float]] = []
+    for x, y in points:
+        x_before, before = followed[-1] if followed else (x, y)
+        followed.append((x, before + min(1.0, abs(x - x_before) / reach) * (y - before)))
+    return followed
 
 
 def _place(step: float | None, value: float, end: End | None) -> tuple[float, End]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import time
 from collections import deque
@@ -30,6 +31,10 @@ PATIENCE = 0.2
 
 SLOW = 0.01
 """Seconds for the files of a rank, by which a slow disk is known; others take 0.1 ms."""
+
+
+DELETED = 0.1
+"""Seconds between two looks at whether the file was deleted."""
 
 
 def event_tail(path: Path) -> Tail:
@@ -132,6 +137,7 @@ class EventWriter:
         self.trouble: OSError | None = None
         self._fd = _opened(path)
         self._has_links = True
+        self._looks = 0.0  # when the file is looked for next
         size = os.fstat(self._fd).st_size
         self._is_torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
         self._reserve()
@@ -148,19 +154,27 @@ class EventWriter:
         values: dict[str, float | str],
         at: int = 0,
     ) -> None:
-        """Append a `Metrics` event by the shortest way: this one is called in training loops."""
-        record = {"kind": "metrics", "time": time, "rank": rank, "step": step, "values": values}
-        if at:
-            record["at"] = at
-        self._append((ev.encode(record) + "\n").encode())
+        """Append a `Metrics` event by the shortest way: this one is called in training loops.
+
+        Between two steps of a training, what is not in the CPU's caches makes json's encoder take
+        23 µs, and a question to the file system 8: the text is put together by hand.
+        """
+        at_step = f',"at":{at}' if at else ""
+        number = "null" if step is None else step
+        body = ",".join([f"{_quoted(name)}:{_encoded(values[name])}" for name in values])
+        line = f'{{"kind":"metrics","time":{time!r},"rank":{rank},"step":{number}{at_step}'
+        self._append(f'{line},"values":{{{body}}}}}\n'.encode())
 
     def _append(self, line: bytes) -> None:
-        if self._is_deleted():
-            self._recreate()
+        now = time.monotonic()
+        if now >= self._looks:
+            self._looks = now + DELETED
+            if self._is_deleted():
+                self._recreate()
         if self._is_torn:
             line = b"\n" + line
         self._room -= len(line)
-        if self._room < self._reserved // 2:
+        if self._reserved and self._room < self._reserved // 2:
             self._reserve()
         try:
             written = os.write(self._fd, line)
@@ -204,6 +218,16 @@ class EventWriter:
             with contextlib.suppress(OSError):  # what was kept free is given back
                 os.ftruncate(descriptor, os.fstat(descriptor).st_size)
         os.close(descriptor)
+
+
+@functools.lru_cache(1024)
+def _quoted(name: str) -> str:
+    return ev.encode(name)
+
+
+def _encoded(value: float | str) -> str:
+    is_finite = type(value) is float and value - value == 0.0
+    return repr(value) if is_finite else ev.encode(value)
 
 
 def _opened(path: Path) -> int:

@@ -118,6 +118,9 @@ class TrainingCounts:
 class TrainingUpdate(TrainingCounts, Event, kind="training"):
     """The rank's training goes on; seen in torch, without a call by the user."""
 
+    rests: bool = False
+    """Whether these are the last counts of a training that has not gone on since."""
+
 
 @dataclass(frozen=True)
 class EpochEnd(Event, kind="epoch"):
@@ -306,6 +309,10 @@ class Displayed(Event):
 
     data: Values = field(default_factory=dict)
     """Its forms, by MIME type; binary ones in base64."""
+    name: str = ""
+    """It takes the place of one of that name, if there is one."""
+    clears: bool = False
+    """Whether it takes the place of all that the rank displayed before."""
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,12 @@ DISPLAYS = 64
 EPOCHS = 1000
 """Epochs of a rank that the picture has, the last ones."""
 
+RESTARTS = 16
+"""Restarts that the picture has, the last ones."""
+
+PHASES = 8
+"""Phases of a rank before its first step that are known."""
+
 OPEN_BARS = 16
 """How many bars of a rank are drawn; a loop that never closes its bars makes ever more."""
 
@@ -62,6 +68,9 @@ def fold(state: RunState, events: Iterable[ev.Event]) -> RunState:
         if event.rank < 0:
             if kind in RUN_REDUCERS:
                 state, drafts = _with(state, drafts), {}
+                if kind is ev.Attempt:  # looks how far they are
+                    state = replace(state, curves=curves.freeze())
+                    curves = CurvesDraft(state.curves, size)
                 state = replace(state, **RUN_REDUCERS[kind](state, event))
         elif event.rank < size and kind in RANK_REDUCERS:
             draft = drafts.get(event.rank)
@@ -117,6 +126,8 @@ def _attempt(state: RunState, event: ev.Attempt) -> Draft:
     )
     message = strip_escapes(event.reason)
     new = {"ranks": ranks, "attempt": event.number, "message": message, "status": "starting"}
+    reached = max((end.x for s in state.curves.all.values() for end in s.ends.values()), default=0)
+    new["restarts"] = (*state.restarts, (event.time, reached))[-RESTARTS:]
     return {**new, "hang": "", "peer_failure": None, "not_finite": None, "flaws": ()}
 
 
@@ -207,22 +218,32 @@ def _metrics(rank: Draft, event: ev.Metrics) -> Draft:
 
 def _epoch_end(rank: Draft, event: ev.EpochEnd) -> Draft:
     metrics = {name: value for name, value in rank["metrics"].items() if name in rank["fresh"]}
-    row = EpochRow(event.epoch, event.steps, event.seconds, event.loss, MappingProxyType(metrics))
+    values = event.loss, MappingProxyType(metrics), event.time
+    row = EpochRow(event.epoch, event.steps, event.seconds, *values)
     return {"epochs": (*rank["epochs"], row)[-EPOCHS:], "fresh": frozenset()}
 
 
 def _trained(rank: Draft, event: ev.TrainingUpdate) -> Draft:
     old = rank["progress"]
-    waited = (event.waited - old.waited, event.elapsed - old.elapsed) if old else (0.0, 0.0)
+    waited = event.waited - (old.waited if old else 0.0)
+    seconds = event.elapsed - (old.elapsed if old else 0.0)
     return {
         "progress": progress_after(old, event),
-        "weather": rank["weather"].trained(event.time, *waited),
+        "weather": rank["weather"].trained(event.time, waited, seconds),
     }
 
 
 @lru_cache(4096)
 def _name(key: str) -> str:
     return strip_escapes(key, NAME)
+
+
+def _phase(rank: Draft, event: ev.Phase) -> Draft:
+    phase, trained = strip_escapes(event.phase, 20), rank["progress"]
+    new = {"phase": phase, "weather": rank["weather"].phase(event.time, event.phase)}
+    if trained is None or not trained.steps:
+        new["phases"] = (*rank["phases"], (phase, event.time))[-PHASES:]
+    return new
 
 
 def _output(rank: Draft, event: ev.Output) -> Draft:
@@ -239,7 +260,9 @@ def _ended(rank: Draft, event: ev.Ended) -> Draft:
         "result": strip_escapes_by_line(event.result),
         "ended": event.time,
         "evidence": _evidence(event),
-        "weather": rank["weather"].ended(event.time, has_failed=event.error is not None),
+        "weather": rank["weather"].ended(
+            event.time, has_failed=event.error is not None, error=event.error or ""
+        ),
         "stepped": tuple(strip_escapes(name, NAME) for name in event.stepped[:SAVED]),
     }
 
@@ -269,6 +292,13 @@ def _evidence(event: ev.Ended | ev.Exited) -> tuple[str, ...]:
     return tuple(map(strip_escapes, event.evidence[:16]))
 
 
+def _displayed(rank: Draft, event: ev.Displayed) -> Draft:
+    before = () if event.clears else rank["displayed"]
+    if event.name and event.name in (each.name for each in before):
+        return {"displayed": tuple(event if e.name == event.name else e for e in before)}
+    return {"displayed": (*before, event)[:DISPLAYS]}
+
+
 RANK_REDUCERS: Mapping[type[ev.Event], Callable[[Draft, Any], Draft]] = {
     ev.Spawned: lambda _, e: {"pid": e.pid, "node": strip_escapes(e.node, NAME)},
     ev.Started: lambda rank, e: {
@@ -284,10 +314,7 @@ RANK_REDUCERS: Mapping[type[ev.Event], Callable[[Draft, Any], Draft]] = {
     ev.TensorMemory: lambda rank, e: {"usage": rank["usage"].after_counting(e)},
     ev.Progress: lambda rank, e: {"bars": MappingProxyType(_bars(rank["bars"], e))},
     ev.Output: _output,
-    ev.Phase: lambda rank, e: {
-        "phase": strip_escapes(e.phase, 20),
-        "weather": rank["weather"].phase(e.time, e.phase),
-    },
+    ev.Phase: _phase,
     ev.Debugger: lambda _, e: {
         "phase": f"debugger at {strip_escapes(e.place, 60)}" if e.address else "",
         "debugger": e.address,
@@ -296,7 +323,7 @@ RANK_REDUCERS: Mapping[type[ev.Event], Callable[[Draft, Any], Draft]] = {
     ev.Failing: lambda _, e: {"status": "failing", "error": strip_escapes_by_line(e.error)},
     ev.Ended: _ended,
     ev.ArtifactSaved: _artifact_saved,
-    ev.Displayed: lambda rank, e: {"displayed": (*rank["displayed"], e)[:DISPLAYS]},
+    ev.Displayed: _displayed,
     ev.Exited: _exited,
 }
 
@@ -312,7 +339,8 @@ def _add_to_curves(curves: CurvesDraft, rank: Draft, event: ev.Event) -> None:
             curves.add_seen(event.rank, step, strip_escapes(name, NAME) or "loss", loss)
         values = {"loss": None if event.losses else event.loss, "lr": event.lr}
         rates = {"steps/s": progress.step_rate, "samples/s": progress.sample_rate}
-        for name, value in {**values, **rates}.items():
+        moving = {name: rate for name, rate in rates.items() if rate}
+        for name, value in {**values, **moving}.items():
             if value is not None:
                 curves.add_seen(event.rank, progress.steps, name, value)
 

@@ -35,7 +35,7 @@ from .curves import Curves, Series
 from .event_log import Reader, all_events
 from .reducers import LOG_LINES, NOTE, ended, fold
 from .run_folder import FORMAT, RunFolder, is_watched
-from .state import RankState, RunState
+from .state import EarlierRun, RankState, RunState
 
 CHUNK = 4096
 """Events that are folded at a time."""
@@ -91,6 +91,10 @@ def catch_up(folder: RunFolder) -> tuple[RunState, float, Reader]:
     return state, last, reader
 
 
+MOST_POINTS = 64
+"""Points of the curve of an earlier run."""
+
+
 def initial_state(manifest: Mapping[str, Any], place: Path | str = "the manifest") -> RunState:
     """Return the picture of a run of which nothing is known but its manifest.
 
@@ -118,8 +122,20 @@ def initial_state(manifest: Mapping[str, Any], place: Path | str = "the manifest
         notes=_texts(manifest.get("notes")),
         if_killed=_texts(manifest.get("if_killed")),
         attempts=1 + (restarts if type(restarts) is int else 0),
+        number=number if type(number := manifest.get("number")) is int else None,
+        earlier=_earlier(manifest.get("earlier")),
         clock_offset=_clock_offset(manifest),
     )
+
+
+def _earlier(outline: Any) -> EarlierRun | None:
+    """Return the run to compare with; None where there is none, or it cannot be read."""
+    with contextlib.suppress(TypeError, ValueError, KeyError, OverflowError):
+        points = tuple((float(x), float(y)) for x, y in outline["points"][:MOST_POINTS])
+        is_fit = len(points) > 1 and all(math.isfinite(x + y) for x, y in points)
+        title, metric = (strip_escapes(str(outline[name]), 80) for name in ("title", "metric"))
+        return EarlierRun(title, metric, tuple(sorted(points))) if is_fit else None
+    return None
 
 
 def _clock_offset(manifest: Mapping[str, Any]) -> float | None:

@@ -102,6 +102,19 @@ class RunFolder:
         """Return the names of all that the run saved."""
         return sorted(unquote(path.stem) for path in self.weights.glob("*.safetensors"))
 
+    def left_by(self, rank: int) -> list[str]:
+        """Return the names of the files that a rank leaves whole when it is done."""
+        kinds = (self.result(rank), self.failure(rank), self.out(rank), self.steps(rank))
+        paths = [path for path in kinds if path.exists()]
+        if rank == 0 and self.weights.exists():
+            paths += sorted(self.weights.iterdir())
+        return [str(path.relative_to(self.path)) for path in paths]
+
+    @property
+    def asked(self) -> RunFolder:
+        """The folder in which ranks on other hosts answer: for a task, the live ranks' own."""
+        return RunFolder(self.questions.resolve().parent)
+
     def ask_remote(self, subject: str, ranks: Collection[int]) -> None:
         """Have ranks on other hosts asked for their ``stacks``, or their ``recorders``."""
         path = self.questions / f"{os.getpid()}-{time.monotonic_ns()}.json"

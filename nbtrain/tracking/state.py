@@ -202,6 +202,8 @@ class EpochRow:
     """The mean of its losses."""
     metrics: Mapping[str, float | str] = field(default_factory=dict)
     """The last values logged from its first step to the next epoch's."""
+    ended: float = 0.0
+    """Seconds since the epoch; with its validation."""
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,8 @@ class RankState:
     """Starting, running, failing, done, failed or stopped."""
     phase: str = ""
     """What a running rank is busy with, where that is not training."""
+    phases: tuple[tuple[str, float], ...] = ()
+    """The phases before its first step, each with when it began."""
     debugger: str = ""
     """The address of the debugger that waits in it."""
     hang: str = ""
@@ -325,6 +329,17 @@ class RankState:
 
 
 @dataclass(frozen=True)
+class EarlierRun:
+    """The curve of the notebook's last run of the same name, to compare with."""
+
+    title: str
+    """``train #11``."""
+    metric: str
+    points: tuple[tuple[float, float], ...]
+    """Steps and smoothed values, two or more."""
+
+
+@dataclass(frozen=True)
 class RunState:
     """A whole run."""
 
@@ -343,6 +358,8 @@ class RunState:
     attempt: int = 1
     attempts: int = 1
     """How many attempts there are at most."""
+    restarts: tuple[tuple[float, float], ...] = ()
+    """When each attempt but the first began, and how far the curves were."""
     curves: Curves = field(default_factory=Curves)
     hosts: Mapping[str, ev.Host] = field(default_factory=dict)
     """How hosts were when last measured, by name; "" is the launcher's own."""
@@ -360,6 +377,9 @@ class RunState:
     """The first loss of any rank that was not finite."""
     peer_failure: ev.PeerNodeFailed | None = None
     """The failure of another node in this attempt."""
+    number: int | None = None
+    """By which people call it: ``train #12``."""
+    earlier: EarlierRun | None = None
     clock_offset: float | None = None
     """Of the launcher's `clock`, which dates the events; None if it is of another host or boot."""
 

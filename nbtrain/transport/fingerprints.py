@@ -92,16 +92,16 @@ def sums(tensor: torch.Tensor) -> Any:
     """Return weighted sums over a strided tensor's bytes, half a MiB each, and its last bytes."""
     import torch
 
-    factors = _factors()
+    weights = factors()
     flat: Any = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
     even = flat[: len(flat) // 8 * 8]
-    parts = [words(part) for part in even.split(8 * len(factors))]
-    each = [int(torch.dot(part, factors[: len(part)])) for part in parts]
+    parts = [words(part) for part in even.split(8 * len(weights))]
+    each = [int(torch.dot(part, weights[: len(part)])) for part in parts]
     return each, bytes(flat[len(even) :].tolist())
 
 
 @functools.cache
-def _factors() -> torch.Tensor:
+def factors() -> torch.Tensor:
     """Return odd numbers drawn by chance, the same in every process.
 
     By none of torch's own operations: one on so many elements starts a pool of threads, which a
@@ -111,7 +111,7 @@ def _factors() -> torch.Tensor:
 
     data = bytearray(hashlib.shake_128(b"nbtrain").digest(8 << 16))
     low = slice(0 if sys.byteorder == "little" else 7, None, 8)
-    data[low] = bytes(byte | 1 for byte in data[low])
+    data[low] = data[low].translate(bytes(byte | 1 for byte in range(256)))
     return torch.frombuffer(data, dtype=torch.int64)
 
 

@@ -18,6 +18,7 @@ import importlib
 import io
 import linecache
 import os
+import pickle
 import sys
 import tempfile
 import types
@@ -57,24 +58,34 @@ class PackedPlan:
         self._file.close()
 
 
-def pack(plan: Plan) -> PackedPlan:
-    """Pack a plan for fresh processes. Raises `PlanError` naming the variable that cannot go."""
+def pack(plan: Plan, *, is_fresh: bool = True) -> PackedPlan:
+    """Pack a plan for processes, `is_fresh` ones get this one's random states and settings, too.
+
+    Raises `PlanError` naming the variable that cannot go.
+    """
     task = plan.task
     modules = submodules(task.source, task.namespace) if isinstance(task, Cell) else []
-    return _packed(_with_needed_names(plan), modules)
+    around = process_state.collect() if is_fresh else None
+    return _packed(_with_needed_names(plan), modules, around)
 
 
-def _packed(plan: Plan, modules: Sequence[str] = ()) -> PackedPlan:
+def _packed(
+    plan: Plan, modules: Sequence[str] = (), around: dict[str, Any] | None = None
+) -> PackedPlan:
     import torch
 
     main = vars(sys.modules["__main__"])
     packing = Packing(main, plan)
-    pickling: Any = types.SimpleNamespace(__name__=__name__, Pickler=bound(Pickler, packing))
     # What comes late is known only when all before it is packed.
     late = packing.late_classes, packing.late_sources, packing.late_grads
-    contents = (process_state.collect(), [*modules], _marked(plan), *late)
+    contents = (around, [*modules], _marked(plan), *late)
     packed = PackedPlan()
     try:
+        if around is None and isinstance(plan.task, Cell) and not plan.task.namespace:
+            with open(packed.path, "wb") as file:  # no tensor: torch's archive costs time
+                bound(Pickler, packing)(file).dump(contents)
+            return packed
+        pickling: Any = types.SimpleNamespace(__name__=__name__, Pickler=bound(Pickler, packing))
         with _unchecked(torch):
             torch.save(contents, packed.path, pickle_module=pickling, pickle_protocol=5)
     except BaseException as error:  # an interrupt too: no copy of the data stays behind
@@ -97,10 +108,8 @@ def unpack(path: str, *, restores: bool = True) -> tuple[Plan, frozenset[type]]:
 
     Returns the plan, and the classes of the notebook that came with it.
     """
-    import torch
-
     main = vars(sys.modules["__main__"])
-    contents = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+    contents = _contents(path)
     around, modules, marked, classes, sources, grads = cast(
         "tuple[Any, list[str], Any, list[type], dict[str, Any], list[Any]]", contents
     )
@@ -119,6 +128,17 @@ def unpack(path: str, *, restores: bool = True) -> tuple[Plan, frozenset[type]]:
     if restores:
         process_state.restore(around)
     return plan, frozenset(c for c in classes if main.get(c.__qualname__) is c)
+
+
+def _contents(path: str) -> Any:
+    """Load a file of `torch.save`, or a plain pickle."""
+    import torch
+
+    with open(path, "rb") as file:
+        if file.read(2) != b"PK":
+            file.seek(0)
+            return pickle.load(file)
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
 
 
 def _with_needed_names(plan: Plan) -> Plan:
@@ -324,7 +344,7 @@ class Pickler(CodePickler):
             late = obj.value()
             return type(late), (late,)
         if packing.shell is not None and obj is packing.shell:
-            return _shell, ()
+            return shell_of_rank, ()
         if isinstance(obj, type):
             if obj in packing.shared:
                 packing.classes[obj] = None
@@ -426,7 +446,7 @@ def _cached_again(function: Any, parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
 
 
-def _shell() -> Any:
+def shell_of_rank() -> Any:
     """Return an IPython shell for the rank, so that magics of the cell work there."""
     from IPython.core.interactiveshell import InteractiveShell
     from traitlets.config import Config

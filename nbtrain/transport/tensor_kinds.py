@@ -7,9 +7,11 @@ nested, quantized, complex) is held as that function's bytes; `torch.load` reads
 
 from __future__ import annotations
 
+import contextlib
 import io
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -108,10 +110,28 @@ def decoded(data: bytes) -> torch.Tensor:
     """Return the tensor that `encoded` made bytes of."""
     import torch
 
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _nested_are_safe():
         warnings.simplefilter("ignore")
         tensor: torch.Tensor = torch.load(io.BytesIO(data), weights_only=True)
     return tensor
+
+
+@contextlib.contextmanager
+def _nested_are_safe() -> Iterator[None]:
+    """Have `torch.load` read nested tensors: torch 2.15 refuses them, as 2.4 does jagged ones."""
+    from torch import _utils, serialization
+    from torch.nested._internal import nested_tensor
+
+    parts: list[Any] = [_utils._rebuild_nested_tensor, set, nested_tensor.NestedTensor]
+    if hasattr(nested_tensor, "_rebuild_njt"):
+        parts.append(nested_tensor._rebuild_njt)
+    before = serialization.get_safe_globals()
+    serialization.add_safe_globals(parts)
+    try:
+        yield
+    finally:
+        serialization.clear_safe_globals()
+        serialization.add_safe_globals(before)
 
 
 def assign(target: torch.Tensor, value: torch.Tensor) -> None:

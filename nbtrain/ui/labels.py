@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -59,11 +60,12 @@ def bar_positions(rank: RankState) -> str:
     if loops and rank.progress is not None:
         name, done, total, first = loops[-1]
         places = [f"{n} {d + f:,}/{t + f - 1:,}" for n, d, t, f in loops[:-1]]
-        return " › ".join([*places, f"{name} {done + first - 1:,}/{total + first - 1:,}"])
+        runs = done < total and bool(_EPOCHS.fullmatch(name))  # of batches, those that are done
+        return " › ".join([*places, f"{name} {done + first - 1 + runs:,}/{total + first - 1:,}"])
     if not rank.nest:
         return "" if rank.bar is None else _bar_position(rank.bar)
     *outer, inner = rank.nest
-    return " › ".join(map(_bar_position, [*outer[:3], inner]))
+    return " › ".join(map(_bar_position, [*outer[:3], inner], [True] * len(outer[:3]) + [False]))
 
 
 def rate(rank: RankState) -> str:
@@ -71,9 +73,24 @@ def rate(rank: RankState) -> str:
     bar = rank.bar
     if bar is None or not bar.rate or rank.hang in ("stuck?", "waiting"):
         return ""
+    if bar.closed and not rank.is_over:  # what the rank does now is another thing
+        return ""
     if bar.rate < 1:
         return f"{format_duration(1 / bar.rate)}/{bar.unit}"
-    return f"{bar.rate:,.0f} {bar.unit}/s" if bar.rate >= 99.95 else f"{bar.rate:#.3g} {bar.unit}/s"
+    return f"{format_rate(bar.rate)} {bar.unit}/s"
+
+
+def format_rate(value: float) -> str:
+    """Write a rate with three digits, of a large one the whole part: ``12.0``, ``3,072``."""
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}"
+
+
+def pace(rank: RankState) -> str:
+    """Return how fast a rank trains, in the run's unit, ``12.3 steps/s``; else its bar's rate."""
+    steps = rank.progress.step_rate if rank.progress is not None else None
+    if not steps or rank.hang in ("stuck?", "waiting"):
+        return rate(rank)
+    return f"{format_rate(steps)} steps/s"
 
 
 def left(rank: RankState) -> str:
@@ -138,9 +155,17 @@ def line_of_failure(rank: RankState) -> str:
     return f"{Path(own[-1][1]).name}, line {own[-1][2]}" if own else ""
 
 
-def _bar_position(bar: ProgressBar) -> str:
+_EPOCHS = re.compile(r"(epochs?|ep|e)\W*", re.I)
+
+
+def _bar_position(bar: ProgressBar, is_around: bool = False) -> str:
+    """Return where a bar is; one of epochs counts those that are done, of which the next runs."""
+    n = bar.n
+    is_inside = is_around or not bar.closed
+    if is_inside and bar.total and n < bar.total and _EPOCHS.fullmatch(bar.description):
+        n = math.floor(n) + 1
     total = f" {bar.unit}" if bar.total is None else f"/{format_number(bar.total)}"
-    return (f"{bar.description}: " if bar.description else "") + format_number(bar.n) + total
+    return (f"{bar.description}: " if bar.description else "") + format_number(n) + total
 
 
 class Apart:
@@ -177,13 +202,15 @@ def _middle(values: Iterable[float | None]) -> float:
 
 
 def _waits(rank: RankState) -> float | None:
-    return rank.progress.waiting if rank.progress is not None else None
+    """Return the share of time that a rank waits for data; none of the moment before a step."""
+    progress = rank.progress
+    return progress.waiting if progress is not None and progress.steps else None
 
 
 def outliers(state: RunState, limit: int) -> list[tuple[RankState, str]]:
     """Return the ranks to name among many, each with the reason: in trouble, or apart."""
     apart = Apart(state)
-    order = {"failed": 0, "failing": 0, "stuck?": 1, "slow?": 2}
+    order = {"failed": 0, "failing": 0, "stuck": 1, "slow": 2}
     named = [(rank, apart.reason(rank)) for rank in state.ranks]
     named = [(rank, reason) for rank, reason in named if reason or badge(rank) in order]
     named.sort(key=lambda at: (order.get(badge(at[0]), 3), is_secondary_failure(at[0].error or "")))
@@ -196,6 +223,14 @@ def spread(state: RunState) -> list[tuple[str, str]]:
     losses = [v for r in state.ranks if (v := r.loss) is not None and math.isfinite(v)]
     rows = ("progress", done, " %"), ("loss", losses, "")
     return [(name, _low_mean_high(values, unit)) for name, values, unit in rows if values]
+
+
+def spread_of(series: Series) -> str:
+    """Return the range of the ranks' newest values: ``ranks 0.974–1.022``; "" where all agree."""
+    if len(series.newest) < 2:
+        return ""
+    low, high = (format_number(value) for value in (min(series.newest), max(series.newest)))
+    return f"ranks {low}–{high}" if low != high else ""
 
 
 def _low_mean_high(values: Collection[float], unit: str) -> str:
@@ -214,12 +249,40 @@ def statuses(ranks: Iterable[RankState]) -> str:
 
 def badge(rank: RankState) -> str:
     """Return a rank's state in a word: for a running one, its part in a hang, or its phase."""
-    return (rank.hang or rank.phase or rank.status) if rank.status == "running" else rank.status
+    if rank.status != "running":
+        return rank.status
+    return rank.hang.removesuffix("?") or rank.phase or rank.status
+
+
+def with_badges(state: RunState) -> RunState:
+    """Return the picture whose ranks say what the run knows of them.
+
+    One that is late where others already join is not just running, nor is any that is to stop.
+    """
+    running = [rank for rank in state.ranks if rank.status == "running"]
+    if state.status == "stopping":
+        marked = {rank.rank: replace(rank, status="stopping") for rank in running}
+    elif any(rank.phase == ev.JOINING for rank in running):
+        late = (rank for rank in running if not rank.phases and not rank.hang)
+        marked = {rank.rank: replace(rank, phase="not joined yet") for rank in late}
+    else:
+        return state
+    return replace(state, ranks=tuple(marked.get(rank.rank, rank) for rank in state.ranks))
 
 
 def hang(state: RunState) -> str:
     """Return which rank waits for which; of a run that is over, how that was at the end."""
     return f"when the run ended: {state.hang}" if state.is_over and state.hang else state.hang
+
+
+def is_stuck(state: RunState) -> bool:
+    """Whether ranks make no progress; one that is merely slower than others is no hang."""
+    return (
+        bool(state.hang)
+        and not state.is_over
+        and state.status != "stopping"
+        and not any(rank.hang == "slow?" for rank in state.ranks)
+    )
 
 
 def memory_use(rank: RankState) -> str:
@@ -249,7 +312,7 @@ def cpu(rank: RankState) -> str:
 
 def waiting(rank: RankState) -> str:
     """Return the share of its time that a rank waits for data; empty below 10 %."""
-    share = rank.progress.waiting if rank.progress is not None else None
+    share = _waits(rank)
     return f"{100 * share:.0f} %" if share is not None and share >= 0.1 and not rank.is_over else ""
 
 
@@ -315,7 +378,9 @@ def facts(state: RunState, now: float, *, brief: bool = False) -> str:
         parts.append(f"attempt {state.attempt} of {state.attempts}")
     passed = state.elapsed(now)
     parts.append(whole_seconds(passed) if brief and not state.is_over else format_duration(passed))
-    return " · ".join(filter(None, [*parts, "" if brief else remaining(state, now)]))
+    is_slow = any(rank.hang == "slow?" for rank in state.ranks)
+    left = "" if brief or (state.hang and not is_slow) else remaining(state, now)
+    return " · ".join(filter(None, [*parts, left]))
 
 
 def whole_seconds(seconds: float) -> str:

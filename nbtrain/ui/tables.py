@@ -42,7 +42,11 @@ def text_table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
 
 
 def html_table(
-    rows: Iterable[Sequence[str | Cell]], styles: Sequence[str], *, head: bool = False
+    rows: Iterable[Sequence[str | Cell]],
+    styles: Sequence[str],
+    *,
+    head: bool = False,
+    is_wide: bool = False,
 ) -> str:
     """Draw rows; `styles` is the CSS of each column, with `head` the first row holds headings.
 
@@ -50,7 +54,8 @@ def html_table(
     """
     drawn = [_row(row, styles, "th" if head and not i else "td") for i, row in enumerate(rows)]
     top = f"<thead>{drawn.pop(0)}</thead>" if head else ""
-    return f'<table style="{_TABLE}">{top}<tbody>{"".join(drawn)}</tbody></table>'
+    width = ";width:100%" if is_wide else ""
+    return f'<table style="{_TABLE}{width}">{top}<tbody>{"".join(drawn)}</tbody></table>'
 
 
 def _row(row: Sequence[str | Cell], styles: Sequence[str], tag: str) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from ..system.text import format_number
-from ..tracking.curves import Series
+from ..tracking.curves import RATES, Series
 from ..tracking.diagnosis import stragglers
 from ..tracking.state import RankState, RunState
 from . import labels
@@ -20,7 +20,7 @@ _TICKS = "▁▂▃▄▅▆▇█"
 
 def summary(state: RunState, now: float) -> str:
     """Return the whole run in a few lines, its notes first."""
-    state = stragglers.with_slow_ranks_marked(state)
+    state = labels.with_badges(stragglers.with_slow_ranks_marked(state))
     mark = {"succeeded": "✓", "failed": "✗"}.get(state.outcome, "⚠" if state.flaw else "●")
     head = f"{mark} {state.name[:200]}: {state.outcome} · {labels.facts(state, now)}"
     returned = [f"  {label}{result[:_RESULT]}" for label, result in labels.results(state)]
@@ -64,7 +64,7 @@ def rank_line(rank: RankState, state: RunState) -> str:
 def _curve(state: RunState) -> list[str]:
     """Return the main metric as a line of ticks: ``loss ▇▅▃▂▁▁ 2.3 → 0.02``."""
     curves = state.curves.all
-    name = labels.main_metric(n for n in curves if n not in ("steps/s", "samples/s", "lr"))
+    name = labels.main_metric(n for n in curves if n not in RATES)
     if name is None or len(curves[name].band) < 3:
         return []
     series = curves[name]

@@ -82,13 +82,15 @@ def log_values(step: Any, metrics: dict[str, Any]) -> None:
     reporter = active
     if step is not None and type(step) is not int:
         step = _step(step)
-    if reporter is not None and any(map(_is_on_gpu, metrics.values())):
-        _log_late(reporter, step, metrics)
-        return
-    values = {
-        name: value if type(value) is float else _metric(name, value)
-        for name, value in metrics.items()
-    }
+    values: dict[str, float | str] = {}
+    for name, value in metrics.items():
+        if type(value) is float:  # nearly all are
+            values[name] = value
+        elif reporter is not None and _is_on_gpu(value):
+            _log_late(reporter, step, metrics)
+            return
+        else:
+            values[name] = _metric(name, value)
     if reporter is None:
         _log.info("step %s: %s", step, values)
     else:

@@ -13,10 +13,14 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..errors import NbtrainError
 from ..tracking.run_folder import RunFolder
 
 _NAME = re.compile(r"step-\d{8}")
 _STAMP = re.compile(r"attempt \d+, (\d+) ranks")
+
+refusal = ""
+"""Why this process keeps no checkpoints; "": it does."""
 
 
 def attempt() -> int:
@@ -29,6 +33,8 @@ def checkpoint_dir() -> Path:
 
     It goes when the run's folder goes (the last 20 are kept). Outside a run: ``./checkpoints``.
     """
+    if refusal:
+        raise NbtrainError(refusal)
     folder = _dir()
     folder.mkdir(parents=True, exist_ok=True)
     return folder

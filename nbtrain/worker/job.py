@@ -27,8 +27,12 @@ class Job:
     scratch: str = ""
     world: Placement | None = None
     in_kernel: bool = False
+    in_notebook: bool = False
+    """Whether a notebook is there to show figures, rather than a script or a terminal."""
     unanswered: str = "nobody can: the run is in the background, on other hosts, or headless"
     """Why nobody would answer a debugger; "": somebody would."""
     is_live: bool = False
     """Whether the rank's process goes on after the task, with its variables and its groups."""
+    is_mirrored: bool = False
+    """Whether `folder` is copied to the notebook's host as it grows, and deleted then."""
     shared_classes: frozenset[type] = field(default_factory=frozenset)

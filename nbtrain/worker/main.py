@@ -18,6 +18,7 @@ from typing import Any
 from ..planning.plan import Task
 from ..system import torch_xla
 from ..system.files import Spare, write_atomically
+from ..system.instrumentation import warn_where_users_call
 from ..system.source_files import is_own
 from ..system.text import short_repr
 from ..tracking import clock
@@ -34,6 +35,7 @@ from . import (
 )
 from .debugging import hooks as debugging
 from .job import Job
+from .output.rich_output import RichOutput
 from .rank_environment import (
     allow_fsdp_on_cpu,
     fork_child_processes,
@@ -87,7 +89,8 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
     world = job.world
     on_this_host = (world.ranks if world else 0) or job.world_size
     lasting = job_of_process.folder if job.is_live and job_of_process else job.folder
-    stack_dumps.install(job.folder, rank, writer, on_this_host, lasting)
+    answering = lasting if job.is_mirrored else job.folder  # where somebody would look
+    stack_dumps.install(answering, rank, writer, on_this_host, lasting)
     first, size = (world.first - world.begin, world.size) if world else (0, job.world_size)
     api.activate(api.Reporter(writer, rank, size, first))
     telemetry.install(job.plan.telemetry, job.plan)
@@ -96,6 +99,11 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
         scratch = job_of_process.scratch if job_of_process is not None else job.scratch
         debugging.install(job, rank, writer, scratch)
         quiet_tokenizers()
+        warn_where_users_call()
+        if not job.is_live:
+            output = RichOutput(call)
+            output.install(in_notebook=job.in_notebook)
+            call = output.run
     serve_own_store(world.master_port if world else job.port)
     keep_process_groups()
     fork_child_processes()
@@ -115,7 +123,7 @@ def run_and_report(
     job: Job, rank: int, writer: EventWriter, call: Callable[[Task], Any]
 ) -> tuple[int, BaseException | None]:
     """Run the task and leave its outcome in the run folder; return exit code and exception."""
-    folder, spare = job.folder, Spare(job.folder.path)
+    folder, spare = job.folder, _spare(job)
     sender: ResultSender | None = None
     try:
         writer.write(ev.Started(clock.now(), rank, pid=os.getpid()))
@@ -123,7 +131,7 @@ def run_and_report(
         if not (job.in_kernel or job.is_live):
             renew_accelerate_state(job.plan)
         value = _run_watched(job.plan.task, call)
-        _finish_device_work()
+        _finish_device_work(job)
         data = result_pickler.dump_result(value, job.shared_classes)
         ended = ev.Ended(clock.now(), rank, result=short_repr(value))
         _save_result(spare, folder.result(rank), data)  # before what takes longer, and may fail
@@ -152,7 +160,22 @@ def run_and_report(
             sender.rescue()
         return FAILED, error
     finally:
-        spare.close()
+        if spare is not _lasting_spare:
+            spare.close()
+
+
+_lasting_spare: Spare | None = None
+"""Of a live rank, for all of its tasks: to reserve room takes longer than a short cell."""
+
+
+def _spare(job: Job) -> Spare:
+    """Return room for what a rank leaves of a task, in the file system of the run's folder."""
+    global _lasting_spare
+    if not job.is_live or job.is_mirrored:
+        return Spare(job.folder.path)
+    if _lasting_spare is None or not _lasting_spare.is_free:
+        _lasting_spare = Spare(job.folder.path)
+    return _lasting_spare
 
 
 def _save_result(spare: Spare, path: Path, data: bytes) -> None:
@@ -248,9 +271,11 @@ def _set_threads() -> None:
         torch.set_num_threads(int(wanted))
 
 
-def _finish_device_work() -> None:
-    """Let what was queued on a GPU end: a peer may be waiting for this rank's part of it."""
+def _finish_device_work(job: Job) -> None:
+    """Let what was queued on a device end: a peer may be waiting for this rank's part of it."""
     torch = sys.modules.get("torch")
+    if job.device == "xla" and job.is_live:  # its engine does so at the end of other ranks
+        torch_xla.finish()
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()
 

@@ -24,6 +24,11 @@ def refuse() -> None:
 
 
 def _refuse_spawn(original: Any, fn: Any, args: tuple[Any, ...] = (), *_: Any, **__: Any) -> None:
+    if str(getattr(fn, "__module__", "")).startswith(("lightning", "pytorch_lightning")):
+        raise LaunchError(
+            f"Lightning would start ranks within rank {api.rank()} of this run. Write "
+            f'`strategy="ddp", devices={api.world_size()}`: the ranks are there already.'
+        )
     raise refusal("mp.spawn", fn, with_rank=True)
 
 

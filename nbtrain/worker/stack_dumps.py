@@ -77,7 +77,8 @@ def install(
     as there are cores, at least eight; no rank without a process group has them. Where any of it
     is missing, the stacks are all there is.
     """
-    answer_with_stacks(folder, rank)
+    if lasting == folder or not _answers_there(lasting, folder, rank):
+        answer_with_stacks(folder, rank)
     pid = os.getpid()
     for name, members in _groups.items():  # of a live rank's earlier tasks
         writer.write(ev.Group(clock.now(), rank, name=name, members=members))
@@ -134,6 +135,15 @@ def answer_with_stacks(folder: RunFolder, rank: int) -> None:
         _answering = answering
         with contextlib.suppress(Exception):  # a full disk, a system without: not worth a training
             _register(folder.stacks(rank))
+
+
+def _answers_there(lasting: RunFolder, folder: RunFolder, rank: int) -> bool:
+    """Have a folder share the file in which this process answers as long as it lives, if it can."""
+    answer_with_stacks(lasting, rank)
+    with contextlib.suppress(OSError):  # it was deleted, or a file system without hard links
+        os.link(lasting.stacks(rank), folder.stacks(rank))
+        return True
+    return False
 
 
 def _register(path: Path) -> None:

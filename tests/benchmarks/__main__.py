@@ -32,15 +32,19 @@ memory  what 4 ranks of a 400 MB model cost in all, kernel included, over a run 
         (MB of PSS, library files left out): inherited from the notebook, and built by each rank.
 log     CPU time: µs of a `nbtrain.log` call next to a bare write of as many bytes, ns of a tqdm
         iteration in a rank next to one in a plain Python process.
-guard   CPU time that the looks around and inside a cell add to it; the time until a launch in a
+guard   ms that ``%load_ext nbtrain`` takes in a kernel that has torch, next to an empty extension;
+        CPU time that the looks around and inside a cell add to it; the time until a launch in a
         kernel that is unfit for it is refused, next to Accelerate's refusal (which does not look at
         CUDA); a whole empty run on two fresh interpreters, next to torch.multiprocessing's.
 telemetry  CPU time that the watching of steps, loss and data adds to a step, as a part of 5 ms.
 board   CPU time in the kernel: µs to fold an event of 1,024 ranks that say ten a second each, next
         to decoding its line; ms to draw 8, 64 and 1,024 ranks, next to rich's table of as many
         rows; bytes of the page. In this process, not in a kernel.
-live    cores of the kernel that a live board takes over the same run without one, at 8 and 64 ranks
-        that log ten times a second; its messages and bytes to the page.
+live_board  cores of the kernel that a live board takes over the same run without one, at 8 and 64
+        ranks that log ten times a second; its messages and bytes to the page.
+live    ms that an empty cell on live ranks takes beyond the kernel's own, and next to ipyparallel's
+        ``%%px`` (pip install ipyparallel; its engines on this host), at 2 and 8 ranks; a tensor of
+        10 MB pushed and pulled; the CPU that idle ranks take.
 home    ms until a model of 1 GB, from the file that its rank left, is in the notebook's, next to
         safetensors' own load_model of that file; the kernel's memory at its highest meanwhile, less
         what it was without the model, next to the model's; a whole run with and without it.
@@ -61,6 +65,7 @@ import cluster
 import first_step
 import homecoming
 import live
+import live_board
 import log
 import memory
 import noop
@@ -79,6 +84,7 @@ BENCHMARKS: dict[str, Callable[[int | None], list[Row]]] = {
     "guard": refusal.rows,
     "telemetry": telemetry.rows,
     "board": board.rows,
+    "live_board": live_board.rows,
     "live": live.rows,
     "home": homecoming.rows,
     "cluster": cluster.rows,

@@ -1,90 +1,119 @@
-"""What a live board costs: CPU time of the kernel, messages and bytes to the page."""
+"""What live ranks cost, next to ipyparallel's engines, of one kernel and in turns."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import sys
 import time
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
 
+import psutil
 from kernel import Notebook, notebook
-from table import Row, Target
+from table import Row, Target, take_turns
 
-ROUNDS = 3
-SECONDS = 8.0
-TARGETS = {8: 0.02, 64: 0.05}
-"""Cores of the kernel's CPU time that the board may take, by the number of ranks."""
+ROUNDS = 30
+RANKS = 2, 8
+IDLE = 5.0
+"""Seconds in which ranks that have nothing to do are watched."""
+
+LIMIT = 10.0
+"""Milliseconds that a cell on live ranks may take beyond the kernel's own."""
+
+IDLE_LIMIT = 0.1
+"""Percent of a core that an idle rank may take."""
+
+PEER = """import ipyparallel
+cluster = ipyparallel.Cluster(n={ranks}, log_level=40)
+client = cluster.start_and_connect_sync()
+engines = client[:]
+engines.activate()"""
+
+CELLS = {"plain": "None", "live": "%%distributed\nNone", "px": "%%px\nNone"}
+TRANSFERS = {
+    "pushed to all": ("%nbtrain push x", "engines.push({'x': x}, block=True)"),
+    "pulled from one": ("%nbtrain pull x", "y = client[0].pull('x', block=True)"),
+}
 
 
 def rows(rounds: int | None) -> list[Row]:
-    """Run ranks that log ten times a second, with the board and without, in turns."""
+    """Run empty cells, push and pull; without ipyparallel, only what needs no peer."""
+    has_peer = importlib.util.find_spec("ipyparallel") is not None
+    if not has_peer:
+        print("  ipyparallel is missing: pip install ipyparallel compares with it", file=sys.stderr)
     found: list[Row] = []
-    for ranks, limit in TARGETS.items():
-        t: dict[str, list[dict[str, float]]] = {"none": [], "widget": []}
-        with notebook() as kernel:
-            for _ in range(rounds or ROUNDS):
-                for view, figures in t.items():
-                    figures.append(watched(kernel, ranks, view))
-        board = [w["cpu"] - n["cpu"] for w, n in zip(t["widget"], t["none"], strict=True)]
-        bare = [n["cpu"] for n in t["none"]]
-        who = f"{ranks} ranks, ten logs a second each:"
-        sent = [w["messages"] for w in t["widget"]], [w["kb"] for w in t["widget"]]
-        found += [
-            _row(f"{who} the board / the same run without", "cores", board, bare, own(limit)),
-            _row(f"{who} messages to the page / 20", "1/s", sent[0], [20.0] * len(bare), own(20)),
-            _row(
-                f"{who} bytes to the page / 150 KB", "KB/s", sent[1], [150.0] * len(bare), own(150)
-            ),
-        ]
+    for ranks in RANKS:
+        with notebook() as kernel, _ranks(kernel, ranks, has_peer) as pids:
+            found += _measured(kernel, f"{ranks} ranks:", pids, has_peer, rounds or ROUNDS)
     return found
 
 
-def own(limit: float) -> Target:
-    return Target(limit, own_figure=True)
-
-
-def _row(compared: str, unit: str, ours: Any, theirs: Any, target: Target) -> Row:
-    return Row("live", compared, unit, ours, theirs, target)
-
-
-def watched(kernel: Notebook, ranks: int, view: str) -> dict[str, float]:
-    """Return cores, its start and its end left out, and messages/s and KB/s of a whole run."""
-    kernel.messages, kernel.bytes = 0, 0
-    kernel.start(run, ranks, view)
-    told: dict[str, float] = kernel.finish()
-    return {
-        "cpu": told["cpu"],
-        "messages": kernel.messages / told["lasted"],
-        "kb": kernel.bytes / 1000 / told["lasted"],
-    }
-
-
-def run(ranks: int, view: str) -> dict[str, float]:
-    """Run the ranks; return how long, and the kernel's cores while all of them were running."""
-    import nbtrain
-    from nbtrain.lifecycle import supervisor
-
-    marks: list[tuple[float, float]] = []
-    take = supervisor.Supervisor._decide
-
-    def noting(self: Any, *args: Any) -> None:
-        if all(rank.status == "running" for rank in self.state.ranks):
-            marks.append((time.monotonic(), time.process_time()))
-        take(self, *args)
-
-    supervisor.Supervisor._decide = noting  # type: ignore[method-assign]
-    began = time.monotonic()
+@contextlib.contextmanager
+def _ranks(kernel: Notebook, ranks: int, has_peer: bool) -> Iterator[list[int]]:
+    """Start live ranks, and engines of ipyparallel; yield the processes of the ranks."""
+    kernel.run(f"%load_ext nbtrain\n%nbtrain start -n {ranks}")
+    pids: list[int] = kernel.call(processes)
     try:
-        nbtrain.launch(log_now_and_then, num_processes=ranks, view=view)
+        if has_peer:
+            kernel.run(PEER.format(ranks=ranks))
+        kernel.run("x = torch.rand(2_500_000)")
+        yield pids
     finally:
-        supervisor.Supervisor._decide = take  # type: ignore[method-assign]
-    (start, cpu), (end, cpu_end) = marks[0], marks[-1]
-    return {"lasted": time.monotonic() - began, "cpu": (cpu_end - cpu) / (end - start)}
+        if has_peer:
+            kernel.run("if 'cluster' in globals(): cluster.stop_cluster_sync()")
+        kernel.run("%nbtrain stop")
 
 
-def log_now_and_then() -> None:
-    """Log two metrics ten times a second, under a bar."""
-    import nbtrain
+def processes() -> list[int]:
+    """Return the processes of the live ranks of this kernel."""
+    return list(vars(sys.modules["__main__"])["ranks"].pids.values())
 
-    total = int(10 * SECONDS)
-    for step in nbtrain.progress(range(total)):
-        nbtrain.log(step=step, loss=1 / (1 + step), accuracy=step / total)
-        time.sleep(0.1)
+
+def _measured(
+    kernel: Notebook, who: str, pids: list[int], has_peer: bool, rounds: int
+) -> list[Row]:
+    def turns(cells: dict[str, str], times: int) -> dict[str, list[float]]:
+        return take_turns({name: lambda c=c: timed(kernel, c) for name, c in cells.items()}, times)
+
+    empty = turns({name: c for name, c in CELLS.items() if has_peer or name != "px"}, rounds)
+    over = [live - plain for live, plain in zip(empty["live"], empty["plain"], strict=True)]
+    own = Target(LIMIT, own_figure=True)
+    found = [_row(f"{who} an empty cell beyond the kernel's own / 10", over, [LIMIT] * rounds, own)]
+    if has_peer:
+        found.append(_row(f"{who} an empty cell / %%px", empty["live"], empty["px"], Target(0.5)))
+        for how, (ours, theirs) in TRANSFERS.items():
+            t = turns({"ours": ours, "theirs": theirs}, max(1, rounds // 3))
+            text = f"{who} a tensor of 10 MB {how} / ipyparallel"
+            found.append(_row(text, t["ours"], t["theirs"]))
+    target = Target(IDLE_LIMIT, own_figure=True)
+    share = sorted(idle_shares(pids))
+    text = f"{who} CPU of an idle rank / 0.1 %"
+    found.append(Row("live", text, "%", share, [IDLE_LIMIT] * len(share), target))
+    return found
+
+
+def _row(text: str, ours: list[float], theirs: list[float], target: Target | None = None) -> Row:
+    return Row("live", text, "ms", ours, theirs, target)
+
+
+def timed(kernel: Notebook, cell: str) -> float:
+    """Return the milliseconds from a cell's request to its reply."""
+    began = time.perf_counter()
+    kernel.run(cell)
+    return 1000 * (time.perf_counter() - began)
+
+
+def idle_shares(pids: list[int]) -> list[float]:
+    """Return the percent of a core that each process takes."""
+    before = [_seconds(pid) for pid in pids]
+    time.sleep(IDLE)
+    return [100 * (_seconds(pid) - b) / IDLE for pid, b in zip(pids, before, strict=True)]
+
+
+def _seconds(pid: int) -> float:
+    """Return the CPU time of a process, to the nanosecond where the system counts so."""
+    with contextlib.suppress(OSError, ValueError):
+        files = Path(f"/proc/{pid}/task").glob("*/schedstat")
+        return sum(int(file.read_text().split()[0]) for file in files) / 1e9
+    return sum(psutil.Process(pid).cpu_times()[:2])

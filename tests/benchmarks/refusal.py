@@ -1,11 +1,13 @@
-"""What the guard costs a cell, how fast a launch is refused, and what a start by spawn takes."""
+"""What loading nbtrain and its guard cost, how fast a launch is refused, and a start by spawn."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from table import Row, Target, take_turns
 
 ROUNDS = 15
 CELLS = 200
+A_LOAD = Target(100.0, own_figure=True)
 A_CELL = Target(50.0, own_figure=True)
 A_REFUSAL = Target(50.0, own_figure=True)
 STAND_IN = """
@@ -33,6 +36,9 @@ def rows(rounds: int | None) -> list[Row]:
         _row(f"checks around a cell of {n} / it", "µs", t[f"check {n}"], t[f"cell {n}"], A_CELL)
         for n in ("1 statement", "20 statements")
     ]
+    with notebook() as kernel:
+        t = kernel.call(loads, str(kernel.folder), rounds or ROUNDS)
+    found.append(_row("%load_ext / of an empty one", "ms", t["nbtrain"], t["empty"], A_LOAD))
     with notebook() as kernel:
         t = kernel.call(starts, max(3, (rounds or ROUNDS) // 3))
     found.append(_row("no-op by spawn / torch's spawn", "ms", t["spawn"], t["torch"]))
@@ -72,6 +78,31 @@ def cells(rounds: int) -> dict[str, list[float]]:
         found[f"cell {name}"] = t["without"]
         found[f"check {name}"] = [a - b for a, b in zip(t["with"], t["without"], strict=True)]
     return found
+
+
+def loads(folder: str, rounds: int) -> dict[str, list[float]]:
+    """Return the milliseconds that ``%load_ext`` takes in copies of a kernel without nbtrain."""
+    from IPython import get_ipython
+
+    shell: Any = get_ipython()  # type: ignore[no-untyped-call,unused-ignore]
+    Path(folder, "empty.py").write_text("def load_ipython_extension(shell): pass\n")
+    sys.path.insert(0, folder)
+
+    def load(name: str) -> float:
+        read, write = os.pipe()
+        if (child := os.fork()) == 0:
+            for module in [each for each in sys.modules if each.partition(".")[0] == "nbtrain"]:
+                del sys.modules[module]
+            start = time.perf_counter()
+            shell.run_line_magic("load_ext", name)
+            os.write(write, str(1000 * (time.perf_counter() - start)).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        os.close(write)
+        with open(read) as answer:
+            return float(answer.read())
+
+    return take_turns({name: lambda name=name: load(name) for name in ("nbtrain", "empty")}, rounds)
 
 
 def starts(rounds: int) -> dict[str, list[float]]:

@@ -26,10 +26,10 @@ from kernel import HERE, notebook
 from table import Row, Target
 
 from nbtrain.engines.ray.driver import Driver, Member
-from nbtrain.engines.ray.file_sync import FileCopies
 from nbtrain.engines.ray.node_ranks import NodeOrder, NodeRanks, RankExit, node_events
 from nbtrain.engines.ray.reservation import Node
 from nbtrain.planning.world import Placement
+from nbtrain.transport.file_sync import FileCopies
 
 ROUNDS = 6
 SECONDS = 10.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 
 import nbtrain
 from nbtrain.commands import cli
+from tests.support.paths import ROOT
 from tests.support.runs import launch
 
 
@@ -80,4 +82,34 @@ def test_programs_get_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert [rank["status"] for rank in shown["rank_states"]] == ["done", "done"]
     assert cli.main(["runs", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
-    assert run.folder.name in [info["name"] for info in listed]
+    assert run.folder.name in [info["name"] for info in listed["runs"]]
+    assert listed["schema"] == 1
+    assert cli.main(["logs", "--json", "--rank", "1"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "schema": 1,
+        "run": run.folder.name,
+        "logs": {"1": []},
+    }
+
+
+def test_the_reference_lists_the_keys_that_programs_get(capsys: pytest.CaptureFixture[str]) -> None:
+    launch(lambda: None, n=1)
+    page = (ROOT / "notebooks/reference/command-line.md").read_text()
+    for command, part in (("runs", "runs"), ("show", ""), ("logs", "")):
+        assert cli.main([command, "--json"]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        keys = {*shown, *(shown[part][0] if part else {})}
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| `{command}` |")]
+        assert set(re.findall(r"`(\w+)`", row.partition("|")[2].partition("|")[2])) == keys
+
+
+def test_a_run_that_is_followed_ends_with_its_code() -> None:
+    def fails() -> None:
+        raise ValueError("oops")
+
+    launch(lambda: None, n=1)
+    assert cli.main(["show", "--follow"]) == 0
+    with pytest.raises(ValueError, match="oops"):
+        launch(fails, n=1)
+    assert cli.main(["show", "--follow"]) == 1
+    assert cli.main(["show"]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -12,11 +13,12 @@ import pytest
 import torch
 
 import nbtrain
-from nbtrain.commands import doctor
+from nbtrain.commands import cli, doctor
 from nbtrain.planning.findings import Finding
 from nbtrain.system import accelerator_guard, tpu
 from nbtrain.system.gpus import Gpu, Holder
 from tests.support.kernel import Notebook
+from tests.support.paths import ROOT
 
 GPUS = (
     Gpu(0, "GPU-0", "Tesla T4", 15360, 9000, (Holder(os.getpid(), 8192),), driver="550.54"),
@@ -54,6 +56,53 @@ def test_what_hinders_a_launch_is_shown_by_engine() -> None:
     assert list(doctor.launch("fork", [], "torch is not installed")) == [
         ("", "fork refused: torch is not installed")
     ]
+
+
+def test_a_program_gets_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    nbtrain.launch(print, num_processes=1, view="none")
+    assert cli.main(["doctor", "--json"]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert (seen["schema"], seen["nbtrain"]) == (1, nbtrain.__version__)
+    assert seen["torch"]["version"] == torch.__version__
+    assert seen["run_folders"]["runs"] == 1
+    assert seen["memory"]["available_bytes"] <= seen["memory"]["host_bytes"]
+    assert seen["ready"] is True
+    if not torch.cuda.device_count() and not tpu.signs():
+        assert (seen["ranks"], seen["device"]) == (2, "cpu")
+        assert list(seen["engines"]) == ["fork", "spawn"]
+        assert seen["engines"]["fork"] == {"refused": [], "warned": []}
+
+
+def test_a_program_gets_every_gpu_in_bytes() -> None:
+    first = json.loads(json.dumps(doctor.gpu_as_dict(GPUS[0])))
+    assert (first["name"], first["bytes"], first["used_bytes"]) == (
+        "Tesla T4",
+        15 << 30,
+        9000 << 20,
+    )
+    assert first["processes"] == [{"pid": os.getpid(), "bytes": 8 << 30}]
+    assert "GPU-0" not in str(first)
+
+
+def test_a_launch_that_each_engine_refuses_is_not_ready() -> None:
+    refusal = Finding("CUDA is already initialised in this kernel.", "Restart it.", "refuse")
+    warning = Finding("GPU 0 is in use.", "End it.", "warn")
+
+    def seen(trouble: str = "", **findings: list[Finding]) -> doctor.Examination:
+        return doctor.Examination(None, trouble, (), 0, (), 2, "cpu", findings)
+
+    assert seen(fork=[refusal], spawn=[warning]).is_ready
+    assert not seen(fork=[refusal], spawn=[refusal, warning]).is_ready
+    assert not seen("torch is not installed", fork=[]).is_ready
+    engines = doctor.as_dict(seen(fork=[refusal, warning]))["engines"]
+    assert engines == {"fork": {"refused": [refusal.text], "warned": [warning.text]}}
+
+
+def test_the_reference_lists_the_keys_of_the_doctor() -> None:
+    page = (ROOT / "notebooks/reference/command-line.md").read_text()
+    (row,) = [line for line in page.splitlines() if line.startswith("| `doctor` |")]
+    keys = row.partition("|")[2].partition("|")[2]
+    assert set(re.findall(r"`(\w+)`", keys)) == {*doctor.as_dict()}
 
 
 def test_a_long_row_is_wrapped_beside_its_label() -> None:
@@ -123,19 +172,25 @@ def test_without_a_torch_that_works_the_page_says_so(
     hide = "class Hide:\n    def find_spec(self, name, *_):\n        if name == 'torch':\n"
     hide += "            raise ModuleNotFoundError('hidden', name='torch')\n"
     script = "import sys\n" + (hide + "sys.meta_path.insert(0, Hide())\n" if not module else "")
-    script += "from nbtrain.commands import doctor\nprint(doctor.page())"
+    script += "from nbtrain.commands import cli\nsys.exit(cli.main(['doctor', *sys.argv[1:]]))"
     path = os.pathsep.join([str(tmp_path), str(Path(nbtrain.__file__).parent.parent)])
-    out = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-        timeout=60,
-    )
-    assert out.returncode == 0, out.stderr
-    page = " ".join(out.stdout.split())
-    assert reason in page, out.stdout
-    assert "fork refused: torch" in page
+    for options in ([], ["--json"]):
+        out = subprocess.run(
+            [sys.executable, "-c", script, *options],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+            timeout=60,
+        )
+        assert out.returncode == 1, out.stderr
+        if options:
+            seen = json.loads(out.stdout)
+            assert (seen["torch"], seen["ready"]) == (None, False)
+            assert reason in seen["engines"]["fork"]["refused"][0]
+        else:
+            page = " ".join(out.stdout.split())
+            assert reason in page, out.stdout
+            assert "fork refused: torch" in page
 
 
 def test_a_notebook_asks_the_doctor(notebook: Notebook) -> None:
@@ -147,6 +202,8 @@ def test_a_notebook_asks_the_doctor(notebook: Notebook) -> None:
     assert "No accelerator is initialised in this kernel" in out.stdout
     assert "fork: nothing hinders a launch" in out.stdout
     assert max(map(len, out.stdout.splitlines())) <= 80
+    seen = json.loads(notebook.run("%nbtrain doctor --json").stdout)
+    assert (seen["frontend"], seen["initialized"], seen["ready"]) == ("Jupyter kernel", {}, True)
     notebook.run("from accelerate import PartialState\nPartialState(cpu=True)")
     page = " ".join(notebook.run("%nbtrain doctor").stdout.split())
     assert "refused" not in page  # ranks start with a state of their own

@@ -105,6 +105,7 @@ def test_nothing_is_imported_while_a_cell_awaits(start: Start) -> None:
     assert kernel.value("'idle_one.part' in sys.modules") is False
 
 
+@pytest.mark.slow
 def test_torch_compile_works_between_and_after_the_pieces(
     start_kernel: Callable[..., Notebook], tmp_path: Path
 ) -> None:

@@ -23,6 +23,18 @@ from tests.support.waiting import wait_until
 from tests.tools import faults
 from tests.tools.faults import ROWS, Outcome, Row, Unavailable
 
+_LONG = {
+    "busy loop, mid-run, spawn",
+    "children left running, mid-run, spawn",
+    "exception, import, spawn",
+    "exception group of 200,000, mid-run, fork",
+    "exception with a message of 300 MB, mid-run, fork",
+    "no more processes in the container, mid-run, fork",
+    "out of memory (the container's), mid-run, fork",
+    "SIGKILL, mid-run, spawn",
+}
+_MARKED = [pytest.param(row, marks=pytest.mark.slow) if row.name in _LONG else row for row in ROWS]
+
 
 @pytest.fixture(scope="module")
 def health() -> Iterator[Callable[[], dict[str, Any]]]:
@@ -69,7 +81,7 @@ def test_threads_that_are_waited_for_are_named_while_there_are_any(
     assert "waiting for thread a saver" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", _MARKED, ids=lambda row: row.name)
 def test_a_fault_is_told_for_what_it_is_and_leaves_nothing(
     row: Row, unharmed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 WINDOWS = """
 import os, signal, subprocess, sys, sysconfig
 sysconfig.get_paths()
@@ -40,6 +42,7 @@ for engine in ("auto", "fork", "spawn"):
 """
 
 
+@pytest.mark.slow
 def test_on_windows_inline_trains_and_other_engines_are_refused_with_the_next_step() -> None:
     done = subprocess.run(
         [sys.executable, "-c", WINDOWS], capture_output=True, text=True, timeout=120
@@ -83,6 +86,7 @@ except nbtrain.errors.NbtrainError as error:
 """
 
 
+@pytest.mark.slow
 def test_on_macos_ranks_are_spawned_unless_asked_otherwise() -> None:
     done = subprocess.run(
         [sys.executable, "-c", MACOS], capture_output=True, text=True, timeout=200

@@ -69,20 +69,24 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> Executed:
     return Executed(notebook, ast.literal_eval(notebook.cells[-1].outputs[0].text))
 
 
+@pytest.mark.slow
 def test_fresh_processes_train_to_the_same_bits_as_forked_ones(executed: Executed) -> None:
     forked = [result["checksum"] for result in executed.found["two"]]
     assert executed.found["spawned"] == forked
 
 
+@pytest.mark.slow
 def test_no_cell_fails_or_warns(executed: Executed) -> None:
     outputs = [o for c in executed.notebook.cells for o in c.get("outputs", ())]
     assert [o for o in outputs if o.output_type == "error" or o.get("name") == "stderr"] == []
 
 
+@pytest.mark.slow
 def test_two_ranks_recognise_the_digits(executed: Executed) -> None:
     assert [result["accuracy"] >= 0.93 for result in executed.found["two"]] == [True, True]
 
 
+@pytest.mark.slow
 def test_both_ranks_and_then_the_notebook_hold_the_same_model(executed: Executed) -> None:
     one, other = executed.found["two"]
     assert one == other
@@ -91,6 +95,7 @@ def test_both_ranks_and_then_the_notebook_hold_the_same_model(executed: Executed
     assert accuracy == pytest.approx(one["accuracy"], abs=0.006)  # two images: batches round
 
 
+@pytest.mark.slow
 def test_one_process_with_the_same_steps_and_batches_does_no_better(executed: Executed) -> None:
     steps, images = _steps(executed.found["printed by one"])
     assert _steps(executed.found["printed by two"]) == (steps, images // 2)
@@ -103,6 +108,7 @@ def _steps(printed: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+@pytest.mark.slow
 def test_the_training_cell_keeps_its_summary(executed: Executed) -> None:
     last = executed.outputs(MAGIC)[-1]
     assert last.output_type == "display_data"
@@ -110,6 +116,7 @@ def test_the_training_cell_keeps_its_summary(executed: Executed) -> None:
     assert "succeeded" in last.data["text/plain"]
 
 
+@pytest.mark.slow
 def test_a_failure_is_caught_by_its_own_type_and_names_its_rank(executed: Executed) -> None:
     (cell,) = [c for c in executed.notebook.cells if "except EmptyBatch" in c.source]
     said = "".join(o.text for o in cell.outputs if o.output_type == "stream")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,64 @@ def test_the_exceptions_page_draws_every_exception() -> None:
     names = [n for n, cls in vars(errors).items() if inspect.isclass(cls) and n != "Any"]
     assert len(names) >= 12
     assert [name for name in names if not re.search(rf"^ +[│├└─ ]*{name}\b", page, re.M)] == []
+
+
+def test_the_docstrings_page_has_all_that_is_public() -> None:
+    page = reference("api")
+    shown = {*re.findall(r"auto(?:function|class):: nbtrain\.(\w+)", page)}
+    assert {*nbtrain.__all__} - shown == {"NbtrainError", "RankDied"}
+    assert "automodule:: nbtrain.errors" in page
+    (members,) = re.findall(r"nbtrain\.LiveRanks\(\)\n   :members: (.*)", page)
+    documented = set(re.findall(r"`ranks\.(\w+)\(", reference("python-api")))
+    assert documented == {*members.split(", ")}
+    assert [name for name in documented if not hasattr(nbtrain.LiveRanks, name)] == []
+
+
+@pytest.mark.parametrize("command", ["memory", "scaling"])
+def test_the_guides_of_memory_and_scaling_list_their_options(command: str) -> None:
+    folder = Path(nbtrain.__file__).parent / "commands" / command
+    sources = "".join(path.read_text() for path in folder.glob("*.py"))
+    options = {*re.findall(r"add_argument\(\"(--[\w-]+)\"", sources)}
+    assert len(options) >= 3
+    guide = (NOTEBOOKS / f"guides/{command}.md").read_text()
+    assert [name for name in options if f"`{name}" not in guide] == []
+    (row,) = re.findall(rf"^\| `%nbtrain {command} .*$", reference("magics"), re.M)
+    assert [name for name in options if name not in row] == []
+
+
+def test_the_install_page_lists_every_extra() -> None:
+    page = (NOTEBOOKS / "install.md").read_text()
+    extras = metadata.metadata("nbtrain").get_all("Provides-Extra") or []
+    assert len(extras) >= 9
+    assert [extra for extra in extras if f"`{extra}`" not in page] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_table_has_a_head(page: Path) -> None:
+    """A table that a blank line cuts in two is shown as text from there on."""
+    lines = re.sub(r"```.*?```", "", page.read_text(), flags=re.S).splitlines()
+    for before, line, after in zip(["", *lines], lines, [*lines[1:], ""], strict=False):
+        if line.startswith("|") and not before.startswith("|"):
+            assert after.startswith("|---"), line
+
+
+def test_what_programs_are_shown_of_the_site_exists() -> None:
+    links = LINK.findall((NOTEBOOKS / "llms.txt").read_text())
+    assert len(links) > 10
+    assert [link for link in links if not list(NOTEBOOKS.glob(link.replace("html", "*")))] == []
+
+
+def test_the_messages_that_one_looks_up_are_those_of_nbtrain() -> None:
+    page = (NOTEBOOKS / "troubleshooting.md").read_text()
+    own = page.partition("## nbtrain's own")[2].partition("## Other launchers'")[0]
+    sources = "".join(p.read_text() for p in Path(nbtrain.__file__).parent.rglob("*.py"))
+    joined = re.sub(r"\"\s+f?\"", "", sources)
+    messages = re.findall(r"\*\*(.+?)\*\*", own.replace("\n", " "))
+    assert len(messages) > 10
+    for message in messages:  # of which some parts are filled in
+        parts = re.split(r"\d+(?:–\d+)?|[:(…,`#]|CUDA| ranks? ", message)
+        constant = [p.strip() for p in parts if " " in p.strip() or p == message]
+        assert any(part in joined for part in constant), message
 
 
 @pytest.mark.parametrize("kind", events.KINDS)

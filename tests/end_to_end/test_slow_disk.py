@@ -34,6 +34,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timing
 @pytest.mark.skipif(not shutil.which("gcc") or sys.platform != "linux", reason="needs gcc")
 def test_an_interrupt_reaches_the_ranks_within_a_second(tmp_path: Path) -> None:
@@ -123,6 +124,7 @@ def _waits_for_the_disk(process: psutil.Process) -> bool:
     return process.status() == psutil.STATUS_DISK_SLEEP
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["events", "weights", "interrupt"])
 def test_a_disk_that_freezes_for_seconds_loses_nothing_and_is_no_hang(
     mode: str, disk: Path, tmp_path: Path

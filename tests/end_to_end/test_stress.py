@@ -187,6 +187,7 @@ print(psutil.Process().children())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "where", "allowed", "said"),
     [
@@ -243,7 +244,8 @@ def chatter() -> str:
 
 
 @pytest.mark.parametrize(
-    ("engine", "background"), [("fork", False), ("fork", True), ("spawn", False)]
+    ("engine", "background"),
+    [("fork", False), ("fork", True), pytest.param("spawn", False, marks=slow)],
 )
 def test_a_full_disk_costs_logs_and_no_training(
     engine: str, background: bool, small_disk: Path
@@ -335,6 +337,7 @@ def test_a_launcher_has_room_for_its_last_words(small_disk: Path) -> None:
 
 
 def test_a_file_that_does_not_fit_leaves_no_part_of_it(small_disk: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
     spare = Spare(small_disk)
     fill(small_disk)
     with pytest.raises(OSError, match="No space left"):
@@ -342,6 +345,7 @@ def test_a_file_that_does_not_fit_leaves_no_part_of_it(small_disk: Path) -> None
     with pytest.raises(OSError, match="No space left"):
         spare.write(small_disk / "large", b"x" * 200_000)
     spare.write(small_disk / "small", b"12345")
+    assert len(os.listdir("/proc/self/fd")) == before  # taken: a live rank makes another one
     assert (small_disk / "small").read_bytes() == b"12345"
     assert sorted(p.name for p in small_disk.iterdir()) == ["filling", "small"]
 
@@ -665,6 +669,7 @@ def _is_ready(way: Door) -> bool:
     return run is not None and all("ready" in run.logs(rank) for rank in range(5))
 
 
+@pytest.mark.slow
 def test_a_detached_run_is_found_again_by_its_restarted_kernel(
     start_kernel: Callable[..., Notebook], tmp_path: Path
 ) -> None:

@@ -64,6 +64,7 @@ def test_in_a_notebook(kernel: Notebook, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
 def test_in_a_script(tmp_path: Path, case: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -148,12 +149,16 @@ def test_a_loop_without_a_call_of_ours_is_on_the_board(name: str, notebook: Note
         assert "100 %" in line
         assert f"  {at} · " in line
         assert f"loss {shown}" in line
-        row = rows[str(rank)]
-        assert (row["at"], float(row["loss"])) == (at, float(shown))  # all as long: 0.0340
-        rate, unit = row["rate"].split()
-        assert 0 < float(rate) < 1.5 * FASTEST
-        assert unit in ("batch/s", "it/s", "step/s")
-        assert f"{rate} {unit}" in line
+        assert float(rows[str(rank)]["loss"]) == float(shown)  # all as long: 0.0340
+        rate = re.search(r" ([\d.]+) (batch|it|step)/s", line)
+        assert rate is not None
+        assert 0 < float(rate[1]) < 1.5 * FASTEST
+    assert f"{loop.steps} steps" in page(out)  # once, since all ranks did as many
+
+
+def page(out: Outputs) -> str:
+    """Return the text of the page's board."""
+    return html.unescape(re.sub("<[^>]*>", " ", out.widget("HTML")[1]["value"]))
 
 
 def table(out: Outputs) -> dict[str, dict[str, str]]:
@@ -168,3 +173,25 @@ def table(out: Outputs) -> dict[str, dict[str, str]]:
     ]
     names, *ranks = rows
     return {row[0]: dict(zip(names, row, strict=True)) for row in ranks if len(row) == len(names)}
+
+
+def test_a_bar_that_has_ended_shows_no_rate_while_its_rank_goes_on(
+    notebook: Notebook, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+
+    def open_gate(out: Outputs) -> None:
+        board = str((out.updates or out.displays or [{}])[-1].get("text/html", ""))
+        if "Map: 300/300" in board and "examples/s" not in board:
+            gate.touch()
+
+    out = notebook.run(
+        "%%distributed -n 2 --view html --timeout 40\n"
+        "from tqdm.auto import tqdm\n"
+        "def train():\n"
+        "    for _ in tqdm(range(300), unit=' examples', desc='Map'): time.sleep(0.001)\n"
+        f"    while not os.path.exists({str(gate)!r}): time.sleep(0.05)",
+        during=open_gate,
+    )
+    assert out.ename == "", out.evalue
+    assert out.board.count(" examples/s") == 2  # of a run that is over, what the bar came to

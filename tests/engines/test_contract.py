@@ -34,6 +34,12 @@ WITHOUT = pytest.mark.skipif(
 )
 ENGINES = [pytest.param(n, marks=[pytest.mark.xla, WITHOUT] if n == "xla" else []) for n in NAMES]
 
+QUICK = [
+    pytest.param(n, marks=pytest.mark.slow) if n == "spawn" else param
+    for n, param in zip(NAMES, ENGINES, strict=True)
+]
+"""Where fresh interpreters take long."""
+
 
 @pytest.fixture(scope="session")
 def tpu() -> None:
@@ -130,7 +136,7 @@ def test_a_process_group_needs_no_argument(engine: str) -> None:
     assert launch(engine, train).value == 1.0
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", QUICK)
 def test_exit_codes_are_told(engine: str) -> None:
     with pytest.raises(RankDied) as raised:
         launch(engine, lambda: sys.exit(5))
@@ -138,7 +144,7 @@ def test_exit_codes_are_told(engine: str) -> None:
     assert launch(engine, lambda: sys.exit(0)).value is None
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", QUICK)
 @pytest.mark.parametrize(("how", "code"), [("return", 0), ("raise", 1), ("exit", 3)])
 def test_a_child_that_the_function_forks_is_not_the_rank(engine: str, how: str, code: int) -> None:
     def train() -> int:
@@ -154,7 +160,7 @@ def test_a_child_that_the_function_forks_is_not_the_rank(engine: str, how: str, 
     assert run.state.status == "succeeded"
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", QUICK)
 def test_nothing_stays_behind(engine: str) -> None:
     launch(engine, lambda: 1)
 
@@ -417,6 +423,7 @@ def test_stop_from_another_thread_ends_the_run() -> None:
     assert len(raised) == 1
 
 
+@pytest.mark.slow
 def test_fork_running_out_of_processes_is_one_clear_error() -> None:
     script = """
 import os, nbtrain, psutil
@@ -571,13 +578,19 @@ def test_stop_in_the_watching_thread_only_asks() -> None:
         assert run is not None
         run.stop()
 
+    earlier = nbtrain.last_run()
+
+    def ask() -> None:
+        wait_until(lambda: nbtrain.last_run() is not earlier, 60)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
     before = signal.signal(signal.SIGUSR1, stop)
     try:
-        timer = threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGUSR1))
-        timer.start()
+        asker = threading.Thread(target=ask)
+        asker.start()
         with pytest.raises(KeyboardInterrupt):
             launch("fork", lambda: time.sleep(60), n=2)
-        timer.join()
+        asker.join()
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -749,7 +762,7 @@ def test_a_rank_that_ends_right_after_it_joined_the_group_cuts_nobody_off() -> N
         assert launch("fork", train, n=3).results == [3, 3, 3]
 
 
-@pytest.mark.parametrize("engine", ["fork", "spawn"])
+@pytest.mark.parametrize("engine", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_random_numbers_are_those_the_notebook_would_have_drawn(engine: str) -> None:
     import random
 

@@ -65,7 +65,7 @@ def _sum(value: float = 1.0) -> float:
 
 @linux
 @pytest.mark.timeout(25)  # torch's store waits 30 s for the rest of a message
-@pytest.mark.parametrize("engine", ["fork", "spawn"])
+@pytest.mark.parametrize("engine", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_who_sends_half_a_message_holds_nobody(
     engine: str, port: int, strangers: Callable[..., Strangers]
 ) -> None:

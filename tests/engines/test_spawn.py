@@ -313,6 +313,7 @@ def test_the_model_is_in_memory_once_however_many_ranks_read_it() -> None:
         assert read == pytest.approx(float(model.weight.detach().sum()), abs=1e-2)
 
 
+@pytest.mark.slow
 def test_they_end_with_the_launcher(tmp_path: Path) -> None:
     script = (
         "import nbtrain, os, time\n"
@@ -418,6 +419,7 @@ def look():
 """
 
 
+@pytest.mark.slow
 def test_whatever_a_notebook_holds_is_what_a_forked_rank_would_find(
     start_kernel: Callable[..., Notebook],
 ) -> None:

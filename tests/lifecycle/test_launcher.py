@@ -174,10 +174,10 @@ def test_a_run_is_reopened_with_its_results_and_its_failure() -> None:
 
 
 def test_text_is_printed_outside_a_notebook(capsys: pytest.CaptureFixture[str]) -> None:
-    nbtrain.launch(lambda: print("hello"), num_processes=2)
+    nbtrain.launch(lambda: print("hello", nbtrain.rank()), num_processes=2)
     printed = capsys.readouterr().out
-    assert "[rank 0] hello" in printed
-    assert "[rank 1] hello" in printed
+    assert "[rank 0] hello 0" in printed
+    assert "[rank 1] hello 1" in printed
     assert "succeeded" in printed
 
 

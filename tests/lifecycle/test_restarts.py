@@ -54,6 +54,7 @@ def fails_once(how: str, steps: int = 6, dies_at: int = 4) -> tuple[int, list[fl
     return nbtrain.attempt(), seen, first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "how"), [("fork", "raise"), ("fork", "die"), ("spawn", "die")])
 def test_a_run_goes_on_from_its_last_whole_checkpoint(engine: str, how: str) -> None:
     undisturbed = nbtrain.launch(fails_once, how, 6, 99, num_processes=2)

@@ -43,6 +43,7 @@ def test_ranks_start_with_a_state_of_their_own(with_state: Notebook) -> None:
     assert with_state.value("(PartialState().num_processes, state.num_processes)") == (1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["fork", "spawn"])
 def test_what_shares_the_state_shows_the_world_of_the_ranks(
     with_state: Notebook, engine: str
@@ -66,9 +67,8 @@ def test_a_trainer_of_the_notebook_is_named_with_its_cell_and_line(with_state: N
     assert out.ename == "PreflightError"
     assert (
         f"`trainer` is a Trainer of the notebook, made for one process (In[{number}], line 2: "
-        "`trainer = Trainer(model=model, args=args, train_dataset=data)`). Make the Trainer inside "
-        "the training function; its TrainingArguments may stay in the notebook. The kernel needs "
-        "no restart."
+        "`trainer = Trainer(model=model, args=args, train_dataset=data)`). Make the Trainer and "
+        "its TrainingArguments inside the training function. The kernel needs no restart."
     ) in out.evalue
     out = with_state.run("nbtrain.launch(trainer.train)")
     assert "`trainer` is a Trainer of the notebook" in out.evalue

@@ -393,6 +393,7 @@ class Trainer:
 run = partial(nbtrain.launch, num_processes=2, view="none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["fork", "spawn"])
 def test_models_of_a_partial_and_of_an_object_come_back_trained(engine: str) -> None:
     model, trainer = torch.nn.Linear(2, 2), Trainer()
@@ -411,6 +412,7 @@ def test_models_of_a_partial_and_of_an_object_come_back_trained(engine: str) -> 
     assert (other.weight == 7).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["fork", "spawn"])
 def test_a_cell_brings_back_what_its_object_partial_and_function_train(
     notebook: Notebook, engine: str

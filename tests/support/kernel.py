@@ -188,7 +188,7 @@ class Notebook:
             if message["parent_header"].get("msg_id") != request:
                 continue
             content = message["content"]
-            _record(out, message["msg_type"], content)
+            record(out, message["msg_type"], content)
             shown = message["msg_type"] in _SHOWN
             if shown and interrupt_on is not None and interrupt_on in str(content):
                 interrupt_on = None
@@ -272,7 +272,7 @@ def _in_turn(answers: Sequence[str]) -> Callable[[Outputs], str | None]:
 _SHOWN = ("stream", "display_data", "update_display_data", "comm_open", "comm_msg")
 
 
-def _record(out: Outputs, kind: str, content: dict[str, Any]) -> None:
+def record(out: Outputs, kind: str, content: dict[str, Any]) -> None:
     if kind.startswith("comm_"):
         _record_comm(out, kind, content)
     if kind == "stream":

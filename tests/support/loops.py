@@ -265,7 +265,7 @@ class LitModel(L.LightningModule):
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
-L.Trainer(max_epochs=1, strategy="ddp_notebook").fit(LitModel(), DataLoader(data))
+L.Trainer(max_epochs=1, strategy="ddp").fit(LitModel(), DataLoader(data))
 """,
     "Fabric": """
 from lightning.fabric import Fabric

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.support.kernel import Notebook
 
 STAND_IN = """
@@ -40,6 +42,7 @@ def test_the_way_to_torchs_initialisation_is_told(
     assert "CUDA: initialised" in kernel.run("%nbtrain guard block").stdout
 
 
+@pytest.mark.slow
 def test_block_raises_before_and_leaves_the_kernel_clean(
     start_kernel: Callable[..., Notebook],
     stub: Path,

@@ -46,6 +46,7 @@ def probe(row: Row, *library: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("row", [r for r in CLEAN if "a GPU" not in r.needs], ids=lambda r: r.name)
+@pytest.mark.slow
 def test_a_clean_cell_gives_no_alarm(row: Row, stub: Path) -> None:
     found = probe(row, str(stub))
     assert (found["dirty"], found["culprit"], found["error"]) == (False, "", "''")

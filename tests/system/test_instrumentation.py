@@ -5,13 +5,22 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+import warnings
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from nbtrain.system.instrumentation import Patched, patch, patches, replace, when_imported
+from nbtrain.system.instrumentation import (
+    Patched,
+    patch,
+    patches,
+    replace,
+    scope,
+    warn_where_users_call,
+    when_imported,
+)
 
 NAME = "colorsys"
 
@@ -266,3 +275,12 @@ def test_a_patch_is_made_again_where_the_attribute_was_replaced() -> None:
     second()
     first()
     assert module.answer() == 10
+
+
+def test_a_warning_may_be_shown_with_arguments_by_name() -> None:
+    with scope():
+        warn_where_users_call()
+        with pytest.warns(UserWarning, match="old"):
+            warnings.showwarning(
+                message=UserWarning("old"), category=UserWarning, filename="x.py", lineno=1
+            )

@@ -252,6 +252,33 @@ def _rows() -> list[Row]:
     return sure
 
 
+LIVE = "live"
+"""Ranks that stay between cells, in the place of an engine."""
+
+
+def _live_rows() -> list[Row]:
+    """A cell of live ranks ends as a run does; what would end a process by a call is an error."""
+    raised, collective = "exception", "collective"
+    return [
+        Row("exception", "import", raised, "bad luck", LIVE),
+        Row("exception", collective, raised, "bad luck", LIVE),
+        Row("exception of a class that pickle cannot remake", "mid-run", raised, "Odd: odd", LIVE),
+        Row("exception whose __str__ raises", collective, raised, "Mute", LIVE),
+        Row("sys.exit(3)", "mid-run", raised, "sys.exit(3)", LIVE),
+        Row("os._exit(7)", "mid-run", "exit", "code 7", LIVE),
+        Row("os._exit(7)", collective, "exit", "code 7", LIVE),
+        Row("SIGKILL", "mid-run", "signal", "SIGKILL", LIVE),
+        Row("SIGKILL", collective, "signal", "SIGKILL", LIVE),
+        Row("SIGSEGV", collective, "segfault", "SIGSEGV", LIVE),
+        Row("exception", collective, raised, "bad luck", LIVE, 2, 3),
+        Row("mismatched collective", collective, "communication", "different", LIVE, None),
+        Row("CUDA out of memory", "mid-run", "cuda out of memory", "allocate 20.00 GiB", LIVE),
+        Row("too many open files", "mid-run", raised, "Too many open files", LIVE),
+        Row("disk of the run folder full", "mid-run", "disk full", "no space", LIVE, needs="disk"),
+        Row("a result that cannot be pickled", "end", raised, "_thread.lock", LIVE),
+    ]
+
+
 ROWS = [
     *_rows(),
     Row("exception", "collective", "exception", "bad luck", rank=2, ranks=3),
@@ -311,6 +338,7 @@ ROWS = [
     Row("a child that returns from the function", "mid-run"),
     Row("an exit handler that exits", "end"),
     Row("an exit handler that raises", "end"),
+    *_live_rows(),
 ]
 
 
@@ -457,13 +485,17 @@ def launched(row: Row, view: str = "none") -> Outcome:
         cell,
         row.fault[:20],
         num_processes=row.ranks,
-        engine=row.engine,
+        engine="auto" if row.engine == LIVE else row.engine,
         timeout=row.timeout,
         view=view,
     )
     raised = ""
     try:
-        run_plan(plan)
+        if row.engine == LIVE:
+            with nbtrain.start(row.ranks) as ranks:
+                ranks.run_plan(plan)
+        else:
+            run_plan(plan)
     except BaseException as error:  # whatever the row does
         raised = f"{type(error).__name__}: {error}"
         error.__traceback__ = None

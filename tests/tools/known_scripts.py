@@ -34,6 +34,11 @@ _TESTS = "tests_samples"
 _TEXT = "--num_train_epochs 2 --block_size 64"
 _TUTORIAL = "3 1 --batch_size 32"
 
+_INSTRUCTED = Script(
+    "--base_model_name_or_path llama --bits fp32 --output_dir {out} --data_path alpaca "
+    "--dataset_field instruction output --dataset_split train --max_steps 6 --bf16 False"
+)
+
 KNOWN = {
     "text-classification/run_glue_no_trainer.py": _trains(
         "bert", f"{_TESTS}/MRPC/train.csv {_TESTS}/MRPC/dev.csv", "--num_train_epochs 4"
@@ -111,13 +116,45 @@ KNOWN = {
     "adamss_finetuning/glue_adamss_asa_manual_example.py": Script(
         "--dataset_name mrpc --output_dir {out}"
     ),
+    "peft_no_lora_accelerate.py": Script(
+        "--model_name_or_path bert --output_dir {out} --num_train_epochs 1 --seed 1"
+    ),
+    "peft_lora_embedding_semantic_search.py": Script(
+        "--model_name_or_path bert --output_dir {out} --num_train_epochs 1 --seed 1 --use_peft "
+        "--sanity_test --max_train_steps 12"
+    ),
+    "miss_finetuning.py": _INSTRUCTED,
+    "pissa_finetuning.py": _INSTRUCTED,
+    "psoft_finetuning.py": Script(f"{_INSTRUCTED.arguments} --r 8"),
+    "unilora_finetuning.py": _INSTRUCTED,
+    "kasa_finetuning.py": Script(
+        "--base_model_name_or_path llama --output_dir {out} --dataset_split train --max_steps 6 "
+        "--lora_r 8 --bf16 False"
+    ),
+    "olora_finetuning.py": Script(
+        "--base_model llama --output_dir {out} --dtype float32 --device_map cpu --batch_size 8 "
+        "--lora_target_modules all-linear"
+    ),
+    "dora_finetuning.py": Script(
+        "--base_model llama --output_dir {out} --device cpu --batch_size 16 --val_set_size 16 "
+        "--data_path alpaca --eval_step 100"
+    ),
+    "peft/examples/": Script(wants_gpus=True),
+    "adder/adder.py": Script("--trainer.max_iters=200"),
+    "chargpt/chargpt.py": Script(
+        "--trainer.max_iters=20 --trainer.batch_size=8 --data.block_size=32"
+    ),
+    "by_feature/tracking.py": Script("--with_tracking --project_dir {out}"),
     "by_feature/deepspeed_with_config_support.py": Script(
         "--dataset_name wikitext --model_name_or_path gpt2 --num_train_epochs 1"
     ),
 }
-"""By the end of a script's path. Others are run without arguments."""
+"""By the end of a script's path, or a folder in it. Others are run without arguments."""
 
 
 def known(path: str) -> Script:
     """Return how the script at a path is run."""
-    return next((script for end, script in KNOWN.items() if path.endswith(end)), Script())
+    scripts = (
+        s for end, s in KNOWN.items() if path.endswith(end) or (end[-1] == "/" and end in path)
+    )
+    return next(scripts, Script())

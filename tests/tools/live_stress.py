@@ -1,11 +1,12 @@
 """Cells at random on live ranks of a real kernel: each ends as it should, and the ranks go on.
 
-    python tests/tools/live_stress.py [--cells 500] [--seed 1]
+    python tests/tools/live_stress.py [--cells 500] [--seed 1] [--only KIND …]
 
 Cells that are fine, that raise on one rank, that are interrupted wherever they are, that print
-5 MB, that wait for a rank which does not come, and that kill a rank. After each, an all_reduce and
-a variable of before are looked at. Prints how many there were of each kind; exits with 1 if one
-ended otherwise, or left something behind.
+10 MB, that hang, that kill a rank, and questions that are interrupted. After each, an all_reduce
+and a variable of before are looked at. Prints how many there were of each kind, and the kernel's
+memory after a fifth of them and at the end; exits with 1 if one ended otherwise, or left something
+behind.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class Kind(NamedTuple):
     cell: str
     raises: str = ""
     weight: int = 1
-    is_interrupted: bool = False
+    presses: int = 0
+    """How often it is interrupted: a second time, once it was said that ranks do not hear it."""
+    magic: str = "%%distributed\nimport time\n"
 
 
 KINDS = {
@@ -39,18 +42,37 @@ KINDS = {
     ),
     "raises late": Kind("dist.barrier()\nif rank: raise KeyError\ntime.sleep(0.3)", "KeyError", 4),
     "interrupted between collectives": Kind(
-        "while True: dist.all_reduce(torch.ones(1)); time.sleep(0.01)", "KeyboardInterrupt", 3, True
+        "while True: dist.all_reduce(torch.ones(1)); time.sleep(0.01)", "KeyboardInterrupt", 3, 1
     ),
     "interrupted in a collective": Kind(
-        "time.sleep(100) if rank else dist.barrier()", "KeyboardInterrupt", 3, True
+        "time.sleep(100) if rank else dist.barrier()", "KeyboardInterrupt", 3, 1
     ),
-    "interrupted in Python": Kind("while True: pass", "KeyboardInterrupt", 2, True),
-    "prints": Kind("print('x' * 5_000_000)"),
+    "interrupted in Python": Kind("while True: pass", "KeyboardInterrupt", 2, 1),
+    "a question, interrupted": Kind(
+        "while True: ranks['kept']", "KeyboardInterrupt", 2, 1, magic="import time\n"
+    ),
+    "interrupted, and does not hear it": Kind(
+        "while rank:\n  try: time.sleep(60)\n  except KeyboardInterrupt: pass",
+        "KeyboardInterrupt",
+        presses=2,
+    ),
+    "prints 10 MB": Kind("print('x' * 5_000_000)"),
     "one rank skips a collective": Kind(
         "if rank == 0: dist.all_reduce(torch.ones(1))", "RunTimeout"
     ),
+    "one rank calls another collective": Kind(
+        "dist.all_gather_object([0, 0], 1) if rank else dist.all_reduce(torch.ones(1))",
+        "RunTimeout",
+    ),
     "a rank is killed": Kind("if rank: os.kill(os.getpid(), 9)\ndist.barrier()", "RankDied"),
 }
+
+
+LONG = 30.0
+"""Seconds that none of these cells needs, on a busy machine."""
+
+GROWTH = 20 << 20
+"""Bytes that the kernel may need more at the end: what its allocator keeps differs by some."""
 
 
 def begin(notebook: Notebook) -> None:
@@ -67,14 +89,17 @@ def troubles(notebook: Notebook, kind: Kind, press: float) -> list[str]:
     """Run a cell of a kind, and return what was not as it should be."""
     wrong = []
     timer = threading.Timer(press, notebook.manager.interrupt_kernel)
-    if kind.is_interrupted:
+    if kind.presses:
         timer.start()
-    out = notebook.run(f"%%distributed\nimport time\n{kind.cell}", timeout=90)
-    if kind.is_interrupted:
+    unheard = "did not hear the interrupt" if kind.presses > 1 else None
+    out = notebook.run(kind.magic + kind.cell, timeout=90, interrupt_on=unheard)
+    if kind.presses:
         timer.join()
     if out.ename != kind.raises:
-        wrong.append(f"raised {out.ename!r}: {out.evalue}")
-    if kind.raises == "RankDied":
+        wrong.append(f"raised {out.ename!r}: {out.evalue[:300]}")
+    if kind.raises != "RunTimeout" and out.seconds > LONG:
+        wrong.append(f"took {out.seconds:.0f} s")
+    if kind.raises == "RankDied" or kind.presses > 1:
         begin(notebook)
     total = notebook.run("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt", timeout=90)
     if "tensor([2.])" not in total.stdout:
@@ -86,10 +111,17 @@ def troubles(notebook: Notebook, kind: Kind, press: float) -> list[str]:
     return wrong
 
 
+def memory(notebook: Notebook) -> int:
+    """Return the bytes that only the kernel has, garbage and free pages given back."""
+    notebook.run("import ctypes, gc; gc.collect(); ctypes.CDLL(None).malloc_trim(0)")
+    return int(notebook.process.memory_full_info().uss)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cells", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", nargs="*", choices=KINDS, default=[*KINDS], metavar="KIND")
     options = parser.parse_args()
     chance, seen, wrong = random.Random(options.seed), Counter[str](), 0
     with tempfile.TemporaryDirectory(prefix="nbtrain-live-stress-") as folder:
@@ -98,20 +130,25 @@ def main() -> int:
             notebook.run("%load_ext nbtrain\nimport os, time, torch, nbtrain")
             begin(notebook)
             before = notebook.value("len(__import__('os').listdir('/proc/self/fd'))")
-            weights = [kind.weight for kind in KINDS.values()]
-            for name in chance.choices(list(KINDS), weights, k=options.cells):
+            weights = [KINDS[name].weight for name in options.only]
+            warm = memory(notebook)
+            for name in chance.choices(options.only, weights, k=options.cells):
                 seen[name] += 1
+                if seen.total() == options.cells // 5:
+                    warm = memory(notebook)
                 for text in troubles(notebook, KINDS[name], chance.uniform(0.05, 1.6)):
                     wrong += 1
                     print(f"cell {seen.total()}, {name}: {text}", flush=True)
             after = notebook.value("len(__import__('os').listdir('/proc/self/fd'))")
+            grown = memory(notebook) - warm
             notebook.run("%nbtrain stop")
             left = notebook.process.children(recursive=True)
         finally:
             notebook.close()
     print(f"{options.cells} cells: {dict(seen)}")
     print(f"{wrong} wrong, {after - before} more descriptors, {len(left)} processes left")
-    return int(bool(wrong or left or after > before + 5))
+    print(f"the kernel's memory: {warm >> 20} MiB after a fifth of them, then {grown >> 20:+} MiB")
+    return int(bool(wrong or left or after > before + 5 or grown > GROWTH))
 
 
 if __name__ == "__main__":

@@ -73,7 +73,10 @@ def _script(path: Path) -> Piece:
     return Piece(path, "\n".join(lines), function, places)
 
 
-_DEFINES = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.Expr)
+_DEFINES = (
+    *(ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign),
+    *(ast.Expr, ast.If, ast.Try),  # around imports, as of a library that may be missing
+)
 
 
 def _launched(block: ast.AST) -> str | None:

@@ -48,6 +48,8 @@ class Counts:
     samples: int = 0
     loss: float | None = None
     waiting: int = 0
+    ahead: int = 0
+    """Samples of the batch that Accelerate's loader has read, and not given yet."""
     iterator: Any = None
 
     def figures(self) -> dict[str, Any]:
@@ -77,10 +79,16 @@ class Counts:
 
     def _counting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def following(iterator: Any) -> Any:
-            batch = original(iterator)
             if iterator is not self.iterator:  # that of an evaluation led to no backward
-                self.iterator, self.waiting = iterator, 0
-            self.waiting += _size(batch)
+                self.iterator, self.waiting, self.ahead = iterator, 0, 0
+            code = sys._getframe(1).f_code
+            reads_ahead = "/accelerate/data_loader" in code.co_filename
+            self.waiting, self.ahead = self.waiting + self.ahead, 0
+            batch = original(iterator)
+            if reads_ahead:
+                self.ahead = _size(batch)
+            else:
+                self.waiting += _size(batch)
             return batch
 
         return following
@@ -250,6 +258,7 @@ _RENAMED = {
     "    tokenizer=tokenizer,": "    processing_class=tokenizer,",
     "Accelerator(fp16=True)": "Accelerator()",
     "push_to_hub=True": "push_to_hub=False",
+    "    overwrite_output_dir=True,\n": "",
     "from transformers import AdamW": "from torch.optim import AdamW",
     "train_size = 10_000": "train_size = 100",
 }
@@ -290,10 +299,19 @@ def cells_of(path: Path, timeout: float) -> list[tuple[int, str]]:
             if "tqdm" in text:  # a cell above may have imported it, in ranks alone
                 text = f"from tqdm.auto import tqdm\n{text}"
             cells.append((-number, f"%%distributed -n 2 --timeout {timeout:.0f}\n{text}"))
+            cells += [(number, _without_ranks_objects(each)) for each in held or []]
             held = None
         elif held is None:
             cells.append((number, text))
     return cells
+
+
+def _without_ranks_objects(text: str) -> str:
+    """Return what later cells need of one that ranks have run: else only its imports."""
+    if not re.search(r"Trainer\(|Accelerator\(|accelerator\.|TrainingArguments\(|\.train\(", text):
+        return text
+    body = ast.parse(text).body
+    return "\n".join(ast.unparse(s) for s in body if isinstance(s, ast.Import | ast.ImportFrom))
 
 
 def run_notebook(path: Path, folder: Path, timeout: float) -> None:
@@ -339,6 +357,10 @@ def run_all(paths: list[Path], fixtures: str, timeout: float) -> None:
     """Run scripts, one after the other, and print what came of each."""
     with tempfile.TemporaryDirectory() as made:
         os.environ.setdefault(made_data.FOLDER, f"{made}/models")
+        Path(os.environ[made_data.FOLDER]).mkdir(exist_ok=True)
+        make = "from tests.tools import made_data; made_data.make_models()"
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        subprocess.run([sys.executable, "-c", make], env=environment, check=True)
         for path in paths:
             with tempfile.TemporaryDirectory() as folder:
                 if path.suffix == ".py":

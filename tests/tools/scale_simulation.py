@@ -161,7 +161,7 @@ def seven_days(place: Path, ranks: int = 8, events: int = 10**8) -> tuple[float,
 def drawn(sizes: list[int], table: list[list[float]], exponents: list[float]) -> str:
     """Return the picture: each column against the ranks, relative to its value at 64 ranks."""
     width, height, left, low = 720, 400, 60, 340
-    colours = ("#357fc0", "#1f8a5b", "#b5651d", "#8a4fb0", "#c0392b", "#2c3e50", "#16a085", "#999")
+    colours = ("#357fc0", "#1f8a5b", "#b5651d", "#8a4fb0", "#c0392b", "#7f8fa6", "#16a085", "#999")
 
     def place(n: float, ratio: float) -> str:
         across = left + (math.log(n) / math.log(sizes[-1])) * 420
@@ -187,8 +187,7 @@ def drawn(sizes: list[int], table: list[list[float]], exponents: list[float]) ->
         )
         parts += [
             f'<polyline points="{line}" stroke="{colours[i]}" stroke-width="2" fill="none"/>',
-            f'<text x="500" y="{70 + 26 * i}" fill="{colours[i]}">{name}: ranks to the power of '
-            f"{power:.2f}</text>",
+            f'<text x="500" y="{70 + 26 * i}" fill="{colours[i]}">{name}: power {power:.2f}</text>',
         ]
     return "".join([*parts, "</svg>\n"])
 

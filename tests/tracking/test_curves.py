@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 
 from nbtrain.tracking import events as ev
-from nbtrain.tracking.curves import LINES, POINTS, Curves, CurvesDraft, Series, sparse
+from nbtrain.tracking.curves import LINES, POINTS, Curves, CurvesDraft, Series, evenly, smoothed
 from nbtrain.tracking.reducers import fold
 from tests.support.runs import picture
 
@@ -23,7 +24,7 @@ def losses(values: list[float], rank: int = 0) -> list[ev.Event]:
 def test_a_short_curve_keeps_every_point() -> None:
     series = curve(losses([3.0, 2.0, 1.0]))
     assert [(b.x, b.mean) for b in series.band] == [(0, 3.0), (1, 2.0), (2, 1.0)]
-    assert sparse(series.lines[0], 99) == [(0, 3.0), (1, 2.0), (2, 1.0)]
+    assert evenly(sorted(series.lines[0].values()), 99) == [(0, 3.0), (1, 2.0), (2, 1.0)]
     assert series.last == 1.0
 
 
@@ -32,7 +33,7 @@ def test_a_long_curve_is_halved_and_keeps_its_last_point() -> None:
     line = series.lines[0]
     assert len(series.bins) <= POINTS
     assert len(line) <= POINTS
-    assert sparse(line, POINTS)[-1] == (10_000, 10_000.0)
+    assert evenly(sorted(line.values()), POINTS)[-1] == (10_000, 10_000.0)
     assert all(b.low <= b.mean <= b.high for b in series.band)
     assert series.bounds == (0.0, 10_000.0)
 
@@ -82,7 +83,9 @@ def test_a_rank_that_stopped_long_ago_does_not_hold_the_mean() -> None:
 
 def test_a_thinned_band_begins_where_the_curve_does_and_ends_with_no_few_values() -> None:
     thin = curve(losses([float(i) for i in range(99)]), 1).thinned(20)
-    assert [b.size for b in thin] == [1] + [6] * 15 + [8]
+    assert thin[0].size == 1
+    assert {b.size for b in thin[1:]} == {5, 6}
+    assert len(thin) <= 20
     assert (thin[0].mean, thin[-1].x) == (0.0, 98)
     assert len(curve(losses([1.0, 2.0]), 1).thinned(20)) == 2
 
@@ -122,7 +125,7 @@ def test_a_late_value_is_drawn_at_its_step_and_shifts_nothing(ranks: int) -> Non
     assert [series.bins[x].size for x in (5, 8)] == [2, 2]
     assert (series.ends[0].x, series.last) == (12, 12.0)
     for line in series.lines.values():
-        assert sparse(line, POINTS) == [(x, float(x)) for x in range(13)]
+        assert evenly(sorted(line.values()), POINTS) == [(x, float(x)) for x in range(13)]
 
 
 def test_a_value_from_before_the_beginning_shifts_only_itself() -> None:
@@ -203,3 +206,23 @@ def test_the_mean_of_ranks_that_report_at_steps_of_their_own_does_not_jump() -> 
     assert len(band) == 10
     assert means == sorted(means, reverse=True)
     assert all(b.size == 4 for b in band)
+
+
+def seen(steps: int) -> list[ev.Event]:
+    """Return a loss that rises by one a step: the first 256 one by one, then every sixth."""
+    first = ev.TrainingUpdate(1.0, 0, 256, 9.0, losses=tuple((i, i, "") for i in range(257)))
+    return [first, *(ev.TrainingUpdate(1.0, 0, i, 9.0, loss=i) for i in range(262, steps, 6))]
+
+
+@pytest.mark.parametrize("steps", [400, 500, 900, 1500])
+def test_a_curve_has_no_kink_where_steps_are_no_longer_reported_one_by_one(steps: int) -> None:
+    series = curve(seen(steps), ranks=1)
+    strong = smoothed(series.band)
+    off = [abs(x - y) for x, y in strong if 0.2 * steps < x < 0.8 * steps]
+    assert max(off) < steps / 100  # neither behind nor ahead
+    thinned = [b.x for b in series.thinned(32)]
+    line = [x for x, _ in evenly(sorted(series.lines[0].values()), 32)]
+    for drawn in (thinned[1:], line, [x for x, _ in evenly(strong, 32)]):
+        apart = [after - before for before, after in pairwise(drawn[:-1])]
+        assert 16 < len(drawn) <= 33
+        assert max(apart) <= 3 * min(apart)

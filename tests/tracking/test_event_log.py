@@ -274,8 +274,9 @@ def test_a_long_line_is_read_whole_by_small_steps(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_deleted_is_made_anew_once_its_folder_is_and_read_from_its_start(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(event_log, "DELETED", 0.0)
     path = tmp_path / "run" / "rank-0000.jsonl"
     path.parent.mkdir()
     writer, tail = EventWriter(path, reserved=1 << 12), Tail(path)
@@ -290,3 +291,20 @@ def test_a_file_that_was_deleted_is_made_anew_once_its_folder_is_and_read_from_i
     writer.write_metrics(4, 0, 3, {"loss": 0.5})
     assert [ev.from_line(line) for line in tail.lines()] == [ev.Metrics(4, 0, 3, {"loss": 0.5})]
     writer.close()
+
+
+@pytest.mark.parametrize(
+    "value", [0.1, -3.5e-300, 7, True, math.nan, -math.inf, 'a "b" \n ü', 2**52]
+)
+@pytest.mark.parametrize("step", [None, 12])
+def test_metrics_are_written_as_other_events_are(
+    tmp_path: Path, value: float | str, step: int | None
+) -> None:
+    path = tmp_path / "f"
+    event = ev.Metrics(1.0625, 3, step, {"loss": value, "é": 1.0}, 0 if step else 5)
+    writer = EventWriter(path)
+    writer.write_metrics(event.time, event.rank, step, dict(event.values), event.at)
+    writer.close()
+    written, expected = json.loads(path.read_bytes()), json.loads(ev.to_line(event))
+    expected.pop("at") if not event.at else None
+    assert repr(sorted(written.items())) == repr(sorted(expected.items()))

@@ -137,7 +137,13 @@ def test_nothing_of_it_stays_in_the_process(capfd: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    ("level", "shown"), [("debug", True), ("info", True), ("warning", False), ("", False)]
+    ("level", "shown"),
+    [
+        ("info", True),
+        ("warning", False),
+        pytest.param("debug", True, marks=pytest.mark.slow),
+        pytest.param("", False, marks=pytest.mark.slow),
+    ],
 )
 def test_on_request_it_is_printed(level: str, shown: bool, tmp_path: Path) -> None:
     script = """

@@ -58,6 +58,7 @@ def training(rank: int, count: int) -> list[ev.Event]:
     ]
 
 
+@pytest.mark.slow
 def test_a_long_run_is_folded_in_chunks_and_in_little_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -77,7 +77,7 @@ def test_bars_that_an_exception_ends_tell_where_it_was() -> None:
     epoch = replace(EPOCH, time=8.1, elapsed=8.1, closed=True)
     cut = [replace(batch, time=8.1, closed=True), epoch]
     rank = fold(picture(), [EPOCH, batch, *cut]).ranks[0]
-    assert labels.bar_positions(rank) == "epoch: 1/4 › batch: 30/60"
+    assert labels.bar_positions(rank) == "epoch: 2/4 › batch: 30/60"
     assert eta.fraction(rank) == 1.5 / 4
     ended = [replace(cut[0], n=60), replace(cut[1], n=4)]
     rank = fold(picture(), [EPOCH, batch, *ended]).ranks[0]
@@ -126,7 +126,7 @@ def test_a_hang_is_told_until_there_is_progress_again() -> None:
     read = ev.from_line(ev.to_line(hang))
     assert read is not None
     state = fold(state, [ev.Phase(102, 1, "saving"), read, ev.Metrics(102, 0, 1, {"loss": 1.0})])
-    assert [labels.badge(r) for r in state.ranks] == ["waiting", "saving", "stuck?"]
+    assert [labels.badge(r) for r in state.ranks] == ["waiting", "saving", "stuck"]
     assert state.hang == told
     assert told in text_summary.summary(state, 103)
     assert board.escape(told) in board.render(state, 103)
@@ -230,7 +230,7 @@ def test_nested_bars_are_worded_from_the_outside_in() -> None:
         ev.Progress(1, 0, bar=1, n=20, total=45, elapsed=2, description="batch"),
     ]
     rank = fold(picture(), bars).ranks[0]
-    assert labels.position(rank) == "epoch: 2/3 › batch: 20/45 · 10.0 it/s · 2.5 s left"
+    assert labels.position(rank) == "epoch: 3/3 › batch: 20/45 · 10.0 it/s · 2.5 s left"
 
 
 def test_a_killed_rank_says_so_on_its_line() -> None:

@@ -13,8 +13,12 @@ import torch
 import nbtrain
 from nbtrain.errors import NbtrainError
 from nbtrain.tracking.run_folder import RunFolder
+from tests.support.versions import needs
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+    needs("torch", "2.6", "a PipelineStage without example inputs, fully_shard"),
+]
 
 run = partial(nbtrain.launch, num_processes=2, view="none")
 loss = torch.nn.functional.mse_loss

@@ -100,6 +100,7 @@ def test_a_bar_written_to_a_file_of_the_users_stays_there() -> None:
     assert run.state.ranks[0].bars == {}
 
 
+@pytest.mark.slow
 def test_a_tqdm_that_is_imported_late_is_caught_too() -> None:
     import subprocess
     import sys

@@ -66,7 +66,7 @@ def test_the_runs_own_port_is_served_by_the_launcher_whatever_the_host_is_called
 
 
 @pytest.mark.parametrize("train", [by_environment, by_address])
-@pytest.mark.parametrize("engine", ["fork", "spawn"])
+@pytest.mark.parametrize("engine", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_ranks_meet_at_an_address_of_their_own(train: Callable[[int], float], engine: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

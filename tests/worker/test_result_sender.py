@@ -23,8 +23,10 @@ from nbtrain.tracking import run_folder
 from nbtrain.ui import text_summary
 from nbtrain.worker import result_sender
 from tests.support.kernel import Notebook
+from tests.support.versions import needs
 from tests.support.waiting import wait_until
 
+FULLY_SHARD = needs("torch", "2.6", "fully_shard")
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -130,7 +132,7 @@ def flattened_in_part(model: Net) -> Any:
         ddp,
         accelerated,
         compiled,
-        fully_sharded,
+        pytest.param(fully_sharded, marks=FULLY_SHARD),
         flattened_in_part,
         pytest.param(lambda model: flattened(model, True), id="fsdp1"),
         pytest.param(lambda model: flattened(model, False), id="fsdp1-flat"),
@@ -149,6 +151,7 @@ def test_a_model_comes_home_trained(train: Callable[[Net], Any]) -> None:
     assert "model: 32 parameters updated from rank 0" in text_summary.summary(done.state, 0)
 
 
+@pytest.mark.slow
 def test_a_model_comes_home_from_fresh_processes() -> None:
     model, optimizer = Net(), None
     optimizer = torch.optim.AdamW(model.parameters())
@@ -215,6 +218,7 @@ def _evaluated_in_shards(model: Any, rate: float) -> Any:
     return told
 
 
+@FULLY_SHARD
 @pytest.mark.parametrize("rate", [0.1, 0.0])
 def test_an_evaluation_of_a_sharded_model_costs_no_precision(rate: float) -> None:
     model = torch.nn.Linear(4, 4)
@@ -281,6 +285,8 @@ def test_no_sync_leaves_it_as_it_was() -> None:
     done = run(partial(plain), model, sync=False)
     assert all(torch.equal(model.state_dict()[n], t) for n, t in before.items())
     assert not RunFiles(done).weights()
+    with pytest.raises(NbtrainError, match=r"unless it has sync=False \(--no-sync\)"):
+        done.load(model)
 
 
 class RunFiles:
@@ -307,6 +313,7 @@ def test_a_model_that_no_longer_fits_is_as_it_was_and_says_why() -> None:
     assert "⚠ model was not updated" in text_summary.summary(again.state, 0)
 
 
+@FULLY_SHARD
 def test_a_sharded_model_whose_group_is_gone_says_so() -> None:
     def train(model: Any) -> None:
         fully_sharded(model)

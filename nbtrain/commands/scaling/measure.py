@@ -13,7 +13,7 @@ from typing import Any
 
 from ...errors import NbtrainError, PlanError
 from ...lifecycle.launcher import run_plan
-from ...lifecycle.run import Run, last_run
+from ...lifecycle.run import Run, last_folder, last_run
 from ...planning.cell import with_lookalikes
 from ...planning.option_parser import checked, parser, plan_fields, split_line, split_options
 from ...planning.plan import Call, Plan
@@ -243,7 +243,7 @@ class _Done:
 
     def add(self, size: int, plan: Plan) -> None:
         """Run one size; if that fails, keep the error beside its earlier repeats."""
-        before = last_run()
+        before = last_folder()
         try:
             run = run_plan(plan)
             step = _read(run, self.warm_up)
@@ -260,7 +260,7 @@ class _Done:
                     f"{self.outcome(size)}; its numbers are those of {repeats} before"
                 )
         run_now = last_run()
-        if run_now is not None and run_now is not before:
+        if run_now is not None and run_now.folder != before:
             self.notes += run_now.state.notes
 
     def outcome(self, size: int) -> str:

@@ -76,6 +76,8 @@ class AgentClient:
 class MultinodeEngine(ForkEngine):
     """Forks one process per rank of this node, once the other nodes are ready."""
 
+    can_stay = False
+
     def __init__(self, nodes: Rendezvous) -> None:
         self.nodes = nodes
         self.agent: AgentClient | None = None

@@ -21,10 +21,10 @@ from ...planning.world import Placement
 from ...system.files import write_atomically
 from ...tracking import clock
 from ...tracking.run_folder import RunFolder
+from ...transport.file_sync import FileCopies
 from ..base import Action, Exit
 from . import checkpoint_sync, reservation
 from .checkpoint_sync import CheckpointCollector
-from .file_sync import FileCopies
 from .node_ranks import NodeOrder, NodeRanks, RankExit
 from .reservation import Node, NodeRequest, PlacedNode, Reservation, has_ended
 

@@ -2,7 +2,7 @@
 
 A process of its own (`driver`) speaks with Ray. One actor per node (`node_actor`, `node_ranks`)
 starts ranks there as the spawn engine does here, and what they write is copied into the run folder
-(`file_sync`), so that for everything else in nbtrain it is a run like any other.
+(`transport.file_sync`), so that for everything else in nbtrain it is a run like any other.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ...errors import LaunchError
 from ...planning.plan import Call, Plan
+from ...system import network
 from ...system.files import Tail
 from ...tracking import clock
 from ...tracking import events as ev
@@ -38,6 +39,9 @@ from .reservation import NodeRequest, bundle, cluster_address, nodes_with_room
 P = ParamSpec("P")
 T = TypeVar("T")
 Method = Callable[Concatenate[Driver, P], Awaitable[T]]
+
+_ELSEWHERE = "8.8.8.8"
+"""An address that is not of this host: to find out its own as Ray does. Nothing is sent there."""
 
 ENDING = 15.0
 """Seconds that the driver has to end the ranks of a run; it ends with them after that."""
@@ -155,6 +159,7 @@ class RayEngine(Engine):
     """Starts ranks on a cluster. `resolve` comes first: only the cluster knows what it has."""
 
     name = "ray"
+    can_stay = True
     checks_host = False
     on_cluster = True
 
@@ -170,7 +175,8 @@ class RayEngine(Engine):
         cluster_address(plan.address, os.environ)
         self._client = DriverClient()
         folder = Path.cwd()
-        sources = str(folder) if dependencies.beside(plan.task, folder) else None
+        needs_sources = plan.is_live or dependencies.beside(plan.task, folder)
+        sources = str(folder) if needs_sources else None
         nodes = self._client.request(Driver.connect, plan.address, sources)
         gpus = max((int(node.total.get("GPU", 0)) for node in nodes), default=0)
         least, most = plan.spread or (1, 1)
@@ -188,6 +194,14 @@ class RayEngine(Engine):
             self.notes = [f"{ranks}: {able} of {most} nodes have room."]
         plan = replace(plan, spread=(least, count), resources=each)
         return self.resolved(plan, count * per_node), "cuda" if each.get("GPU") else "cpu"
+
+    def home_address(self, plan: Plan) -> str:
+        """Return this host's address on the way to the cluster. Raises `PlanError`."""
+        if plan.address == "local":
+            return "127.0.0.1"
+        address, _ = cluster_address(plan.address, os.environ)
+        host = (address or "").rpartition(":")[0].strip("[]")
+        return network.own_address(host or _ELSEWHERE) or "127.0.0.1"
 
     def prepare(self, plan: Plan) -> None:
         """Reserve nodes, check them, and send the payload of the ranks.

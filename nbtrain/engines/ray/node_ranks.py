@@ -30,6 +30,7 @@ from ...tracking.event_log import EventWriter
 from ...tracking.resource_sampler import Sampler
 from ...tracking.run_folder import RunFolder
 from ...transport import payload
+from ...transport.file_sync import appended, size
 from ...worker.job import Job
 from .. import rendezvous
 from ..base import Action, Exit
@@ -37,7 +38,6 @@ from ..process.children import ChildRanks
 from ..process.orphan_reaper import OrphanReaper
 from ..spawn import spawn_rank
 from .checkpoint_sync import NodeCheckpoints
-from .file_sync import appended, size
 
 TICK = 0.02
 """Seconds between two looks for signals to send."""
@@ -232,17 +232,8 @@ class NodeRanks:
         if code == -signal.SIGKILL and rank not in self._killed:
             cause, _evidence = self._oom_kills.explain(node=self._order.name)
         sizes = {name: size(self.folder.path, name) for name in growing_files(rank)}
-        verdict, files = "failed" if code is None else "", self._whole_files(rank)
+        verdict, files = "failed" if code is None else "", tuple(self.folder.left_by(rank))
         return RankExit(rank, code, ended.time, cause, verdict, files, sizes)
-
-    def _whole_files(self, rank: int) -> tuple[str, ...]:
-        """Return the names of the files that a rank left whole."""
-        folder = self.folder
-        kinds = (folder.result(rank), folder.failure(rank), folder.out(rank), folder.steps(rank))
-        paths = [path for path in kinds if path.exists()]
-        if rank == 0 and folder.weights.exists():
-            paths += sorted(folder.weights.iterdir())
-        return tuple(str(path.relative_to(folder.path)) for path in paths)
 
     def exits(self, since: int, patience: float) -> list[RankExit]:
         """Return the ranks that ended, but the first `since`; wait for one up to `patience` s."""

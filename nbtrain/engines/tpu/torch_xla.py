@@ -22,9 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...errors import LaunchError
+from ...errors import LaunchError, PlanError
 from ...planning.plan import Call, Cell, Plan, Task
-from ...system import torch_xla
+from ...system import torch_xla, tpu
 from ...system.instrumentation import patch
 from ...tracking import clock
 from ...tracking import events as ev
@@ -45,6 +45,12 @@ class XlaEngine(ForkEngine):
 
     def prepare(self, plan: Plan) -> None:
         """Import torch_xla, once for all ranks. Raises `MissingExtra` or `LaunchError`."""
+        found = tpu.find(env={**os.environ, **plan.env})
+        if plan.is_live and found is not None and found.devices > found.chips:
+            raise PlanError(
+                f"each process of this host ({found.label}) drives two devices, in two threads, "
+                "and live ranks have one thread each. Run the cell without live ranks"
+            )
         torch_xla.load()
         if torch_xla.device_type() == "CPU" and "PJRT_DEVICE" not in plan.env:
             raise LaunchError(

@@ -84,7 +84,7 @@ class Conversation:
     def _connect(self, rank: RankState) -> None:
         with contextlib.suppress(OSError):  # it has ended meanwhile
             channel = connect(rank.debugger)
-            channel.wait_for_ever()
+            channel.trust()
             self._channels[rank.rank] = channel
 
     def _listen(self) -> None:

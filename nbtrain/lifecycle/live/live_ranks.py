@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -31,16 +31,19 @@ from ...planning.findings import Finding
 from ...planning.option_parser import IDLE_TIMEOUT, plan_fields
 from ...planning.plan import Call, Cell, Plan
 from ...planning.task_values import is_model, variables
-from ...system.text import format_ranks, plural
+from ...system.text import format_duration, format_ranks, plural
 from ...tracking import clock
 from ...tracking.diagnosis.failures import is_secondary_failure
+from ...tracking.run_folder import RunFolder
 from ...transport import payload, result_pickler
 from ...transport.channel import Channel, Listener
 from ...ui.displays import prompt
 from ...worker.debugging.hooks import look_again
 from ...worker.live.server import serve
 from .. import launcher
-from ..run import Run, last_run, remember
+from ..restarts import room_for_sockets
+from ..run import NotRemembered, Run, last_run
+from ..supervisor import Interrupts
 from .snapshot import Snapshot
 
 PATIENCE = 120.0
@@ -52,8 +55,19 @@ ANSWER = 30.0
 HEARD = 2.0
 """Seconds in which ranks that do not answer have to hear an interrupt."""
 
+GRACE = 5.0
+"""Seconds that a task in the background has to end before the ranks do."""
+
+NEAR, FAR = 2.0, 15.0
+"""Seconds until the end of a rank is known, on this host and on a node of a cluster."""
+
 LARGE = 1 << 20
 """Bytes of a value that ``ranks["x"]`` brings; of a larger one, a description."""
+
+_TPU_CUT_OFF = (
+    "A rank was stopped while it waited. If it waited for another one on the TPU, their "
+    "collectives fail from now on: then %nbtrain pull what you need, and %nbtrain restart"
+)
 
 _live: LiveRanks | None = None
 _live_pid: int | None = None
@@ -73,8 +87,8 @@ def start(
     Args:
         num_processes: how many ranks; None: one per GPU, or 2 on a host without any.
         idle_timeout: end the ranks after this many seconds without a task; None: never.
-        options: `engine`, `mixed_precision`, `downcast_bf16`, `config` and `env`, as for
-            `nbtrain.launch`.
+        options: `engine`, `mixed_precision`, `downcast_bf16`, `config` and `env`, and for a Ray
+            cluster `address`, `nodes`, `resources` and `wait_for_nodes`, as for `nbtrain.launch`.
 
     Raises:
         PlanError: an option that makes no sense, or ranks live already; nothing was started.
@@ -89,21 +103,18 @@ def start(
     IDLE_TIMEOUT.check(idle_timeout, "idle_timeout")
     if current() is not None:
         raise PlanError("live ranks are there already. End them first: %nbtrain stop")
-    folder = Path(tempfile.mkdtemp(prefix=f"nbtrain-live-{os.getpid()}-"))
+    folder = Path(tempfile.mkdtemp(prefix=f"nbtrain-live-{os.getpid()}-", dir=room_for_sockets()))
     secret = secrets.token_hex(16)
-    before = last_run()
     try:
-        listener = Listener(folder)
-        call = Call(serve, (listener.address, secret))
         fields = plan_fields({"num_processes": num_processes, **options})
         fields |= {"background": True, "view": "none", "telemetry": (), "hang_after": None}
-        plan = Plan(call, launcher.LIVE, is_live=True, **{**fields, "sync": False})
-        _check_engine(plan)
-        snapshot = Snapshot(_notebook())
-        run = launcher.run_plan(plan)
-        if before is not None:
-            remember(before)
-        ranks = _connected(run, listener, secret, folder, snapshot)
+        plan = Plan(Call(serve), launcher.LIVE, is_live=True, **{**fields, "sync": False})
+        with contextlib.closing(_listener(plan, folder)) as listener:
+            plan = replace(plan, task=Call(serve, (listener.address, secret)))
+            snapshot = Snapshot(_notebook())
+            with NotRemembered():
+                run = launcher.run_plan(plan)
+            ranks = _connected(run, listener, secret, folder, snapshot)
     except BaseException:  # an interrupt too: nothing stays behind
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -112,16 +123,20 @@ def start(
     return ranks
 
 
-def _check_engine(plan: Plan) -> None:
-    """Refuse engines whose ranks nothing could reach. Raises `PlanError`."""
+def _listener(plan: Plan, folder: Path) -> Listener:
+    """Listen where the ranks of a plan can connect. Raises `PlanError` where none could."""
     if sys.platform != "linux":
         raise PlanError("live ranks need Linux so far")
-    name = engines.choose(plan).name
-    if name not in ("fork", "spawn"):
-        raise PlanError(f"live ranks start with --engine fork or spawn so far, not with {name}")
+    engine = engines.choose(plan)
+    if not engine.can_stay:
+        raise PlanError(f"ranks of the {engine.name} engine cannot live between cells")
+    return Listener(engine.home_address(plan) or folder)
 
 
-_OPTIONS = ("engine", "mixed_precision", "downcast_bf16", "config", "env")
+_OPTIONS = (
+    *("engine", "mixed_precision", "downcast_bf16", "config", "env"),
+    *("address", "nodes", "resources", "wait_for_nodes"),
+)
 
 
 def _connected(
@@ -150,8 +165,6 @@ def _connected(
             channel.close()
         run.stop("because the ranks could not be started")
         raise
-    finally:
-        listener.close()
     _live, _live_pid = LiveRanks(run, channels, names, folder, snapshot), os.getpid()
     atexit.register(_live.stop)
     return _live
@@ -159,10 +172,10 @@ def _connected(
 
 def _hello(channel: Channel, secret: str) -> Message | None:
     """Return what a rank says first; None, and hang up, if it is none of ours."""
-    with contextlib.suppress(EOFError, ValueError, KeyError):
+    with contextlib.suppress(EOFError, ValueError, KeyError, TypeError):
         message, _ = channel.receive()
-        if secrets.compare_digest(str(message["secret"]), secret):
-            channel.wait_for_ever()
+        if secrets.compare_digest(str(message["secret"]).encode(), secret.encode()):
+            channel.trust()
             return message
     channel.close()
     return None
@@ -190,6 +203,7 @@ def _in_use(
 
     @functools.wraps(method)
     def used(self: LiveRanks, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        self._wait_for_background()
         with self._turn:
             try:
                 return method(self, *args, **kwargs)
@@ -197,6 +211,10 @@ def _in_use(
                 self._last_use = time.monotonic()
 
     return used
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _drop_data(message: Message) -> None:
@@ -232,11 +250,18 @@ class LiveRanks:
     ) -> None:
         self._run, self._channels, self._folder = run, channels, folder
         self._names, self._snapshot = names, snapshot
+        self._are_far = not all(channel.passes_files for channel in channels.values())
         self._tasks = 0
+        self._task_folder: RunFolder | None = None
         self._trouble = ""
         self.error: BaseException | None = None
-        """What the last task raised."""
+        """What the last task of a cell raised."""
         self._failed = 0  # the rank that caused it
+        self._behind: Run | None = None  # the last task in the background
+        self._behind_on: Sequence[int] = ()
+        self._is_free = threading.Event()  # of it
+        self._is_free.set()
+        self._news = ""
         self._generation = 0
         self._groups: dict[int, Mapping[str, Any]] = {}
         self._turn, self._last_use = threading.RLock(), time.monotonic()
@@ -292,9 +317,12 @@ class LiveRanks:
         """The host of each rank that is not on this one."""
         return {rank.rank: rank.node for rank in self._run.state.ranks if rank.node}
 
-    def new_task(self) -> int:
-        """Return a number that no other task has."""
+    def new_task(self, folder: RunFolder | None = None) -> int:
+        """Return a number that no other task has, of a run in `folder` if it is one."""
         self._tasks += 1
+        self._task_folder = folder
+        if folder is not None and self._are_far:  # it is there that ranks on other hosts are asked
+            folder.questions.symlink_to(RunFolder(self._run.folder).questions)
         return self._tasks
 
     def send(self, rank: int, message: Message, data: int | None = None) -> None:
@@ -305,24 +333,40 @@ class LiveRanks:
 
     def receive(self, ranks: Collection[int], timeout: float) -> dict[int, Message | None]:
         """Return the next message of each rank that has one; None for a rank that is gone."""
-        ended = {rank: None for rank in ranks if rank not in self._channels}
+        channels = {rank: self._channels.get(rank) for rank in ranks}
+        # Another thread may close one: its descriptor is negative then.
+        descriptors = {r: channel.fileno() if channel else -1 for r, channel in channels.items()}
+        ended = {rank: None for rank, descriptor in descriptors.items() if descriptor < 0}
         messages: dict[int, Message | None] = dict(ended)
-        poller, by_descriptor = select.poll(), dict[int, int]()
-        for rank in set(ranks) - ended.keys():
-            by_descriptor[self._channels[rank].fileno()] = rank
-            poller.register(self._channels[rank].fileno(), select.POLLIN)
+        by_descriptor = {d: rank for rank, d in descriptors.items() if d >= 0}
+        poller = select.poll()
+        for descriptor in by_descriptor:
+            poller.register(descriptor, select.POLLIN)
+        over = {r.rank for r in self._run.state.ranks if r.is_over} if self._are_far else set()
         for descriptor, _ in poller.poll(0 if ended else 1000 * timeout) if by_descriptor else ():
-            rank = by_descriptor[descriptor]
-            messages[rank] = self._received(rank)
+            rank = by_descriptor.pop(descriptor)
+            message = self._received(rank)
+            if message != {}:
+                messages[rank] = message
+        for rank in over.intersection(by_descriptor.values()):  # a host that is lost hangs up not
+            if (channel := self._channels.pop(rank, None)) is not None:
+                channel.close()
+            messages[rank] = None
         return messages
 
     def _received(self, rank: int) -> Message | None:
+        """Return the next message of a rank, `{}` where it was a part of a file; None: it ended."""
         try:
             message, data = self._channels[rank].receive()
+        except KeyError:  # another thread has stopped the ranks
+            return None
         except (EOFError, ValueError):
             self._channels.pop(rank).close()
             return None
         message["data"] = data
+        if "file" in message:
+            self._save_part(message)
+            return {}
         if message["done"] != self._tasks:  # an answer that nobody waits for any more
             _drop_data(message)
         self._names[rank] |= set(message.get("new", ()))
@@ -331,9 +375,26 @@ class LiveRanks:
             self._groups[rank] = message["groups"]
         return message
 
+    def _save_part(self, message: Message) -> None:
+        """Write what came of a file of the task's run, if that goes on."""
+        with contextlib.suppress(OSError), open(message["data"], "rb") as file:  # a full disk
+            if message["task"] != self._tasks or self._task_folder is None:
+                return
+            path = self._task_folder.path / message["file"]
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            file.seek(0)
+            if message["grows"]:
+                with open(path, "ab", opener=_private) as target:
+                    shutil.copyfileobj(file, target)
+            else:
+                partial = path.with_name(f"{path.name}.partial")
+                with open(partial, "wb", opener=_private) as target:
+                    shutil.copyfileobj(file, target, 1 << 20)
+                partial.replace(path)
+
     def end_of(self, rank: int) -> Exit:
         """Return how the process of a rank ended, which its keeper learns at about this moment."""
-        deadline = time.monotonic() + 2.0
+        deadline = time.monotonic() + (FAR if self._are_far else NEAR)
         while not (state := self._run.state.ranks[rank]).is_over and time.monotonic() < deadline:
             time.sleep(0.01)
         return Exit(rank, state.returncode, clock.now(), state.cause)
@@ -357,11 +418,50 @@ class LiveRanks:
         call = Call(function, args, kwargs)
         return self.run_plan(Plan(call, call.name))
 
-    @_in_use
     def run_plan(self, plan: Plan, ranks: Sequence[int] | None = None) -> Run:
-        """Run a plan's task on some ranks, all by default. Raises what `nbtrain.launch` does."""
-        self._check_is_whole()
+        """Run a plan's task on some ranks, all by default. Raises what `nbtrain.launch` does.
+
+        One in the background is returned once it has begun; whoever needs the ranks waits for it.
+        """
         targets = list(range(self.world_size)) if ranks is None else list(ranks)
+        if plan.goes_on:
+            return self._run_behind(plan, targets)
+        return self._run_now(plan, targets)
+
+    @_in_use
+    def _run_now(self, plan: Plan, targets: Sequence[int]) -> Run:
+        try:
+            run = self._launched(plan, targets)
+        except BaseException as error:
+            self.error = error
+            self._failed = _cause(last_run())
+            raise
+        finally:
+            self._recover()
+            self._say_news()
+        return run
+
+    def _run_behind(self, plan: Plan, targets: Sequence[int]) -> Run:
+        """Run a task in the background. Raises `PlanError` if one is there already."""
+        if busy := self._busy_with():
+            raise PlanError(
+                f"the ranks are busy with {busy} in the background. Wait for it: "
+                "nbtrain.last_run().wait(), or end it: nbtrain.last_run().stop()"
+            )
+        self._say_news()
+        self._last_use = time.monotonic()
+        self._is_free.clear()
+        try:
+            self._behind = self._launched(plan, targets)
+            self._behind_on = targets
+        except BaseException:
+            self._is_free.set()
+            raise
+        return self._behind
+
+    def _launched(self, plan: Plan, targets: Sequence[int]) -> Run:
+        self._recover()  # an interrupt may have come before it was done
+        self._check_is_whole()
         if isinstance(plan.task, Cell):
             plan = replace(plan, sync=False)
         engine = LiveEngine(self, targets)
@@ -374,16 +474,52 @@ class LiveRanks:
             )
         self.error = None
         try:
-            run = launcher.run_plan(plan, noticed, engine=engine)
-        except BaseException as error:
-            self.error = error
-            self._failed = _cause(last_run())
-            raise
+            return launcher.run_plan(plan, noticed, engine=engine)
         finally:
             if isinstance(plan.task, Cell):
                 self._snapshot.take(engine.sent, plan.task.namespace)
-            self._recover()
-        return run
+
+    @contextlib.contextmanager
+    def occupied(self) -> Iterator[None]:
+        """Have the ranks do a task of another thread, and make them ready for the next one."""
+        with self._turn:
+            try:
+                yield
+            finally:
+                try:
+                    self._recover()
+                finally:  # whatever happened: somebody may wait for it
+                    self._last_use = time.monotonic()
+                    self._is_free.set()
+
+    def doing(self, rank: int) -> str:
+        """Return what a rank does now."""
+        if rank in self.dead():
+            return ""
+        if (busy := self._busy_with()) and rank in self._behind_on:
+            return busy
+        return f"idle for {format_duration(time.monotonic() - self._last_use)}"
+
+    def _busy_with(self) -> str:
+        """Return what the ranks do in the background; '' for nothing."""
+        if self._is_free.is_set() or self.has_ended:
+            return ""
+        return f"`{self._behind.state.name}`" if self._behind is not None else "a cell"
+
+    def _wait_for_background(self) -> None:
+        """Wait until the ranks are free, and say so first. An interrupt ends the waiting only."""
+        if threading.current_thread() is threading.main_thread():
+            if (busy := self._busy_with()) and self._behind is not None:
+                print(f"The ranks are busy with {busy} in the background. This waits for its end.")
+                self._behind.wait()
+                self._is_free.wait()
+            self._say_news()
+
+    def _say_news(self) -> None:
+        """Print what happened to the ranks that the user has not read."""
+        news, self._news = self._news, ""
+        if news:
+            print(news, flush=True)
 
     @_in_use
     def debug(self, rank: int | None = None) -> None:
@@ -391,8 +527,12 @@ class LiveRanks:
 
         Raises `PlanError` where nobody can type, or no task has failed.
         """
+        if self._are_far:
+            raise PlanError("the debugger looks at ranks on this host, and these are on a cluster")
         if prompt.find() is None:
             raise PlanError("the debugger needs somebody who answers: nobody can type here")
+        if self._behind is not None and self._behind is last_run():
+            self.error, self._failed = self._behind.exception, _cause(self._behind)
         if self.error is None:
             raise PlanError("no cell has failed on these ranks since the last one that worked")
         self._check_is_whole()
@@ -400,10 +540,8 @@ class LiveRanks:
         self._check_rank(target)
         call = Call(look_again)
         plan = Plan(call, "debug", looks_again=True, view="none", telemetry=(), sync=False)
-        before = last_run()
-        launcher.run_plan(plan, engine=LiveEngine(self, [target]))
-        if before is not None:
-            remember(before)
+        with NotRemembered():
+            launcher.run_plan(plan, engine=LiveEngine(self, [target]))
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
@@ -434,7 +572,8 @@ class LiveRanks:
     def _recover(self) -> None:
         """Form the process group anew, where a task ended in the middle of what it shared."""
         states = [state for state in self._groups.values() if state["is_formed"]]
-        is_needed = any(state["is_broken"] for state in states)
+        was_cut_off = any(state["is_broken"] for state in self._groups.values())
+        is_needed = was_cut_off and (bool(states) or self.device == "xla")
         is_needed = is_needed or len({state["count"] for state in states}) > 1
         is_needed = is_needed or 0 < len(states) < len(self._groups)
         if self.has_ended or self.dead() or not is_needed:
@@ -443,29 +582,44 @@ class LiveRanks:
         message = {"do": "reform", "generation": self._generation}
         message["forms"] = len(states) == len(self._groups) == self.world_size
         try:
-            answers = self._ask(self._channels, message)
+            answers = self._ask(self._channels, message, may_stop=False)
         except NbtrainError as error:  # the cell's own error is the one to raise
             self._trouble = f"the ranks could not form their process group again: {error}"
             return
+        self._groups.clear()
         lost = sorted({name for answer in answers.values() for name in answer["lost"]})
         names = ", ".join(f"`{name}`" for name in lost)
         rest = f"; {names} must be sharded again" if lost else ", and their variables are kept"
-        print(f"The ranks formed their process group anew{rest}.", flush=True)
+        self._news = f"The ranks formed their process group anew{rest}." if states else ""
+        if was_cut_off and self.device == "xla":
+            self._news = f"{self._news} {_TPU_CUT_OFF}".lstrip()
 
     @_in_use
     def _ask(
-        self, ranks: Iterable[int], message: Message, data: int | None = None
+        self,
+        ranks: Iterable[int],
+        message: Message,
+        data: int | None = None,
+        *,
+        may_stop: bool = True,
     ) -> dict[int, Message]:
-        """Send a message and return the answers. Raises `NbtrainError` for what went wrong."""
+        """Send a message and return the answers. Raises `NbtrainError` for what went wrong.
+
+        An interrupt ends it, if it `may_stop`.
+        """
         if self.has_ended:
             self._check_is_whole()
         number, answers = self.new_task(), dict[int, Message]()
         waiting = set(ranks)
         try:
-            for rank in waiting:
-                with contextlib.suppress(OSError):
-                    self.send(rank, {**message, "id": number}, data)
-            self._collect(number, waiting, answers, ANSWER)
+            with Interrupts() as interrupts:  # one in the middle of a message would garble the next
+                for rank in waiting:
+                    with contextlib.suppress(OSError):
+                        self.send(rank, {**message, "id": number}, data)
+                heard = interrupts if may_stop else None
+                self._collect(number, waiting, answers, ANSWER, heard)
+            if heard is not None and heard.count:
+                raise KeyboardInterrupt
             if silent := sorted(waiting - answers.keys()):
                 self._give_up(number, silent)
             for rank, answer in sorted(answers.items()):
@@ -480,12 +634,19 @@ class LiveRanks:
         return answers
 
     def _collect(
-        self, number: int, waiting: Collection[int], answers: dict[int, Message], patience: float
+        self,
+        number: int,
+        waiting: Collection[int],
+        answers: dict[int, Message],
+        patience: float,
+        interrupts: Interrupts | None = None,
     ) -> None:
-        """Wait for the answers to a question. Raises `RankDied`."""
+        """Wait for the answers to a question. Raises `RankDied`, `KeyboardInterrupt`."""
         deadline = time.monotonic() + patience
         while (left := set(waiting) - answers.keys()) and time.monotonic() < deadline:
-            for rank, answer in self.receive(left, 0.5).items():
+            if interrupts is not None and interrupts.count:
+                raise KeyboardInterrupt
+            for rank, answer in self.receive(left, 0.1).items():
                 if answer is None:
                     raise RankDied(f"rank {rank} has ended")
                 if answer["done"] == number:
@@ -598,6 +759,9 @@ class LiveRanks:
         if os.getpid() != _live_pid:
             return
         self._is_stopped.set()
+        if self._busy_with() and self._behind is not None:
+            self._behind._watcher.request_stop(how)  # type: ignore[union-attr]
+            self._is_free.wait(GRACE)
         for rank in list(self._channels):
             self._channels.pop(rank).close()
         if not self._run.state.is_over:

@@ -35,7 +35,7 @@ from .rules import (
     model_calls,
     pinned_device,
 )
-from .save_rule import saving
+from .save_rule import saving, tracker_runs
 from .source_finder import NameCell, gather
 from .source_index import Unit
 from .uncalled_function import uncalled
@@ -132,6 +132,7 @@ def _findings(
         if (finding.place, finding.line) not in changed and not _is_about(finding, names, program):
             yield finding
     yield from saving(program)
+    yield from tracker_runs(program)
 
 
 def _is_about(finding: CodeFinding, names: tuple[str, ...], program: Program) -> bool:

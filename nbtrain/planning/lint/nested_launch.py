@@ -48,7 +48,7 @@ def nested_launches(program: Program, ranks: int | None = None) -> Iterator[Code
     for unit, call, remedy in launches:
         if unit.function_around(call) in certain and _is_unconditional(call, unit, exits):
             shown = _shown(call)
-            if ranks == 1 and _SPAWNS.fullmatch(_path(call, unit)):
+            if ranks == 1 and _SPAWNS.fullmatch(path_of_call(call, unit)):
                 yield unit.finding(
                     call,
                     "nested-launch",
@@ -72,7 +72,7 @@ def _remedy(call: ast.Call, unit: Unit) -> str:
         trains = called(call) in ("Trainer", "Fabric")
         if trains and keyword.arg == "strategy" and str(text).startswith("ddp_notebook"):
             return 'Write `strategy="ddp"`: the ranks are there already.'
-    path = _path(call, unit)
+    path = path_of_call(call, unit)
     if _runs_a_command(call, path):
         return f"Delete {_lines(call)}, or run it in a cell of its own without %%distributed."
     if _WITH_RANK.fullmatch(path):
@@ -82,7 +82,7 @@ def _remedy(call: ast.Call, unit: Unit) -> str:
     return ""
 
 
-def _path(call: ast.Call, unit: Unit) -> str:
+def path_of_call(call: ast.Call, unit: Unit) -> str:
     """Return what a call calls, from the library on; '' for what is the user's own, or unknown."""
     root = call.func
     while isinstance(root, ast.Attribute):
@@ -225,7 +225,10 @@ def _exits(program: Program) -> Exits:
     return lines
 
 
-_ALWAYS = (ast.Expr, ast.Assign, ast.AnnAssign, ast.Return, ast.Await, ast.With, ast.Try, ast.Call)
+_ALWAYS = (
+    *(ast.Expr, ast.Assign, ast.AnnAssign, ast.Return, ast.Await, ast.With, ast.Try),
+    *(ast.Call, ast.Attribute),  # Trainer(…).fit(…)
+)
 
 
 def _is_unconditional(call: ast.Call, unit: Unit, exits: Exits) -> bool:

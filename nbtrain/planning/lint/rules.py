@@ -26,6 +26,8 @@ def backward(program: Program) -> Iterator[CodeFinding]:
     calls = [(unit, call) for unit, call in program.calls if called(call) == "backward"]
     proper = any(program.is_accelerator(receiver(call), unit) for unit, call in calls)
     stepping = {u.scope(call).node for u, call in program.calls if called(call) == "step"}
+    if not stepping:  # of an optimizer or a library that is not read: nothing is known
+        return
     reading = {
         above
         for unit in program.units
@@ -44,6 +46,7 @@ def backward(program: Program) -> Iterator[CodeFinding]:
             or unit.parents.get(statement) in reading  # gradients wanted for themselves: FGSM
             or not _is_loss(loss, unit)
             or defines_backward(call, unit)
+            or any(isinstance(a, ast.arguments) for a in unit.ancestors(call))  # a default
             or program.runs_on_one_rank(call, unit)
             or _is_apart(unit.function_around(call), unit, program)
         ):
@@ -104,7 +107,7 @@ def pinned_device(program: Program, host: str) -> Iterator[CodeFinding]:
         return
     chosen = any(_chooses_device(call) for _, call in program.calls)
     makers = [(u, call) for u, call in program.calls if host != "cpu" and _CHOOSERS(called(call))]
-    instead = "accelerator.device" if program.accelerated else 'f"cuda:{local_rank}"'
+    instead = _own_device(program)
     for unit in program.units:
         for node, text in _pinned(unit):
             is_own = chosen or any(_is_before(maker, node, unit) for maker in makers)
@@ -117,6 +120,14 @@ def pinned_device(program: Program, host: str) -> Iterator[CodeFinding]:
                 "device",
                 f"{text} is hard-coded, so that every rank would use the same; write `{instead}`",
             )
+
+
+def _own_device(program: Program) -> str:
+    """Return what a rank writes for its device."""
+    if program.accelerated:
+        return "accelerator.device"
+    number = "local_rank" if "local_rank" in program.names else "os.environ['LOCAL_RANK']"
+    return f'f"cuda:{{{number}}}"'
 
 
 _CHOOSERS = re.compile(r"Accelerator|PartialState|\w*TrainingArguments").fullmatch
@@ -235,14 +246,11 @@ def captured_device(program: Program, host: str) -> Iterator[CodeFinding]:
             if not kind or on_cpu or name in reported or program.skipped(use, unit):
                 continue
             reported.add(name)
-            instead = (
-                "accelerator.device" if program.accelerated else 'torch.device("cuda", local_rank)'
-            )
             yield unit.finding(
                 use,
                 "captured-device",
                 f"`{name}` is a {kind} device of the notebook, the same for every rank; use "
-                f"`{instead}`",
+                f"`{_own_device(program)}`",
             )
 
 

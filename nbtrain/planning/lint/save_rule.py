@@ -1,12 +1,14 @@
-"""The rule about files: every rank writing the same one."""
+"""The rules about what is to happen once: files that ranks write, and runs of trackers."""
 
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Iterator
 
 from ..findings import CodeFinding
+from .nested_launch import path_of_call
 from .program import Program
 from .source_index import Unit, called, dotted, is_function, receiver
 
@@ -96,3 +98,39 @@ def _name_is_shared(name: ast.Name, program: Program, unit: Unit, depth: int) ->
         elif isinstance(bound.statement, ast.Assign):
             return False
     return True
+
+
+_STARTS_A_RUN = re.compile(
+    r"(wandb|trackio|swanlab)\.init|mlflow\.start_run|comet_ml\.start|clearml\.Task\.init"
+)
+_OF_EACH_RANK = frozenset({None, "group", "id", "run_id", "mode", "settings", "nested", "disabled"})
+"""Arguments that say that several processes share a run, or that there is none."""
+
+
+def tracker_runs(program: Program) -> Iterator[CodeFinding]:
+    """A run of a tracker that every rank would start."""
+    main = "accelerator.is_main_process" if program.accelerated else "nbtrain.rank() == 0"
+    for unit, call in program.calls:
+        path = path_of_call(call, unit)
+        if not _STARTS_A_RUN.fullmatch(path) or program.runs_on_one_rank(call, unit):
+            continue
+        given = [*call.args, *(keyword.value for keyword in call.keywords)]
+        if any(map(program.mentions_rank, given)) or _OF_EACH_RANK & {k.arg for k in call.keywords}:
+            continue
+        library = path.partition(".")[0]
+        if library == "wandb" and _is_off(program):
+            continue
+        option = f", or leave it out and run the cell with `--track {library}`"
+        yield unit.finding(
+            call,
+            "tracker",
+            f"every rank would start a run of {library}; write it under `if {main}:`, and what "
+            f"uses the run, too{option}",
+        )
+
+
+def _is_off(program: Program) -> bool:
+    """Return whether W&B is, or may be, told in the environment to do nothing."""
+    names = {"WANDB_MODE", "WANDB_DISABLED"}
+    constants = {n.value for u in program.units for n in u.nodes if isinstance(n, ast.Constant)}
+    return bool(names & os.environ.keys() or names & constants)

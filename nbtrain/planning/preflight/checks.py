@@ -63,8 +63,7 @@ def accelerator_state(facts: Facts) -> Iterator[Finding]:
         article = "an" if held.kind[0] in "AEIOU" else "a"
         message = f"`{held.name}` is {article} {held.kind} of the notebook, made for one process"
         if held.is_trainer:
-            remedy = f"Make the {held.kind} inside the training function; its TrainingArguments "
-            remedy += "may stay in the notebook."
+            remedy = f"Make the {held.kind} and its TrainingArguments inside the training function."
         elif held.kind == "Accelerator":
             remedy = "Make it inside the training function: every rank needs its own."
             if facts.ranks == 1:

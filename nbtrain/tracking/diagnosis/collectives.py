@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import socket
 import sys
@@ -49,8 +50,15 @@ class Collective:
     def like(self, other: Collective) -> bool:
         """Whether two ranks' parts may belong together."""
         symmetric = self.name in ("all_reduce", "broadcast", "reduce", "allreduce")
-        same = self.shape == other.shape or None in (self.shape, other.shape)
-        return self.name == other.name and (same or not symmetric)
+        # A rank that had less to gather than others goes on, and those wait for the rest.
+        symmetric |= "all_gather" in self.name and self.pending != other.pending
+        return self.name == other.name and (self.has_size_of(other) or not symmetric)
+
+    def has_size_of(self, other: Collective) -> bool:
+        """Whether as many values are in it, as far as that is known."""
+        if self.shape is None or other.shape is None:
+            return True
+        return math.prod(self.shape) == math.prod(other.shape)
 
 
 @dataclass(frozen=True)
@@ -136,7 +144,7 @@ def ask(folder: RunFolder, ranks: Collection[int], patience: float) -> dict[int,
     """Return the answers of ranks' recorders, within about `patience` seconds."""
     deadline = time.monotonic() + patience
     if folder.questions.exists():
-        return _ask_remote(folder, ranks, deadline)
+        return _ask_remote(folder.asked, ranks, deadline)
     records: dict[int, FlightRecord] = {}
     for rank in ranks:
         left = deadline - time.monotonic()

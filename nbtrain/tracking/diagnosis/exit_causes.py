@@ -56,17 +56,22 @@ class OomKills:
 
 
 class ExitCauses:
-    """Explains the ends of the ranks of a run on this host."""
+    """Explains the ends of the ranks of a run on this host.
 
-    def __init__(self, folder: RunFolder) -> None:
+    Ranks that stay were there before the run: who started them knows why they are killed.
+    """
+
+    def __init__(self, folder: RunFolder, *, ranks_stay: bool = False) -> None:
         self._folder = folder
-        self._oom_kills = OomKills()
+        self._oom_kills = None if ranks_stay else OomKills()
 
     def cause_of(self, rank: RankState, returncode: int | None, was_killed: bool) -> Cause:
         """Return why a rank ended; `was_killed`: nbtrain sent it SIGKILL."""
         folder = self._folder
         if returncode == -signal.SIGKILL:
-            return ("", ()) if was_killed else self._oom_kills.explain(memory=rank.usage.memory)
+            if was_killed or self._oom_kills is None:
+                return "", ()
+            return self._oom_kills.explain(memory=rank.usage.memory)
         space = host.space(folder.path)
         has_reported = folder.failure(rank.rank).exists() or rank.error
         if has_reported or space is None or space.free > FULL or (returncode or 0) < 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain, takewhile
 
 from ...system.text import format_duration, format_ranks
 from ..state import IDLE
@@ -17,6 +18,9 @@ SAME = (
     "Every rank has to call the same collectives in the same order: look for an `if` that only "
     "some ranks enter, or a loop that ends earlier on one"
 )
+
+SHAPES = "Every rank has to give it a tensor of the same shape"
+PADDED = f"{SHAPES}: write x = accelerator.pad_across_processes(x, dim=…) before a gather"
 
 SETTLED = 1.0
 """Seconds that a rank must be in a collective to be waiting in it, rather than passing through."""
@@ -64,6 +68,8 @@ class HangReport:
 
 def explain(seen: Observation) -> HangReport:
     """Say what is known of why ranks make no progress; accuse none where it is not known."""
+    if seen.silent and seen.silent.keys() <= seen.over.keys():
+        return _lingering(seen)
     waits = _waits(seen)
     if mismatch := _mismatch(seen, waits):
         return HangReport(mismatch, waiting=tuple(sorted(waits)))
@@ -78,6 +84,27 @@ def explain(seen: Observation) -> HangReport:
     return HangReport(f"{'; '.join(parts)}; {_waiting(waits, pronoun)}", tuple(alive), tuple(waits))
 
 
+def _lingering(seen: Observation) -> HangReport:
+    """Say what holds up processes whose functions have returned."""
+    ranks = sorted(seen.silent)
+    since = format_duration(min(seen.silent.values()))
+    whose = "its process does" if len(ranks) == 1 else "their processes do"
+    holders = dict.fromkeys(filter(None, (_holder(seen.stacks.get(rank)) for rank in ranks)))
+    at = f": {'; '.join(list(holders)[:PLACES])}" if holders else ""
+    text = f"{format_ranks(ranks)} returned {since} ago, and {whose} not end{at}"
+    advice = "Look for an exit handler, or a thread that is no daemon"
+    return HangReport(f"{text}. {advice}", tuple(ranks))
+
+
+def _holder(stack: RankStack | None) -> str:
+    """Return the user's line at which a process is that ends: not the one that launched it."""
+    if stack is None:
+        return ""
+    last = takewhile(lambda frame: not frame.file.endswith("/finish_process.py"), stack.frames)
+    frames = (frame for frame in chain(last, *stack.threads) if not frame.is_library)
+    return next((frame.place for frame in frames), stack.trouble)
+
+
 def _ending(status: str) -> str:
     return "does not run this cell" if status == IDLE else f"has ended ({status})"
 
@@ -89,13 +116,7 @@ def deadlock(seen: Observation) -> HangReport | None:
     on, is seen from its stack.
     """
     waits = {rank: wait for rank, wait in _waits(seen).items() if wait.number and not wait.point}
-    pending = {
-        rank: FlightRecord(
-            {name: tuple(c for c in of if c.pending) for name, of in record.by_group.items()}
-        )
-        for rank, record in seen.recorded.items()
-    }
-    if mismatch := _mismatch(replace(seen, recorded=pending), waits):
+    if mismatch := _mismatch(seen, waits):
         return HangReport(mismatch, waiting=tuple(sorted(waits)))
     whole = {rank: wait for rank, wait in waits.items() if wait.needs_all}
     if any(set(seen.members(wait.group)) & seen.over.keys() for wait in whole.values()):
@@ -168,11 +189,18 @@ def _mismatch(seen: Observation, waits: Mapping[int, Collective]) -> str:
             kinds.setdefault(f"{part.label}{shape}", []).append(rank)
         texts = []
         for label, ranks in kinds.items():
+            if not dict(parts)[ranks[0]].pending:
+                has = "has" if len(ranks) == 1 else "have"
+                texts.append(f"{format_ranks(ranks)} {has} left {label}")
+                continue
             stack = seen.stacks.get(ranks[0])
             frame = stack.location if stack is not None else None
             place = f" ({frame.file}, line {frame.line})" if frame is not None else ""
             texts.append(f"{format_ranks(ranks)} {_are(ranks)} in {label}{place}")
-        return f"{', '.join(texts[:PLACES])}: these do not match, so no rank can continue. {SAME}"
+        sizes = PADDED if "gather" in wait.name else SHAPES
+        advice = sizes if len({part.name for _, part in parts}) == 1 else SAME
+        text = ", ".join(texts[:PLACES])
+        return f"{text}: these do not match, so no rank can continue. {advice}"
     return ""
 
 

@@ -11,6 +11,11 @@ _UNUSED = (
     "DistributedDataParallel(model, find_unused_parameters=True). Else use them in the loss, or "
     "leave them out of the model."
 )
+_PARTED = (
+    r"(?:collective mismatch|op\.preamble\.length|Connection (?:closed|reset) by peer|Broken pipe)"
+    r'[\s\S]*torch/distributed/distributed_c10d\.py", line \d+'
+)
+"""What gloo says of ranks that took part in a collective with unequal sizes, and its line."""
 _KNOWN = {
     rf"AttributeError: '(?:{_WRAPPERS})' object has no attribute '(\w+)'": (
         r"The model is wrapped on the ranks: write model.module.\1, or, with Accelerate, "
@@ -30,10 +35,14 @@ _KNOWN = {
         'model.gradient_checkpointing_enable({"use_reentrant": False}).'
     ),
     "Parameter indices which did not receive grad|parameters which did not receive grad": _UNUSED,
-    r'collective mismatch[\s\S]*accelerate/utils/operations\.py", line \d+ in gather': (
-        "If the ranks gather tensors of unequal shapes, give them one shape first: "
-        "accelerator.pad_across_processes(x, dim=…), or accelerator.gather_for_metrics for the "
-        "last batch."
+    rf"{_PARTED} in (?:all_gather|gather)": (
+        "Every rank must take part in a gather, with a tensor of the same shape. Where the shapes "
+        "differ, write x = accelerator.pad_across_processes(x, dim=…) before it, or gather "
+        "objects: accelerator.gather_for_metrics(x, use_gather_object=True), or "
+        "torch.distributed.all_gather_object."
+    ),
+    rf"{_PARTED} in (?:all_)?reduce\n": (
+        "Every rank must take part in a reduce, with a tensor of the same shape."
     ),
     r"CUDA (?:error: )?out of memory": (
         "`%nbtrain memory` shows what a model takes for training, by part, and what would make it "

@@ -170,6 +170,7 @@ def ask(folder: RunFolder, ranks: Iterable[int], patience: float | None = None) 
     is_remote = folder.questions.exists()
     if patience is None:
         patience = FAR if is_remote else PATIENCE
+    folder = folder.asked if is_remote else folder
     deadline = time.monotonic() + patience
     asked = [send(folder, rank, is_remote=is_remote) for rank in ranks]
     if is_remote:

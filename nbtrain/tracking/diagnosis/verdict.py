@@ -115,7 +115,7 @@ def _of_rank(cause: Failure, failures: Sequence[Failure], state: RunState) -> Fa
     details = _texts(cause.error) if cause.error is not None else native_log
     died = cause.error is None and (not rank.error or _is_exit(rank.error))
     kind, text = diagnose(cause.summary, details, rank.returncode, rank.evidence, died=died)
-    known = remedies(f"{cause.summary}\n{details}")
+    known = remedies("\n".join((cause.summary, details, *_stack_text(cause.error))))
     if cause.is_secondary:
         kind, text = "communication", lost(state, text)
     evidence = [
@@ -163,6 +163,8 @@ def diagnose(
         return kind, next((f"{line} ({summary})" for line in better), summary)
     if kind == "cuda out of memory":
         return kind, ". ".join(summary.split(". ")[:2])
+    if unused := next((line for line in seen if line.startswith(NO_GRADIENT)), ""):
+        return kind or "exception", f"{unused} ({summary})"  # torch has a page, and no name in it
     if kind or not died:
         return kind or "exception", summary
     if returncode is None or returncode >= 0 or "sys.exit(" in summary or "os._exit(" in summary:
@@ -200,11 +202,20 @@ def describe_endings(ended: str, state: RunState) -> str:
 
 def line(rank: RankState) -> str:
     """Return the headline of one rank's failure, from the picture alone."""
+    return _diagnosed(rank)[1]
+
+
+def kind(rank: RankState) -> str:
+    """Return the kind of one rank's failure, from the picture alone."""
+    return _diagnosed(rank)[0]
+
+
+def _diagnosed(rank: RankState) -> tuple[str, str]:
     raised = bool(rank.error) and not _is_exit(rank.error) and (rank.returncode or 0) >= 0
     if raised or not rank.is_over:
-        return diagnose(rank.error or "", "", None, rank.evidence, died=False)[1]
+        return diagnose(rank.error or "", "", None, rank.evidence, died=False)
     log = "\n".join(rank.log[-60:]) if (rank.returncode or 0) < 0 else ""
-    return diagnose(death(rank), log, rank.returncode, rank.evidence, died=True)[1]
+    return diagnose(death(rank), log, rank.returncode, rank.evidence, died=True)
 
 
 def death(rank: RankState) -> str:
@@ -232,6 +243,12 @@ def _texts(error: CapturedException | None) -> str:
         texts.append(f"{error.type_name}: {error.text}")
         error = error.cause or (None if error.suppress_context else error.context)
     return "\n".join(texts)
+
+
+def _stack_text(error: CapturedException | None) -> list[str]:
+    """Return the lines of a traceback as faulthandler writes them, the innermost first."""
+    frames = error.frames if error is not None else ()
+    return [f'  File "{f.filename}", line {f.line} in {f.function}' for f in reversed(frames)]
 
 
 def _growth(dead: RankState, state: RunState) -> str:
@@ -345,10 +362,9 @@ def note(cause: Failure, state: RunState, report: FailureReport) -> str:
     origin = f"nbtrain: this is from rank {cause.rank} of {state.world_size}{others}."
     text = f"{origin} What rank {cause.rank} printed: nbtrain.last_run().logs({cause.rank})"
     known = cause.error is None or report.kind == "exception" or report.headline == cause.summary
+    seen = dict.fromkeys((*state.ranks[cause.rank].evidence, *report.evidence))
     named = [
-        f"nbtrain: {line}"
-        for line in report.evidence
-        if line.startswith(NO_GRADIENT) or MEASURED in line
+        f"nbtrain: {line}" for line in seen if line.startswith(NO_GRADIENT) or MEASURED in line
     ]
     return "\n".join(
         [text, *named, *([] if known else [f"nbtrain: {report.headline}"]), *report.advice]

@@ -103,7 +103,7 @@ class HangWatchdog:
         counts = (event.steps, event.samples, event.epoch, event.batch)
         is_new = self._counts.get(event.rank) != counts
         self._counts[event.rank] = counts
-        return is_new
+        return is_new and not event.rests
 
     def _moved(self, rank: int, now: float) -> None:
         self._last[rank] = now
@@ -120,6 +120,8 @@ class HangWatchdog:
         if self._after is None:
             return []
         running = [r for r in state.ranks if not r.is_over and r.status != "failing"]
+        if not running:  # their functions have returned, but a process may not end
+            running = [r for r in state.ranks if r.status == "done" and r.returncode is None]
         # The others may wait for it, rightly.
         if any(r.phase == "compiling" or r.debugger for r in running):
             self._last = dict.fromkeys(self._last, now)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from statistics import fmean
@@ -50,7 +50,7 @@ class EpochTable:
 def epoch_table(state: RunState) -> EpochTable:
     """Return the table of a run's epochs; without rows where no loader made any."""
     together = zip_longest(*(rank.epochs for rank in state.ranks))
-    rows = [_row([row for row in some if row is not None]) for some in together]
+    rows = [_row([row for row in some if row is not None], state.restarts) for some in together]
     names = dict.fromkeys(name for row in rows for name in row.values)
     if any(ev.is_training_loss(name) for name in names if name != TRAIN_LOSS):
         names.pop(TRAIN_LOSS, None)
@@ -73,7 +73,7 @@ def epoch_table(state: RunState) -> EpochTable:
     return EpochTable(tuple(columns), tuple(marked), best_by)
 
 
-def _row(some: list[EpochRow]) -> Epoch:
+def _row(some: list[EpochRow], restarts: Sequence[tuple[float, float]]) -> Epoch:
     values: dict[str, list[float]] = {}
     for row in some:
         if row.loss is not None:
@@ -83,7 +83,9 @@ def _row(some: list[EpochRow]) -> Epoch:
                 values.setdefault(name, []).append(float(value))
     means = {name: fmean(each) for name, each in values.items()}
     first = some[0]
-    return Epoch(first.epoch, first.steps, max(row.seconds for row in some), means)
+    # The ranks of a later attempt count anew; the curves go on from where those before had come.
+    before = max((round(reached) for at, reached in restarts if at < first.ended), default=0)
+    return Epoch(first.epoch, before + first.steps, max(row.seconds for row in some), means)
 
 
 def _order(name: str) -> int:

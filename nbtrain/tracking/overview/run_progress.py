@@ -52,16 +52,21 @@ def of_run(state: RunState, now: float) -> RunProgress:
     A rank that is done says nothing of one that goes on, and of which nothing is known.
     """
     going_on = [rank for rank in state.ranks if not rank.is_over]
-    ranks = [of_rank(rank, state, now) for rank in going_on or state.ranks]
+    stuck = _stuck_for(state, now)  # once: it asks every rank
+    ranks = [_of_rank(rank, state, now, stuck) for rank in going_on or state.ranks]
     known = [p for p in ranks if p.fraction is not None] or [p for p in ranks if p.step is not None]
     if not known:
-        return RunProgress(stuck_for=_stuck_for(state, now))
+        return RunProgress(stuck_for=stuck)
     return min(known, key=lambda p: (p.fraction or 0.0, p.step or 0))
 
 
 def of_rank(rank: RankState, state: RunState, now: float) -> RunProgress:
     """Return where a rank stands."""
-    trained, stuck = rank.progress, _stuck_for(state, now)
+    return _of_rank(rank, state, now, _stuck_for(state, now))
+
+
+def _of_rank(rank: RankState, state: RunState, now: float, stuck: float | None) -> RunProgress:
+    trained = rank.progress
     done = fraction(rank)
     goes_on = state.status in ("starting", "running") and not rank.is_over and stuck is None
     left = _remaining(rank, done, now) if goes_on else None

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
+from ..diagnosis.failures import is_secondary_failure
+
 WIDTH = 0.5
 """Seconds of a bin, at first."""
 
@@ -49,7 +51,7 @@ class Weather:
     now: str = UNKNOWN
     """What the rank does since then."""
     debt: float = 0.0
-    """Of bins that waited for data, the part that is in none."""
+    """Of bins that waited for data, the part that is in none: less than one, or none too many."""
 
     def began(self, time: float) -> Weather:
         """Return the strip of a rank that begins to run the user's code."""
@@ -64,10 +66,28 @@ class Weather:
             return self
         if self.now in (COMPILING, SAVING):
             return self
-        debt = self.debt + (min(1.0, max(0.0, waited / seconds)) if seconds > 0 else 0.0)
-        is_data = debt >= 0.5
-        new = self._up_to(time, DATA if is_data else COMPUTE, COMPUTE)
-        return replace(new, debt=debt - is_data)
+        before = self
+        if self.now == UNKNOWN:  # until its first batch, the rank did something else
+            before = self._up_to(time - seconds, UNKNOWN, COMPUTE)
+        share = min(1.0, max(0.0, waited / seconds)) if seconds > 0 else 0.0
+        new = before._up_to(time, COMPUTE, COMPUTE)
+        first, last = ((at or 0.0) - new.start for at in (before.until, new.until))
+        fresh = int(last / new.width) - int(first / new.width)
+        return new._with_waits(fresh, share * (last - first) / new.width)
+
+    def _with_waits(self, fresh: int, waited: float) -> Weather:
+        """Return the strip with as many of its last bins waiting for data as were spent so.
+
+        Reports and bins do not begin together: what is left over is carried on, so that a strip
+        shows the share of time that the figures beside it show.
+        """
+        letters, debt = self.letters[: len(self.letters) - fresh], self.debt
+        debt += 0.0 if fresh else waited
+        for _ in range(fresh):
+            debt += waited / fresh
+            letters += DATA if debt >= 0.5 else COMPUTE
+            debt -= debt >= 0.5
+        return replace(self, letters=letters, debt=debt)
 
     def phase(self, time: float, phase: str) -> Weather:
         """Return the strip after a phase has begun, or (an empty one) ended."""
@@ -82,14 +102,15 @@ class Weather:
             return self
         return self._up_to(time, now if role else self.now, now)
 
-    def ended(self, time: float, *, has_failed: bool) -> Weather:
-        """Return the strip of a rank that has ended; what ends others late was a wait."""
+    def ended(self, time: float, *, has_failed: bool, error: str = "") -> Weather:
+        """Return the strip of a rank that has ended; one that lost its peers waited for them."""
         if self.until is None or self.now == FAILED:
             return self
         if not has_failed:
             return self._up_to(time, self.now, UNKNOWN)
+        letter = PEERS if is_secondary_failure(error) else FAILED
         new = self._up_to(time, self.now, FAILED)
-        return replace(new, letters=new.letters[:-1] + FAILED)
+        return replace(new, letters=new.letters[:-1] + letter)
 
     def drawn(self, time: float) -> Weather:
         """Return the strip up to a moment."""
@@ -115,9 +136,23 @@ class Weather:
         start = self.start // width * width
         odd = round((self.start - start) / self.width)
         letters = UNKNOWN * odd + self.letters
-        pairs = zip_longest(letters[::2], letters[1::2], fillvalue=UNKNOWN)
-        merged = "".join(max(pair, key=_RANKING.index) for pair in pairs)
-        return replace(self, letters=merged, width=width, start=start)
+        return replace(self, letters=halved(letters), width=width, start=start)
+
+
+def halved(letters: str) -> str:
+    """Return a strip with half as many bins: of two, the later in the order of `NAMES` stays.
+
+    Of computing and waiting for data, each stays in turn: else a strip would show ever more waiting
+    the longer a run goes on.
+    """
+    merged, computes = [], True
+    for pair in zip_longest(letters[::2], letters[1::2], fillvalue=UNKNOWN):
+        if set(pair) == {COMPUTE, DATA}:
+            computes = not computes
+            merged.append(COMPUTE if computes else DATA)
+        else:
+            merged.append(max(pair, key=_RANKING.index))
+    return "".join(merged)
 
 
 def aligned(strips: list[Weather], time: float) -> tuple[float, float, list[str]]:

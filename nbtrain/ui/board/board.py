@@ -7,20 +7,19 @@ board has its drawings as images, since inline SVG would be dropped.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from html import escape
 
 from ...system.text import shorten
 from ...tracking.diagnosis import stragglers
 from ...tracking.state import RunState
-from .. import labels
+from .. import card, labels
 from . import chart, epoch_rows, header, log_panel, rank_grid, rank_table, theme, weather
 
 ROWS = 16
 """Ranks up to which each has a row; more are a grid, with rows for the ranks to look at."""
 
-LIVE_BYTES = 29_500
+LIVE_BYTES = 33_000
 """Bytes of a board that is sent several times per second; charts that do not fit are left out."""
 
 STATIC_BYTES = 150_000
@@ -43,7 +42,7 @@ class ViewChoices:
     """Whether every rank has a row, alike or not."""
 
 
-FRAME = {"border": "1px solid rgba(128,128,128,.35)", "padding": "8px 12px", "max-width": "1100px"}
+FRAME = {"border": "1px solid rgba(128,128,128,.35)", "padding": "12px 16px", "max-width": "1100px"}
 """The CSS of a board's frame."""
 
 _PLAIN = 'class="tex2jax_ignore mathjax_ignore"'
@@ -86,24 +85,28 @@ def parts(state: RunState, now: float, choices: ViewChoices = ViewChoices()) -> 
 def _parts(
     state: RunState, now: float, choices: ViewChoices = ViewChoices()
 ) -> tuple[str, str, str, str]:
-    marked = stragglers.with_slow_ranks_marked(state)
-    notes = "".join(f"<div>{coded(note)}</div>" for note in labels.notes(state))
+    marked = labels.with_badges(stragglers.with_slow_ranks_marked(state))
+    notes = "".join(f"<div>{theme.coded(note)}</div>" for note in labels.notes(state))
+    notes += header.next_step(state) if notes and state.flaw and state.is_over else ""
     notes = header.card(theme.WARN, notes) if notes else ""
     printed = f"{_results(state)}{log_panel.draw(state, choices.rank)}"
+    if state.is_over:
+        printed += theme.folded("Copy as image", card.image(card.card(state, now)))
     title = header.title(marked, now)
     ranks = _ranks(marked, each=choices.each)
-    above = f"{header.draw(marked, now)}{ranks}"
-    below = f"{weather.draw(state, now)}{epoch_rows.draw(state)}"
+    above = header.draw(marked, now)
+    below = f"{weather.draw(state, now)}{_beside(ranks, epoch_rows.draw(state))}"
     used = len(title) + len(notes) + len(above) + len(below) + len(printed) + 500
     room = (STATIC_BYTES if state.is_over else LIVE_BYTES) - used
     charts = chart.charts(state, room, choices.metric, log=choices.log)
     return title, notes, f"{above}{charts}{below}", printed
 
 
-def coded(text: str) -> str:
-    """Escape a text and format what stands between backticks as code."""
-    style = f"{theme.MONO};background:rgba(128,128,128,.15);border-radius:3px;padding:0 3px"
-    return re.sub(r"`([^`]+)`", rf'<code style="{style};color:inherit">\1</code>', escape(text))
+def _beside(*tables: str) -> str:
+    """Draw tables beside each other, each in a part of the board; below each other in a narrow."""
+    half = '<div style="flex:1 1 420px;min-width:0">'
+    drawn = "".join(f"{half}{table}</div>" for table in tables if table)
+    return f'<div style="display:flex;flex-wrap:wrap;gap:10px 24px;margin-top:10px">{drawn}</div>'
 
 
 def preformatted(text: str) -> str:

@@ -27,15 +27,17 @@ def draw(state: RunState) -> str:
         title = f"All {plural(len(table.rows), 'epoch')}"
         title += f", the last {MOST}" if len(table.rows) > MOST else ""
         drawn += theme.folded(title, _table(table.rows[-MOST:], table))
-    return f'<div style="overflow-x:auto;margin-top:6px" tabindex="0">{drawn}</div>'
+    region = 'style="overflow-x:auto" tabindex="0" role="region" aria-label="epochs"'
+    return f"<div {region}>{drawn}</div>"
 
 
 def _table(rows: Sequence[Epoch], table: EpochTable) -> str:
     names = [shorten(name, 24) for name in table.columns]
-    lines: list[list[str | Cell]] = [["epoch", *names, "time", "step", ""]]
+    lines: list[list[str | Cell]] = [["epoch", "", *names, "time", "step"]]
     for row in rows:
         values = [format_number(row.values[n]) if n in row.values else "" for n in table.columns]
         mark = Cell("<b>★ best</b>") if row.is_best else ""
         time, step = format_duration(row.seconds), format_number(row.steps)
-        lines.append([str(row.epoch), *values, time, step, mark])
-    return html_table(lines, [RIGHT] * (len(names) + 3) + [LEFT], head=True)
+        lines.append([str(row.epoch), mark, *values, time, step])
+    styles = [f"{RIGHT};width:1%", LEFT, *[RIGHT] * (len(names) + 2)]
+    return html_table(lines, styles, head=True, is_wide=True)

@@ -7,20 +7,28 @@ bar of its epoch, hatched, and no percentage of the run.
 from __future__ import annotations
 
 import math
+import re
 import time
+from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
 from ...system.text import format_duration, format_number, format_ranks, plural, shorten
-from ...tracking.curves import Series, smoothed
+from ...tracking.curves import RATES, Bin, Series
 from ...tracking.diagnosis import verdict
-from ...tracking.diagnosis.remedies import remedies
+from ...tracking.diagnosis.lost_results import SIGN
 from ...tracking.state import RankState, RunState
 from .. import eta, host_status, labels
+from .. import next_step as steps
 from . import theme
+
+_AGE = re.compile(r"^(no sign of progress) for [\d:.]+ \w+: ")
 
 TREND = 0.02
 """The share of a loss by which it must change to fall or rise."""
+
+ENOUGH = 4
+"""Values of which a mean has an error that is worth something."""
 
 
 class Figure(NamedTuple):
@@ -38,33 +46,25 @@ def draw(state: RunState, now: float) -> str:
 
 def status(state: RunState) -> str:
     """Return the run's state in a word, or in a few: a run that hangs is 'stuck'."""
-    if is_stuck(state):
+    if labels.is_stuck(state):
         return "stuck"
+    if state.status == "starting" and state.attempt > 1:
+        return "restarting"
     has_failed = any(rank.status in ("failing", "failed") for rank in state.ranks)
     if state.status == "running" and has_failed:
         return "failing"
     return state.outcome
 
 
-def is_stuck(state: RunState) -> bool:
-    """Whether ranks make no progress; one that is merely slower than others is no hang."""
-    return (
-        bool(state.hang)
-        and not state.is_over
-        and state.status != "stopping"
-        and not any(rank.hang == "slow?" for rank in state.ranks)
-    )
-
-
 def sentence(state: RunState, now: float) -> str:
     """Say how the run is in a sentence, as a screen reader reads it now and then."""
     done, left = eta.of_run(state), eta.remaining(state, now)
     parts = [f"{state.name} {status(state)}"]
-    if is_stuck(state):
+    if labels.is_stuck(state):
         parts = [f"{state.name} has been stuck for {_clock(stuck_for(state, now))}"]
     elif not state.is_over:
         parts += [f"{100 * done:.0f} percent done"] if done is not None else []
-        parts += [left] if left else []
+        parts += [left] if left and status(state) != "failing" else []
         loss = _loss(state)
         parts += [f"loss {loss.value}"] if loss is not None else []
     return ", ".join(parts)
@@ -72,9 +72,9 @@ def sentence(state: RunState, now: float) -> str:
 
 def title(state: RunState, now: float) -> str:
     """Draw how the run is, its name, and what it runs on."""
-    message = (
-        "" if state.status == "failed" and labels.culprit(state) is not None else state.message
-    )
+    failed = state.status == "failed" and labels.culprit(state) is not None
+    is_below = _is_restarted(state) or failed or _has_own_card(state)
+    message = "" if is_below else state.message
     host = [] if state.is_over else host_status.lines(state)
     lines = [message[:600], phases(state, now), *host]
     below = "".join(
@@ -83,12 +83,19 @@ def title(state: RunState, now: float) -> str:
         if line
     )
     facts = escape(labels.facts(state, now, brief=True))
-    stuck = f"stuck for {_clock(stuck_for(state, now))}" if is_stuck(state) else ""
+    number = "" if state.number is None else f'<span style="{theme.SOFT}"> #{state.number}</span>'
+    slow = [rank.rank for rank in state.ranks if rank.hang == "slow?"]
+    word, text = status(state), ""
+    if word == "stuck":
+        text = f"stuck for {_clock(stuck_for(state, now))}"
+    elif word == "running":
+        text = f"running, {shorten(format_ranks(slow), 40)} slow" if slow else _phase(state)
+        word = "slow" if slow else word
     return (
         '<div style="display:flex;flex-wrap:wrap;gap:2px 10px;align-items:baseline">'
-        f"{theme.pill(status(state), stuck, large=True)}"
+        f"{theme.pill(word, text, large=True)}"
         f'<b style="{theme.MONO};font-size:14px;font-weight:600">'
-        f"{escape(shorten(state.name, 120))}</b>"
+        f"{escape(shorten(state.name, 120))}{number}</b>"
         f'<span style="{theme.SOFT}">{facts}</span></div>{below}'
     )
 
@@ -104,14 +111,41 @@ def phases(state: RunState, now: float) -> str:
     if len(began) < len(ranks):
         count = f" {len(began)}/{size}" if size > 1 else ""
         return f"starting the ranks{count} · {labels.whole_seconds(state.elapsed(now))}"
-    passed = labels.whole_seconds(max(0.0, now - max(began)))
-    phase = next((rank.phase for rank in ranks if rank.phase), "")
-    if not phase:
-        return f"running the code before the first step · {passed}"
-    if phase == "joining":
-        joined = sum(rank.phase == phase for rank in ranks)
-        return f"joining the others: {joined} of {plural(size, 'rank')} there · {passed}"
-    return f"{phase} · {passed}"
+    return " › ".join(_start(state, now))
+
+
+def _start(state: RunState, now: float) -> list[str]:
+    """Return what ranks have done before their first step, each with its seconds."""
+    rank = max(state.ranks, key=lambda rank: (bool(rank.phase), len(rank.phases)))
+    known = [("", rank.started or now), *rank.phases]
+    if rank.progress is not None and not rank.phase:
+        known.append(("first batch", rank.progress.time - rank.progress.elapsed))
+    parts = []
+    for (name, begin), (_, end) in zip(known, [*known[1:], ("", now)], strict=True):
+        if end is now or end - begin >= 1:
+            text = _of_phase(name, state) if end is now else name or "your code"
+            parts.append(f"{text} · {labels.whole_seconds(max(0.0, end - begin))}")
+    return parts
+
+
+def _of_phase(name: str, state: RunState) -> str:
+    """Return what ranks do now, in words."""
+    if name != "joining":
+        return name or "your code, before the first step"
+    size, joined = state.world_size, sum(rank.phase == name for rank in state.ranks)
+    return f"joining the others: {joined} of {plural(size, 'rank')} there"
+
+
+def _phase(state: RunState) -> str:
+    """Return the phase before the first step, for the pill; empty where none is known."""
+    if any(_has_moved(rank) for rank in state.ranks):
+        return ""
+    phases = [rank.phase for rank in state.ranks if rank.phase]
+    if joining := phases.count("joining"):
+        return f"joining {joining}/{state.world_size}"
+    return next(iter(phases), "") or (
+        "first batch" if any(rank.progress for rank in state.ranks) else ""
+    )
 
 
 def _has_moved(rank: RankState) -> bool:
@@ -138,14 +172,34 @@ def _trouble(state: RunState) -> str:
     culprit = labels.culprit(state)
     if culprit is not None:
         return card(theme.BAD, _failure(culprit, state))
+    if _is_restarted(state):
+        return card(theme.WARN, escape(state.message[:600]))
+    if _has_own_card(state):
+        tones = theme.tones(state.status)
+        return card(tones, f"{escape(_reason(state)[:600])}{next_step(state)}")
     text = labels.hang(state)
     if not text:
         return ""
-    after = ""
-    if is_stuck(state):
-        after = "Stacks shows the line of each rank, Stop ends the run."
-        after = f'<div style="margin-top:2px">{after}</div>'
-    return card(theme.WARN, f"{escape(shorten(text, 1000))}{after}")
+    text = _AGE.sub(r"\1: ", text)  # the header says how long, and goes on
+    return card(theme.WARN, f"{escape(shorten(text, 1000))}{next_step(state)}")
+
+
+def _has_own_card(state: RunState) -> bool:
+    """Whether a run ended badly, and no rank is to blame."""
+    is_bad = state.status in ("failed", "lost", "timed out")
+    return is_bad and bool(state.message) and labels.culprit(state) is None
+
+
+def _reason(state: RunState) -> str:
+    """Return why a run ended badly, without the advice that its last sentence is."""
+    if state.status == "timed out":
+        return verdict.too_long(state)
+    return state.message.rpartition(". ")[0] if SIGN in state.message else state.message
+
+
+def _is_restarted(state: RunState) -> bool:
+    """Whether the run's message is why it began again."""
+    return state.attempt > 1 and state.status in ("starting", "running") and not state.hang
 
 
 def _failure(rank: RankState, state: RunState) -> str:
@@ -153,8 +207,8 @@ def _failure(rank: RankState, state: RunState) -> str:
     line = verdict.line(rank)
     place = labels.line_of_failure(rank)
     head = f"rank {rank.rank}" + (f" at {place}" if place else "")
-    advice = [*remedies(f"{line}\n{rank.error or ''}"), *rank.evidence]
-    rows = "".join(f"<div>{escape(shorten(text, 600))}</div>" for text in dict.fromkeys(advice))
+    seen = (item for item in rank.evidence if not line.startswith(item))
+    rows = "".join(f"<div>{escape(shorten(t, 600))}</div>" for t in dict.fromkeys(seen))
     others = [r for r in state.ranks if r is not rank]
     rest = f'<div style="{theme.SOFT}">{escape(_endings(others, state))}</div>' if others else ""
     text = escape(shorten(line, 1200))
@@ -162,7 +216,13 @@ def _failure(rank: RankState, state: RunState) -> str:
         f'<div style="{theme.MONO};margin:2px 0;white-space:pre-wrap;overflow-wrap:anywhere;'
         f'user-select:all" title="A click selects all of it, to copy">{text}</div>'
     )
-    return f"<b>{escape(head)}</b>{code}{rows}{rest}"
+    return f"<b>{escape(head)}</b>{code}{rows}{rest}{next_step(state)}"
+
+
+def next_step(state: RunState) -> str:
+    """Draw what to do next; empty where a run is well."""
+    text = steps.next_step(state)
+    return f'<div style="margin-top:4px"><b>Next:</b> {theme.coded(text)}</div>' if text else ""
 
 
 def _endings(others: list[RankState], state: RunState) -> str:
@@ -188,7 +248,10 @@ def _bar(state: RunState) -> str:
     done, fill = eta.of_run(state), theme.tones(status(state)).bar
     name = escape(shorten(state.name, 120), quote=True)
     ends = state.is_over and state.status == "succeeded"
-    if done is None:
+    if done is None and state.is_over:  # no hatch, which looks busy
+        inside = f'<div style="height:100%;background:{theme.GREY};opacity:.35"></div>'
+        value = f'aria-valuetext="{name}: ended"'
+    elif done is None:
         hatch = f"repeating-linear-gradient(135deg,{theme.GREY} 0 2px,transparent 2px 8px)"
         inside = f'<div style="height:100%;background:{hatch};opacity:.6"></div>'
         value = f'aria-valuetext="{name}: how long it will run is not known"'
@@ -209,18 +272,31 @@ def _bar(state: RunState) -> str:
     )
 
 
+_TILE = "flex:1 1 120px;min-width:0"
+"""A key figure: all are of one width, and fill the board's."""
+
+
 def _figures(state: RunState, now: float) -> str:
+    small = f"font-size:11px;line-height:1.35;{theme.SOFT}"
     drawn = "".join(
-        '<div style="min-width:96px;max-width:100%">'
-        f'<div style="font-size:11px;line-height:1.3;{theme.SOFT}">{escape(name)}</div>'
-        f'<div style="font-size:20px;line-height:1.25;font-weight:600;white-space:nowrap">'
-        f"{escape(value)}</div>"
-        f'<div style="font-size:11px;line-height:1.3;{theme.SOFT}">{escape(remark)}&nbsp;</div>'
-        "</div>"
+        f'<div style="{_TILE}"><div style="{small}">{escape(name)}</div>'
+        f'<div style="font-size:20px;line-height:1.3;font-weight:600;white-space:nowrap">'
+        f"{_value(value)}</div>"
+        f'<div style="{small}">{escape(remark).replace(" · ", " <br>")}&nbsp;</div></div>'
         for name, value, remark in figures(state, now)
     )
-    style = "display:flex;flex-wrap:wrap;gap:4px 24px;margin:6px 0"
-    return f'<div style="{style}">{drawn}</div>' if drawn else ""
+    style = "display:flex;flex-wrap:wrap;gap:6px 24px;margin:8px 0 0"
+    # Tiles without height let those of the last row be as wide as the others, below them.
+    even = f'<div style="{_TILE}"></div>' * 5
+    return f'<div style="{style}">{drawn}{even}</div>' if drawn else ""
+
+
+def _value(text: str) -> str:
+    """Draw a value, its unit small: a long one must not reach into the next figure."""
+    number, space, unit = text.partition(" ")
+    if not unit or not number[:1].isdigit() or len(unit) < 2:
+        return escape(text)
+    return f'{escape(number)}<span style="font-size:13px">{space}{escape(unit)}</span>'
 
 
 def figures(state: RunState, now: float) -> list[Figure]:
@@ -244,14 +320,17 @@ def _done(state: RunState) -> Figure | None:
     if state.is_over:
         steps = max((r.progress.steps for r in state.ranks if r.progress is not None), default=0)
         took = format_duration(state.elapsed(state.created))
-        return Figure("took", took, plural(steps, "step") if steps else "")
+        remarks = [plural(steps, "step")] if steps else []
+        if done is not None and done < 0.995:
+            remarks.append(f"{int(100 * done)} % done")
+        return Figure("took", took, " · ".join(remarks))
     if done is None:
         return Figure("at", where, more) if where else None
     return Figure("done", f"{int(100 * done)} %", more or where)
 
 
 def _left(state: RunState, now: float) -> Figure | None:
-    if is_stuck(state) or state.is_over:
+    if state.is_over or status(state) in ("stuck", "failing"):
         return None
     seconds = eta.eta(state, now)
     if seconds is not None:
@@ -264,31 +343,55 @@ def _left(state: RunState, now: float) -> Figure | None:
 
 
 def _loss(state: RunState) -> Figure | None:
+    """Return the mean of the ranks' last losses, the range of the same, and where they go.
+
+    A smoothed value once lay outside the range beside it: only the trend is of means.
+    """
     curves = state.curves.all
-    name = labels.main_metric(n for n in curves if n not in ("steps/s", "samples/s", "lr"))
+    name = labels.main_metric(n for n in curves if n not in RATES)
     if name is None:
         return None
     series = curves[name]
     if series.last is None:
         return Figure(name, "nan", "not finite")
+    value, spread = format_number(series.last), labels.spread_of(series)
     now, before, steps = trend(series)
     change = (now - before) / abs(before) if before else 0.0
     if not steps or not math.isfinite(change):
-        return Figure(name, format_number(now))
+        return Figure(name, value, spread)
     if abs(change) < TREND:
-        return Figure(name, f"{format_number(now)} →", f"steady for {plural(steps, 'step')}")
-    remark = f"{100 * change:+.0f} % in {plural(steps, 'step')}".replace("-", "\N{MINUS SIGN}")
-    return Figure(name, f"{format_number(now)} {'↘' if change < 0 else '↗'}", remark)
+        arrow, way = "→", f"no clear change in {plural(steps, 'step')}"
+    else:
+        arrow, way = "↘" if change < 0 else "↗", f"{100 * change:+.0f} % in {plural(steps, 'step')}"
+    remark = " · ".join(filter(None, [spread, way.replace("-", "\N{MINUS SIGN}")]))
+    return Figure(name, f"{value} {arrow}", remark)
 
 
 def trend(series: Series) -> tuple[float, float, int]:
-    """Return a smoothed newest value, the one some steps before, and how many steps before."""
-    points = smoothed(series.band)
-    x, newest = points[-1]
-    if len(points) < 8:
-        return newest, newest, 0
-    earlier, before = points[-1 - len(points) // 8]
-    return newest, before, round(x - earlier)
+    """Return the mean of the last steps, that of as many before, and how many steps lie between.
+
+    No steps where there are too few values. The two are equal if they differ by no more than
+    chance: by three standard errors of their difference.
+    """
+    band = series.band
+    last, span = band[-1].x, band[-1].x - band[0].x
+    for part in (span / 8, span / 4):
+        new = [each for each in band if each.x > last - part]
+        old = [each for each in band if last - 2 * part < each.x <= last - part]
+        if min(len(new), len(old)) >= ENOUGH:
+            (now, error), (before, error_before) = map(_mean, (new, old))
+            steps = round((new[0].x + new[-1].x - old[0].x - old[-1].x) / 2)
+            is_more = abs(now - before) > 3 * math.hypot(error, error_before)
+            return now, before if is_more else now, steps
+    return band[-1].mean, band[-1].mean, 0
+
+
+def _mean(band: Sequence[Bin]) -> tuple[float, float]:
+    """Return the mean of some values and its standard error."""
+    values = [each.mean for each in band]
+    mean = sum(values) / len(values)
+    squares = sum((value - mean) * (value - mean) for value in values)
+    return mean, math.sqrt(squares / (len(values) - 1) / len(values))
 
 
 def _best(state: RunState) -> Figure | None:
@@ -307,20 +410,21 @@ def _step(x: float) -> str:
 def _throughput(state: RunState) -> Figure | None:
     rates = state.curves.all
     steps, samples = rates.get("steps/s"), rates.get("samples/s")
-    per_step = f"{_rate(steps.last)} steps/s" if steps is not None and steps.last else ""
-    if is_stuck(state):
+    per_step = (
+        f"{labels.format_rate(steps.last)} steps/s" if steps is not None and steps.last else ""
+    )
+    if labels.is_stuck(state):
         return Figure("throughput", "0 steps/s", f"{per_step} before" if per_step else "")
-    if samples is not None and samples.newest:
-        return Figure("throughput", f"{_rate(math.fsum(samples.newest))} samples/s", per_step)
+    when = "at the end" if state.is_over else ""
+    if samples is not None and any(samples.newest):
+        value = f"{labels.format_rate(math.fsum(samples.newest))} samples/s"
+        return Figure("throughput", value, when or per_step)
     if per_step:
-        return Figure("throughput", per_step)
+        return Figure("throughput", per_step, when)
+    if _phase(state):
+        return None
     shown = {labels.rate(rank) for rank in state.ranks if labels.rate(rank)}
     return Figure("throughput", min(shown), "of a rank") if shown else None
-
-
-def _rate(value: float | None) -> str:
-    value = value or 0.0
-    return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}"
 
 
 def _gpu(state: RunState) -> Figure | None:

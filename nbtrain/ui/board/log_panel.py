@@ -1,25 +1,18 @@
-"""What ranks print, merged: lines that several ranks printed are one line. Pure.
-
-Logs carry no times. So lines are merged from the end, which is now for all ranks: a line is placed
-once no rank has it further up, and ranks take turns where nothing else decides.
-"""
+"""What ranks print, merged: lines that several ranks printed are one line. Pure."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
+from itertools import islice
 
 from ...system.text import plural, shorten
 from ...tracking.state import RankState, RunState
-from .. import labels
+from .. import labels, merged_log
 from . import theme
 
 LIVE_LINES = 12
 FINAL_LINES = 60
-GROUPS = 24
-"""Different logs that are merged; of more, those of ranks in trouble and the first."""
-
 ALONE = 8
 """Ranks whose own log can be unfolded after the run: those in trouble, and the first."""
 
@@ -32,51 +25,23 @@ _WIDTH = 160
 
 def merged(state: RunState, count: int) -> list[tuple[str, str]]:
     """Return the last `count` lines of all ranks, as (ranks, line)."""
-    tails: dict[tuple[str, ...], list[int]] = {}
-    for rank in sorted(state.ranks, key=_in_trouble_first):
-        if rank.log:
-            tails.setdefault(rank.log[-2 * count :], []).append(rank.rank)
-    stacks = [_Stack(list(tail), ranks) for tail, ranks in list(tails.items())[:GROUPS]]
-    others = [(frozenset(tail), ranks) for tail, ranks in list(tails.items())[GROUPS:]]
-    newest_first: list[tuple[list[int], str]] = []
-    while len(newest_first) < count and any(stack.lines for stack in stacks):
-        line = _next(stacks)
-        owners = [stack for stack in stacks if stack.lines and stack.lines[-1] == line]
-        for stack in owners:
-            stack.pop()
-        ranks = [r for stack in owners for r in stack.ranks]
-        ranks += [r for tail, beyond in others if line in tail for r in beyond]
-        newest_first.append((sorted(ranks), line))
-    return [(labels.name_ranks(ranks, state), line) for ranks, line in reversed(newest_first)]
+    talkers = sorted(state.ranks, key=_in_trouble_first)
+    groups = merged_log.grouped(merged_log.tails(talkers, state, 2 * count))
+    others = [(ranks, frozenset(lines)) for ranks, lines in groups[merged_log.GROUPS :]]
+    # From the end, which is now for all ranks.
+    newest = merged_log.merged(groups[: merged_log.GROUPS], backwards=True)
+    return [
+        (labels.name_ranks(sorted([*ranks, *_having(line, others)]), state), line)
+        for ranks, line in reversed(list(islice(newest, count)))
+    ]
+
+
+def _having(line: str, others: Sequence[tuple[list[int], frozenset[str]]]) -> Iterator[int]:
+    return (rank for ranks, lines in others if line in lines for rank in ranks)
 
 
 def _in_trouble_first(rank: RankState) -> bool:
     return rank.status not in ("failing", "failed")
-
-
-class _Stack:
-    """The lines of ranks that printed the same, the newest on top."""
-
-    def __init__(self, lines: list[str], ranks: list[int]) -> None:
-        self.lines, self.ranks, self.popped = lines, ranks, 0
-        self._left = Counter(lines)
-
-    def pop(self) -> None:
-        self._left[self.lines.pop()] -= 1
-        self.popped += 1
-
-    def has_further_up(self, line: str) -> bool:
-        return bool(self.lines) and self.lines[-1] != line and self._left[line] > 0
-
-
-def _next(stacks: Sequence[_Stack]) -> str:
-    """Return the line to place next: one that no rank has further up, of the least used stack."""
-    tops = sorted((s for s in stacks if s.lines), key=lambda s: (s.popped, -s.ranks[0]))
-    for stack in tops:
-        line = stack.lines[-1]
-        if not any(other.has_further_up(line) for other in tops):
-            return line
-    return tops[0].lines[-1]
 
 
 def draw(state: RunState, only: int | None = None) -> str:

@@ -18,9 +18,11 @@ from . import theme
 TITLED = 64
 """Ranks up to which each cell has a title."""
 
+SIGNS = 64, 24
+"""Cells that have a sign at most, and small ones; of more, and in the smallest, none has."""
 
-SIGNS = 64
-"""Cells that have a sign at most; smaller ones have none."""
+_LEFT, _TOP = 52, 16
+"""Pixels for the numbers of ranks."""
 
 
 class Shape(NamedTuple):
@@ -43,7 +45,8 @@ class Shape(NamedTuple):
 def draw(state: RunState) -> str:
     """Draw the grid: inline while the run goes on, as an image once it is over."""
     ranks = state.world_size
-    shape = Shape(32, 20, 3, 8) if ranks <= 128 else Shape(64, 10, 2, 4)
+    shape = Shape(16, 20, 3, 8) if ranks <= 128 else Shape(32, 10, 2, 4)
+    shape = Shape(64, 10, 2, 4) if ranks > 512 else shape
     shape = Shape(128, 5, 1, 1) if ranks > 4096 else shape
     shown = state.ranks[: 64 * shape.columns]
     rows = -(-len(shown) // shape.columns)
@@ -51,7 +54,27 @@ def draw(state: RunState) -> str:
     inner = _track(len(shown), shape) + _fills(shown, shape) + _signs(shown, shape)
     inner += _titles(shown, shape) if ranks <= TITLED and not state.is_over else ""
     size = shape.columns * shape.pitch, rows * shape.pitch
-    return theme.picture(inner, size, label, margin="4px 0", as_image=state.is_over)
+    picture = theme.picture(inner, size, label, as_image=state.is_over)
+    place = f"position:relative;margin:{_TOP + 4}px 0 4px {_LEFT}px;width:{size[0]}px"
+    scrolls = 'style="overflow-x:auto" tabindex="0" role="region" aria-label="grid of ranks"'
+    return f'<div {scrolls}><div style="{place}">{picture}{_numbers(rows, shape)}</div></div>'
+
+
+def _numbers(rows: int, shape: Shape) -> str:
+    """Draw the rank that each row begins with, and above columns what to add to it."""
+    every_row, every_column = -(-rows // 8), shape.columns // 4
+    beside = f"position:absolute;left:-{_LEFT}px;width:{_LEFT - 6}px;text-align:right"
+    left = "".join(
+        f'<span style="{beside};top:{y * shape.pitch + shape.cell / 2 - 8:g}px">'
+        f"{y * shape.columns} </span>"
+        for y in range(0, rows, every_row)
+    )
+    above = "".join(
+        f'<span style="position:absolute;top:-{_TOP + 2}px;left:{x * shape.pitch}px">+{x} </span>'
+        for x in range(0, shape.columns, every_column)
+    )
+    unit = f'<span style="{beside};top:-{_TOP + 2}px">rank </span>'
+    return f'<div style="{theme.TICKS}">{unit}{above}{left}</div>'
 
 
 def _track(count: int, shape: Shape) -> str:
@@ -96,14 +119,15 @@ def _signs(ranks: tuple[RankState, ...], shape: Shape) -> str:
         theme.BAD: f"l{2 * part:g} {2 * part:g}m0-{2 * part:g}l-{2 * part:g} {2 * part:g}",
         theme.WARN: f"m{part:g}-{part / 2:g}v{2 * part:g}m0 {part / 2:g}v{part / 2:g}",
     }
-    paths = dict.fromkeys(shapes, "")
+    paths, thick = dict.fromkeys(shapes, ""), max(1.5, shape.cell / 10)
     marked = [(i, tones) for i, rank in enumerate(ranks) if (tones := _tones(rank)) in shapes]
-    for i, tones in marked[:SIGNS] if shape.cell >= 20 else []:
+    has_signs = shape.cell >= 10 and len(marked) <= SIGNS[shape.cell < 20]
+    for i, tones in marked if has_signs else []:
         row, column = divmod(i, shape.columns)
         x, y = column * shape.pitch + part, row * shape.pitch + part
         paths[tones] += f"M{x:g} {y:g}{shapes[tones]}"
     return "".join(
-        f'<path d="{path}" fill="none" stroke="{tones.ink}" stroke-width="{shape.cell / 10:g}"/>'
+        f'<path d="{path}" fill="none" stroke="{tones.ink}" stroke-width="{thick:g}"/>'
         for tones, path in paths.items()
         if path
     )

@@ -25,6 +25,9 @@ _POSITION = 64
 FEW = 2
 """Ranks up to which each has a row, alike or not."""
 
+WIDE = 4
+"""Columns from which a table is as wide as its part of the board: fewer would drift apart."""
+
 NAMED = 6
 """Ranks that are named among many."""
 
@@ -72,7 +75,7 @@ def rows_of(state: RunState, *, each: bool = False) -> list[Row]:
     apart = labels.Apart(state)
     if each or state.world_size <= FEW:
         return [Row((rank,), apart.reason(rank)) for rank in state.ranks]
-    worst = ("failed", "failing", "stuck?", "slow?")
+    worst = ("failed", "failing", "stuck", "slow", "not joined yet")
     most = NAMED if state.world_size <= 16 else NAMED // 2
     single: list[Row] = []
     alike: dict[str, list[RankState]] = {}
@@ -89,24 +92,36 @@ def rows_of(state: RunState, *, each: bool = False) -> list[Row]:
 
 def draw(rows: Sequence[Row], state: RunState) -> str:
     """Draw the rows."""
-    drawn = [(column, [column.cell(row) for row in rows]) for column in _columns(state)]
+    columns = _columns(rows, state)
+    drawn = [(column, [column.cell(row) for row in rows]) for column in columns]
     drawn = [(column, cells) for column, cells in drawn if any(cells)]
+    drawn = [(column, cells) for column, cells in drawn if not _repeats(column, cells)]
+    named = list(enumerate(column for column, _ in drawn))
     lines: list[list[Cell]] = [[column.head for column, _ in drawn]]
     for i, row in enumerate(rows):
         lines.append([Cell(cells[i]) for _, cells in drawn])
         if remark := _remark(row, state):
             lines.append([Cell(""), Cell(remark, "white-space:normal;overflow-wrap:anywhere")])
-    table = html_table(lines, [column.style for column, _ in drawn], head=True)
+    styles = [f"{column.style};width:1%" if not i else column.style for i, column in named]
+    table = html_table(lines, styles, head=True, is_wide=len(drawn) >= WIDE)
     region = 'style="overflow-x:auto" tabindex="0" role="region" aria-label="ranks"'
     return f"<div {region}>{table}</div>"
+
+
+def _repeats(column: Column, cells: Sequence[str]) -> bool:
+    """Whether a column says of every row what the header says of the run."""
+    if column.heading in ("at", "rate"):
+        return len(set(cells)) == 1
+    return column.heading == "loss" and len(cells) == 1
 
 
 def _remark(row: Row, state: RunState) -> str:
     """Draw what needs the width of the board, below a rank's row: an error, other metrics."""
     if len(row.ranks) > 1:
         return ""
-    rank, lines = row.first, []
-    if state.world_size <= FEW and (others := labels.metrics(rank, 5, but=("loss",))):
+    rank, lines = row.first, [f"<b>{escape(row.reason)}</b>"] if row.reason else []
+    drawn = state.curves.all  # what has a curve is no rank's own: a validation is often rank 0's
+    if state.world_size <= FEW and (others := labels.metrics(rank, 5, but=drawn)):
         lines.append(f'<span style="{theme.SOFT}">{escape(others[:300])}</span>')
     trouble = labels.trouble(rank, state)
     if trouble and not labels.is_only_echo(rank, state) and rank is not labels.culprit(state):
@@ -114,24 +129,32 @@ def _remark(row: Row, state: RunState) -> str:
     return "&ensp;".join(lines)
 
 
-def _columns(state: RunState) -> list[Column]:
+def _columns(rows: Sequence[Row], state: RunState) -> list[Column]:
+    """Return the columns; a single row's bar would be the run's own again."""
     stands = any(rank.hang == "stuck?" for rank in state.ranks)
+    is_named = any("waits for data" in row.reason for row in rows)
     soft_left, soft_right = f"{LEFT};{theme.SOFT}", f"{RIGHT};{theme.SOFT}"
+    has_bars = len(rows) > 1 and len({eta.fraction(rank) for rank in state.ranks}) > 1
+    bars = [
+        Column("", lambda row: _bar(row, state), "min-width:72px"),
+        Column("", lambda row: _percent(row), RIGHT, 42),
+    ]
     return [
         Column("rank", lambda row: _name(row), soft_right),
         Column("node", lambda row: escape(_node(row)), soft_left),
-        Column("", lambda row: theme.pill(labels.badge(row.first)), LEFT, 76),
-        Column("", lambda row: escape(row.reason), f"{LEFT};font-weight:600"),
-        Column("", lambda row: _bar(row, state), "min-width:72px"),
-        Column("", lambda row: _percent(row), RIGHT, 42),
+        Column("", lambda row: _pill(row.first, state), LEFT, 76),
+        *(bars if has_bars else []),
         Column("loss", lambda row: _loss(row), RIGHT, 56),
-        Column("rate", lambda row: "" if stands else escape(row.over_all(labels.rate)), RIGHT, 64),
+        Column("rate", lambda row: "" if stands else escape(row.over_all(labels.pace)), RIGHT, 64),
         Column("memory", lambda row: _memory(row), RIGHT, 54),
         Column("CPU", lambda row: row.over_all(labels.cpu), RIGHT, 46),
         Column("compiled", lambda row: row.over_all(labels.compiled), RIGHT),
-        Column("data wait", lambda row: row.over_all(labels.waiting), RIGHT),
+        *(
+            []
+            if is_named
+            else [Column("data wait", lambda row: row.over_all(labels.waiting), RIGHT)]
+        ),
         Column("at", lambda row: _position(row), soft_left),
-        Column("", lambda row: _echo(row, state), soft_left),
     ]
 
 
@@ -178,7 +201,7 @@ def _memory(row: Row) -> str:
             return ""
         low, high = format_bytes(min(known)), format_bytes(max(known))
         device = "GPU " if rank.usage.gpu is not None else ""
-        return f"{device}{high} each" if low == high else f"{device}{low} – {high}"
+        return f"{device}{high}" if low == high else f"{device}{low} – {high}"
     text = labels.memory_use(rank)
     parts = memory_parts(rank)
     return f'<span title="{parts}">{text}</span>' if text and parts else text
@@ -193,9 +216,11 @@ def memory_parts(rank: RankState) -> str:
     return " · ".join(part.replace(" ", "\N{NO-BREAK SPACE}") for part in parts)
 
 
-def _echo(row: Row, state: RunState) -> str:
-    rank = row.first
-    return escape(labels.trouble(rank, state)) if labels.is_only_echo(rank, state) else ""
+def _pill(rank: RankState, state: RunState) -> str:
+    """Draw how a rank is; one that only lost its peers has no part in the failure."""
+    if labels.is_only_echo(rank, state):
+        return theme.pill("stopped", labels.trouble(rank, state))
+    return theme.pill(labels.badge(rank))
 
 
 def _share(row: Row) -> float | None:

@@ -9,6 +9,7 @@ they are told apart without colour too. Lines of charts are mid-tones.
 from __future__ import annotations
 
 import base64
+import re
 from html import escape
 from typing import NamedTuple
 
@@ -43,6 +44,12 @@ TRACK = "rgba(128,128,128,.25)"
 SOFT = "opacity:.75"
 """Text that is less important."""
 
+TICKS = f"font-size:11px;line-height:16px;white-space:nowrap;{SOFT}"
+"""The labels of axes: text of the page, whose colour they have."""
+
+FIXED = 'vector-effect="non-scaling-stroke"'
+"""Lines of one width in a picture that is stretched."""
+
 MONO = "font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;font-size:12px"
 FONT = (
     "font-family:system-ui,sans-serif;font-size:13px;line-height:1.5;"
@@ -54,11 +61,12 @@ STATUS = {
     "compiling": BUSY,
     "saving": BUSY,
     "joining": BUSY,
+    "not joined yet": WARN,
     "waiting": WARN,
-    "slow?": WARN,
-    "stuck?": WARN,
+    "slow": WARN,
     "stuck": WARN,
     "stopping": WARN,
+    "restarting": WARN,
     "failing": BAD,
     "done": GOOD,
     "succeeded": GOOD,
@@ -85,6 +93,12 @@ def pill(status: str, text: str = "", *, large: bool = False) -> str:
     )
 
 
+def coded(text: str) -> str:
+    """Escape a text and format what stands between backticks as code."""
+    style = f"{MONO};background:rgba(128,128,128,.15);border-radius:3px;padding:0 3px"
+    return re.sub(r"`([^`]+)`", rf'<code style="{style};color:inherit">\1</code>', escape(text))
+
+
 def folded(title: str, inner: str, style: str = "margin:0") -> str:
     """Draw HTML under a title that unfolds it."""
     summary = f'<summary style="cursor:pointer;{SOFT}">{title}</summary>'
@@ -105,17 +119,36 @@ def picture(
     size: tuple[int, int],
     label: str,
     *,
-    units: int = 1,
     margin: str = "0",
     as_image: bool = False,
 ) -> str:
-    """Draw SVG elements in `units` per pixel: inline, or as an image, which stays anywhere."""
+    """Draw SVG elements, without text: inline, or as an image, which stays anywhere."""
     width, height = size
     area = f'width="{width}" height="{height}"'
-    box = f'viewBox="0 0 {units * width} {units * height}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {area} {box}'
-    style = f"display:block;max-width:100%;height:auto;margin:{margin}"
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {area} viewBox="0 0 {width} {height}"'
+    style = f"display:block;margin:{margin}"
     if not as_image:
         return f'{head} role="img" aria-label="{label}" style="{style}">{inner}</svg>'
-    data = base64.b64encode(f"{head}>{inner}</svg>".encode()).decode()
-    return f'<img src="data:image/svg+xml;base64,{data}" alt="{label}" {area} style="{style}">'
+    return image(f"{head}>{inner}</svg>", label, f'{area} style="{style}"')
+
+
+def stretched(
+    inner: str, units: tuple[int, int], height: int, label: str, *, as_image: bool
+) -> str:
+    """Draw SVG elements in `units`, without text, as wide as there is room, `height` pixels high.
+
+    Its ground is the page's.
+    """
+    box = f'viewBox="0 0 {units[0]} {units[1]}" preserveAspectRatio="none"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="100%" height="{height}" {box}'
+    style = "display:block;width:100%;overflow:visible"
+    if not as_image:
+        return f'{head} role="img" aria-label="{label}" style="{style}">{inner}</svg>'
+    size = f'width="100%" height="{height}" style="{style};height:{height}px"'
+    return image(f"{head}>{inner}</svg>", label, size)
+
+
+def image(svg: str, label: str, attributes: str) -> str:
+    """Draw a whole SVG as an image."""
+    data = base64.b64encode(svg.encode("utf-8", "replace")).decode()
+    return f'<img src="data:image/svg+xml;base64,{data}" alt="{label}" {attributes}>'

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from ...system.text import format_ranks, plural
 from ...tracking import events as ev
 from ...tracking.state import RankState, RunState
-from .. import labels
-from .html_display import Display, ipython_shell, show
+from .. import labels, merged_log
+from .html_display import Display, show
 
 SHORT = 1.0
 """Seconds after which the board is drawn."""
@@ -42,19 +42,16 @@ class CellOutput(Display):
             if lines:
                 print(*lines, sep="\n", flush=True)
         for line in displayed(state.ranks):
-            print(line, flush=True) if isinstance(line, str) else _show(line)
+            print(line, flush=True) if isinstance(line, str) else show(dict(line))
 
 
 def printed(ranks: Sequence[RankState]) -> Iterator[str]:
     """Yield the lines that ranks printed, once where several printed the same."""
-    by_log: dict[tuple[str, ...], list[RankState]] = {}
+    logs = {rank.rank: list(_without_traceback(rank.log)) for rank in ranks}
     for rank in ranks:
-        by_log.setdefault(_without_traceback(rank.log), []).append(rank)
-    for log, same in by_log.items():
-        left_out = same[0].log_count - len(same[0].log)
-        if left_out:
-            yield f"{_label(same)}… {plural(left_out, 'line')} before: run.logs()"
-        yield from (f"{_label(same)}{line}" for line in log)
+        if left_out := rank.log_count - len(rank.log):
+            logs[rank.rank].insert(0, f"… {plural(left_out, 'line')} before: run.logs()")
+    yield from (f"[{format_ranks(n)}] {line}" for n, line in merged_log.in_order(logs))
 
 
 def _without_traceback(log: Sequence[str]) -> tuple[str, ...]:
@@ -93,10 +90,3 @@ def _label(ranks: Sequence[RankState]) -> str:
 
 def _text(each: ev.Displayed) -> str:
     return str(each.data.get("text/plain", ""))
-
-
-def _show(data: Mapping[str, float | str]) -> None:
-    if ipython_shell() is None:
-        print(data.get("text/plain", ""))
-    else:
-        show(dict(data))

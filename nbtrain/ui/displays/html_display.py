@@ -69,11 +69,17 @@ class _MarimoOutput:
 
 
 def show(output: Any) -> Any:
-    """Display a widget or a dictionary of MIME types; return a handle that updates the output."""
+    """Display a widget or a dictionary of MIME types; return a handle that updates the output.
+
+    Without IPython, the text of a dictionary is printed, and there is no handle.
+    """
     if in_marimo():
         handle = _MarimoOutput()
         handle.update(output)
         return handle
+    if ipython_shell() is None and isinstance(output, dict):
+        print(output.get("text/plain", ""))
+        return None
     from IPython import display
 
     display_function: Any = display.display

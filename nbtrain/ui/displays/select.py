@@ -17,6 +17,7 @@ from typing import Any
 from ...tracking.state import RunState
 from . import kernel_comms
 from .html_display import Display, HtmlDisplay, in_marimo, ipython_shell
+from .rank_outputs import WithOutputs
 from .terminal import TableDisplay, TextDisplay, can_redraw
 from .widget_board import WidgetDisplay
 
@@ -58,6 +59,14 @@ def choose(
     else:
         pump = None if inline else kernel_comms.find_pump(shell)
     return HtmlDisplay() if pump is None and view == "auto" else WidgetDisplay(pump, stop, stacks)
+
+
+def with_outputs(display: Display) -> Display:
+    """Have a display of a notebook show what ranks display, too: a headless one at the end."""
+    if isinstance(display, TextDisplay):
+        return WithOutputs(display, live=False) if display.keep_html else display
+    is_page = isinstance(display, (HtmlDisplay, WidgetDisplay))
+    return WithOutputs(display, live=True) if is_page else display
 
 
 def _is_headless(shell: Any) -> bool:

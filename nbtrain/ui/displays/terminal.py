@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import TextIO
 
-from ...system.text import plural
+from ...system.text import format_ranks, plural
 from ...tracking import events as ev
 from ...tracking.state import RankState, RunState
-from .. import labels, text_summary
+from .. import labels, merged_log, text_summary
 from .html_display import Display, Pace, bundle, show
 
 TEXT_INTERVAL = 5.0
 """Seconds between two progress lines of a rank in plain text."""
+
+SOON = 0.5
+"""Seconds within which a line of one rank may be that of others, too."""
 
 _COLOURS = {"done": 32, "succeeded": 32, "running": 34, "failed": 31, "failing": 31}
 _COLOURS |= {"finished": 33, "stopping": 33, "interrupted": 33, "timed out": 33, "stopped": 33}
@@ -29,7 +35,7 @@ class TextDisplay(Display):
 
     def __init__(self, *, keep_html: bool = False, is_raised: bool = True) -> None:
         """Show a run; `is_raised`: what it fails with is raised, and so shown, by the caller."""
-        self._keep_html = keep_html
+        self.keep_html = keep_html
         self._output = _Output(is_raised=is_raised)
         self._lines: dict[int, str] = {}
         self._due: float | None = None
@@ -58,8 +64,8 @@ class TextDisplay(Display):
         return moved
 
     def finish(self, state: RunState, now: float) -> None:
-        _print(self._output.new(state))
-        if self._keep_html:
+        _print(self._output.new(state, is_last=True))
+        if self.keep_html:
             show(bundle(state, now))
         else:  # the notes were printed at the start
             _print([text_summary.summary(replace(state, notes=()), now)])
@@ -83,7 +89,7 @@ class TableDisplay(Display):
 
     def finish(self, state: RunState, now: float) -> None:
         final = text_summary.summary(replace(state, notes=()), now).split("\n")
-        self._put(self._output.new(state), final, wrap=True)
+        self._put(self._output.new(state, is_last=True), final, wrap=True)
         self._height = 0
 
     def _put(self, above: list[str], table: list[str], wrap: bool = False) -> None:
@@ -98,7 +104,7 @@ class TableDisplay(Display):
 
 
 class _Output:
-    """What is printed once: the notes, then what ranks print.
+    """What is printed once: the notes, then what ranks print, equal lines of ranks once.
 
     Not the exceptions that end ranks, where the caller raises the one that caused the others.
     """
@@ -108,28 +114,48 @@ class _Output:
         self._printed: dict[int, int] = {}
         self._noted: set[str] = set()
         self._ended: set[int] = set()
+        self._waiting: dict[int, list[tuple[float, str]]] = {}
+        """Lines to print, by rank, and when each was seen."""
 
-    def new(self, state: RunState) -> list[str]:
-        """Return the lines not returned before."""
+    def new(self, state: RunState, *, is_last: bool = False) -> list[str]:
+        """Return the lines not returned before; `is_last`: also those that others may print yet."""
         lines = [note for note in labels.notes(state) if note not in self._noted]
         self._noted.update(lines)
+        now = time.monotonic()
         for rank in state.ranks:
-            new = rank.log_count - self._printed.get(rank.rank, 0)
-            if new <= 0:
-                continue
-            self._printed[rank.rank] = rank.log_count
-            if new > len(rank.log):
-                lines.append(
-                    f"[rank {rank.rank}] … {plural(new - len(rank.log), 'line')}: run.logs()"
-                )
-            is_last = self._is_raised and state.attempt == state.attempts
-            has_raised = is_last and rank.status not in ("starting", "running")
-            printed = self._without_exception(rank, new) if has_raised else rank.log[-new:]
-            lines.extend(f"[rank {rank.rank}] {line}" for line in printed)
-        return lines
+            seen = [(now, line) for line in self._new_of(rank, state)]
+            if seen:
+                self._waiting.setdefault(rank.rank, []).extend(seen)
+        return [*lines, *self._merged(state, math.inf if is_last else now - SOON)]
 
-    def _without_exception(self, rank: RankState, new: int) -> Sequence[str]:
-        lines = rank.log[-new:]
+    def _new_of(self, rank: RankState, state: RunState) -> Iterator[str]:
+        new = rank.log_count - self._printed.get(rank.rank, 0)
+        if new <= 0:
+            return
+        self._printed[rank.rank] = rank.log_count
+        if new > len(rank.log):
+            yield f"… {plural(new - len(rank.log), 'line')}: run.logs()"
+        is_last = self._is_raised and state.attempt == state.attempts
+        has_raised = is_last and rank.status not in ("starting", "running")
+        lines = merged_log.lines_of(rank, state, new)
+        yield from self._without_exception(rank, lines) if has_raised else lines
+
+    def _merged(self, state: RunState, seen_by: float) -> Iterator[str]:
+        """Yield lines that all ranks have printed, or that were seen by a time, and their like."""
+        pending = {rank: [line for _, line in seen] for rank, seen in self._waiting.items()}
+        going_on = {rank.rank for rank in state.ranks if not rank.is_over}
+        groups = merged_log.grouped(pending)
+        if len(groups) != 1 or not going_on <= set(groups[0][0]):
+            old = {line for s in self._waiting.values() for at, line in s if at <= seen_by}
+            for rank, seen in self._waiting.items():
+                due = takewhile(lambda each: each[0] <= seen_by or each[1] in old, seen)
+                pending[rank] = [line for _, line in due]
+        for rank, lines in pending.items():
+            del self._waiting[rank][: len(lines)]
+        for ranks, line in merged_log.in_order(pending):
+            yield f"[{format_ranks(ranks)}] {line}"
+
+    def _without_exception(self, rank: RankState, lines: Sequence[str]) -> Sequence[str]:
         if rank.rank in self._ended:
             return ()
         if ev.TRACEBACK_FOLLOWS not in lines:

@@ -115,7 +115,7 @@ class WidgetDisplay(Display):
         if changed:
             self._pace.spent(wire_size(*(drawn for _, drawn in changed)))
         if self._controls is not None:
-            self._controls.follow(state)
+            self._controls.follow(state, now)
         self._speak(state, now)
 
     def _speak(self, state: RunState, now: float) -> None:

@@ -8,11 +8,13 @@ from functools import partial
 from typing import Any
 
 from ...tracking.state import RunState
+from .. import card
 from ..board import board, theme
 
 _STOP_TIP = "End all ranks of this run, as ■ does; they have 2 s to save what they need"
 _STACKS_TIP = "Show the line that each rank is at; press this when nothing moves"
 _MORE_TIP = "Choose the large chart, its axis, whose log is shown, and whether ranks are folded"
+_IMAGE_TIP = "Show the run as a picture, to copy it into a chat; press again to hide it"
 _AUTOMATIC, _EVERY = "automatic", "all ranks"
 _AXES = {_AUTOMATIC: None, "linear": False, "logarithmic": True}
 _ALIKE = "alike in a row"
@@ -47,6 +49,9 @@ class Controls:
         self._menus: dict[str, Any] = {}  # made when ⋯ is pressed: most boards need none
         self._dots = ipywidgets.ToggleButton(description="⋯", tooltip=_MORE_TIP, layout=width)
         self._dots.observe(self._on_dots, "value")
+        self._image_button = new(description="Copy as image", tooltip=_IMAGE_TIP)
+        self._image_button.on_click(self._on_image)
+        self._drawn: tuple[RunState, float] | None = None
         buttons = [self._button, self._stacks_button, self._dots]
         self.row = ipywidgets.HBox(buttons, layout={"flex": "0 0 auto", "align_self": "flex-start"})
         self.more = ipywidgets.HBox((), layout={"flex_flow": "row wrap"})
@@ -80,8 +85,9 @@ class Controls:
         changed, self._changed = self._changed, False
         return changed
 
-    def follow(self, state: RunState) -> None:
+    def follow(self, state: RunState, now: float) -> None:
         """Update the choices, and show that the run is stopping."""
+        self._drawn = state, now
         if self._dots.value or self._menus:
             self._follow_choices(state)
         if state.attempt != self._attempt:  # the one before was stopped; this one can be, too
@@ -106,19 +112,33 @@ class Controls:
             if name not in self._menus:
                 self._menus[name] = self._menu(name, *options)
             _offer(self._menus[name], options)
-        wanted = [menu for menu in self._menus.values() if self._dots.value]
+        wanted = [*self._menus.values(), self._image_button] if self._dots.value else []
         if wanted != list(self.more.children):
             self.more.children = wanted
 
     def widgets(self) -> list[Any]:
         """Return all widgets, also those not shown yet."""
-        return [self.row, *self.row.children, self.more, *self._menus.values(), self.panel]
+        return [
+            self.row,
+            *self.row.children,
+            self.more,
+            *self._menus.values(),
+            self._image_button,
+            self.panel,
+        ]
 
     def _on_click(self, _button: Any) -> None:
         """Handle a click, on any thread."""
         if not self._stopping:
             self._stop()
             self._stopping = self._changed = True
+
+    def _on_image(self, _button: Any) -> None:
+        """Show or hide the run as a picture to copy."""
+        if self.panel.value or self._drawn is None:
+            self.panel.value = ""
+        else:
+            self.panel.value = card.image(card.card(*self._drawn))
 
     def _on_stacks(self, _button: Any) -> None:
         """Show or hide the stacks; a thread collects them, since that takes a moment."""

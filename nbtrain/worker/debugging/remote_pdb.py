@@ -6,12 +6,13 @@ import pdb
 import select
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from ...system.source_files import RANK_BODY
+from ...system.source_files import RANK_BODY, is_own
 from ...transport.channel import Channel, Listener
 from .. import stopping
 
@@ -58,7 +59,7 @@ class NotebookFile:
         self._place = f"{self._name_of(filename)}, line {line}"
         if stopping.active is not None:  # an interrupt is seen below: a debugger swallows it
             self._asks, stopping.active.is_asked = stopping.active.is_asked, True
-        self._report(self._listener.address, self._place)
+        self._report(str(self._listener.address), self._place)
 
     def leave(self, *, comes_back: bool) -> None:
         """Say that the code goes on, perhaps by one line only."""
@@ -124,7 +125,7 @@ class NotebookFile:
         while self._channel is None and self._listener is not None and not _is_to_stop():
             self._channel = self._listener.accept(LOOK)
             if self._channel is not None:
-                self._channel.wait_for_ever()
+                self._channel.trust()
         return self._channel
 
     def _receive(self) -> str | None:
@@ -187,6 +188,9 @@ def make_debugger(file: NotebookFile, *, is_over: bool = False) -> Any:
             stack, index = super().get_stack(frame, trace)
             files = [each.f_code.co_filename for each, _ in stack[:index]]
             first = max((i + 1 for i, file in enumerate(files) if file in RANK_BODY), default=0)
+            while is_over and index > first and is_own(stack[index][0].f_code.co_filename):
+                del stack[index]  # what raised there, because the rank was to stop
+                index -= 1
             return stack[first:], index - first
 
         def do_quit(self, arg: str) -> bool:
@@ -213,8 +217,8 @@ def _place(frame: FrameType | None, trace: Any) -> tuple[str, int]:
     if isinstance(trace, BaseException):
         trace = trace.__traceback__
     if isinstance(trace, TracebackType):
-        while trace.tb_next is not None:
-            trace = trace.tb_next
-        return trace.tb_frame.f_code.co_filename, trace.tb_lineno
+        frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(trace)]
+        # Not ours: what raised there, because the rank was to stop.
+        return next((each for each in reversed(frames) if not is_own(each[0])), frames[-1])
     assert frame is not None
     return frame.f_code.co_filename, frame.f_lineno

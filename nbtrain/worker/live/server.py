@@ -22,25 +22,33 @@ from typing import Any
 
 from ...planning.plan import Plan
 from ...system import instrumentation
-from ...tracking.run_folder import RunFolder
+from ...tracking.run_folder import RunFolder, mark_stopping
 from ...transport import payload
-from ...transport.channel import Channel, connect
-from .. import api, main, stopping
-from . import values
+from ...transport.channel import Address, Channel, connect
+from .. import api, checkpoints, main, stopping
+from ..output.rich_output import RichOutput
+from ..task_runner import run_task
+from . import mirror, values
 from .groups import ProcessGroups
-from .rich_output import RichOutput
 
 PATIENCE = 0.3
 """Seconds that a task has to hear an interrupt before its collectives are ended."""
 
+_NO_CHECKPOINTS = (
+    "live ranks on a cluster keep no checkpoints: their folders end with the cell. "
+    "%nbtrain pull brings a model to the notebook; %%distributed --new runs with checkpoints"
+)
+
 Message = dict[str, Any]
 
 
-def serve(address: str, secret: str) -> None:
+def serve(address: Address, secret: str) -> None:
     """Run the tasks that come through the channel at `address`, and return when it is closed."""
     reporter = api.active
     assert reporter is not None  # this is a rank
     channel = connect(address)
+    if not channel.passes_files:
+        checkpoints.refusal = _NO_CHECKPOINTS
     server = LiveRank(channel, reporter.rank)
     channel.send({"rank": reporter.rank, "secret": secret, **server.new_names()})
     server.run()
@@ -55,6 +63,8 @@ class LiveRank:
         self._namespace = vars(sys.modules["__main__"])
         self._known: set[str] = set()
         self._task: int | None = None
+        self._called_off: int | None = None  # a task that was interrupted before it began
+        self._folder: RunFolder | None = None  # of the task
         self._ending = threading.Lock()
         self._groups = ProcessGroups()
         self._groups.install()
@@ -80,7 +90,13 @@ class LiveRank:
         answer: Message = {"error": "KeyboardInterrupt: it was interrupted"}
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            self._task = message["id"]
+            with self._ending:
+                is_off = message["id"] == self._called_off
+                self._task = None if is_off else message["id"]
+            if is_off:
+                if data is not None:
+                    os.close(data)
+                raise KeyboardInterrupt
             try:
                 answer = self._ACTIONS[message["do"]](self, message, data)
             except Exception as error:  # of what was asked: the rank stays
@@ -113,6 +129,8 @@ class LiveRank:
                 self._waiting.put(None)
                 return
             if message["do"] == "interrupt":
+                if message.get("asked") and self._folder is not None:
+                    mark_stopping(self._folder)  # where it is a copy; else it is there already
                 self._interrupt(main_thread, message["id"])
             else:
                 self._waiting.put((message, data))
@@ -120,7 +138,8 @@ class LiveRank:
     def _interrupt(self, main_thread: int, task: int) -> None:
         """Interrupt a task, and if it does not hear that, end the collectives that it waits in."""
         with self._ending:
-            if self._task != task:
+            if self._task != task:  # done, or it waits its turn
+                self._called_off = task
                 return
             signal.pthread_kill(main_thread, signal.SIGINT)
         deadline = time.monotonic() + PATIENCE
@@ -133,8 +152,7 @@ class LiveRank:
 
     def _run_task(self, message: Message, data: int | None) -> Message:
         assert data is not None
-        folder = RunFolder(Path(message["folder"]))
-        with self._in_folder(folder):
+        with self._task_folder(message) as folder, self._in_folder(folder):
             plan, classes = self._plan(message, data)
             of_process = main.job_of_process
             assert of_process is not None
@@ -145,8 +163,9 @@ class LiveRank:
                 shared_classes=classes,
                 unanswered=message["unanswered"],
                 is_live=True,
+                is_mirrored=not self._channel.passes_files,
             )
-            output = RichOutput()
+            output = RichOutput(run_task, shows_values=True)
             output.install()
             code = main.run_in_rank(job, self._rank, output.run)
         return {"code": code, "groups": self._groups.state(), **self.new_names()}
@@ -161,6 +180,19 @@ class LiveRank:
         for name in before.keys() - set(message["sent"]):
             self._namespace[name] = before[name]
         return plan, classes
+
+    @contextlib.contextmanager
+    def _task_folder(self, message: Message) -> Iterator[RunFolder]:
+        """Give the folder of a task's run; where that is on another host, one that is copied."""
+        home, of_process = RunFolder(Path(message["folder"])), main.job_of_process
+        assert of_process is not None
+        copied = mirror.mirrored(self._channel, message["id"], of_process.scratch, self._rank)
+        with contextlib.nullcontext(home) if self._channel.passes_files else copied as folder:
+            self._folder = folder
+            try:
+                yield folder
+            finally:
+                self._folder = None
 
     @contextlib.contextmanager
     def _in_folder(self, folder: RunFolder) -> Iterator[None]:

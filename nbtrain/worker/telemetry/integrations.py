@@ -24,11 +24,13 @@ def hide_notebook_from_lightning() -> None:
 
 
 def watch_trainer() -> None:
-    """Report what transformers' `Trainer` logs as metrics; have it and Lightning use tqdm bars."""
+    """Report as metrics what transformers' `Trainer` and Lightning log; have them use tqdm bars."""
     when_imported("transformers.trainer", _watch_trainer)
     for package in ("lightning.pytorch", "pytorch_lightning"):
         name = f"{package}.trainer.connectors.callback_connector"
         when_imported(name, _replace_rich_bar)
+        connector = f"{package}.trainer.connectors.logger_connector.logger_connector"
+        patch(f"{connector}:_LoggerConnector", "log_metrics", _log_of_lightning)  # 2.0 to 2.6
     training_place.watch_lightning()
 
 
@@ -36,6 +38,15 @@ def _replace_rich_bar(module: Any) -> None:
     """Lightning draws with rich where it is installed, which needs a screen that no rank has."""
     if hasattr(module, "TQDMProgressBar"):  # seen in 2.0 to 2.6
         replace(module, "RichProgressBar", module.TQDMProgressBar)
+
+
+def _log_of_lightning(
+    original: Any, connector: Any, metrics: Any, *args: Any, **kwargs: Any
+) -> Any:
+    result = original(connector, metrics, *args, **kwargs)
+    if metrics and not connector.trainer.sanity_checking:  # without a logger it comes here, too
+        _report_values(metrics, int(connector.trainer.global_step))
+    return result
 
 
 def _watch_trainer(module: Any) -> None:

@@ -194,8 +194,9 @@ class LossMeter:
 
     def _trainer_step(self, original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         """Leave an accumulated loss to the Trainer's log: backward gets a share of it only."""
-        accumulates = getattr(trainer, "current_gradient_accumulation_steps", 1) > 1
-        return self._paused(accumulates, original, trainer, *args, **kwargs)
+        steps = getattr(getattr(trainer, "args", None), "gradient_accumulation_steps", 1)
+        steps = getattr(trainer, "current_gradient_accumulation_steps", steps)  # transformers 5
+        return self._paused(steps > 1, original, trainer, *args, **kwargs)
 
     def _paused(self, is_paused: bool, original: Any, *args: Any, **kwargs: Any) -> Any:
         before, self._is_paused = self._is_paused, self._is_paused or is_paused

@@ -1,7 +1,8 @@
 """The progress of a rank's training: steps, loss, learning rate and batches, as torch does them.
 
 The hot paths only count and keep a reference. Twice a second the counts are written as one
-`TrainingUpdate` event. A loss on a GPU is read behind the work, and on a TPU after the step (see
+`TrainingUpdate` event, and once more where nothing has counted on for a second: a rank that hangs
+is shown where it stands. A loss on a GPU is read behind the work, and on a TPU after the step (see
 `nbtrain.worker.device_scalars`).
 """
 
@@ -38,6 +39,9 @@ from .xla_compilation import CompilationMeter
 INTERVAL = 0.5
 """Seconds between two reports, and two looks at the loops around a step."""
 
+REST = 1.0
+"""Seconds without a step or a batch after which the last counts are written."""
+
 NEXT_LOOK = 0.02
 """Seconds after which a new pass over the data is worth a look."""
 
@@ -67,7 +71,8 @@ class TrainingMeter:
         self._timer = StepTimer(self._loading, rank) if plan and plan.scaling else None
         self._began: float | None = None
         self._diverged: set[bool] = set()  # whether losses were finite that were reported
-        self._due = 0.0
+        self._due = self._ticked = 0.0
+        self._over = threading.Event()
         self._place = TrainingPlace()
         self._looked = -math.inf, 0  # when, and in which pass
         self._epoch: tuple[int, float, float, int] | None = None  # its number, when it began, and
@@ -102,6 +107,7 @@ class TrainingMeter:
     @telemetry
     def finish(self, wait: bool) -> None:
         """Report the last figures; with `wait`, also those on their way."""
+        self._over.set()
         self._compilation.look()
         if self._timer is not None:
             self._timer.finish(wait)
@@ -243,6 +249,8 @@ class TrainingMeter:
     def _tick(self, began: float, now: float) -> None:
         if self._began is None:
             self._began = began
+            threading.Thread(target=self._report_rests, name="nbtrain-counts", daemon=True).start()
+        self._ticked = now
         torch = _torch_with_cuda()
         if now >= self._due and not (torch and captures.under_way(torch)):
             self._due = now + INTERVAL
@@ -250,7 +258,17 @@ class TrainingMeter:
             self._work.look_at_exchange()
             self._report(now, self._loss.take())
 
-    def _report(self, now: float, loss: float | None) -> None:
+    @telemetry
+    def _report_rests(self) -> None:
+        """Report the counts of a rank that has stopped counting: it may hang, so in a thread."""
+        reported = 0.0
+        while not self._over.wait(REST):
+            ticked = self._ticked
+            if reported != ticked <= time.monotonic() - REST and ticked > self._due - INTERVAL:
+                reported = ticked
+                self._report(ticked, None, rests=True)
+
+    def _report(self, now: float, loss: float | None, *, rests: bool = False) -> None:
         position = self._loading.position()
         loops, position["epoch"], epochs = self._place.report(
             self._steps, self._loading.fed_passes, position
@@ -266,7 +284,8 @@ class TrainingMeter:
             has_diverged=self._loss.has_diverged,
             lr=self._lr,
             precision=self._precision.value(),
-            losses=self._loss.take_each(),
+            losses=() if rests else self._loss.take_each(),
+            rests=rests,
             loops=loops,
             epochs=epochs,
             **position,

@@ -121,6 +121,7 @@ def test_the_launchers_train_as_the_notebook_did(
         assert _run(script, tmp_path / f"losses{number}", *launcher) == losses
 
 
+@pytest.mark.slow
 def test_a_script_knows_accelerates_tracker_where_the_training_asks_for_it(tmp_path: Path) -> None:
     train = (
         "%%distributed -n 2\nimport os\nfrom accelerate import Accelerator\n"
@@ -337,6 +338,7 @@ def train(layer, optimizer):
 """
 
 
+@pytest.mark.slow
 def test_values_of_the_notebook_go_along(notebook: Notebook, tmp_path: Path) -> None:
     assert not notebook.run(SAVED).ename
     script = tmp_path / "values.py"
@@ -382,6 +384,7 @@ def test_what_cannot_be_exported_is_named_and_nothing_starts(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_without_a_seed_the_notebooks_random_numbers_go_on(
     notebook: Notebook, tmp_path: Path
 ) -> None:

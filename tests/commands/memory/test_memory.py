@@ -169,6 +169,7 @@ def test_an_optimizer_of_the_notebooks_counts_as_it_is() -> None:
         memory_needed(model, "2x256", optimizer="lion")
 
 
+@pytest.mark.slow
 def test_a_gpu_keeps_no_attention_matrix_and_a_byte_of_each_dropout() -> None:
     class Long(nn.Module):
         def __init__(self) -> None:
@@ -185,7 +186,8 @@ def test_a_gpu_keeps_no_attention_matrix_and_a_byte_of_each_dropout() -> None:
     assert on_gpu < matrices / 4 < matrices < on_cpu
 
 
-@pytest.mark.parametrize("card", [pytest.param(None, marks=pytest.mark.slow), "16GB"])
+@pytest.mark.parametrize("card", [None, "16GB"])
+@pytest.mark.slow
 def test_checkpointed_activations_are_made_again(card: str | None) -> None:
     config = GPT2Config(n_embd=64, n_layer=4, n_head=2, bos_token_id=0, eos_token_id=0)
     model, plain = GPT2Model(config), GPT2Model(config)
@@ -196,6 +198,7 @@ def test_checkpointed_activations_are_made_again(card: str | None) -> None:
     assert kept < 0.7 * memory_needed(plain, "4x128", card=card).parts.activations
 
 
+@pytest.mark.slow
 def test_a_real_batch_is_read_for_its_shapes_alone() -> None:
     model = small()
     ids = torch.zeros(4, 32, dtype=torch.int64)
@@ -371,6 +374,7 @@ def test_what_blocks_share_is_gathered_and_counted_once() -> None:
     assert Simulation(Layers(a, b))._unsharded == (4 * 72, 4 * 64)
 
 
+@pytest.mark.slow
 def test_the_verdict_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def verdict(**how: Any) -> str:
         return str(memory_needed(table.mlp, "8x256", **how)).splitlines()[-1]

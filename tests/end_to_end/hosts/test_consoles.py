@@ -37,7 +37,7 @@ def test_spyder_shows_lines_and_the_summary(tmp_path: Path, run_root: Path) -> N
         kernel.close()
     assert out.ename == "", out.traceback
     assert not out.displays
-    assert "[rank 1] ready" in out.stdout
+    assert "[ranks 0–1] ready" in out.stdout
     assert "succeeded" in out.stdout
     assert failed.ename == "ZeroDivisionError"
     assert stopped.ename == "KeyboardInterrupt"
@@ -101,6 +101,6 @@ def test_qtconsole_shows_lines_and_the_summary(tmp_path: Path) -> None:
     )
     if "no Qt here" in done.stderr:
         pytest.skip(done.stderr)
-    assert "[rank 1] ready" in done.stdout, done.stderr
+    assert "[ranks 0–1] ready" in done.stdout, done.stderr
     assert "succeeded" in done.stdout
     assert "rank 0: starting" not in done.stdout

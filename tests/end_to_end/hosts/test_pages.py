@@ -37,8 +37,10 @@ def check(page: Notebook, host: str, metadata: dict[str, Any] | None = None) -> 
     page.metadata = metadata
     go = Path(page.process.cwd()) / "go"
 
-    def look(out: Outputs) -> None:
-        if out.displays:
+    def look(out: Outputs) -> None:  # until the board has moved, the ranks wait
+        widgets = [str(model.get("value", "")) for model in out.models.values()]
+        pages = [update.get("text/html", "") for update in out.updates]
+        if any("running" in board for board in widgets + pages):
             go.touch()
 
     out = page.run(CELL, during=look)

@@ -235,6 +235,7 @@ def test_an_interrupt_is_heard_by_a_node_whose_port_strangers_hold(pair: Pair) -
             every.close()
 
 
+@pytest.mark.slow
 def test_a_node_that_is_gone_is_named(pair: Pair) -> None:
     port, cell = _free_port(), f"notebook_launcher(forever, (), {LAUNCH})"
     left, lost = pair.kernels
@@ -260,6 +261,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_node_that_torchrun_started_is_in_the_same_world(node: int, tmp_path: Path) -> None:
     def train() -> tuple[int, float]:

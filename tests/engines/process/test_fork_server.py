@@ -47,6 +47,7 @@ def asked(kernel: Notebook, expression: str, options: str = "") -> list[object]:
     return answers
 
 
+@pytest.mark.slow
 def test_later_runs_have_the_same_process_and_the_kernels_own_children(kernel: Notebook) -> None:
     assert kernel.value("server()") is None  # nothing for those who never ask
     assert asked(kernel, IS_FORKED) == [True, True]
@@ -64,6 +65,7 @@ def test_later_runs_have_the_same_process_and_the_kernels_own_children(kernel: N
     assert kernel.value("__import__('psutil').Process().children().__len__()") == 1
 
 
+@pytest.mark.slow
 def test_what_changed_in_the_notebook_is_so_in_its_ranks(kernel: Notebook, tmp_path: Path) -> None:
     asked(kernel, "1")
     first = kernel.value("server()")
@@ -84,6 +86,7 @@ def test_what_changed_in_the_notebook_is_so_in_its_ranks(kernel: Notebook, tmp_p
     assert kernel.value("server() != before")
 
 
+@pytest.mark.slow
 def test_it_is_killed_between_two_runs(kernel: Notebook) -> None:
     asked(kernel, "1")
     first = kernel.value("server()")
@@ -108,6 +111,7 @@ def test_ranks_outlive_it_and_stop_when_asked(kernel: Notebook) -> None:
     assert kernel.value(f"{children} == [fork_server._current.pid]")  # another one
 
 
+@pytest.mark.slow
 def test_it_ends_with_its_launcher_and_so_do_the_ranks(tmp_path: Path) -> None:
     script = (
         "import nbtrain, os, sys, time\n"
@@ -145,6 +149,7 @@ def fake_package(kernel: Notebook, tmp_path: Path, source: str) -> Path:
     return module
 
 
+@pytest.mark.slow
 def test_a_package_that_is_installed_again_is_imported_anew(
     kernel: Notebook, tmp_path: Path
 ) -> None:
@@ -158,6 +163,7 @@ def test_a_package_that_is_installed_again_is_imported_anew(
     assert asked(kernel, look) == [(2, True)] * 2
 
 
+@pytest.mark.slow
 def test_a_module_of_ones_own_with_the_name_of_an_installed_one_is_what_ranks_get(
     kernel: Notebook, tmp_path: Path
 ) -> None:
@@ -171,6 +177,7 @@ def test_a_module_of_ones_own_with_the_name_of_an_installed_one_is_what_ranks_ge
     assert "has a fake_package of its own" in log
 
 
+@pytest.mark.slow
 def test_a_process_that_holds_an_accelerator_is_not_forked(
     kernel: Notebook, tmp_path: Path, stub: Path
 ) -> None:
@@ -201,6 +208,7 @@ def test_an_interrupt_while_it_imports_starts_no_rank(kernel: Notebook, tmp_path
     assert asked(kernel, f"{IS_FORKED}, 'fake_package' in sys.modules") == [(True, True)] * 2
 
 
+@pytest.mark.slow
 def test_it_imports_what_a_rank_had_to_import_before_the_next_run(
     kernel: Notebook, run_root: Path
 ) -> None:

@@ -19,7 +19,6 @@ from nbtrain.engines.ray import driver as driver_module
 from nbtrain.engines.ray.checkpoint_sync import CheckpointCollector
 from nbtrain.engines.ray.driver import Driver, Member
 from nbtrain.engines.ray.engine import DriverClient, RemoteRanks
-from nbtrain.engines.ray.file_sync import PART, FileCopies, appended
 from nbtrain.engines.ray.node_ranks import NodeOrder, NodeRanks, RankExit, growing_files
 from nbtrain.engines.ray.reservation import Node, NodeRequest, PlacedNode, has_ended
 from nbtrain.errors import LaunchError
@@ -28,6 +27,7 @@ from nbtrain.planning.plan import Call, Plan
 from nbtrain.system import host
 from nbtrain.tracking.run_folder import RunFolder
 from nbtrain.tracking.state import RankState, RunState
+from nbtrain.transport.file_sync import PART, FileCopies, appended
 from nbtrain.worker.job import Job
 
 
@@ -191,11 +191,10 @@ def test_much_news_is_reported_now_and_then(cluster: Cluster) -> None:
 
 
 def test_the_files_that_a_rank_left_whole_are_named(tmp_path: Path) -> None:
-    node = object.__new__(NodeRanks)
-    node.folder = RunFolder(tmp_path)
-    for path in (node.folder.result(1), node.folder.steps(1), node.folder.steps(0)):
+    folder = RunFolder(tmp_path)
+    for path in (folder.result(1), folder.steps(1), folder.steps(0)):
         path.touch()
-    assert node._whole_files(1) == ("rank-0001.result", "rank-0001.steps")
+    assert folder.left_by(1) == ["rank-0001.result", "rank-0001.steps"]
 
 
 def test_the_ranks_of_a_node_end_whatever_the_watcher_meets(cluster: Cluster) -> None:

@@ -68,7 +68,7 @@ def once_both_wait(*commands: str) -> Callable[[Outputs], str | None]:
     return type_next
 
 
-@pytest.mark.parametrize("engine", ["fork", "spawn"])
+@pytest.mark.parametrize("engine", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_breakpoint_opens_a_prompt_for_each_rank(notebook: Notebook, engine: str) -> None:
     commands = once_both_wait("p x", "all p x", "rank 1", "n", "p 'y is', y", "c", "c")
     out = notebook.run(f"%%distributed -n 2 -e {engine}\n{STOPS}", answers=commands)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+import nbtrain
+from nbtrain.errors import NbtrainError
+from nbtrain.lifecycle.live.live_ranks import _hello
+from nbtrain.transport.channel import Listener, connect
 from tests.support.kernel import Notebook
 
 SETUP = """%load_ext nbtrain
@@ -55,7 +60,7 @@ def test_variables_stay_from_cell_to_cell(live: Notebook) -> None:
 
 def test_equal_outputs_are_shown_once_and_prints_have_their_rank(live: Notebook) -> None:
     out = live.run("%%distributed\nprint('hello')\nif rank: print('second')")
-    assert out.stdout.splitlines() == ["[rank 0] hello", "[rank 1] hello", "[rank 1] second"]
+    assert out.stdout.splitlines() == ["[ranks 0–1] hello", "[rank 1] second"]
     assert live.run("%distributed 6 * 7").stdout == "[ranks 0–1] 42\n"
 
 
@@ -212,7 +217,7 @@ def test_run_is_launch_on_live_ranks(live: Notebook) -> None:
 
 def test_options_of_the_start_are_refused_and_new_ranks_can_be_had(live: Notebook) -> None:
     assert "decided when the ranks start" in live.run("%%distributed -n 3\n1").evalue
-    assert "--new" in live.run("%%distributed --background\n1").evalue
+    assert "--new" in live.run("%%distributed --detach\n1").evalue
     out = live.run("%%distributed --new -n 3 --view text\nnbtrain.world_size()")
     assert "all ranks → 3" in out.stdout
     assert "live ranks are there already" in live.run("%nbtrain start -n 2").evalue
@@ -305,6 +310,7 @@ def test_a_sharded_model_is_described_without_a_collective(live: Notebook) -> No
     assert live.run(SUM).stdout == "[ranks 0–1] tensor([2.])\n"
 
 
+@pytest.mark.slow
 def test_a_rank_that_answers_no_question_is_given_up(live: Notebook, tmp_path: Path) -> None:
     live.run(
         "%%distributed\nclass Slow:\n    def __reduce__(self):\n"
@@ -326,6 +332,24 @@ def test_an_interrupted_question_leaves_ranks_that_work(live: Notebook) -> None:
     out = live.run("print('asking', flush=True)\nranks['slow']", interrupt_on="asking")
     assert out.ename == "KeyboardInterrupt"
     assert live.run("%distributed rank").stdout.splitlines() == ["[rank 0] 0", "[rank 1] 1"]
+
+
+def test_a_question_that_is_interrupted_before_the_ranks_read_it_is_not_answered(
+    live: Notebook,
+) -> None:
+    live.run(
+        "%%distributed\nimport time\nclass Slow:\n    def __reduce__(self):\n"
+        "        time.sleep(600)\nslow = Slow()"
+    )
+    processes = [psutil.Process(pid) for pid in live.value("list(ranks.pids.values())")]
+    for _ in range(5):  # it is by chance how far a rank is when both messages are there
+        for process in processes:
+            process.suspend()
+        out = live.run("print('asking', flush=True)\nranks['slow']", interrupt_on="asking")
+        for process in processes:
+            process.resume()
+        assert out.ename == "KeyboardInterrupt"
+        assert live.run("%distributed rank").stdout.splitlines() == ["[rank 0] 0", "[rank 1] 1"]
 
 
 def test_sys_exit_ends_the_cell_and_not_the_rank(live: Notebook) -> None:
@@ -353,6 +377,49 @@ def test_nothing_gathers_in_kernel_or_ranks(live: Notebook) -> None:
     assert look() == before
 
 
+LATE = """%%distributed
+import threading
+go = threading.Event()
+thread = threading.Thread(target=lambda: (go.wait(), print("late")))
+thread.start()"""
+
+
+def test_a_thread_that_outlives_its_cell_prints_into_the_one_that_runs(live: Notebook) -> None:
+    assert live.run(LATE).stdout == ""
+    assert live.run("%%distributed\ngo.set()\nthread.join()").stdout == "[ranks 0–1] late\n"
+
+
+HELD = """from collections import Counter
+import gc
+def held():
+    gc.collect()
+    kinds = (type(o) for o in gc.get_objects())
+    ours = (k for k in kinds if str(k.__module__).startswith("nbtrain"))
+    return dict(Counter(f"{k.__module__}.{k.__qualname__}" for k in ours))"""
+
+
+def test_cells_that_fail_one_after_the_other_are_not_kept(live: Notebook) -> None:
+    live.run(HELD)
+
+    def fail(times: int) -> dict[str, int]:
+        for _ in range(times):
+            assert live.run("%distributed 1 / 0").ename == "ZeroDivisionError"
+        counts: dict[str, int] = live.value("held()")
+        return counts
+
+    early, later = fail(3), fail(6)
+    assert {kind: n for kind, n in later.items() if n - early.get(kind, 0) >= 4} == {}
+
+
+def test_of_runs_that_the_notebook_keeps_little_is_kept(live: Notebook) -> None:
+    live.run(HELD)
+    for _ in range(4):
+        live.run("%distributed rank")
+    held = live.value("held()")
+    assert held["nbtrain.lifecycle.run.Run"] >= 4  # IPython has them in Out
+    assert held.get("nbtrain.lifecycle.supervisor.Supervisor", 0) <= 2
+
+
 def test_a_cell_that_defines_what_a_later_one_calls_brings_no_note(live: Notebook) -> None:
     define = (
         "%%distributed\n"
@@ -366,3 +433,106 @@ def test_a_cell_that_defines_what_a_later_one_calls_brings_no_note(live: Noteboo
     out = live.run(define)
     assert out.stdout == "", out
     assert "[ranks 0–1] 3" in live.run("%%distributed\ntrain(3)").stdout
+
+
+WAIT_FOR = """%%distributed {options}
+import os, time
+while not os.path.exists({go!r}): time.sleep(0.01)
+found = 10 + rank
+found"""
+
+
+def test_a_background_cell_leaves_the_prompt_free_and_the_next_cell_waits(
+    live: Notebook, tmp_path: Path
+) -> None:
+    go = str(tmp_path / "go")
+    out = live.run(WAIT_FOR.format(go=go, options="--background --name sweep"))
+    assert not out.ename, out.traceback
+    assert live.value("nbtrain.last_run().state.status") == "running"
+    assert live.run("%nbtrain status").stdout.count("`sweep") == 2
+    again = live.run("%%distributed --background\n1")
+    assert "the ranks are busy with `sweep" in again.evalue
+    live.run(f"import threading\nthreading.Timer(0.5, open, ({go!r}, 'w')).start()")
+    out = live.run("%distributed found")
+    assert "The ranks are busy with `sweep" in out.stdout
+    assert out.stdout.splitlines()[-2:] == ["[rank 0] 10", "[rank 1] 11"]
+    assert "idle for" in live.run("%nbtrain status").stdout
+    assert live.run(SUM).stdout == "[ranks 0–1] tensor([2.])\n"
+
+
+def test_a_background_cell_brings_its_result_and_can_be_stopped(
+    live: Notebook, tmp_path: Path
+) -> None:
+    go = tmp_path / "go"
+    live.run(WAIT_FOR.format(go=str(go), options="--background"))
+    go.touch()
+    live.run("run = nbtrain.last_run().wait()")
+    assert live.value("run.results, run.state.status") == ([10, 11], "succeeded")
+    go.unlink()
+    live.run(WAIT_FOR.format(go=str(go), options="--background"))
+    waiting = live.run("ranks['found']", interrupt_on="This waits for its end")
+    assert waiting.ename == "KeyboardInterrupt"
+    assert live.value("nbtrain.last_run().state.status") == "running"
+    live.run("nbtrain.last_run().stop()")
+    assert live.value("nbtrain.last_run().state.status") == "interrupted"
+    assert live.run(SUM).stdout == "[ranks 0–1] tensor([2.])\n"
+
+
+def test_a_background_cell_that_fails_leaves_ranks_that_work(live: Notebook) -> None:
+    out = live.run("%%distributed --background\nif rank: 1 / 0\ndist.barrier()")
+    assert not out.ename, out.traceback
+    live.run("run = nbtrain.last_run().wait()")
+    assert live.value("type(run.exception).__name__") == "ZeroDivisionError"
+    out = live.run(SUM)
+    assert "formed their process group anew" in out.stdout
+    assert "tensor([2.])" in out.stdout
+    live.run("%%rank 1 --background\nkept = 5")  # the other rank is none that must begin
+    live.run("run = nbtrain.last_run().wait()")
+    assert live.run("%%rank 1\nkept").stdout == "[rank 1] 5\n"
+
+
+def test_live_ranks_can_be_stopped_while_a_background_cell_runs(
+    live: Notebook, tmp_path: Path
+) -> None:
+    live.run(WAIT_FOR.format(go=str(tmp_path / "go"), options="--background"))
+    assert "2 ranks stopped" in live.run("%nbtrain stop").stdout
+    assert live.value("nbtrain.last_run().wait().state.is_over")
+    assert not children(live)
+
+
+@pytest.mark.parametrize(
+    "first", [{"secret": "a guess", "rank": 0}, {"secret": "geheim-ö"}, {"rank": 0}, [1], "text"]
+)
+def test_who_does_not_know_the_secret_is_not_let_in(first: object) -> None:
+    listener = Listener("127.0.0.1")
+    there, here = connect(listener.address), listener.accept(5)
+    assert here is not None
+    there.send(first)  # type: ignore[arg-type]
+    assert _hello(here, "the secret") is None
+    with pytest.raises(EOFError):
+        there.receive()
+    for end in (there, listener):
+        end.close()
+
+
+def test_a_start_that_is_refused_leaves_no_socket() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(NbtrainError) as refused:
+        nbtrain.start(2, config="no such file")
+    assert set(os.listdir("/proc/self/fd")) == before, refused.value
+
+
+def test_a_long_path_of_temporary_files_is_no_hindrance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 80)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    notebook = Notebook(tmp_path / "home", tmp_path)
+    try:
+        notebook.run("%load_ext nbtrain")
+        assert "2 ranks live" in notebook.run("%nbtrain start -n 2").stdout
+        assert notebook.run("%distributed 1").stdout == "[ranks 0–1] 1\n"
+        notebook.run("%nbtrain stop")
+    finally:
+        notebook.close()

@@ -51,6 +51,7 @@ def has_learned(kernel: Notebook) -> bool:
     return bool(kernel.value("importer._trial is not None and not importer._trial.is_alive()"))
 
 
+@pytest.mark.slow
 def test_the_second_run_imports_nothing_and_the_kernel_is_as_it_was(kernel: Notebook) -> None:
     kernel.run(HEALTH)
     kernel.run(TRAIN)
@@ -71,6 +72,7 @@ def test_the_second_run_imports_nothing_and_the_kernel_is_as_it_was(kernel: Note
     assert "torch" in kernel.run("%nbtrain doctor").stdout.partition("ahead of time")[2]
 
 
+@pytest.mark.slow
 def test_a_variable_that_came_too_late_is_named(kernel: Notebook) -> None:
     kernel.run(TRAIN)
     wait_until(lambda: has_learned(kernel), 200)

@@ -38,6 +38,7 @@ def refused(source: str, ranks: int | None = None, **names: Any) -> list[tuple[i
         ("get_ipython().system('accelerate launch train.py')", "Delete line 4, or run it in a cel"),
         ("subprocess.run(['torchrun', 'train.py'])", "Delete line 4, or run it in a cell of its"),
         ("trainer = Trainer(strategy='ddp_notebook')", 'Write `strategy="ddp"`: the ranks are '),
+        ("L.Trainer(strategy='ddp_notebook').fit(net)", 'Write `strategy="ddp"`: the ranks are '),
     ],
 )
 def test_a_launcher_in_the_cell_is_refused_with_what_to_write(last: str, remedy: str) -> None:
@@ -115,6 +116,7 @@ def test_a_command_that_starts_ranks_is_refused(command: str) -> None:
     assert text.startswith("Delete line 4, or run it in a cell of its own")
 
 
+@pytest.mark.slow
 def test_a_single_rank_may_start_processes_that_prepare_its_data(
     start_kernel: Callable[..., Notebook],
 ) -> None:

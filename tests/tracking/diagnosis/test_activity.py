@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -53,7 +56,35 @@ def test_a_rank_that_writes_is_not(here: RunState, pipe: int) -> None:
     assert not look(activity, here, 100.0 + CALM)
 
 
-def test_a_rank_that_is_not_measured_is_not(here: RunState) -> None:
+def test_a_rank_is_asked_for_its_processor_time_however_rarely_it_is_measured(
+    here: RunState,
+) -> None:
+    activity = Activity()
+    assert not look(activity, here, 100.0, cpu=None)
+    assert look(activity, here, 100.0 + CALM, cpu=None)
+    until = time.process_time() + 0.2
+    while time.process_time() < until:
+        pass
+    assert not look(activity, here, 101.0 + CALM, cpu=None)
+
+
+def test_a_rank_whose_child_computes_is_not(here: RunState) -> None:
+    activity = Activity()
+    assert not look(activity, here, 100.0)
+    works = "import time\nwhile time.process_time() < 0.3: pass\nprint('.', flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", works], **pipes) as child:
+        assert child.stdout is not None
+        child.stdout.read(1)
+        assert not look(activity, here, 101.0)
+        assert not look(activity, here, 100.0 + CALM)
+        child.communicate(b"\n")
+
+
+def test_a_rank_that_is_gone_is_not() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        child.wait()
+    state = RunState("t", "fork", (RankState(0, "running", pid=child.pid),), 0.0)
     activity = Activity()
     for seconds in range(0, 100, 10):
-        assert not look(activity, here, 100.0 + seconds, cpu=None)
+        assert not look(activity, state, 100.0 + seconds)

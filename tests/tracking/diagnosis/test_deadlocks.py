@@ -5,6 +5,7 @@ not.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 import time
@@ -43,6 +44,7 @@ def waits_in_a_circle() -> None:
     dist.all_reduce(torch.ones(2), group=groups[1 - nbtrain.rank()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "known"),
     [
@@ -76,6 +78,7 @@ def works_for_long(gate: str, seconds: float) -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [pytest.param("computes", marks=pytest.mark.slow), "writes"])
 def test_a_rank_that_works_while_others_wait_is_no_deadlock(
     how: str, monkeypatch: pytest.MonkeyPatch
@@ -94,6 +97,7 @@ def sleeps_beside_a_barrier() -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_ranks_that_all_do_nothing_are_noted_and_not_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -112,6 +116,7 @@ def connects_to_nobody(port: int) -> None:
     dist.TCPStore("127.0.0.1", port, 2, False, timeout=timedelta(seconds=300))
 
 
+@pytest.mark.slow
 def test_what_a_question_makes_a_rank_print_is_no_progress() -> None:
     """Torch's connect is interrupted by the signal that asks, and prints a C++ backtrace."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -140,6 +145,7 @@ def test_a_rank_that_waits_for_the_others_shows_no_backtrace_when_it_is_asked() 
         assert "Exception raised from" not in run.logs(0)
 
 
+@pytest.mark.slow
 def test_a_timeout_repeats_the_verdict_and_a_stop_says_where_ranks_were(
     notebook: Notebook,
 ) -> None:
@@ -160,3 +166,32 @@ def test_a_timeout_repeats_the_verdict_and_a_stop_says_where_ranks_were(
     assert out.ename == "KeyboardInterrupt"
     assert "Rank 0 was at In[" in out.evalue
     assert "line 7: dist.barrier(); rank 1 was at In[" in out.evalue
+
+
+_RETURNS = """%%distributed -n 2 --hang-after 2 --on-hang stop
+import atexit, threading
+def say_goodbye():
+    time.sleep(600)
+def train():
+    if nbtrain.rank() == 1:
+        {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("holds", "place"),
+    [
+        ("atexit.register(say_goodbye)", ": In[{}], line 4: time.sleep(600)"),
+        ("threading.Thread(target=say_goodbye).start()", ": In[{}], line 4: time.sleep(600)"),
+        ("threading.Thread(target=time.sleep, args=(600,)).start()", ""),
+    ],
+)
+def test_a_rank_that_has_returned_and_does_not_end_is_no_silence(
+    notebook: Notebook, holds: str, place: str
+) -> None:
+    out = notebook.run(_RETURNS.format(holds))
+    assert out.ename == "RunTimeout", out.traceback
+    assert re.search(r"Rank 1 returned \d\S* s ago, and its process does not end", out.evalue)
+    number = notebook.value("len(In) - 2")
+    assert f"does not end{place.format(number)}. Look for an exit handler" in out.evalue
+    assert "✓" not in out.board

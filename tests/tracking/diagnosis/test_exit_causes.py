@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from nbtrain.system import host
-from nbtrain.tracking.diagnosis.exit_causes import OomKills
+from nbtrain.tracking.diagnosis.exit_causes import ExitCauses, OomKills
+from nbtrain.tracking.run_folder import RunFolder
+from nbtrain.tracking.state import RankState
 from tests.tools.faults import Unavailable, memory_cgroup
 
 LIMIT = 700 << 20
@@ -64,6 +66,7 @@ def died(group: Path, how: str) -> str:
     return out.stdout
 
 
+@pytest.mark.slow
 def test_a_rank_that_eats_the_containers_memory_is_reported_as_that(group: Path) -> None:
     output = died(group, "hungry")
     assert "ran out of memory and was killed by the system" in output
@@ -109,3 +112,8 @@ def test_memory_is_cleared_of_suspicion_only_where_the_whole_host_is_seen(
         assert cause.startswith("was killed by SIGKILL")
         assert ("not because memory ran out" in cause) == cleared
         assert evidence
+
+
+def test_a_task_of_ranks_that_stay_leaves_their_deaths_to_who_started_them(tmp_path: Path) -> None:
+    causes = ExitCauses(RunFolder(tmp_path), ranks_stay=True)
+    assert causes.cause_of(RankState(0), -9, False) == ("", ())

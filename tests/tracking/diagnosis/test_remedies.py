@@ -38,12 +38,6 @@ def leaves_a_head_out() -> None:
         accelerator.backward(model(torch.ones(1, 2)).sum())
 
 
-def gathers_unequal_shapes() -> None:
-    accelerator = Accelerator(cpu=True)
-    for _ in range(3):
-        accelerator.gather(torch.ones(2 + accelerator.process_index, 3))
-
-
 def takes_a_part_of_the_wrapper() -> None:
     model: Any = Accelerator(cpu=True).prepare(nn.Sequential(nn.Linear(2, 2)))
     model[0]
@@ -66,7 +60,6 @@ def uses_no_group() -> None:
                 "DistributedDataParallelKwargs(find_unused_parameters=True)",
             ],
         ),
-        (gathers_unequal_shapes, ["accelerator.pad_across_processes(x, dim=…)"]),
     ],
 )
 def test_the_way_out_is_beside_the_exception(function: Callable[[], None], said: list[str]) -> None:

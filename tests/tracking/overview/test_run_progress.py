@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from nbtrain.tracking import events as ev
 from nbtrain.tracking.overview import run_progress
 from nbtrain.tracking.reducers import fold
 from nbtrain.tracking.state import RunState
+from nbtrain.ui.board import board, header
 from tests.support.runs import events, launch, picture
 
 PAUSE = 0.05
@@ -292,6 +294,34 @@ def pictures(run: nbtrain.Run, rank: int) -> Iterator[tuple[ev.TrainingUpdate, R
             yield event, state
 
 
+class Drawn(NamedTuple):
+    """What the board shows of a run."""
+
+    done: float | None
+    """Percent, of the bar."""
+    loss: float | None
+    has_end: bool
+    """Whether it says when the run will end."""
+    text: str
+
+    @classmethod
+    def of(cls, state: RunState, now: float) -> Drawn:
+        """Read it from the board."""
+        html = board.render(state, now)
+        bar = re.search(
+            r'role="progressbar" aria-label="[^"]*" aria-value(now|text)="([^"]*)', html
+        )
+        assert bar is not None
+        figures = {figure.name: figure for figure in header.figures(state, now)}
+        loss = figures.get("loss")
+        return cls(
+            float(bar[2]) if bar[1] == "now" else None,
+            None if loss is None else float(loss.value.split()[0].replace(",", "")),
+            "left" in figures,
+            re.sub("<[^>]*>", " ", html),
+        )
+
+
 def check(update: ev.TrainingUpdate, state: RunState, diary: list[Truth]) -> None:
     rank = state.ranks[update.rank]
     shown = run_progress.of_rank(rank, state, update.time)
@@ -302,15 +332,22 @@ def check(update: ev.TrainingUpdate, state: RunState, diary: list[Truth]) -> Non
     known = [*truth.losses, *(diary[update.steps].losses if update.steps < len(diary) else ())]
     if known:  # those of the step, or of batches after it
         assert any(rank.loss == pytest.approx(loss) for loss in known)
+    drawn = Drawn.of(state, update.time)
+    if drawn.loss is not None and known and state.world_size == 1:
+        assert any(drawn.loss == pytest.approx(loss, rel=1e-3) for loss in known)
     if truth.fraction is None:
         assert shown.fraction is None
         assert shown.remaining is None
+        assert drawn.done is None
+        assert not drawn.has_end
         return
-    if update.steps <= 1 and shown.fraction is None:
-        return  # the loops are read from the second step on
+    if (update.steps <= 1 or update.rests) and shown.fraction is None:
+        return  # the loops are read from the second step on, and not where a rank stands still
     # What was done of a round whose step is the last, or before it: a batch may be read ahead.
     batch = 0.06 / (shown.epochs or 1) if update.batches or update.loops else 0.0
     assert shown.fraction == pytest.approx(truth.fraction, abs=batch)
+    assert drawn.done == pytest.approx(100 * truth.fraction, abs=100 * batch + 0.06)
+    assert set(re.findall(r"\bepoch:? (\d+)/", drawn.text)) <= {str(truth.epoch)}
     if shown.remaining:
         assert shown.remaining == pytest.approx(
             update.elapsed * (1 - truth.fraction) / truth.fraction, rel=0.2, abs=0.5

@@ -68,6 +68,17 @@ def test_the_strip_of_a_rank_that_fails_ends_red_and_the_other_waits() -> None:
     assert [name in strips(run)[0] for name in "cf"] == [True, True]
 
 
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+def test_a_strip_shows_the_share_of_waiting_that_the_figures_show(share: float) -> None:
+    """One that waited 75 % of the time once was solid, either way, and more so with its age."""
+    strip = weather.Weather().began(60.0)
+    for i in range(1, 900):
+        strip = strip.trained(103 + 0.61 * i, 0.61 * share, 0.61)
+    assert strip.letters[:2].strip() == ""  # imports are no training
+    waits = strip.letters.count(weather.DATA)
+    assert waits / (waits + strip.letters.count(weather.COMPUTE)) == pytest.approx(share, abs=0.04)
+
+
 def test_strips_of_different_ages_are_made_alike_and_stay_small() -> None:
     young = weather.Weather().began(100.2).trained(100.7, 0.0, 0.5)
     old = weather.Weather().began(10.0)

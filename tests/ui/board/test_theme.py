@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from nbtrain.ui.board import theme
+from nbtrain.ui.board import theme, weather
 
 GROUNDS = ("#ffffff", "#111111", "#383838")
 """Pages: light, dark, and Colab's."""
@@ -68,6 +68,24 @@ def test_text_on_a_status_reads_and_the_status_stands_out_from_any_page(name: st
 @pytest.mark.parametrize("colour", theme.LINES)
 def test_lines_stand_out_from_any_page(colour: str, ground: str) -> None:
     assert contrast(colour, ground) >= 3
+
+
+@pytest.mark.parametrize("ground", GROUNDS)
+@pytest.mark.parametrize("letter", weather.LOOKS)
+def test_strips_stand_out_from_any_page(letter: str, ground: str) -> None:
+    """Stalled was all but black, compiling a dark purple."""
+    assert contrast(weather.LOOKS[letter][0], ground) >= 3
+
+
+@pytest.mark.parametrize("by", ["all", *SEEN_BY])
+def test_strips_are_told_apart_by_everybody(by: str) -> None:
+    """By hue, else by their height or their pattern."""
+    drawn = [letter for letter, look in weather.LOOKS.items() if look[1]]
+    for one, other in combinations(drawn, 2):
+        (colour, height), (another, high) = weather.LOOKS[one], weather.LOOKS[other]
+        has_form = height != high or weather.DASHED.get(one) != weather.DASHED.get(other)
+        pairs = zip(seen(colour, by), seen(another, by), strict=True)
+        assert has_form or sum((a - b) ** 2 for a, b in pairs) ** 0.5 >= 20, (one, other)
 
 
 def test_states_are_told_apart_in_greyscale() -> None:

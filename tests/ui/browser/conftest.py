@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tarfile
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,6 +35,14 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
+
+
+VIOLATIONS = """async (scope) => {
+    const found = await axe.run(scope || 'main', {resultTypes: ['violations']});
+    return found.violations.flatMap(v => v.nodes.map(
+        n => `${v.id}: ${n.html.slice(0, 160)} ${n.any.map(a => a.message).join('; ')}`));
+}"""
+"""What axe-core finds in a part of the page, by a selector."""
 
 
 def _chromium() -> str | None:
@@ -82,6 +91,26 @@ def browser(_no_process_left: None) -> Iterator[Any]:
         running = playwright.chromium.launch(executable_path=_chromium(), args=FLAGS)
         yield running
         running.close()
+
+
+@pytest.fixture(scope="session")
+def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The text of axe-core: of the file ``$AXE_CORE``, else of npm's package."""
+    if known := os.environ.get("AXE_CORE"):
+        return Path(known).read_text()
+    npm, folder = shutil.which("npm"), tmp_path_factory.mktemp("axe")
+    if npm is None:
+        pytest.skip("axe-core is not here: set AXE_CORE to axe.min.js, or install npm")
+    pack = [npm, "pack", "--silent", "axe-core@4"]
+    try:
+        subprocess.run(pack, cwd=folder, check=True, capture_output=True, timeout=60)
+    except (subprocess.SubprocessError, OSError) as error:
+        pytest.skip(f"axe-core could not be fetched with npm: {error}")
+    (archive,) = folder.glob("*.tgz")
+    with tarfile.open(archive) as package:
+        member = package.extractfile("package/axe.min.js")
+        assert member is not None
+        return member.read().decode()
 
 
 @dataclass

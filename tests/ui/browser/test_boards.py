@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.waiting import wait_until
 
-from .conftest import Page, Server
+from .conftest import OUTPUT, VIOLATIONS, Page, Server
 
 Open = Callable[..., Page]
 LOAD = "%load_ext nbtrain\nimport nbtrain, time"
@@ -88,6 +88,15 @@ def test_stop_ends_the_ranks_and_says_so(open_notebook: Open, server: Server) ->
     assert _forms(_stored(page)) == [{"text/html", "text/plain"}]
 
 
+def test_axe_finds_nothing_in_the_live_and_the_saved_board(open_notebook: Open, axe: str) -> None:
+    page = _start(open_notebook, "axe.ipynb", LOOP.format(count=200))
+    page.page.evaluate(axe)
+    live = page.page.evaluate(VIOLATIONS, f"{OUTPUT} .widget-vbox")
+    page.wait_for("succeeded")
+    assert live == []
+    assert page.page.evaluate(VIOLATIONS, f"{OUTPUT} .tex2jax_ignore") == []
+
+
 def test_a_slow_stop_shows_that_it_was_heard(open_notebook: Open) -> None:
     deaf = "%%distributed -n 1\nprint('ready')\nimport signal\nsignal.signal(2, signal.SIG_IGN)\n"
     page = _start(open_notebook, "slow.ipynb", f"{deaf}time.sleep(60)", shows="ready")
@@ -157,6 +166,30 @@ def test_menus_choose_the_large_chart_its_axis_and_whose_log_is_shown(open_noteb
     page.button.click()
     page.wait_for("by the Stop button")
     page.output.locator("select").nth(0).wait_for(state="detached")
+
+
+DECODED = "image => image.decode().then(() => [image.naturalWidth, image.clientWidth])"
+
+
+def test_a_run_is_shown_as_an_image_to_copy_live_and_over(open_notebook: Open) -> None:
+    page = _start(open_notebook, "card.ipynb", LOOP.format(count=200))
+    page.output.locator("button", has_text="⋯").click()
+    copy = page.output.locator("button", has_text="Copy as image")
+    copy.click()
+    picture = page.output.locator("img")
+    picture.wait_for()
+    assert "running" in picture.get_attribute("alt")
+    assert picture.evaluate(DECODED) == [600, 600]
+    page.shot("copy")
+    copy.click()
+    picture.wait_for(state="detached")
+    page.wait_for("succeeded")
+    page.output.locator("summary", has_text="Copy as image").click()
+    picture = page.output.locator("img[width='600']")
+    picture.wait_for(state="visible")
+    assert "succeeded" in picture.get_attribute("alt")
+    assert picture.evaluate(DECODED) == [600, 600]
+    page.shot("copy-over")
 
 
 def test_a_dark_theme_and_64_ranks_stay_readable(open_notebook: Open) -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import tarfile
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nbtrain.ui.board import board
+from nbtrain.ui.card import card
 from tests.support import board_states
 
-from .conftest import SHOTS
+from .conftest import SHOTS, VIOLATIONS
 
 PAGES = {
     "light": ("#ffffff", "rgba(0,0,0,.87)"),
@@ -26,32 +22,6 @@ PAGES = {
 WIDTHS = (1280, 800, 390)
 
 FITS = "() => document.documentElement.scrollWidth <= window.innerWidth"
-
-VIOLATIONS = """async () => {
-    const found = await axe.run('main', {resultTypes: ['violations']});
-    return found.violations.flatMap(v => v.nodes.map(
-        n => `${v.id}: ${n.html.slice(0, 160)} ${n.any.map(a => a.message).join('; ')}`));
-}"""
-
-
-@pytest.fixture(scope="session")
-def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The text of axe-core: of the file ``$AXE_CORE``, else of npm's package."""
-    if known := os.environ.get("AXE_CORE"):
-        return Path(known).read_text()
-    npm, folder = shutil.which("npm"), tmp_path_factory.mktemp("axe")
-    if npm is None:
-        pytest.skip("axe-core is not here: set AXE_CORE to axe.min.js, or install npm")
-    pack = [npm, "pack", "--silent", "axe-core@4"]
-    try:
-        subprocess.run(pack, cwd=folder, check=True, capture_output=True, timeout=60)
-    except (subprocess.SubprocessError, OSError) as error:
-        pytest.skip(f"axe-core could not be fetched with npm: {error}")
-    (archive,) = folder.glob("*.tgz")
-    with tarfile.open(archive) as package:
-        member = package.extractfile("package/axe.min.js")
-        assert member is not None
-        return member.read().decode()
 
 
 def shown(page: Any, name: str, theme: str) -> None:
@@ -74,6 +44,27 @@ def test_every_state_fits_the_page(browser: Any, theme: str, width: int) -> None
         shown(page, name, theme)
         page.screenshot(path=SHOTS / f"state-{name}-{theme}-{width}.png", full_page=True)
         assert page.evaluate(FITS), name
+    page.close()
+
+
+BEYOND = """() => [...document.querySelectorAll('svg text')]
+    .filter(text => {
+        const at = text.getBoundingClientRect();
+        const card = text.closest('body > svg').getBoundingClientRect();
+        return at.right > card.right - 4 || at.left < card.left + 4 || at.bottom > card.bottom;
+    }).map(text => text.textContent)"""
+
+
+def test_the_card_of_every_state_holds_its_text(browser: Any) -> None:
+    """Widths are reckoned without the font: what is drawn must stay inside all the same."""
+    page = browser.new_page(viewport={"width": 620, "height": 300})
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    for name in board_states.STATES:
+        page.set_content(
+            f"<body style='margin:8px'>{card(*board_states.drawn_at(name)).svg}</body>"
+        )
+        page.screenshot(path=SHOTS / f"card-{name}.png", full_page=True)
+        assert page.evaluate(BEYOND) == [], name
     page.close()
 
 

@@ -129,6 +129,7 @@ for step in range(600):
 """
 
 
+@pytest.mark.slow
 def test_the_large_chart_and_the_log_are_of_what_is_chosen_in_the_menus(notebook: Notebook) -> None:
     notebook.run("import os")
     seen: list[str] = []
@@ -316,6 +317,7 @@ def test_a_page_that_is_reloaded_gets_the_widgets_while_the_cell_runs(notebook: 
     assert "interrupted" in out.updates[-1]["text/html"]
 
 
+@pytest.mark.slow
 def test_boards_of_old_runs_are_let_go(notebook: Notebook) -> None:
     count = "sum(type(w).__name__ == 'HTML' for w in _instances.values())"
     notebook.run("from ipywidgets.widgets import widget as module")
@@ -483,7 +485,7 @@ def test_a_console_gets_lines_of_text_and_the_summary(notebook: Notebook) -> Non
         notebook.metadata = None
     assert out.ename == "", out.traceback
     assert not out.displays
-    assert "[rank 1] ready" in out.stdout
+    assert "[ranks 0–1] ready" in out.stdout
     assert "succeeded" in out.stdout
     assert text.displays  # asked for
 

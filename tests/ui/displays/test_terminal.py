@@ -41,7 +41,7 @@ def test_runs_show_lines_results_and_errors(terminal: pexpect.spawn) -> None:
     terminal.sendline("import nbtrain, time; run = %distributed -n 2 ['res', print('said')]")
     terminal.expect("In ?\\[3\\]:")
     terminal.sendline("%distributed -n 2 ['res', print('said')]")
-    terminal.expect(r"\[rank 0\] said")
+    terminal.expect(r"\[ranks? 0(–1)?\] said")
     terminal.expect(r"all ranks → \['res', None\]")
     terminal.expect("In ?\\[4\\]:")
     assert "all ranks" not in terminal.before
@@ -57,7 +57,7 @@ def test_control_c_ends_the_ranks(terminal: pexpect.spawn) -> None:
     terminal.sendline("%load_ext nbtrain")
     terminal.expect("In ?\\[2\\]:")
     terminal.sendline("%distributed -n 2 [print('ready'), __import__('time').sleep(60)]")
-    terminal.expect(r"\[rank 1\] ready")
+    terminal.expect(r"\[ranks? (0–)?1\] ready")
     terminal.sendintr()
     terminal.expect("interrupted")
     terminal.expect("KeyboardInterrupt")
@@ -90,7 +90,7 @@ def test_jupyter_console_shows_lines_and_the_summary_but_no_board(tmp_path: Path
         console.sendline("%distributed -n 2 ['res', print('said')]")
         console.expect("In ?\\[3\\]:")
         shown = console.before
-        assert "[rank 1] said" in shown
+        assert re.search(r"\[ranks? (0–)?1\] said", shown)
         assert "succeeded" in shown
         assert "all ranks → ['res', None]" in shown
         assert "rank 0: starting" not in shown
@@ -106,7 +106,7 @@ def test_a_terminal_that_can_move_its_cursor_gets_a_table_in_place(tmp_path: Pat
     code = (
         "import nbtrain, time\n"
         "def train():\n"
-        "    print('said by a rank', flush=True)\n"
+        "    print('said by a rank', nbtrain.rank(), flush=True)\n"
         "    for i in nbtrain.progress(range(30)): time.sleep(0.05)\n"
         "    return 'the result'\n"
         "nbtrain.launch(train, num_processes=2)\n"
@@ -120,8 +120,8 @@ def test_a_terminal_that_can_move_its_cursor_gets_a_table_in_place(tmp_path: Pat
         child.close(force=True)
     lines = _screen(child.before)
     assert [line for line in lines if "said by a rank" in line] == [
-        "[rank 0] said by a rank",
-        "[rank 1] said by a rank",
+        "[rank 0] said by a rank 0",
+        "[rank 1] said by a rank 1",
     ]
     (done,) = [i for i, line in enumerate(lines) if "succeeded" in line]
     assert all("said" not in line for line in lines[done:])

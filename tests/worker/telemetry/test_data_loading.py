@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from nbtrain.tracking import events as ev
 from tests.support.runs import last, launch
+from tests.support.versions import needs
 
 
 def told(train: Callable[..., Any]) -> ev.TrainingUpdate:
@@ -270,6 +271,7 @@ def trains_on(size: int, drop_last: bool) -> None:
         optimizer.step()
 
 
+@needs("accelerate", "1.1", "a loader that may be empty")
 def test_a_loader_that_gives_no_batch_is_no_success() -> None:
     state = launch(trains_on, 16, True, n=2).state
     assert state.outcome == "finished, but no batch was read"

@@ -77,6 +77,7 @@ def step_of(kind: str) -> Any:
     return compiled(step) if kind in ("whole", "logged") else step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["step", "scaled", "whole"])
 def test_what_is_compiled_is_the_same_watched_and_unwatched(kind: str) -> None:
     def train() -> Any:
@@ -103,6 +104,7 @@ def test_what_is_compiled_is_the_same_watched_and_unwatched(kind: str) -> None:
     assert last(watched).loss is not None
 
 
+@pytest.mark.slow
 def test_what_is_logged_in_a_compiled_step_is_no_trouble_to_the_compiler() -> None:
     def train() -> None:
         import warnings

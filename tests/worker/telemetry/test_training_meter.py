@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +14,13 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import nbtrain
 from nbtrain.planning.option_types import SOURCES
+from nbtrain.tracking import clock
 from nbtrain.tracking import events as ev
+from nbtrain.ui import text_summary
+from nbtrain.ui.board import board
+from tests.support.hangs import first_verdict, launched
 from tests.support.runs import events, last, launch
+from tests.support.waiting import wait_until
 
 DATA = TensorDataset(torch.randn(96, 4), torch.randn(96, 1))
 
@@ -123,10 +130,10 @@ def test_transformers_trainer_tells_its_logs_and_shows_its_bar() -> None:
     assert (bars[-1].n, bars[-1].total) == (8, 8)
 
 
-def test_lightnings_bar_steps_and_loss_are_seen() -> None:
+def test_lightnings_bar_steps_loss_and_logs_are_seen() -> None:
     pytest.importorskip("lightning", reason="needs lightning")
 
-    def train() -> float:
+    def train() -> dict[str, float]:
         import warnings
 
         import lightning
@@ -139,7 +146,12 @@ def test_lightnings_bar_steps_and_loss_are_seen() -> None:
                 self.layer = nn.Linear(4, 1)
 
             def training_step(self, batch: Any, _index: int) -> Any:
-                return (self.layer(batch[0]) - batch[1]).pow(2).mean()
+                loss = (self.layer(batch[0]) - batch[1]).pow(2).mean()
+                self.log("train_loss", loss, on_step=False, on_epoch=True)
+                return loss
+
+            def validation_step(self, batch: Any, _index: int) -> None:
+                self.log("val_error", (self.layer(batch[0]) - batch[1]).abs().mean())
 
             def configure_optimizers(self) -> Any:
                 return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -147,11 +159,16 @@ def test_lightnings_bar_steps_and_loss_are_seen() -> None:
         trainer = lightning.Trainer(
             max_epochs=2, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False
         )
-        trainer.fit(Module(), DataLoader(DATA, batch_size=8))
-        return 0.0
+        loader = DataLoader(DATA, batch_size=8)
+        trainer.fit(Module(), loader, loader)
+        return {name: value.item() for name, value in trainer.callback_metrics.items()}
 
     run = launch(train)
     assert last(run).steps == 24
+    logged = [e for e in events(run) if isinstance(e, ev.Metrics)]
+    assert {e.step for e in logged} == {12, 24}  # nothing of the check before the training
+    seen = run.summary().metrics
+    assert {name: seen[name] for name in run.value} == pytest.approx(run.value)
     bars = [e for e in events(run) if isinstance(e, ev.Progress)]
     assert any(e.total == 12 for e in bars), bars
 
@@ -295,11 +312,12 @@ def test_a_loop_without_a_call_of_ours_is_drawn_with_all_that_was_seen(
             time.sleep(0.1)
 
     run = launch(train, n=2)
-    for drawn in (
-        board.render(run.state, time.time()),
-        text_summary.summary(run.state, time.time()),
+    now = time.time()
+    for drawn, rate in (
+        (board.render(run.state, now), "samples/s"),
+        (text_summary.summary(run.state, now), "batch/s"),
     ):
-        for seen in ("loss", "epoch", "batch/s", "100"):
+        for seen in ("loss", "epoch", rate, "100"):
             assert seen in drawn
 
 
@@ -509,3 +527,34 @@ def test_what_other_trackers_get_is_on_the_board_as_well() -> None:
     found = [e for e in events(run) if isinstance(e, ev.Metrics)]
     assert [(e.step, dict(e.values)) for e in found] == [(3, {"val_loss": 0.5})]
     assert not any(isinstance(e, ev.Metrics) for e in events(run, 1))
+
+
+def text_of(page: str) -> str:
+    return re.sub("<[^>]*>", "", page)
+
+
+def test_the_last_counts_of_a_rank_that_hangs_are_shown() -> None:
+    """Reports come twice a second; the steps after the last one are as true."""
+
+    def hangs() -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step, (x, _) in enumerate(DataLoader(DATA, batch_size=4)):
+            if step == 20 and nbtrain.rank() == 1:
+                time.sleep(600)
+            model(x).sum().backward()
+            dist.all_reduce(model.weight.grad)
+            optimizer.step()
+
+    with launched(hangs) as run:
+        first_verdict(run, "rank 1 is at")
+        wait_until(
+            lambda: [r.progress and r.progress.steps for r in run.state.ranks] == [20, 20], 60
+        )
+        wait_until(
+            lambda: "throughput0 steps/s" in text_of(board.render(run.state, clock.now())), 60
+        )
+        assert " left" not in text_summary.summary(run.state, clock.now())

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nbtrain.engines.ray import file_sync
-from nbtrain.engines.ray.file_sync import BATCH, PART, FileCopies, appended
+from nbtrain.transport import file_sync
+from nbtrain.transport.file_sync import BATCH, PART, FileCopies, appended
 
 
 @pytest.fixture

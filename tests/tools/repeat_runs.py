@@ -1,6 +1,11 @@
-"""PyTorch's tutorial of DistributedDataParallel, again and again under load, to catch a rare hang.
+"""Runs that once hung now and then, again and again under load, to catch a rare hang.
 
-    nice python tests/tools/repeat_tutorial.py --runs 300 --load 8
+    nice python tests/tools/repeat_runs.py --runs 300 --load 8
+    nice python tests/tools/repeat_runs.py --only left_group parallel
+
+They are PyTorch's tutorial of DistributedDataParallel, a group that is left to the rank's end
+(torch below 2.8), and operations of several threads in the notebook and then in the ranks (torch
+below 2.7).
 
 A run that has not ended after `--patience` seconds is shown as it stands (every rank's stacks, what
 its recorder knows, what each of its threads waits for in the kernel of the system) and is then
@@ -19,6 +24,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -83,6 +89,22 @@ def demo_checkpoint(port: int | None, path: str) -> None:
     dist.destroy_process_group()
 
 
+def left_group(_port: int | None, _path: str) -> None:
+    setup(None)
+    total = torch.ones(100)
+    for _ in range(50):
+        dist.all_reduce(total)  # without DDP, which frees the group elsewhere
+
+
+def parallel(_port: int | None, _path: str) -> None:
+    torch.set_num_threads(2)
+    torch.randn(2_000_000).exp().sum()
+    nn.Linear(2_000, 200)(torch.randn(400, 2_000)).sum().backward()
+
+
+TASKS = {task.__name__: task for task in (demo_basic, demo_checkpoint, left_group, parallel)}
+
+
 def free_port() -> int:
     """Return a port that nobody uses at this moment."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -144,21 +166,24 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--load", type=int, default=0, help="busy processes beside the runs")
     parser.add_argument("--patience", type=float, default=20.0, help="seconds")
+    parser.add_argument("--only", nargs="+", choices=TASKS, default=list(TASKS), help="in turns")
     options = parser.parse_args()
     busy = [
         subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(options.load)
     ]
-    troubled, took = 0, list[float]()
+    torch.set_num_threads(2)
+    torch.randn(2_000_000).exp().sum()  # from now on this process has a pool of OpenMP
+    troubled, took = Counter[str](), list[float]()
     try:
         with tempfile.TemporaryDirectory() as folder:
             for number in range(options.runs):
-                task = (demo_basic, demo_checkpoint)[number % 2]
-                port = free_port() if number % 4 < 2 else None
+                task = TASKS[options.only[number % len(options.only)]]
+                port = free_port() if number % (2 * len(options.only)) < len(options.only) else None
                 began = time.monotonic()
                 seen = watched(task, port, f"{folder}/model.pt", patience=options.patience)
                 took.append(time.monotonic() - began)
                 if seen:
-                    troubled += 1
+                    troubled[task.__name__] += 1
                     print(f"== run {number}, {task.__name__}, port {port}\n{seen}", flush=True)
     finally:
         for process in busy:
@@ -166,7 +191,8 @@ def main() -> int:
             process.wait()
         middle = sorted(took)[len(took) // 2] if took else 0.0
         worst = max(took, default=0.0)
-        print(f"{len(took)} runs, {troubled} hung or failed; {middle:.1f} s, at most {worst:.1f} s")
+        print(f"{len(took)} runs, hung or failed: {dict(troubled) or 'none'};", end=" ")
+        print(f"{middle:.1f} s, at most {worst:.1f} s")
     return 1 if troubled else 0
 
 

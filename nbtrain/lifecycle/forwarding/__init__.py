@@ -1,0 +1,1 @@
+"""What a run tells others: trackers of experiments, and people who are away."""

@@ -1,0 +1,240 @@
+"""Tells trackers and people of a run, from a process of its own beside the launcher.
+
+It reads the run's folder, as any follower does. In a process of its own, a tracker that fails,
+hangs or starts threads disturbs neither the kernel nor the forks of ranks. It is nobody's child,
+and outlives a kernel that dies: then it reports a run that is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import select
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Protocol
+
+from ...engines.process import kernel_detach
+from ...engines.process.forking import fork_process, ready_to_fork
+from ...errors import MissingExtra
+from ...planning.option_types import OF_ALL
+from ...planning.plan import Plan
+from ...tracking import clock
+from ...tracking import events as ev
+from ...tracking.event_log import Reader, all_events, new_events
+from ...tracking.reducers import ended, fold
+from ...tracking.replay import in_order, initial_state
+from ...tracking.run_folder import RunFolder, is_watched
+from ...tracking.state import RunState
+
+TICK = 0.25
+"""Seconds between two looks at the run's folder."""
+
+WATCHED = 1.0
+"""Seconds between two looks at whether anybody watches the run."""
+
+PATIENCE = 10.0
+"""Seconds that the end of a run waits for trackers; what is left is sent behind it."""
+
+LONGEST = 120.0
+"""Seconds after which the process gives up what it could not send by then."""
+
+_NO_APPRISE = '--notify needs the package apprise: pip install "nbtrain[notify]"'
+
+
+class Receiver(Protocol):
+    """Gets what happens in a run."""
+
+    name: str
+
+    def start(self, state: RunState) -> None:
+        """Begin. Whatever it raises ends this receiver alone."""
+
+    def take(self, events: Sequence[ev.Event], state: RunState) -> None:
+        """Take what has happened since, and the picture after it."""
+
+    def finish(self, state: RunState) -> None:
+        """Take the picture of a run that is over."""
+
+
+def check_installed(plan: Plan) -> None:
+    """Raise `MissingExtra` for a package that a launch needs, to tell others of it."""
+    for name in (name.removesuffix(OF_ALL) for name in plan.track):
+        if all(find_spec(each) is None for each in _PACKAGES.get(name, (name,))):
+            raise MissingExtra(f"--track {name} needs the package {name}: pip install {name}")
+    if plan.notify and find_spec("apprise") is None:
+        raise MissingExtra(_NO_APPRISE)
+
+
+_PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX")}
+
+
+class Forwarder:
+    """The launcher's end: it says how the run ended, and gets notes."""
+
+    def __init__(self, connection: socket.socket | None = None) -> None:
+        self._connection = connection
+        self._buffer = b""
+
+    def notes(self, wait: float = 0.0) -> list[ev.Event]:
+        """Return what could not be forwarded, in sentences; wait so long for the other's end."""
+        until = time.monotonic() + wait
+        while self._connection is not None:
+            if not _is_readable(self._connection, max(0.0, until - time.monotonic())):
+                break
+            with contextlib.suppress(OSError):
+                if new := self._connection.recv(1 << 16):
+                    self._buffer += new
+                    continue
+            self._close()
+        *lines, self._buffer = self._buffer.split(b"\n")
+        return [ev.RunNote(clock.now(), -1, line.decode()) for line in lines]
+
+    def finish(self, end: ev.Finished) -> list[ev.Event]:
+        """Say how the run ended, wait a little until others know, and return what went wrong."""
+        if self._connection is None:
+            return []
+        with contextlib.suppress(OSError):
+            self._connection.sendall(ev.to_line(end))
+        notes = self.notes(PATIENCE)
+        self._close()
+        return notes
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+
+
+def start_forwarder(plan: Plan, folder: RunFolder) -> Forwarder:
+    """Start the process that tells others of a run, where the plan has any."""
+    if not plan.track and not plan.notify:
+        return Forwarder()
+    ours, other = socket.socketpair()
+    try:
+        with ready_to_fork():
+            between = fork_process(partial(_fork_again, plan, folder, ours, other))
+        with contextlib.suppress(ChildProcessError):  # reaped elsewhere: SIGCHLD is ignored
+            os.waitpid(between, 0)
+    except OSError:  # no process to be had: the training may go on with those it has
+        ours.close()
+        return Forwarder()
+    finally:
+        other.close()
+    return Forwarder(ours)
+
+
+def _fork_again(plan: Plan, folder: RunFolder, ours: socket.socket, other: socket.socket) -> int:
+    ours.close()
+    fork_process(partial(_forward, plan, folder, other))
+    return 0
+
+
+def _forward(plan: Plan, folder: RunFolder, connection: socket.socket) -> int:
+    kernel_detach.leave_kernel(Path(os.devnull))
+    warnings.simplefilter("ignore")  # the notebook's may be errors, which imports would raise
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # of a launcher around the kernel
+        os.environ.pop(name, None)
+    manifest = folder.read_manifest()
+    state = initial_state(manifest, folder.manifest)
+    threads = [_Thread(each, connection) for each in _receivers(plan, folder)]
+    for thread in threads:
+        thread.put(thread.receiver.start, state)
+    state = _follow(folder, state, connection, threads)
+    until = time.monotonic() + LONGEST
+    for thread in threads:
+        thread.put(thread.receiver.finish, state)
+        thread.put(None)
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    return 0
+
+
+def _receivers(plan: Plan, folder: RunFolder) -> list[Receiver]:
+    from .notifications import Notifier
+    from .trackers import RunTracker
+
+    trackers = [RunTracker(name, folder) for name in plan.track]
+    return [*trackers, *(Notifier(url, folder) for url in plan.notify)]
+
+
+def _follow(
+    folder: RunFolder, state: RunState, connection: socket.socket, threads: Iterable[_Thread]
+) -> RunState:
+    """Hand on what happens until the launcher says how the run ended, or is gone."""
+    reader, received, looks = Reader(folder, state.world_size), b"", 0.0
+    ranks = range(state.world_size)
+    while True:
+        is_lost = False
+        if _is_readable(connection, TICK):
+            new = b""
+            with contextlib.suppress(OSError):
+                new = connection.recv(1 << 16)
+            received += new
+            is_lost = not new  # the launcher ended, or it gave the run up
+        end = ev.from_line(received) if received.endswith(b"\n") else None
+        if not is_lost and time.monotonic() >= looks:
+            looks = time.monotonic() + WATCHED
+            is_lost = not is_watched(folder)
+        is_over = end is not None or is_lost
+        ready, closing = in_order((all_events if is_over else new_events)(reader.launcher), [])
+        events = [*ready, *reader.read(ended=ranks if is_over else ()), *closing]
+        if end is not None:
+            events.append(end)
+        state = fold(state, events)
+        if is_lost and not state.is_over:
+            reason = "the process that watched the run ended before the run did"
+            state = ended(state, "lost", clock.now(state.clock_offset), reason)
+        for thread in threads:
+            thread.put(thread.receiver.take, events, state)
+        if state.is_over:
+            return state
+
+
+def _is_readable(connection: socket.socket, seconds: float) -> bool:
+    """Wait for bytes, or the end; `select` refuses the descriptors of a process with many."""
+    poller = select.poll()
+    poller.register(connection, select.POLLIN)
+    return bool(poller.poll(1000 * seconds))
+
+
+class _Thread(threading.Thread):
+    """Serves one receiver: one that waits for a network does not hold up the others."""
+
+    def __init__(self, receiver: Receiver, connection: socket.socket) -> None:
+        super().__init__(name=f"nbtrain-{receiver.name}", daemon=True)
+        self.receiver = receiver
+        self._connection = connection
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.start()
+
+    def put(self, call: Callable[..., None] | None, *args: object) -> None:
+        """Have the receiver called, in its turn; None: no more. Of one that failed, nothing."""
+        if self.is_alive():
+            self._calls.put(partial(call, *args) if call is not None else None)
+
+    def run(self) -> None:
+        try:
+            while (call := self._calls.get()) is not None:
+                call()
+        except BaseException as error:  # a library's own, SystemExit too: a note, never more
+            note = f"{self.receiver.name}: {self._reason(error)}"
+            with contextlib.suppress(OSError):  # the launcher does not wait any more
+                self._connection.sendall(" ".join(note.split()).encode() + b"\n")
+
+    def _reason(self, error: BaseException) -> str:
+        text = getattr(self.receiver, "explain", str)(error)
+        return f"{text}. The training goes on; nothing more of this run is sent there."
+
+
+def without_addresses(plan: Plan) -> Plan:
+    """Return what engines and ranks get of a plan: they need not know whom to tell."""
+    return replace(plan, notify=()) if plan.notify else plan

@@ -1,0 +1,84 @@
+"""Tells people of a run that ended, or hangs: the board's headline and three lines, by apprise.
+
+An address may hold a password: it is in no event, file, log or message of nbtrain's.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+
+from ...system.text import shorten
+from ...tracking import clock
+from ...tracking import events as ev
+from ...tracking.diagnosis import verdict
+from ...tracking.run_folder import RunFolder
+from ...tracking.state import RunState
+from ...ui import labels
+from ...ui.board import header
+
+_LONGEST = 500
+"""Characters of a line."""
+
+
+class Notifier:
+    """One address. A run that somebody interrupts is no news to anybody."""
+
+    name = "--notify"
+
+    def __init__(self, url: str, folder: RunFolder) -> None:
+        self._url = url
+        self._folder = folder
+        self._hang = ""
+
+    def start(self, state: RunState) -> None:
+        """Check the address. Raises `ValueError`."""
+        import apprise
+
+        self._service = apprise.Apprise()
+        if not self._service.add(self._url):
+            raise ValueError("apprise does not know an address of this form")
+
+    def take(self, _events: Sequence[ev.Event], state: RunState) -> None:
+        """Tell of a hang, once until it is over."""
+        if state.hang and not self._hang:
+            self._send(state)
+        self._hang = state.hang
+
+    def finish(self, state: RunState) -> None:
+        """Tell how the run ended."""
+        if state.status != "interrupted":
+            self._send(state)
+
+    def explain(self, error: BaseException) -> str:
+        """Say what went wrong, without the address: of others' errors, the type alone."""
+        if type(error) in (ValueError, ConnectionError):
+            return f"the message was not delivered: {error}"
+        return f"the message was not delivered ({type(error).__name__})"
+
+    def _send(self, state: RunState) -> None:
+        headline, text = message(state, clock.now(state.clock_offset), self._folder)
+        kind = (
+            "success" if state.status == "succeeded" else "failure" if state.is_over else "warning"
+        )
+        if not self._service.notify(title=headline, body=text, notify_type=kind):
+            raise ConnectionError("the service did not answer, or refused it")
+
+
+def message(state: RunState, now: float, folder: RunFolder) -> tuple[str, str]:
+    """Return a headline and three lines: why, how far it came on what, and where to look."""
+    why = reason(state)
+    if state.status == "succeeded":
+        numbers = labels.metrics(state.ranks[0])
+        why = numbers or "; ".join(f"{k}{v}" for k, v in labels.results(state)) or "no metrics"
+    place = f"nbtrain show {folder.path.name} · {folder.path} on {platform.node()}"
+    lines = (why, labels.facts(state, now), place)
+    return header.sentence(state, now), "\n".join(shorten(line, _LONGEST) for line in lines)
+
+
+def reason(state: RunState) -> str:
+    """Return why a run failed, was stopped, or hangs; empty for one that is well."""
+    culprit = labels.culprit(state)
+    if culprit is not None and state.status == "failed":
+        return f"rank {culprit.rank}: {verdict.line(culprit)}"
+    return state.message or state.hang

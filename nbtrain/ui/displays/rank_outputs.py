@@ -1,0 +1,89 @@
+"""What ranks display, below the board: each display is an output of the cell, as it is."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ...system.text import format_ranks
+from ...tracking import events as ev
+from ...tracking.state import RankState, RunState
+from .html_display import Display, in_marimo, show
+
+INTERVAL = 0.5
+"""Seconds between two looks at what ranks displayed: one may draw its curve anew at each step."""
+
+_EMPTY = {"text/plain": "", "text/html": ""}
+
+
+class RankOutputs:
+    """Shows what the first rank displays, or `rank`: new ones below, others in their place."""
+
+    def __init__(self, rank: int | None = None) -> None:
+        self._rank = rank
+        self._slots: list[tuple[Any, ev.Displayed | None]] = []
+        self._labelled: int | None = None
+        self._looked = -math.inf
+
+    def update(self, state: RunState, now: float) -> None:
+        """Show what is new of the first rank."""
+        if not 0 <= now - self._looked < INTERVAL:
+            self._looked = now
+            self._show(state.ranks[self._rank or 0])
+
+    def finish(self, state: RunState) -> None:
+        """Show everything, of another rank where the first displayed nothing; name the others."""
+        talkers = [rank for rank in state.ranks if rank.displayed]
+        if self._rank is not None or state.ranks[0].displayed:
+            self._show(state.ranks[self._rank or 0])
+        elif talkers:
+            self._show(talkers[0])
+        others = [rank.rank for rank in talkers if rank.rank != self._labelled]
+        if self._rank is None and others:
+            verb = "has displays, too" if len(others) == 1 else "have displays, too"
+            text = f"{format_ranks(others)} {verb}: run.show(rank={others[0]})"
+            show(_label(text))
+
+    def _show(self, rank: RankState) -> None:
+        if not rank.displayed or in_marimo():
+            return
+        if self._labelled is None:
+            self._labelled = rank.rank
+            show(_label(f"rank {rank.rank}:"))
+        for index, event in enumerate(rank.displayed):
+            if index == len(self._slots):
+                self._slots.append((show(dict(event.data)), event))
+            elif self._slots[index][1] is not event:
+                handle = self._slots[index][0]
+                handle.update(dict(event.data), raw=True)
+                self._slots[index] = handle, event
+        for index in range(len(rank.displayed), len(self._slots)):  # it cleared them
+            handle, event_before = self._slots[index]
+            if event_before is not None:
+                handle.update(_EMPTY, raw=True)
+                self._slots[index] = handle, None
+
+
+class WithOutputs(Display):
+    """A display of a run, and below it what its ranks display: at its end, or while it goes on."""
+
+    def __init__(self, display: Display, *, live: bool) -> None:
+        self._display, self._live = display, live
+        self._outputs = RankOutputs()
+
+    def listen(self) -> None:
+        self._display.listen()
+
+    def update(self, state: RunState, now: float) -> None:
+        self._display.update(state, now)
+        if self._live:
+            self._outputs.update(state, now)
+
+    def finish(self, state: RunState, now: float) -> None:
+        self._display.finish(state, now)
+        self._outputs.finish(state)
+
+
+def _label(text: str) -> dict[str, str]:
+    html = f'<div style="opacity:.7;font-size:12px">{text}</div>'
+    return {"text/plain": text, "text/html": html}

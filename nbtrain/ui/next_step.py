@@ -1,0 +1,77 @@
+"""What to do about a run that is not well, in a sentence. Pure."""
+
+from __future__ import annotations
+
+from ..tracking.diagnosis import verdict
+from ..tracking.diagnosis.lost_results import SIGN
+from ..tracking.diagnosis.remedies import remedies
+from ..tracking.state import RankState, RunState
+from . import labels
+
+_STUCK = (
+    "press Stacks for the line of each rank, or Stop to end the run (`%nbtrain stacks` and "
+    "`%nbtrain stop` in another notebook)."
+)
+_SAME_COLLECTIVES = (
+    "let every rank call the same collectives in the same order, then run the cell again; "
+    "`--on-hang report` lets a run wait."
+)
+_OF_KIND = {
+    "cuda out of memory": (
+        "`%nbtrain memory` shows by part what the model takes; use a smaller batch, gradient "
+        "checkpointing or `-p bf16`."
+    ),
+    "out of memory": (
+        "use a smaller batch, fewer ranks (`-n`) or fewer workers of the DataLoader; "
+        "`%nbtrain memory` shows what a rank takes."
+    ),
+    "data loader worker": "try `num_workers=0`: the error then shows in the rank itself.",
+    "disk full": "free space, or set `NBTRAIN_HOME` to a folder with more room; then run it again.",
+    "fork refused": "close other programs, or start fewer ranks (`-n`).",
+    "communication": "let every rank call the same collectives, with tensors of the same sizes.",
+    "segfault": (
+        "the library that the log names last failed in native code: update it, or try "
+        "`--engine spawn`."
+    ),
+    "signal": (
+        "run the cell again; `--max-restarts 1` starts the ranks again by itself, from their "
+        "last `nbtrain.checkpoint`."
+    ),
+    "exit": "to end a rank early, return from the function; then run the cell again.",
+}
+_LOST = "`run.load()` copies what the ranks saved to the notebook; run the cell again for the rest."
+_LONGER = "raise `--timeout`, or save with `nbtrain.checkpoint` and run the cell again from there."
+_READ = "change what the note says, then run the cell again."
+_FASTER = "raise `num_workers` of the DataLoader, or do less for each sample."
+
+
+def next_step(state: RunState) -> str:
+    """Return what to do next; "" where a run is well, or only its user knows."""
+    culprit = labels.culprit(state)
+    if labels.is_stuck(state):
+        return _STUCK
+    if culprit is not None:
+        return _after_failure(culprit)
+    if state.status == "lost":
+        return _LOST
+    if state.status == "timed out":
+        hung = state.message.startswith((verdict.HANG, verdict.DEADLOCK))
+        return _SAME_COLLECTIVES if hung else _LONGER
+    if SIGN in state.message:  # ends with it
+        return state.message.rpartition(". ")[2] + "."
+    if state.status == "failed":
+        return _OF_KIND.get(verdict.diagnose(state.message, died=False)[0], "")
+    if state.is_over:
+        return _READ if state.flaw and state.notes else ""
+    return _FASTER if "for data" in state.hang else ""
+
+
+def _after_failure(rank: RankState) -> str:
+    """Return the remedy of a known error, else of its kind, else the line to change."""
+    known = remedies(f"{verdict.line(rank)}\n{rank.error or ''}")
+    if known:
+        return known[0]
+    if text := _OF_KIND.get(verdict.kind(rank)):
+        return text
+    place = labels.line_of_failure(rank) or "the line that the log names"
+    return f"change {place}, then run it again; `--debug` opens the debugger where it fails."

@@ -1,0 +1,62 @@
+"""Copies what a live rank on another host writes of a task to the notebook, through its channel."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from ...tracking.run_folder import RunFolder
+from ...transport.channel import Channel, written
+from ...transport.file_sync import appended
+
+PAUSE = 0.05
+"""Seconds between two looks at files that grow."""
+
+
+@contextlib.contextmanager
+def mirrored(channel: Channel, task: int, place: str, rank: int) -> Iterator[RunFolder]:
+    """Give a folder in `place`; when its block is left, all of it is at home, and it is deleted."""
+    folder = RunFolder(Path(tempfile.mkdtemp(prefix=f"task-{task}-", dir=place)))
+    is_over = threading.Event()
+    have = {path.name: 0 for path in (folder.events(rank), folder.log(rank))}
+
+    def follow() -> None:
+        with contextlib.suppress(OSError):  # the notebook is gone
+            while not is_over.wait(PAUSE):
+                _send_growth(channel, task, folder, have)
+
+    copying = threading.Thread(target=follow, name="nbtrain-mirror", daemon=True)
+    copying.start()
+    try:
+        yield folder
+    finally:
+        is_over.set()
+        copying.join()
+        with contextlib.suppress(OSError):
+            for name in folder.left_by(rank):  # before the report that it is there
+                _send(channel, task, name, folder.path / name)
+            while _send_growth(channel, task, folder, have):
+                pass
+        shutil.rmtree(folder.path, ignore_errors=True)
+
+
+def _send_growth(channel: Channel, task: int, folder: RunFolder, have: dict[str, int]) -> bool:
+    parts = appended(folder.path, have)
+    for name, (offset, data) in parts.items():
+        with written(lambda file, data=data: file.write(data)) as file:  # type: ignore[misc]
+            channel.send({"file": name, "task": task, "grows": True}, file.fileno())
+        have[name] = offset + len(data)
+    return bool(parts)
+
+
+def _send(channel: Channel, task: int, name: str, path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        channel.send({"file": name, "task": task, "grows": False}, descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""What a rank shows: displays, on their way to the notebook."""

@@ -1,0 +1,199 @@
+"""Figures, tables and other rich displays of a rank, on their way to the notebook.
+
+Each is an event; of what is too much, the last one is sent at the end of the task, with the number
+of those before it. In ordinary runs the text form is in the rank's log, too: that is what a
+terminal shows. Live ranks have a cell that shows values, as a cell does.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from ...planning.plan import Cell, Task
+from ...system.instrumentation import replace, when_imported
+from ...system.text import format_bytes, plural
+from ...tracking import clock
+from ...tracking import events as ev
+from ...transport import result_pickler
+from .. import api
+
+LARGEST = 900_000
+"""Bytes of one display that are sent, as JSON: readers break lines of a mebibyte.
+
+Of a larger one, only its text is sent.
+"""
+
+MOST = 50
+"""Displays of one task and rank that are sent, but for those that are in the place of another."""
+
+ROOM = 16_000_000
+"""Bytes that the displays of rank 0 may take, and those of all others together."""
+
+LIGHT = 1 << 20
+"""Bytes up to which the value of a cell's last expression is sent beside what it looks like."""
+
+_KINDS = ("text/html", "image/png", "image/svg+xml", "image/jpeg", "text/latex", "text/markdown")
+_LEFT_OUT = "nbtrain: left out"
+"""The name of the display that says how many were left out."""
+
+
+class RichOutput:
+    """Sends what a task of this process displays. Made anew for each task."""
+
+    def __init__(self, call: Callable[[Task], Any], *, shows_values: bool = False) -> None:
+        """Run tasks by `call`; with `shows_values`, what a cell ends in is displayed, not logged"""
+        self._call, self._shows_values = call, shows_values
+        self._names: list[str] = []
+        self._spent = 0
+        self._left_out = 0
+        self._last: ev.Displayed | None = None  # of those that were left out
+        self._clears = False
+        self._has_figures = _has_figures()
+
+    def install(self, *, in_notebook: bool = False) -> None:
+        """Have ``display(x)``, ``plt.show()`` and the like send what they show.
+
+        A fresh process of a notebook gets a shell, which draws figures, as soon as IPython is used.
+        """
+        if _shell() is not None:
+            self._watch(_shell())
+        elif in_notebook:
+            if importlib.util.find_spec("matplotlib_inline"):
+                os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+            when_imported("IPython.core.interactiveshell", self._make_shell)
+
+    def _make_shell(self, _module: ModuleType) -> None:
+        from ...transport import payload
+
+        self._watch(payload.shell_of_rank())
+
+    def _watch(self, shell: Any) -> None:
+        replace(shell.display_pub, "publish", self._publish)
+        replace(shell.display_pub, "clear_output", self._clear)
+
+    def run(self, task: Task) -> Any:
+        """Run a task; the value of a live cell's last expression is returned if it is light."""
+        try:
+            value = self._call(task)
+            if self._shows_values and isinstance(task, Cell) and value is not None:
+                self._show(value)
+                value = _light(value) if task.function is None else value
+            if not self._has_figures:  # else the notebook shows its own
+                with contextlib.suppress(Exception):  # figures that were drawn and not shown
+                    sys.modules["matplotlib_inline.backend_inline"].flush_figures()
+        finally:
+            self._send_last()
+        return value
+
+    def _show(self, value: Any) -> None:
+        """Display a value as a cell shows its last one."""
+        shell = _shell()
+        data = None
+        with contextlib.suppress(Exception):  # a repr of the user's own
+            if shell is not None:
+                data = shell.display_formatter.format(value)[0]
+            else:
+                from IPython.core import formatters
+
+                formatter: Any = formatters.DisplayFormatter()
+                data = formatter.format(value)[0]
+        self._publish(data or {"text/plain": repr(value)})
+
+    def _clear(self, wait: bool = False) -> None:
+        """Let the next display, which comes soon as a rule, take the place of those so far."""
+        self._clears = bool(self._names)
+
+    def _publish(
+        self,
+        data: Any = None,
+        *_args: Any,
+        transient: Any = None,
+        update: bool = False,
+        **_kwargs: Any,
+    ) -> None:
+        if not isinstance(data, dict) or (reporter := api.active) is None:
+            return
+        text = data.get("text/plain")
+        if not self._shows_values and text:
+            print(text)
+        forms = {kind: _text_of(data[kind]) for kind in (*_KINDS, "text/plain") if kind in data}
+        bundle = {kind: form for kind, form in forms.items() if form is not None}
+        if not bundle or not (self._shows_values or set(bundle) - {"text/plain"}):
+            return
+        size = _size(bundle)
+        if size > LARGEST:
+            text = bundle.get("text/plain", "")[: LARGEST // 8]  # a character has six bytes at most
+            bundle = {"text/plain": f"{text} ({format_bytes(size)} are too much to display)"}
+        name = str((transient or {}).get("display_id") or "")
+        event = ev.Displayed(clock.now(), reporter.rank, bundle, name, self._clears)
+        if self._clears:
+            self._names.clear()
+        self._clears = False
+        self._send(event, room=ROOM if reporter.rank == 0 else ROOM // reporter.world_size)
+
+    def _send(self, event: ev.Displayed, room: int) -> None:
+        size = _size(event.data)
+        is_new = not event.name or event.name not in self._names
+        if self._spent + size > room or (is_new and len(self._names) >= MOST):
+            if not self._left_out:
+                much = f"{MOST} displays" if is_new and self._spent + size <= room else "so much"
+                text = f"… more than {much}: the next one that is shown is the last"
+                self._write(ev.Displayed(event.time, event.rank, {"text/plain": text}, _LEFT_OUT))
+            self._left_out += 1
+            self._last = event
+            return
+        self._spent += size
+        if is_new:
+            self._names.append(event.name)
+        self._write(event)
+
+    def _send_last(self) -> None:
+        """Send the last display of those that were left out, and say how many these are."""
+        last = self._last
+        if last is not None:
+            text = f"… {plural(self._left_out - 1, 'display')} left out"
+            self._write(ev.Displayed(last.time, last.rank, {"text/plain": text}, _LEFT_OUT))
+            self._write(last)
+            self._last = None
+
+    def _write(self, event: ev.Displayed) -> None:
+        if api.active is not None:
+            api.active.writer.write(event)
+
+
+def _text_of(form: Any) -> str | None:
+    """Return a form of a display as a notebook stores it; None for one that is no text or bytes."""
+    if isinstance(form, bytes):
+        return base64.b64encode(form).decode("ascii")
+    return form if type(form) is str else None
+
+
+def _size(data: Mapping[str, Any]) -> int:
+    return sum(len(ev.encode(form)) for form in data.values())
+
+
+def _has_figures() -> bool:
+    """Whether pyplot has figures open: those of a cell of the notebook that is running."""
+    helpers = sys.modules.get("matplotlib._pylab_helpers")
+    return helpers is not None and bool(helpers.Gcf.figs)
+
+
+def _light(value: Any) -> Any:
+    """Return a value that is small enough to be sent, else None."""
+    try:
+        result_pickler.dumps(value, limit=LIGHT)
+    except Exception:  # too large, or any reducer of any class
+        return None
+    return value
+
+
+def _shell() -> Any:
+    ipython = sys.modules.get("IPython")
+    return ipython.get_ipython() if ipython is not None else None

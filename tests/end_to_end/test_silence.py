@@ -1,0 +1,545 @@
+"""Ways to go wrong that used to end without a word: what a user reads, in a real kernel.
+
+Others are tested beside the code that finds them.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from tests.support.kernel import Notebook, Outputs
+from tests.tools.faults import Unavailable, memory_cgroup
+
+SETUP = """
+import torch._dynamo
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from accelerate import Accelerator
+x = torch.arange(96.0).reshape(96, 1) / 96
+DATA = TensorDataset(x, (x > 0.4).float())
+def parts(model=None):
+    model = model or nn.Linear(1, 1)
+    return model, torch.optim.Adam(model.parameters(), lr=0.1), DataLoader(DATA, batch_size=8)
+def fit(model, optimizer, loader, backward):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = (model(x) - y).pow(2).mean()
+        backward(loss)
+        optimizer.step()
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cell, or the body of the function that is one, and what is read of it."""
+
+    cell: str
+    reads: tuple[str, ...]
+    options: str = ""
+    setup: str = ""
+
+
+WRONG = {
+    "ranks that never join each other": Case(
+        "    class MyTrainer:\n"
+        "        def fit(self): fit(*parts(), torch.Tensor.backward)\n"
+        "    MyTrainer().fit()",
+        (
+            "the 2 ranks never join each other: each trains alone (In[",
+            "`model, optimizer, loader = accelerator.prepare(model, optimizer, loader)`",
+            "⚠ train(): finished, but each rank trained alone",
+        ),
+    ),
+    "torchrun in the cell": Case(
+        "%%distributed -n 2\n!torchrun --nproc-per-node 2 train.py",
+        ("would start more ranks in every rank of this run. Delete line 2",),
+    ),
+    "the same batches on every rank": Case(
+        "    accelerator = Accelerator()\n"
+        "    model, optimizer, loader = parts()\n"
+        "    model, optimizer = accelerator.prepare(model, optimizer)\n"
+        "    fit(model, optimizer, loader, accelerator.backward)",
+        (
+            "all 2 ranks train on the same batches (In[",
+            "`loader = accelerator.prepare(loader)`",
+            "⚠ train(): finished, but all ranks trained on the same batches",
+        ),
+    ),
+    "a metric that was not gathered": Case(
+        "    accelerator = Accelerator()\n"
+        "    model, optimizer, loader = accelerator.prepare(*parts())\n"
+        "    fit(model, optimizer, loader, accelerator.backward)\n"
+        "    right = sum(int(y.sum()) for _, y in loader) - accelerator.process_index\n"
+        "    accelerator.print(f'accuracy: {right / 48:.4f}')",
+        ("counts only the 48 samples that rank 0 read; rank 1 has", "gather_for_metrics"),
+    ),
+    "a model inside its wrapper": Case(
+        "    Accelerator().prepare(nn.Linear(1, 1)).generate()",
+        ("write model.module.generate, or, with Accelerate, accelerator.unwrap_model(model)",),
+    ),
+    "a variable that never was": Case(
+        "    winner = 3",
+        (
+            "⚠ train(): finished, but winner was not returned",
+            "Local variables of a function are gone when it returns",
+        ),
+        "--out winner",
+    ),
+    "a stream that is not sharded": Case(
+        "    class Stream(torch.utils.data.IterableDataset):\n"
+        "        def __iter__(self): return iter(DATA)\n"
+        "    accelerator = Accelerator()\n"
+        "    model, optimizer = accelerator.prepare(*parts()[:2])\n"
+        "    fit(model, optimizer, DataLoader(Stream(), 8), accelerator.backward)",
+        ("all 2 ranks train on the same batches", "an `IterableDataset` has to skip the samples"),
+    ),
+    "a rate of zero": Case(
+        "    accelerator = Accelerator()\n"
+        "    model, _, loader = parts()\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)\n"
+        "    fit(*accelerator.prepare(model, optimizer, loader), accelerator.backward)",
+        ("line 5 changes nothing: its learning rate is 0 at every step", "Look at `lr`"),
+    ),
+    "a part that is run again and again": Case(
+        "    from accelerate import DistributedDataParallelKwargs\n"
+        "    from torch.utils.checkpoint import checkpoint\n"
+        "    class Twice(nn.Linear):\n"
+        "        def forward(self, x):\n"
+        "            again = super().forward\n"
+        "            for _ in range(2):\n"
+        "                x = checkpoint(again, x.requires_grad_(), use_reentrant=True)\n"
+        "            return x\n"
+        "    unused = DistributedDataParallelKwargs(find_unused_parameters=True)\n"
+        "    accelerator = Accelerator(kwargs_handlers=[unused])\n"
+        "    fit(*accelerator.prepare(*parts(Twice(1, 1))), accelerator.backward)",
+        ("Gradient checkpointing needs use_reentrant=False here",),
+    ),
+    "a card that is full": Case(
+        "    raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')",
+        ("`%nbtrain memory` shows what a model takes for training",),
+    ),
+    "xmp.spawn in the cell": Case(
+        "%%distributed\n"
+        "import torch_xla.distributed.xla_multiprocessing as xmp\n"
+        "def train(index): pass\n"
+        "xmp.spawn(train, nprocs=8)",
+        ("line 4, column 1: `xmp.spawn(train, nprocs=8)`", "Write `train(nbtrain.rank())` instead"),
+    ),
+    "ddp_notebook in the cell": Case(
+        "%%distributed\nimport lightning as L\nL.Trainer(strategy='ddp_notebook').fit(model)",
+        ("would start more ranks", 'Write `strategy="ddp"`: the ranks are there already'),
+    ),
+    "no comma behind an argument": Case(
+        "nbtrain.notebook_launcher(parts, args=(nn.Linear(1, 1)), num_processes=2)",
+        ("args must be a tuple", "write args=(x,), with the comma"),
+    ),
+    "a function of mp.spawn": Case(
+        "nbtrain.launch(demo, num_processes=2)",
+        ("Write `nbtrain.launch(lambda: demo(nbtrain.rank(), nbtrain.world_size()))`",),
+        setup="def demo(rank, world_size):\n    return rank, world_size",
+    ),
+    "a device that all ranks use": Case(
+        "    if not torch.ones(1).sum(): torch.ones(1).to('cuda:0')",
+        ("cuda:0 is hard-coded", "write `f\"cuda:{os.environ['LOCAL_RANK']}\"`"),
+    ),
+    "a file that all ranks write": Case(
+        "%%distributed -n 2\n"
+        "class Trainer:\n"
+        "    def __init__(self, gpu_id): self.gpu_id = gpu_id\n"
+        "    def save(self):\n"
+        "        torch.save({}, 'last.pt')\n"
+        "def train(): Trainer(nbtrain.rank()).save()",
+        ("every rank would write this file at the same time", "`if nbtrain.rank() == 0:`"),
+    ),
+    "a port that is none": Case(
+        "    pass",
+        ("PlanError: --env MASTER_PORT must be a port from 1 to 65535, not 'abc'",),
+        "--env MASTER_PORT=abc",
+    ),
+}
+RIGHT = {
+    "a PartialState joins the world of the run": (
+        "    from accelerate import PartialState\n"
+        "    with PartialState().split_between_processes(list('abcd')) as prompts:\n"
+        "        return prompts, PartialState().num_processes",
+        [(["a", "b"], 2), (["c", "d"], 2)],
+    ),
+    "an address and a port of the function's own, as in PyTorch's tutorial": (
+        "    import torch.distributed as dist\n"
+        "    os.environ.update(MASTER_ADDR='localhost', MASTER_PORT='12355')\n"
+        "    dist.init_process_group('gloo')\n"
+        "    model, optimizer, _ = parts()\n"
+        "    model = nn.parallel.DistributedDataParallel(model)\n"
+        "    sampler = torch.utils.data.DistributedSampler(DATA)\n"
+        "    fit(model, optimizer, DataLoader(DATA, 8, sampler=sampler), torch.Tensor.backward)\n"
+        "    dist.destroy_process_group()\n"
+        "    return len(sampler)",
+        [48, 48],
+    ),
+    "a configuration of the function's own": (
+        "nbtrain.launch(lambda config: config['lr'], config={'lr': 0.1}, num_processes=2)",
+        [0.1, 0.1],
+    ),
+    "the line for a function of mp.spawn": (
+        "def demo(rank, world_size): return rank, world_size\n"
+        "nbtrain.launch(lambda: demo(nbtrain.rank(), nbtrain.world_size()), num_processes=2)",
+        [(0, 2), (1, 2)],
+    ),
+    "a file that rank 0 writes, by an attribute": (
+        "%%distributed -n 2\n"
+        "class Trainer:\n"
+        "    def __init__(self, gpu_id): self.gpu_id = gpu_id\n"
+        "    def save(self):\n"
+        "        if self.gpu_id == 0: torch.save({}, 'last.pt')\n"
+        "def train(): Trainer(nbtrain.rank()).save()",
+        [None, None],
+    ),
+    "a sharded model, which all ranks save": (
+        "%%distributed -n 2\n"
+        "from torch.distributed.fsdp import fully_shard\n"
+        "class Net(nn.Linear):\n"
+        "    def save_pretrained(self, folder): return len(self.state_dict())\n"
+        "def train():\n"
+        "    torch.distributed.init_process_group('gloo')\n"
+        "    return fully_shard(Net(2, 2)).save_pretrained('last')",
+        [2, 2],
+    ),
+    "tokenizers that a fork finds in use": (
+        "from tokenizers import Tokenizer, models\n"
+        "words = Tokenizer(models.BPE())\n"
+        "words.encode_batch(['a b'] * 100)\n"
+        "def train():\n"
+        "    return len(words.encode_batch(['a b'] * 100))\n"
+        "nbtrain.launch(train, num_processes=2)",
+        [100, 100],
+    ),
+    "five fits, each after a look at a batch": (
+        "    accelerator = Accelerator()\n"
+        "    for _ in range(5):\n"
+        "        model, optimizer, loader = accelerator.prepare(*parts())\n"
+        "        next(iter(loader))\n"
+        "        fit(model, optimizer, loader, accelerator.backward)\n",
+        [None, None],
+    ),
+}
+FIGURES = "[(r.progress.steps, r.progress.samples) for r in nbtrain.last_run().state.ranks]"
+
+
+def of(cell: str, options: str = "") -> str:
+    """Return a cell, or that of a function's body."""
+    return cell if cell[0] != " " else f"%%distributed -n 2 {options}\ndef train():\n{cell}"
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_goes_wrong_is_said_with_what_to_do(notebook: Notebook, name: str) -> None:
+    case = WRONG[name]
+    notebook.run(f"{SETUP}\n{case.setup}")
+    out = notebook.run(of(case.cell, case.options))
+    page = "\n".join([out.board if out.displays else "", out.traceback])
+    for text in case.reads:
+        assert page.count(text) == 1, page
+
+
+def test_of_parameters_without_a_gradient_a_reader_meets_the_names_first(
+    notebook: Notebook,
+) -> None:
+    notebook.run(SETUP)
+    above = "".join(f"    step_{number} = {number}\n" for number in range(34))
+    out = notebook.run(
+        of(
+            f"{above}"
+            "    accelerator = Accelerator()\n"
+            "    model = nn.Linear(1, 1)\n"
+            "    model.spare = nn.Linear(1, 1)\n"
+            "    fit(*accelerator.prepare(*parts(model)), accelerator.backward)"
+        )
+    )
+    assert out.ename == "RuntimeError"
+    cause = "no gradient came to spare.weight, spare.bias"
+    assert f"{cause} (RuntimeError: Expected to have" in out.board.splitlines()[1]
+    assert out.traceback.count(cause) == 1  # beside what to do
+    remedy = "DistributedDataParallelKwargs(find_unused_parameters=True)"
+    assert out.traceback.count(remedy) == 1
+    *_, before, last = out.traceback.splitlines()
+    assert cause in before
+    assert remedy in last
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_right_is_counted_rightly_and_shows_no_note(notebook: Notebook, name: str) -> None:
+    cell, results = RIGHT[name]
+    notebook.run(SETUP)
+    out = notebook.run(of(cell, "--timeout 55"))
+    assert out.ename == "", out.evalue
+    assert "⚠" not in out.board
+    assert "succeeded" in out.board
+    assert notebook.value("nbtrain.last_run().results") == results
+    assert "huggingface/tokenizers" not in notebook.value("nbtrain.last_run().logs()")
+    if "five fits" in name:
+        assert notebook.value(FIGURES) == [(30, 240)] * 2
+
+
+def test_an_optimizer_comes_home_with_the_model_that_it_moved(notebook: Notebook) -> None:
+    notebook.run(f"{SETUP}\nmodel, optimizer, loader = parts()")
+    out = notebook.run(
+        "%%distributed -n 2 --out optimizer\n"
+        "def train(model, optimizer, loader):\n"
+        "    accelerator = Accelerator()\n"
+        "    fit(*accelerator.prepare(model, optimizer, loader), accelerator.backward)"
+    )
+    assert "model: 2 parameters updated from rank 0" in out.board
+    assert "optimizer: state updated from rank 0" in out.board
+    assert "⚠" not in out.board
+    assert notebook.value("[float(s['step']) for s in optimizer.state.values()]") == [6.0, 6.0]
+
+
+def test_a_model_comes_home_in_whatever_form_it_was_given(notebook: Notebook) -> None:
+    notebook.run(
+        f"{SETUP}\n"
+        "from types import SimpleNamespace\n"
+        "class Experiment:\n"
+        "    def __init__(self): self.model, self.optimizer, _ = parts()\n"
+        "    def fit(self, models, config):\n"
+        "        accelerator = Accelerator()\n"
+        "        for given in self.model, *models, config.model:\n"
+        "            model, optimizer, loader = accelerator.prepare(*parts(given))\n"
+        "            fit(model, optimizer, loader, accelerator.backward)\n"
+        "        return parts()[0]\n"
+        "exp, models = Experiment(), [nn.Linear(1, 1)]\n"
+        "config = SimpleNamespace(model=nn.Linear(1, 1))\n"
+        "weights = lambda: [m.weight.item() for m in (exp.model, *models, config.model)]\n"
+        "before = weights()"
+    )
+    out = notebook.run("run = nbtrain.launch(exp.fit, models, config, num_processes=2)")
+    for name in "exp.model", "models[0]", "config.model":
+        assert f"{name}: 2 parameters updated from rank 0" in out.board
+    assert "⚠" not in out.board
+    assert notebook.value("[a != b for a, b in zip(before, weights())]") == [True] * 3
+
+
+FORMS = """
+import functools
+from types import SimpleNamespace
+def once(given):
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*parts(given))
+    fit(model, optimizer, loader, accelerator.backward)
+class Experiment:
+    def __init__(self, model): self.model = model
+    def fit(self): once(self.model)
+def of_list(models): once(models[0])
+def of_dict(models): once(models['net'])
+def of_config(config): once(config.model)
+def make(inner):
+    def closure(): once(inner)
+    return closure
+def of_global(): once(net)
+net = nn.Linear(1, 1)
+exp = Experiment(net)
+"""
+LOADS = """
+nn.init.zeros_(net.weight)
+run = nbtrain.launch({}, num_processes=2)
+trained = net.weight.item()
+nn.init.zeros_(net.weight)
+run.load(net)
+fresh = nn.Linear(1, 1)
+nbtrain.Run.open(run.folder).load(fresh)
+"""
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        *("once, net", "functools.partial(once, net)", "exp.fit", "of_list, [net]"),
+        *("of_dict, {'net': net}", "of_config, SimpleNamespace(model=net)", "make(net)"),
+        *("of_global", "lambda: once(net)"),
+    ],
+)
+def test_a_model_can_be_loaded_again_in_whatever_form_it_was_given(
+    notebook: Notebook, task: str
+) -> None:
+    notebook.run(f"{SETUP}\n{FORMS}")
+    out = notebook.run(LOADS.format(task))
+    assert out.ename == "", out.evalue
+    trained = notebook.value("trained")
+    assert trained != 0
+    assert notebook.value("(net.weight.item(), fresh.weight.item())") == (trained, trained)
+
+
+def test_a_scheduler_comes_home_and_what_ranks_filled_is_named(notebook: Notebook) -> None:
+    notebook.run(
+        f"{SETUP}\nmodel, optimizer, loader = parts()\nhistory = []\n"
+        "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)"
+    )
+    out = notebook.run(
+        "%%distributed -n 2\n"
+        "def train(model, optimizer, loader, scheduler, history):\n"
+        "    accelerator = Accelerator()\n"
+        "    fit(*accelerator.prepare(model, optimizer, loader), accelerator.backward)\n"
+        "    scheduler.step()\n"
+        "    history.append(1)"
+    )
+    assert "scheduler: state updated from rank 0" in out.board
+    assert "the ranks filled `history`, and the notebook's own stays as it was" in out.board
+    assert "--out history" in out.board
+    assert notebook.value("(scheduler.last_epoch, len(history))") == (1, 0)
+
+
+def test_a_warning_about_a_call_names_the_users_line(notebook: Notebook) -> None:
+    notebook.run(
+        "%%distributed -n 2\n"
+        "def train():\n"
+        "    torch.distributed.init_process_group('gloo')\n"
+        "    net = torch.nn.Linear(1, 1)\n"
+        "    torch.nn.parallel.DistributedDataParallel(net, check_reduction=True)"
+    )
+    log = notebook.value("nbtrain.last_run().logs(0)")
+    assert "py:5: FutureWarning: The `check_reduction` argument" in log
+    assert "nbtrain" not in log
+
+
+def test_the_entries_of_a_configuration_are_compared(notebook: Notebook) -> None:
+    notebook.run(f"{SETUP}\ndef train(config): nbtrain.log(step=0, loss=config['lr'])")
+    notebook.run("runs = [nbtrain.launch(train, {'lr': lr}, num_processes=1) for lr in (0.1, 0.2)]")
+    assert notebook.value("list(runs[0].compare(runs[1]).loc['config.lr'])") == [0.1, 0.2]
+
+
+@pytest.mark.slow
+def test_trivial_runs_push_no_real_one_out_of_those_that_are_kept(notebook: Notebook) -> None:
+    notebook.run(f"{SETUP}\nreal = nbtrain.launch(lambda: nbtrain.log(step=1, loss=1.0))")
+    notebook.run("for _ in range(22): nbtrain.launch(int, num_processes=1, view='none')")
+    assert notebook.value("real.folder.exists()")
+
+
+@pytest.mark.slow
+def test_a_trainer_of_lightning_that_joins_nobody_is_reported(notebook: Notebook) -> None:
+    pytest.importorskip("lightning", reason="needs lightning")
+    notebook.run(
+        f"{SETUP}\nimport lightning as L\n"
+        "class Lit(L.LightningModule):\n"
+        "    def __init__(self): super().__init__(); self.net = nn.Linear(1, 1)\n"
+        "    def training_step(self, batch, _): return self.net(batch[0]).mean()\n"
+        "    def configure_optimizers(self): return torch.optim.SGD(self.parameters(), 0.1)\n"
+        "still = dict(logger=False, enable_checkpointing=False, max_epochs=1, accelerator='cpu')"
+    )
+    fit = "nbtrain.launch(lambda: L.Trainer({}, **still).fit(Lit(), DataLoader(DATA, 8)))"
+    out = notebook.run(fit.format("devices=1"), timeout=120)
+    assert 'Write `Trainer(devices=2, strategy="ddp")` to train one model on all' in out.board
+    assert "finished, but each rank trained alone" in out.board
+    out = notebook.run(fit.format("devices=2, strategy=['ddp_notebook'][0]"), timeout=120)
+    assert "Lightning would start ranks within rank" in out.evalue
+    assert 'Write `strategy="ddp", devices=2`: the ranks are there already.' in out.evalue
+
+
+@pytest.mark.slow
+def test_a_loop_that_ends_earlier_on_one_rank_ends_the_run_with_both_lines(
+    notebook: Notebook,
+) -> None:
+    notebook.run(SETUP)
+    out = notebook.run(
+        "%%distributed -n 2 --on-hang stop --hang-after 3000\n"
+        "import torch.distributed as dist\n"
+        "def train():\n"
+        "    dist.init_process_group('gloo')\n"
+        "    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))\n"
+        "    for _ in range(4 - nbtrain.rank()):\n"
+        "        model(torch.ones(3, 4)).sum().backward()\n"
+        "    dist.barrier()",
+        timeout=120,
+    )
+    assert out.ename == "RunTimeout"
+    assert re.search(r"Rank 0 is in all_reduce #\d+ of \[10\] \(In\[\d+\], line 7\)", out.evalue)
+    assert re.search(r"rank 1 is in barrier #\d+ \(In\[\d+\], line 8\)", out.evalue)
+    assert "these do not match, so no rank can continue" in out.evalue
+
+
+STANDS_STILL = {
+    "at a call of its own": "    time.sleep(600)",
+    "where nobody answers": (
+        "    import torch.distributed as dist, datetime\n"
+        "    wait = datetime.timedelta(seconds=300)\n"
+        "    dist.TCPStore('127.0.0.1', {port}, 2, False, timeout=wait)"
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", STANDS_STILL)
+def test_a_hang_is_reported_when_it_is_due_and_asking_is_no_progress(
+    notebook: Notebook, where: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:  # it accepts nobody
+        body = STANDS_STILL[where].format(port=server.getsockname()[1])
+        cell = "%%distributed -n 2 --hang-after 10 --on-hang stop --timeout 55\n"
+        out = notebook.run(f"{cell}def train():\n{body}", timeout=120)
+    assert out.ename == "RunTimeout"
+    assert "was stopped because of a hang" in out.evalue
+    assert f"line {len(body.splitlines()) + 2}: {body.splitlines()[-1].strip()}" in out.evalue
+    assert "Exception raised from" not in notebook.value("nbtrain.last_run().logs(0)")
+    lasted = "(lambda state: state.ended - state.created)(nbtrain.last_run().state)"
+    assert notebook.value(lasted) < 20
+
+
+@pytest.mark.slow
+def test_a_rest_of_all_ranks_is_noted_before_a_hang_is_due(notebook: Notebook) -> None:
+    notebook.run(
+        "from nbtrain.tracking.diagnosis import activity, watchdog\n"
+        "usual = watchdog.NOTED, activity.CALM\n"
+        "watchdog.NOTED, activity.CALM = 8.0, 4.0"
+    )
+    noted: list[str] = []
+
+    def read(out: Outputs) -> None:
+        if out.displays and not noted and "waits in barrier" in out.board:
+            noted.append(out.board)
+            notebook.manager.interrupt_kernel()
+
+    out = notebook.run(
+        "%%distributed -n 2 --hang-after 3000 --on-hang stop --view html\n"
+        "import torch.distributed as dist\n"
+        "def train():\n"
+        "    dist.init_process_group('gloo')\n"
+        "    if nbtrain.rank() == 0: time.sleep(600)\n"
+        "    dist.barrier()",
+        during=read,
+    )
+    notebook.run("watchdog.NOTED, activity.CALM = usual")
+    assert out.ename == "KeyboardInterrupt"  # it was not stopped for it
+    assert re.search(r"rank 0 is at In\[\d+\], line 5: .*time.sleep\(600\)", noted[0])
+    assert "rank 1 waits in barrier #1 for it" in noted[0]
+
+
+@pytest.mark.slow
+def test_out_of_memory_names_what_grew_and_no_remedy_without_evidence(
+    start_kernel: Callable[..., Notebook],
+) -> None:
+    kernel = start_kernel()
+    kernel.run("%load_ext nbtrain\nimport nbtrain, os, time, torch")
+    kernel.run(
+        "def train(model):\n"
+        "    kept = []\n"
+        "    while nbtrain.rank() == 1:\n"
+        "        kept.append(bytearray(8 << 20))\n"
+        "        time.sleep(0.06)  # the launcher looks at memory about once a second\n"
+        "    time.sleep(60)"
+    )
+    try:
+        with memory_cgroup(700 << 20) as group:
+            enter = f"open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))"
+            launch = "nbtrain.launch(train, torch.nn.Linear(16, 10), num_processes=2)"
+            out = kernel.run(f"{enter}\n{launch}", timeout=120)
+            report = kernel.value("str(nbtrain.last_run().failure)")
+            kernel.close()
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    assert out.ename == "RankDied"
+    assert out.evalue.startswith("rank 1 ran out of memory and was killed by the system")
+    assert re.search(r"rank 1 (held|grew most, from \d+ MiB to) \d+ MiB, the others", report)
+    assert "no weights, gradients or optimizer states were counted in it; last measured" in report
+    assert "build the model once" not in report + out.traceback

@@ -1,0 +1,77 @@
+"""The card of a run: a picture of its own that says what ran and how it went."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from nbtrain.ui.card import WIDTH, card
+from tests.support import board_states
+from tests.support.kernel import Notebook
+
+NASTY = "<script>alert('x')</script> & \"quoted\" ]]></svg>"
+
+
+def texts(svg: str) -> list[str]:
+    """Return what a card says, as XML, which has no second guesses."""
+    drawn = ElementTree.fromstring(svg)
+    assert drawn.get("width") == str(WIDTH)
+    return ["".join(each.itertext()) for each in drawn.iter("{http://www.w3.org/2000/svg}text")]
+
+
+@pytest.mark.parametrize("name", board_states.STATES)
+def test_every_state_has_a_card_that_stands_alone(name: str) -> None:
+    svg = card(*board_states.drawn_at(name)).svg
+    assert texts(svg)
+    assert "currentColor" not in svg  # of no page
+    assert not re.findall(r"<script|<style|<image|href|url\(", svg)
+    assert min(map(float, re.findall(r'<text[^>]* font-size="([\d.]+)"', svg))) >= 10.5
+    assert len(svg.encode()) <= 12_000
+
+
+def test_a_card_says_what_ran_and_what_came_of_it() -> None:
+    said = texts(card(*board_states.drawn_at("succeeded-8")).svg)
+    for text in ("✓ succeeded", "train()", "54 s", "best val_loss", "0.4041", "0.8829"):
+        assert text in said
+    assert any(text.startswith("8 ranks · fork · 8 × NVIDIA H200 · bf16 · ") for text in said)
+    assert {"6,144 samples/s", "epoch 2", "computing", "waiting for data"} <= set(said)
+
+
+def test_a_card_of_a_failure_names_rank_line_and_error() -> None:
+    said = texts(card(*board_states.drawn_at("failed")).svg)
+    assert "rank 1 at line 12 of the cell" in said
+    assert any(text.startswith("ValueError: Expected input batch_size") for text in said)
+
+
+def test_names_are_escaped_and_cut() -> None:
+    state, now = board_states.drawn_at("succeeded")
+    said = texts(card(replace(state, name=NASTY * 9), now).svg)
+    assert any(text.startswith("<script>alert") for text in said)
+    assert max(map(len, said)) <= 100
+
+
+@pytest.mark.timeout(120)
+def test_a_run_draws_its_card_as_the_value_of_a_cell(notebook: Notebook, tmp_path: Path) -> None:
+    notebook.run("import nbtrain, time")
+    notebook.run(
+        "def train():\n"
+        "    for i in range(40):\n"
+        "        nbtrain.log(step=i, loss=1 / (1 + i))\n"
+        "        time.sleep(0.1)\n"
+        "    return 0.5\n"
+        "run = nbtrain.launch(train, num_processes=2)"
+    )
+    out = notebook.run("run.card()")
+    (data,) = out.results
+    said = texts(data["image/svg+xml"])
+    assert {"✓ succeeded", "result", "0.5"} <= set(said)
+    assert any(re.fullmatch(r"train #\d+", text) for text in said)
+    assert 'src="data:image/svg+xml;base64,' in data["text/html"]
+    assert "Copy as image" in notebook.run("run.show()").displays[-1]["text/html"]
+    path = tmp_path / "run.svg"
+    assert notebook.value(f"str(run.card().save({str(path)!r}))") == str(path)
+    assert path.read_text() == data["image/svg+xml"]

@@ -1,0 +1,148 @@
+"""What ranks of ordinary runs display arrives in the cell, as what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nbtrain.planning.plan import Call
+from nbtrain.tracking import events as ev
+from nbtrain.tracking.event_log import EventWriter, read_events
+from nbtrain.worker import api
+from nbtrain.worker.output.rich_output import MOST, RichOutput
+from nbtrain.worker.task_runner import run_task
+from tests.support.kernel import Notebook, Outputs
+
+
+@pytest.fixture
+def reporter(tmp_path: Path) -> Iterator[api.Reporter]:
+    """This process as a rank that reports into a file."""
+    reporter = api.Reporter(EventWriter(tmp_path / "events"), rank=0, world_size=1)
+    api.activate(reporter)
+    yield reporter
+    api.activate(None)
+    reporter.writer.close()
+
+
+def test_a_display_in_any_script_arrives_or_says_that_it_is_too_large(
+    reporter: api.Reporter, tmp_path: Path
+) -> None:
+    output = RichOutput(run_task, shows_values=True)
+    for size in (100_000, 500_000):  # six bytes each, as JSON
+        output._publish({"text/html": "界" * size, "text/plain": "界" * size})
+    first, second = read_events(tmp_path / "events")
+    assert isinstance(first, ev.Displayed)
+    assert isinstance(second, ev.Displayed)
+    assert "are too much to display" in str(second.data["text/plain"])
+
+
+def test_a_task_that_fails_leaves_its_last_display(reporter: api.Reporter, tmp_path: Path) -> None:
+    def draws_and_fails(_task: object) -> None:
+        for n in range(MOST + 10):
+            output._publish({"text/html": f"<i>{n}</i>"})
+        raise ValueError("oops")
+
+    output = RichOutput(draws_and_fails, shows_values=True)
+    with pytest.raises(ValueError, match="oops"):
+        output.run(Call(print))
+    *_, last = read_events(tmp_path / "events")
+    assert isinstance(last, ev.Displayed)
+    assert last.data == {"text/html": f"<i>{MOST + 9}</i>"}
+
+
+_OWN = 'class="tex2jax_ignore', '<div style="opacity'
+
+
+def forms(out: Outputs, kind: str) -> list[str]:
+    """The displays of a cell that have a form, but for the board and the labels."""
+    shown = [each for each in out.displays if kind in each]
+    return [d[kind] for d in shown if not any(own in d.get("text/html", "") for own in _OWN)]
+
+
+@pytest.mark.parametrize("engine", ["fork", "spawn"])
+def test_figures_and_tables_of_rank_0_are_outputs_below_the_board(
+    notebook: Notebook, engine: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("pandas")
+    out = notebook.run(
+        f"%%distributed -n 2 -e {engine}\n"
+        "import matplotlib.pyplot as plt, pandas as pd\n"
+        "from IPython.display import HTML, display\n"
+        "display(HTML(f'<b>bold {nbtrain.rank()}</b>'))\n"
+        "plt.plot([1, 2]); plt.show()\n"
+        "figure, axes = plt.subplots(); display(figure); plt.close(figure)\n"
+        "display(pd.DataFrame({'a': [1]}))\n"
+        "plt.plot([3, 4])"
+    )
+    assert out.ename == "", out.traceback
+    assert forms(out, "text/html")[0] == "<b>bold 0</b>"
+    assert len(forms(out, "image/png")) == 3  # the last one was not shown by hand
+    assert sum("<table" in form for form in forms(out, "text/html")) == 1
+    texts = [each["text/plain"] for each in out.displays]
+    assert "rank 0:" in texts[1]  # the board stays the first output
+    assert texts[-1] == "rank 1 has displays, too: run.show(rank=1)"
+    shown = notebook.run("nbtrain.last_run().show(rank=1)")
+    assert "<b>bold 1</b>" in forms(shown, "text/html")
+    again = notebook.run("%nbtrain show")
+    assert "<b>bold 0</b>" in forms(again, "text/html")
+
+
+def test_a_display_is_there_while_the_run_goes_on(notebook: Notebook, tmp_path: Path) -> None:
+    def during(out: Outputs) -> None:
+        if "<i>early</i>" in forms(out, "text/html"):
+            (tmp_path / "go").touch()
+
+    out = notebook.run(
+        "%%distributed -n 2\n"
+        "import pathlib, time\n"
+        "from IPython.display import HTML\n"
+        "display(HTML('<i>early</i>'))\n"
+        f"while not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.01)",
+        during=during,
+    )
+    assert out.ename == ""
+
+
+def test_a_picture_that_is_drawn_anew_takes_the_place_of_the_one_before(notebook: Notebook) -> None:
+    out = notebook.run(
+        "%%distributed -n 1\n"
+        "from IPython.display import HTML, clear_output\n"
+        "handle = display(HTML('a0'), display_id=True)\n"
+        "for n in range(200): handle.update(HTML(f'a{n}'))\n"
+        "for n in range(200): clear_output(wait=True); display(HTML(f'b{n}'))"
+    )
+    assert len(forms(out, "text/html")) <= 4  # all else came in the place of one of these
+    every = [each.get("text/html", "") for each in [*out.displays, *out.updates]]
+    pictures = [form for form in every if form[:1] == "b"]  # on a slow machine, some between
+    assert pictures[-1] == "b199"
+    assert len(pictures) < 100
+
+
+def test_of_too_many_displays_the_last_is_shown_with_the_number_left_out(
+    notebook: Notebook,
+) -> None:
+    out = notebook.run(
+        "%%distributed -n 2\n"
+        "from IPython.display import HTML\n"
+        "if nbtrain.rank() == 0:\n"
+        "    for n in range(120): display(HTML(f'<i>{n}</i>'))\n"
+        "    display(HTML('x' * 2_000_000))"
+    )
+    shown = forms(out, "text/html")
+    assert "<i>49</i>" in shown
+    assert "<i>50</i>" not in shown
+    texts = [each["text/plain"] for each in [*out.displays, *out.updates]]
+    assert "… 70 displays left out" in texts
+    assert any(text.endswith("MiB are too much to display)") for text in texts)
+
+
+def test_without_a_page_a_display_is_its_text(notebook: Notebook) -> None:
+    notebook.allow_stdin = False  # as a program that executes notebooks
+    out = notebook.run(
+        "%%distributed -n 1\nfrom IPython.display import HTML\ndisplay(HTML('<b>x</b>'))"
+    )
+    assert "[rank 0] <IPython.core.display.HTML object>" in out.stdout
+    assert "<b>x</b>" in forms(out, "text/html")  # which is what the saved notebook shows
