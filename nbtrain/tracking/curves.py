@@ -40,24 +40,31 @@ class Bin(NamedTuple):
     high: float
     total: float
     size: int
+    lost: float = 0.0
+    """What the total lacks for being rounded. Without it, the mean would depend on which rank's
+    report was read first, and a reopened run would differ from the live one by a pixel."""
 
     @property
     def mean(self) -> float:
-        _, low, high, total, size = self
-        mean = total / size
+        _, low, high, total, size, lost = self
+        mean = (total + lost) / size
         return mean if low <= mean <= high else low / 2 + high / 2  # the sum was beyond any float
 
 
-def joined(known: Bin, new: tuple[float, float, float, float, int]) -> Bin:
-    """Return one bin for two."""
-    x, low, high, total, size = known
-    new_x, new_low, new_high, new_total, new_size = new
+def joined(known: Bin, new: tuple[float, float, float, float, int, float]) -> Bin:
+    """Return one bin for two. The sum is Knuth's, which keeps what rounding takes away."""
+    x, low, high, total, size, lost = known
+    new_x, new_low, new_high, new_total, new_size, new_lost = new
+    whole = total + new_total
+    part = whole - total
+    rounded = (total - (whole - part)) + (new_total - part)
     return Bin(
         x if x > new_x else new_x,
         low if low < new_low else new_low,
         high if high > new_high else new_high,
-        total + new_total,
+        whole,
         size + new_size,
+        lost + new_lost + rounded,
     )
 
 
@@ -200,7 +207,7 @@ class Series:
         key = int(x // self.width)
         if is_finite:
             known = self.bins.get(key)
-            new = x, value, value, value, 1
+            new = x, value, value, value, 1, 0.0
             self.bins[key] = Bin(*new) if known is None else joined(known, new)
         elif value != value:
             self.nans += 1

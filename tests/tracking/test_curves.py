@@ -226,3 +226,18 @@ def test_a_curve_has_no_kink_where_steps_are_no_longer_reported_one_by_one(steps
         apart = [after - before for before, after in pairwise(drawn[:-1])]
         assert 16 < len(drawn) <= 33
         assert max(apart) <= 3 * min(apart)
+
+
+def test_means_do_not_depend_on_the_order_in_which_ranks_are_read() -> None:
+    ranks = [
+        [(rank, step, 1.0 / (1 + step) + rank / 3) for step in range(600)] for rank in range(3)
+    ]
+    one_by_one = [point for rank in ranks for point in rank]
+    in_turns = [point for points in zip(*reversed(ranks), strict=True) for point in points]
+    means = []
+    for order in (one_by_one, in_turns):
+        series = Series()
+        for rank, step, value in order:
+            series.add(rank, step, value, is_lined=True)
+        means.append([each.mean for each in series.band])
+    assert means[0] == means[1]

@@ -459,7 +459,8 @@ def _curves(chart: Chart, pen: _Pen) -> str:
         edge = [*((b.x, b.high) for b in band), *((b.x, b.low) for b in reversed(band))]
         return f'<path d="{pen.path(edge)}z" fill="{blue}" fill-opacity=".22"/>{strong}'
     each = max(12, chart.frame.points // len(series.lines))
-    lines = "".join(pen.path(evenly(sorted(line.values()), each)) for line in series.lines.values())
+    paths = (evenly(sorted(line.values()), each) for _, line in sorted(series.lines.items()))
+    lines = "".join(map(pen.path, paths))
     return f'<path d="{lines}" {faint}/>{strong}'
 
 

@@ -7,7 +7,9 @@ import re
 import pytest
 
 import nbtrain
+from nbtrain.tracking import events as ev
 from nbtrain.tracking.curves import smoothed
+from nbtrain.tracking.reducers import fold
 from nbtrain.tracking.state import EarlierRun
 from nbtrain.ui.board import chart, theme
 from tests.support import board_states
@@ -64,3 +66,16 @@ def test_what_is_above_an_earlier_zero_is_not_about_the_same() -> None:
     earlier = EarlierRun("train() #3", "loss", ((0.0, 1.0), (1.0, 0.0), (1e6, 0.0)))
     drawn = chart.charts(board_states.replace(state, earlier=earlier), 30_000)
     assert "much higher than train() #3" in drawn
+
+
+def test_a_chart_does_not_depend_on_the_order_in_which_ranks_are_read() -> None:
+    state, _ = board_states.drawn_at("plain-2")
+    logged = [
+        ev.Metrics(float(step), rank, step, {"distance": 1.0 / (1 + step) + rank / 3})
+        for step in range(600)
+        for rank in range(2)
+    ]
+    last_first = sorted(logged, key=lambda event: -event.rank)
+    drawn = {chart.charts(fold(state, events), 30_000) for events in (logged, last_first)}
+    assert len(drawn) == 1
+    assert "distance" in drawn.pop()
