@@ -13,6 +13,7 @@ import nbtrain
 PACKAGE = Path(nbtrain.__file__).parent
 ROOMS = (
     "errors",
+    "findings",
     "system",
     "planning",
     "transport",
@@ -102,6 +103,7 @@ TESTED_TOGETHER = {
     "engines/spawn_main": "engines/test_spawn.py",
     "engines/multinode/*": "engines/multinode/test_engine.py",  # two kernels, each a node
     "engines/process/*": "end_to_end/test_kernel_health.py",  # what they leave in a kernel
+    "findings": "planning/preflight/test_preflight.py",
     "errors": "end_to_end/test_readme.py",  # every exception is in the reference
     "lifecycle/results": "worker/test_result_sender.py",  # what is sent, and what arrives
     "lifecycle/run_info": "tracking/test_history.py",  # tables of runs

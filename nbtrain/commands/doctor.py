@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from .. import engines
+from ..findings import Finding
 from ..lifecycle.preload import known_imports
 from ..lifecycle.summary import as_plain
 from ..planning import plan, preflight
-from ..planning.findings import Finding
 from ..system import accelerator_guard, gpus, host, instrumentation, processes, tpu
 from ..system.gpus import Gpu, TorchBuild
 from ..system.text import format_bytes, format_bytes_of, plural
@@ -75,7 +75,7 @@ class Examination:
 
     def refusals(self, engine: str) -> list[str]:
         """Return why a launch by an engine is refused; nothing if it is not."""
-        found = [finding.text for finding in self.findings[engine] if finding.level == "refuse"]
+        found = [finding.shown for finding in self.findings[engine] if finding.level == "refuse"]
         return [self.trouble] if self.trouble else found
 
     @property
@@ -204,7 +204,7 @@ def gpu_as_dict(gpu: Gpu) -> dict[str, Any]:
 
 
 def _engine_as_dict(name: str, seen: Examination) -> dict[str, list[str]]:
-    warnings = [each.text for each in seen.findings[name] if each.level == "warn"]
+    warnings = [each.shown for each in seen.findings[name] if each.level == "warn"]
     return {"refused": seen.refusals(name), "warned": warnings}
 
 
@@ -406,6 +406,6 @@ def launch(engine: str, findings: Sequence[Finding], trouble: str = "") -> Itera
         yield "", f"{engine} refused: {trouble}"
     for finding in findings:
         verb = "refused" if finding.level == "refuse" else "warned"
-        yield "", f"{engine} {verb}: {finding.text}"
+        yield "", f"{engine} {verb}: {finding.shown}"
     if not (trouble or findings):
         yield "", f"{engine}: nothing hinders a launch"

@@ -46,12 +46,12 @@ def migrated(shell: Any, source: str) -> str:
         )
     if not all(finding.edits for finding in changes):
         raise PlanError(
-            f"%%nbtrain migrate: this loop needs changes by hand. {changes[0].text}. The steps "
+            f"%%nbtrain migrate: this loop needs changes by hand. {changes[0].shown}. The steps "
             "are at huggingface.co/docs/accelerate/basic_tutorials/migration"
         )
-    if changes[0].place:
+    if changes[0].place.source:
         raise PlanError(
-            f"%%nbtrain migrate: the loop is in {changes[0].location}: put %%nbtrain migrate on "
+            f"%%nbtrain migrate: the loop is in {changes[0].place}: put %%nbtrain migrate on "
             "top of that cell"
         )
     edits = [edit for finding in changes for edit in finding.edits]

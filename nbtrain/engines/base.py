@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..errors import PlanError
+from ..findings import Finding
 from ..planning.plan import Plan
 from ..system import gpus, tpu
 from ..tracking.events import Event
@@ -116,7 +117,7 @@ class Engine(ABC):
     can_downcast = False
     """Whether the plan's `downcast_bf16` means anything."""
 
-    notes: Sequence[str] = ()
+    notes: Sequence[Finding] = ()
     """What to mind about the places of the ranks, once they are prepared."""
 
     def check_options(self, plan: Plan) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any, Protocol
 
+from ..findings import Finding
 from ..planning.plan import Cell, Plan
 from ..tracking import clock
 from ..tracking import events as ev
@@ -96,9 +97,10 @@ class LiveEngine(Engine):
         return ranks
 
 
-def _sent_note(sent: Mapping[str, Any]) -> list[str]:
+def _sent_note(sent: Mapping[str, Any]) -> list[Finding]:
     names = [f"`{n}`" for n, value in sent.items() if not isinstance(value, ModuleType)]
-    return [f"sent to the ranks, which did not have it: {', '.join(names)}"] if names else []
+    text = f"sent to the ranks, which did not have it: {', '.join(names)}"
+    return [Finding("sent", text)] if names else []
 
 
 class TaskRanks(Ranks):

@@ -17,10 +17,10 @@ from typing import Any
 from .. import engines
 from ..engines import Engine
 from ..errors import LaunchError, PlanError, PreflightError
+from ..findings import Finding
 from ..planning import accelerate_config as config_file
 from ..planning import build_estimate, preflight
 from ..planning import world as several
-from ..planning.findings import CodeFinding, Finding
 from ..planning.lint import lint
 from ..planning.option_parser import (
     check_rank_argument,
@@ -52,7 +52,7 @@ from .debugging.conversation import Conversation
 from .follower import Follower
 from .forwarding.forwarder import check_installed, without_addresses
 from .restarts import run_attempts
-from .results import ResultReceiver, continuations
+from .results import ResultReceiver
 from .run import Run, conclude, draw_live, earlier, going_on, let_go, remember
 from .run_info import manifest
 from .supervisor import Interrupts, Supervisor
@@ -63,8 +63,9 @@ LIVE = "live ranks"
 SPARED = 8
 """Tasks of live ranks between two looks at old folders."""
 
-_NOBODY_DEBUGS = (
-    "--debug has no effect here: the debugger needs somebody who can type, and ranks on this host."
+_NOBODY_DEBUGS = Finding(
+    "no-debugger",
+    "--debug has no effect here: the debugger needs somebody who can type, and ranks on this host.",
 )
 
 START_PATIENCE = 20.0
@@ -259,18 +260,16 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
         LOGGER.info("%s on %s", plural(plan.num_processes or 1, "rank"), device)
         findings += _check(plan, device, engine)
         engine.prepare(without_addresses(plan))
-        notes = [*(finding.text for finding in findings), *engine.notes]
-        with contextlib.suppress(Exception):  # a model of a kind that cannot be asked
-            notes += continuations(plan)
+        findings += engine.notes
         prompt = None if engine.name == "ray" or plan.goes_on else prompts.find()
         if plan.debug and prompt is None:
-            notes.append(_NOBODY_DEBUGS)
-        for note in notes:
-            LOGGER.info("note: %s", note)
+            findings.append(_NOBODY_DEBUGS)
+        for finding in findings:
+            LOGGER.info("note: %s", finding.shown)
         if plan.goes_on:
-            return _start_in_background(plan, device, engine, notes)
+            return _start_in_background(plan, device, engine, findings)
         with Interrupts(wanted=not engine.runs_in_kernel) as interrupts:
-            job, state = make_job(plan, device, engine, notes)
+            job, state = make_job(plan, device, engine, findings)
             if prompt is not None:
                 job = replace(job, unanswered="")
             supervisor = Supervisor.of(plan, job.folder, state, ranks_stay=engine.ranks_stay)
@@ -352,7 +351,7 @@ def _check_task(plan: Plan, device: str, engine: Engine) -> list[Finding]:
         return built
 
     on_host = preflight.check(plan, device, engine, bytes_built) if engine.checks_host else ()
-    in_code: tuple[CodeFinding, ...] = ()
+    in_code: tuple[Finding, ...] = ()
     with contextlib.suppress(Exception):  # it is advice
         is_tpu = device in tpu.ENGINES.values()
         in_code = lint(
@@ -384,7 +383,7 @@ def _check_alone(plan: Plan, device: str) -> list[Finding]:
     if others[-1].state.name == LIVE:
         other = "Live ranks (%nbtrain start) are there"
     if device == "cpu" or (device == "cuda" and "CUDA_VISIBLE_DEVICES" in plan.env):
-        return [Finding(f"{other}; the new run shares this host with it.")]
+        return [Finding("run-in-background", f"{other}; the new run shares this host with it.")]
     devices, share = "TPU", "."
     if device == "cuda":
         devices, share = "GPUs", ", or give each run its own: --env CUDA_VISIBLE_DEVICES=0,1"
@@ -396,12 +395,14 @@ def _check_alone(plan: Plan, device: str) -> list[Finding]:
     )
 
 
-def _start_in_background(plan: Plan, device: str, engine: Engine, notes: Sequence[str]) -> Run:
+def _start_in_background(
+    plan: Plan, device: str, engine: Engine, findings: Sequence[Finding]
+) -> Run:
     """Start a run that the cell does not wait for; return it once its ranks were started.
 
     Raises `LaunchError` if they cannot start.
     """
-    job, state = make_job(plan, device, engine, notes)
+    job, state = make_job(plan, device, engine, findings)
     let_go(job.folder, lambda: False)
     supervisor = None
     if engine.ranks_stay:
@@ -427,12 +428,14 @@ def _start_in_background(plan: Plan, device: str, engine: Engine, notes: Sequenc
     return run
 
 
-def make_job(plan: Plan, device: str, engine: Engine, notes: Sequence[str]) -> tuple[Job, RunState]:
+def make_job(
+    plan: Plan, device: str, engine: Engine, findings: Sequence[Finding]
+) -> tuple[Job, RunState]:
     """Make the run's folder; return what its ranks need, and the picture before they start."""
     world_size = plan.num_processes or 1
     if not going_on():  # a run in the background keeps its time
         clock.synchronize()
-    contents = manifest(plan, world_size, device, notes, engine.runs_in_kernel)
+    contents = manifest(plan, world_size, device, findings, engine.runs_in_kernel)
     contents["earlier"] = None if plan.scaling else earlier(contents["name"])
     job = Job(
         plan=plan,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..engines import Engine
 from ..engines.process.orphan_reaper import OrphanReaper
+from ..findings import Finding
 from ..system.processes import process_identity
 from ..tracking.diagnosis.failures import is_secondary_failure
 from ..tracking.diagnosis.verdict import line
@@ -122,7 +123,7 @@ def _import_ahead(engine: Engine, job: Job, supervisor: Supervisor, interrupts: 
         importing.leave_behind()
         return False
     for note in importing.notes():
-        supervisor.note(note)
+        supervisor.note(Finding("import", note))
     return True
 
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import pickle
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ..errors import NbtrainError
 from ..planning.option_types import OF_ALL
-from ..planning.plan import Cell, Plan, Task
-from ..planning.task_values import is_model, is_optimizer, is_scheduler, namespace, returned
+from ..planning.plan import Plan
+from ..planning.task_values import is_model, is_scheduler, namespace, returned
 from ..system.files import read_regular
-from ..system.source_files import cell_numbers
 from ..tracking import clock
 from ..tracking import events as ev
 from ..tracking.event_log import EventWriter
@@ -28,108 +25,6 @@ from ..transport import result_pickler, weights
 from ..transport.weight_reader import WeightReader
 from ..ui.labels import not_updated
 from ..worker.result_sender import QUICK
-from ..worker.telemetry.evidence.places import Place, user_place
-from .run_info import parameters
-
-
-@dataclass(frozen=True)
-class _Site:
-    """The line of the user's code that launches a run."""
-
-    place: Place
-    cell: str = ""
-    """The page's id of the cell: it stays when the cell is edited."""
-    execution: int = 0
-
-    @classmethod
-    def here(cls) -> _Site:
-        """Return the line that is launching now."""
-        place, ipython = user_place(), sys.modules.get("IPython")
-        numbers, cell = cell_numbers(), ""
-        last = max(numbers.values(), default=0)
-        if numbers.get(place.file) == last:  # else it is in a function of another cell
-            with contextlib.suppress(Exception):  # shells differ in what they know of a request
-                shell: Any = ipython.get_ipython() if ipython is not None else None
-                cell = str(shell.get_parent()["metadata"].get("cellId", ""))
-        return cls(place, cell, last)
-
-    def is_again(self, before: _Site) -> bool:
-        """Whether a line runs again: in a loop, or in a cell that is run anew, edited or not."""
-        is_new = self.execution != before.execution
-        return self.place == before.place or (is_new and self.cell == before.cell != "")
-
-
-@dataclass(frozen=True)
-class _Trained:
-    """By which launch a model of the notebook was trained last."""
-
-    run: str
-    title: str
-    arguments: dict[str, Any]
-    site: _Site
-    optimizers: weakref.WeakSet[Any]
-    """Those that have a state in the ranks, which was not copied back."""
-    versions: list[int]
-    """Of its parameters, after it."""
-
-
-_trained = weakref.WeakKeyDictionary[Any, _Trained]()
-
-_noted = weakref.WeakSet[Any]()
-"""Optimizers that a note has named: once is enough."""
-
-
-def _versions(model: Any) -> list[int]:
-    """Return how often each parameter was changed in place."""
-    return [parameter._version for parameter in model.parameters()]
-
-
-def _title(task: Task) -> str:
-    return (task.function or "") if isinstance(task, Cell) else task.name
-
-
-def continuations(plan: Plan) -> list[str]:
-    """Return a note on each model that goes on from another trial's weights.
-
-    That is a launch of the same function with other arguments, by the same line (in a loop, or in
-    a cell that is run again), and nothing has changed the model since it was copied back: a sweep,
-    most likely, each of whose trials should start afresh. Another line is another phase of the same
-    training.
-    """
-    notes, site = [], _Site.here()
-    for name, value in returned(plan).items() if plan.sync else ():
-        last = _trained.get(value) if is_model(value) else None
-        if last is None or last.versions != _versions(value):
-            continue
-        is_again = last.title == _title(plan.task) and site.is_again(last.site)
-        new = parameters(plan.task) if is_again else {}
-        changed = [n for n in new if n in last.arguments and new[n] != last.arguments[n]]
-        if not changed:
-            notes += _stale(plan, name, last)
-        else:
-            option = "--no-sync" if isinstance(plan.task, Cell) else "sync=False"
-            notes.append(
-                f"`{name}` goes on from the weights of run {last.run}, which had another "
-                f"`{changed[0]}`. If each run is to start afresh, make the model anew before it, "
-                f"or add {option}"
-            )
-    return notes
-
-
-def _stale(plan: Plan, model: str, last: _Trained) -> list[str]:
-    """Return a note on an optimizer that begins anew, beside a model that goes on; once."""
-    for name, optimizer in returned(plan).items():
-        if not is_optimizer(optimizer) or optimizer in _noted or name in plan.out:
-            continue
-        if optimizer in last.optimizers and len(optimizer.state) == 0:
-            _noted.add(optimizer)
-            out = f"--out {name}" if isinstance(plan.task, Cell) else f'out="{name}"'
-            return [
-                f"`{model}` goes on from the weights of run {last.run}, but `{name}` begins anew, "
-                f"without the state that it had there (its momentum). Add {out} to a launch to "
-                "have it copied back, too, or make a new optimizer for each"
-            ]
-    return []
 
 
 class ResultReceiver:
@@ -141,9 +36,6 @@ class ResultReceiver:
     def __init__(self, plan: Plan) -> None:
         self._objects = {name: weakref.ref(value) for name, value in returned(plan).items()}
         self._namespace = namespace(plan.task)
-        # Not the task: it holds the models, which may go when the notebook lets go of them.
-        self._title, self._arguments = _title(plan.task), parameters(plan.task)
-        self._site = _Site.here()
         self._has_received = False
 
     def objects(self) -> dict[str, Any]:
@@ -169,26 +61,12 @@ class ResultReceiver:
             for event in events:
                 writer.write(event)
             writer.close()
-        stepped = state.ranks[0].stepped if state.ranks else ()
-        self._remember({event.name for event in events if not event.trouble}, folder, stepped)
         for event in events:
             if event.trouble and event.name not in lost:  # on the board too, where there is one
                 message = not_updated(event.name, event.trouble)
                 with contextlib.suppress(Warning):  # where warnings are errors
                     warnings.warn_explicit(message, UserWarning, "nbtrain", 1)
         return fold(state, events)
-
-    def _remember(
-        self, loaded: Collection[str], folder: RunFolder, stepped: Collection[str]
-    ) -> None:
-        """Take note of the models that were trained, and by what, for `continuations`."""
-        objects = self.objects()
-        optimizers = weakref.WeakSet[Any](objects[name] for name in stepped if name in objects)
-        for name, value in objects.items():
-            if name in loaded and is_model(value):
-                with contextlib.suppress(Exception):  # a model of a kind that cannot be asked
-                    about = self._title, self._arguments, self._site, optimizers, _versions(value)
-                    _trained[value] = _Trained(folder.path.name, *about)
 
     def _received(
         self, folder: RunFolder, saved: Sequence[ev.ArtifactSaved]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import MissingExtra
+from ..findings import Finding
 from ..planning import build_estimate
 from ..planning.lint import models_built
 from ..planning.plan import Cell, Plan, Task
@@ -129,7 +130,7 @@ def _tail(path: Path) -> list[ev.Event]:
 
 
 def manifest(
-    plan: Plan, world_size: int, device: str, notes: Sequence[str], in_kernel: bool = False
+    plan: Plan, world_size: int, device: str, findings: Sequence[Finding], in_kernel: bool = False
 ) -> dict[str, Any]:
     """Return the manifest of a run: all that is known before it starts."""
     import torch
@@ -152,7 +153,7 @@ def manifest(
         "host": platform.node(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "notes": list(notes),
+        "findings": [{"code": each.code, "text": each.shown} for each in findings],
         "cells": _cells(plan),
         "parameters": parameters(plan.task),
         "returns": [] if in_kernel else [*returned(plan), *plan.out],

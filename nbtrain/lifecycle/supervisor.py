@@ -17,6 +17,7 @@ from typing import Any
 
 from ..engines import Exit, Ranks
 from ..errors import NbtrainError
+from ..findings import Finding
 from ..planning.plan import Plan
 from ..system import host
 from ..system.text import format_ranks
@@ -64,13 +65,17 @@ _LOST = (
     "Until there is room again, what the ranks print and report is lost, and their results may be "
     "lost; the training continues."
 )
-_RECREATED = (
+_RECREATED = Finding(
+    "folder-deleted",
     "This run's folder was deleted during the run, and nbtrain made it again. What the ranks had "
     "printed, reported and saved there is lost, and so is what they print from now on; their "
-    "results are not lost."
+    "results are not lost.",
 )
 
-_UNSETTLED = "Stopped while the last checkpoint was being copied from the nodes: it may be lost."
+_UNSETTLED = Finding(
+    "checkpoint-lost",
+    "Stopped while the last checkpoint was being copied from the nodes: it may be lost.",
+)
 
 
 class Interrupts:
@@ -220,7 +225,7 @@ class Supervisor:
         self._note(ranks.news())
         self._take(self._reader.read(ended={e.rank for e in exits}))
         self._pictures.keep(self.state)
-        self._note(self._work.check(self.state.notes))
+        self._note(self._work.check(self.state.findings))
         self._note(self.forwarder.notes())
         self._take_exits(exits)
         self._decide(ranks, interrupts)
@@ -237,7 +242,8 @@ class Supervisor:
             where = hangs.places(stacks.ask(self._folder, running, None if are_far else ANSWER))
             where = f"{where[:1].upper()}{where[1:]}"
             text = f"{format_ranks(running)} did not hear the interrupt so far. {where}".rstrip()
-            self.note(f"{text}. A second interrupt ends the ranks, and their variables")
+            remedy = "A second interrupt ends the ranks, and their variables"
+            self.note(Finding("deaf", f"{text}.", remedy))
 
     def settle(self, ranks: Ranks, interrupts: Interrupts) -> None:
         """Wait for what ranks left on other hosts, unless somebody has enough of that."""
@@ -249,7 +255,7 @@ class Supervisor:
                 self.request_stop("by an interrupt")  # no other attempt begins, either
             stopped = self._stop.cause is None and asked_to_stop(self._folder)
             if stopped or self._stop.is_hasty or self._stop.requests > known:
-                self._note([ev.RunNote(clock.now(), -1, _UNSETTLED)])
+                self._note([ev.RunNote.of(_UNSETTLED)])
                 return
         self._note(ranks.news())
 
@@ -297,9 +303,9 @@ class Supervisor:
             self._note([ev.Waiting(clock.now(), -1)])
         return self._stop.cause is None
 
-    def note(self, text: str) -> None:
-        """Show a sentence on the board, and keep it with the run."""
-        self._note([ev.RunNote(clock.now(), -1, text)])
+    def note(self, finding: Finding) -> None:
+        """Show a finding on the board, and keep it with the run."""
+        self._note([ev.RunNote.of(finding)])
 
     def _end_watchdog(self) -> None:
         self._watchdog.close()
@@ -419,7 +425,7 @@ class Supervisor:
         """Write how the run ended."""
         self._end_watchdog()
         self._take(self._reader.read(ended=range(self.state.world_size)))
-        self._note(self._work.check(self.state.notes))
+        self._note(self._work.check(self.state.findings))
         failed = [r for r in self.state.ranks if r.status == "failed"]
         status = self._stop.cause or ("failed" if failed else "succeeded")
         self._note(self._disk.check_room(self.state.world_size))
@@ -470,7 +476,7 @@ class DiskWatch:
             for rank in state.ranks:  # for those who read the folder from here on
                 if rank.pid is not None:
                     self._writer.write(ev.Spawned(clock.now(), rank.rank, rank.pid, rank.node))
-            return [ev.RunNote(clock.now(), -1, _RECREATED)]
+            return [ev.RunNote.of(_RECREATED)]
         return []
 
     def check_room(self, world_size: int) -> list[ev.Event]:
@@ -483,4 +489,4 @@ class DiskWatch:
             return []
         self._has_warned = True
         reason = trouble.strerror if trouble is not None else "the disk is full"
-        return [ev.RunNote(clock.now(), -1, f"{self._folder.path}: {reason}. {_LOST}")]
+        return [ev.RunNote.of(Finding("disk-full", f"{self._folder.path}: {reason}.", _LOST))]

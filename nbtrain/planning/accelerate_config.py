@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PlanError
+from ..findings import Finding
 from ..system import tpu
-from .findings import Finding
 from .option_types import PRECISIONS
 from .plan import Plan
 
@@ -61,7 +61,10 @@ def applied(plan: Plan) -> tuple[Plan, list[Finding]]:
     config = read(plan.config, plan.num_processes)
     name = config.file.name
     findings = [
-        Finding(f"{option}: {asked} is used, as asked for, and not {value} from {name}.")
+        Finding(
+            "config-overridden",
+            f"{option}: {asked} is used, as asked for, and not {value} from {name}.",
+        )
         for option, asked, value in (
             ("Number of processes", plan.num_processes, config.num_processes),
             ("Mixed precision", plan.mixed_precision, config.mixed_precision),
@@ -80,10 +83,12 @@ def applied(plan: Plan) -> tuple[Plan, list[Finding]]:
         return filled, findings
     if plan.engine not in ("auto", "tpu", *tpu.ENGINES):
         ignored = f"Engine: {plan.engine} is used, as asked for, and not the TPU of {name}."
-        return filled, [*findings, Finding(ignored)]
+        return filled, [*findings, Finding("config-ignored", ignored)]
     if config.unused:
         keys = ", ".join(config.unused)
-        findings.append(Finding(f"{name}: for a TPU pod only, and not used here: {keys}."))
+        findings.append(
+            Finding("config-ignored", f"{name}: for a TPU pod only, and not used here: {keys}.")
+        )
     downcast = plan.downcast_bf16 or (config.downcast_bf16 and precision == "bf16")
     engine = "tpu" if plan.engine == "auto" else plan.engine
     return replace(filled, engine=engine, downcast_bf16=downcast), findings
@@ -100,7 +105,10 @@ def check_device(plan: Plan, device: str) -> list[Finding]:
             "with fsdp_version: 2 (Accelerate ≥ 1.6) they can do it too"
         )
     return [
-        Finding("The CPU ranks use FSDP, to try it out: Accelerate itself has it for GPUs only.")
+        Finding(
+            "fsdp-on-cpu",
+            "The CPU ranks use FSDP, to try it out: Accelerate itself has it for GPUs only.",
+        )
     ]
 
 

@@ -12,8 +12,8 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from ..errors import PlanError
+from ..findings import Finding
 from ..system.text import did_you_mean
-from .findings import Finding
 from .option_types import SECONDS, Option, is_variable
 from .plan import OPTIONS, Call, Task
 
@@ -120,6 +120,7 @@ def shared_out(
         elif _are_alike(value, parameter.default) and value != parameter.default:
             notes.append(
                 Finding(
+                    "shared-name",
                     f"`{key}` is nbtrain's option here; {name}() keeps its own default.",
                     f"To change that, write functools.partial({name}, {key}=...).",
                 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import PlanError
-from .findings import Finding
+from ..findings import Finding
 
 JOIN = 900.0
 """Seconds that nodes wait for each other by default, as in torch's launcher (``rdzv_conf``)."""
@@ -105,4 +105,4 @@ def notes(nodes: Rendezvous | None, ranks: int, name: str) -> list[Finding]:
         )
     if is_loopback(nodes.host):
         text += f". {nodes.host} is this host alone: other hosts need its address in master_addr"
-    return [Finding(text)]
+    return [Finding("other-nodes", text)]

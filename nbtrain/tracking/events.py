@@ -12,6 +12,9 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
+from ..findings import Finding
+from . import clock
+
 Measured = Annotated[float, "measured"]
 """A number of the training's own, which may be NaN or infinite, or a whole number of any size."""
 
@@ -331,8 +334,6 @@ class Ended(Event):
     result: str | None = None
     evidence: tuple[str, ...] = ()
     """What the rank saw of the cause (`nbtrain.worker.failure_evidence`)."""
-    stepped: tuple[str, ...] = ()
-    """The notebook's optimizers that took steps in the rank, and are not copied back."""
 
 
 NO_VARIABLE = "there is no variable"
@@ -408,7 +409,13 @@ class RunNote(Event, kind="note"):
 
     text: str = ""
     flaw: str = ""
-    """What makes the result of the run wrong, in a few words, where it does."""
+    code: str = ""
+    """As `Finding` has them all; older runs have no code."""
+
+    @classmethod
+    def of(cls, finding: Finding) -> RunNote:
+        """Return the event of a finding that was made now."""
+        return cls(clock.now(), -1, finding.shown, finding.flaw, finding.code)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
+from ..findings import Finding
 from ..system.text import strip_escapes, strip_escapes_by_line, without_rank
 from . import events as ev
 from .curves import CurvesDraft
@@ -47,6 +48,9 @@ OPEN_BARS = 16
 
 NOTE = 1000
 """Characters of a note, a hang or a trouble that are shown."""
+
+NOT_FINITE = "not-finite"
+"""The code of the finding that names a loss."""
 
 NAME = 80
 """Characters of a metric's, a host's or a variable's name that are shown."""
@@ -138,10 +142,10 @@ def _finished(state: RunState, event: ev.Finished) -> Draft:
 
 
 def _run_note(state: RunState, event: ev.RunNote) -> Draft:
-    text = strip_escapes(event.text, NOTE)
-    is_known = not text or text in state.notes  # of another rank, or an attempt before
+    finding = Finding(event.code, strip_escapes(event.text, NOTE))
+    is_known = not finding.text or finding in state.findings  # another rank's, or an attempt's
     flaws = (*state.flaws, strip_escapes(event.flaw, NAME)) if event.flaw else state.flaws
-    return {"notes": state.notes if is_known else (text, *state.notes), "flaws": flaws}
+    return {"findings": (*([] if is_known else [finding]), *state.findings), "flaws": flaws}
 
 
 def _not_finite(state: RunState, event: ev.NotFinite) -> Draft:
@@ -152,21 +156,22 @@ def _not_finite(state: RunState, event: ev.NotFinite) -> Draft:
     before = state.not_finite
     if before and (is_number(before), before.time) <= (is_number(event), event.time):
         return {}
-    known = {_not_finite_note(each) for each in (event, before) if each is not None}
-    notes = [note for note in state.notes if note not in known]
-    return {"not_finite": event, "notes": (_not_finite_note(event), *notes)}
+    others = (finding for finding in state.findings if finding.code != NOT_FINITE)
+    return {"not_finite": event, "findings": (_not_finite_finding(event), *others)}
 
 
-def _not_finite_note(event: ev.NotFinite) -> str:
+def _not_finite_finding(event: ev.NotFinite) -> Finding:
+    remedy = "Lower the learning rate, or clip the gradients"
     if is_number(event):
-        return (
+        text = (
             f"{not_finite_loss(event)}, which is over a million times what it was at first, and "
-            "it goes on growing. Lower the learning rate, or clip the gradients"
+            "it goes on growing."
         )
-    return (
-        f"{not_finite_loss(event)}, and such a loss can spoil the weights. Lower the "
-        "learning rate, or clip the gradients; "
-        "torch.autograd.set_detect_anomaly(True) names the operation that made it"
+        return Finding(NOT_FINITE, text, remedy)
+    return Finding(
+        NOT_FINITE,
+        f"{not_finite_loss(event)}, and such a loss can spoil the weights.",
+        f"{remedy}; torch.autograd.set_detect_anomaly(True) names the operation that made it",
     )
 
 
@@ -263,7 +268,6 @@ def _ended(rank: Draft, event: ev.Ended) -> Draft:
         "weather": rank["weather"].ended(
             event.time, has_failed=event.error is not None, error=event.error or ""
         ),
-        "stepped": tuple(strip_escapes(name, NAME) for name in event.stepped[:SAVED]),
     }
 
 

@@ -26,6 +26,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import NbtrainError
+from ..findings import Finding
 from ..system.files import Tail, open_regular, read_own, write_atomically
 from ..system.processes import boot
 from ..system.text import strip_escapes
@@ -119,7 +120,7 @@ def initial_state(manifest: Mapping[str, Any], place: Path | str = "the manifest
         created=created,
         mixed_precision=str(manifest.get("mixed_precision", "no")),
         device=str(manifest.get("device", "cpu")),
-        notes=_texts(manifest.get("notes")),
+        findings=_findings(manifest),
         if_killed=_texts(manifest.get("if_killed")),
         attempts=1 + (restarts if type(restarts) is int else 0),
         number=number if type(number := manifest.get("number")) is int else None,
@@ -143,6 +144,17 @@ def _clock_offset(manifest: Mapping[str, Any]) -> float | None:
     offset, started = manifest.get("clock"), str(manifest.get("launcher_started"))
     is_here = manifest.get("host") == platform.node() and started.partition(" ")[2] == boot()
     return offset if is_here and type(offset) is float and abs(offset) < ev.FOREVER else None
+
+
+def _findings(manifest: Mapping[str, Any]) -> tuple[Finding, ...]:
+    """Return what was known before the run; versions up to 0.2 wrote `notes`, texts alone."""
+    known = manifest.get("findings")
+    if not isinstance(known, list):
+        return tuple(Finding("", text) for text in _texts(manifest.get("notes")))
+    read = [each for each in known if isinstance(each, dict)]
+    codes = _texts([each.get("code") for each in read])
+    texts = _texts([each.get("text") for each in read])
+    return tuple(map(Finding, codes, texts))
 
 
 def _texts(lines: Any) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from ..findings import Finding
 from ..system.text import strip_escapes
 from . import events as ev
 from .curves import Curves
@@ -251,8 +252,6 @@ class RankState:
     evidence: tuple[str, ...] = ()
     saved: tuple[ev.ArtifactSaved, ...] = ()
     """What it saved for the notebook."""
-    stepped: tuple[str, ...] = ()
-    """The notebook's optimizers that took steps in it, and were not copied back."""
     displayed: tuple[ev.Displayed, ...] = ()
     """What it displayed, at most `reducers.DISPLAYS`."""
 
@@ -353,8 +352,8 @@ class RunState:
     """Starting, running, stopping, succeeded, failed, interrupted, timed out or lost."""
     ended: float | None = None
     message: str = ""
-    notes: tuple[str, ...] = ()
-    """What may go wrong, seen before the run started or since: one line each."""
+    findings: tuple[Finding, ...] = ()
+    """What may go wrong, seen before the run started or since; the newest first."""
     attempt: int = 1
     attempts: int = 1
     """How many attempts there are at most."""
@@ -386,6 +385,11 @@ class RunState:
     @property
     def is_over(self) -> bool:
         return self.ended is not None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The findings as people read them: one line each."""
+        return tuple(finding.shown for finding in self.findings)
 
     @property
     def flaw(self) -> str:

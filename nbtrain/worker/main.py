@@ -11,7 +11,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +141,7 @@ def run_and_report(
         if not job.is_live:
             leave_process_group()
         sender.send(value)
-        writer.write(replace(ended, stepped=tuple(sorted(sender.left))))
+        writer.write(ended)
         return 0, None
     except SystemExit as leaving:
         if not job.is_live:

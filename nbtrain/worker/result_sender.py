@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..errors import NbtrainError
+from ..findings import Finding
 from ..planning.option_types import OF_ALL
 from ..planning.task_values import (
     by_name,
@@ -93,7 +94,7 @@ class ResultSender:
         """Optimizers and schedulers: they are sent if nothing speaks against it."""
         self._settings = {name: _settings(self._objects[name]) for name in self._unasked}
         self._stepped: set[str] = set()
-        self.left: set[str] = set()
+        self._left: set[str] = set()
         """Names of the notebook's optimizers that have a state now, and are not copied back."""
         self._watch_optimizers()
         self._names = {n: id(v) for n, v in namespace(plan.task).items()} if plan.out else {}
@@ -168,12 +169,12 @@ class ResultSender:
         self._send_values()
         with contextlib.suppress(Exception):  # users' containers; it is advice
             if self._unsent is not None and (text := self._unsent.note(result)):
-                self._writer.write(ev.RunNote(clock.now(), -1, text))
+                self._writer.write(ev.RunNote.of(Finding("not-copied-back", text)))
 
     def _unasked_state(self, name: str, value: Any) -> weights.WeightFile | None:
         """Return what changed of an optimizer or a scheduler; None for nothing, or if it stays."""
         if is_scheduler(value):
-            optimizers = {id(self._objects[each]) for each in self.left}
+            optimizers = {id(self._objects[each]) for each in self._left}
             if (
                 _settings(value) == self._settings[name]
                 or id(getattr(value, "optimizer", None)) in optimizers
@@ -196,7 +197,7 @@ class ResultSender:
         if not is_apart and sum(map(size_of, tensors)) <= LARGEST:
             with contextlib.suppress(Exception):  # a state of no known kind: `--out` says why
                 return weights.of_optimizer(value)
-        self.left.add(name)
+        self._left.add(name)
         return None
 
     def rescue(self) -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from ..findings import Finding
 from ..system import host
 from ..system.instrumentation import patch
 from ..system.processes import process_identity
@@ -111,7 +112,7 @@ def _start_recorder(path: Path, ranks: int, writer: EventWriter) -> object:
         "it is off. If the ranks hang, nbtrain reports the line of each, but not which collective "
         f"it waits in. To have both, raise {quota.source}."
     )
-    writer.write(ev.RunNote(clock.now(), -1, text))
+    writer.write(ev.RunNote.of(Finding("no-flight-recorder", text)))
     return None
 
 

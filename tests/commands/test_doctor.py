@@ -14,7 +14,7 @@ import torch
 
 import nbtrain
 from nbtrain.commands import cli, doctor
-from nbtrain.planning.findings import Finding
+from nbtrain.findings import Finding
 from nbtrain.system import accelerator_guard, tpu
 from nbtrain.system.gpus import Gpu, Holder
 from tests.support.kernel import Notebook
@@ -46,8 +46,13 @@ def test_a_host_without_a_gpu_shows_that_or_its_tpu() -> None:
 
 
 def test_what_hinders_a_launch_is_shown_by_engine() -> None:
-    refusal = Finding("CUDA is already initialised in this kernel.", "Restart it.", "refuse")
-    warning = Finding("GPU 0 is in use.", "End it.", "warn")
+    refusal = Finding(
+        "accelerator-initialized",
+        "CUDA is already initialised in this kernel.",
+        "Restart it.",
+        "refuse",
+    )
+    warning = Finding("gpu-in-use", "GPU 0 is in use.", "End it.", "warn")
     assert list(doctor.launch("fork", [refusal, warning])) == [
         ("", "fork refused: CUDA is already initialised in this kernel. Restart it."),
         ("", "fork warned: GPU 0 is in use. End it."),
@@ -85,8 +90,13 @@ def test_a_program_gets_every_gpu_in_bytes() -> None:
 
 
 def test_a_launch_that_each_engine_refuses_is_not_ready() -> None:
-    refusal = Finding("CUDA is already initialised in this kernel.", "Restart it.", "refuse")
-    warning = Finding("GPU 0 is in use.", "End it.", "warn")
+    refusal = Finding(
+        "accelerator-initialized",
+        "CUDA is already initialised in this kernel.",
+        "Restart it.",
+        "refuse",
+    )
+    warning = Finding("gpu-in-use", "GPU 0 is in use.", "End it.", "warn")
 
     def seen(trouble: str = "", **findings: list[Finding]) -> doctor.Examination:
         return doctor.Examination(None, trouble, (), 0, (), 2, "cpu", findings)
@@ -95,7 +105,7 @@ def test_a_launch_that_each_engine_refuses_is_not_ready() -> None:
     assert not seen(fork=[refusal], spawn=[refusal, warning]).is_ready
     assert not seen("torch is not installed", fork=[]).is_ready
     engines = doctor.as_dict(seen(fork=[refusal, warning]))["engines"]
-    assert engines == {"fork": {"refused": [refusal.text], "warned": [warning.text]}}
+    assert engines == {"fork": {"refused": [refusal.shown], "warned": [warning.shown]}}
 
 
 def test_the_reference_lists_the_keys_of_the_doctor() -> None:

@@ -14,8 +14,8 @@ import pytest
 
 import nbtrain
 from nbtrain.errors import PlanError
+from nbtrain.findings import Finding
 from nbtrain.planning import accelerate_config
-from nbtrain.planning.findings import Finding
 from nbtrain.planning.plan import Call, Plan
 
 FSDP = """
@@ -124,7 +124,7 @@ def test_the_environment_is_that_of_accelerate_launch(tmp_path: Path) -> None:
 
 
 def texts(findings: list[Finding]) -> list[str]:
-    return [finding.text for finding in findings]
+    return [finding.shown for finding in findings]
 
 
 def test_what_is_asked_for_wins_with_a_note(tmp_path: Path) -> None:

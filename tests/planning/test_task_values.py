@@ -227,7 +227,7 @@ def test_an_accelerator_in_an_object_is_reported_by_lint(main: dict[str, Any]) -
     main["exp"].model = Accelerator(cpu=True)
     try:
         (finding,) = lint(Call(main["exp"].run))
-        assert "`self.model` was created in the notebook" in finding.message
+        assert "`self.model` was created in the notebook" in finding.text
     finally:
         main["exp"].model.state._reset_state(reset_partial_state=True)
 

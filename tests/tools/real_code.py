@@ -25,7 +25,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from nbtrain.planning.findings import CodeFinding
+from nbtrain.findings import Finding
 from nbtrain.planning.lint import lint
 from nbtrain.planning.plan import Cell
 from tests.tools import real_runs
@@ -103,11 +103,11 @@ def _cells(path: Path) -> Iterator[Piece]:
         yield Piece(path, text, function, places)
 
 
-def notes(piece: Piece) -> list[tuple[str, CodeFinding]]:
+def notes(piece: Piece) -> list[tuple[str, Finding]]:
     """Return what lint finds in a piece, each with its place, on the CPU and on GPUs."""
     cell = Cell(piece.source, str(piece.path), {}, piece.function)
     findings = dict.fromkeys(f for device in ("cpu", "cuda") for f in lint(cell, device=device))
-    return [(piece.lines[finding.line - 1], finding) for finding in findings]
+    return [(piece.lines[finding.place.line - 1], finding) for finding in findings]
 
 
 def main() -> None:
@@ -130,8 +130,8 @@ def main() -> None:
         scripts += [piece.path] if piece.path not in scripts else []
         for place, finding in notes(piece):
             total += 1
-            line = piece.source.splitlines()[finding.line - 1].strip()
-            print(f"{piece.path.parent}/{place} [{finding.code}] {finding.message}\n    {line}")
+            line = piece.source.splitlines()[finding.place.line - 1].strip()
+            print(f"{piece.path.parent}/{place} [{finding.code}] {finding.text}\n    {line}")
     print(f"{count} pieces, {total} notes", flush=True)
     if given.run:
         real_runs.run_all(scripts, given.fixtures, given.timeout)

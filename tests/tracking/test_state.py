@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from nbtrain.findings import Finding
 from nbtrain.tracking import events as ev
 from nbtrain.tracking.overview import run_progress
 from nbtrain.tracking.reducers import LOG_LINES, METRICS, SAVED, fold
@@ -140,7 +141,7 @@ def test_a_hang_is_told_until_there_is_progress_again() -> None:
 def hostile() -> RunState:
     nasty = "<script>alert('x')</script> & \ud800 \x1b[31m"
     return fold(
-        replace(picture(3), name=nasty, notes=(nasty,)),
+        replace(picture(3), name=nasty, findings=(Finding("", nasty),)),
         [
             ev.Started(101, 0, 1),
             ev.Progress(101, 0, n=math.nan, total=10, elapsed=1, description=nasty),

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ...errors import LaunchError
+from ...findings import Finding
 from ...planning.plan import Call, Plan
 from ...system import network
 from ...system.files import Tail
@@ -49,8 +50,8 @@ ENDING = 15.0
 _ANSWERS = ("answer", "refusal")
 """The kinds of the messages that end a request."""
 
-_TEXTS = {"note": ev.RunNote, "waiting": ev.Waiting}
-"""The events of the messages that are a text."""
+_TEXTS = ("note", "waiting")
+"""The kinds of the messages that are a text, of which there are events."""
 
 
 class DriverClient:
@@ -191,7 +192,8 @@ class RayEngine(Engine):
         count = min(most, max(least, able))
         if count < most:
             ranks = f"{count * per_node} of {most * per_node} ranks"
-            self.notes = [f"{ranks}: {able} of {most} nodes have room."]
+            text = f"{ranks}: {able} of {most} nodes have room."
+            self.notes = [Finding("fewer-nodes", text)]
         plan = replace(plan, spread=(least, count), resources=each)
         return self.resolved(plan, count * per_node), "cuda" if each.get("GPU") else "cpu"
 
@@ -220,7 +222,8 @@ class RayEngine(Engine):
         )
         client.send(Driver.place, request)
         with contextlib.closing(payload.pack(plan)) as packed:  # while the nodes get ready
-            self.notes = (*self.notes, *client.answer(on_message=_printer(plan)))
+            answer = client.answer(on_message=_printer(plan))
+            self.notes = (*self.notes, *(Finding("node", text) for text in answer))
             path = packed.path.replace("/proc/self/", f"/proc/{os.getpid()}/")
             client.request(Driver.store_payload, path)
 
@@ -339,8 +342,11 @@ class RemoteRanks(Ranks):
         return exits
 
     def _add_news(self, kind: str, text: str) -> None:
-        self._news.append(_TEXTS[kind](clock.now(), -1, text))
-        self._has_waited = self._has_waited or kind == "waiting"
+        if kind == "waiting":
+            self._news.append(ev.Waiting(clock.now(), -1, text))
+            self._has_waited = True
+        else:
+            self._news.append(ev.RunNote.of(Finding("node", text)))
 
     def news(self) -> list[ev.Event]:
         """Return what nodes reported of themselves and of their ranks' processes."""

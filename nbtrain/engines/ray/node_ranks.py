@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ...findings import Finding
 from ...planning.world import Placement
 from ...system import host
 from ...tracking import clock
@@ -206,7 +207,9 @@ class NodeRanks:
     def _watch(self, device: str) -> None:
         writer = EventWriter(self.folder.path / node_events(self._order.world.node))
         if self._folder_note:
-            writer.write(ev.RunNote(clock.now(), -1, f"{self._order.name} {self._folder_note}"))
+            writer.write(
+                ev.RunNote.of(Finding("node-folder", f"{self._order.name} {self._folder_note}"))
+            )
         with contextlib.closing(Sampler(self._ranks.pids, device)) as sampler:
             while self._ranks.alive:
                 while not self._signals.empty():

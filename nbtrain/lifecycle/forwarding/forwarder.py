@@ -25,6 +25,7 @@ from typing import Protocol
 from ...engines.process import kernel_detach
 from ...engines.process.forking import fork_process, ready_to_fork
 from ...errors import MissingExtra
+from ...findings import Finding
 from ...planning.option_types import OF_ALL
 from ...planning.plan import Plan
 from ...tracking import clock
@@ -96,7 +97,7 @@ class Forwarder:
                     continue
             self._close()
         *lines, self._buffer = self._buffer.split(b"\n")
-        return [ev.RunNote(clock.now(), -1, line.decode()) for line in lines]
+        return [ev.RunNote.of(Finding("not-forwarded", line.decode())) for line in lines]
 
     def finish(self, end: ev.Finished) -> list[ev.Event]:
         """Say how the run ended, wait a little until others know, and return what went wrong."""

@@ -27,7 +27,7 @@ from ... import engines
 from ...engines import Exit
 from ...engines.live import LiveEngine, Message
 from ...errors import LaunchError, NbtrainError, PlanError, RankDied
-from ...planning.findings import Finding
+from ...findings import Finding
 from ...planning.option_parser import IDLE_TIMEOUT, plan_fields
 from ...planning.plan import Call, Cell, Plan
 from ...planning.task_values import is_model, variables
@@ -470,7 +470,9 @@ class LiveRanks:
             names = ", ".join(f"`{name}`" for name in changed)
             remedy = f"%nbtrain push {', '.join(changed)} sends it."
             noticed.append(
-                Finding(f"the notebook's {names} changed since the ranks got it.", remedy)
+                Finding(
+                    "changed", f"the notebook's {names} changed since the ranks got it.", remedy
+                )
             )
         self.error = None
         try:

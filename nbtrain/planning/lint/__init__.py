@@ -18,8 +18,8 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 
+from ...findings import Edit, Finding
 from ...system.source_files import cell_name
-from ..findings import CodeFinding, Edit
 from ..plan import Call, Cell
 from .edits import apply_edits
 from .migration import RANK_DEVICE, migration
@@ -40,7 +40,7 @@ from .source_finder import NameCell, gather
 from .source_index import Unit
 from .uncalled_function import uncalled
 
-__all__ = ["CODES", "CodeFinding", "Edit", "Unit", "apply_edits", "lint", "models_built"]
+__all__ = ["CODES", "Edit", "Finding", "Unit", "apply_edits", "lint", "models_built"]
 
 CODES = {
     "accelerator": "an Accelerator made in the notebook is used in the ranks",
@@ -66,7 +66,7 @@ def lint(
     sharded: bool = False,
     ranks: int | None = None,
     name_cell: NameCell | None = None,
-) -> tuple[CodeFinding, ...]:
+) -> tuple[Finding, ...]:
     """Return what will go wrong with a task on several ranks, in the order of the source.
 
     Args:
@@ -97,20 +97,22 @@ def models_built(task: Call | Cell) -> list[tuple[Unit, ast.Call]]:
 
 def _lint(
     units: list[Unit], device: str, low_ram_tpu: bool, ranks: int | None
-) -> tuple[CodeFinding, ...]:
+) -> tuple[Finding, ...]:
     lines = {unit.place: unit.lines for unit in units}
     findings = dict.fromkeys(_findings(Program(units), device, low_ram_tpu, ranks))
-    silenced = {finding for finding in findings if _silences(lines[finding.place], finding)}
+    silenced = {finding for finding in findings if _silences(lines[finding.place.source], finding)}
     if any(f.code == "migrate" for f in silenced):  # its other edits alone would break the loop
         silenced |= {finding for finding in findings if finding.code == "migrate"}
     order = list(lines)
     shown = (finding for finding in findings if finding not in silenced)
-    return tuple(sorted(shown, key=lambda f: (order.index(f.place), f.line, f.column)))
+    return tuple(
+        sorted(shown, key=lambda f: (order.index(f.place.source), f.place.line, f.place.column))
+    )
 
 
 def _findings(
     program: Program, device: str, low_ram_tpu: bool, ranks: int | None
-) -> Iterator[CodeFinding]:
+) -> Iterator[Finding]:
     yield from nested_launches(program, ranks)
     yield from uncalled(program)
     yield from captured_accelerator(program)
@@ -124,34 +126,36 @@ def _findings(
     migrations = migration(program)
     yield from migrations
     # What the edits put right needs no second finding.
-    edits = [(finding.place, edit) for finding in migrations for edit in finding.edits]
+    edits = [(finding.place.source, edit) for finding in migrations for edit in finding.edits]
     changed = {(place, edit.line) for place, edit in edits}
     rewritten = [edit.insert.strip().partition(" = ") for _, edit in edits if edit.insert]
     names = tuple(name for name, _, value in rewritten if value == RANK_DEVICE)
     for finding in (*pinned_device(program, device), *captured_device(program, device)):
-        if (finding.place, finding.line) not in changed and not _is_about(finding, names, program):
+        place = finding.place
+        is_changed = (place.source, place.line) in changed
+        if not is_changed and not _is_about(finding, names, program):
             yield finding
     yield from saving(program)
     yield from tracker_runs(program)
 
 
-def _is_about(finding: CodeFinding, names: tuple[str, ...], program: Program) -> bool:
+def _is_about(finding: Finding, names: tuple[str, ...], program: Program) -> bool:
     """Return whether a finding about a device is about one of these variables."""
-    unit = next(unit for unit in program.units if unit.place == finding.place)
-    text = unit.lines[finding.line - 1]
+    unit = next(unit for unit in program.units if unit.place == finding.place.source)
+    text = unit.lines[finding.place.line - 1]
     if finding.code == "device":
         return text.partition("=")[0].strip() in names
-    return text[finding.column - 1 :].startswith(names)
+    return text[finding.place.column - 1 :].startswith(names)
 
 
 _IGNORE = re.compile(r"#\s*nbtrain:\s*ignore(?:\[([^\]]*)\])?")
 
 
-def _silences(lines: Sequence[str], finding: CodeFinding) -> bool:
+def _silences(lines: Sequence[str], finding: Finding) -> bool:
     """Return whether a comment on the finding's line, or above all code, asks to leave it out."""
     comments = itertools.takewhile(lambda text: not text.strip() or text.lstrip()[0] == "#", lines)
     return any(
         match[1] is None or finding.code in {code.strip() for code in match[1].split(",")}
-        for text in (*lines[finding.line - 1 : finding.line], *comments)
+        for text in (*lines[finding.place.line - 1 : finding.place.line], *comments)
         for match in _IGNORE.finditer(text)
     )

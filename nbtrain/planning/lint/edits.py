@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 
-from ..findings import Edit
+from ...findings import Edit
 from .source_index import Unit
 
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from itertools import pairwise
 
-from ..findings import CodeFinding, Edit
+from ...findings import Edit, Finding, Place
 from . import value_kinds
 from .edits import first_line, indent, stands_alone
 from .prepare_rule import loops_around
@@ -47,7 +47,7 @@ class _UncertainError(Exception):
     """One of the edits cannot be made: the loop has to be changed by hand."""
 
 
-def migration(program: Program) -> list[CodeFinding]:
+def migration(program: Program) -> list[Finding]:
     """Return the findings whose edits let a plain loop train on all ranks; in doubt one without."""
     if program.accelerated or program.rankish:
         return []
@@ -82,11 +82,11 @@ class _Changes:
 
     def __init__(self, plain: Plain) -> None:
         self.plain, self.unit = plain, plain.unit
-        self.inserted: list[CodeFinding] = []
+        self.inserted: list[Finding] = []
         self.spans: dict[int, list[tuple[int, int, str, str]]] = {}
         """(start, end, new text, message) of what changes within each line."""
 
-    def findings(self) -> list[CodeFinding]:
+    def findings(self) -> list[Finding]:
         """Return a finding for each line that is added or changed."""
         self._add_accelerator()
         self._add_parameters()
@@ -96,7 +96,7 @@ class _Changes:
         self._clip()
         self._place()
         self._unwrap()
-        changed: list[CodeFinding] = []
+        changed: list[Finding] = []
         for line, spans in self.spans.items():
             text = self.unit.lines[line - 1]
             if any(first[1] > second[0] for first, second in pairwise(sorted(spans))):
@@ -107,11 +107,9 @@ class _Changes:
             changed.append(self._finding(message, first, Edit(line, delete=True, insert=text)))
         return [*self.inserted, *changed]
 
-    def _finding(self, message: str, start: int, edit: Edit) -> CodeFinding:
-        place, line = self.unit.place, edit.line
-        return CodeFinding(
-            message, code="migrate", place=place, line=line, column=start + 1, edits=(edit,)
-        )
+    def _finding(self, message: str, start: int, edit: Edit) -> Finding:
+        place = Place(self.unit.place, edit.line, start + 1)
+        return Finding("migrate", message, place=place, edits=(edit,))
 
     def _insert(self, line: int, margin: str, text: str, message: str) -> None:
         edit = Edit(line, insert=margin + text)

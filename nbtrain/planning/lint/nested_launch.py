@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
-from ..findings import CodeFinding
+from ...findings import Finding
 from ..task_values import is_class, module_of
 from .program import Program
 from .source_index import MISSING, Unit, called, dotted, is_function, receiver
@@ -40,7 +40,7 @@ _MAGICS = ("system", "getoutput", "run_cell_magic", "run_line_magic")
 _MAGICS_OF_COMMANDS = ("bash", "sh", "script", "system", "sx", "!", "run")
 
 
-def nested_launches(program: Program, ranks: int | None = None) -> Iterator[CodeFinding]:
+def nested_launches(program: Program, ranks: int | None = None) -> Iterator[Finding]:
     """A call by which every rank would launch ranks itself. A single rank may start helpers."""
     launches = [(u, call, text) for u, call in program.calls if (text := _remedy(call, u))]
     exits = _exits(program) if launches else {}

@@ -10,7 +10,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..findings import CodeFinding
+from ...findings import Finding
 from . import value_kinds
 from .program import Program, is_optimizer_call, models_of, role
 from .source_index import MISSING, Unit, arguments_of, called, dotted, names_in, receiver
@@ -48,7 +48,7 @@ def iterated(iterable: ast.expr) -> list[ast.Name]:
     return []
 
 
-def unprepared(program: Program) -> Iterator[CodeFinding]:
+def unprepared(program: Program) -> Iterator[Finding]:
     """The loader, model or optimizer of a loop under Accelerate that is used as it was made."""
     prepared = _prepared(program)
     if prepared is None:

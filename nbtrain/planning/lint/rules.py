@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, TypeGuard
 
-from ..findings import CodeFinding
+from ...findings import Finding
 from ..task_values import is_class, module_of
 from . import value_kinds
 from .program import Program, defines_backward
@@ -19,7 +19,7 @@ _DEVICE_TYPES = frozenset({"GradScaler", "autocast", "custom_fwd", "custom_bwd"}
 """What takes a device *type*: "cuda" is right there."""
 
 
-def backward(program: Program) -> Iterator[CodeFinding]:
+def backward(program: Program) -> Iterator[Finding]:
     """``loss.backward()`` in a program that has an Accelerator."""
     if not program.accelerated:
         return
@@ -100,7 +100,7 @@ def shown(loss: ast.expr | None) -> str:
     return text if 0 < len(text) <= 40 and "\n" not in text else "loss"
 
 
-def pinned_device(program: Program, host: str) -> Iterator[CodeFinding]:
+def pinned_device(program: Program, host: str) -> Iterator[Finding]:
     """A device that is the same on every rank."""
     nodes = (node for unit in program.units for node in unit.nodes)
     if any(isinstance(n, ast.Constant) and n.value == "CUDA_VISIBLE_DEVICES" for n in nodes):
@@ -211,7 +211,7 @@ def _placing_names(unit: Unit) -> Iterator[ast.Name]:
                 yield argument
 
 
-def captured_accelerator(program: Program) -> Iterator[CodeFinding]:
+def captured_accelerator(program: Program) -> Iterator[Finding]:
     """An Accelerator that the notebook made, before there were ranks."""
     nodes = [(unit, node) for unit in program.units for node in unit.nodes]
     made_here = {n.attr for _, n in nodes if isinstance(n, ast.Attribute) and not _is_load(n)}
@@ -234,7 +234,7 @@ def _is_load(node: ast.AST) -> TypeGuard[ast.expr]:
     return isinstance(getattr(node, "ctx", None), ast.Load)
 
 
-def captured_device(program: Program, host: str) -> Iterator[CodeFinding]:
+def captured_device(program: Program, host: str) -> Iterator[Finding]:
     """A device that the notebook chose, before there were ranks."""
     reported: set[str] = set()
     for unit in program.units:
@@ -258,7 +258,7 @@ _NOT_MODELS = re.compile(r"Tokenizer|Processor|Config|Extractor|Scheduler|Criter
 _MODELS = re.compile(r"Model|For[A-Z]|Net$|Pipeline|Transformer|LLM|BERT|Bert|GPT")
 
 
-def built_model(program: Program) -> Iterator[CodeFinding]:
+def built_model(program: Program) -> Iterator[Finding]:
     """A model built by each rank where the host has memory for one only."""
     for unit, call in model_calls(program):
         yield unit.finding(
@@ -325,7 +325,7 @@ def _within_model(call: ast.Call, unit: Unit, own: set[str]) -> bool:
     return False
 
 
-def doubled(program: Program) -> Iterator[CodeFinding]:
+def doubled(program: Program) -> Iterator[Finding]:
     """An object that is made distributed by hand and then again by ``prepare``."""
     for unit, call in program.calls:
         if called(call) != "prepare" or not program.is_accelerator(receiver(call), unit):

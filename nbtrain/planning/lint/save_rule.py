@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from ..findings import CodeFinding
+from ...findings import Finding
 from .nested_launch import path_of_call
 from .program import Program
 from .source_index import Unit, called, dotted, is_function, receiver
@@ -39,7 +39,7 @@ _SHARDED = re.compile(
 """What shows that a rank has a part of the model: then all ranks have to take part in a save."""
 
 
-def saving(program: Program) -> Iterator[CodeFinding]:
+def saving(program: Program) -> Iterator[Finding]:
     """A file written by every rank."""
     if any(map(_SHARDED.fullmatch, program.names)):
         return
@@ -107,7 +107,7 @@ _OF_EACH_RANK = frozenset({None, "group", "id", "run_id", "mode", "settings", "n
 """Arguments that say that several processes share a run, or that there is none."""
 
 
-def tracker_runs(program: Program) -> Iterator[CodeFinding]:
+def tracker_runs(program: Program) -> Iterator[Finding]:
     """A run of a tracker that every rank would start."""
     main = "accelerator.is_main_process" if program.accelerated else "nbtrain.rank() == 0"
     for unit, call in program.calls:

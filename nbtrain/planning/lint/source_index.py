@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-from ...errors import PlanError
-from ..findings import CodeFinding
+from ...findings import Finding, Place
 from ..task_values import held
 
 MISSING = object()
@@ -181,11 +180,11 @@ class Unit:
 
     def finding(
         self, node: ast.expr | ast.stmt, code: str, message: str, refuse: bool = False
-    ) -> CodeFinding:
+    ) -> Finding:
         """Return a finding of the rule `code` at a node, which may refuse the launch."""
         column = self.character(node.lineno, node.col_offset) + 1
-        result = CodeFinding(message, code=code, place=self.place, line=node.lineno, column=column)
-        return replace(result, level="refuse", error=PlanError) if refuse else result
+        place = Place(self.place, node.lineno, column)
+        return Finding(code, message, level="refuse" if refuse else "warn", place=place)
 
     def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
         """Yield the parent of a node, its parent, and so on within the unit."""

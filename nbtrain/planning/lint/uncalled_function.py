@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
-from ..findings import CodeFinding
+from ...findings import Finding
 from .program import Program
 from .source_index import FunctionNode, Unit, called, is_function, receiver
 
@@ -16,7 +16,7 @@ _RUNS_THE_REST = ("time", "capture", "timeit", "prun")
 """Cell magics that run what is below them."""
 
 
-def uncalled(program: Program) -> Iterator[CodeFinding]:
+def uncalled(program: Program) -> Iterator[Finding]:
     """A cell whose only training is in a function that nothing calls."""
     unit = next((u for u in program.units if u.is_cell), None)
     if unit is None:
@@ -43,7 +43,7 @@ def uncalled(program: Program) -> Iterator[CodeFinding]:
     )
 
 
-def _behind_a_magic(unit: Unit) -> Iterator[CodeFinding]:
+def _behind_a_magic(unit: Unit) -> Iterator[Finding]:
     """A cell magic on top, which takes the functions below it as a text."""
     match unit.module.body:
         case [

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
 
-from ..findings import Finding
+from ...errors import AcceleratorInitializedError, PlanError, PreflightError
+from ...findings import NOWHERE, Finding
 from ..plan import Plan
 from .checks import QUESTIONS
 from .facts import EngineTraits, Facts, gather
 
-__all__ = ["Facts", "ask", "check", "findings", "unless_refused"]
-
-T = TypeVar("T", bound=Finding)
+__all__ = ["Facts", "ask", "check", "error_of", "findings", "unless_refused"]
 
 
 def check(
@@ -35,12 +33,20 @@ def check(
     return result
 
 
-def unless_refused(result: list[T]) -> list[T]:
+def unless_refused(result: list[Finding]) -> list[Finding]:
     """Return findings that refuse nothing. Raises the error of the first that does."""
     refusals = [finding for finding in result if finding.level == "refuse"]
     if refusals:
-        raise refusals[0].error("\n".join(finding.text for finding in refusals))
+        raise error_of(refusals[0])("\n".join(finding.shown for finding in refusals))
     return result
+
+
+def error_of(refusal: Finding) -> type[PlanError | PreflightError]:
+    """Return what a refused launch raises: code cannot run as written, or the kernel's state."""
+    if refusal.place != NOWHERE:
+        return PlanError
+    is_initialized = refusal.code == "accelerator-initialized"
+    return AcceleratorInitializedError if is_initialized else PreflightError
 
 
 def findings(plan: Plan, device: str, engine: EngineTraits) -> list[Finding]:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from ...errors import AcceleratorInitializedError
+from ...findings import Finding
 from ...system import tpu
 from ...system.accelerator_guard import OF_ONE_PROCESS
 from ...system.gpus import Holder
 from ...system.text import format_bytes, format_bytes_of, plural
 from ...system.torch_xla import INSTALL
-from ..findings import Finding
 from .facts import Facts, Question
 
 
@@ -21,6 +20,7 @@ def fork(facts: Facts) -> Iterator[Finding]:
     """Windows has no fork."""
     if facts.forks and not facts.can_fork:
         yield Finding(
+            "no-fork",
             "This system cannot fork.",
             "Use --engine inline (one rank, in the kernel), or Linux or macOS.",
             "refuse",
@@ -48,11 +48,11 @@ def initialized(facts: Facts) -> Iterator[Finding]:
         called = f" Called from {touch.calls[-1]}." if touch.calls else ""
         users = "ranks" if on_tpu else "ranks forked from it"
         yield Finding(
+            "accelerator-initialized",
             f"{touch.name} is already initialised in this kernel, so {users} cannot use it. "
             f"First seen: {touch.place}.{called}",
             f"{_RESTART}." if on_tpu else f"{_RESTART}, {_SPAWN}",
             "refuse",
-            error=AcceleratorInitializedError,
         )
 
 
@@ -70,13 +70,19 @@ def accelerator_state(facts: Facts) -> Iterator[Finding]:
                 remedy += " Or use --engine inline, which trains in the kernel itself."
         else:
             remedy = "Call `prepare` inside the training function, in every rank."
-        yield Finding(f"{message}{place}.", f"{remedy} The kernel needs no restart.", "refuse")
+        yield Finding(
+            "accelerator-of-notebook",
+            f"{message}{place}.",
+            f"{remedy} The kernel needs no restart.",
+            "refuse",
+        )
 
 
 def process_group(facts: Facts) -> Iterator[Finding]:
     """A process belongs to one default process group."""
     if facts.in_process_group and (facts.forks or facts.inline):
         yield Finding(
+            "process-group",
             "The notebook itself belongs to a process group (torch.distributed is initialized).",
             "Call torch.distributed.destroy_process_group() in a cell, then launch again.",
             "refuse",
@@ -87,13 +93,14 @@ def precision(facts: Facts) -> Iterator[Finding]:
     """CPUs and TPUs cannot train in fp16."""
     if facts.plan.mixed_precision == "fp16" and facts.device != "cuda":
         has = "this host has none" if facts.device == "cpu" else "a TPU trains in bf16"
-        yield Finding(f"fp16 needs a GPU; {has}.", "Use -p bf16 or -p no.", "refuse")
+        yield Finding("fp16", f"fp16 needs a GPU; {has}.", "Use -p bf16 or -p no.", "refuse")
 
 
 def inline_timeout(facts: Facts) -> Iterator[Finding]:
     """No other process watches a rank that is this process."""
     if facts.inline and facts.plan.timeout is not None:
         yield Finding(
+            "inline-timeout",
             "The inline engine cannot enforce a timeout.",
             "Leave out the timeout, or use the fork engine.",
             "refuse",
@@ -116,9 +123,10 @@ def enough(facts: Facts) -> Iterator[Finding]:
     seen += f" ({hidden}={facts.env[hidden]})" if hidden else ""
     if "gloo" in facts.source.lower():
         remedy = f"For that to work, each rank must choose a GPU itself (its rank modulo {gpus})."
-        yield Finding(f"{seen}: with gloo, the ranks share them.", remedy)
+        yield Finding("shared-gpus", f"{seen}: with gloo, the ranks share them.", remedy)
         return
     yield Finding(
+        "shared-gpus",
         f"{seen}: NCCL refuses two ranks on one GPU.",
         f"Use -n {gpus} (num_processes={gpus}), or the gloo backend in the training function.",
         "refuse",
@@ -135,6 +143,7 @@ def crowded(facts: Facts) -> Iterator[Finding]:
         own = sum(h.mib or 0 for h in gpu.holders if h.pid == facts.kernel)
         if gpu.total and gpu.used >= CROWDED * gpu.total:
             yield Finding(
+                "gpu-in-use",
                 f"GPU {gpu.index} ({gpu.name}) is in use: "
                 f"{format_bytes_of(gpu.used << 20, gpu.total << 20)} are allocated "
                 f"({_holders(held, own, facts)}).",
@@ -163,11 +172,15 @@ def mode(facts: Facts) -> Iterator[Finding]:
         remedy = f"Run `nvidia-smi -i {gpu.index} -c DEFAULT` as root, or leave this GPU out."
         if gpu.mode == _PROHIBITED:
             yield Finding(
-                f"GPU {gpu.index} accepts no process (compute mode PROHIBITED).", remedy, "refuse"
+                "gpu-mode",
+                f"GPU {gpu.index} accepts no process (compute mode PROHIBITED).",
+                remedy,
+                "refuse",
             )
         elif gpu.mode == _EXCLUSIVE and (gpu.holders or facts.ranks > facts.visible):
             there = ", ".join(facts.holder_names.get(h.pid, f"pid {h.pid}") for h in gpu.holders)
             yield Finding(
+                "gpu-mode",
                 f"GPU {gpu.index} accepts one process at a time (compute mode EXCLUSIVE_PROCESS)"
                 + (f", and {there} uses it." if there else ", and ranks would share it."),
                 remedy,
@@ -181,6 +194,7 @@ def unused(facts: Facts) -> Iterator[Finding]:
         return
     if facts.visible and build is not None and not (build.cuda or build.hip or build.xpu):
         yield Finding(
+            "cpu-build",
             f"This host has {plural(facts.visible, 'NVIDIA GPU')}, but "
             f"torch {build.version} was built for the CPU only: the ranks will not use "
             f"{'them' if facts.visible > 1 else 'it'}.",
@@ -189,6 +203,7 @@ def unused(facts: Facts) -> Iterator[Finding]:
         )
     if facts.unused_accelerator:
         yield Finding(
+            "unused-accelerator",
             f"This host has {facts.unused_accelerator}, which nbtrain does not support yet: the "
             "ranks will train on the CPU.",
             "To use it, train in an ordinary cell, without %%distributed.",
@@ -208,6 +223,7 @@ def unused_tpu(facts: Facts) -> Iterator[Finding]:
     else:
         reason, remedy = f"the {facts.plan.engine} engine does not use it", "Leave out --engine."
     yield Finding(
+        "unused-tpu",
         f"This host has {facts.tpu.label}, but the ranks will train on the CPU: {reason}.",
         remedy,
     )
@@ -223,6 +239,7 @@ def held_tpu(facts: Facts) -> Iterator[Finding]:
     holders = "; ".join(f"{name} ({_chips(chips)})" for name, chips in facts.tpu_holders.items())
     if wanted is not None and not wanted & held:
         yield Finding(
+            "tpu-in-use",
             f"Another process holds a part of the TPU: {holders}. This run uses {_chips(wanted)}.",
             "If libtpu refuses to start, end that process first.",
         )
@@ -230,6 +247,7 @@ def held_tpu(facts: Facts) -> Iterator[Finding]:
     free = sorted(every - held) if facts.device == "xla" else []
     other = f" Or use a chip that is free: -n 1 --env TPU_VISIBLE_CHIPS={free[0]}." if free else ""
     yield Finding(
+        "tpu-in-use",
         f"Another process holds the TPU: {holders}. No rank can use it until that process ends.",
         "Shut down its notebook, or end the process itself: `!kill PID`, then `!kill -9 PID`."
         f"{other}",
@@ -259,6 +277,7 @@ def port(facts: Facts) -> Iterator[Finding]:
         if number is None:
             number, source = int(facts.plan.env["MASTER_PORT"]), "--env MASTER_PORT"
         yield Finding(
+            "port",
             f"The port {number} cannot be used here ({facts.port_trouble}{holder}).",
             f"Leave out {source}: nbtrain then uses a free port.",
             "refuse",
@@ -285,6 +304,7 @@ def memory(facts: Facts) -> Iterator[Finding]:
     share = "" if facts.on_cpu else once
     fewer = "Use fewer ranks, or train" if facts.device in ("cpu", "cuda") else "Or train"
     yield Finding(
+        "memory",
         f"{plural(facts.ranks, 'rank')} may need {format_bytes(most)} of memory; "
         f"{format_bytes(available)} is available ({facts.memory.bound}). "
         f"Each rank {' and '.join(parts)}.",
@@ -298,6 +318,7 @@ def shared_memory(facts: Facts) -> Iterator[Finding]:
     if space is None or space.free >= workers * BATCHES:
         return
     yield Finding(
+        "shared-memory",
         f"/dev/shm has {format_bytes(space.free)} free of {format_bytes(space.size)}, and "
         f"{plural(facts.ranks, 'rank')} with {plural(facts.workers, 'DataLoader worker')} each may "
         f"need {format_bytes(workers * BATCHES)} ({format_bytes(BATCHES)} per worker). With less, "
@@ -313,6 +334,7 @@ def descriptors(facts: Facts) -> Iterator[Finding]:
         return
     enough = max(4096, 1 << (quota.used + needed).bit_length())
     yield Finding(
+        "descriptors",
         f"{plural(facts.ranks, 'rank')} must open {needed} more files; {quota.used} of the "
         f"{quota.limit} allowed are open (ulimit -n).",
         f"Raise the limit before the kernel starts (`ulimit -n {enough}`), or use fewer ranks.",
@@ -326,6 +348,7 @@ def processes(facts: Facts) -> Iterator[Finding]:
     for quota in () if facts.inline else facts.quotas:
         if not quota.holds(needed):
             yield Finding(
+                "processes",
                 f"{plural(facts.ranks, 'rank')} with {plural(facts.threads, 'thread')} each "
                 f"will be {needed} more processes and threads; {quota.used} of the {quota.limit} "
                 f"allowed are in use ({quota.source}).",

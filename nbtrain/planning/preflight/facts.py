@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ...findings import Finding
 from ...system import accelerator_guard, gpus, host, network, processes, tpu
 from ...system.accelerator_guard import AcceleratorInit
 from ...system.gpus import Gpu, TorchBuild
@@ -19,7 +20,6 @@ from ...system.host import Memory, Quota, Space
 from ...system.tpu import Tpu
 from .. import accelerate_objects, task_values
 from ..accelerate_objects import AccelerateObject
-from ..findings import Finding
 from ..plan import Plan
 
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from .. import clock
+from ...findings import Finding
 from .. import events as ev
 
 LOSSES = 4
 """Losses that are compared, at least."""
 
-_KNOWN = "does not use the other ranks", "would train on all of the data"
-"""What lint may have said of the same code, before the run."""
+_KNOWN = frozenset({"migrate", "prepare"})
+"""The rules that may have found the same in the code, before the run."""
 
 _PREPARE = (
     "write `model, optimizer, loader = accelerator.prepare(model, optimizer, loader)` before the "
@@ -34,7 +35,7 @@ class WorkComparison:
         self._world_size, self._cells = world_size, cells
         self._samples: dict[int, ev.WorkSample] = {}
         self._is_new = False
-        self._reported: tuple[str, str] = "", ""
+        self._reported: Finding | None = None
 
     def observe(self, events: Iterable[ev.Event]) -> None:
         """Take what ranks reported of their work; an attempt begins anew."""
@@ -43,27 +44,29 @@ class WorkComparison:
                 self._samples[event.rank], self._is_new = event, True
             elif isinstance(event, ev.Attempt):
                 self._samples.clear()
-                self._reported = "", ""
+                self._reported = None
 
-    def check(self, notes: Iterable[str]) -> list[ev.RunNote]:
-        """Return a note, if there is one to give that is not among the run's `notes`."""
-        if not self._is_new or self._reported[1] or len(self._samples) < self._world_size:
+    def check(self, findings: Iterable[Finding]) -> list[ev.RunNote]:
+        """Return a note, if there is one to give that is not among the run's `findings`."""
+        before = self._reported
+        is_flawed = before is not None and before.flaw
+        if not self._is_new or is_flawed or len(self._samples) < self._world_size:
             return []
         self._is_new = False
         finding = compare([self._samples[rank] for rank in sorted(self._samples)])
-        if finding is None or finding == self._reported:
+        if finding is None or finding == before:
             return []
-        text, flaw = finding
-        text = text.format(place=_place(self._samples[0], self._cells()))
-        has_note = bool(self._reported[0])  # what ended equally is a flaw, too, and no other note
         self._reported = finding
-        is_known = has_note or any(known in note for note in notes for known in _KNOWN)
-        note = ev.RunNote(clock.now(), -1, "" if is_known else text, flaw)
-        return [note] if note.text or note.flaw else []
+        place = _place(self._samples[0], self._cells())
+        shown = replace(finding, text=finding.text.format(place=place))
+        # What ended equally is a flaw, too, and no other note.
+        if before is not None or any(known.code in _KNOWN for known in findings):
+            shown = replace(shown, text="", remedy="")
+        return [ev.RunNote.of(shown)] if shown.text or shown.flaw else []
 
 
-def compare(samples: list[ev.WorkSample]) -> tuple[str, str] | None:
-    """Return what is wrong with the work of all ranks, as a note and in a few words."""
+def compare(samples: list[ev.WorkSample]) -> Finding | None:
+    """Return what is wrong with the work of all ranks."""
     if len(samples) < 2 or any(sample.is_excused for sample in samples):
         return None
     trained = [sample.steps > 0 for sample in samples]
@@ -77,7 +80,7 @@ def compare(samples: list[ev.WorkSample]) -> tuple[str, str] | None:
     return None
 
 
-def _alone(samples: list[ev.WorkSample]) -> tuple[str, str] | None:
+def _alone(samples: list[ev.WorkSample]) -> Finding | None:
     """Judge ranks that never formed a process group.
 
     Only trainings that were the same to their end are wrong for sure: ranks that differ may have
@@ -98,38 +101,43 @@ def _alone(samples: list[ev.WorkSample]) -> tuple[str, str] | None:
         remedy = f'Write `Trainer(devices={count}, strategy="ddp")` to train one model on all'
     else:
         remedy = f"To train one model on all of them, {_JOIN}. {_ALONE}"
-    return f"{what}. {remedy}", "each rank trained alone" if is_same else ""
+    flaw = "each rank trained alone" if is_same else ""
+    return Finding("not-joined", f"{what}.", remedy, flaw=flaw)
 
 
-def _together(samples: list[ev.WorkSample]) -> tuple[str, str] | None:
+def _together(samples: list[ev.WorkSample]) -> Finding | None:
     """Judge the ranks of a process group."""
-    if note := _not_gathered(samples):
-        return note, ""
+    if finding := _not_gathered(samples):
+        return finding
     if not (_have_same_losses(samples) and _have_same_batches(samples)):
         return None
     count = len(samples)
     if all(sample.is_wrapped == "whole" for sample in samples):
-        return (
+        return Finding(
+            "same-batches",
             f"all {count} ranks train on the same batches{{place}}, so that they learn what one "
-            "rank alone would learn. Give each its own part: `loader = "
-            "accelerator.prepare(loader)`, or a loader with `sampler=DistributedSampler(dataset)`; "
-            "an `IterableDataset` has to skip the samples of the other ranks",
-            "all ranks trained on the same batches",
+            "rank alone would learn.",
+            "Give each its own part: `loader = accelerator.prepare(loader)`, or a loader with "
+            "`sampler=DistributedSampler(dataset)`; an `IterableDataset` has to skip the samples "
+            "of the other ranks",
+            flaw="all ranks trained on the same batches",
         )
     is_apart = not any(sample.has_exchanged or sample.is_wrapped for sample in samples)
     if is_apart and _ended_equally(samples):
-        return (
+        return Finding(
+            "no-exchange",
             f"the {count} ranks exchange no gradients: each trains alone{{place}}, on the same "
-            f"data. To train one model on all of them, {_PREPARE}",
-            "each rank trained alone",
+            "data.",
+            f"To train one model on all of them, {_PREPARE}",
+            flaw="each rank trained alone",
         )
     return None
 
 
-def _not_gathered(samples: list[ev.WorkSample]) -> str:
-    """Return a note on a metric that each rank counted of other samples, and that rank 0 showed."""
+def _not_gathered(samples: list[ev.WorkSample]) -> Finding | None:
+    """Find a metric that each rank counted of other samples, and that rank 0 showed."""
     if not all(sample.is_wrapped == "whole" and sample.is_last for sample in samples):
-        return ""
+        return None
     by_name = [{share[0]: share for share in sample.shares} for sample in samples]
     for name, (_, value, count, _) in by_name[0].items():
         every = [shares[name] for shares in by_name if name in shares]
@@ -137,25 +145,26 @@ def _not_gathered(samples: list[ev.WorkSample]) -> str:
         if len(values) > 1 and len(parts) == len(samples):
             other = next(share[1] for share in every if share[1] != value)
             rank = [share[1] for share in every].index(other)
-            return (
+            return Finding(
+                "not-gathered",
                 f"`{name}` {value:.4g}, as rank 0 logs or prints it, counts only the {count:,} "
-                f"samples that rank 0 read; rank {rank} has {other:.4g} of its own. "
+                f"samples that rank 0 read; rank {rank} has {other:.4g} of its own.",
                 "To count the samples of all ranks, gather what they predict before it is "
-                "compared: `predictions, y = accelerator.gather_for_metrics((predictions, y))`"
+                "compared: `predictions, y = accelerator.gather_for_metrics((predictions, y))`",
             )
-    return ""
+    return None
 
 
-def _read_only(samples: list[ev.WorkSample]) -> tuple[str, str] | None:
+def _read_only(samples: list[ev.WorkSample]) -> Finding | None:
     """Judge ranks that took no optimizer step."""
     is_over = all(sample.is_last and not sample.asks_rank for sample in samples)
     if not (is_over and _have_same_batches(samples)):
         return None
-    return (
-        f"all {len(samples)} ranks went over the same batches. To give each its own part, write "
-        "`loader = Accelerator().prepare(loader)`, or `with "
+    return Finding(
+        "same-batches",
+        f"all {len(samples)} ranks went over the same batches.",
+        "To give each its own part, write `loader = Accelerator().prepare(loader)`, or `with "
         "PartialState().split_between_processes(items) as part:`",
-        "",
     )
 
 

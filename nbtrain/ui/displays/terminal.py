@@ -68,7 +68,7 @@ class TextDisplay(Display):
         if self.keep_html:
             show(bundle(state, now))
         else:  # the notes were printed at the start
-            _print([text_summary.summary(replace(state, notes=()), now)])
+            _print([text_summary.summary(replace(state, findings=()), now)])
 
 
 class TableDisplay(Display):
@@ -83,12 +83,12 @@ class TableDisplay(Display):
     def update(self, state: RunState, now: float) -> None:
         if self._pace.is_due(state, now):
             size = shutil.get_terminal_size()
-            table = text_summary.summary(replace(state, notes=()), now).split("\n")
+            table = text_summary.summary(replace(state, findings=()), now).split("\n")
             table = [line[: size.columns] for line in table[: max(1, size.lines - 2)]]
             self._put(self._output.new(state), table)
 
     def finish(self, state: RunState, now: float) -> None:
-        final = text_summary.summary(replace(state, notes=()), now).split("\n")
+        final = text_summary.summary(replace(state, findings=()), now).split("\n")
         self._put(self._output.new(state, is_last=True), final, wrap=True)
         self._height = 0
 

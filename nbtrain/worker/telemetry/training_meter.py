@@ -17,6 +17,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+from ...findings import Finding
 from ...planning.plan import Plan
 from ...system.instrumentation import patch, undo_later, when_imported
 from ...tracking import clock
@@ -113,7 +114,7 @@ class TrainingMeter:
             self._timer.finish(wait)
         note = self._loading.nothing_read() if wait and not self._steps else ""
         if note:
-            self._writer.write(ev.RunNote(clock.now(), -1, note, "no batch was read"))
+            self._writer.write(ev.RunNote.of(Finding("no-batch", note, flaw="no batch was read")))
         if self._began is not None:
             if wait:
                 self._loss.read_last()

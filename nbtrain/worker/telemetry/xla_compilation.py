@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ...findings import Finding
 from ...system import torch_xla
 from ...tracking import clock
 from ...tracking import events as ev
@@ -79,7 +80,9 @@ class CompilationMeter:
                 done, seconds = counts.done, counts.seconds
                 self._writer.write(ev.Compiled(now, self._rank, programs=done, seconds=seconds))
                 if self._note is not None:
-                    self._writer.write(ev.RunNote(now, -1, f"{self._note}{_REMEDY}"))  # of the run
+                    self._writer.write(
+                        ev.RunNote.of(Finding("compiles-again", f"{self._note}{_REMEDY}"))
+                    )  # of the run
                     self._note = None
 
     def _is_under_way(self, counts: torch_xla.Compilations) -> bool:

@@ -55,7 +55,7 @@ def cell(source: str, **namespace: Any) -> Cell:
 def found(source: str, host: str = "cpu", low: bool = False, **namespace: Any) -> list[Any]:
     """Return (code, line, column) of every finding."""
     findings = lint.lint(cell(source, **namespace), device=host, low_ram_tpu=low)
-    return [(finding.code, finding.line, finding.column) for finding in findings]
+    return [(finding.code, finding.place.line, finding.place.column) for finding in findings]
 
 
 def defined(source: str, filename: str, **namespace: Any) -> dict[str, Any]:
@@ -175,8 +175,8 @@ def test_one_of_two_backward_calls_is_found() -> None:
     )
     assert found(source) == [("backward", 5, 5)]
     (finding,) = lint.lint(cell(source))
-    assert "accelerator.backward(d)" in finding.message
-    assert finding.text == f"line 5, column 5: {finding.message} [backward]"
+    assert "accelerator.backward(d)" in finding.text
+    assert finding.shown == f"line 5, column 5: {finding.text} [backward]"
 
 
 @pytest.mark.parametrize(
@@ -533,13 +533,13 @@ def test_functions_of_earlier_cells_are_read_too() -> None:
     )
     names = defined(helper, "<ipython-input-3-abcdef012345>")
     (finding,) = lint.lint(cell("def train():\n    helper(1)", **names))
-    assert (finding.code, finding.location, finding.line, finding.column) == (
+    assert (finding.code, str(finding.place), finding.place.line, finding.place.column) == (
         "device",
         "In[3], line 7",
         7,
         5,
     )
-    assert finding.text.startswith("In[3], line 7, column 5: ")
+    assert finding.shown.startswith("In[3], line 7, column 5: ")
 
 
 def test_the_shell_says_which_cell_a_file_name_is() -> None:
@@ -548,9 +548,9 @@ def test_the_shell_says_which_cell_a_file_name_is() -> None:
     names["a"] = names["A"]()
     task = cell("a.go(1)", a=names["a"])
     (finding,) = lint.lint(task, name_cell={filename: "In[12]"}.get)
-    assert finding.location == "In[12], line 3"
+    assert str(finding.place) == "In[12], line 3"
     (finding,) = lint.lint(task)
-    assert finding.location == "an earlier cell, line 3"
+    assert str(finding.place) == "an earlier cell, line 3"
 
 
 def test_cells_that_ipython_compiled_are_found() -> None:
@@ -565,7 +565,7 @@ def test_cells_that_ipython_compiled_are_found() -> None:
         return f"In[{known[name]}]" if name in known else None
 
     (finding,) = lint.lint(cell("place(1)", **names), name_cell=name_cell)
-    assert finding.location == "In[3], line 2"
+    assert str(finding.place) == "In[3], line 2"
 
 
 def test_the_guide_lists_the_codes() -> None:
@@ -582,7 +582,7 @@ def test_functions_of_the_users_files_are_read_and_libraries_are_not(tmp_path: P
     path.write_text("def place(x):\n    x.cuda()\n")
     names = defined(path.read_text(), str(path))
     (finding,) = lint.lint(cell("place(1)", **names))
-    assert finding.location == "mine.py, line 2"
+    assert str(finding.place) == "mine.py, line 2"
     library = tmp_path / "site-packages" / "theirs.py"
     assert lint.lint(cell("place(1)", **defined(path.read_text(), str(library)))) == ()
     assert lint.lint(cell("dumps(1)\nDataLoader(1)", dumps=json.dumps, DataLoader=DataLoader)) == ()
@@ -602,7 +602,7 @@ def test_decorators_partials_and_caches_are_seen_through() -> None:
     lines = {"a": 12, "b": 16, "c": 18, "d": 21}
     for name, line in lines.items():
         (finding,) = lint.lint(cell(f"{name}(1)", **names))
-        assert finding.location == f"In[1], line {line}"
+        assert str(finding.place) == f"In[1], line {line}"
         (same,) = lint.lint(Call(names[name]))
         assert same == finding
 
@@ -614,11 +614,11 @@ def test_a_call_knows_what_it_hands_in(accelerator: Accelerator) -> None:
 
     line = train.__code__.co_firstlineno
     (finding,) = lint.lint(Call(train, (accelerator,)))
-    assert (finding.code, finding.location) == ("accelerator", f"test_lint.py, line {line + 1}")
+    assert (finding.code, str(finding.place)) == ("accelerator", f"test_lint.py, line {line + 1}")
     (finding,) = lint.lint(Call(functools.partial(train, 1), (), {"c": accelerator}))
-    assert finding.line == line + 2
+    assert finding.place.line == line + 2
     (finding,) = lint.lint(Call(functools.partial(train, 1, b=accelerator), ()))
-    assert finding.line == line + 1
+    assert finding.place.line == line + 1
     assert lint.lint(Call(train, (1, 2))) == ()
     captured = accelerator
     (finding,) = lint.lint(Call(lambda: captured.device))
@@ -724,7 +724,7 @@ def test_a_function_whose_source_is_gone_or_changed_has_no_notes() -> None:
 def test_functions_that_call_each_other_are_read_once() -> None:
     source = "def a(x):\n    b(x)\n    x.cuda()\n\ndef b(x):\n    a(x)\n    a(x)\n"
     names = defined(source, "<ipython-input-4-abc>")
-    assert [n.location for n in lint.lint(cell("a(1); b(2)", **names))] == ["In[4], line 3"]
+    assert [str(n.place) for n in lint.lint(cell("a(1); b(2)", **names))] == ["In[4], line 3"]
 
 
 def test_odd_shapes_do_no_harm() -> None:
@@ -792,7 +792,7 @@ def things() -> dict[str, Any]:
     }
 
 
-def edited(findings: tuple[lint.CodeFinding, ...], source: str) -> str:
+def edited(findings: tuple[lint.Finding, ...], source: str) -> str:
     return lint.apply_edits(source, [edit for finding in findings for edit in finding.edits])
 
 
@@ -819,14 +819,14 @@ def test_the_canonical_loop_takes_three_lines_and_changes_two() -> None:
     lines = source.split("\n")
     gone = [(edit.line, lines[edit.line - 1].strip()) for edit in edits if edit.delete]
     assert gone == [(7, 'model.to("cuda")'), (16, "loss.backward()")]
-    assert [(finding.line, finding.column) for finding in findings] == [
+    assert [(finding.place.line, finding.place.column) for finding in findings] == [
         (2, 1),
         (7, 5),
         (7, 14),
         (10, 5),
         (16, 13),
     ]
-    assert "each rank would train a model of its own" in findings[0].message
+    assert "each rank would train a model of its own" in findings[0].text
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -847,7 +847,7 @@ def test_a_function_of_an_earlier_cell_is_migrated_in_its_cell() -> None:
     source = PLAIN["model handed in"]
     names = defined(source, "<ipython-input-5-abc>", **things())
     findings = lint.lint(Call(names["train"], (names["model"],)))
-    assert [finding.location for finding in findings][:2] == ["In[5], line 2", "In[5], line 7"]
+    assert [str(finding.place) for finding in findings][:2] == ["In[5], line 2", "In[5], line 7"]
     result = edited(findings, source)
     names = defined(result, "<ipython-input-6-abc>", **things())
     assert lint.lint(Call(names["train"], (names["model"],))) == ()
@@ -893,7 +893,7 @@ def test_devices_that_the_edits_leave_as_they_are_are_reported_beside_them() -> 
     helper = "def moved(x):\n    return x.cuda().to(place)\n\n\n"
     source = helper + PLAIN["model handed in"].lstrip("\n").replace("model(x)", "model(moved(x))")
     findings = lint.lint(cell(source, place=torch.device("cuda:0"), **things()), device="cuda")
-    reported = [(f.code, f.line, f.column) for f in findings if f.code != "migrate"]
+    reported = [(f.code, f.place.line, f.place.column) for f in findings if f.code != "migrate"]
     assert reported == [("device", 2, 12), ("captured-device", 2, 24)]
     assert any(finding.edits for finding in findings)
 
@@ -961,8 +961,8 @@ def test_a_plain_loop_is_found_whatever_its_own_names_are() -> None:
 def test_a_step_that_is_no_loop_is_not_called_one() -> None:
     step = "loss = model(batch).loss\nloss.backward()\noptimizer.step()"
     (finding,) = lint.lint(cell(step))
-    assert finding.message.startswith("this step does not use the other ranks: each rank would")
-    assert "loop" not in finding.message
+    assert finding.text.startswith("this step does not use the other ranks: each rank would")
+    assert "loop" not in finding.text
 
 
 @pytest.mark.parametrize("name", UNCERTAIN)
@@ -970,7 +970,7 @@ def test_a_loop_that_cannot_be_migrated_with_certainty_gets_one_note(name: str) 
     source = UNCERTAIN[name].replace("cuda", "cpu")
     (finding,) = lint.lint(cell(source))
     assert (finding.code, finding.edits) == ("migrate", ())
-    assert "backward()" in source.split("\n")[finding.line - 1]
+    assert "backward()" in source.split("\n")[finding.place.line - 1]
 
 
 @pytest.mark.parametrize(

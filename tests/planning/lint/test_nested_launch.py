@@ -22,7 +22,7 @@ TRAIN = (
 def refused(source: str, ranks: int | None = None, **names: Any) -> list[tuple[int, str]]:
     """Return (line, remedy) of everything that refuses a cell in a notebook with these names."""
     findings = lint.lint(read_cell(source, "<cell>", names), ranks=ranks)
-    return [(f.line, f.message.partition(". ")[2]) for f in findings if f.level == "refuse"]
+    return [(f.place.line, f.text.partition(". ")[2]) for f in findings if f.level == "refuse"]
 
 
 @pytest.mark.parametrize(

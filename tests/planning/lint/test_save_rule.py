@@ -13,7 +13,7 @@ HEAD = "import wandb, mlflow, nbtrain\nfrom accelerate import Accelerator\ndef t
 def notes(body: str) -> list[str]:
     lines = "".join(f"    {line}\n" for line in body.split("\n"))
     findings = lint.lint(read_cell(HEAD + lines + "    return 1\n", "<cell>", {}), ranks=2)
-    return [finding.message for finding in findings if finding.code == "tracker"]
+    return [finding.text for finding in findings if finding.code == "tracker"]
 
 
 def test_a_run_that_every_rank_would_start_is_reported_with_what_to_write() -> None:

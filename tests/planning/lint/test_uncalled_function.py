@@ -13,7 +13,7 @@ TRAIN = "def train(model):\n    accelerator.backward(model.loss)\n"
 
 def notes(source: str) -> list[tuple[int, str]]:
     findings = lint.lint(read_cell(source, "<cell>", {}))
-    return [(f.line, f.message) for f in findings if f.code == "not-called"]
+    return [(f.place.line, f.text) for f in findings if f.code == "not-called"]
 
 
 def test_what_ran_instead_is_named(notebook: Notebook) -> None:

@@ -20,12 +20,12 @@ from nbtrain import engines
 from nbtrain.engines.fork import ForkEngine
 from nbtrain.engines.inline import InlineEngine
 from nbtrain.errors import AcceleratorInitializedError, PreflightError
+from nbtrain.findings import Finding
 from nbtrain.lifecycle.run import Run
 from nbtrain.planning import preflight
 from nbtrain.planning import task_values as reading
 from nbtrain.planning.accelerate_objects import AccelerateObject
 from nbtrain.planning.cell import read_cell
-from nbtrain.planning.findings import Finding
 from nbtrain.planning.plan import Call, Cell, Plan
 from nbtrain.planning.preflight import Facts
 from nbtrain.system.accelerator_guard import AcceleratorInit
@@ -51,14 +51,14 @@ def on_gpus(n: int, *gpus: Gpu, **given: Any) -> Facts:
 
 def the_finding(given: Facts) -> Finding:
     (finding,) = preflight.ask(given)
-    assert "\n" not in finding.text
+    assert "\n" not in finding.shown
     return finding
 
 
 def said(given: Facts, level: str) -> str:
     finding = the_finding(given)
     assert finding.level == level
-    return finding.text
+    return finding.shown
 
 
 def test_where_nothing_is_wrong_nothing_is_said() -> None:
@@ -192,8 +192,8 @@ def test_on_a_tpu_a_kernel_that_used_xla_is_refused_and_no_spawning_is_offered()
 def test_a_dirty_kernel_is_refused_for_fork_alone_and_two_ways_out_are_offered() -> None:
     dirty = {"touches": (AcceleratorInit("CUDA", 3, 1, "x.cuda()"),)}
     finding = the_finding(on_gpus(1, GPU, **dirty))
-    line = finding.text
-    assert (finding.level, finding.error) == ("refuse", AcceleratorInitializedError)
+    line = finding.shown
+    assert (finding.level, preflight.error_of(finding)) == ("refuse", AcceleratorInitializedError)
     assert "First seen: In[3], line 1: `x.cuda()`." in line
     assert "Restart the kernel" in line
     assert "--engine spawn" in line
@@ -367,7 +367,7 @@ def test_a_log_has_the_warnings_once_and_first(
 
 def test_long_lists_of_notes_fold_and_are_escaped() -> None:
     run = nbtrain.launch(lambda: 1, num_processes=1, view="none")
-    state = replace(run.state, notes=tuple(f"<b>{i}</b>" for i in range(9)))
+    state = replace(run.state, findings=tuple(Finding("", f"<b>{i}</b>") for i in range(9)))
     drawn = board.render(state, 0)
     assert drawn.count("⚠") == 6
     assert "… and 3 more" in drawn

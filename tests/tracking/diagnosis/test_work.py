@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from nbtrain.findings import Finding
 from nbtrain.tracking import events as ev
 from nbtrain.tracking.diagnosis.work import WorkComparison, compare
 
@@ -36,7 +37,7 @@ def ranks(first: ev.WorkSample, **second: object) -> list[ev.WorkSample]:
 def test_equal_or_lonely_work_is_a_flaw(samples: list[ev.WorkSample], flaw: str) -> None:
     found = compare(samples)
     assert found is not None
-    assert found[1] == flaw
+    assert found.flaw == flaw
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_a_finding_is_reported_once_with_its_place() -> None:
 def test_what_lint_has_said_only_marks_the_run() -> None:
     work = WorkComparison(2, dict)
     work.observe(ranks(ALONE))
-    assert not work.check(["this loop does not use the other ranks: …"])
+    assert not work.check([Finding("migrate", "this loop does not use the other ranks")])
     work.observe(ranks(replace(ALONE, is_last=True)))
-    (note,) = work.check(["this loop does not use the other ranks: …"])
+    (note,) = work.check([Finding("migrate", "this loop does not use the other ranks")])
     assert (note.text, note.flaw) == ("", "each rank trained alone")

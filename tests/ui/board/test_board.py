@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from nbtrain.findings import Finding
 from nbtrain.tracking import events as ev
 from nbtrain.tracking.overview import epochs
 from nbtrain.tracking.reducers import fold
@@ -94,7 +95,12 @@ def nasty(ranks: int) -> RunState:
     ]
     gpus = ((0, NASTY, 10**9, 10**10, 50.0),)
     host = ev.Host(150, -1, 10**9, 10**10, NASTY, gpus)
-    state = replace(board(ranks), name=NASTY, notes=(NASTY, f"`{NASTY}`"), device="cuda")
+    state = replace(
+        board(ranks),
+        name=NASTY,
+        findings=(Finding("", NASTY), Finding("", f"`{NASTY}`")),
+        device="cuda",
+    )
     return fold(state, [*told, host, ev.Stopping(152, -1, NASTY)])
 
 
@@ -182,7 +188,7 @@ def test_a_static_page_stays_small_whatever_was_said(ranks: int) -> None:
     results = [ev.Ended(151, r, result=f"{r} {long}") for r in range(ranks)]
     names = [ev.Metrics(150, 0, 1, {f"{long}{i}": 1.0 for i in range(10_000)})]
     state = replace(board(ranks, *many, *results, *names, steps=5), name=long)
-    state = replace(over(state), message=long, notes=tuple(long[:1000] for _ in range(50)))
+    state = replace(over(state), message=long, findings=(Finding("", long[:1000]),) * 50)
     drawn = html.render(state, 200.0)
     assert len(drawn.encode()) < 210_000
     Page(drawn)
@@ -234,7 +240,7 @@ def test_a_thousand_ranks_are_counted_by_their_state() -> None:
 
 
 def test_code_in_notes_is_set_as_code() -> None:
-    state = replace(board(2), notes=("use `num_workers=0` & <b>`x`",))
+    state = replace(board(2), findings=(Finding("", "use `num_workers=0` & <b>`x`"),))
     page = Page(html.render(state, 160.0))
     assert len(page.all("code")) == 2
     assert "use num_workers=0 & <b>x" in page.text

@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from ....findings import Finding
 from ....planning.plan import Plan
 from ....planning.task_values import by_name
-from ....tracking import clock
 from ....tracking import events as ev
 from ....tracking.event_log import EventWriter
 from ...device_scalars import ScalarReader, captures
@@ -225,7 +225,9 @@ class OptimizerEffects:
     def _note(self, effect: _Effect, reason: str, flaw: str) -> None:
         made = f" of {effect.made}" if effect.made.file else ""
         name = f"`{effect.name}` ({effect.kind})" if effect.name else f"the {effect.kind}{made}"
-        self._writer.write(ev.RunNote(clock.now(), -1, f"{name} changes nothing: {reason}", flaw))
+        self._writer.write(
+            ev.RunNote.of(Finding("no-effect", f"{name} changes nothing: {reason}", flaw=flaw))
+        )
 
     def _variable(self, optimizer: Any) -> str:
         """Return the notebook's variable that an optimizer is; "" for none."""

@@ -16,6 +16,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from typing import Any
 
+from ....findings import Finding
 from ....planning.option_types import OF_ALL
 from ....planning.plan import Cell, Plan
 from ....planning.task_values import (
@@ -28,7 +29,6 @@ from ....planning.task_values import (
     travels_by_value,
 )
 from ....system.instrumentation import undo_later, when_imported
-from ....tracking import clock
 from ....tracking import events as ev
 from ....tracking.event_log import EventWriter
 from ..safe_hooks import guarded
@@ -71,10 +71,14 @@ class UnsyncedModels:
             lost += [name] if parameters and name not in self._named else []
         if lost:
             self._named.update(lost)
-            self._writer.write(ev.RunNote(clock.now(), -1, _text(lost, self._task_is_cell)))
+            self._writer.write(
+                ev.RunNote.of(Finding("not-copied-back", _text(lost, self._task_is_cell)))
+            )
         for name in self._replaced(trained):
             self._named.add(name)
-            self._writer.write(ev.RunNote(clock.now(), -1, _replaced(name, self._task_is_cell)))
+            self._writer.write(
+                ev.RunNote.of(Finding("replaced", _replaced(name, self._task_is_cell)))
+            )
 
     def _replaced(self, trained: set[int]) -> list[str]:
         """Return the notebook's variables that are another model now, which is trained."""
