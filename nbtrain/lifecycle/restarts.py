@@ -14,7 +14,6 @@ from ..engines import Engine
 from ..engines.process.orphan_reaper import OrphanReaper
 from ..findings import Finding
 from ..system.processes import process_identity
-from ..tracking.diagnosis.failures import is_secondary_failure
 from ..tracking.diagnosis.verdict import line
 from ..tracking.run_folder import set_aside
 from ..tracking.state import RankState, RunState
@@ -166,8 +165,7 @@ def is_worth_a_restart(state: RunState) -> bool:
     if state.peer_failure is not None and (state.peer_failure.final or _is_only_echoed(state)):
         return not state.peer_failure.final  # it is for the node that failed to say
     began = any(_has_begun(rank) for rank in state.ranks)
-    kinds = [(rank.error or "").partition(":")[0] for rank in causes(state)]
-    return began or not all(kind in _MISTAKES for kind in kinds)
+    return began or not all(rank.error_type in _MISTAKES for rank in causes(state))
 
 
 def describe_failure(state: RunState) -> str:
@@ -184,13 +182,11 @@ def describe_failure(state: RunState) -> str:
 def causes(state: RunState) -> list[RankState]:
     """Return the ranks whose failure is no echo of another's; else all that failed."""
     failed = [rank for rank in state.ranks if rank.status in ("failed", "failing")]
-    return [rank for rank in failed if not is_secondary_failure(rank.error or "")] or failed
+    return [rank for rank in failed if not rank.has_lost_peers] or failed
 
 
 def _is_only_echoed(state: RunState) -> bool:
-    return all(
-        is_secondary_failure(rank.error or "") for rank in state.ranks if rank.status == "failed"
-    )
+    return all(rank.has_lost_peers for rank in state.ranks if rank.status == "failed")
 
 
 def _has_begun(rank: RankState) -> bool:

@@ -9,7 +9,6 @@ from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
 
 from ..engines.base import SIGNALS, Action
-from ..tracking.diagnosis.failures import is_secondary_failure
 from ..tracking.events import JOINING
 from ..tracking.state import RankState, RunState
 
@@ -185,9 +184,9 @@ class StopController:
 
         `has_reported`: it left its exception.
         """
-        error = state.ranks[rank].error or ""
+        failed = state.ranks[rank]
         if has_reported:
-            obeyed = error.startswith("KeyboardInterrupt") or is_secondary_failure(error)
+            obeyed = failed.error_type == KeyboardInterrupt.__name__ or failed.has_lost_peers
             return "stopped" if self.cause in ("interrupted", "timed out") and obeyed else "failed"
         was_failing = self.cause == "failed" and state.ranks[rank].status == "failing"
         return "stopped" if self.was_sent(rank, returncode) and not was_failing else "failed"
@@ -233,7 +232,7 @@ class StopController:
         """Whether each failed rank reports that it lost another, and none of those reported yet."""
         failed = [r for r in state.ranks if r.status in ("failing", "failed")]
         known = self.cause != "failed" or state.peer_failure is not None
-        return not known and all(is_secondary_failure(r.error or "") for r in failed)
+        return not known and all(r.has_lost_peers for r in failed)
 
     def _send(self, action: Action, ranks: Collection[int], reason: str) -> list[StopSignal]:
         for rank in ranks:

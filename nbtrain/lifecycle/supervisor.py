@@ -346,7 +346,7 @@ class Supervisor:
                 LOGGER.info("rank %d is process %d%s", rank, pid, node and f" on {node}")
             case ev.Exited(rank=rank, returncode=code, verdict=verdict):
                 # Not its text, which may be a secret: "ValueError: …", or "sys.exit('…')".
-                error = (self.state.ranks[rank].error or "").partition(":")[0].partition("(")[0]
+                error = self.state.ranks[rank].error_type
                 reason = f" ({error})" if error and verdict == "failed" else ""
                 LOGGER.info("rank %d ended with exit code %s: %s%s", rank, code, verdict, reason)
             case ev.Attempt(number=number):
@@ -431,7 +431,7 @@ class Supervisor:
         self._note(self._disk.check_room(self.state.world_size))
         # In this very process, the interrupt is the rank's own; another host has the same numbers.
         here = [r for r in failed if r.pid == os.getpid() and not r.node]
-        if any((r.error or "").startswith("KeyboardInterrupt") for r in here):
+        if any(r.error_type == KeyboardInterrupt.__name__ for r in here):
             status = "interrupted"
         lost = ""
         if status == "succeeded":

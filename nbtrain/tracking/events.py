@@ -318,11 +318,17 @@ class Displayed(Event):
     """Whether it takes the place of all that the rank displayed before."""
 
 
+OS_EXIT = "os._exit"
+"""The `error_type` of a rank that leaves its process, which raises nothing."""
+
+
 @dataclass(frozen=True)
 class Failing(Event):
     """The user's code raised; the rank is about to report it."""
 
     error: str = ""
+    error_type: str = ""
+    """The name of the exception's class; `OS_EXIT` for a call of ``os._exit``."""
 
 
 @dataclass(frozen=True)
@@ -334,6 +340,8 @@ class Ended(Event):
     result: str | None = None
     evidence: tuple[str, ...] = ()
     """What the rank saw of the cause (`nbtrain.worker.failure_evidence`)."""
+    error_type: str = ""
+    """As in `Failing`."""
 
 
 NO_VARIABLE = "there is no variable"

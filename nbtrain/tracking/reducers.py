@@ -12,6 +12,7 @@ from ..findings import Finding
 from ..system.text import strip_escapes, strip_escapes_by_line, without_rank
 from . import events as ev
 from .curves import CurvesDraft
+from .diagnosis.failures import is_secondary_failure
 from .state import (
     EpochRow,
     ProgressBar,
@@ -262,13 +263,22 @@ def _ended(rank: Draft, event: ev.Ended) -> Draft:
     return {
         "status": "done" if event.error is None else "failing",
         "error": strip_escapes_by_line(event.error),
+        "error_type": _error_type(event),
         "result": strip_escapes_by_line(event.result),
         "ended": event.time,
         "evidence": _evidence(event),
         "weather": rank["weather"].ended(
-            event.time, has_failed=event.error is not None, error=event.error or ""
+            event.time,
+            has_failed=event.error is not None,
+            has_lost_peers=is_secondary_failure(_error_type(event), event.error or ""),
         ),
     }
+
+
+def _error_type(event: ev.Failing | ev.Ended) -> str:
+    """Return the type of an error; up to version 0.2, it stood in the text alone."""
+    text = (event.error or "").partition(":")[0].partition("(")[0]
+    return strip_escapes(event.error_type or text, NAME)
 
 
 def _artifact_saved(rank: Draft, event: ev.ArtifactSaved) -> Draft:
@@ -324,7 +334,11 @@ RANK_REDUCERS: Mapping[type[ev.Event], Callable[[Draft, Any], Draft]] = {
         "debugger": e.address,
     },
     ev.Compiled: lambda _, e: {"compiled": (e.programs, e.seconds)},
-    ev.Failing: lambda _, e: {"status": "failing", "error": strip_escapes_by_line(e.error)},
+    ev.Failing: lambda _, e: {
+        "status": "failing",
+        "error": strip_escapes_by_line(e.error),
+        "error_type": _error_type(e),
+    },
     ev.Ended: _ended,
     ev.ArtifactSaved: _artifact_saved,
     ev.Displayed: _displayed,

@@ -11,6 +11,7 @@ from ..findings import Finding
 from ..system.text import strip_escapes
 from . import events as ev
 from .curves import Curves
+from .diagnosis.failures import is_secondary_failure
 from .overview.weather import Weather
 
 IDLE = "idle"
@@ -246,6 +247,8 @@ class RankState:
     log_count: int = 0
     """How many lines were seen; a log that grew by tens of MiB at once has more."""
     error: str | None = None
+    error_type: str = ""
+    """The name of the exception's class, or `events.OS_EXIT`."""
     result: str | None = None
     returncode: int | None = None
     cause: str = ""
@@ -258,6 +261,16 @@ class RankState:
     @property
     def is_over(self) -> bool:
         return self.status in ("done", "failed", "stopped", IDLE)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether its code called ``sys.exit`` or ``os._exit``."""
+        return self.error_type in (SystemExit.__name__, ev.OS_EXIT)
+
+    @property
+    def has_lost_peers(self) -> bool:
+        """Whether it failed as a rank does when another one went away."""
+        return is_secondary_failure(self.error_type, self.error or "")
 
     @property
     def nest(self) -> list[ProgressBar]:

@@ -23,7 +23,6 @@ from ..system.text import (
 from ..tracking import events as ev
 from ..tracking.curves import Series
 from ..tracking.diagnosis import verdict
-from ..tracking.diagnosis.failures import is_secondary_failure
 from ..tracking.overview.epochs import better as better
 from ..tracking.overview.epochs import validation_of as validation_of
 from ..tracking.overview.run_progress import LONGEST, is_of_epoch, of_bars
@@ -213,7 +212,7 @@ def outliers(state: RunState, limit: int) -> list[tuple[RankState, str]]:
     order = {"failed": 0, "failing": 0, "stuck": 1, "slow": 2}
     named = [(rank, apart.reason(rank)) for rank in state.ranks]
     named = [(rank, reason) for rank, reason in named if reason or badge(rank) in order]
-    named.sort(key=lambda at: (order.get(badge(at[0]), 3), is_secondary_failure(at[0].error or "")))
+    named.sort(key=lambda at: (order.get(badge(at[0]), 3), at[0].has_lost_peers))
     return named[:limit]
 
 
@@ -338,7 +337,7 @@ def trouble(rank: RankState, state: RunState, width: int = 160) -> str:
     if is_only_echo(rank, state):
         return "lost its peers"
     line = verdict.line(rank) if _has_failed(rank) else ""
-    if is_secondary_failure(rank.error or "") and line:
+    if rank.has_lost_peers and line:
         line = verdict.lost(state, line)
     alike = (r for r in state.ranks[: rank.rank] if line and r.error and r.error == rank.error)
     if (first := next(alike, None)) is not None and _has_failed(first):
@@ -360,10 +359,8 @@ def culprit(state: RunState) -> RankState | None:
 def is_only_echo(rank: RankState, state: RunState) -> bool:
     """Return whether a rank failed only because another one had failed."""
     failed = filter(_has_failed, state.ranks)
-    known = state.peer_failure is not None or any(
-        not is_secondary_failure(r.error or "") for r in failed
-    )
-    return is_secondary_failure(rank.error or "") and known
+    known = state.peer_failure is not None or any(not r.has_lost_peers for r in failed)
+    return rank.has_lost_peers and known
 
 
 def facts(state: RunState, now: float, *, brief: bool = False) -> str:

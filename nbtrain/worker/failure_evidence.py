@@ -192,7 +192,7 @@ def report_os_exit(rank: int, writer: EventWriter) -> None:
             if os.getpid() == process and not is_own(caller.f_code.co_filename):
                 code = int(*args, *kwargs.values())
                 error = f"os._exit({code}){_at(_user_frame(caller))}"
-                writer.write(ev.Failing(clock.now(), rank, error=error))
+                writer.write(ev.Failing(clock.now(), rank, error, ev.OS_EXIT))
         return original(*args, **kwargs)
 
     instrumentation.patch("os", "_exit", leave)

@@ -191,8 +191,9 @@ def _report_failure(
     """Leave an exception in the run folder; where that fails too, its headline and both reasons."""
     with failure_evidence.without_child_signals():  # first: another worker may end any moment
         now, headline = clock.now(), type(error).__name__
+        error_type = headline
         evidence: tuple[str, ...] = ()
-        writer.write(ev.Failing(now, rank, error=headline))
+        writer.write(ev.Failing(now, rank, headline, error_type))
         try:
             captured = exceptions.capture(error, job.shared_classes, pickles=False)
             headline = captured.headline
@@ -205,7 +206,7 @@ def _report_failure(
         except Exception as second:  # a full disk, no memory: the first failure is still the cause
             reason = f"its report could not be written: {type(second).__name__}: {second}"
             evidence = (*evidence, reason)
-        writer.write(ev.Ended(clock.now(), rank, error=headline, evidence=evidence))
+        writer.write(ev.Ended(clock.now(), rank, headline, None, evidence, error_type))
 
 
 def _run_watched(task: Task, call: Callable[[Task], Any]) -> Any:
@@ -245,7 +246,8 @@ def _end_if_forked(process: int) -> None:
 def _leave(rank: int, writer: EventWriter, leaving: SystemExit) -> int:
     """Treat ``sys.exit()`` as the interpreter would: a message goes to stderr and means 1."""
     code = leaving.code
-    writer.write(ev.Failing(clock.now(), rank, error=failure_evidence.describe_sys_exit(leaving)))
+    text = failure_evidence.describe_sys_exit(leaving)
+    writer.write(ev.Failing(clock.now(), rank, text, SystemExit.__name__))
     if not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1

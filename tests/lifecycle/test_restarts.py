@@ -180,8 +180,12 @@ def test_numbers_of_restarts_that_make_no_sense_are_refused(options: dict[str, A
         nbtrain.launch(int, engine="inline", max_restarts=1)
 
 
+def raised(error: str) -> dict[str, Any]:
+    return {"error": error, "error_type": error.partition(":")[0]}
+
+
 def failed(error: str, **more: Any) -> RunState:
-    rank = RankState(0, status="failed", error=error, ended=5.0, **more)
+    rank = RankState(0, status="failed", **raised(error), ended=5.0, **more)
     other = RankState(1, status="stopped")
     return RunState("train()", "fork", (rank, other), created=1.0, attempts=3)
 
@@ -194,8 +198,8 @@ def test_which_failures_are_worth_another_attempt() -> None:
     both = replace(
         failed("TypeError: x"),
         ranks=(
-            RankState(0, status="failed", error="TypeError: x"),
-            RankState(1, status="failed", error="RuntimeError: Connection closed by peer"),
+            RankState(0, status="failed", **raised("TypeError: x")),
+            RankState(1, status="failed", **raised("RuntimeError: Connection closed by peer")),
         ),
     )
     assert not restarts.is_worth_a_restart(both)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -21,9 +22,13 @@ ECHO = "RuntimeError: Connection closed by peer"
 BOTH = frozenset({0, 1})
 
 
+def raised(error: str) -> dict[str, Any]:
+    return {"error": error, "error_type": error.partition(":")[0]}
+
+
 def picture(*statuses: str, error: str | None = None) -> RunState:
     ranks = tuple(
-        RankState(i, status=status, error=error if status in ("failing", "failed") else None)
+        RankState(i, status=status, **(raised(error) if status in ("failing", "failed") else {}))
         for i, status in enumerate(statuses)
     )
     return RunState("t", "fork", ranks, 0.0)
@@ -175,7 +180,7 @@ def test_while_there_are_only_echoes_the_rank_that_failed_first_has_time_to_say_
     decide(controller, 0.0, echoes, alive)
     assert sent(decide(controller, ECHO_GRACE - 0.1, echoes, alive)) == []
     own = replace(echoes, ranks=(echoes.ranks[0], replace(echoes.ranks[1], status="failed")))
-    own = replace(own, ranks=(own.ranks[0], replace(own.ranks[1], error="ValueError: x")))
+    own = replace(own, ranks=(own.ranks[0], replace(own.ranks[1], **raised("ValueError: x"))))
     assert sent(decide(controller, ECHO_GRACE, own, alive)) == []
     assert sent(decide(controller, ECHO_GRACE + 0.2, own, alive)) == [("terminate", {1})]
 

@@ -239,12 +239,14 @@ class JoinedRanks(Ranks):
         """Report to the other nodes, once, why a rank failed; losing its peers is no reason."""
         if self._has_failed or self._is_stopped or rank in self._lost_peers:
             return
-        headline = describe_returncode(returncode)
+        headline, is_echo = describe_returncode(returncode), False
         with contextlib.suppress(OSError):
             data = self._job.folder.failure(rank).read_bytes()
-            headline = result_pickler.loads(data)[1].headline
+            error = result_pickler.loads(data)[1]
+            headline = error.headline
+            is_echo = is_secondary_failure(error.type_name, error.text)
         text = f"rank {self._first + rank}: {headline}"
-        if not is_secondary_failure(headline):
+        if not is_echo:
             self._has_failed = True
             self._agent.send("failed", text)
             return

@@ -33,7 +33,6 @@ from ...planning.plan import Call, Cell, Plan
 from ...planning.task_values import is_model, variables
 from ...system.text import format_duration, format_ranks, plural
 from ...tracking import clock
-from ...tracking.diagnosis.failures import is_secondary_failure
 from ...tracking.run_folder import RunFolder
 from ...transport import payload, result_pickler
 from ...transport.channel import Channel, Listener
@@ -229,7 +228,7 @@ def _cause(run: Run | None) -> int:
     if run is None:
         return 0
     failed = [rank for rank in run.state.ranks if rank.status == "failed"]
-    first = min(failed, key=lambda r: (is_secondary_failure(r.error or ""), r.ended), default=None)
+    first = min(failed, key=lambda r: (r.has_lost_peers, r.ended), default=None)
     return 0 if first is None else first.rank
 
 

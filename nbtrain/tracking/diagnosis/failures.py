@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ...errors import RankDied
 from ...transport.exceptions import CapturedException, restore, set_notes
 
-_ECHOING = ("runtimeerror", "distbackenderror", "distnetworkerror", "diststoreerror")
+_ECHOING = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
 # What a rank raises when another one went away: the echo of a failure, not its cause.
 _ECHOES = (
     "connection closed by peer",
@@ -55,7 +55,7 @@ class Failure:
             is_native = "terminate called" in text or "watchdog" in text
             is_abort = self.returncode == -signal.SIGABRT
             return is_abort and is_native and any(echo in text for echo in _ECHOES)
-        return is_secondary_failure(f"{self.error.type_name}: {self.error.text}")
+        return is_secondary_failure(self.error.type_name, self.error.text)
 
     @property
     def summary(self) -> str:
@@ -65,10 +65,10 @@ class Failure:
         return self.description or describe_returncode(self.returncode)
 
 
-def is_secondary_failure(error: str) -> bool:
-    """Whether an error, as ``Type: text``, is what a rank raises when another one went away."""
-    kind, _, text = error.lower().partition(":")
-    return kind in _ECHOING and any(echo in text for echo in _ECHOES)
+def is_secondary_failure(error_type: str, text: str) -> bool:
+    """Whether an error is what a rank raises when another one went away; `text` is torch's."""
+    text = text.lower()
+    return error_type in _ECHOING and any(echo in text for echo in _ECHOES)
 
 
 def headline(failures: Iterable[Failure]) -> Failure:

@@ -113,7 +113,7 @@ def _of_rank(cause: Failure, failures: Sequence[Failure], state: RunState) -> Fa
     # Of a rank that native code ended, nothing but its log has the reason.
     native_log = cause.log if (cause.returncode or 0) < 0 else ""
     details = _texts(cause.error) if cause.error is not None else native_log
-    died = cause.error is None and (not rank.error or _is_exit(rank.error))
+    died = cause.error is None and (not rank.error or rank.has_left)
     kind, text = diagnose(cause.summary, details, rank.returncode, rank.evidence, died=died)
     known = remedies("\n".join((cause.summary, details, *_stack_text(cause.error))))
     if cause.is_secondary:
@@ -211,7 +211,7 @@ def kind(rank: RankState) -> str:
 
 
 def _diagnosed(rank: RankState) -> tuple[str, str]:
-    raised = bool(rank.error) and not _is_exit(rank.error) and (rank.returncode or 0) >= 0
+    raised = bool(rank.error) and not rank.has_left and (rank.returncode or 0) >= 0
     if raised or not rank.is_over:
         return diagnose(rank.error or "", "", None, rank.evidence, died=False)
     log = "\n".join(rank.log[-60:]) if (rank.returncode or 0) < 0 else ""
@@ -227,13 +227,9 @@ def death(rank: RankState) -> str:
         return ending
     if (rank.returncode or 0) < 0:  # the launcher killed it for taking too long over it
         return f"failed with {rank.error}; its process then did not exit and was killed"
-    if _is_exit(rank.error):
+    if rank.has_left:
         return f"{ending} ({rank.error})"
     return f"failed with {rank.error}; its report could not be written"
-
-
-def _is_exit(error: str | None) -> bool:
-    return (error or "").startswith(("sys.exit(", "os._exit("))
 
 
 def _texts(error: CapturedException | None) -> str:

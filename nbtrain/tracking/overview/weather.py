@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from ..diagnosis.failures import is_secondary_failure
-
 WIDTH = 0.5
 """Seconds of a bin, at first."""
 
@@ -102,13 +100,13 @@ class Weather:
             return self
         return self._up_to(time, now if role else self.now, now)
 
-    def ended(self, time: float, *, has_failed: bool, error: str = "") -> Weather:
+    def ended(self, time: float, *, has_failed: bool, has_lost_peers: bool = False) -> Weather:
         """Return the strip of a rank that has ended; one that lost its peers waited for them."""
         if self.until is None or self.now == FAILED:
             return self
         if not has_failed:
             return self._up_to(time, self.now, UNKNOWN)
-        letter = PEERS if is_secondary_failure(error) else FAILED
+        letter = PEERS if has_lost_peers else FAILED
         new = self._up_to(time, self.now, FAILED)
         return replace(new, letters=new.letters[:-1] + letter)
 
