@@ -78,7 +78,14 @@ class MissingExtra(NbtrainError, ImportError):
 
 
 class LaunchError(NbtrainError, RuntimeError):
-    """The ranks could not be started; those that were have been ended."""
+    """The ranks could not be started; those that were have been ended.
+
+    `code` is 'fork refused' where the system gave no process.
+    """
+
+    def __init__(self, message: str = "", *, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class NodeFailed(NbtrainError, RuntimeError):

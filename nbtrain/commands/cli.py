@@ -147,7 +147,7 @@ def _stop(run: Run) -> int:
     except KeyboardInterrupt:  # Ctrl-C ends the waiting, and the run still stops
         print(f"{run.folder.name} was asked to stop, but has not ended yet", file=sys.stderr)
         return 130
-    _show(f"{run.folder.name}: {run.state.outcome} {run.state.message}")
+    _show(f"{run.folder.name}: {run.state.outcome} {run.state.explanation}")
     return 0
 
 

@@ -42,6 +42,8 @@ class Exit:
     """Why the rank ended, where the engine knows: its node is lost, for example."""
     verdict: str = ""
     """How the end counts ('failed', 'stopped'), where the engine knows."""
+    code: str = ""
+    """Of the cause, as `events.Exited` has it."""
 
 
 class Ranks(ABC):

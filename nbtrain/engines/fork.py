@@ -75,7 +75,8 @@ def _fork_rank(
     except OSError as error:
         raise LaunchError(
             f"only {rank} of {job.world_size} processes could be forked ({error.strerror}). "
-            "Ask for fewer ranks, or raise the limit (ulimit -u)."
+            "Ask for fewer ranks, or raise the limit (ulimit -u).",
+            code="fork refused",
         ) from error
 
 

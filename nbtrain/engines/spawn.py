@@ -134,7 +134,8 @@ def spawn_rank(job: Job, rank: int, parcel: payload.PackedPlan) -> int:
     except OSError as error:
         raise LaunchError(
             f"only {rank - begin} of {ranks} processes could be started ({error.strerror}). "
-            f"{_advice(error)}"
+            f"{_advice(error)}",
+            code="fork refused",
         ) from error
     finally:
         os.close(log)

@@ -57,9 +57,6 @@ from .run import Run, conclude, draw_live, earlier, going_on, let_go, remember
 from .run_info import manifest
 from .supervisor import Interrupts, Supervisor
 
-LIVE = "live ranks"
-"""What the run of live ranks is called."""
-
 SPARED = 8
 """Tasks of live ranks between two looks at old folders."""
 
@@ -380,14 +377,14 @@ def _check_alone(plan: Plan, device: str) -> list[Finding]:
     if not others:
         return []
     other = f"Run {others[-1].folder.name} of this notebook is still running in the background"
-    if others[-1].state.name == LIVE:
+    if others[-1].state.is_live:
         other = "Live ranks (%nbtrain start) are there"
     if device == "cpu" or (device == "cuda" and "CUDA_VISIBLE_DEVICES" in plan.env):
         return [Finding("run-in-background", f"{other}; the new run shares this host with it.")]
     devices, share = "TPU", "."
     if device == "cuda":
         devices, share = "GPUs", ", or give each run its own: --env CUDA_VISIBLE_DEVICES=0,1"
-    if others[-1].state.name == LIVE:
+    if others[-1].state.is_live:
         raise PreflightError(f"{other}, on the same {devices}. %nbtrain stop ends them{share}")
     raise PreflightError(
         f"{other}, on the same {devices}. Wait for it (nbtrain.last_run().wait()), "
@@ -422,7 +419,7 @@ def _start_in_background(
         follower.start()
         run.wait()
         printed = launch_log.printed_in(job.folder.launcher_log)
-        raise LaunchError(". ".join(filter(None, (follower.state.message, printed))))
+        raise LaunchError(". ".join(filter(None, (follower.state.explanation, printed))))
     draw_live(run, plan.view)
     follower.start()
     return run

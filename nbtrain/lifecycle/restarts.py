@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..engines import Engine
 from ..engines.process.orphan_reaper import OrphanReaper
+from ..errors import LaunchError
 from ..findings import Finding
 from ..system.processes import process_identity
 from ..tracking.diagnosis.verdict import line
@@ -93,7 +94,8 @@ def run_attempts(
                 break
             job = replace(job, attempt=number)
     except BaseException as error:  # an interrupt too: written here, raised by the caller
-        supervisor.abort(f"{type(error).__name__}: {error}")
+        code = error.code if isinstance(error, LaunchError) else ""
+        supervisor.abort(f"{type(error).__name__}: {error}", code)
         return error
     finally:
         if reaper is not None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import NbtrainError
+from ..findings import Finding
 from ..planning.option_types import OF_ALL
 from ..planning.plan import Plan
 from ..planning.task_values import is_model, is_scheduler, namespace, returned
@@ -63,7 +64,7 @@ class ResultReceiver:
             writer.close()
         for event in events:
             if event.trouble and event.name not in lost:  # on the board too, where there is one
-                message = not_updated(event.name, event.trouble)
+                message = not_updated(event)
                 with contextlib.suppress(Warning):  # where warnings are errors
                     warnings.warn_explicit(message, UserWarning, "nbtrain", 1)
         return fold(state, events)
@@ -71,10 +72,11 @@ class ResultReceiver:
     def _received(
         self, folder: RunFolder, saved: Sequence[ev.ArtifactSaved]
     ) -> list[ev.ArtifactLoaded]:
-        troubles: dict[str, str] = {}
+        troubles: dict[str, Finding] = {}
         for sent in saved:
-            troubles[sent.name] = troubles.get(sent.name) or sent.trouble
-        names = [sent.name for sent in saved if sent.what != "value" and not troubles[sent.name]]
+            if sent.trouble:
+                troubles.setdefault(sent.name, Finding(sent.code, sent.trouble))
+        names = [sent.name for sent in saved if sent.what != "value" and sent.name not in troubles]
         stamps = {sent.name: sent.stamp for sent in saved}
         troubles.update(_take_weights(folder, names, stamps, self.objects(), troubles))
         try:
@@ -82,10 +84,14 @@ class ResultReceiver:
         except Exception as error:  # a file that is gone or damaged
             values, lost = {}, {sent.name: error for sent in saved if sent.what == "value"}
         for name, reason in lost.items():
-            troubles[name] = troubles.get(name) or f"{type(reason).__name__}: {reason}"
-        self._namespace.update({n: v for n, v in values.items() if not troubles.get(n)})
-        now = clock.now()
-        return [ev.ArtifactLoaded(now, -1, name, trouble) for name, trouble in troubles.items()]
+            troubles.setdefault(name, Finding("", f"{type(reason).__name__}: {reason}"))
+        self._namespace.update({n: v for n, v in values.items() if n not in troubles})
+        now, fine = clock.now(), Finding("", "")
+        return [
+            ev.ArtifactLoaded(now, -1, name, trouble.text, trouble.code)
+            for name in dict.fromkeys([*(sent.name for sent in saved), *troubles])
+            for trouble in [troubles.get(name, fine)]
+        ]
 
 
 def _take_weights(
@@ -93,8 +99,8 @@ def _take_weights(
     names: Collection[str],
     stamps: Mapping[str, str],
     objects: Mapping[str, Any],
-    lost: Mapping[str, str],
-) -> dict[str, str]:
+    lost: Mapping[str, Finding],
+) -> dict[str, Finding]:
     """Load weights in place; return the reasons why some could not be, by name.
 
     What shares tensors with a model that cannot be loaded, or was `lost` in the rank, is not
@@ -109,21 +115,22 @@ def _loaded(
     opened: Callable[[str], WeightReader],
     names: Collection[str],
     objects: Mapping[str, Any],
-    lost: Mapping[str, str],
-) -> dict[str, str]:
-    ready, troubles = {}, {name: reason for name, reason in lost.items() if reason}
+    lost: Mapping[str, Finding],
+) -> dict[str, Finding]:
+    ready, troubles = {}, dict(lost)
     for name in names:
         try:
             ready[name] = _loading(opened, name, objects.get(name), is_handed_over=True)
         except NbtrainError as error:
-            troubles[name] = str(error)
+            troubles[name] = Finding("", str(error))
     tensors = {name: _ids(value) for name, value in objects.items()}
     out = [name for name in troubles if name in tensors]
     while out:
         first = out.pop()
         for name in ready.keys() - troubles.keys():
             if tensors[name] & tensors[first]:
-                troubles[name] = f"it shares tensors with `{first}`, which cannot be loaded"
+                text = f"it shares tensors with `{first}`, which cannot be loaded"
+                troubles[name] = Finding("", text)
                 out.append(name)
     for name in [each for each in objects if each in ready.keys() - troubles.keys()]:
         try:
@@ -132,18 +139,19 @@ def _loaded(
             with _as_nbtrain_error():
                 ready[name]()
         except NbtrainError as error:
-            troubles[name] = str(error)
+            code = ev.IN_PART if isinstance(error, weights.PartlyLoaded) else ""
+            troubles[name] = Finding(code, str(error))
     return troubles
 
 
-def _held_back(value: Any, objects: Mapping[str, Any], troubles: Mapping[str, str]) -> str:
+def _held_back(value: Any, objects: Mapping[str, Any], troubles: Mapping[str, Finding]) -> str:
     """Return what an optimizer or a scheduler belongs to and that is not loaded; "" for none."""
     if is_model(value):
         return ""
     optimizer = getattr(value, "optimizer", None) if is_scheduler(value) else value
     groups = getattr(optimizer, "param_groups", ())
     trained = {id(parameter) for group in groups for parameter in group["params"]}
-    late = {n: objects[n] for n, reason in troubles.items() if reason and n in objects}
+    late = {n: objects[n] for n in troubles if n in objects}
     return next((n for n, v in late.items() if v is optimizer or _ids(v) & trained), "")
 
 

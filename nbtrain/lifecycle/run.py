@@ -21,7 +21,7 @@ from ..tracking import history as past
 from ..tracking.curves import RATES, evenly, smoothed
 from ..tracking.diagnosis import stacks, verdict
 from ..tracking.diagnosis.failures import Failure, headline, to_exception
-from ..tracking.diagnosis.lost_results import SIGN
+from ..tracking.diagnosis.lost_results import LOST
 from ..tracking.overview.epochs import epoch_table
 from ..tracking.pruning import Mark
 from ..tracking.replay import MOST_POINTS, TAIL_BYTES, read_state
@@ -182,7 +182,7 @@ class Run:
         """
         with self._homing:
             state = self.state
-            in_part = state.status == "failed" and state.message.startswith(SIGN)
+            in_part = state.status == "failed" and state.code == LOST
             if self._home and self._watcher and (state.status == "succeeded" or in_part):
                 self._watcher.state = self._home.take(self._folder, self.state)
 
@@ -205,7 +205,7 @@ class Run:
             return None
         if report.rank < 0:
             kinds: dict[str, type[NbtrainError]] = {"node": NodeFailed, "results lost": ResultsLost}
-            return kinds.get(report.kind, LaunchError)(state.message)
+            return kinds.get(report.kind, LaunchError)(state.explanation)
         cause = headline(failures)
         note = verdict.note(cause, state, report)
         return to_exception(replace(cause, description=report.headline), note)

@@ -141,6 +141,7 @@ def manifest(
         "clock": clock.offset(),
         "engine": plan.engine,
         "in_kernel": in_kernel,
+        "is_live": plan.is_live,
         "num_processes": world_size,
         "mixed_precision": plan.mixed_precision,
         "device": device,

@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
 
 from ..engines.base import SIGNALS, Action
+from ..findings import Finding
 from ..tracking.events import JOINING
 from ..tracking.state import RankState, RunState
 
@@ -93,7 +94,9 @@ class StopController:
         self.cause: Cause | None = None
         """Why the ranks are being stopped; None as long as they are not."""
         self.how = ""
-        """By what a requested stop was requested."""
+        """By what a requested stop was requested, or what the run was given up for."""
+        self.code = ""
+        """Of the finding that the run was given up for."""
         self.requests = 0
         """How often a stop was requested by `request`."""
         self.is_hasty = False
@@ -103,7 +106,7 @@ class StopController:
         self._sees_training, self._ranks_stay = sees_training, ranks_stay
         self._failures_end = failures_end
         self._requested = ""
-        self._given_up = ""
+        self._given_up: Finding | None = None
         self._sent: dict[int, set[int]] = {}  # rank -> return codes that our signals give
         self._began = 0.0
         self._delay = 0.0  # seconds by which the steps are late
@@ -115,9 +118,9 @@ class StopController:
         self.requests += 1
         self.is_hasty = self.is_hasty or hasty
 
-    def give_up(self, how: str) -> None:
-        """Have the run end as one does that takes too long."""
-        self._given_up = self._given_up or how
+    def give_up(self, finding: Finding) -> None:
+        """Have the run end as one does that takes too long: it hangs."""
+        self._given_up = self._given_up or finding
 
     def reset(self, now: float) -> None:
         """Forget the stop of one attempt: another begins."""
@@ -157,7 +160,7 @@ class StopController:
             self.how = "by an interrupt" if pressed else self._requested
             return self._begin("interrupted", now, state)
         if self._given_up:
-            self.how = self._given_up
+            self.how, self.code = self._given_up.text, self._given_up.code
             return self._begin("timed out", now, state)
         if self._timeout is not None and now - self._started > self._timeout:
             return self._begin("timed out", now, state)
@@ -207,7 +210,7 @@ class StopController:
         if cause == "interrupted":
             return f"stopped {self.how}: {rest}"
         if cause == "timed out" and self._given_up:
-            return f"stopped because of {self._given_up}; {rest}"
+            return f"stopped because of {self._given_up.text}; {rest}"
         if cause == "timed out":
             return f"the timeout of {self._timeout:g} s has passed; {rest}"
         peer = state.peer_failure

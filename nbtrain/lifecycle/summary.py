@@ -175,7 +175,7 @@ def summary(state: RunState, now: float) -> Summary:
         state.attempt,
         state.created,
         state.elapsed(now),
-        message=state.message,
+        message=state.explanation,
         error=first_error(state),
         seconds_to_first_step=max(0.0, max(begun)) if begun else None,
         seconds_training=training,

@@ -24,7 +24,7 @@ from ..system.text import format_ranks
 from ..tracking import clock, resource_sampler
 from ..tracking import events as ev
 from ..tracking.diagnosis import hangs, stacks
-from ..tracking.diagnosis.exit_causes import ExitCauses
+from ..tracking.diagnosis.exit_causes import Cause, ExitCauses
 from ..tracking.diagnosis.lost_results import describe_lost_results
 from ..tracking.diagnosis.verdict import DEADLOCK, HANG, describe_endings
 from ..tracking.diagnosis.watchdog import HangWatchdog
@@ -323,12 +323,12 @@ class Supervisor:
                 resource_sampler.measure_gpus(self.state.device, before[0] if before else None)
             )
 
-    def abort(self, message: str) -> None:
+    def abort(self, message: str, code: str = "") -> None:
         """Write that the run could not start, or not be watched."""
         if self.over.is_set():
             return
         self._stop.cause = "failed"
-        self.finish(message)
+        self.finish(message, code)
 
     def _note(self, events: Iterable[ev.Event]) -> None:
         """Write events of the launcher's own, and fold them."""
@@ -360,12 +360,14 @@ class Supervisor:
     def _take_exits(self, exits: list[Exit]) -> None:
         for e in exits:
             verdict = e.verdict or self._verdict(e)
-            cause, evidence = e.cause if verdict == "failed" else "", tuple[str, ...]()
-            if verdict == "failed" and not cause:
+            cause = Cause(e.cause, code=e.code) if verdict == "failed" else Cause()
+            if verdict == "failed" and not cause.text:
                 killed = self._stop.was_sent(e.rank, -signal.SIGKILL)
                 rank = self.state.ranks[e.rank]
-                cause, evidence = self._exit_causes.cause_of(rank, e.returncode, killed)
-            self._note([ev.Exited(e.time, e.rank, e.returncode, verdict, cause, evidence)])
+                cause = self._exit_causes.cause_of(rank, e.returncode, killed)
+            evidence = ((cause.code, cause.evidence),) if cause.evidence else ()
+            end = e.rank, e.returncode, verdict, cause.text, evidence, cause.code
+            self._note([ev.Exited(e.time, *end)])
 
     def _verdict(self, ended: Exit) -> str:
         if self._folder.result(ended.rank).exists():
@@ -421,8 +423,8 @@ class Supervisor:
         before, self._presses = self._presses, interrupts.count
         return interrupts.count > before
 
-    def finish(self, message: str = "") -> None:
-        """Write how the run ended."""
+    def finish(self, message: str = "", code: str = "") -> None:
+        """Write how the run ended; `code` says why the message, where that is known."""
         self._end_watchdog()
         self._take(self._reader.read(ended=range(self.state.world_size)))
         self._note(self._work.check(self.state.findings))
@@ -433,12 +435,15 @@ class Supervisor:
         here = [r for r in failed if r.pid == os.getpid() and not r.node]
         if any(r.error_type == KeyboardInterrupt.__name__ for r in here):
             status = "interrupted"
-        lost = ""
+        lost = None
         if status == "succeeded":
             lost = describe_lost_results(self.state, self._disk.expected)
             status = "failed" if lost else status
         retried = self._retry_reason if status == "succeeded" else ""
-        message = message or lost or retried or describe_endings(status, self.state)
+        remedy = ""
+        if lost and not message:
+            message, remedy, code = lost.text, lost.remedy, lost.code
+        message = message or retried or describe_endings(status, self.state)
         if status == "interrupted" and self._stop.how:
             message = f"{self._stop.how}; {message}"
         if status == "timed out":
@@ -446,7 +451,8 @@ class Supervisor:
         if status in ("interrupted", "timed out") and self._places:
             message = f"{message}. {self._places[0].upper()}{self._places[1:]}"
         flaw = self.state.flaw if status == "succeeded" else ""
-        end = ev.Finished(clock.now(), -1, status, message, flaw)
+        code = self._stop.code if status == "timed out" else code
+        end = ev.Finished(clock.now(), -1, status, message, flaw, code, remedy)
         self._note(self.forwarder.finish(end))
         self._note([end])
         self._pictures.keep(self.state, is_last=True)

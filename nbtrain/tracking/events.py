@@ -318,6 +318,12 @@ class Displayed(Event):
     """Whether it takes the place of all that the rank displayed before."""
 
 
+Evidence = tuple[tuple[str, str], ...]
+"""Findings about the end of a rank, each as its code ("" where no program asks) and its text."""
+
+OUT_OF_MEMORY, NOT_MEMORY = "out of memory", "not memory"
+"""Of a rank that was killed: the system did it to free memory, or memory was not the reason."""
+
 OS_EXIT = "os._exit"
 """The `error_type` of a rank that leaves its process, which raises nothing."""
 
@@ -338,14 +344,17 @@ class Ended(Event):
     error: str | None = None
     """What it raised; None: it returned."""
     result: str | None = None
-    evidence: tuple[str, ...] = ()
+    evidence: Evidence = ()
     """What the rank saw of the cause (`nbtrain.worker.failure_evidence`)."""
     error_type: str = ""
     """As in `Failing`."""
 
 
-NO_VARIABLE = "there is no variable"
-"""How the reason begins for which a value of ``--out`` was not returned."""
+NO_VARIABLE = "no-variable"
+"""The code of a value of ``--out`` that was not returned, as there was no variable."""
+
+IN_PART = "in-part"
+"""The code of weights that were loaded only in part."""
 
 RETURNED = "the return value"
 """The name of what the function returned, among what a rank saved."""
@@ -364,6 +373,8 @@ class ArtifactSaved(Event, kind="saved"):
     """Bytes."""
     trouble: str = ""
     """Why it could not be saved."""
+    code: str = ""
+    """Of the trouble: `NO_VARIABLE`, or ""."""
     not_finite: str = ""
     """The first parameter of a model that is nan or inf."""
     lost: bool = False
@@ -379,6 +390,8 @@ class ArtifactLoaded(Event, kind="loaded"):
     name: str = ""
     trouble: str = ""
     """Why it could not be loaded."""
+    code: str = ""
+    """Of the trouble: `NO_VARIABLE`, `IN_PART`, or ""."""
 
 
 @dataclass(frozen=True)
@@ -391,8 +404,10 @@ class Exited(Event):
     """The rank's last status: done, failed or stopped."""
     cause: str = ""
     """What it died of, where more is known than the return code shows."""
-    evidence: tuple[str, ...] = ()
+    evidence: Evidence = ()
     """What speaks for that cause."""
+    code: str = ""
+    """The cause for programs: `OUT_OF_MEMORY`, `NOT_MEMORY`, 'disk full', or ""."""
 
 
 @dataclass(frozen=True)
@@ -451,6 +466,10 @@ class Finished(Event):
     message: str = ""
     flaw: str = ""
     """What makes the result of a run wrong that ended without an error, in a few words."""
+    code: str = ""
+    """Why it ended so, for programs: a kind of `FailureReport`, 'hang' or 'deadlock'; or ""."""
+    remedy: str = ""
+    """What to do about the message."""
 
 
 KINDS: Mapping[str, type[Event]] = {cls.kind: cls for cls in Event.__subclasses__()}

@@ -139,7 +139,9 @@ def _attempt(state: RunState, event: ev.Attempt) -> Draft:
 def _finished(state: RunState, event: ev.Finished) -> Draft:
     hang = "" if event.status == "succeeded" else state.hang
     message = strip_escapes_by_line(event.message) or ""
-    return {**vars(ended(state, event.status, event.time, message)), "hang": hang}
+    remedy, code = strip_escapes(event.remedy), strip_escapes(event.code, NAME)
+    over = ended(state, event.status, event.time, message)
+    return {**vars(over), "hang": hang, "remedy": remedy, "code": code}
 
 
 def _run_note(state: RunState, event: ev.RunNote) -> Draft:
@@ -177,7 +179,8 @@ def _not_finite_finding(event: ev.NotFinite) -> Finding:
 
 
 def _artifact_loaded(state: RunState, event: ev.ArtifactLoaded) -> Draft:
-    loaded = {**state.loaded, strip_escapes(event.name, NAME): strip_escapes(event.trouble, NOTE)}
+    name, trouble = strip_escapes(event.name, NAME), strip_escapes(event.trouble, NOTE)
+    loaded = {**state.loaded, name: replace(event, name=name, trouble=trouble)}
     return {"loaded": MappingProxyType(dict(list(loaded.items())[-SAVED:]))}
 
 
@@ -296,14 +299,16 @@ def _exited(rank: Draft, event: ev.Exited) -> Draft:
         "ended": rank["ended"] or event.time,
         "returncode": event.returncode,
         "cause": strip_escapes(event.cause),
+        "cause_code": strip_escapes(event.code, NAME),
         "weather": rank["weather"].ended(event.time, has_failed=event.verdict == "failed"),
         "evidence": (*rank["evidence"], *_evidence(event)),
         "error": None if event.verdict == "done" else rank["error"],
     }
 
 
-def _evidence(event: ev.Ended | ev.Exited) -> tuple[str, ...]:
-    return tuple(map(strip_escapes, event.evidence[:16]))
+def _evidence(event: ev.Ended | ev.Exited) -> tuple[Finding, ...]:
+    known = event.evidence[:16]
+    return tuple(Finding(strip_escapes(code, NAME), strip_escapes(text)) for code, text in known)
 
 
 def _displayed(rank: Draft, event: ev.Displayed) -> Draft:

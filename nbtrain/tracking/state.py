@@ -252,7 +252,10 @@ class RankState:
     result: str | None = None
     returncode: int | None = None
     cause: str = ""
-    evidence: tuple[str, ...] = ()
+    cause_code: str = ""
+    """As in `events.Exited`."""
+    evidence: tuple[Finding, ...] = ()
+    """What the rank or its host saw of how it ended."""
     saved: tuple[ev.ArtifactSaved, ...] = ()
     """What it saved for the notebook."""
     displayed: tuple[ev.Displayed, ...] = ()
@@ -361,10 +364,16 @@ class RunState:
     created: float
     mixed_precision: str = "no"
     device: str = "cpu"
+    is_live: bool = False
+    """Whether its ranks are live ones, which stay between the cells."""
     status: str = "starting"
     """Starting, running, stopping, succeeded, failed, interrupted, timed out or lost."""
     ended: float | None = None
     message: str = ""
+    remedy: str = ""
+    """What to do about the message."""
+    code: str = ""
+    """Why the run ended so, for programs; see `events.Finished`."""
     findings: tuple[Finding, ...] = ()
     """What may go wrong, seen before the run started or since; the newest first."""
     attempt: int = 1
@@ -381,8 +390,8 @@ class RunState:
     """Which ranks hang, and where."""
     if_killed: tuple[str, ...] = ()
     """What may have used the memory, should a rank be killed for want of it."""
-    loaded: Mapping[str, str] = field(default_factory=dict)
-    """What the notebook loaded of what ranks saved, each with what was in the way."""
+    loaded: Mapping[str, ev.ArtifactLoaded] = field(default_factory=dict)
+    """What the notebook loaded of what ranks saved, by name."""
     flaws: tuple[str, ...] = ()
     """What notes say of the result, in a few words: that it is wrong."""
     not_finite: ev.NotFinite | None = None
@@ -400,6 +409,11 @@ class RunState:
         return self.ended is not None
 
     @property
+    def explanation(self) -> str:
+        """The message, and what to do about it."""
+        return f"{self.message} {self.remedy}".rstrip()
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """The findings as people read them: one line each."""
         return tuple(finding.shown for finding in self.findings)
@@ -413,9 +427,9 @@ class RunState:
         spoiled = [saved for rank in self.ranks for saved in rank.saved if saved.not_finite]
         if spoiled:
             return f"`{spoiled[0].not_finite}` of `{spoiled[0].name}` is not finite"
-        missing = [name for name, trouble in self.loaded.items() if trouble]
+        missing = [name for name, loaded in self.loaded.items() if loaded.trouble]
         failed = "cannot be read" if ev.RETURNED in missing[:1] else "was not updated"
-        if missing and self.loaded[missing[0]].startswith(ev.NO_VARIABLE):  # there was none before
+        if missing and self.loaded[missing[0]].code == ev.NO_VARIABLE:  # there was none before
             failed = "was not returned"
         return next(iter(self.flaws), f"{missing[0]} {failed}" if missing else "")
 

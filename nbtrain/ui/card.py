@@ -85,7 +85,7 @@ def _text(x: float, y: float, text: str, size: float, more: str = "") -> str:
 def _head(state: RunState, now: float) -> tuple[str, int]:
     """Draw how the run is, its name, and what it ran on."""
     status = shorten(header.status(state), 40)
-    fill, ink, _, sign = theme.tones(status)
+    fill, ink, _, sign = theme.tones(header.look(state))
     width = 7.4 * len(status) + 34  # about: a font is not known before it is drawn
     pill = (
         f'<rect y=".5" width="{width:.0f}" height="22" rx="11" fill="{fill}" stroke="{ink}"/>'

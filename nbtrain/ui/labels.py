@@ -424,9 +424,11 @@ def artifact_lines(state: RunState) -> list[str]:
             by_name.setdefault(saved.name, []).append((rank.rank, saved))
     lines = []
     for name, sent in by_name.items():
-        saved, trouble = sent[0][1], state.loaded.get(name) or sent[0][1].trouble
-        if trouble:
-            lines.append(f"⚠ {not_updated(name, trouble)}")
+        saved = sent[0][1]
+        loaded = state.loaded.get(name)
+        last = loaded if loaded is not None and loaded.trouble else saved
+        if last.trouble:
+            lines.append(f"⚠ {not_updated(last)}")
             continue
         is_value = saved.what == "value"
         ranks, size = format_ranks([r for r, _ in sent]), format_bytes(sum(s.size for _, s in sent))
@@ -445,11 +447,12 @@ def artifact_lines(state: RunState) -> list[str]:
     return lines[:METRICS]
 
 
-def not_updated(name: str, trouble: str) -> str:
+def not_updated(value: ev.ArtifactSaved | ev.ArtifactLoaded) -> str:
     """Say that a value of the notebook was not updated, or only in part, and the reason."""
+    name, trouble = value.name, value.trouble
     if name == ev.RETURNED:
         return f"{name} cannot be read: {trouble}"
-    if trouble.startswith(ev.NO_VARIABLE):
+    if value.code == ev.NO_VARIABLE:
         return f"{name} was not returned: {trouble}"
-    in_part = trouble.startswith("only ")  # `PartlyLoaded`
+    in_part = value.code == ev.IN_PART
     return f"{name} was {'updated only in part' if in_part else 'not updated'}: {trouble}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ..tracking.diagnosis import verdict
-from ..tracking.diagnosis.lost_results import SIGN
 from ..tracking.diagnosis.remedies import remedies
 from ..tracking.state import RankState, RunState
 from . import labels
@@ -55,10 +54,10 @@ def next_step(state: RunState) -> str:
     if state.status == "lost":
         return _LOST
     if state.status == "timed out":
-        hung = state.message.startswith((verdict.HANG, verdict.DEADLOCK))
+        hung = state.code in (verdict.HANG.code, verdict.DEADLOCK.code)
         return _SAME_COLLECTIVES if hung else _LONGER
-    if SIGN in state.message:  # ends with it
-        return state.message.rpartition(". ")[2] + "."
+    if state.remedy:
+        return state.remedy
     if state.status == "failed":
         return _OF_KIND.get(verdict.diagnose(state.message, died=False)[0], "")
     if state.is_over:

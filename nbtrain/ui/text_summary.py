@@ -25,7 +25,7 @@ def summary(state: RunState, now: float) -> str:
     head = f"{mark} {state.name[:200]}: {state.outcome} · {labels.facts(state, now)}"
     returned = [f"  {label}{result[:_RESULT]}" for label, result in labels.results(state)]
     returned += [f"  {line}" for line in labels.artifact_lines(state)]
-    message = [f"  {state.message[:_RESULT]}"] if state.message else []
+    message = [f"  {state.explanation[:_RESULT]}"] if state.message else []
     rows = [*_ranks(state), *_curve(state), *returned, *message]
     hang = [f"  ⚠ {labels.hang(state)}"] if state.hang else []
     return "\n".join([*labels.notes(state), head, *hang, *rows])

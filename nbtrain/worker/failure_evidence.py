@@ -26,7 +26,13 @@ from ..system.source_files import cell_name, is_library, is_own
 from ..system.text import format_bytes
 from ..tracking import clock
 from ..tracking import events as ev
-from ..tracking.diagnosis.failures import NO_GRADIENT, describe_returncode
+from ..tracking.diagnosis.failures import (
+    DISK_FULL,
+    FORK_REFUSED,
+    LOADER_WORKER,
+    NO_GRADIENT,
+    describe_returncode,
+)
 from ..tracking.event_log import EventWriter
 from ..transport import exceptions
 
@@ -62,9 +68,9 @@ def without_child_signals() -> Iterator[None]:
         signal.signal(number, signal.SIG_DFL if before is None else before)
 
 
-def evidence(error: BaseException) -> tuple[str, ...]:
-    """Return the circumstances of an exception, a line each; never raises."""
-    lines: list[str] = []
+def evidence(error: BaseException) -> ev.Evidence:
+    """Return the circumstances of an exception, a code and a line each; never raises."""
+    lines: list[tuple[str, str]] = []
     for look in (_loader_workers, _full_disk, _descriptors, _no_process, _unused_parameters):
         with contextlib.suppress(Exception):  # a hostile exception, a /proc that is not there
             lines.extend(look(error))
@@ -89,7 +95,7 @@ def _text(error: BaseException) -> str:
     return "\n".join(map(": ".join, texts))
 
 
-def _loader_workers(error: BaseException) -> Iterator[str]:
+def _loader_workers(error: BaseException) -> Iterator[tuple[str, str]]:
     """Yield how the workers of a DataLoader ended, and what is free in /dev/shm."""
     frames = [frame for frame in _frames(error) if frame.f_code.co_filename.endswith(_LOADER)]
     loaders = [frame.f_locals.get("self") for frame in frames]
@@ -102,14 +108,15 @@ def _loader_workers(error: BaseException) -> Iterator[str]:
     for worker in workers:
         worker.join(0.2)  # it has ended, or will in a moment
         if worker.exitcode:
-            yield f"a DataLoader worker (pid {worker.pid}) {describe_returncode(worker.exitcode)}"
+            ending = describe_returncode(worker.exitcode)
+            yield LOADER_WORKER, f"a DataLoader worker (pid {worker.pid}) {ending}"
     room = host.shared_memory()
     if room is not None:
         free, size = format_bytes(room.free), format_bytes(room.size)
-        yield f"/dev/shm, where workers leave their batches, has {free} free of {size}"
+        yield "", f"/dev/shm, where workers leave their batches, has {free} free of {size}"
 
 
-def _full_disk(error: BaseException) -> Iterator[str]:
+def _full_disk(error: BaseException) -> Iterator[tuple[str, str]]:
     """Yield which file system is full; torch's writer raises an error that does not name it."""
     codes = {link.errno for link in _chain(error) if isinstance(link, OSError)}
     if codes.isdisjoint((errno.ENOSPC, errno.EDQUOT)) and not _NO_ROOM.search(_text(error)):
@@ -117,15 +124,15 @@ def _full_disk(error: BaseException) -> Iterator[str]:
     shared = host.shared_memory() if "/torch_" in _text(error) else None
     if shared is not None:  # a tensor on its way to another process, which may be too large for it
         free, size = format_bytes(shared.free), format_bytes(shared.size)
-        yield f"no space left on /dev/shm for a tensor: {free} free of {size}"
-        yield _LESS_SHARED
+        yield DISK_FULL, f"no space left on /dev/shm for a tensor: {free} free of {size}"
+        yield "", _LESS_SHARED
         return
     for file in _files(error):
         folder = Path(file).absolute().parent
         room = host.space(folder)
         if room is not None and room.free < LITTLE < room.size:  # not /proc
             free, size = format_bytes(room.free), format_bytes(room.size)
-            yield f"no space left on {folder}: {free} free of {size}"
+            yield DISK_FULL, f"no space left on {folder}: {free} free of {size}"
             return
 
 
@@ -140,29 +147,32 @@ def _files(error: BaseException) -> Iterator[str]:
             yield str(name)
 
 
-def _descriptors(error: BaseException) -> Iterator[str]:
+def _descriptors(error: BaseException) -> Iterator[tuple[str, str]]:
     if "Too many open files" in _text(error):
         quota = host.descriptors()
         if quota is not None:
-            yield f"at most {quota.limit} descriptors may be open in a process ({quota.source})"
+            yield "", f"at most {quota.limit} descriptors may be open in a process ({quota.source})"
         if any("multiprocessing" in frame.f_code.co_filename for frame in _frames(error)):
-            yield "torch.multiprocessing.set_sharing_strategy('file_system') needs fewer of them"
+            call = "torch.multiprocessing.set_sharing_strategy('file_system')"
+            yield "", f"{call} needs fewer of them"
 
 
-def _no_process(error: BaseException) -> Iterator[str]:
+def _no_process(error: BaseException) -> Iterator[tuple[str, str]]:
     """Yield why a process or a thread could not be started."""
     *_, innermost = _frames(error)
     starting = _STARTERS.intersection(innermost.f_code.co_names)
     refused = isinstance(error, OSError) and error.errno in (errno.EAGAIN, errno.ENOMEM)
     if not (refused and starting) and _NO_PROCESS not in _text(error):
         return
-    yield f"the system refused a new {'thread' if _NO_PROCESS in _text(error) else 'process'}"
+    what = "thread" if _NO_PROCESS in _text(error) else "process"
+    yield FORK_REFUSED, f"the system refused a new {what}"
     for quota in (host.tasks(), host.processes(1)):
         if quota is not None and quota.limit is not None:
-            yield f"{quota.used} of {quota.limit} allowed processes and threads ({quota.source})"
+            used = f"{quota.used} of {quota.limit} allowed processes and threads"
+            yield "", f"{used} ({quota.source})"
 
 
-def _unused_parameters(error: BaseException) -> Iterator[str]:
+def _unused_parameters(error: BaseException) -> Iterator[tuple[str, str]]:
     """Yield the names of the parameters of which torch's DDP says only the numbers."""
     indices = _UNUSED.search(_text(error))
     models = (frame.f_locals.get("self") for frame in _frames(error))
@@ -176,7 +186,7 @@ def _unused_parameters(error: BaseException) -> Iterator[str]:
     ]
     unused = [names[int(index)] for index in indices[1].split()]
     more = f" and {len(unused) - NAMES} more" if len(unused) > NAMES else ""
-    yield f"{NO_GRADIENT}{', '.join(unused[:NAMES])}{more}"
+    yield NO_GRADIENT, f"no gradient came to {', '.join(unused[:NAMES])}{more}"
 
 
 # Where a rank's code leaves its process

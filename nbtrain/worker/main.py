@@ -192,7 +192,7 @@ def _report_failure(
     with failure_evidence.without_child_signals():  # first: another worker may end any moment
         now, headline = clock.now(), type(error).__name__
         error_type = headline
-        evidence: tuple[str, ...] = ()
+        evidence: ev.Evidence = ()
         writer.write(ev.Failing(now, rank, headline, error_type))
         try:
             captured = exceptions.capture(error, job.shared_classes, pickles=False)
@@ -205,7 +205,7 @@ def _report_failure(
             spare.write(job.folder.failure(rank), result_pickler.dumps((now, captured)))
         except Exception as second:  # a full disk, no memory: the first failure is still the cause
             reason = f"its report could not be written: {type(second).__name__}: {second}"
-            evidence = (*evidence, reason)
+            evidence = (*evidence, ("", reason))
         writer.write(ev.Ended(clock.now(), rank, headline, None, evidence, error_type))
 
 

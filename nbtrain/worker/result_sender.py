@@ -223,6 +223,8 @@ class ResultSender:
             yield
         except _NotWritten as error:
             self._report(name, trouble=str(error), lost=name not in self._unasked)
+        except _NoVariableError as error:
+            self._report(name, trouble=str(error), code=ev.NO_VARIABLE)
         except Exception as error:  # a left process group, a tensor of no known type
             kind = "" if isinstance(error, NbtrainError) else f"{type(error).__name__}: "
             self._report(name, trouble=f"{kind}{error}")
@@ -299,7 +301,7 @@ class ResultSender:
             name = asked.removesuffix(OF_ALL)
             with self._reporting(name):
                 if name not in variables:
-                    raise NbtrainError(self._absent(name))
+                    raise _NoVariableError(self._absent(name))
                 value = unwrapped(variables[name])
                 if any(value is other for other in self._returned.values()) and name == asked:
                     continue
@@ -345,7 +347,7 @@ class ResultSender:
         variables = namespace(self._plan.task)
         new = [n for n, v in variables.items() if self._names.get(n) != id(v) and n[0] != "_"]
         return (
-            f"{ev.NO_VARIABLE} `{name}`. Local variables of a function are gone when it "
+            f"there is no variable `{name}`. Local variables of a function are gone when it "
             f"returns. The run assigned: {', '.join(new[-8:]) or 'none'}"
         )
 
@@ -358,6 +360,10 @@ def _settings(value: Any) -> str:
             return repr([{k: v for k, v in group.items() if k != "params"} for group in groups])
         return repr(value.state_dict())
     return ""
+
+
+class _NoVariableError(NbtrainError):
+    """There is no variable of a name in ``--out``."""
 
 
 class _NotWritten(OSError):

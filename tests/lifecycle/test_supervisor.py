@@ -20,7 +20,8 @@ def test_an_interrupt_is_the_run_s_own_only_in_this_very_process(
     node: str, status: str, tmp_path: Path
 ) -> None:
     """A process of another host may have the number of this one: containers begin at 1."""
-    rank = RankState(0, "failed", pid=os.getpid(), node=node, error="KeyboardInterrupt: ")
+    raised = {"error": "KeyboardInterrupt: ", "error_type": "KeyboardInterrupt"}
+    rank = RankState(0, "failed", pid=os.getpid(), node=node, **raised)
     supervisor = Supervisor(RunFolder(tmp_path), RunState("t", "ray", (rank,), 0.0))
     supervisor.finish()
     assert supervisor.state.status == status

@@ -137,10 +137,10 @@ def failed(ranks: int = 4) -> RunState:
 def killed() -> RunState:
     """Return a run that lost a rank to the system, for want of memory."""
     cause = "ran out of memory and was killed by the system"
-    seen = ("rank 2 used 61.2 GiB of the host's 64.0 GiB; last measured 0.4 s before",)
+    seen = (("", "rank 2 used 61.2 GiB of the host's 64.0 GiB; last measured 0.4 s before"),)
     used: list[ev.Event] = [
         ev.Resources(BEGAN + 23.6, 2, 0.98, round(61.2 * GIB)),
-        ev.Exited(BEGAN + 24, 2, -9, "failed", cause, seen),
+        ev.Exited(BEGAN + 24, 2, -9, "failed", cause, seen, ev.OUT_OF_MEMORY),
     ]
     used += [ev.Exited(BEGAN + 24.2, r, -15, "stopped") for r in (0, 1, 3)]
     return fold(with_bars(4), [*used, ev.Finished(BEGAN + 25, -1, "failed", f"rank 2 {cause}")])
@@ -256,7 +256,10 @@ def results_lost() -> RunState:
     full = "No space left on device"
     saved = ev.ArtifactSaved(BEGAN + 53, 0, "model", "model", 0, trouble=full, lost=True)
     state = fold(over(with_bars(4, 600)), [saved])
-    return replace(state, status="failed", message=describe_lost_results(state, ("model",)))
+    found = describe_lost_results(state, ("model",))
+    assert found is not None
+    told = {"message": found.text, "remedy": found.remedy, "code": found.code}
+    return replace(state, status="failed", **told)
 
 
 STATES: dict[str, tuple[Callable[[], RunState], float]] = {

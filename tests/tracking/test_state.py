@@ -204,7 +204,9 @@ def test_texts_of_ranks_cannot_steer_a_terminal() -> None:
             ev.Stopping(1, -1, said),
         ],
     )
-    failed = fold(state, [ev.Failing(1, 0, said), ev.Exited(1, 0, 1, "failed", said, (said,))])
+    failed = fold(
+        state, [ev.Failing(1, 0, said), ev.Exited(1, 0, 1, "failed", said, ((said, said),))]
+    )
     over = fold(failed, [ev.Finished(2, -1, "failed", said)])
     shown = "".join(
         draw(s, 2.0) for s in (state, over) for draw in (text_summary.summary, board.render)
@@ -429,7 +431,7 @@ def test_what_comes_home_is_told_with_how_far_it_has_come() -> None:
     unfit = fold(over, [ev.ArtifactLoaded(103, -1, "model", "it has grown")])
     assert told(unfit) == ["⚠ model was not updated: it has grown"]
     assert "⚠ train(): finished, but model was not updated" in text_summary.summary(unfit, 200.0)
-    absent = fold(over, [ev.ArtifactLoaded(103, -1, "best", f"{ev.NO_VARIABLE} `best`")])
+    absent = fold(over, [ev.ArtifactLoaded(103, -1, "best", "there is none", ev.NO_VARIABLE)])
     assert "⚠ train(): finished, but best was not returned" in text_summary.summary(absent, 200.0)
     assert theme.GOOD.fill not in board.render(unfit, 200.0).partition("</b>")[0]
     assert theme.GOOD.fill in board.render(here, 200.0).partition("</b>")[0]

@@ -33,7 +33,8 @@ def test_a_full_disk_is_named_with_what_is_free() -> None:
 
     try:
         with small_disk("2m") as disk:
-            (line,) = failure_evidence.evidence(caught(lambda: fill(disk / "deep")))
+            ((code, line),) = failure_evidence.evidence(caught(lambda: fill(disk / "deep")))
+            assert code == "disk full"
             assert line == f"no space left on {disk}: 0 B free of 2 MiB"
     except Unavailable as reason:
         pytest.skip(str(reason))
@@ -49,7 +50,7 @@ def test_a_full_disk_is_named_whatever_the_language_and_wherever_its_path_is_wri
             caught(lambda: file.write_bytes(bytes(8 << 20)))
             literal = f"fd = os.open({str(file)!r}, os.O_WRONLY | os.O_APPEND); os.write(fd, b'x')"
             code = compile(literal, "<cell>", "exec")
-            expected = (f"no space left on {disk}: 0 B free of 2 MiB",)
+            expected = (("disk full", f"no space left on {disk}: 0 B free of 2 MiB"),)
             assert failure_evidence.evidence(caught(lambda: exec(code, cell))) == expected
             os.close(cell["fd"])  # type: ignore[arg-type]
             assert failure_evidence.evidence(caught(lambda: fail(file))) == expected
@@ -68,7 +69,10 @@ def test_a_refused_thread_is_reported_with_the_limit() -> None:
     def fail() -> None:
         raise RuntimeError("can't start new thread")
 
-    assert failure_evidence.evidence(caught(fail))[0] == "the system refused a new thread"
+    assert failure_evidence.evidence(caught(fail))[0] == (
+        "fork refused",
+        "the system refused a new thread",
+    )
 
 
 def test_a_refused_fork_is_not_confused_with_a_socket_that_is_not_ready() -> None:
@@ -80,10 +84,8 @@ def test_a_refused_fork_is_not_confused_with_a_socket_that_is_not_ready() -> Non
     def receive() -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    assert (
-        failure_evidence.evidence(caught(lambda: fork(True)))[0]
-        == "the system refused a new process"
-    )
+    refused = failure_evidence.evidence(caught(lambda: fork(True)))[0]
+    assert refused == ("fork refused", "the system refused a new process")
     assert failure_evidence.evidence(caught(receive)) == ()
 
 

@@ -276,7 +276,7 @@ def test_warnings_that_are_errors_do_not_fail_a_run() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         done = run(train, model)
-    assert "`norm.weight` is [9] in the rank" in done.state.loaded["model"]
+    assert "`norm.weight` is [9] in the rank" in done.state.loaded["model"].trouble
 
 
 def test_no_sync_leaves_it_as_it_was() -> None:

@@ -114,7 +114,7 @@ class DriverClient:
                 elif on_message is not None:
                     on_message(*message)
         if kind == "refusal":
-            raise LaunchError(answer)
+            raise LaunchError(str(answer))
         return answer
 
     def messages(self, patience: float | None) -> list[tuple[str, Any]]:

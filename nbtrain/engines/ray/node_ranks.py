@@ -26,7 +26,7 @@ from ...system import host
 from ...tracking import clock
 from ...tracking import events as ev
 from ...tracking.diagnosis import collectives, stacks
-from ...tracking.diagnosis.exit_causes import OomKills
+from ...tracking.diagnosis.exit_causes import Cause, OomKills
 from ...tracking.event_log import EventWriter
 from ...tracking.resource_sampler import Sampler
 from ...tracking.run_folder import RunFolder
@@ -231,12 +231,12 @@ class NodeRanks:
 
     def _rank_exit(self, ended: Exit) -> RankExit:
         """Return the end of a rank, with its cause and what it left."""
-        rank, cause, code = ended.rank, "", ended.returncode
+        rank, cause, code = ended.rank, Cause(), ended.returncode
         if code == -signal.SIGKILL and rank not in self._killed:
-            cause, _evidence = self._oom_kills.explain(node=self._order.name)
+            cause = self._oom_kills.explain(node=self._order.name)
         sizes = {name: size(self.folder.path, name) for name in growing_files(rank)}
         verdict, files = "failed" if code is None else "", tuple(self.folder.left_by(rank))
-        return RankExit(rank, code, ended.time, cause, verdict, files, sizes)
+        return RankExit(rank, code, ended.time, cause.text, verdict, cause.code, files, sizes)
 
     def exits(self, since: int, patience: float) -> list[RankExit]:
         """Return the ranks that ended, but the first `since`; wait for one up to `patience` s."""

@@ -81,4 +81,4 @@ def reason(state: RunState) -> str:
     culprit = labels.culprit(state)
     if culprit is not None and state.status == "failed":
         return f"rank {culprit.rank}: {verdict.line(culprit)}"
-    return state.message or state.hang
+    return state.explanation or state.hang

@@ -45,6 +45,9 @@ from ..run import NotRemembered, Run, last_run
 from ..supervisor import Interrupts
 from .snapshot import Snapshot
 
+_NAME = "live ranks"
+"""What the run of live ranks is called."""
+
 PATIENCE = 120.0
 """Seconds in which ranks have to begin: on a cluster, or a loaded host, imports take long."""
 
@@ -107,7 +110,7 @@ def start(
     try:
         fields = plan_fields({"num_processes": num_processes, **options})
         fields |= {"background": True, "view": "none", "telemetry": (), "hang_after": None}
-        plan = Plan(Call(serve), launcher.LIVE, is_live=True, **{**fields, "sync": False})
+        plan = Plan(Call(serve), _NAME, is_live=True, **{**fields, "sync": False})
         with contextlib.closing(_listener(plan, folder)) as listener:
             plan = replace(plan, task=Call(serve, (listener.address, secret)))
             snapshot = Snapshot(_notebook())
@@ -150,7 +153,7 @@ def _connected(
         while len(channels) < run.state.world_size:
             if run.state.is_over or any(rank.is_over for rank in run.state.ranks):
                 run.wait()
-                raise run.exception or LaunchError(run.state.message)
+                raise run.exception or LaunchError(run.state.explanation)
             if time.monotonic() > deadline:
                 missing = [r for r in range(run.state.world_size) if r not in channels]
                 raise LaunchError(f"{format_ranks(missing)} did not begin within {PATIENCE:g} s")
@@ -396,7 +399,7 @@ class LiveRanks:
         deadline = time.monotonic() + (FAR if self._are_far else NEAR)
         while not (state := self._run.state.ranks[rank]).is_over and time.monotonic() < deadline:
             time.sleep(0.01)
-        return Exit(rank, state.returncode, clock.now(), state.cause)
+        return Exit(rank, state.returncode, clock.now(), state.cause, code=state.cause_code)
 
     def end(self, how: str) -> None:
         """Have all processes ended, without waiting for it."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
+from typing import NamedTuple
 
 from ...system import host
 from ...system.text import format_bytes
+from .. import events as ev
 from ..run_folder import RunFolder
 from ..state import RankState
 from .failures import describe_returncode
@@ -13,8 +15,15 @@ from .failures import describe_returncode
 FULL = 1 << 16
 """Bytes free at which the run folder's file system counts as full: no report fits."""
 
-Cause = tuple[str, tuple[str, ...]]
-"""Why a rank ended, "" where nobody knows more than its return code; and the evidence for that."""
+
+class Cause(NamedTuple):
+    """Why a rank ended; all empty where nobody knows more than its return code."""
+
+    text: str = ""
+    evidence: str = ""
+    """What speaks for that."""
+    code: str = ""
+    """As in `events.Exited`."""
 
 
 class OomKills:
@@ -37,22 +46,24 @@ class OomKills:
         place = f" on {node}" if node else ""
         before, count = self._explained, host.oom_kills()
         if before is None or count is None:
-            return (f"was killed by SIGKILL{place}" if node else ""), ()
+            return Cause(f"was killed by SIGKILL{place}" if node else "")
         if count <= before:
             evidence = f"the system's count of out-of-memory kills is still {count}"
             of_host = host.oom_kills_of_host()
             if None not in (self._of_host, of_host) and of_host == self._of_host:
-                return f"was killed by SIGKILL{place}, but not because memory ran out", (evidence,)
+                text = f"was killed by SIGKILL{place}, but not because memory ran out"
+                return Cause(text, evidence, ev.NOT_MEMORY)
             # A limit further up, which a container does not show, may have been reached.
             above = "cannot be read" if of_host is None else "rose meanwhile"
-            return f"was killed by SIGKILL{place}", (f"{evidence}; that of the host {above}",)
+            evidence = f"{evidence}; that of the host {above}"
+            return Cause(f"was killed by SIGKILL{place}", evidence)
         self._explained = before + 1
         evidence = f"the system's count of out-of-memory kills rose from {before} to {count}"
         held = f"; the rank held {format_bytes(memory)} when last seen" if memory else ""
         cause = (
             f"ran out of memory and was killed by the system ({host.memory().bound}{place}{held})"
         )
-        return cause, (evidence,)
+        return Cause(cause, evidence, ev.OUT_OF_MEMORY)
 
 
 class ExitCauses:
@@ -70,11 +81,12 @@ class ExitCauses:
         folder = self._folder
         if returncode == -signal.SIGKILL:
             if was_killed or self._oom_kills is None:
-                return "", ()
+                return Cause()
             return self._oom_kills.explain(memory=rank.usage.memory)
         space = host.space(folder.path)
         has_reported = folder.failure(rank.rank).exists() or rank.error
         if has_reported or space is None or space.free > FULL or (returncode or 0) < 0:
-            return "", ()
+            return Cause()
         end = describe_returncode(returncode)
-        return f"{end}, and the disk of the run folder ({folder.path}) is full", ()
+        text = f"{end}, and the disk of the run folder ({folder.path}) is full"
+        return Cause(text, code="disk full")

@@ -28,8 +28,11 @@ _ECHOES = (
 )
 
 
-NO_GRADIENT = "no gradient came to "
-"""How the evidence begins that names parameters, where the exception has their numbers alone."""
+NO_GRADIENT = "no gradient"
+"""The code of the evidence that names parameters, where the exception has their numbers alone."""
+
+LOADER_WORKER, DISK_FULL, FORK_REFUSED = "data loader worker", "disk full", "fork refused"
+"""The codes of evidence that says what a failure is; kinds of `FailureReport`."""
 
 
 @dataclass(frozen=True)

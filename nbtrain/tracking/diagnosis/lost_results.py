@@ -6,12 +6,13 @@ import errno
 import os
 from collections.abc import Collection, Sequence
 
+from ...findings import Finding
 from ..events import RETURNED
 from ..state import RankState, RunState
 from .failures import describe_returncode
 
-SIGN = "results are lost: "
-"""How the headline of such a run begins; `nbtrain.tracking.diagnosis.verdict` knows it by that."""
+LOST = "results lost"
+"""The code of such a run."""
 
 _ROOM = "Free space there, or set NBTRAIN_HOME to a folder with more room"
 _REMEDIES = {
@@ -23,8 +24,8 @@ _REMEDIES = {
 _AGAIN = "then run it again, or save the model in the function"
 
 
-def describe_lost_results(state: RunState, expected: Collection[str]) -> str:
-    """Return what was lost, why, and what to do; "" if nothing was.
+def describe_lost_results(state: RunState, expected: Collection[str]) -> Finding | None:
+    """Return what was lost, why, and what to do; None if nothing was.
 
     `expected` are the names of what rank 0 was to send to the notebook.
     """
@@ -34,14 +35,18 @@ def describe_lost_results(state: RunState, expected: Collection[str]) -> str:
         remedy = next((r for n, r in _REMEDIES.items() if os.strerror(n) == reason), _ROOM)
         names = _listed(list(dict.fromkeys(saved.name for _, saved in lost)))
         text = f"{names} could not be saved in the run's folder ({reason})"
-        return f"{SIGN}{text}. {_kept(state)}{remedy}, {_AGAIN}"
+        return _finding(text, f"{remedy}, {_AGAIN}", state)
     if expected and state.ranks and _broke_off(first := state.ranks[0]):
         ending = "ended (is the disk of the run's folder full?)"
         if first.returncode:
             ending = describe_returncode(first.returncode)
         text = f"rank 0 {ending} before it reported that it had saved {_listed(list(expected))}"
-        return f"{SIGN}{text}. {_kept(state)}run.load() loads what is there"
-    return ""
+        return _finding(text, "run.load() loads what is there", state)
+    return None
+
+
+def _finding(text: str, remedy: str, state: RunState) -> Finding:
+    return Finding(LOST, f"results are lost: {text}.{_kept(state)}", f"{remedy}.")
 
 
 def _broke_off(rank: RankState) -> bool:
@@ -51,7 +56,7 @@ def _broke_off(rank: RankState) -> bool:
 
 def _kept(state: RunState) -> str:
     results = any(rank.status == "done" for rank in state.ranks)
-    return "What the ranks returned is in nbtrain.last_run().results. " if results else ""
+    return " What the ranks returned is in nbtrain.last_run().results." if results else ""
 
 
 def _listed(names: Sequence[str]) -> str:

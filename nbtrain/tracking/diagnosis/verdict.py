@@ -12,39 +12,45 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...findings import Finding
 from ...system import tpu
 from ...system.source_files import is_library
 from ...system.text import format_bytes, format_bytes_of, format_duration, format_ranks
 from ...transport.exceptions import CapturedException, TracebackFrame
+from .. import events as ev
 from ..state import RankState, RunState
-from .failures import NO_GRADIENT, Failure, describe_returncode, headline
-from .lost_results import SIGN
+from .failures import (
+    DISK_FULL,
+    FORK_REFUSED,
+    LOADER_WORKER,
+    NO_GRADIENT,
+    Failure,
+    describe_returncode,
+    headline,
+)
 from .remedies import remedies
 
-HANG = "a hang (--on-hang stop)"
-DEADLOCK = "a deadlock"
-"""How the message of a run begins that was stopped because it hung."""
-
-MEASURED = "; last measured "
-"""In the evidence that says what used the memory."""
+HANG = Finding("hang", "a hang (--on-hang stop)")
+DEADLOCK = Finding("deadlock", "a deadlock")
+"""Why a run was stopped that hung."""
 
 MISMATCH = "collective mismatch"
 _KINDS = {
-    "results lost": f"^{SIGN}",
     "cuda out of memory": r"^(torch\.)?OutOfMemoryError|CUDA (error: )?out of memory|hipErrorOutOf",
-    "data loader worker": r"DataLoader worker \(pid",
-    "disk full": r"o space left on |Errno 28\]|Disk quota exceeded|disk of the run folder .* full",
-    "fork refused": r"the system refused a new |processes could be (forked|started)",
-    "out of memory": r"^MemoryError|ran out of memory and was killed|an't allocate memory"
+    LOADER_WORKER: r"DataLoader worker \(pid",
+    DISK_FULL: r"o space left on |Errno 28\]|Disk quota exceeded",
+    "out of memory": r"^MemoryError|an't allocate memory"
     r"|std::bad_alloc|Cannot allocate memory|not enough memory: you tried",
     "communication": r"collective mismatch|Watchdog caught collective|NCCL communicator was aborted"
     r"|^(Dist\w+Error|RuntimeError): .*([Tt]imed out|Timeout|NCCL error)",
 }
 """The first of these that matches a line of what is known of a failure is its kind."""
-_NAMED_BY_EVIDENCE = ("data loader worker", "disk full", "fork refused")
+KNOWN = frozenset({LOADER_WORKER, DISK_FULL, FORK_REFUSED, ev.OUT_OF_MEMORY})
+"""The codes that are kinds."""
+_NAMED_BY_EVIDENCE = (LOADER_WORKER, DISK_FULL, FORK_REFUSED)
 _STACK = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 _ADVICE = {
-    "data loader worker": (
+    LOADER_WORKER: (
         "Try num_workers=0: data is then loaded in the rank and its error is shown. Fewer workers "
         "or smaller batches use less /dev/shm.",
     )
@@ -67,6 +73,8 @@ class FailureReport:
     """How the other ranks ended."""
     advice: tuple[str, ...] = ()
     """What to do about it, where that is known."""
+    memory: str = ""
+    """Which rank used how much memory for what, where memory ran out."""
 
     def __str__(self) -> str:
         label = f"rank {self.rank}: " if self.rank >= 0 else ""
@@ -91,12 +99,14 @@ def explain(state: RunState, failures: Sequence[Failure]) -> FailureReport | Non
     if state.status == "succeeded" or not state.is_over:
         return None
     kind, text = diagnose(state.message, died=False)
-    return FailureReport("launch" if kind == "exception" else kind, -1, text)
+    kind = state.code or ("launch" if kind == "exception" else kind)
+    advice = tuple(filter(None, [state.remedy]))
+    return FailureReport(kind, -1, text, evidence=advice, advice=advice)
 
 
 def too_long(state: RunState) -> str:
     """Say what took a run too long: it had a timeout, or it hung."""
-    if state.message.startswith((HANG, DEADLOCK)):
+    if state.code in (HANG.code, DEADLOCK.code):
         return f"was stopped because of {state.message}"
     return f"took longer than its timeout: {state.message}"
 
@@ -114,24 +124,34 @@ def _of_rank(cause: Failure, failures: Sequence[Failure], state: RunState) -> Fa
     native_log = cause.log if (cause.returncode or 0) < 0 else ""
     details = _texts(cause.error) if cause.error is not None else native_log
     died = cause.error is None and (not rank.error or rank.has_left)
-    kind, text = diagnose(cause.summary, details, rank.returncode, rank.evidence, died=died)
+    kind, text = diagnose(
+        cause.summary,
+        details,
+        rank.returncode,
+        rank.evidence,
+        died=died,
+        has_left=rank.has_left,
+        code=rank.cause_code,
+    )
     known = remedies("\n".join((cause.summary, details, *_stack_text(cause.error))))
     if cause.is_secondary:
         kind, text = "communication", lost(state, text)
+    memory = _growth(rank, state) if "memory" in kind + cause.summary else ""
     evidence = [
-        *_lines(cause, rank, kind, state),
-        *(item for item in rank.evidence if not text.startswith(item)),
+        *_lines(cause, rank, kind, memory),
+        *(seen.text for seen in rank.evidence if not text.startswith(seen.text)),
         *(_gpu_shares(rank, state) if kind == "cuda out of memory" else ()),
         *(advice := (*known, *_advice(kind, rank, state))),
     ]
     became = others(cause, failures, state)
-    return FailureReport(kind, cause.rank, text, tuple(dict.fromkeys(evidence)), became, advice)
+    lines = tuple(dict.fromkeys(evidence))
+    return FailureReport(kind, cause.rank, text, lines, became, advice, memory)
 
 
 def _advice(kind: str, rank: RankState, state: RunState) -> tuple[str, ...]:
     """Return what to do; a host that is out of memory ends ranks by signals, a TPU's by SIGSEGV."""
     killed = rank.returncode == -signal.SIGKILL and not rank.error
-    killed = killed and "not because memory ran out" not in death(rank)
+    killed = killed and rank.cause_code != ev.NOT_MEMORY
     killed = killed or kind == "out of memory"
     killed = killed or (kind == "segfault" and state.device in tpu.ENGINES.values())
     return (*_ADVICE.get(kind, ()), *(state.if_killed if killed else ()))
@@ -141,17 +161,23 @@ def diagnose(
     summary: str,
     details: str = "",
     returncode: int | None = None,
-    seen: Sequence[str] = (),
+    seen: Sequence[Finding] = (),
     *,
     died: bool,
+    has_left: bool = False,
+    code: str = "",
 ) -> tuple[str, str]:
     """Return the kind of a failure and its headline.
 
     `summary` is its one line, `details` all of its text, `seen` what the rank saw
-    (`nbtrain.worker.failure_evidence`).
+    (`nbtrain.worker.failure_evidence`), `has_left` whether it called an exit
+    function, `code` its host's word on why it died.
     """
-    text = "\n".join((summary, details, *seen))
-    kind = next((kind for kind, sign in _KINDS.items() if re.search(sign, text, re.M)), "")
+    text = "\n".join((summary, details))
+    known = [code, *(finding.code for finding in seen)]
+    kind = next((each for each in known if each in KNOWN), "") or next(
+        (kind for kind, sign in _KINDS.items() if re.search(sign, text, re.M)), ""
+    )
     if kind == "communication" and MISMATCH in text:
         place = _crash_place(details) if died else ""
         return (
@@ -159,15 +185,15 @@ def diagnose(
             f"{summary}{place}: ranks called different collectives, or with different sizes",
         )
     if kind in _NAMED_BY_EVIDENCE:
-        better = (line for line in seen if re.search(_KINDS[kind], line) and line not in summary)
+        better = (each.text for each in seen if each.code == kind and each.text not in summary)
         return kind, next((f"{line} ({summary})" for line in better), summary)
     if kind == "cuda out of memory":
         return kind, ". ".join(summary.split(". ")[:2])
-    if unused := next((line for line in seen if line.startswith(NO_GRADIENT)), ""):
+    if unused := next((each.text for each in seen if each.code == NO_GRADIENT), ""):
         return kind or "exception", f"{unused} ({summary})"  # torch has a page, and no name in it
     if kind or not died:
         return kind or "exception", summary
-    if returncode is None or returncode >= 0 or "sys.exit(" in summary or "os._exit(" in summary:
+    if returncode is None or returncode >= 0 or has_left:
         return "exit", summary
     kind = "segfault" if returncode == -signal.SIGSEGV else "signal"
     return kind, f"{summary}{_crash_place(details)}"
@@ -215,7 +241,15 @@ def _diagnosed(rank: RankState) -> tuple[str, str]:
     if raised or not rank.is_over:
         return diagnose(rank.error or "", "", None, rank.evidence, died=False)
     log = "\n".join(rank.log[-60:]) if (rank.returncode or 0) < 0 else ""
-    return diagnose(death(rank), log, rank.returncode, rank.evidence, died=True)
+    return diagnose(
+        death(rank),
+        log,
+        rank.returncode,
+        rank.evidence,
+        died=True,
+        has_left=rank.has_left,
+        code=rank.cause_code,
+    )
 
 
 def death(rank: RankState) -> str:
@@ -262,7 +296,7 @@ def _growth(dead: RankState, state: RunState) -> str:
     counted = parts or "no weights, gradients or optimizer states were counted in it"
     ended = dead.ended or state.ended
     age = max(0.0, ended - (usage.measured or 0.0)) if ended else 0.0
-    when = f"{MEASURED}{format_duration(age)} before rank {dead.rank} ended"
+    when = f"; last measured {format_duration(age)} before rank {dead.rank} ended"
     return f"rank {rank.rank} {verb}{others} ({counted}{when})"
 
 
@@ -270,7 +304,7 @@ def _grown(rank: RankState) -> int:
     return (rank.usage.memory or 0) - (rank.usage.first_memory or 0)
 
 
-def _lines(cause: Failure, rank: RankState, kind: str, state: RunState) -> list[str]:
+def _lines(cause: Failure, rank: RankState, kind: str, memory: str) -> list[str]:
     """Return the evidence in what the rank itself left."""
     lines: list[str] = []
     if cause.error is not None and (frames := cause.error.frames):
@@ -283,8 +317,8 @@ def _lines(cause: Failure, rank: RankState, kind: str, state: RunState) -> list[
         lines.append(f"exit code {code}" if code >= 0 else f"signal {-code}")
     if code is not None and code < 0:
         lines += [f"at {_place(f)} in {f.function}" for f in _stack(cause.log) if not f.is_own]
-    if "memory" in kind + cause.summary and (growth := _growth(rank, state)):
-        lines.append(growth)
+    if memory:
+        lines.append(memory)
     steps = rank.step if rank.step is not None else rank.progress.steps if rank.progress else None
     return [*lines, *([f"its last step was {steps}"] if steps else [])]
 
@@ -358,10 +392,9 @@ def note(cause: Failure, state: RunState, report: FailureReport) -> str:
     origin = f"nbtrain: this is from rank {cause.rank} of {state.world_size}{others}."
     text = f"{origin} What rank {cause.rank} printed: nbtrain.last_run().logs({cause.rank})"
     known = cause.error is None or report.kind == "exception" or report.headline == cause.summary
-    seen = dict.fromkeys((*state.ranks[cause.rank].evidence, *report.evidence))
-    named = [
-        f"nbtrain: {line}" for line in seen if line.startswith(NO_GRADIENT) or MEASURED in line
-    ]
+    seen = state.ranks[cause.rank].evidence
+    unused = [each.text for each in seen if each.code == NO_GRADIENT]
+    named = [f"nbtrain: {line}" for line in filter(None, [*unused, report.memory])]
     return "\n".join(
         [text, *named, *([] if known else [f"nbtrain: {report.headline}"]), *report.advice]
     )

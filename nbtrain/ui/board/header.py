@@ -16,7 +16,6 @@ from typing import NamedTuple
 from ...system.text import format_duration, format_number, format_ranks, plural, shorten
 from ...tracking.curves import RATES, Bin, Series
 from ...tracking.diagnosis import verdict
-from ...tracking.diagnosis.lost_results import SIGN
 from ...tracking.state import RankState, RunState
 from .. import eta, host_status, labels
 from .. import next_step as steps
@@ -56,6 +55,12 @@ def status(state: RunState) -> str:
     return state.outcome
 
 
+def look(state: RunState) -> str:
+    """Return how the status is drawn, by `theme.STATUS`: 'flawed' where the result is wrong."""
+    is_flawed = state.status == "succeeded" and bool(state.flaw)
+    return "flawed" if is_flawed else status(state)
+
+
 def sentence(state: RunState, now: float) -> str:
     """Say how the run is in a sentence, as a screen reader reads it now and then."""
     done, left = eta.of_run(state), eta.remaining(state, now)
@@ -85,7 +90,7 @@ def title(state: RunState, now: float) -> str:
     facts = escape(labels.facts(state, now, brief=True))
     number = "" if state.number is None else f'<span style="{theme.SOFT}"> #{state.number}</span>'
     slow = [rank.rank for rank in state.ranks if rank.hang == "slow?"]
-    word, text = status(state), ""
+    word, text = look(state), status(state)
     if word == "stuck":
         text = f"stuck for {_clock(stuck_for(state, now))}"
     elif word == "running":
@@ -194,7 +199,7 @@ def _reason(state: RunState) -> str:
     """Return why a run ended badly, without the advice that its last sentence is."""
     if state.status == "timed out":
         return verdict.too_long(state)
-    return state.message.rpartition(". ")[0] if SIGN in state.message else state.message
+    return state.message
 
 
 def _is_restarted(state: RunState) -> bool:
@@ -207,7 +212,7 @@ def _failure(rank: RankState, state: RunState) -> str:
     line = verdict.line(rank)
     place = labels.line_of_failure(rank)
     head = f"rank {rank.rank}" + (f" at {place}" if place else "")
-    seen = (item for item in rank.evidence if not line.startswith(item))
+    seen = (each.text for each in rank.evidence if not line.startswith(each.text))
     rows = "".join(f"<div>{escape(shorten(t, 600))}</div>" for t in dict.fromkeys(seen))
     others = [r for r in state.ranks if r is not rank]
     rest = f'<div style="{theme.SOFT}">{escape(_endings(others, state))}</div>' if others else ""
@@ -245,7 +250,7 @@ def card(tones: theme.Tones, inner: str) -> str:
 
 def _bar(state: RunState) -> str:
     """Draw the one bar of the run, with a tick for each epoch; hatched where no total is known."""
-    done, fill = eta.of_run(state), theme.tones(status(state)).bar
+    done, fill = eta.of_run(state), theme.tones(look(state)).bar
     name = escape(shorten(state.name, 120), quote=True)
     ends = state.is_over and state.status == "succeeded"
     if done is None and state.is_over:  # no hatch, which looks busy

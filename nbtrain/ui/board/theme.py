@@ -74,12 +74,13 @@ STATUS = {
     "lost": BAD,
     "interrupted": WARN,
     "timed out": WARN,
+    "flawed": WARN,
 }
 
 
 def tones(status: str) -> Tones:
     """Return the tones of a status or a badge; calm before the start and after a stop."""
-    return WARN if status.startswith("finished, but") else STATUS.get(status, CALM)
+    return STATUS.get(status, CALM)
 
 
 def pill(status: str, text: str = "", *, large: bool = False) -> str:

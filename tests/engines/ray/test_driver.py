@@ -145,7 +145,7 @@ def test_all_that_a_rank_wrote_is_here_when_its_end_is_reported(cluster: Cluster
     result.parent.mkdir()
     result.write_bytes(b"z")
     sizes = {path.name: path.stat().st_size for path in (events, log)}
-    ended = RankExit(0, 0, 1.0, "", "", ("weights/model.safetensors",), sizes)
+    ended = RankExit(0, 0, 1.0, "", "", "", ("weights/model.safetensors",), sizes)
 
     async def both() -> None:
         copying = asyncio.ensure_future(_copy_once_more(cluster))
@@ -170,7 +170,7 @@ def test_an_end_is_reported_where_nothing_can_be_written(cluster: Cluster) -> No
     (cluster.there / name).write_bytes(b"y")
     cluster.here.rmdir()
     cluster.here.touch()  # takes nothing, as a full disk
-    ended = RankExit(0, 0, 1.0, "", "", ("rank-0000.result",), {name: 1})
+    ended = RankExit(0, 0, 1.0, "", "", "", ("rank-0000.result",), {name: 1})
     asyncio.run(asyncio.wait_for(cluster.driver._copy_rest(cluster.member, ended), 30))
     ((kind, text),) = cluster.reports
     assert kind == "note"

@@ -136,7 +136,7 @@ def test_fewer_nodes_than_asked_for_are_worth_a_word(monkeypatch: pytest.MonkeyP
     )
     engine = RayEngine()
     assert engine.resolve(plan)[0].num_processes == 4
-    assert engine.notes == ["4 of 8 ranks: 2 of 4 nodes have room."]
+    assert [note.text for note in engine.notes] == ["4 of 8 ranks: 2 of 4 nodes have room."]
 
 
 def test_nodes_that_are_alike_are_worth_no_word() -> None:

@@ -34,7 +34,9 @@ def over(*events: ev.Event) -> RunState:
 def test_why_it_could_not_be_saved_decides_what_to_do(number: int, remedy: str) -> None:
     reason = os.strerror(number)
     lost = ev.ArtifactSaved(100, 0, "model", "model", trouble=reason, lost=True)
-    text = describe_lost_results(over(lost, REPORTED, DONE), ["model"])
+    found = describe_lost_results(over(lost, REPORTED, DONE), ["model"])
+    assert found is not None
+    text = found.shown
     assert text.startswith("results are lost: `model` could not be saved in the run's folder")
     assert f"({reason})" in text
     assert remedy in text
@@ -43,15 +45,19 @@ def test_why_it_could_not_be_saved_decides_what_to_do(number: int, remedy: str) 
 
 def test_a_rank_that_broke_off_is_named_only_if_something_was_to_come() -> None:
     killed = over(ev.Exited(102, 0, -9, "done"))
-    text = describe_lost_results(killed, ["model", "scores@all"])
+    found = describe_lost_results(killed, ["model", "scores@all"])
+    assert found is not None
+    text = found.shown
     assert "rank 0 was killed by SIGKILL" in text
     assert "before it reported that it had saved `model`, `scores`" in text
-    assert describe_lost_results(killed, []) == ""
-    assert "disk" in describe_lost_results(over(DONE), ["model"])
+    assert describe_lost_results(killed, []) is None
+    found = describe_lost_results(over(DONE), ["model"])
+    assert found is not None
+    assert "disk" in found.text
 
 
 def test_a_run_that_is_right_or_failed_otherwise_lost_nothing() -> None:
-    assert describe_lost_results(over(REPORTED, DONE), ["model"]) == ""
-    assert describe_lost_results(over(ev.Exited(102, 0, -9, "failed")), ["model"]) == ""
+    assert describe_lost_results(over(REPORTED, DONE), ["model"]) is None
+    assert describe_lost_results(over(ev.Exited(102, 0, -9, "failed")), ["model"]) is None
     unfit = ev.ArtifactSaved(100, 0, "model", "model", trouble="its group was destroyed")
-    assert describe_lost_results(over(unfit, REPORTED, DONE), ["model"]) == ""
+    assert describe_lost_results(over(unfit, REPORTED, DONE), ["model"]) is None

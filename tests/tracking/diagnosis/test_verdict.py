@@ -20,20 +20,22 @@ ECHO = "[pair.cc:553] Connection closed by peer [127.0.0.1]:8427"
 THROWN = "terminate called after throwing an instance of 'gloo::IoException'\n  what():  " + ECHO
 
 
-def run(*told: ev.Event, ranks: int = 3, status: str = "failed", message: str = "") -> RunState:
+def run(
+    *told: ev.Event, ranks: int = 3, status: str = "failed", message: str = "", code: str = ""
+) -> RunState:
     state = RunState("train", "fork", tuple(map(RankState, range(ranks))), 0.0)
-    return fold(state, [*told, ev.Finished(99.0, -1, status, message)])
+    return fold(state, [*told, ev.Finished(99.0, -1, status, message, code=code)])
 
 
-def exited(rank: int, code: int | None = 1, status: str = "failed", **more: Any) -> ev.Exited:
-    return ev.Exited(10.0 + rank, rank, code, status, **more)
+def exited(rank: int, number: int | None = 1, status: str = "failed", **more: Any) -> ev.Exited:
+    return ev.Exited(10.0 + rank, rank, number, status, **more)
 
 
 def raised(rank: int, time: float, error: BaseException) -> Failure:
     return Failure(rank, time, exceptions.capture(error))
 
 
-def of_one(error: BaseException, *evidence: str) -> verdict.FailureReport:
+def of_one(error: BaseException, *evidence: tuple[str, str]) -> verdict.FailureReport:
     ended = ev.Ended(1.0, 0, error="", evidence=evidence)
     found = verdict.explain(run(ended, exited(0), ranks=1), [raised(0, 1.0, error)])
     assert found is not None
@@ -82,14 +84,14 @@ def test_a_timeout_tells_who_had_to_be_killed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "kind"),
+    ("message", "code", "kind"),
     [
-        ("LaunchError: only 3 of 8 processes could be forked (Try again).", "fork refused"),
-        ("LaunchError: port 4711 cannot be used on this host", "launch"),
+        ("LaunchError: only 3 of 8 processes could be forked.", "fork refused", "fork refused"),
+        ("LaunchError: port 4711 cannot be used on this host", "", "launch"),
     ],
 )
-def test_a_run_that_could_not_start_says_why(message: str, kind: str) -> None:
-    found = verdict.explain(run(message=message), [])
+def test_a_run_that_could_not_start_says_why(message: str, code: str, kind: str) -> None:
+    found = verdict.explain(run(message=message, code=code), [])
     assert found is not None
     assert (found.kind, found.rank, found.headline) == (kind, -1, message)
 
@@ -122,7 +124,11 @@ def test_a_cause_further_down_the_chain_counts() -> None:
 
 def test_what_the_rank_saw_heads_what_does_not_say_it() -> None:
     saw = "a DataLoader worker (pid 7) was killed by SIGKILL"
-    found = of_one(ConnectionResetError(104, "reset"), saw, "/dev/shm has 64 MiB")
+    found = of_one(
+        ConnectionResetError(104, "reset"),
+        ("data loader worker", saw),
+        ("", "/dev/shm has 64 MiB"),
+    )
     assert found.kind == "data loader worker"
     assert found.headline.startswith(f"{saw} (ConnectionResetError")
     assert "/dev/shm has 64 MiB" in found.evidence
@@ -154,10 +160,10 @@ def test_gpu_memory_is_told_with_torchs_figures_and_who_holds_what() -> None:
     )
 
 
-def death(code: int | None, log: str = "", **more: Any) -> verdict.FailureReport:
-    state = run(ev.Resources(1.0, 0, memory=3 << 30), exited(0, code, **more), ranks=1)
+def death(number: int | None, log: str = "", **more: Any) -> verdict.FailureReport:
+    state = run(ev.Resources(1.0, 0, memory=3 << 30), exited(0, number, **more), ranks=1)
     said = verdict.death(state.ranks[0])
-    found = verdict.explain(state, [Failure(0, 1.0, None, code, log, said)])
+    found = verdict.explain(state, [Failure(0, 1.0, None, number, log, said)])
     assert found is not None
     return found
 
@@ -166,7 +172,7 @@ def test_deaths_are_told_apart() -> None:
     assert death(7).kind == "exit"
     assert death(7).evidence == ("exit code 7",)
     assert death(None).kind == "exit"
-    assert death(-9, cause="was killed by SIGKILL, but not because memory ran out").kind == "signal"
+    assert death(-9, cause="was killed by SIGKILL", code=ev.NOT_MEMORY).kind == "signal"
     assert death(-6, "std::bad_alloc").kind == "out of memory"
     watchdog = "[rank0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)"
     assert death(-6, watchdog).kind == "communication"
@@ -175,11 +181,11 @@ def test_deaths_are_told_apart() -> None:
 def test_a_kill_that_may_be_for_memory_comes_with_what_the_ranks_built() -> None:
     cure = ("each of 8 ranks builds a model of its own", "build it once")
 
-    def advice(code: int, device: str, **more: Any) -> tuple[str, ...]:
-        state = run(ev.Resources(1.0, 0, memory=3 << 30), exited(0, code, **more), ranks=1)
+    def advice(number: int, device: str, **more: Any) -> tuple[str, ...]:
+        state = run(ev.Resources(1.0, 0, memory=3 << 30), exited(0, number, **more), ranks=1)
         state = replace(state, if_killed=cure, device=device)
         said = verdict.death(state.ranks[0])
-        found = verdict.explain(state, [Failure(0, 1.0, None, code, "", said)])
+        found = verdict.explain(state, [Failure(0, 1.0, None, number, "", said)])
         assert found is not None
         assert set(found.advice) <= set(found.evidence)
         return found.advice
@@ -187,13 +193,13 @@ def test_a_kill_that_may_be_for_memory_comes_with_what_the_ranks_built() -> None
     assert advice(-9, "cuda") == cure
     assert advice(-11, "xla") == cure
     assert advice(-11, "cuda") == ()
-    assert advice(-9, "xla", cause="was killed by SIGKILL, but not because memory ran out") == ()
+    assert advice(-9, "xla", code=ev.NOT_MEMORY) == ()
     assert advice(1, "xla") == ()
 
 
 def test_the_systems_count_of_kills_is_evidence() -> None:
     why = "the system's count of those went from 3 to 4"
-    found = death(-9, cause="ran out of memory and was killed by the system", evidence=(why,))
+    found = death(-9, cause="was killed", evidence=(("", why),), code=ev.OUT_OF_MEMORY)
     assert found.kind == "out of memory"
     assert why in found.evidence
     assert any(line.startswith("rank 0 held 3.0 GiB (no weights") for line in found.evidence)
