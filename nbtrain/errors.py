@@ -8,7 +8,6 @@ NbtrainError
 ├── AcceleratorBlockedError (RuntimeError)  ``%nbtrain guard block`` kept it from doing so
 ├── MissingExtra (ImportError)        what was asked for needs an optional package; says which
 ├── LaunchError (RuntimeError)        the ranks could not be started
-├── NodeFailed (RuntimeError)         another node of the run failed; says which and why
 ├── RankDied (RuntimeError)           a rank ended by a signal or an exit code
 ├── ResultsLost (RuntimeError)        the ranks ended well, but what they trained could not be saved
 ├── RankError (RuntimeError)          stands for a rank's exception that could not travel
@@ -86,10 +85,6 @@ class LaunchError(NbtrainError, RuntimeError):
     def __init__(self, message: str = "", *, code: str = "") -> None:
         super().__init__(message)
         self.code = code
-
-
-class NodeFailed(NbtrainError, RuntimeError):
-    """Another node of the run failed, or was lost; this node's ranks have been ended."""
 
 
 class RankDied(NbtrainError, RuntimeError):

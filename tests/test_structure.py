@@ -101,7 +101,6 @@ TESTED_TOGETHER = {
     "engines/[bfir]*": "engines/test_contract.py",  # one suite for every engine
     "engines/live": "lifecycle/live/test_live_ranks.py",  # a kernel, cell by cell
     "engines/spawn_main": "engines/test_spawn.py",
-    "engines/multinode/*": "engines/multinode/test_engine.py",  # two kernels, each a node
     "engines/process/*": "end_to_end/test_kernel_health.py",  # what they leave in a kernel
     "findings": "planning/preflight/test_preflight.py",
     "errors": "end_to_end/test_readme.py",  # every exception is in the reference
@@ -111,7 +110,7 @@ TESTED_TOGETHER = {
     "planning/lint/*": "planning/lint/test_lint.py",  # cells in, findings out
     "planning/preflight/*": "planning/preflight/test_preflight.py",
     "planning/[fop]*": "planning/test_option_types.py",
-    "planning/world": "engines/multinode/test_engine.py",
+    "planning/world": "engines/test_multinode.py",
     "system/files": "tracking/test_event_log.py",
     "system/network": "system/test_host.py",
     "system/processes": "system/test_host.py",

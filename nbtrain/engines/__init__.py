@@ -64,7 +64,7 @@ def choose(plan: Plan) -> Engine:
             raise PlanError(
                 "several nodes (num_nodes) train on GPUs or CPUs; on a TPU use num_nodes=1"
             )
-        from .multinode.engine import MultinodeEngine
+        from .multinode import MultinodeEngine
 
         return MultinodeEngine(plan.nodes)
     if name == "tpu":

@@ -38,6 +38,20 @@ class ForkEngine(Engine):
         """Return what runs the task in a rank."""
         return task_runner.run_task
 
+    def run_rank(self, job: Job, rank: int) -> int:
+        """Be a rank, in its process; return the exit code."""
+        if rank == 0:  # one of them: what ranks import is the same
+            import_report.begin(job.folder.imports(rank))
+        return main.main(job, rank, self.caller(job, rank))
+
+    def place(self, job: Job) -> tuple[Job, socket.socket | None]:
+        """Return the job with where its ranks meet, and the socket on which to serve their store.
+
+        Raises `LaunchError`.
+        """
+        listener = rendezvous.bind(job.plan.port)
+        return replace(job, port=listener.getsockname()[1]), listener
+
     def start(self, job: Job) -> Ranks:
         """Fork every rank. Raises `LaunchError`, leaving none behind."""
         import multiprocessing.synchronize  # noqa: F401  (once, here: tqdm's lock needs it)
@@ -45,16 +59,13 @@ class ForkEngine(Engine):
         import torch  # noqa: F401  (once, here: the ranks share what it costs)
 
         fingerprints.factors()
-        listener = None
-        if job.world is None:  # else the nodes share a store
-            listener = rendezvous.bind(job.plan.port)
-            job = replace(job, port=listener.getsockname()[1])
+        job, listener = self.place(job)
         ranks = ChildRanks(job.scratch)
         state = random.getstate()
         try:
             with ready_to_fork():
                 for rank in range(job.world_size):
-                    body = partial(_run, job, rank, self.caller(job, rank))
+                    body = partial(self.run_rank, job, rank)
                     ranks.add(rank, _fork_rank(job, rank, listener, state, body))
             if listener is not None:
                 ranks.meet_at(rendezvous.StoreProcess(listener))
@@ -78,12 +89,6 @@ def _fork_rank(
             "Ask for fewer ranks, or raise the limit (ulimit -u).",
             code="fork refused",
         ) from error
-
-
-def _run(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
-    if rank == (job.world.begin if job.world else 0):  # one of them: what ranks import is the same
-        import_report.begin(job.folder.imports(rank))
-    return main.main(job, rank, call)
 
 
 def _be_rank(

@@ -20,7 +20,6 @@ from ..errors import LaunchError, PlanError, PreflightError
 from ..findings import Finding
 from ..planning import accelerate_config as config_file
 from ..planning import build_estimate, preflight
-from ..planning import world as several
 from ..planning.lint import lint
 from ..planning.option_parser import (
     check_rank_argument,
@@ -191,15 +190,14 @@ def notebook_launcher(
     are updated in place. The default port means a free one; any other is used or refused.
 
     With `num_nodes` > 1, call it on every node, each with its own `node_rank` and with the address
-    and port of node 0 (or start the nodes by ``torchrun``): the ranks of all nodes form one world.
-    Each node shows its own ranks; a failure, a stop or a restart on one node is one on all.
+    and port of node 0: the ranks of all nodes form one world. Each notebook shows its own ranks; if
+    one of them fails or is stopped, the ranks of the other nodes fail in their next collective.
     ``rdzv_conf={"timeout": 60}`` sets how long the nodes wait for each other (15 min);
-    `log_line_prefix_template` has no effect: every line has its rank already.
+    `monitor_interval` and `log_line_prefix_template` have no effect.
 
     Raises:
         PlanError: an argument that makes no sense; nothing was started.
         LaunchError: the ranks could not be started, or the nodes did not meet.
-        NodeFailed: another node failed.
         PreflightError, RankDied, KeyboardInterrupt, Exception: see `launch`.
     """
     if not callable(function):
@@ -212,9 +210,12 @@ def notebook_launcher(
     nodes = None
     if (num_nodes, node_rank) != (1, 0):
         meet_at = rdzv_endpoint or f"{master_addr}:{use_port or 29500}"
-        nodes = Rendezvous(
-            num_nodes, node_rank, meet_at, rdzv_backend, rdzv_conf or {}, rdzv_id, monitor_interval
-        )
+        nodes = Rendezvous(num_nodes, node_rank, meet_at, rdzv_backend, rdzv_conf or {}, rdzv_id)
+        if max_restarts:
+            raise PlanError(
+                "max_restarts is for one node: nothing starts the ranks of several nodes again "
+                "together. Save checkpoints, and run the cell again on every node"
+            )
     check_rank_argument(function, tuple(args), {})
     call = Call(function, tuple(args))
     plan = Plan(
@@ -331,7 +332,6 @@ def _check(plan: Plan, device: str, engine: Engine) -> list[Finding]:
     """Return everything to mind about a launch. Raises `PreflightError` or `PlanError`."""
     return [
         *config_file.check_device(plan, device),
-        *several.notes(plan.nodes, plan.num_processes or 1, plan.name),
         *(_check_alone(plan, device) if engine.checks_host else ()),
         *_check_task(plan, device, engine),
     ]

@@ -164,8 +164,6 @@ def is_worth_a_restart(state: RunState) -> bool:
     """Whether there is another attempt, and the failure is none that it would only repeat."""
     if state.attempt >= state.attempts:
         return False
-    if state.peer_failure is not None and (state.peer_failure.final or _is_only_echoed(state)):
-        return not state.peer_failure.final  # it is for the node that failed to say
     began = any(_has_begun(rank) for rank in state.ranks)
     return began or not all(rank.error_type in _MISTAKES for rank in causes(state))
 
@@ -173,8 +171,6 @@ def is_worth_a_restart(state: RunState) -> bool:
 def describe_failure(state: RunState) -> str:
     """Return why an attempt failed: the first failure that is no echo of another."""
     failed = causes(state)
-    if state.peer_failure is not None and _is_only_echoed(state):
-        return state.peer_failure.text
     if not failed:
         return "no rank reported why"
     first = min(failed, key=lambda rank: rank.ended or 0.0)
@@ -185,10 +181,6 @@ def causes(state: RunState) -> list[RankState]:
     """Return the ranks whose failure is no echo of another's; else all that failed."""
     failed = [rank for rank in state.ranks if rank.status in ("failed", "failing")]
     return [rank for rank in failed if not rank.has_lost_peers] or failed
-
-
-def _is_only_echoed(state: RunState) -> bool:
-    return all(rank.has_lost_peers for rank in state.ranks if rank.status == "failed")
 
 
 def _has_begun(rank: RankState) -> bool:

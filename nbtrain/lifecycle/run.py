@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from ..errors import LaunchError, NbtrainError, NodeFailed, ResultsLost, RunTimeout
+from ..errors import LaunchError, NbtrainError, ResultsLost, RunTimeout
 from ..system.files import open_regular, read_regular
 from ..system.text import plural
 from ..tracking import clock, pruning
@@ -204,8 +204,8 @@ class Run:
         if report is None:
             return None
         if report.rank < 0:
-            kinds: dict[str, type[NbtrainError]] = {"node": NodeFailed, "results lost": ResultsLost}
-            return kinds.get(report.kind, LaunchError)(state.explanation)
+            kind = ResultsLost if report.kind == "results lost" else LaunchError
+            return kind(state.explanation)
         cause = headline(failures)
         note = verdict.note(cause, state, report)
         return to_exception(replace(cause, description=report.headline), note)

@@ -139,9 +139,6 @@ class StopController:
         if self.cause is None:
             if alive or pressed:
                 begins = self.check(now, state, pressed=pressed, asked=asked)
-        elif asked and self._has_only_echoes(state):
-            self._requested = self.how = asked  # of another node, whose ranks these lost
-            begins = self._begin("interrupted", now, state)
         elif pressed:  # a second time: no more patience; after a failure: and no other attempt
             self._requested = self._requested or "by an interrupt"
             signals += self._send("kill", alive, "a second interrupt")
@@ -152,7 +149,7 @@ class StopController:
     def check(self, now: float, state: RunState, *, pressed: bool, asked: str) -> str:
         """Begin a stop if there is a cause for one; return its reason, or ''."""
         failed = any(r.status in ("failing", "failed") for r in state.ranks)
-        if (failed or state.peer_failure) and self._failures_end:
+        if failed and self._failures_end:
             return self._begin("failed", now, state)
         if asked:
             self.request(asked)
@@ -213,8 +210,7 @@ class StopController:
             return f"stopped because of {self._given_up.text}; {rest}"
         if cause == "timed out":
             return f"the timeout of {self._timeout:g} s has passed; {rest}"
-        peer = state.peer_failure
-        return peer.text if peer else "a rank failed; the others are being stopped"
+        return "a rank failed; the others are being stopped"
 
     def _due(self, now: float, state: RunState, alive: frozenset[int]) -> list[StopSignal]:
         since, signals = now - self._began, list[StopSignal]()
@@ -234,8 +230,7 @@ class StopController:
     def _has_only_echoes(self, state: RunState) -> bool:
         """Whether each failed rank reports that it lost another, and none of those reported yet."""
         failed = [r for r in state.ranks if r.status in ("failing", "failed")]
-        known = self.cause != "failed" or state.peer_failure is not None
-        return not known and all(r.has_lost_peers for r in failed)
+        return self.cause == "failed" and all(r.has_lost_peers for r in failed)
 
     def _send(self, action: Action, ranks: Collection[int], reason: str) -> list[StopSignal]:
         for rank in ranks:

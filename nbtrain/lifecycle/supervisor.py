@@ -180,7 +180,7 @@ class Supervisor:
         `begun` is called once the ranks had their first moment, unless they have ended by then.
         """
         while ranks.alive and not ranks.pids and not self._stop.is_hopeless(time.monotonic()):
-            self._turn(ranks, interrupts)  # the other nodes have yet to join
+            self._turn(ranks, interrupts)  # the nodes of a cluster have yet to come
         now, nodes = clock.now(), ranks.nodes
         self._note(
             ev.Spawned(now, rank, pid, nodes.get(rank, "")) for rank, pid in ranks.pids.items()

@@ -7,10 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import PlanError
-from ..findings import Finding
-
-JOIN = 900.0
-"""Seconds that nodes wait for each other by default, as in torch's launcher (``rdzv_conf``)."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +17,11 @@ class Rendezvous:
     """Number of nodes."""
     node: int
     endpoint: str
-    """``HOST:PORT``."""
+    """``HOST:PORT`` of node 0."""
     backend: str = "static"
     conf: Mapping[str, Any] = field(default_factory=dict)
-    """Further settings of torch's rendezvous."""
+    """Accelerate's `rdzv_conf`, of which only the timeout means anything here."""
     run_id: str = "none"
-    interval: float = 0.1
-    """Seconds between two looks at the other nodes."""
 
     def __post_init__(self) -> None:
         for name, value in (("num_nodes", self.count), ("node_rank", self.node)):
@@ -44,12 +38,20 @@ class Rendezvous:
                 f"the nodes cannot meet at {self.endpoint!r}: give master_addr and use_port (or "
                 "rdzv_endpoint='HOST:PORT'), the same on every node"
             )
-        if not isinstance(self.interval, (int, float)) or not 0 < self.interval < 1e6:
-            raise PlanError(f"monitor_interval must be seconds > 0, not {self.interval!r}")
+        if self.backend != "static":
+            raise PlanError(
+                f"rdzv_backend must be 'static', not {self.backend!r}: node_rank says which node "
+                "is which, and node 0 serves the address"
+            )
         if not isinstance(self.run_id, str) or not self.run_id:
             raise PlanError(f"rdzv_id must be a non-empty string, not {self.run_id!r}")
         if not isinstance(self.conf, Mapping):
             raise PlanError(f"rdzv_conf must be a dictionary, not {self.conf!r}")
+        if not isinstance(self.timeout, (int, float)) or not self.timeout > 0:
+            raise PlanError(f"the timeout of rdzv_conf must be seconds > 0, not {self.timeout!r}")
+
+    def __str__(self) -> str:
+        return f"node {self.node} of {self.count}"
 
     @property
     def host(self) -> str:
@@ -59,10 +61,35 @@ class Rendezvous:
     def port(self) -> int:
         return int(self.endpoint.rpartition(":")[2])
 
+    @property
+    def timeout(self) -> float:
+        """Seconds that nodes wait for each other; 15 minutes by default, as in torch's launcher."""
+        seconds: float = self.conf.get("timeout", 900.0)
+        return seconds
+
+    def describe(self, ranks: int, name: str) -> str:
+        """Say which ranks a node has, and on node 0 what to run on the others."""
+        from ..system.network import is_loopback  # loads socket, which not every rank needs
+
+        first, last = self.node * ranks, (self.node + 1) * ranks - 1
+        numbers = f"ranks {first} to {last}" if ranks > 1 else f"rank {first}"
+        text = f"This is {self}: {numbers} of {self.count * ranks}."
+        if self.node:
+            return f"{text} This notebook shows rank {first} as rank 0, and so on."
+        others, rank = ("1", "1") if self.count == 2 else (f"K, 1 to {self.count - 1}", "K")
+        text += (
+            f" On node {others}: notebook_launcher({name}, ..., num_processes={ranks}, "
+            f"num_nodes={self.count}, node_rank={rank}, master_addr={self.host!r}, "
+            f"use_port={self.port})"
+        )
+        if is_loopback(self.host):
+            text += f". {self.host} is this host alone: other hosts need its address in master_addr"
+        return text
+
 
 @dataclass(frozen=True)
 class Placement:
-    """The place of one node's ranks in the world that the nodes agreed on."""
+    """The place of one node's ranks in the world of all nodes."""
 
     node: int
     nodes: int
@@ -75,34 +102,7 @@ class Placement:
     run_id: str = "none"
     interface: str = ""
     """The network interface towards the other nodes; "" if unknown."""
-    has_strangers: bool = False
-    """Whether ``torchrun``, or a program like it, started some of the nodes."""
     begin: int = 0
     """The job's number of this node's first rank."""
     ranks: int = 0
     """Ranks of this node; 0 stands for all of the job."""
-
-
-def notes(nodes: Rendezvous | None, ranks: int, name: str) -> list[Finding]:
-    """Return what to run on the other nodes, on the node that they wait for."""
-    from ..system.network import is_loopback  # loads socket, which not every rank needs
-
-    if nodes is None or nodes.node:
-        return []
-    others, rank = ("1", "1") if nodes.count == 2 else (f"K, 1 to {nodes.count - 1}", "K")
-    static = nodes.backend == "static"
-    options = f"master_addr={nodes.host!r}, use_port={nodes.port}"
-    if not static:
-        options = f"rdzv_backend={nodes.backend!r}, rdzv_endpoint={nodes.endpoint!r}"
-    text = (
-        f"This is node 0 of {nodes.count}. On node {others}: notebook_launcher({name}, ..., "
-        f"num_processes={ranks}, num_nodes={nodes.count}, node_rank={rank}, {options})"
-    )
-    if static:
-        text += (
-            f"; or, with a script: torchrun --nnodes {nodes.count} --node_rank {rank} "
-            f"--nproc_per_node {ranks} --master_addr {nodes.host} --master_port {nodes.port}"
-        )
-    if is_loopback(nodes.host):
-        text += f". {nodes.host} is this host alone: other hosts need its address in master_addr"
-    return [Finding("other-nodes", text)]

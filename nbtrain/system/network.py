@@ -34,14 +34,6 @@ def own_address(host: str) -> str | None:
         return None
 
 
-def is_own(host: str, address: str | None) -> bool:
-    """Whether the name `host` stands for `address`, which is one of this host's."""
-    try:
-        return address in {info[4][0] for info in socket.getaddrinfo(host, None)}
-    except OSError:
-        return False
-
-
 def interface_of(address: str | None) -> str:
     """Return the name of the network interface that has an address, "" if none has."""
     import psutil

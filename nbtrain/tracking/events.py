@@ -449,15 +449,6 @@ class Waiting(Event):
 
 
 @dataclass(frozen=True)
-class PeerNodeFailed(Event, kind="elsewhere"):
-    """Another node of the run failed."""
-
-    text: str = ""
-    final: bool = False
-    """Whether that node will not try again."""
-
-
-@dataclass(frozen=True)
 class Finished(Event):
     """Every rank has ended."""
 

@@ -133,7 +133,7 @@ def _attempt(state: RunState, event: ev.Attempt) -> Draft:
     new = {"ranks": ranks, "attempt": event.number, "message": message, "status": "starting"}
     reached = max((end.x for s in state.curves.all.values() for end in s.ends.values()), default=0)
     new["restarts"] = (*state.restarts, (event.time, reached))[-RESTARTS:]
-    return {**new, "hang": "", "peer_failure": None, "not_finite": None, "flaws": ()}
+    return {**new, "hang": "", "not_finite": None, "flaws": ()}
 
 
 def _finished(state: RunState, event: ev.Finished) -> Draft:
@@ -201,7 +201,6 @@ RUN_REDUCERS: Mapping[type[ev.Event], Callable[[RunState, Any], Draft]] = {
     ev.Stopping: lambda _, e: {"status": "stopping", "message": strip_escapes(e.reason)},
     ev.Finished: _finished,
     ev.Waiting: lambda _, e: {"message": strip_escapes(e.text)},
-    ev.PeerNodeFailed: lambda _, e: {"peer_failure": replace(e, text=strip_escapes(e.text))},
     ev.RunNote: _run_note,
     ev.NotFinite: _not_finite,
     ev.ArtifactLoaded: _artifact_loaded,

@@ -396,8 +396,6 @@ class RunState:
     """What notes say of the result, in a few words: that it is wrong."""
     not_finite: ev.NotFinite | None = None
     """The first loss of any rank that was not finite."""
-    peer_failure: ev.PeerNodeFailed | None = None
-    """The failure of another node in this attempt."""
     number: int | None = None
     """By which people call it: ``train #12``."""
     earlier: EarlierRun | None = None

@@ -359,7 +359,7 @@ def culprit(state: RunState) -> RankState | None:
 def is_only_echo(rank: RankState, state: RunState) -> bool:
     """Return whether a rank failed only because another one had failed."""
     failed = filter(_has_failed, state.ranks)
-    known = state.peer_failure is not None or any(not r.has_lost_peers for r in failed)
+    known = any(not r.has_lost_peers for r in failed)
     return rank.has_lost_peers and known
 
 

@@ -73,8 +73,7 @@ def rank_environment(job: Job, rank: int, inherited: Mapping[str, str]) -> dict[
         ("NCCL_SOCKET_IFNAME", for_nccl and f"={for_nccl}"),
         ("OMP_NUM_THREADS", str(job.threads)),
         # A rank that ends right after gloo connected it would cut off those still connecting.
-        # torchrun's ranks do not take part in this barrier: a rank of nbtrain would wait for them.
-        ("TORCH_DIST_INIT_BARRIER", "" if world.has_strangers else "1"),
+        ("TORCH_DIST_INIT_BARRIER", "1"),
     ):
         if name not in inherited and value:
             variables[name] = value

@@ -15,7 +15,6 @@ from nbtrain.lifecycle.stop_policy import (
     StopController,
     StopSignal,
 )
-from nbtrain.tracking.events import PeerNodeFailed
 from nbtrain.tracking.state import RankState, RunState
 
 ECHO = "RuntimeError: Connection closed by peer"
@@ -183,24 +182,6 @@ def test_while_there_are_only_echoes_the_rank_that_failed_first_has_time_to_say_
     own = replace(own, ranks=(own.ranks[0], replace(own.ranks[1], **raised("ValueError: x"))))
     assert sent(decide(controller, ECHO_GRACE, own, alive)) == []
     assert sent(decide(controller, ECHO_GRACE + 0.2, own, alive)) == [("terminate", {1})]
-
-
-def test_ranks_that_only_lost_those_of_a_stopped_node_are_stopped_too() -> None:
-    controller = StopController(0.0)
-    echoes = picture("failed", "running", error=ECHO)
-    decide(controller, 0.0, echoes, frozenset({1}))
-    assert controller.cause == "failed"
-    stopped = decide(controller, 0.1, echoes, frozenset({1}), asked="on node 1: by an interrupt")
-    assert controller.cause == "interrupted"
-    assert stopped[0] == "stopped on node 1: by an interrupt: ranks have 2 s to save"
-
-
-def test_a_failure_of_another_node_is_the_reason_where_there_is_one() -> None:
-    controller = StopController(0.0)
-    state = replace(
-        RUNNING, peer_failure=PeerNodeFailed(0.0, -1, "node 1 failed: ValueError", True)
-    )
-    assert decide(controller, 0.0, state)[0] == "node 1 failed: ValueError"
 
 
 def test_what_an_end_counts_as() -> None:

@@ -135,7 +135,6 @@ def test_the_names_of_events_on_disk_stay_as_they_are() -> None:
         "stopping": "Stopping",
         "note": "RunNote",
         "waiting": "Waiting",
-        "elsewhere": "PeerNodeFailed",
         "finished": "Finished",
     }
 

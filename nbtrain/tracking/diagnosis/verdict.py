@@ -63,8 +63,7 @@ class FailureReport:
 
     kind: str
     """One of: exception, exit, signal, segfault, out of memory, cuda out of memory, communication,
-    data loader worker, disk full, fork refused, results lost, timeout, node (another one),
-    launch."""
+    data loader worker, disk full, fork refused, results lost, timeout, launch."""
     rank: int
     """-1 where no rank caused it."""
     headline: str
@@ -92,8 +91,6 @@ def explain(state: RunState, failures: Sequence[Failure]) -> FailureReport | Non
     if state.status == "timed out":
         reluctant = [f"rank {r.rank} {_held_out(r)}" for r in state.ranks if _held_out(r)]
         return FailureReport("timeout", -1, too_long(state), tuple(reluctant))
-    if state.peer_failure is not None and all(failure.is_secondary for failure in failures):
-        return FailureReport("node", -1, state.peer_failure.text)
     if failures:
         return _of_rank(headline(failures), failures, state)
     if state.status == "succeeded" or not state.is_over:
@@ -215,8 +212,6 @@ def lost(state: RunState, summary: str) -> str:
 
 def describe_endings(ended: str, state: RunState) -> str:
     """Describe how ranks ended, where their own lines do not say why."""
-    if ended == "failed" and state.peer_failure is not None:
-        return state.peer_failure.text
     if ended in ("succeeded", "failed"):
         return ""
     groups: dict[str, list[int]] = {}

@@ -1,1 +1,0 @@
-"""Ranks on several hosts, one `notebook_launcher(num_nodes=...)` on each."""
