@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+from torch import nn
+
 from ...engines.process.forked_call import call_in_fork
 from ...errors import PlanError
 from ...planning.option_parser import OptionParser
 from ...system import gpus, host
 from ...system.text import format_bytes
-from . import breakdown, example_batches, optimizer_models, simulation
-from .breakdown import Room
-from .report import UNKNOWN, MemoryAnatomy
+from . import batches
+from .report import MemoryAnatomy, Room
+from .step import Step, own_model
 
 PRECISIONS = ("no", "fp16", "bf16")
 STRATEGIES = ("ddp", "fsdp")
@@ -25,6 +27,11 @@ USAGE = (
     "%nbtrain memory MODEL --batch 8x512 [--optimizer adamw] [--precision no|fp16|bf16] "
     "[--ranks N] [--strategy ddp|fsdp] [--card 16GB] [--batch-from NAME]"
 )
+
+_RECURRENT = (
+    "These numbers leave out what recurrent layers (LSTM, GRU) keep for the backward pass.",
+)
+"""A fused kernel does not show what it keeps."""
 
 _UNITS = {"GB": 10**9, "GIB": 1 << 30, "MB": 10**6, "MIB": 1 << 20, "G": 1 << 30, "M": 1 << 20}
 
@@ -72,51 +79,55 @@ def memory_needed(
     if ranks is not None and ranks < 1:
         raise PlanError(f"ranks must be a number ≥ 1, not {ranks}")
     room, ranks = _room(card, ranks)
-    options = {"precision": precision, "ranks": ranks, "strategy": strategy, "loss": loss}
-    return call_in_fork(lambda: _anatomy(model, batch, rows, optimizer, room, options))
+
+    def anatomy() -> MemoryAnatomy:
+        with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
+            return _anatomy(model, batch, rows, optimizer, room, precision, ranks, strategy, loss)
+
+    return call_in_fork(anatomy)
 
 
 def _anatomy(
-    model: Any, batch: Any, rows: int | None, optimizer: Any, room: Room, options: dict[str, Any]
+    model: Any,
+    batch: Any,
+    rows: int | None,
+    optimizer: Any,
+    room: Room,
+    precision: str,
+    ranks: int,
+    strategy: str,
+    loss: Callable[[Any], Any] | None,
 ) -> MemoryAnatomy:
-    model = simulation.own_model(model)
-    steps = simulation.Simulation(model, device=room.device, optimizer=optimizer, **options)
+    model = own_model(model)
+    shards = ranks if strategy == "fsdp" and optimizer != "none" else 1
+    step = Step(model, optimizer, precision, shards, on_gpu=room.device == "cuda")
     if isinstance(batch, (str, int)):
         shape = _shape(str(batch))
-        steps.choose(example_batches.of_shape(model, shape), shape)
+        examples = batches.of_shape(model, shape)
     else:
         batch = dict(batch) if isinstance(batch, Mapping) else batch
-        shape = (rows or example_batches.rows_of(batch),)
-        steps.choose([example_batches.like(model, batch)], shape)
-    name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__.lower()
-    precision, ranks, strategy = options["precision"], options["ranks"], options["strategy"]
-    step, shards = steps.step(shape[0]), ranks if strategy == "fsdp" else 1
-
-    def needs(rows: int) -> int:
-        peak = steps.step(rows).peak.total
-        return peak + sum(breakdown.overhead(peak, room.device))
-
-    largest: int | None = UNKNOWN
-    with contextlib.suppress(Exception):  # the model takes batches of this very size alone
-        largest = breakdown.largest_batch(needs, room.each, shape[0])
-    context, reserve = breakdown.overhead(step.peak.total, room.device)
+        shape = (rows or batches.rows_of(batch),)
+        examples = [batches.like(model, batch, shape[0])]
+    most, peak, phase = step.run(examples, loss)
+    if ranks > 1 and strategy == "ddp":
+        # As large as the gradients: the default of DDP and Accelerate. `gradient_as_bucket_view`
+        # would save them.
+        buckets = most.gradients
+        most, peak = most._replace(buckets=buckets), peak._replace(buckets=buckets)
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
     return MemoryAnatomy(
         model=type(model).__name__,
         parameters=sum(p.numel() for p in model.parameters()),
         batch=shape,
-        optimizer=name,
-        precision=simulation.precision_of(model) if precision == "no" else precision,
+        optimizer=optimizer if isinstance(optimizer, str) else type(optimizer).__name__.lower(),
+        precision=", ".join(sorted(dtypes)) if precision == "no" else precision,
         ranks=ranks,
         strategy=strategy,
-        parts=step.most,
-        peak=step.peak,
-        phase=step.phase,
-        textbook=optimizer_models.textbook(name, model, precision, shards),
-        context=context,
-        reserve=reserve,
+        parts=most,
+        peak=peak,
+        phase=phase,
         room=room,
-        largest=largest,
-        notes=simulation.left_out(model),
+        notes=_RECURRENT if any(isinstance(m, nn.RNNBase) for m in model.modules()) else (),
     )
 
 

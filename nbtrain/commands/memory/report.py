@@ -2,30 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import NamedTuple
 
 from ...system.text import format_bytes, format_count, plural
 from ...ui.board import theme
-from ...ui.tables import LEFT, RIGHT, Cell, html_table, text_table
-from .breakdown import Parts, Room
+from ...ui.tables import LEFT, RIGHT, html_table, text_table
 
-_LABELS = (
-    "weights",
-    "half-precision copies",
-    "gradients",
-    "optimizer states",
-    "activations",
-    "temporary buffers",
-    "DDP's buckets",
-    "gathered by FSDP",
-)
-"""The labels of `Parts`, in its order."""
+PASSES, STEP = "forward or backward pass", "optimizer's step"
+
+CONTEXT_BYTES = 620 << 20
+"""Of a CUDA context, beside what PyTorch allocates: measured on an H200."""
+
+RESERVED_SHARE = 7786 / 7158 - 1
+"""What the caching allocator reserves beyond the peak of what is allocated: measured with
+BERT-large, fp32, AdamW, batch 4 × 512, on an H200."""
 
 
-UNKNOWN = -1
-"""In place of the largest batch, for a model that runs with no batch but the one it was given."""
+class Parts(NamedTuple):
+    """Bytes by what they hold."""
+
+    weights: int = 0
+    """Parameters and buffers."""
+    gradients: int = 0
+    optimizer_states: int = 0
+    activations: int = 0
+    """What else lives from the forward pass on, autocast's copies of the weights included."""
+    temporary: int = 0
+    buckets: int = 0
+    """DDP's copies of the gradients, which it sends."""
+    gathered: int = 0
+    """What FSDP has gathered of other ranks' shards, at most."""
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+_LABELS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer_states": "optimizer states",
+    "activations": "activations",
+    "temporary": "temporary buffers",
+    "buckets": "DDP's buckets",
+    "gathered": "gathered by FSDP",
+}
+
+
+@dataclass(frozen=True)
+class Room:
+    """The GPUs, or the host's memory, that ranks have to fit into."""
+
+    each: int
+    """Bytes for each rank."""
+    count: int
+    """How many ranks have a place."""
+    label: str
+    """One such place in words: ``NVIDIA H200 (141 GiB)``."""
+    device: str = "cuda"
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,31 +77,24 @@ class MemoryAnatomy:
     strategy: str
     parts: Parts
     """Each part at its largest."""
-
     peak: Parts
     """All parts at the moment at which their sum is largest, in `phase`."""
-
     phase: str
-    textbook: Parts
-    """The parts by bytes per parameter, as far as there is a rule."""
-
-    context: int
-    """Bytes of the CUDA context, on top of the peak; 0 on the CPU."""
-
-    reserve: int
-    """Bytes that the caching allocator reserves on top of the peak; 0 on the CPU."""
-
     room: Room
-    largest: int | None
-    """The largest batch that fits `room`: 0 if none does, None if every batch does; `UNKNOWN`."""
-
     notes: tuple[str, ...] = ()
     """What the numbers leave out."""
 
     @property
+    def overhead(self) -> int:
+        """Bytes beside the tensors: a CUDA context, and what the allocator reserves; 0 on CPUs."""
+        if self.room.device != "cuda":
+            return 0
+        return CONTEXT_BYTES + round(self.peak.total * RESERVED_SHARE)
+
+    @property
     def total(self) -> int:
-        """Bytes that a rank takes of its GPU, or of the host's memory."""
-        return self.peak.total + self.context + self.reserve
+        """Bytes that a rank takes of its GPU, or of the host's memory, at the peak."""
+        return self.peak.total + self.overhead
 
     def fits(self, room: int | None = None) -> bool:
         """Return whether a rank fits into `room` bytes; None: into what this host has."""
@@ -74,70 +103,52 @@ class MemoryAnatomy:
         return self.total <= self.room.each and self.ranks <= self.room.count
 
     def __repr__(self) -> str:
-        lines = (f"  {line}" for line in text_table(_rows(self), "<>>>"))
-        notes = (f"⚠ {note}" for note in self.notes)
-        return "\n".join([title(self), *lines, *notes, verdict(self)])
+        lines = (f"  {line}" for line in text_table(self._rows(), "<>>"))
+        return "\n".join(
+            [self._title(), *lines, *(f"⚠ {note}" for note in self.notes), self.verdict()]
+        )
 
     def _repr_html_(self) -> str:
-        rows: list[Sequence[str | Cell]] = [*_rows(self)]
-        rows[-1] = [Cell(escape(str(cell)), "font-weight:600") for cell in rows[-1]]
+        table = html_table(self._rows(), [LEFT, RIGHT, RIGHT], head=True)
         notes = "".join(f"<div>⚠ {escape(note)}</div>" for note in self.notes)
         colour = theme.GREEN if self.fits() else theme.RED
         return (
-            f'<div style="{theme.FONT}">{escape(title(self))}'
-            f"{html_table(rows, [LEFT, RIGHT, RIGHT, RIGHT], head=True)}{notes}"
-            f'<span style="color:{colour};font-weight:600">{escape(verdict(self))}</span></div>'
+            f'<div style="{theme.FONT}">{escape(self._title())}{table}{notes}'
+            f'<span style="color:{colour};font-weight:600">{escape(self.verdict())}</span></div>'
         )
 
+    def verdict(self) -> str:
+        """Return a sentence: whether the training fits."""
+        room, ranks = self.room, self.ranks
+        if ranks > room.count:
+            here = plural(room.count, "GPU")
+            return f"✗ {ranks} ranks need one GPU each, and this host has {here}: {room.label}"
+        need = f"{plural(ranks, 'rank')} × {format_bytes(self.total)}"
+        place = f"on {ranks} × {room.label}" if room.device == "cuda" else f"in {room.label}"
+        if self.fits():
+            return f"✓ {need} {'fits' if ranks == 1 else 'fit'} {place}"
+        return f"✗ {need} {'does' if ranks == 1 else 'do'} not fit {place}"
 
-def title(anatomy: MemoryAnatomy) -> str:
-    """Return one line: the model and how it is trained."""
-    ranks = plural(anatomy.ranks, "rank")
-    return " · ".join(
-        [
-            f"{anatomy.model}: {format_count(anatomy.parameters)} parameters",
-            "inference" if anatomy.optimizer == "none" else anatomy.optimizer,
-            anatomy.precision,
-            f"batch {' × '.join(map(str, anatomy.batch))} per rank",
-            ranks if anatomy.ranks == 1 else f"{ranks}, {anatomy.strategy.upper()}",
-        ]
-    )
+    def _title(self) -> str:
+        ranks = plural(self.ranks, "rank")
+        return " · ".join(
+            [
+                f"{self.model}: {format_count(self.parameters)} parameters",
+                "inference" if self.optimizer == "none" else self.optimizer,
+                self.precision,
+                f"batch {' × '.join(map(str, self.batch))} per rank",
+                ranks if self.ranks == 1 else f"{ranks}, {self.strategy.upper()}",
+            ]
+        )
 
-
-def verdict(anatomy: MemoryAnatomy) -> str:
-    """Return a sentence: whether the training fits, and up to which batch it does."""
-    room, ranks = anatomy.room, anatomy.ranks
-    if ranks > room.count:
-        here = plural(room.count, "GPU")
-        return f"✗ {ranks} ranks need one GPU each, and this host has {here}: {room.label}"
-    need = f"{plural(ranks, 'rank')} × {format_bytes(anatomy.total)}"
-    place = f"on {ranks} × {room.label}" if room.device == "cuda" else f"in {room.label}"
-    limit = f"the largest batch that fits is {anatomy.largest}"
-    if anatomy.largest == UNKNOWN:
-        limit = "the model takes no other batch"
-    if anatomy.fits():
-        limit = "any batch fits" if anatomy.largest is None else limit
-        return f"✓ {need} {'fits' if ranks == 1 else 'fit'} {place}; {limit}"
-    limit = (
-        f" with batch {anatomy.batch[0]}; {limit}" if anatomy.largest else ", not even with batch 1"
-    )
-    return f"✗ {need} {'does' if ranks == 1 else 'do'} not fit {place}{limit}"
-
-
-def _rows(anatomy: MemoryAnatomy) -> list[tuple[str, ...]]:
-    columns = (anatomy.parts, anatomy.peak, anatomy.textbook)
-    rows: list[tuple[str, ...]] = [("", "at most", "at the peak", "textbook")]
-    for label, *sizes in zip(_LABELS, *columns, strict=True):
-        if sizes[0] or sizes[2]:
-            rows.append((label, *map(_bytes, sizes)))
-    totals = _bytes(anatomy.peak.total), _bytes(anatomy.textbook.total)
-    rows.append((f"together, in the {anatomy.phase}", "", *totals))
-    if anatomy.context:
-        rows.append(("allocator's reserve", "", _bytes(anatomy.reserve), ""))
-        rows.append(("CUDA context", "", _bytes(anatomy.context), ""))
-    rows.append(("a rank needs", "", _bytes(anatomy.total), ""))
-    return rows
-
-
-def _bytes(size: int) -> str:
-    return format_bytes(size) if size else "–"
+    def _rows(self) -> list[tuple[str, str, str]]:
+        rows = [("", "at most", "at the peak")]
+        for name, label in _LABELS.items():
+            most, at_peak = getattr(self.parts, name), getattr(self.peak, name)
+            if most or at_peak:
+                rows.append((label, format_bytes(most), format_bytes(at_peak) if at_peak else "–"))
+        rows.append((f"together, in the {self.phase}", "", format_bytes(self.peak.total)))
+        if self.overhead:
+            rows.append(("CUDA context, allocator's reserve", "", format_bytes(self.overhead)))
+            rows.append(("a rank needs", "", format_bytes(self.total)))
+        return rows

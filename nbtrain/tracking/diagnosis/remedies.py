@@ -45,8 +45,8 @@ _KNOWN = {
         "Every rank must take part in a reduce, with a tensor of the same shape."
     ),
     r"CUDA (?:error: )?out of memory": (
-        "`%nbtrain memory` shows what a model takes for training, by part, and what would make it "
-        "fit; use a smaller batch, or mixed precision."
+        "`%nbtrain memory` shows what a model takes for training, by part; use a smaller batch, or "
+        "mixed precision."
     ),
     r"os\._exit\(": (
         "os._exit ends a process at once: nothing of the rank comes back. To end it early, return "

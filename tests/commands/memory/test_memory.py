@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import sys
 import warnings
 from typing import Any
 
@@ -26,9 +27,8 @@ from transformers import (
 )
 
 from nbtrain import memory_needed
-from nbtrain.commands.memory import breakdown, estimate, simulation
-from nbtrain.commands.memory.breakdown import BACKWARD, FORWARD, STEP, Parts
-from nbtrain.commands.memory.breakdown import Step as Held
+from nbtrain.commands.memory import estimate, step
+from nbtrain.commands.memory.report import PASSES
 from nbtrain.errors import PlanError
 from nbtrain.system import gpus
 from tests.support.kernel import Notebook
@@ -86,30 +86,8 @@ def test_bert_large_is_told_as_it_was_measured_on_a_gpu() -> None:
     told = memory_needed(bert_large, "4x512", card="80GB")
     assert told.parameters == 335_143_938
     assert told.parts.weights == pytest.approx(1279 * MIB, rel=0.001)
-    assert told.peak.total == pytest.approx(7158 * MIB, rel=0.01)  # an H200's peak allocated
-    assert told.phase == BACKWARD
-
-
-def test_the_peak_is_the_one_that_pytorchs_own_tracker_finds() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.distributed._tools.mem_tracker import MemTracker
-
-    with FakeTensorMode():
-        model = table.mlp()
-        optimizer = torch.optim.AdamW(model.parameters())
-        for parameter in model.parameters():
-            parameter.grad = torch.empty_like(parameter)
-        optimizer.step()
-        optimizer.zero_grad()
-        tracker = MemTracker()
-        tracker.track_external(model, optimizer)
-        with tracker, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of modules that are gone
-            model(torch.zeros(512, 256)).float().sum().backward()
-            optimizer.step()
-    found = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-    told = memory_needed(table.mlp, "512x256", ranks=1)
-    assert told.peak.total == pytest.approx(found, rel=0.001)
+    assert told.peak.total == pytest.approx(7158 * MIB, rel=0.02)  # an H200's peak allocated
+    assert told.phase == PASSES
 
 
 def test_nothing_is_allocated_and_the_model_stays_as_it_is() -> None:
@@ -129,25 +107,6 @@ def test_nothing_is_allocated_and_the_model_stays_as_it_is() -> None:
     assert not model.training
     assert all(p.grad is None and not p._backward_hooks for p in model.parameters())
     assert torch.equal(torch.get_rng_state(), random)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "precision", "per_parameter"),
-    [
-        ("adamw", "no", 16),
-        ("adamw", "bf16", 18),
-        ("sgd", "no", 8),
-        ("adamw8bit", "bf16", 12),
-        ("none", "fp16", 6),
-    ],
-)
-def test_the_textbook_stands_beside_it(optimizer: str, precision: str, per_parameter: int) -> None:
-    told = memory_needed(table.mlp, "2x256", optimizer=optimizer, precision=precision)
-    assert told.textbook.total == per_parameter * told.parameters
-    found = told.parts
-    static = found.weights + found.copies + found.gradients + found.optimizer_states
-    # Biases have no copy in half precision that is kept, and small tensors no 8-bit states.
-    assert static == pytest.approx(told.textbook.total, rel=0.05)
 
 
 def test_a_frozen_backbone_has_no_gradients_and_no_states() -> None:
@@ -218,7 +177,7 @@ def test_all_wrappers_of_a_model_are_left_out() -> None:
     model = nn.Linear(2, 2)
     compiled: Any = torch.compile(model, backend="eager")
     parallel = nn.DataParallel(nn.DataParallel(compiled))
-    assert simulation.own_model(torch.compile(parallel, backend="eager")) is model
+    assert step.own_model(torch.compile(parallel, backend="eager")) is model
 
 
 class Looks(nn.Linear):
@@ -296,49 +255,6 @@ def test_recurrent_layers_are_said_to_keep_more() -> None:
     assert "recurrent layers" in str(memory_needed(Recurrent, "2x4x8"))
 
 
-@pytest.mark.parametrize(
-    ("needs", "tried", "found"),
-    [
-        (lambda rows: 100 + 10 * rows, 8, 90),
-        (lambda rows: 100 + 10 * rows, 5000, 90),
-        (lambda rows: max(900, 10 * rows), 2, 100),
-        (lambda rows: max(900, 600 + 3 * rows, 13 * rows), 1, 76),
-        (lambda rows: 999 + rows, 4, 1),
-        (lambda rows: 1000 + rows, 4, 0),
-        (lambda rows: 10, 4, None),
-    ],
-)
-def test_the_largest_batch_that_fits_is_found_in_a_few_looks(
-    needs: Any, tried: int, found: int | None
-) -> None:
-    assert breakdown.largest_batch(needs, 1000, tried) == found
-
-
-ONE = Held(
-    most=Parts(weights=100, gradients=100, optimizer_states=200, activations=50, temporary=30),
-    peaks={
-        FORWARD: Parts(weights=100, optimizer_states=200, activations=50),
-        BACKWARD: Parts(weights=100, optimizer_states=200, activations=40, gradients=20),
-        STEP: Parts(weights=100, optimizer_states=200, gradients=100, temporary=20),
-    },
-    gradients=100,
-    unit=10,
-    root=20,
-)
-
-
-def test_ddp_adds_its_buckets_and_a_single_rank_has_none() -> None:
-    assert breakdown.under_ddp(ONE, 1) == ONE
-    assert breakdown.under_ddp(ONE, 4).peak.total == ONE.peak.total + 100
-
-
-def test_fsdp_shares_all_but_activations_and_what_is_gathered() -> None:
-    four = breakdown.under_fsdp(ONE, 4)
-    assert four.peaks[STEP] == Parts(25, 0, 25, 50, 0, 5)
-    assert four.peaks[FORWARD] == Parts(25, 0, 0, 50, 50, gathered=40)
-    assert breakdown.under_fsdp(ONE, 4, stored=2).peaks[STEP] == Parts(50, 0, 50, 100, 0, 10)
-
-
 class _Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -359,34 +275,16 @@ def test_fsdp_gathers_the_blocks_of_a_sequence_one_by_one() -> None:
     assert gathered(four) == gathered(eight)
 
 
-def test_what_blocks_share_is_gathered_and_counted_once() -> None:
-    from nbtrain.commands.memory.simulation import Simulation
-
-    class Layers(nn.Module):
-        def __init__(self, *layers: nn.Module) -> None:
-            super().__init__()
-            self.head, self.layers = nn.Linear(8, 8, bias=False), nn.ModuleList(layers)
-
-    shared = nn.Linear(8, 8, bias=False)
-    a, b = nn.Linear(8, 8), nn.Linear(8, 8)
-    b.weight = a.weight
-    assert Simulation(Layers(*[shared] * 12))._unsharded == (4 * 64, 4 * 64)
-    assert Simulation(Layers(a, b))._unsharded == (4 * 72, 4 * 64)
-
-
 @pytest.mark.slow
 def test_the_verdict_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def verdict(**how: Any) -> str:
         return str(memory_needed(table.mlp, "8x256", **how)).splitlines()[-1]
 
-    assert verdict(card="16GB", ranks=2).startswith("✓ 2 ranks × 7")
-    assert "fit on 2 × 16GB; the largest batch that fits is" in verdict(card="16GB", ranks=2)
-    assert "does not fit on 1 × 600MB, not even with batch 1" in verdict(card="600MB")
-    assert "of this host's memory; the largest batch that fits is" in verdict()
+    assert verdict(card="16GB", ranks=2).startswith("✓ 2 ranks × 6")
+    assert verdict(card="16GB", ranks=2).endswith("fit on 2 × 16GB")
+    assert verdict(card="600MB").endswith("does not fit on 1 × 600MB")
+    assert verdict().endswith("of this host's memory")
     mlp = memory_needed(table.mlp, "8000x256", card="750MB")
-    assert mlp.largest is not None
-    assert 1 < mlp.largest < 8000
-    assert f"the largest batch that fits is {mlp.largest}" in str(mlp)
     assert not mlp.fits()
     assert mlp.fits(10**12)
 
@@ -448,26 +346,7 @@ def test_a_notebook_asks_and_gets_a_table(notebook: Notebook) -> None:
     assert "--batch-from" in refused.evalue
 
 
-def test_a_model_that_takes_no_batch_of_one_has_a_largest_all_the_same() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
-    told = memory_needed(model, "4x8", card="1GB", ranks=1)
-    assert told.largest is not None
-    assert told.largest > 4
-    assert "fit" in repr(told)
-
-
-class OneSize(torch.nn.Module):
-    """Runs with no batch but one of four rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows: torch.Tensor = self.linear(x).view(4, 8)
-        return rows
-
-
-def test_a_model_that_takes_one_batch_alone_is_counted_with_it() -> None:
-    anatomy = memory_needed(OneSize(), "4x8", card="1GB", ranks=1)
-    assert "fits on 1 × 1GB; the model takes no other batch" in str(anatomy)
+def test_a_torch_without_the_tracker_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.distributed._tools.mem_tracker", None)
+    with pytest.raises(PlanError, match="has no MemTracker"):
+        memory_needed(table.mlp, "8x256")

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ...errors import PlanError
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-Example = Callable[[int], Inputs]
-"""Returns the arguments to call a model with, for a number of rows."""
+Example = Callable[[], Inputs]
+"""Returns the arguments to call a model with."""
 
 
 def of_shape(model: Any, shape: tuple[int, ...]) -> list[Example]:
@@ -26,7 +26,7 @@ def of_shape(model: Any, shape: tuple[int, ...]) -> list[Example]:
         return _texts(model, shape)
     if name == "pixel_values":
         pixels = _pixels(type(model).__name__, config, shape)
-        return [lambda rows: ((), {name: torch.zeros(rows, *pixels)})]
+        return [lambda: ((), {name: torch.zeros(shape[0], *pixels)})]
     raise PlanError(
         f"nbtrain cannot invent a batch of {name} for {type(model).__name__}: give a real "
         "batch (--batch-from NAME, or batch=)"
@@ -34,7 +34,7 @@ def of_shape(model: Any, shape: tuple[int, ...]) -> list[Example]:
 
 
 def _tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Example:
-    return lambda rows: ((torch.zeros(rows, *shape[1:], dtype=dtype),), {})
+    return lambda: ((torch.zeros(shape, dtype=dtype),), {})
 
 
 def _texts(model: Any, shape: tuple[int, ...]) -> list[Example]:
@@ -49,7 +49,7 @@ def _texts(model: Any, shape: tuple[int, ...]) -> list[Example]:
         raise PlanError(f"{name} takes {longest} tokens at most, not {shape[1]}")
 
     def example(*names: str) -> Example:
-        return lambda rows: ((), {n: torch.zeros(rows, shape[1], dtype=torch.int64) for n in names})
+        return lambda: ((), {name: torch.zeros(shape, dtype=torch.int64) for name in names})
 
     labelled = "labels" in inspect.signature(model.forward).parameters
     if labelled and "Classification" not in name:
@@ -82,8 +82,8 @@ def rows_of(batch: Any) -> int:
     return int(tensors[0].shape[0])
 
 
-def like(model: Any, batch: Any) -> Example:
-    """Return an example shaped like a real batch, of which only shapes and types are read.
+def like(model: Any, batch: Any, wanted: int) -> Example:
+    """Return an example like a real batch, with `wanted` rows; of it, only shapes and types count.
 
     A dict is passed by name. Of a tuple, the model gets as many items as it requires: in
     (inputs, labels), the labels may be for the user's loss.
@@ -91,12 +91,12 @@ def like(model: Any, batch: Any) -> Example:
     rows, many = rows_of(batch), isinstance(batch, (list, tuple))
     inputs = batch[: _positions(model, len(batch))] if many else batch
 
-    def example(wanted: int) -> Inputs:
-        def resized(tensor: torch.Tensor) -> torch.Tensor:
-            fits = tensor.dim() and tensor.shape[0] == rows
-            shape = (wanted, *tensor.shape[1:]) if fits else tensor.shape
-            return torch.zeros(shape, dtype=tensor.dtype)
+    def resized(tensor: torch.Tensor) -> torch.Tensor:
+        fits = tensor.dim() and tensor.shape[0] == rows
+        shape = (wanted, *tensor.shape[1:]) if fits else tensor.shape
+        return torch.zeros(shape, dtype=tensor.dtype)
 
+    def example() -> Inputs:
         made = tree_map_only(torch.Tensor, resized, inputs)
         if isinstance(made, dict):
             return (), made
