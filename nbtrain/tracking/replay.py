@@ -192,7 +192,7 @@ class Pictures:
 
 def _version() -> list[str]:
     """Return what differs where another version of nbtrain has another picture."""
-    parts = (RunState, RankState, Curves, Series)
+    parts = (RunState, RankState, Curves, Series, Finding)
     own = str(vars(sys.modules["nbtrain"])["__version__"])
     return [own, *(f.name for part in parts for f in fields(part))]
 
@@ -213,7 +213,8 @@ class _PictureUnpickler(pickle.Unpickler):
         if (module, name) == (__name__, _read_only.__name__):
             return _read_only
         package, _, _ = __name__.rpartition(".")
-        if module in {f"{package}.{part}" for part in _PARTS}:
+        parts = {f"{package}.{part}" for part in _PARTS}
+        if module in {*parts, Finding.__module__}:
             found = getattr(importlib.import_module(module), name, None)
             if isinstance(found, type) and (is_dataclass(found) or issubclass(found, tuple)):
                 return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -19,13 +20,14 @@ import pytest
 
 import nbtrain
 from nbtrain.errors import NbtrainError
+from nbtrain.findings import Finding
 from nbtrain.lifecycle import catalog
 from nbtrain.lifecycle.run import Run
 from nbtrain.tracking import events as ev
 from nbtrain.tracking import replay
 from nbtrain.tracking.reducers import LOG_LINES, ended, fold
 from nbtrain.tracking.run_folder import RunFolder, create
-from nbtrain.tracking.state import RunState
+from nbtrain.tracking.state import RankState, RunState
 
 GONE = {"launcher": 2**22 + 1, "host": platform.node()}
 MANIFEST: dict[str, Any] = {
@@ -350,6 +352,26 @@ def test_with_a_picture_only_what_came_after_it_is_read() -> None:
     assert {"loss", "late"} <= metrics.keys()
     assert "lost" not in metrics
     assert {"lost", "late"} <= _folded_anew(folder).ranks[0].metrics.keys()
+
+
+def test_a_picture_takes_all_that_a_run_can_have() -> None:
+    state = RunState("train()", "fork", (RankState(0),), 1000.0)
+    more = [
+        ev.RunNote.of(Finding("disk-full", "no room", "Free space")),
+        ev.ArtifactSaved(1008, 0, "model", "model", 7, 28),
+        ev.ArtifactLoaded(1012, -1, "model", "it has grown"),
+        ev.NotFinite(1004, -1, 0, 3, "nan"),
+        ev.EpochEnd(1005, 0, 1, 9, 2.5, 0.25),
+        ev.Displayed(1005, 0, {"text/html": "<b>"}),
+        ev.Exited(1010, 0, -9, "failed", "why", (("", "seen"),), ev.OUT_OF_MEMORY),
+    ]
+    read = (ev.from_line(ev.to_line(event)) for event in [*VALID, *more])
+    state = fold(state, filter(None, read))
+    assert state.findings
+    buffer = io.BytesIO()
+    replay._PicturePickler(buffer, 5).dump(state)
+    buffer.seek(0)
+    assert replay._PictureUnpickler(buffer).load() == state
 
 
 class _Hostile:
