@@ -258,8 +258,8 @@ def results_lost() -> RunState:
     state = fold(over(with_bars(4, 600)), [saved])
     found = describe_lost_results(state, ("model",))
     assert found is not None
-    told = {"message": found.text, "remedy": found.remedy, "code": found.code}
-    return replace(state, status="failed", **told)
+    end = {"message": found.text, "remedy": found.remedy, "code": found.code}
+    return replace(state, status="failed", **end)
 
 
 STATES: dict[str, tuple[Callable[[], RunState], float]] = {
