@@ -14,6 +14,7 @@ import socket
 import struct
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -28,11 +29,17 @@ HELLO = 5.0
 CONNECTING = 20.0
 """Seconds that a rank on another host has to reach the notebook."""
 
-_LOSS = {"TCP_USER_TIMEOUT": 90_000, "TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
-"""After 90 s: Ray gives a node up after 60, and a link that is cut for half a minute is no loss."""
+_KEPT_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
+_LOSS = {**_KEPT_ALIVE, "TCP_USER_TIMEOUT": 90_000}
+"""After 90 s: Ray gives a node up after 60, and a link that is cut for half a minute is no loss. A
+rank has no limit to what it sends: a kernel that is suspended, or busy in C, reads nothing for as
+long, and is no loss either."""
 
 _LONGEST = 16 << 20
 """Bytes of a message without its data."""
+
+_LONGEST_HELLO = 1 << 16
+"""The same of one whose sender is not known yet."""
 
 _PART = 1 << 20
 """Bytes of data that are read at once."""
@@ -45,6 +52,8 @@ class Channel:
         self._connection = connection
         self._sending = threading.Lock()
         self._is_known = False
+        self._deadline: float | None = None
+        """When a message of an unknown sender has to be here, all of it."""
         self.passes_files = connection.family == getattr(socket, "AF_UNIX", None)
         """Whether both ends are on this host."""
 
@@ -68,11 +77,14 @@ class Channel:
     def receive(self) -> tuple[dict[str, Any], int | None]:
         """Return the next message, and the descriptor that came with it, which is the caller's.
 
-        Raises `EOFError` where the other end is closed, or says what no message is.
+        Raises `EOFError` where the other end is closed, says what no message is, or is not known
+        yet and takes longer than `HELLO` over it.
         """
+        self._deadline = None if self._is_known else time.monotonic() + HELLO
         head, descriptors = self._receive(_HEAD.size, with_data=self.passes_files)
         size, data_size = _HEAD.unpack(head)
-        if size > _LONGEST or (data_size and not self._is_known):
+        longest = _LONGEST if self._is_known else _LONGEST_HELLO
+        if size > longest or (data_size and not self._is_known):
             raise EOFError(f"a message of {size + data_size} bytes")
         message = json.loads(self._receive(size)[0])
         if data_size:
@@ -90,6 +102,8 @@ class Channel:
     def _receive(self, size: int, *, with_data: bool = False) -> tuple[bytes, list[int]]:
         parts, descriptors = bytearray(), list[int]()
         while len(parts) < size:
+            if self._deadline is not None and time.monotonic() > self._deadline:
+                raise EOFError("the first message takes too long")
             try:
                 if with_data and not parts:
                     part, new, _, _ = socket.recv_fds(self._connection, size, 1)
@@ -139,7 +153,7 @@ class Listener:
             return None
         connection.settimeout(HELLO)
         if connection.family != socket.AF_UNIX:
-            _set_up(connection)
+            _set_up(connection, _LOSS)
         return Channel(connection)
 
     def close(self) -> None:
@@ -149,11 +163,11 @@ class Listener:
             Path(self.address).unlink(missing_ok=True)
 
 
-def _set_up(connection: socket.socket) -> None:
+def _set_up(connection: socket.socket, options: Mapping[str, int]) -> None:
     """Send what is small at once, and give up a host that does not answer any more."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _LOSS.items():
+    for name, value in options.items():
         if hasattr(socket, name):  # Linux
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
@@ -169,7 +183,7 @@ def connect(address: Address) -> Channel:
             raise
     else:
         connection = socket.create_connection(address, CONNECTING)
-        _set_up(connection)
+        _set_up(connection, _KEPT_ALIVE)
     channel = Channel(connection)
     channel.trust()
     return channel

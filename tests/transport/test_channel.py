@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from nbtrain.transport import channel
 from nbtrain.transport.channel import Channel, Listener, connect, written
 
 
@@ -105,3 +106,31 @@ def test_who_is_not_trusted_yet_sends_no_data() -> None:
         here.receive()
     for end in (here, there, listener):
         end.close()
+
+
+def test_who_is_not_known_has_seconds_for_a_message_and_little_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, other = socket.socketpair()
+    one.sendall(struct.pack("!IQ", 1 << 20, 0) + b"{")
+    with pytest.raises(EOFError, match="bytes"):
+        Channel(other).receive()
+    one.close()
+    other.close()
+    one, other = socket.socketpair()
+    monkeypatch.setattr(channel, "HELLO", 0.2)
+    is_over = threading.Event()
+
+    def send_bit_by_bit() -> None:
+        while not is_over.wait(0.02):
+            one.sendall(b"\0")
+
+    sender = threading.Thread(target=send_bit_by_bit)
+    one.sendall(struct.pack("!IQ", 1 << 15, 0))
+    sender.start()
+    with pytest.raises(EOFError, match="too long"):
+        Channel(other).receive()
+    is_over.set()
+    sender.join()
+    one.close()
+    other.close()

@@ -48,6 +48,10 @@ PATIENCE = 10.0
 LONGEST = 120.0
 """Seconds after which the process gives up what it could not send by then."""
 
+_GONE = (
+    "the process that reports this run to trackers and by messages ended. The training goes on; "
+    "nothing more of this run is sent."
+)
 _NO_APPRISE = '--notify needs the package apprise: pip install "nbtrain[notify]"'
 
 
@@ -83,6 +87,8 @@ class Forwarder:
 
     def __init__(self, connection: socket.socket | None = None) -> None:
         self._connection = connection
+        self._has_ended = False
+        """Whether the other end knows how the run ended."""
         self._buffer = b""
 
     def notes(self, wait: float = 0.0) -> list[ev.Event]:
@@ -95,6 +101,8 @@ class Forwarder:
                 if new := self._connection.recv(1 << 16):
                     self._buffer += new
                     continue
+            if not self._has_ended:  # the process died
+                self._buffer += f"{_GONE}\n".encode()
             self._close()
         *lines, self._buffer = self._buffer.split(b"\n")
         return [ev.RunNote.of(Finding("not-forwarded", line.decode())) for line in lines]
@@ -105,7 +113,9 @@ class Forwarder:
             return []
         with contextlib.suppress(OSError):
             self._connection.sendall(ev.to_line(end))
-        notes = self.notes(PATIENCE)
+            self._has_ended = True
+        # Who stopped the run waits for nothing more; the process sends the rest behind it.
+        notes = self.notes(0.0 if end.status == "interrupted" else PATIENCE)
         self._close()
         return notes
 
@@ -126,8 +136,8 @@ def start_forwarder(plan: Plan, folder: RunFolder) -> Forwarder:
         with contextlib.suppress(ChildProcessError):  # reaped elsewhere: SIGCHLD is ignored
             os.waitpid(between, 0)
     except OSError:  # no process to be had: the training may go on with those it has
-        ours.close()
-        return Forwarder()
+        other.close()  # which the launcher's end then notes as the end of that process
+        return Forwarder(ours)
     finally:
         other.close()
     return Forwarder(ours)

@@ -58,9 +58,9 @@ class Notifier:
 
     def _send(self, state: RunState) -> None:
         headline, text = message(state, clock.now(state.clock_offset), self._folder)
-        kind = (
-            "success" if state.status == "succeeded" else "failure" if state.is_over else "warning"
-        )
+        kind = "failure" if state.is_over else "warning"
+        if state.status == "succeeded":
+            kind = "warning" if state.flaw else "success"
         if not self._service.notify(title=headline, body=text, notify_type=kind):
             raise ConnectionError("the service did not answer, or refused it")
 
@@ -68,7 +68,9 @@ class Notifier:
 def message(state: RunState, now: float, folder: RunFolder) -> tuple[str, str]:
     """Return a headline and three lines: why, how far it came on what, and where to look."""
     why = reason(state)
-    if state.status == "succeeded":
+    if state.status == "succeeded" and state.flaw:
+        why = next(iter(state.notes), state.flaw)
+    elif state.status == "succeeded":
         numbers = labels.metrics(state.ranks[0])
         why = numbers or "; ".join(f"{k}{v}" for k, v in labels.results(state)) or "no metrics"
     place = f"nbtrain show {folder.path.name} · {folder.path} on {platform.node()}"

@@ -174,7 +174,8 @@ def _connected(
 
 def _hello(channel: Channel, secret: str) -> Message | None:
     """Return what a rank says first; None, and hang up, if it is none of ours."""
-    with contextlib.suppress(EOFError, ValueError, KeyError, TypeError):
+    # Whatever a stranger says, such as JSON that is nested without end, ends this connection alone.
+    with contextlib.suppress(Exception):
         message, _ = channel.receive()
         if secrets.compare_digest(str(message["secret"]).encode(), secret.encode()):
             channel.trust()
@@ -363,7 +364,8 @@ class LiveRanks:
         except KeyError:  # another thread has stopped the ranks
             return None
         except (EOFError, ValueError):
-            self._channels.pop(rank).close()
+            if (channel := self._channels.pop(rank, None)) is not None:  # else they were stopped
+                channel.close()
             return None
         message["data"] = data
         if "file" in message:
@@ -379,6 +381,8 @@ class LiveRanks:
 
     def _save_part(self, message: Message) -> None:
         """Write what came of a file of the task's run, if that goes on."""
+        if message["data"] is None:  # an empty file comes without data
+            message["data"] = os.open(os.devnull, os.O_RDONLY)
         with contextlib.suppress(OSError), open(message["data"], "rb") as file:  # a full disk
             if message["task"] != self._tasks or self._task_folder is None:
                 return
@@ -450,6 +454,8 @@ class LiveRanks:
                 f"the ranks are busy with {busy} in the background. Wait for it: "
                 "nbtrain.last_run().wait(), or end it: nbtrain.last_run().stop()"
             )
+        self._recover()  # while they are free: with the flag down, it would wait for this very task
+        self._check_is_whole()
         self._say_news()
         self._last_use = time.monotonic()
         self._is_free.clear()

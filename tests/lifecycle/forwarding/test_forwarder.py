@@ -7,6 +7,7 @@ import queue
 import resource
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -56,6 +57,34 @@ def test_nothing_piles_up_for_a_receiver_that_failed(
     (note,) = Forwarder(ours).notes()
     assert isinstance(note, ev.RunNote)
     assert note.text.startswith("failing: no such tracker. The training goes on")
+
+
+def test_the_end_of_the_process_is_noted_unless_the_run_is_over(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    ours, other = ends
+    other.close()
+    died = Forwarder(ours)
+    (note,) = died.notes()
+    assert isinstance(note, ev.RunNote)
+    assert "nothing more of this run is sent" in note.text
+    assert died.notes() == []
+    assert died.finish(ev.Finished(2.0, -1, "succeeded")) == []
+    ours, other = socket.socketpair()
+    alive, sent = Forwarder(ours), list[bytes]()
+    thread = threading.Thread(target=lambda: (sent.append(other.recv(1 << 16)), other.close()))
+    thread.start()
+    assert alive.finish(ev.Finished(2.0, -1, "succeeded")) == []
+    thread.join()
+    assert b"succeeded" in sent[0]
+
+
+def test_who_stopped_a_run_waits_for_no_tracker(ends: tuple[socket.socket, socket.socket]) -> None:
+    ours, other = ends
+    began = time.monotonic()
+    Forwarder(ours).finish(ev.Finished(2.0, -1, "interrupted"))
+    assert time.monotonic() - began < forwarder.PATIENCE / 2
+    assert b"interrupted" in other.recv(1 << 16)
 
 
 def test_a_launcher_that_hangs_up_without_a_word_has_lost_the_run(

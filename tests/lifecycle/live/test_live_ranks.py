@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -513,6 +515,18 @@ def test_who_does_not_know_the_secret_is_not_let_in(first: object) -> None:
         there.receive()
     for end in (there, listener):
         end.close()
+
+
+def test_a_stranger_that_says_what_nobody_can_read_is_not_let_in_either() -> None:
+    listener = Listener("127.0.0.1")
+    stranger = socket.create_connection(listener.address)  # type: ignore[arg-type]
+    here = listener.accept(5)
+    assert here is not None
+    nested = b"[" * 60_000
+    stranger.sendall(struct.pack("!IQ", len(nested), 0) + nested)
+    assert _hello(here, "the secret") is None
+    stranger.close()
+    listener.close()
 
 
 def test_a_start_that_is_refused_leaves_no_socket() -> None:
