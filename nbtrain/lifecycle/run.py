@@ -355,11 +355,12 @@ class Run:
         An interrupt ends the waiting for a run in the background, not the run.
         """
         self._follow()
-        if self._watcher is not None and not self._watcher.over.is_set():
+        watcher = self._watcher  # another thread may let go of it
+        if watcher is not None and not watcher.over.is_set():
             with _whole() as interrupts:
                 # Interrupts are counted: one raised in a pump could lose a message to another cell.
                 pump = kernel_comms.find_pump(html_display.ipython_shell())
-                while not self._watcher.over.wait(TICK) and not interrupts.count:
+                while not watcher.over.wait(TICK) and not interrupts.count:
                     if pump is not None and not pump(listening_ids()):
                         pump = None
         with _whole():
@@ -378,8 +379,9 @@ class Run:
         button's callback) it only asks. `how` is kept with the run, and shown.
         """
         self._follow()
-        if self._watcher is not None and not self.state.is_over:
-            self._watcher.request_stop(how)
+        watcher = self._watcher  # another thread may let go of it
+        if watcher is not None and not self.state.is_over:
+            watcher.request_stop(how)
             if self._launcher_thread != threading.get_ident():
                 self.wait()
 
@@ -517,7 +519,8 @@ def remember(run: Run, goes_on: bool = False) -> None:
 def conclude(run: Run, error: BaseException | None) -> None:
     """Take note that the launcher watched a run to its end, in the present cell."""
     run._error = error
-    run._state, run._watcher = run.state, None  # IPython keeps what a cell returns in `Out`
+    with run._homing:  # who waits for the run in another thread may be taking its results
+        run._state, run._watcher = run.state, None  # IPython keeps what a cell returns in `Out`
     run._drawn_in = execution_count()
     run._keep_results()
     _remember_curve(run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 
 import accelerate
 import pytest
@@ -197,3 +198,18 @@ def test_a_result_that_is_damaged_is_named(content: bytes) -> None:
     (run.folder / "rank-0001.result").write_bytes(content)
     with pytest.raises(nbtrain.NbtrainError, match=r"rank-0001\.result is damaged"):
         _ = reopened.results
+
+
+def test_who_waits_in_another_thread_may_see_the_launcher_let_go_of_the_run() -> None:
+    run = nbtrain.launch(lambda: 1, num_processes=1, view="none")
+
+    class Over:
+        def is_set(self) -> bool:
+            return False
+
+        def wait(self, _seconds: float) -> bool:
+            run._watcher = None
+            return True
+
+    run._watcher = SimpleNamespace(over=Over(), state=run.state)  # type: ignore[assignment]
+    assert run.wait().value == 1
