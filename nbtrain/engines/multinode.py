@@ -91,8 +91,9 @@ class MultinodeEngine(ForkEngine):
             try:
                 return call(task)
             except Exception as error:
-                if is_secondary_failure(type(error).__name__, str(error)):
-                    _name_this_node(error, self.nodes)
+                with contextlib.suppress(Exception):  # a hostile __str__
+                    if is_secondary_failure(type(error).__name__, str(error)):
+                        _name_this_node(error, self.nodes)
                 raise
 
         return call_when_all_are_there

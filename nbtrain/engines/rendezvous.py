@@ -145,6 +145,8 @@ def serve(listener: socket.socket) -> Any:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     host, port = listener.getsockname()[:2]
+    # torch connects to it itself; with IPv6 switched off, not even to "::", on which it may listen.
+    host = {"::": "localhost", "0.0.0.0": "127.0.0.1"}.get(host, host)
     store = partial(
         TCPStore,
         host,

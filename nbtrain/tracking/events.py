@@ -505,6 +505,13 @@ def _of(*types: type) -> Check:
     return check
 
 
+def _evidence(value: Any) -> Evidence:
+    """Up to version 0.2, evidence was texts alone."""
+    pairs = (["", each] if type(each) is str else each for each in _list(value))
+    fit = (pair for pair in pairs if type(pair) is list and len(pair) == 2)
+    return tuple((code, text) for code, text in fit if type(code) is type(text) is str)
+
+
 _CHECKS: Mapping[Any, Check] = {
     int: _whole,
     float: _finite,
@@ -512,6 +519,7 @@ _CHECKS: Mapping[Any, Check] = {
     bool: _of(bool),
     Measured: _of(float, int, bool),
     Values: _values,
+    Evidence: _evidence,
 }
 _list = _of(list)
 

@@ -280,7 +280,8 @@ def _ended(rank: Draft, event: ev.Ended) -> Draft:
 def _error_type(event: ev.Failing | ev.Ended) -> str:
     """Return the type of an error; up to version 0.2, it stood in the text alone."""
     text = (event.error or "").partition(":")[0].partition("(")[0]
-    return strip_escapes(event.error_type or text, NAME)
+    known = SystemExit.__name__ if text == "sys.exit" else text
+    return strip_escapes(event.error_type or known, NAME)
 
 
 def _artifact_saved(rank: Draft, event: ev.ArtifactSaved) -> Draft:

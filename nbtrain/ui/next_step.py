@@ -59,7 +59,8 @@ def next_step(state: RunState) -> str:
     if state.remedy:
         return state.remedy
     if state.status == "failed":
-        return _OF_KIND.get(verdict.diagnose(state.message, died=False)[0], "")
+        kind = state.code or verdict.diagnose(state.message, died=False)[0]
+        return _OF_KIND.get(kind, "")
     if state.is_over:
         return _READ if state.flaw and state.notes else ""
     return _FASTER if "for data" in state.hang else ""

@@ -7,6 +7,7 @@ Whatever engine brought the process to life calls `main` in it, with everything 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import traceback
@@ -22,6 +23,7 @@ from ..system.source_files import is_own
 from ..system.text import short_repr
 from ..tracking import clock
 from ..tracking import events as ev
+from ..tracking.diagnosis.failures import DISK_FULL
 from ..tracking.event_log import EventWriter
 from ..transport import exceptions, result_pickler
 from . import (
@@ -205,7 +207,8 @@ def _report_failure(
             spare.write(job.folder.failure(rank), result_pickler.dumps((now, captured)))
         except Exception as second:  # a full disk, no memory: the first failure is still the cause
             reason = f"its report could not be written: {type(second).__name__}: {second}"
-            evidence = (*evidence, ("", reason))
+            is_full = getattr(second, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+            evidence = (*evidence, (DISK_FULL if is_full else "", reason))
         writer.write(ev.Ended(clock.now(), rank, headline, None, evidence, error_type))
 
 

@@ -34,6 +34,9 @@ def _dropout(
     return torch.native_dropout(input, p, True)[0]
 
 
+_PLAIN_ATTENTION = torch.nn.functional.scaled_dot_product_attention
+
+
 def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -45,6 +48,10 @@ def _attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Attention that keeps what fused kernels keep: inputs, output, one number for each query."""
+    if query.dim() != 4:  # no fused kernel takes it
+        return _PLAIN_ATTENTION(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     if torch.is_autocast_enabled("cpu"):
         half = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(half), key.to(half), value.to(half)

@@ -17,6 +17,9 @@ from .. import events as ev
 LOSSES = 4
 """Losses that are compared, at least."""
 
+PLACE = "{place}"
+"""Stands in the text of a finding where the place of the step belongs."""
+
 _KNOWN = frozenset({"migrate", "prepare"})
 """The rules that may have found the same in the code, before the run."""
 
@@ -58,7 +61,7 @@ class WorkComparison:
             return []
         self._reported = finding
         place = _place(self._samples[0], self._cells())
-        shown = replace(finding, text=finding.text.format(place=place))
+        shown = replace(finding, text=finding.text.replace(PLACE, place))
         # What ended equally is a flaw, too, and no other note.
         if before is not None or any(known.code in _KNOWN for known in findings):
             shown = replace(shown, text="", remedy="")
@@ -91,10 +94,10 @@ def _alone(samples: list[ev.WorkSample]) -> Finding | None:
     asks = any(sample.asks_rank for sample in samples)
     if is_same or (_have_same_losses(samples) and not asks):
         what = (
-            f"the {count} ranks never join each other: each trains alone{{place}}, on the same data"
+            f"the {count} ranks never join each other: each trains alone{PLACE}, on the same data"
         )
     elif not asks and all(sample.steps >= LOSSES for sample in samples):
-        what = f"the {count} ranks never join each other: each trains a model of its own{{place}}"
+        what = f"the {count} ranks never join each other: each trains a model of its own{PLACE}"
     else:
         return None
     if first.library == "lightning":
@@ -115,7 +118,7 @@ def _together(samples: list[ev.WorkSample]) -> Finding | None:
     if all(sample.is_wrapped == "whole" for sample in samples):
         return Finding(
             "same-batches",
-            f"all {count} ranks train on the same batches{{place}}, so that they learn what one "
+            f"all {count} ranks train on the same batches{PLACE}, so that they learn what one "
             "rank alone would learn.",
             "Give each its own part: `loader = accelerator.prepare(loader)`, or a loader with "
             "`sampler=DistributedSampler(dataset)`; an `IterableDataset` has to skip the samples "
@@ -126,8 +129,7 @@ def _together(samples: list[ev.WorkSample]) -> Finding | None:
     if is_apart and _ended_equally(samples):
         return Finding(
             "no-exchange",
-            f"the {count} ranks exchange no gradients: each trains alone{{place}}, on the same "
-            "data.",
+            f"the {count} ranks exchange no gradients: each trains alone{PLACE}, on the same data.",
             f"To train one model on all of them, {_PREPARE}",
             flaw="each rank trained alone",
         )
