@@ -94,7 +94,6 @@ def test_the_house_is_small_enough_to_be_known() -> None:
 
 TESTED_TOGETHER = {
     "commands/cell_watch": "system/test_cuda_initialisers.py",  # cell by cell, in real kernels
-    "commands/export/*": "commands/export/test_export.py",  # a script is tried as a whole
     "commands/memory/*": "commands/memory/test_memory.py",  # estimates against real allocations
     "commands/scaling/*": "commands/scaling/test_scaling.py",
     "engines/ray/*": "engines/ray/cluster/test_engine.py",  # a real Ray

@@ -10,6 +10,7 @@ import ast
 import builtins
 import contextlib
 import itertools
+import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +57,8 @@ class CellWatch:
     def __init__(self, shell: Any) -> None:
         """Watch from the next cell on."""
         self.mode = "warn"
+        self.failures: dict[int, int] = {}
+        """By the number of a cell that failed: the line at which it did."""
         self._shell = shell
         self._expecting = False
         self._stack: list[_Running] = []  # a cell may run another one
@@ -129,12 +132,24 @@ class CellWatch:
                 self._warn(cell.look())
             cell.at += 1
 
-    def _after(self, _result: Any) -> None:
+    def _after(self, result: Any) -> None:
         self._expecting = False
         if self._stack:
             cell = self._stack.pop()
+            if cell.number is not None and not result.success:
+                self.failures[cell.number] = self._line_of_failure(result.error_in_exec)
             if accelerator_guard.has_news():
                 self._warn(cell.look())
+
+    def _line_of_failure(self, error: BaseException | None) -> int:
+        """Return the line of a cell that an error came from; 1 if it is not known."""
+        line = 1
+        for frame, number in traceback.walk_tb(error.__traceback__ if error else None):
+            # IPython 8.0 to 8.4 calls a cell's code `<cell line: 1>`.
+            is_cell = frame.f_code.co_name.startswith(("<module>", "<cell line"))
+            if is_cell and frame.f_globals is self._shell.user_ns:
+                line = number
+        return line
 
     def _warn(self, touches: list[accelerator_guard.AcceleratorInit]) -> None:
         for touch in touches if self.mode != "off" else ():

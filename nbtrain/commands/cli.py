@@ -87,8 +87,7 @@ def _do(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             _show(catalog.page(catalog.run_infos()))
         case "export":
             output = options.output or options.notebook.with_suffix(".py")
-            export.export(options.notebook, output, options.cell)
-            print(f"wrote {output}")
+            print(export.export(options.notebook, output, options.cell))
         case "show":
             return _show_run(catalog.find_run(options.run), options)
         case "logs" if options.json:

@@ -271,7 +271,8 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
 
             raw = f"%%distributed\n{source}" if offset else source
             history = self.shell.history_manager.input_hist_raw[:-1]
-            print(export.save(plan.task, raw, history, options))
+            failures = self.cell_watch.failures
+            print(f"nbtrain: {export.save(plan.task, raw, history, failures, options)}")
         try:
             return run_plan(plan) if live is None else _run_live(live, plan, options)
         finally:

@@ -33,7 +33,7 @@ MAGIC_ONLY = (
     ),
     Option(
         "--save",
-        "write the cell and what it needs to a script, too, then run the cell; the script works "
+        "write this cell and the cells before it to a script, then run the cell; the script works "
         "with python, torchrun and accelerate launch",
         field="save",
         metavar="FILE.py",

@@ -9,8 +9,6 @@ counts where it can mean nothing else, and else the look of the value, too.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
 
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
@@ -83,18 +81,26 @@ def is_secret(name: str, value: object) -> bool:
     return bool(_KEY.search(plain) and _DRAWN.fullmatch(text) and not words)
 
 
-def without_secrets(name: str, value: Any, mask: Callable[[str], Any]) -> Any:
-    """Return a value with ``mask(name)`` in place of each secret in it, whatever dict it is in.
+def has_secret(line: str) -> bool:
+    """Return whether a line of a shell or a magic has a secret, such as ``%env API_KEY=…``."""
+    parts = [word.rpartition("=") for word in line.split()]
+    return is_secret("", line) or any(is_secret(name, value) for name, _, value in parts)
 
-    A value without any is returned as it is. Looks into dictionaries, lists and tuples.
-    """
-    if is_secret(name, value):
-        return mask(name)
-    if isinstance(value, Mapping):
-        items = {k: without_secrets(str(k), v, mask) for k, v in value.items()}
-        return items if any(items[k] is not v for k, v in value.items()) else value
-    if type(value) in (list, tuple):
-        parts = [without_secrets(name, part, mask) for part in value]
-        is_same = all(new is old for new, old in zip(parts, value, strict=True))
-        return value if is_same else type(value)(parts)
-    return value
+
+_TEXT = re.compile(r"""(?:["']?(\w+)["'\]]*\s*[=:]\s*)?(?<![\w"'])(["'])([^"'\n]+)\2(?!["'])""")
+"""A text in quotes, after the name of the variable, key or argument that gets it."""
+
+
+def without_secret_texts(source: str) -> tuple[str, set[str]]:
+    """Return a source that takes its secrets from the environment, and their names there."""
+    secrets: set[str] = set()
+
+    def replaced(match: re.Match[str]) -> str:
+        name, _, text = match.groups("")
+        if not is_secret(name, text):
+            return match[0]
+        variable = (name or "secret").upper()
+        secrets.add(variable)
+        return match[0][: match.start(2) - match.start()] + f"os.environ[{variable!r}]"
+
+    return _TEXT.sub(replaced, source), secrets

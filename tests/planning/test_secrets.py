@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbtrain.planning.secrets import is_secret, without_secrets
+from nbtrain.planning.secrets import has_secret, is_secret, without_secret_texts
 
 SECRET = {
     "password": "x1",
@@ -82,11 +82,41 @@ def test_what_a_training_is_given_every_day_is_none(name: str, value: object) ->
     assert not is_secret(name, value)
 
 
-def test_secrets_are_masked_wherever_they_are() -> None:
-    given = {"lr": 0.1, "hub": {"token": "hf_0123456789abcdefghij", "user": "me"}, "tags": ["a"]}
-    masked = without_secrets("config", given, lambda name: f"<{name}>")
-    assert masked == {"lr": 0.1, "hub": {"token": "<token>", "user": "me"}, "tags": ["a"]}
-    assert given["hub"]["token"].startswith("hf_")  # type: ignore[index]
-    plain = {"lr": 0.1, "tags": ("a", [1, 2])}
-    assert without_secrets("config", plain, str) is plain
-    assert without_secrets("passwords", ["a", "b"], lambda _: "…") == ["…", "…"]
+@pytest.mark.parametrize(
+    ("source", "masked"),
+    [
+        (
+            "x = {'api_key': 'abc12345', \"lr\": 1}",
+            "x = {'api_key': os.environ['API_KEY'], \"lr\": 1}",
+        ),
+        (
+            'os.environ["HF_TOKEN"] = "abcdefghi"',
+            "os.environ[\"HF_TOKEN\"] = os.environ['HF_TOKEN']",
+        ),
+        ("f(1, 'hf_0123456789abcdefghij')", "f(1, os.environ['SECRET'])"),
+        ("login(password='x')", "login(password=os.environ['PASSWORD'])"),
+    ],
+)
+def test_a_source_takes_its_secrets_from_the_environment(source: str, masked: str) -> None:
+    found, secrets = without_secret_texts(source)
+    assert found == masked
+    assert len(secrets) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "pad_token = '<pad>'",
+        "x = f'{y} password' + 'b'",
+        "form['password'] == 'x'",
+        "'a' 'token: x'",
+    ],
+)
+def test_a_source_without_secrets_stays_as_it_is(source: str) -> None:
+    assert without_secret_texts(source) == (source, set())
+
+
+def test_a_line_of_a_shell_may_have_a_secret() -> None:
+    assert has_secret("%env API_KEY=abcdefgh12")
+    assert has_secret("!login hf_0123456789abcdefghij")
+    assert not has_secret("!pip install -q accelerate")
