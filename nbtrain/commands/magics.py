@@ -140,10 +140,8 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
             --batch-from NAME           a variable with a batch of the same shape, not --batch
         MODEL is a variable, or an expression that builds one: no memory is allocated for it.
         %nbtrain scaling --ranks 1,2,4 [options] train(model, steps=50)
-                               run that at each size: show the speed-up, and what is lost to what:
-            --repeat N                  run each size N times, up and down; the median counts
-            --warmup STEPS              steps to leave out at the beginning (by default a fifth)
-            --weak, --strong            the kind of scaling, where the batches do not show it
+                               run that at each size, and show the speed-up:
+            --repeat N                  run each size N times (by default 3); the median counts
             -e, -p, --downcast-bf16, --config, --env, --timeout, --hang-after, --as
                                         as for %%distributed; --as assigns the report
         %%nbtrain migrate      on top of a cell with a plain PyTorch loop: show what to change, as

@@ -87,7 +87,6 @@ class RunFolder:
     result = _RankFile("result")
     failure = _RankFile("failure")
     out = _RankFile("out")
-    steps = _RankFile("steps")
     stacks = _RankFile("stacks")
     imports = _RankFile("imports")
     recorder = _RankFile("recorder")
@@ -104,7 +103,7 @@ class RunFolder:
 
     def left_by(self, rank: int) -> list[str]:
         """Return the names of the files that a rank leaves whole when it is done."""
-        kinds = (self.result(rank), self.failure(rank), self.out(rank), self.steps(rank))
+        kinds = (self.result(rank), self.failure(rank), self.out(rank))
         paths = [path for path in kinds if path.exists()]
         if rank == 0 and self.weights.exists():
             paths += sorted(self.weights.iterdir())

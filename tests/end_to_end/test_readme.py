@@ -195,7 +195,7 @@ def test_the_guides_of_memory_and_scaling_list_their_options(command: str) -> No
     folder = Path(nbtrain.__file__).parent / "commands" / command
     sources = "".join(path.read_text() for path in folder.glob("*.py"))
     options = {*re.findall(r"add_argument\(\"(--[\w-]+)\"", sources)}
-    assert len(options) >= 3
+    assert len(options) >= 2
     guide = (NOTEBOOKS / f"guides/{command}.md").read_text()
     assert [name for name in options if f"`{name}" not in guide] == []
     (row,) = re.findall(rf"^\| `%nbtrain {command} .*$", reference("magics"), re.M)

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import nbtrain
-from nbtrain.commands.scaling.picture import HEIGHT, WIDTH
+from nbtrain.commands.scaling.report import HEIGHT, WIDTH
 
 PICTURE = Path(__file__).parents[2] / "notebooks" / "scaling.png"
 
@@ -66,7 +66,7 @@ if __name__ == "__main__":
     print(report)
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder, "scaling.svg")
-        report.plot().save(page)
+        page.write_text(report.svg)
         subprocess.run(
             [
                 os.environ.get("CHROMIUM", "chromium"),

@@ -1,4 +1,4 @@
-"""What more ranks bring: the same function on 1, 2, 4, … of them, and where the rest is lost."""
+"""What more ranks bring: the same function on 1, 2, 4, … of them."""
 
 from .measure import ask, scaling
 from .report import ScalingReport

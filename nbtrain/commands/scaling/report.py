@@ -1,54 +1,64 @@
-"""A scaling report as text and as HTML: a picture, a table, and what limits its meaning. Pure."""
+"""A scaling report: a curve of the speed-up, a table, and what limits its meaning. Pure."""
 
 from __future__ import annotations
 
 import base64
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
+from statistics import median
 from typing import Any
 
 from ...errors import MissingExtra
-from ...system.text import format_number, plural
-from ...ui.board import theme
-from ...ui.tables import LEFT, RIGHT, Cell, html_table, text_table
-from .efficiency import LOSSES, Size
-from .picture import HEIGHT, WIDTH, ScalingPicture, legend, svg
+from ...ui.board import axes, theme
+from ...ui.tables import RIGHT, html_table, text_table
 
-FAR = 1.25
-"""How many times faster one repeat may be than another before the report doubts its numbers."""
+WIDTH, HEIGHT = 420, 236
+_LEFT, _TOP, _FLOOR = 40, 24, 196
 
-_KINDS = {
-    "weak": "weak scaling: each rank keeps its batch",
-    "strong": "strong scaling: the ranks share a batch",
-    "mixed": "the batch per rank changes with the number of ranks, neither kept nor shared",
-    "unknown": "assumed to be weak scaling: no batches were seen",
-}
-_HEADS = ("ranks", "step", "samples/s", "speed-up", "efficiency", "lost to data", "communication")
+
+@dataclass
+class Size:
+    """What was measured with a number of ranks."""
+
+    ranks: int
+    steps: list[float] = field(default_factory=list)
+    """The seconds of the mean step, of each run."""
+    batch: float | None = None
+    """Samples of a rank in a step; None if no batches were seen."""
+    error: str = ""
+    """Why a run failed; no more were started."""
 
 
 @dataclass(frozen=True)
 class ScalingReport:
-    """How a function scales: a notebook draws it, `table` has its numbers, `plot` its picture."""
+    """How a function scales: a notebook draws it, `table` has its numbers, `svg` its curve."""
 
-    name: str
-    kind: str
-    """'weak' (each rank keeps its batch), 'strong' (the ranks share one batch, so that a step gets
-    shorter), 'mixed', or 'unknown'."""
-
+    title: str
     sizes: tuple[Size, ...]
-    device: str = "cpu"
-    cores: int = 1
-    threads: int = 1
-    """CPU threads of each rank."""
-
-    repeats: int = 1
+    """The smallest first."""
     notes: tuple[str, ...] = ()
 
     @cached_property
-    def measured(self) -> tuple[Size, ...]:
-        """The sizes that were measured, the smallest first."""
-        return tuple(size for size in self.sizes if size.speedup is not None)
+    def rows(self) -> list[dict[str, float]]:
+        """The numbers of each size that was measured: what `table` has, by the same names.
+
+        All are compared with the smallest size, by samples per second. `low` and `high` are the
+        speed-ups of the slowest and the fastest run; the others are medians.
+        """
+        measured = [size for size in self.sizes if size.steps]
+        base, rows = measured[0], []
+        for size in measured:
+            # What a rank does in a step, as a multiple of that in the smallest size.
+            work = size.batch / base.batch if size.batch and base.batch else 1.0
+            ideal, step = size.ranks / base.ranks, median(size.steps)
+            low, speed, high = (
+                work * ideal * median(base.steps) / seconds
+                for seconds in (max(size.steps), step, min(size.steps))
+            )
+            row = {"ranks": size.ranks, "step": step, "speedup": speed, "low": low, "high": high}
+            rows.append(row | {"efficiency": speed / ideal})
+        return rows
 
     @property
     def table(self) -> Any:
@@ -59,95 +69,74 @@ class ScalingReport:
             raise MissingExtra(
                 'report.table is a DataFrame and needs pandas: pip install "nbtrain[history]"'
             ) from error
-        names = ("ranks", "step", "batch", "rate", "speedup", "low", "high", "efficiency")
-        rows = []
-        for size in self.sizes:
-            row = {name: getattr(size, name) for name in names}
-            lost = {f"lost to {name}": size.lost.get(name) for name in LOSSES}
-            rows.append(row | lost | {"error": size.error})
-        floats = [name for name in rows[0] if name not in ("ranks", "error")]
-        return pd.DataFrame(rows).set_index("ranks").astype(dict.fromkeys(floats, "float64"))
+        errors = {size.ranks: size.error for size in self.sizes}
+        frame = pd.DataFrame(self.rows).set_index("ranks").reindex(list(errors))
+        return frame.assign(error=list(errors.values()))
 
-    def plot(self) -> ScalingPicture:
-        """Return the picture as SVG: a notebook draws it, ``save("scaling.svg")`` writes it."""
-        return ScalingPicture(svg(self.measured))
+    @property
+    def svg(self) -> str:
+        """The curve: the speed-up against the ranks, with the spread of the repeats."""
+        base, last = self.rows[0]["ranks"], self.rows[-1]["ranks"]
+        axis = axes.of_values(0.0, max(last / base, *(row["high"] for row in self.rows)), 4)
+
+        def x(ranks: float) -> str:
+            return f"{_LEFT + (WIDTH - _LEFT - 12) * ranks / last:.1f}"
+
+        def y(speedup: float) -> str:
+            return f"{_FLOOR - (_FLOOR - _TOP) * axis.place(speedup):.1f}"
+
+        def line(path: str, style: str) -> str:
+            return f'<path d="M{path}" fill="none" stroke="{theme.BLUE}" {style}/>'
+
+        def text(left: float | str, top: float | str, words: object, anchor: str = "end") -> str:
+            return f'<text x="{left}" y="{top}" text-anchor="{anchor}">{words}</text>'
+
+        curve = "L".join(f"{x(row['ranks'])} {y(row['speedup'])}" for row in self.rows)
+        drawn = [
+            text(0, 12, "speed-up (dashed: ideal)", "start"),
+            text((_LEFT + WIDTH) / 2, _FLOOR + 34, "ranks", "middle"),
+            line(f"{x(base)} {y(1)}L{x(last)} {y(last / base)}", 'stroke-dasharray="4 4"'),
+            line(curve, 'stroke-width="2"'),
+        ]
+        for tick, label in zip(axis.ticks, axis.labels, strict=True):
+            drawn.append(line(f"{_LEFT} {y(tick)}H{WIDTH}", 'stroke-opacity=".2"'))
+            drawn.append(text(_LEFT - 6, y(tick), label))
+        for row in self.rows:
+            left = x(row["ranks"])
+            drawn.append(line(f"{left} {y(row['low'])}V{y(row['high'])}", 'stroke-width="5"'))
+            drawn.append(text(left, _FLOOR + 16, row["ranks"], "middle"))
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
+            f'font-family="system-ui,sans-serif" font-size="11" fill="{theme.GREY}">'
+            f"{''.join(drawn)}</svg>"
+        )
 
     def __repr__(self) -> str:
-        table = rows(self)
-        lines = (f"  {line}" for line in text_table(table, ">" * len(table[0])))
-        return "\n".join([title(self), *lines, *remarks(self)])
+        lines = (f"  {line}" for line in text_table(self._text_rows(), ">>>>"))
+        return "\n".join([self.title, *lines, *self.notes])
 
     def _repr_html_(self) -> str:
         """Draw the report; the picture is an image, which an untrusted notebook still shows."""
-        table = rows(self)
-        strong = f"{LEFT};font-weight:600"
-        drawn = html_table(
-            [(row[0], Cell(escape(row[1]), strong)) if len(row) == 2 else row for row in table],
-            [RIGHT] * len(table[0]),
-            head=True,
-        )
-        notes = "".join(f'<div style="opacity:.8">{escape(note)}</div>' for note in remarks(self))
-        picture = ""
-        if len(self.measured) > 1:
-            data = base64.b64encode(svg(self.measured).encode()).decode()
-            alt = escape("; ".join(" ".join(row[:4:3]) for row in table[1:]), quote=True)
-            picture = (
-                f'<img src="data:image/svg+xml;base64,{data}" alt="ranks and speed-up: {alt}" '
-                f'width="{WIDTH}" height="{HEIGHT}" '
-                'style="display:block;max-width:100%;height:auto;margin:4px 0">'
-            )
-        return f'<div style="{theme.FONT}">{escape(title(self))}{picture}{drawn}{notes}</div>'
+        data = base64.b64encode(self.svg.encode()).decode()
+        style = "display:block;max-width:100%;height:auto;margin:4px 0"
+        picture = f'<img src="data:image/svg+xml;base64,{data}" alt="" style="{style}">'
+        table = html_table(self._text_rows(), [RIGHT] * 4, head=True)
+        notes = "".join(f'<div style="opacity:.8">{escape(note)}</div>' for note in self.notes)
+        return f'<div style="{theme.FONT}">{escape(self.title)}{picture}{table}{notes}</div>'
 
-
-def title(report: ScalingReport) -> str:
-    """Return one line: the function, the kind of scaling, the hardware."""
-    facts = [report.name]
-    if len(report.measured) > 1:
-        facts.append(_KINDS[report.kind])
-    cores = plural(report.cores, "core")
-    facts.append(f"CPU, {cores}" if report.device == "cpu" else report.device)
-    facts.append(f"{plural(report.threads, 'thread')} per rank")
-    if report.repeats > 1:
-        facts.append(f"median of {report.repeats} repeats")
-    return " · ".join(facts)
-
-
-def rows(report: ScalingReport) -> list[tuple[str, ...]]:
-    """Return the table, its headings first; a size that failed has its error alone."""
-    table: list[tuple[str, ...]] = [(*_HEADS, "imbalance", legend(report.measured)["slower"][0])]
-    for size in report.sizes:
-        if size.speedup is None:
-            table.append((str(size.ranks), size.error))
-            continue
-        spread = f" ({size.low:.2f}–{size.high:.2f})" if report.repeats > 1 else ""
-        lost = ("–" if share is None else f"{round(100 * share)} %" for share in size.lost.values())
-        table.append(
-            (
-                str(size.ranks) + (" *" if size.shares_cores else ""),
-                f"{1000 * (size.step or 0):.3g} ms",
-                "–" if size.rate is None else format_number(float(f"{size.rate:.3g}")),
-                f"{size.speedup:.2f}×{spread}",
-                f"{100 * (size.efficiency or 0):.0f} %",
-                *("" if size is report.measured[0] else share for share in lost),
-            )
-        )
-    return table
-
-
-def remarks(report: ScalingReport) -> list[str]:
-    """Return what a reader has to know to judge the numbers."""
-    lines = []
-    if any(size.shares_cores for size in report.measured):
-        lines.append(
-            f"* There are more ranks than {plural(report.cores, 'core')} can run with "
-            f"{plural(report.threads, 'thread')} each. The ranks share cores, and what they lose "
-            "to that also shows as imbalance and communication; it does not predict GPUs or more "
-            "machines."
-        )
-    if report.device == "cuda":
-        lines.append("data: the time the host waited, even while the GPU still had work")
-    if report.repeats == 1 and len(report.measured) > 1:
-        lines.append("Each size ran once; --repeat 3 (repeat=3) shows how much the numbers vary.")
-    elif any((s.high or 0.0) > FAR * (s.low or 0.0) for s in report.measured):
-        lines.append("The repeats differ widely: the host was also busy with something else.")
-    return [*lines, *report.notes]
+    def _text_rows(self) -> list[tuple[str, ...]]:
+        """Return the table, its headings first; a size that failed has its error alone."""
+        table: list[tuple[str, ...]] = [("ranks", "step", "speed-up", "efficiency")]
+        measured = {row["ranks"]: row for row in self.rows}
+        for size in self.sizes:
+            cells: tuple[str, ...] = (size.error or "not measured",)
+            if row := measured.get(size.ranks):
+                spread = f" ({row['low']:.2f}–{row['high']:.2f})" if len(size.steps) > 1 else ""
+                speedup = f"{row['speedup']:.2f}×{spread}"
+                cells = (
+                    f"{1000 * row['step']:.3g} ms",
+                    speedup,
+                    f"{100 * row['efficiency']:.0f} %",
+                )
+            table.append((str(size.ranks), *cells))
+        return table

@@ -32,7 +32,6 @@ from .evidence.work_sample import WorkSampler
 from .loss import LossMeter
 from .precision import PrecisionMeter
 from .safe_hooks import telemetry
-from .step_timing import StepTimer
 from .tensor_memory import TensorMemoryMeter
 from .totals.training_place import TrainingPlace
 from .xla_compilation import CompilationMeter
@@ -69,7 +68,6 @@ class TrainingMeter:
         self._open_phases = 0
         self._phase_lock = threading.Lock()
         self._compilation = CompilationMeter(writer, rank, self._report_phase)
-        self._timer = StepTimer(self._loading, rank) if plan and plan.scaling else None
         self._began: float | None = None
         self._diverged: set[bool] = set()  # whether losses were finite that were reported
         self._due = self._ticked = 0.0
@@ -88,8 +86,6 @@ class TrainingMeter:
                 lambda m: undo_later(m.register_optimizer_step_post_hook(self._on_step).remove),
             )
             patch("torch.optim.optimizer:Optimizer", "__init__", self._optimizer_init)
-            if self._timer is not None:
-                self._timer.install()
             self._memory.install()
             self._precision.install()
             self._work.install()
@@ -110,8 +106,6 @@ class TrainingMeter:
         """Report the last figures; with `wait`, also those on their way."""
         self._over.set()
         self._compilation.look()
-        if self._timer is not None:
-            self._timer.finish(wait)
         note = self._loading.nothing_read() if wait and not self._steps else ""
         if note:
             self._writer.write(ev.RunNote.of(Finding("no-batch", note, flaw="no batch was read")))
@@ -144,8 +138,6 @@ class TrainingMeter:
                 self._gpu = _gpu_of(optimizer)
                 self._precision.stepped(optimizer)
                 import_report.report()  # now: the training may run for days, or be stopped
-            if self._timer is not None:
-                self._timer.stepped(self._gpu)
         is_newcomer = key not in self._known and bool(self._round)
         self._newcomer = key if is_newcomer else None
         if key not in self._known:

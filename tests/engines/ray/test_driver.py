@@ -192,9 +192,9 @@ def test_much_news_is_reported_now_and_then(cluster: Cluster) -> None:
 
 def test_the_files_that_a_rank_left_whole_are_named(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    for path in (folder.result(1), folder.steps(1), folder.steps(0)):
+    for path in (folder.result(1), folder.out(1), folder.out(0)):
         path.touch()
-    assert folder.left_by(1) == ["rank-0001.result", "rank-0001.steps"]
+    assert folder.left_by(1) == ["rank-0001.result", "rank-0001.out"]
 
 
 def test_the_ranks_of_a_node_end_whatever_the_watcher_meets(cluster: Cluster) -> None:
