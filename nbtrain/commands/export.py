@@ -297,9 +297,9 @@ def _leave_out(
     """Comment out what a script cannot run; return the names that have a value in the end.
 
     A script cannot run magics and shell commands, calls of nbtrain before the last cell, an
-    `await` outside a function, what failed in the kernel, and whatever needs a name that only such a statement assigns. `failures`
-    has, by the place of a cell, the line at which it failed. Raises `PlanError` if the training,
-    which is the last cell, needs what is left out.
+    `await` outside a function, what failed in the kernel, and whatever needs a name that only such
+    a statement assigns. `failures` has, by the place of a cell, the line at which it failed. Raises
+    `PlanError` if the training, which is the last cell, needs what is left out.
     """
     statements = [statement for cell in cells for statement in cell.statements]
     left: dict[_Statement, str] = {}
