@@ -48,9 +48,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 # Behind a `&` of a shell, programs ignore interrupts, which some tests send to themselves.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# What a test sees must not depend on what earlier ones have taught the importer.
-os.environ["NBTRAIN_PRELOAD"] = "0"
-
 
 @pytest.fixture(autouse=True)
 def run_root(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -17,7 +17,7 @@ from typing import Any
 
 from .. import engines
 from ..findings import Finding
-from ..lifecycle.preload import known_imports
+from ..lifecycle import imports_ahead
 from ..lifecycle.summary import as_plain
 from ..planning import plan, preflight
 from ..system import accelerator_guard, gpus, host, instrumentation, processes, tpu
@@ -25,7 +25,6 @@ from ..system.gpus import Gpu, TorchBuild
 from ..system.text import format_bytes, format_bytes_of, plural
 from ..tracking import launch_log, run_folder
 from ..ui.displays.html_display import ipython_shell
-from ..worker.telemetry.import_report import SWITCH, is_on
 from . import cell_watch
 
 _WIDTH = 80
@@ -378,18 +377,15 @@ def _process() -> Iterator[Row]:
 
 
 def _imports() -> Iterator[Row]:
-    if not is_on():
-        yield "imports", f"none ahead of time: {SWITCH} turns them off"
+    if not imports_ahead.is_on():
+        yield "imports", f"none ahead of time: {imports_ahead.SWITCH} turns them off"
         return
-    known = known_imports.read()
-    names = ", ".join(known_imports.packages(known.harmless)) or "none known yet"
-    count = plural(len(known.harmless), "module")
+    names = [name for name in imports_ahead.NAMES if name in sys.modules]
     yield (
         "imports",
-        f"ahead of time, while the kernel is idle or as a launch begins: {count} ({names})",
+        f"ahead of time, while the kernel is idle or as a launch begins: "
+        f"{', '.join(imports_ahead.NAMES)} ({len(names)} of {len(imports_ahead.NAMES)} are there)",
     )
-    for name, reason in known.refused.items():
-        yield "", f"left to the ranks: {name}, because {reason}"
 
 
 def _launches(seen: Examination) -> Iterator[Row]:

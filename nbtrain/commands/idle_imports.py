@@ -22,9 +22,6 @@ IDLE = 0.3
 PAUSE = 0.02
 """Seconds between two pieces, in which a message is taken from the kernel's sockets."""
 
-TRYING = 1.0
-"""Seconds between two looks while a process finds out what else can be imported."""
-
 _LIBRARIES = ("IPython", "ipykernel", "nbtrain", "tornado", "tqdm", "zmq", "_pydevd_bundle")
 """Whose threads import nothing: those of a kernel, a progress bar and a debugger."""
 
@@ -37,7 +34,7 @@ class IdleImports:
         self._shell = shell
         self._running = 0  # cells: one that a subshell runs is another thread's
         self._timer: asyncio.TimerHandle | None = None
-        self._pieces: Iterator[None] | None = None
+        self._pieces: Iterator[str] | None = None
         shell.events.register("pre_execute", self._before)
         shell.events.register("post_execute", self._after)
 
@@ -70,14 +67,12 @@ class IdleImports:
     def _look(self) -> None:
         if self._running or "torch" not in sys.modules or not _is_idle():
             return
-        from ..lifecycle.preload.importer import importer
+        from ..lifecycle import imports_ahead
 
-        self._pieces = self._pieces or importer.pieces()
-        if next(self._pieces, self) is not self:
-            self._look_in(PAUSE)
-        elif importer.is_trying():
-            self._pieces = None
-            self._look_in(TRYING)
+        self._pieces = self._pieces or imports_ahead.pieces(own=True)
+        with contextlib.suppress(KeyboardInterrupt):  # of an import that hung: no more are made
+            if next(self._pieces, None) is not None:
+                self._look_in(PAUSE)
 
 
 def _is_idle() -> bool:

@@ -18,7 +18,6 @@ from ..planning.plan import Task
 from ..transport import fingerprints
 from ..worker import main, task_runner
 from ..worker.job import Job
-from ..worker.telemetry import import_report
 from . import rendezvous
 from .base import Engine, Ranks
 from .process import kernel_detach
@@ -40,8 +39,6 @@ class ForkEngine(Engine):
 
     def run_rank(self, job: Job, rank: int) -> int:
         """Be a rank, in its process; return the exit code."""
-        if rank == 0:  # one of them: what ranks import is the same
-            import_report.begin(job.folder.imports(rank))
         return main.main(job, rank, self.caller(job, rank))
 
     def place(self, job: Job) -> tuple[Job, socket.socket | None]:

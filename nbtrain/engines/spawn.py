@@ -110,7 +110,6 @@ def _forked_order(job: Job, rank: int, parcel: payload.PackedPlan) -> dict[str, 
         **_order(job, rank, parcel),
         "environment": {**inherited, **rank_environment(job, rank, inherited)},
         "log": str(job.folder.log(rank)),
-        "imports": "" if rank else str(job.folder.imports(rank)),
     }
 
 

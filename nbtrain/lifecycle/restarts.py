@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import tempfile
 import time
 from dataclasses import replace
@@ -19,8 +20,8 @@ from ..tracking.diagnosis.verdict import line
 from ..tracking.run_folder import set_aside
 from ..tracking.state import RankState, RunState
 from ..worker.job import Job
+from . import imports_ahead
 from .forwarding.forwarder import start_forwarder, without_addresses
-from .preload.importer import IMPORTING, importer
 from .supervisor import Interrupts, Supervisor
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0
@@ -73,8 +74,7 @@ def run_attempts(
             supervisor.finish()
             return None
         while True:
-            with importer.inherited():
-                ranks = engine.start(job)
+            ranks = engine.start(job)
             try:
                 supervisor.watch(ranks, interrupts, protect)
                 supervisor.settle(ranks, interrupts)
@@ -105,27 +105,44 @@ def run_attempts(
             _delete_abandoned(Path(job.scratch).parent)
     supervisor.look_at_cards()
     supervisor.finish()
-    if not engine.ranks_stay:
-        importer.learn(job)
-        engine.import_ahead(job, importer.modules())  # for the next run, in a process of its own
+    if imports_ahead.is_on() and not engine.ranks_stay:
+        engine.import_ahead(job, imports_ahead.of_fresh_process())  # for the next run
     return ranks.error
 
 
 def _import_ahead(engine: Engine, job: Job, supervisor: Supervisor, interrupts: Interrupts) -> bool:
     """Import, once for all ranks, what they need; return False if the run was stopped meanwhile."""
-    if engine.ranks_stay:
+    if engine.ranks_stay or not imports_ahead.is_on():
         return True
     if not engine.forks_kernel:
-        is_importing = engine.import_ahead(job, importer.modules())
-        return supervisor.wait_while(is_importing, interrupts, IMPORTING)
-    importing = importer.prepare(job.plan.env)
-    if not supervisor.wait_while(importing.is_going_on, interrupts, IMPORTING, importing.wait):
-        importer.stop()
-        importing.leave_behind()
-        return False
-    for note in importing.notes():
-        supervisor.note(Finding("import", note))
+        is_importing = engine.import_ahead(job, imports_ahead.of_fresh_process())
+        return supervisor.wait_while(is_importing, interrupts, imports_ahead.IMPORTING)
+    if not imports_ahead.are_for_ranks(job.plan.env):
+        pieces = imports_ahead.pieces()
+
+        def is_importing() -> bool:  # imports the next one, too
+            try:
+                return next(pieces, None) is not None
+            except KeyboardInterrupt:
+                signal.raise_signal(signal.SIGINT)  # for `interrupts`
+                return False
+
+        if not supervisor.wait_while(is_importing, interrupts, imports_ahead.IMPORTING, _no_pause):
+            return False
+    if changed := imports_ahead.changed_variables(job.plan.env):
+        supervisor.note(
+            Finding(
+                "import",
+                f"{', '.join(changed)} changed after nbtrain had imported what reads it, so the "
+                "ranks may not see the change. If it matters, restart the kernel and set it by "
+                "%env before torch is imported.",
+            )
+        )
     return True
+
+
+def _no_pause(_seconds: float) -> None:
+    """Wait for nothing: the imports take their time."""
 
 
 def room_for_sockets() -> str:

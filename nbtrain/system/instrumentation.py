@@ -12,7 +12,6 @@ import functools
 import importlib.util
 import os
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -204,41 +203,6 @@ def _label(owner: Any) -> str:
     cls = owner if isinstance(owner, type) else type(owner)
     label = f"{cls.__module__}.{cls.__qualname__}"
     return label if owner is cls else f"{label}()"
-
-
-@contextlib.contextmanager
-def environment_reads() -> Iterator[set[str]]:
-    """Yield a set that gets the name of each environment variable that Python code reads."""
-    reads: set[str] = set()
-    # Names that were listed. Who takes their values in turn copies the environment: nobody reads a
-    # variable then.
-    listed: deque[str] = deque()
-    read: Callable[..., str] = type(os.environ).__getitem__
-    iterate: Callable[..., Iterator[str]] = type(os.environ).__iter__
-
-    def reading(environment: Any, name: Any) -> str:
-        if listed and listed[0] == name:
-            listed.popleft()
-        elif isinstance(name, str):
-            listed.clear()
-            reads.add(name)
-        return read(environment, name)
-
-    def iterating(environment: Any) -> Iterator[str]:
-        listed.clear()
-        for name in iterate(environment):
-            listed.append(name)
-            yield name
-
-    undo = [
-        replace(type(os.environ), "__getitem__", reading),
-        replace(type(os.environ), "__iter__", iterating),
-    ]
-    try:
-        yield reads
-    finally:
-        for restore in undo:
-            restore()
 
 
 def when_imported(name: str, action: Callable[[ModuleType], object]) -> Undo:

@@ -88,7 +88,6 @@ class RunFolder:
     failure = _RankFile("failure")
     out = _RankFile("out")
     stacks = _RankFile("stacks")
-    imports = _RankFile("imports")
     recorder = _RankFile("recorder")
     recorded = _RankFile("recorded")
 

@@ -49,7 +49,6 @@ from .rank_environment import (
 )
 from .result_sender import ResultSender
 from .task_runner import run_task
-from .telemetry import import_report
 
 FAILED = 1
 """The exit code of a rank whose exception is in its failure file."""
@@ -76,9 +75,7 @@ def main(job: Job, rank: int, call: Callable[[Task], Any] | None = None) -> int:
         # For the sockets of `multiprocessing`: each worker of a DataLoader makes a folder for
         # them, and leaves it behind when it is killed.
         process.current_process()._config["tempdir"] = job.scratch  # type: ignore[attr-defined]
-    code = run_in_rank(job, rank, call or run_task)
-    import_report.report()
-    return code
+    return run_in_rank(job, rank, call or run_task)
 
 
 def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:

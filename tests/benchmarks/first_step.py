@@ -23,8 +23,6 @@ Times = dict[str, list[float]]
 
 def rows(rounds: int | None) -> list[Row]:
     """Measure the first launch of fresh kernels, and later ones of kernels that are warm."""
-    with notebook() as kernel:  # an earlier day: what its ranks imported is tried, and remembered
-        kernel.call(learn)
     first, later = _first(rounds or ROUNDS), _later(rounds or ROUNDS)
     idle = "first launch of a kernel that was idle for 3 s"
 
@@ -108,12 +106,3 @@ def train() -> None:
 def import_by_hand() -> None:
     """Import what a user who knows of it would."""
     import torch._dynamo  # noqa: F401
-
-
-def learn() -> None:
-    """Launch once, and wait until what its ranks imported was tried; called in a kernel."""
-    from nbtrain.lifecycle.preload.importer import importer
-
-    measure("")
-    if importer._trial is not None:
-        importer._trial.join()

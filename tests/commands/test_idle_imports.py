@@ -27,7 +27,7 @@ Start = Callable[..., tuple[Notebook, Path]]
 
 @pytest.fixture
 def start(start_kernel: Callable[..., Notebook], tmp_path: Path) -> Start:
-    """Start a kernel that knows a harmless module, in a package that is used in a cell."""
+    """Start a kernel in which `add()` has one module imported ahead of time, and nothing else."""
     package = tmp_path / "site-packages" / "idle_one"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -38,8 +38,8 @@ def start(start_kernel: Callable[..., Notebook], tmp_path: Path) -> Start:
         kernel.run("%load_ext nbtrain\nimport sys, torch")
         kernel.run(f"sys.path.append({str(package.parent)!r})")
         kernel.run(
-            "from nbtrain.lifecycle.preload import known_imports\n"
-            "known_imports.write(known_imports.KnownImports(('idle_one.part',)))"
+            "from nbtrain.lifecycle import imports_ahead\nimports_ahead.NAMES = ()\n"
+            "def add(): imports_ahead.NAMES = ('idle_one.part',)"
         )
         return kernel, package
 
@@ -59,7 +59,7 @@ def idle(kernel: Notebook, package: Path) -> None:
 def test_an_idle_kernel_imports_what_a_launch_needs(start: Start) -> None:
     kernel, package = start()
     (package / "goes on").touch()
-    kernel.run("import idle_one")
+    kernel.run("add()")
     wait_until((package / "done").exists, 100)
     assert kernel.value("sys.modules['idle_one.part'].thread") == "MainThread"
     assert kernel.value("'nbtrain.lifecycle.launcher' in sys.modules") is True
@@ -68,7 +68,7 @@ def test_an_idle_kernel_imports_what_a_launch_needs(start: Start) -> None:
 
 def test_a_cell_that_comes_meanwhile_waits_for_the_whole_module(start: Start) -> None:
     kernel, package = start()
-    kernel.run("import idle_one")
+    kernel.run("add()")
     wait_until((package / "begun").exists, 100)
     kernel.manager.interrupt_kernel()  # nothing runs that it could end
     threading.Timer(0.3, (package / "goes on").touch).start()
@@ -86,7 +86,7 @@ def test_nothing_is_imported_beside_a_thread_or_with_the_switch_off(
         kernel.run(
             "import threading\nend = threading.Event()\nthreading.Thread(target=end.wait).start()"
         )
-    kernel.run("import idle_one")
+    kernel.run("add()")
     idle(kernel, package)
     assert kernel.value("'idle_one.part' in sys.modules") is False
     kernel.run("end.set()" if switch == "on" else "%env NBTRAIN_PRELOAD=on")
@@ -97,7 +97,7 @@ def test_nothing_is_imported_while_a_cell_awaits(start: Start) -> None:
     kernel, package = start()
     (package / "goes on").touch()
     out = kernel.run(
-        "import asyncio, idle_one\nawait asyncio.sleep(1)\nprint('idle_one.part' in sys.modules)"
+        "import asyncio\nadd()\nawait asyncio.sleep(1)\nprint('idle_one.part' in sys.modules)"
     )
     assert out.stdout == "False\n"
     kernel.run("%unload_ext nbtrain")
@@ -110,20 +110,8 @@ def test_torch_compile_works_between_and_after_the_pieces(
     start_kernel: Callable[..., Notebook], tmp_path: Path
 ) -> None:
     """The very modules that broke when a thread imported them beside a cell."""
-    kernel = start_kernel(environment={"NBTRAIN_PRELOAD": "on"})
+    kernel = start_kernel()
     kernel.run("%load_ext nbtrain\nimport sys, torch")
-    learned = kernel.run(
-        "import json, subprocess\n"
-        "code = 'import sys, torch; n = len(sys.modules); import torch._dynamo, json; '"
-        "'print(json.dumps([*sys.modules][n:]))'\n"
-        "names = json.loads(subprocess.check_output([sys.executable, '-c', code]))\n"
-        "from nbtrain.lifecycle.preload import known_imports, trial\n"
-        "tried = trial.try_imports(names, ['torch'], [])\n"
-        "known_imports.write(known_imports.KnownImports().with_trial(tried))\n"
-        "print(tried.refused, len(names) - len(tried.harmless))",
-        timeout=200,
-    )
-    assert learned.stdout == "{} 0\n", learned
     marks = [tmp_path / "sympy", tmp_path / "torch._dynamo"]
     kernel.run(
         "import asyncio, pathlib\n"

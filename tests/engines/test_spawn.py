@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +19,12 @@ import torch
 
 from nbtrain.engines import spawn
 from nbtrain.errors import RankDied
-from nbtrain.lifecycle.preload.importer import importer
 from nbtrain.system import accelerator_guard
 from tests.support import runs, shared_memory
 from tests.support.kernel import Notebook
 from tests.support.waiting import is_gone, wait_until
 
 launch = functools.partial(runs.launch, engine="spawn")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fork_server() -> Iterator[None]:
-    """Have ranks forked from a process that is kept; `test_contract` has fresh interpreters."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NBTRAIN_PRELOAD", "on")
-        patch.setattr(importer, "_has_given_up", True)  # no trials
-        yield
 
 
 SETUP = """

@@ -2,8 +2,7 @@
 
 A fresh interpreter imports torch and all that a training needs: seconds of CPU in each rank of each
 launch. This process imports it once. It holds nothing of the notebook, touches no accelerator, and
-is kept for the next launch that would start the same interpreters: what they would get of a kernel
-must be what it got (`_inherited`), and so must the environment variables that its modules read.
+is kept for the next launch with the same environment variables, installed packages and limits.
 
 The ranks are the kernel's own children all the same. A process between the two forks them and
 ends, and Linux gives orphans to the nearest ancestor that asks for them. So they are watched,
@@ -22,16 +21,13 @@ import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ...system.source_files import is_library
 from ...tracking.launch_log import LOGGER
-from ...worker.telemetry.import_report import is_on
 from .interpreter import interpreter_command
 
 PATIENCE = 15.0
@@ -42,31 +38,8 @@ FAILURES = 2
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 
-_STATUS = (
-    *("Umask", "Uid", "Gid", "Groups", "SigIgn", "CapPrm", "CapEff", "CapBnd", "CapAmb"),
-    *("NoNewPrivs", "Seccomp", "Cpus_allowed", "Mems_allowed"),
-)
-"""What a new process inherits, of those lines in which /proc describes one."""
-
-
-_NATIVE = (
-    *("LD_", "LC_", "LANG", "TZ", "MALLOC_", "GLIBC_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_"),
-    *("OPENBLAS_", "GOTO_", "BLIS_", "DNNL_", "ONEDNN_", "TORCH", "PYTORCH_", "ATEN_", "GLOO_"),
-    *(
-        "CUDA",
-        "CUBLAS",
-        "CUDNN",
-        "NVIDIA_",
-        "NCCL_",
-        "HIP_",
-        "ROC",
-        "HSA_",
-        "XLA_",
-        "PJRT_",
-        "TPU_",
-    ),
-)
-"""How the variables begin that libraries may read without Python's knowledge, when loaded."""
+_STATUS = ("Umask", "Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp", "Cpus_", "Mems_")
+"""How the lines begin in which /proc describes what a new process inherits."""
 
 
 class ServerError(Exception):
@@ -79,12 +52,11 @@ class ForkServer:
     def __init__(
         self, environment: Mapping[str, str], modules: Sequence[str], facts: object
     ) -> None:
-        self._environment, self._facts = dict(environment), facts
-        self._reads: set[str] = set()
+        self.facts = facts
+        """What it was started with, as `begin` compares it."""
         self._trouble = ""
-        self._asked: dict[str, None] = dict.fromkeys(modules)
         self._answers = b""
-        self._importing = 1
+        self._importing = True
         here, there = socket.socketpair()
         order = {
             "path": sys.path,
@@ -131,24 +103,6 @@ class ForkServer:
     def has_ended(self) -> bool:
         """Whether it has ended, by itself or by somebody's hand."""
         return self._process.poll() is not None
-
-    def would_be(self, environment: Mapping[str, str], facts: object) -> bool:
-        """Whether a server that is started now would be the same, as far as it imports."""
-        names = {*environment, *self._environment}
-        changed = {n for n in names if environment.get(n) != self._environment.get(n)}
-        if changed and self.is_importing():  # nobody knows what it will have read
-            return False
-        return facts == self._facts and not any(
-            name in self._reads or name.startswith(_NATIVE) for name in changed
-        )
-
-    def add(self, modules: Sequence[str]) -> None:
-        """Have more modules imported; those that it was asked for before are left out."""
-        new = [name for name in modules if name not in self._asked]
-        if new:
-            self._asked |= dict.fromkeys(new)
-            self._importing += 1
-            self._send({"modules": new})
 
     @contextlib.contextmanager
     def fork(
@@ -202,10 +156,10 @@ class ForkServer:
                 self._socket.settimeout(max(0.1, deadline - time.monotonic()))
                 data = self._socket.recv(1 << 16)
             except OSError as error:
-                self._importing = 0
+                self._importing = False
                 raise ServerError(f"it does not answer ({error.strerror or error})") from error
             if not data:
-                self._importing = 0
+                self._importing = False
                 raise ServerError("it has ended")
             self._answers += data
         line, _, self._answers = self._answers.partition(b"\n")
@@ -214,11 +168,10 @@ class ForkServer:
 
     def _take(self, answer: Mapping[str, Any]) -> None:
         if "unfit" in answer:
-            self._importing, self._trouble = 0, answer["unfit"]
+            self._importing, self._trouble = False, answer["unfit"]
             raise ServerError(self._trouble)
         if "imported" in answer:
-            self._importing -= 1
-            self._reads.update(answer["reads"])
+            self._importing = False
             LOGGER.info("process %d has imported %d modules", self.pid, answer["imported"])
 
     def forget(self) -> None:
@@ -244,24 +197,22 @@ def begin(environment: Mapping[str, str], modules: Sequence[str]) -> ForkServer 
     """Return a server that has imported modules, or does so now; None where there can be none.
 
     `environment` is what a fresh interpreter would get, but for what differs by rank and launch.
+    The one that is there is kept if it was started with the same.
     """
     global _current, _minds_forks
-    if sys.platform != "linux" or not is_on() or _failures >= FAILURES:
+    if sys.platform != "linux" or _failures >= FAILURES:
         return None
     try:
-        facts = _inherited()
-        is_fit = _current is not None and _current.would_be(environment, facts)
-        if _current is not None and (not is_fit or _current.has_ended()):
+        facts = (dict(environment), list(modules), _inherited())
+        if _current is not None and (_current.facts != facts or _current.has_ended()):
             end()
         if _current is None:
             _current = ForkServer(environment, modules, facts)
-            if not _minds_forks:
-                _minds_forks = True
-                os.register_at_fork(after_in_child=_forget)
-                atexit.register(end)
-        else:
-            _current.add(modules)
-    except (OSError, ServerError) as error:  # out of processes, descriptors: others may be free
+        if not _minds_forks:
+            _minds_forks = True
+            os.register_at_fork(after_in_child=_forget)
+            atexit.register(end)
+    except OSError as error:  # out of processes, descriptors: others may be free
         LOGGER.info("no process imports ahead of time: %s", error)
         end()
     return _current
@@ -291,20 +242,20 @@ def installed(path: Sequence[str]) -> list[str]:
 
 
 def _inherited() -> tuple[object, ...]:
-    """Return what an interpreter gets of this process, but for what ranks are given anew."""
+    """Return what an interpreter gets of this process and host, but for what ranks get anew."""
     import resource
 
+    folders = installed(sys.path)
     with open("/proc/thread-self/status") as file:
-        lines = [line for line in file if line.partition(":")[0] in _STATUS]
+        lines = [line for line in file if line.startswith(_STATUS)]
     limits = [name for name in dir(resource) if name.startswith("RLIMIT_")]
     return (
         sys.executable,
-        installed(sys.path),
-        sysconfig.get_paths(),
+        # A package that is installed or removed changes the time of its folder.
+        [(folder, os.stat(folder).st_mtime_ns) for folder in folders if os.path.isdir(folder)],
         lines,
         [resource.getrlimit(getattr(resource, name)) for name in limits],
         os.getpriority(os.PRIO_PROCESS, 0),
-        Path("/proc/self/cgroup").read_text(),
     )
 
 

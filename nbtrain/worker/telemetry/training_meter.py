@@ -25,7 +25,6 @@ from ...tracking import events as ev
 from .. import api, stopping
 from ..api import Reporter
 from ..device_scalars import captures
-from . import import_report
 from .data_loading import DataLoadingMeter
 from .evidence.optimizer_effect import OptimizerEffects
 from .evidence.work_sample import WorkSampler
@@ -137,7 +136,6 @@ class TrainingMeter:
             if self._steps == 1:
                 self._gpu = _gpu_of(optimizer)
                 self._precision.stepped(optimizer)
-                import_report.report()  # now: the training may run for days, or be stopped
         is_newcomer = key not in self._known and bool(self._round)
         self._newcomer = key if is_newcomer else None
         if key not in self._known:

@@ -12,8 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbtrain.lifecycle.preload import known_imports
-from nbtrain.lifecycle.preload.known_imports import KnownImports
 from tests.support.kernel import Notebook
 from tests.support.waiting import is_gone, wait_until
 
@@ -21,8 +19,7 @@ SETUP = """
 import os, sys, time, torch, nbtrain
 from pathlib import Path
 from nbtrain.engines.process import fork_server
-from nbtrain.lifecycle.preload.importer import importer
-importer._has_given_up = True  # no trials: what is known is the test's
+from nbtrain.lifecycle import imports_ahead
 def server():
     return fork_server._current and fork_server._current.pid
 """
@@ -33,9 +30,8 @@ IS_FORKED = "'nbtrain.engines.fork_server_main' in sys.modules"
 
 @pytest.fixture
 def kernel(start_kernel: Callable[..., Notebook]) -> Notebook:
-    """A kernel that may import ahead of time."""
     kernel = start_kernel()
-    kernel.run(f"%env NBTRAIN_PRELOAD=on\n%load_ext nbtrain\n{SETUP}")
+    kernel.run(f"%load_ext nbtrain\n{SETUP}")
     return kernel
 
 
@@ -68,22 +64,20 @@ def test_later_runs_have_the_same_process_and_the_kernels_own_children(kernel: N
 @pytest.mark.slow
 def test_what_changed_in_the_notebook_is_so_in_its_ranks(kernel: Notebook, tmp_path: Path) -> None:
     asked(kernel, "1")
-    first = kernel.value("server()")
-    kernel.run("os.environ['MINE'] = '5'; os.environ.pop('NBTRAIN_PRELOAD', None)")
+    kernel.run("first = server()")
     (tmp_path / "own_module.py").write_text("import os\nname = os.getcwd()")
-    kernel.run(f"os.makedirs({str(tmp_path / 'there')!r}); os.chdir({str(tmp_path / 'there')!r})")
-    kernel.run(f"sys.path.append({str(tmp_path)!r}); import own_module")
-    look = "os.environ['MINE'], 'NBTRAIN_PRELOAD' in os.environ, own_module.name, sys.path"
     there = str(tmp_path / "there")
-    assert asked(kernel, look) == [("5", False, there, kernel.value("sys.path"))] * 2
-    assert kernel.value("server()") == first
-    # What torch or a driver may have read, when it was loaded: another process is needed.
+    kernel.run(f"os.makedirs({there!r}); os.chdir({there!r})")
+    kernel.run(f"sys.path.append({str(tmp_path)!r}); import own_module")
+    assert asked(kernel, "own_module.name, sys.path") == [(there, kernel.value("sys.path"))] * 2
+    assert kernel.value("server() == first")
+    # What a library may have read when it was loaded, and what a process inherits.
     kernel.run("os.environ['CUDA_VISIBLE_DEVICES'] = '7'")
     assert asked(kernel, f"os.environ['CUDA_VISIBLE_DEVICES'], {IS_FORKED}") == [("7", True)] * 2
-    assert kernel.value("server()") != first
-    kernel.run("before, mask = server(), os.umask(0o077)")
+    assert kernel.value("server() != first")
+    kernel.run("second, mask = server(), os.umask(0o077)")
     assert asked(kernel, "os.umask(0o077)") == [0o077, 0o077]
-    assert kernel.value("server() != before")
+    assert kernel.value("server() != second")
 
 
 @pytest.mark.slow
@@ -124,8 +118,7 @@ def test_it_ends_with_its_launcher_and_so_do_the_ranks(tmp_path: Path) -> None:
         "nbtrain.launch(int, **options)\n"
         "nbtrain.launch(train, fork_server._current.pid, **options)\n"
     )
-    environment = {**os.environ, "NBTRAIN_PRELOAD": "on"}
-    launcher = subprocess.Popen([sys.executable, "-c", script], env=environment)
+    launcher = subprocess.Popen([sys.executable, "-c", script])
     try:
         wait_until(lambda: len(list(tmp_path.iterdir())) == 3, timeout=60)
     finally:
@@ -136,16 +129,12 @@ def test_it_ends_with_its_launcher_and_so_do_the_ranks(tmp_path: Path) -> None:
 
 
 def fake_package(kernel: Notebook, tmp_path: Path, source: str) -> Path:
-    """Install a package of which it is known that it can be imported ahead of time."""
+    """Install a package, and have nothing but it imported for fresh ranks."""
     folder = tmp_path / "site-packages"
     (folder / "fake_package").mkdir(parents=True)
     module = folder / "fake_package" / "__init__.py"
     module.write_text(source)
-    kernel.run(f"sys.path.append({str(folder)!r}); importer._needed.add('fake_package')")
-    kernel.run(
-        "from nbtrain.lifecycle.preload import known_imports\n"
-        "known_imports.write(known_imports.KnownImports(('fake_package',)))"
-    )
+    kernel.run(f"sys.path.append({str(folder)!r}); imports_ahead.NAMES = ('fake_package',)")
     return module
 
 
@@ -155,26 +144,11 @@ def test_a_package_that_is_installed_again_is_imported_anew(
 ) -> None:
     module = fake_package(kernel, tmp_path, "version = 1")
     look = f"import fake_package\nfake_package.version, {IS_FORKED}"
-    here = "'fake_package' in sys.modules"
-    assert asked(kernel, here) == [True, True]
+    assert asked(kernel, "'fake_package' in sys.modules") == [True, True]
     assert asked(kernel, look) == [(1, True)] * 2
     module.write_text("version = 2 * 1")
-    assert [version for version, _ in asked(kernel, look)] == [2, 2]  # type: ignore[attr-defined]
+    (module.parent.parent / "fake_package-2.dist-info").mkdir()  # as an installer does
     assert asked(kernel, look) == [(2, True)] * 2
-
-
-@pytest.mark.slow
-def test_a_module_of_ones_own_with_the_name_of_an_installed_one_is_what_ranks_get(
-    kernel: Notebook, tmp_path: Path
-) -> None:
-    fake_package(kernel, tmp_path, "version = 1")
-    look = f"import fake_package\nfake_package.version, {IS_FORKED}"
-    Path(kernel.value("os.getcwd()"), "fake_package").mkdir()  # of results: no package
-    assert asked(kernel, look) == [(1, True)] * 2
-    kernel.run("Path('fake_package.py').write_text('version = 5')")
-    assert asked(kernel, look) == [(5, False)] * 2
-    log = kernel.value("(run.folder / 'launcher.log').read_text()")
-    assert "has a fake_package of its own" in log
 
 
 @pytest.mark.slow
@@ -206,17 +180,3 @@ def test_an_interrupt_while_it_imports_starts_no_rank(kernel: Notebook, tmp_path
     )
     go_on.touch()
     assert asked(kernel, f"{IS_FORKED}, 'fake_package' in sys.modules") == [(True, True)] * 2
-
-
-@pytest.mark.slow
-def test_it_imports_what_a_rank_had_to_import_before_the_next_run(
-    kernel: Notebook, run_root: Path
-) -> None:
-    kernel.run(
-        "from nbtrain.lifecycle.preload import known_imports\n"
-        "known_imports.write(known_imports.KnownImports(('wsgiref', 'wsgiref.util')))"
-    )
-    look = "'wsgiref.util' in sys.modules"
-    assert asked(kernel, f"before = {look}\nimport wsgiref.util\nbefore") == [False, False]
-    assert asked(kernel, look) == [True, True]
-    assert known_imports.read() == KnownImports()  # the kernel's file, not this process's

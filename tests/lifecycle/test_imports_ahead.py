@@ -1,0 +1,238 @@
+"""What every rank would import is imported in the kernel, which is otherwise as it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import nbtrain
+from nbtrain.lifecycle import imports_ahead
+from tests.support.kernel import Notebook
+from tests.support.process_state import PROCESS_STATE
+from tests.support.waiting import wait_until
+
+SLOW = """
+import sys
+sys.slow_begins.set()
+while not sys.slow_goes_on.wait(0.01):
+    pass
+done = True
+"""
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Install modules of these sources, and have them imported ahead of time; nothing else."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    monkeypatch.setattr(imports_ahead, "NAMES", ())
+    monkeypatch.setattr(imports_ahead, "_failed", set())
+    monkeypatch.setattr(imports_ahead, "_seen", None)
+
+    def install(**sources: str) -> None:
+        for name, source in sources.items():
+            (folder / f"{name}.py").write_text(source)
+        monkeypatch.setattr(imports_ahead, "NAMES", tuple(sources))
+
+    yield install
+    for path in folder.glob("*.py"):
+        sys.modules.pop(path.stem, None)
+
+
+@pytest.fixture
+def slow(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Events of a module: its import has begun; it may end, which a test sets at last."""
+    begins, goes_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(sys, "slow_begins", begins, raising=False)
+    monkeypatch.setattr(sys, "slow_goes_on", goes_on, raising=False)
+    install(slow_one=SLOW, after_slow="")
+    yield begins, goes_on
+    goes_on.set()
+
+
+def ranks_see(name: str) -> list[bool]:
+    run = nbtrain.launch(lambda: name in sys.modules, num_processes=2, view="none")
+    return [bool(result) for result in run.results]
+
+
+def test_ranks_have_the_modules_and_a_broken_one_stops_none(install: Callable[..., None]) -> None:
+    install(broken_one="1 / 0", whole_one="")
+    assert ranks_see("whole_one") == [True, True]
+    assert "whole_one" in sys.modules
+    assert [*imports_ahead.pieces()] == []  # the broken one is not tried again
+
+
+def test_what_a_module_sets_is_put_back(install: Callable[..., None]) -> None:
+    install(
+        setting_one="import os, warnings\n"
+        "os.environ['OF_A_MODULE'] = '1'\nwarnings.simplefilter('once')"
+    )
+    filters, environment = warnings.filters.copy(), dict(os.environ)
+    assert ranks_see("setting_one") == [True, True]
+    assert warnings.filters == filters
+    assert dict(os.environ) == environment
+
+
+def test_the_switch_and_variables_of_the_run_leave_imports_to_the_ranks(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(plain_one="")
+    run = nbtrain.launch(len, "x", num_processes=1, env={"TORCH_COMPILE_DISABLE": "1"}, view="none")
+    monkeypatch.setenv(imports_ahead.SWITCH, "off")
+    assert ranks_see("plain_one") == [False, False]
+    assert not run.state.findings
+    monkeypatch.delenv(imports_ahead.SWITCH)
+    assert ranks_see("plain_one") == [True, True]
+
+
+def test_a_variable_that_came_too_late_is_named(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(plain_one="")
+    ranks_see("plain_one")
+
+    def found(**env: str) -> list[str]:
+        run = nbtrain.launch(len, "x", num_processes=1, env=env, view="none")
+        return [finding.text for finding in run.state.findings if finding.code == "import"]
+
+    assert found(MINE="1", TORCHINDUCTOR_CACHE_DIR="/x") == []
+    assert "TORCHINDUCTOR_MAX_AUTOTUNE changed after" in found(TORCHINDUCTOR_MAX_AUTOTUNE="1")[0]
+    monkeypatch.setenv("TORCHDYNAMO_VERBOSE", "1")
+    assert "TORCHDYNAMO_VERBOSE changed after" in found()[0]
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_an_interrupt_meanwhile_starts_no_rank(
+    slow: tuple[threading.Event, threading.Event], monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    begins, goes_on = slow
+    monkeypatch.setattr(imports_ahead, "HANGS_AFTER_S", 0.2 if hangs else 100.0)
+    handler = signal.getsignal(signal.SIGINT)
+
+    def press() -> None:
+        begins.wait(100)
+        os.kill(os.getpid(), signal.SIGINT)
+        if not hangs:
+            goes_on.set()
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        nbtrain.launch(len, "x", num_processes=2, view="none")
+    thread.join()
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert not any(isinstance(thread, threading.Timer) for thread in threading.enumerate())
+    run = nbtrain.last_run()
+    assert run is not None
+    assert run.state.status == "interrupted"
+    assert not (run.folder / "rank-0000.jsonl").exists()
+    # A short import is whole; one that hung ended, and no other is begun in this kernel.
+    assert [name in sys.modules for name in imports_ahead.NAMES] == [not hangs, False]
+    assert ranks_see("after_slow") == [not hangs] * 2
+
+
+def test_a_process_that_another_thread_forks_meanwhile_has_the_whole_module(
+    slow: tuple[threading.Event, threading.Event],
+) -> None:
+    begins, goes_on = slow
+    codes: list[int] = []
+
+    def fork() -> None:
+        begins.wait(100)
+        threading.Timer(0.2, goes_on.set).start()
+        child = os.fork()
+        if child == 0:
+            os._exit(not getattr(sys.modules["slow_one"], "done", False))
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    thread = threading.Thread(target=fork)
+    thread.start()
+    assert [*imports_ahead.pieces()] == ["slow_one", "after_slow"]
+    thread.join()
+    assert codes == [0]
+
+
+STEP = """
+%%distributed -n 2 --as run
+import sys, torch
+from accelerate import Accelerator
+before = {*sys.modules}
+accelerator = Accelerator()
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.AdamW(model.parameters())
+model, optimizer = accelerator.prepare(model, optimizer)
+accelerator.backward(model(torch.ones(2, 3)).sum())
+optimizer.step()
+[name for name in {*sys.modules} - before if name.split(".")[0] in ("torch", "sympy")]
+""".strip()
+
+
+LOOK = """
+def look():  # a cell that asks would be no idle moment
+    spec = getattr(sys.modules.get('torch._dynamo'), '__spec__', None)
+    if spec is not None and not getattr(spec, '_initializing', False):
+        mark.touch()
+    else:
+        asyncio.get_running_loop().call_later(0.05, look)
+look()
+"""
+
+
+@pytest.mark.slow
+def test_a_kernel_that_was_idle_is_as_one_without_nbtrain(
+    start_kernel: Callable[..., Notebook], tmp_path: Path
+) -> None:
+    """Signals, hooks, limits, environment, random states, threads, files, logging, torch."""
+    states, kernels, mark = [], [], tmp_path / "imported"
+    for load in ("", "%load_ext nbtrain"):
+        kernel = start_kernel(warm=False)
+        kernel.run(
+            "import random, accelerate, numpy, torch, transformers\n"
+            f"random.seed(1); numpy.random.seed(1); torch.manual_seed(1)\n{load}"
+        )
+        kernel.run(PROCESS_STATE)
+        kernels.append(kernel)
+    kernels[1].run(f"import asyncio, pathlib, sys\nmark = pathlib.Path({str(mark)!r})\n{LOOK}")
+    wait_until(mark.exists, 100)
+    for kernel in kernels:
+        states.append(kernel.value("process_state()"))
+    assert not kernels[0].value("'torch._dynamo' in __import__('sys').modules")
+    for item in states[0]:
+        assert states[0][item] == states[1][item], item
+    out = kernels[1].run(STEP)
+    assert not out.ename, out.traceback
+    left = kernels[1].value("run.results[0]")
+    assert len(left) < 5, left  # of 800: the first step imports next to nothing
+    assert "No accelerator" in kernels[1].run("%nbtrain guard").stdout
+    assert "torch._dynamo" in kernels[1].run("%nbtrain doctor").stdout.partition("imports")[2]
+
+
+def test_an_import_that_hangs_in_an_idle_kernel_ends_at_an_interrupt(
+    start_kernel: Callable[..., Notebook], tmp_path: Path
+) -> None:
+    kernel = start_kernel()
+    folder, begun = tmp_path / "site-packages", tmp_path / "begun"
+    folder.mkdir()
+    source = f"import time\nopen({str(begun)!r}, 'w').close()\nwhile True: time.sleep(0.01)"
+    (folder / "hanging_one.py").write_text(source)
+    kernel.run(
+        f"%load_ext nbtrain\nimport sys, torch\nsys.path.append({str(folder)!r})\n"
+        "from nbtrain.lifecycle import imports_ahead\n"
+        "imports_ahead.NAMES, imports_ahead.HANGS_AFTER_S = ('hanging_one',), 0.2"
+    )
+    wait_until(begun.exists, 100)
+    kernel.manager.interrupt_kernel()
+    assert kernel.run("print(1)").stdout == "1\n"
+    assert kernel.value("'hanging_one' in sys.modules") is False
+    out = kernel.run("%%distributed -n 2 --as run\nnbtrain.rank()")
+    assert not out.ename, out.traceback
