@@ -2,7 +2,8 @@
 
 A fresh interpreter imports torch and all that a training needs: seconds of CPU in each rank of each
 launch. This process imports it once. It holds nothing of the notebook, touches no accelerator, and
-is kept for the next launch with the same environment variables, installed packages and limits.
+is kept for later launches, until variables that these libraries read, installed packages or limits
+change.
 
 The ranks are the kernel's own children all the same. A process between the two forks them and
 ends, and Linux gives orphans to the nearest ancestor that asks for them. So they are watched,
@@ -37,6 +38,27 @@ FAILURES = 2
 """Servers that did not do what they should before this process starts no other."""
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
+
+_READ_AT_IMPORT = (
+    *("ACCELERATE_", "HF_", "TRANSFORMERS_", "USE_", "TORCH", "PYTORCH_", "ATEN_", "GLOO_", "AOT"),
+    *(
+        "CUDA",
+        "CUBLAS",
+        "CUDNN",
+        "NCCL_",
+        "NVIDIA_",
+        "HIP_",
+        "HSA_",
+        "ROC",
+        "XLA_",
+        "PJRT_",
+        "TPU_",
+    ),
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_", "DNNL_", "ONEDNN_"),
+    *("SYMPY_", "LD_", "LC_", "LANG", "TZ", "MALLOC_", "GLIBC_", "PYTHON", "HOME", "TMP", "XDG_", "PATH"),
+)
+"""How the environment variables begin that torch, Accelerate, transformers and the native libraries
+read when they are loaded. Every rank gets all variables as they are at its launch."""
 
 _STATUS = ("Umask", "Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp", "Cpus_", "Mems_")
 """How the lines begin in which /proc describes what a new process inherits."""
@@ -197,13 +219,14 @@ def begin(environment: Mapping[str, str], modules: Sequence[str]) -> ForkServer 
     """Return a server that has imported modules, or does so now; None where there can be none.
 
     `environment` is what a fresh interpreter would get, but for what differs by rank and launch.
-    The one that is there is kept if it was started with the same.
+    The one that is there is kept if it would import the same.
     """
     global _current, _minds_forks
     if sys.platform != "linux" or _failures >= FAILURES:
         return None
     try:
-        facts = (dict(environment), list(modules), _inherited())
+        read = {n: v for n, v in environment.items() if n.startswith(_READ_AT_IMPORT)}
+        facts = (read, list(modules), _inherited())
         if _current is not None and (_current.facts != facts or _current.has_ended()):
             end()
         if _current is None:

@@ -64,12 +64,13 @@ def test_later_runs_have_the_same_process_and_the_kernels_own_children(kernel: N
 @pytest.mark.slow
 def test_what_changed_in_the_notebook_is_so_in_its_ranks(kernel: Notebook, tmp_path: Path) -> None:
     asked(kernel, "1")
-    kernel.run("first = server()")
+    kernel.run("first = server()\nos.environ['MINE'] = '5'")
     (tmp_path / "own_module.py").write_text("import os\nname = os.getcwd()")
     there = str(tmp_path / "there")
     kernel.run(f"os.makedirs({there!r}); os.chdir({there!r})")
     kernel.run(f"sys.path.append({str(tmp_path)!r}); import own_module")
-    assert asked(kernel, "own_module.name, sys.path") == [(there, kernel.value("sys.path"))] * 2
+    look = "own_module.name, os.environ['MINE'], sys.path"
+    assert asked(kernel, look) == [(there, "5", kernel.value("sys.path"))] * 2
     assert kernel.value("server() == first")
     # What a library may have read when it was loaded, and what a process inherits.
     kernel.run("os.environ['CUDA_VISIBLE_DEVICES'] = '7'")
