@@ -55,7 +55,8 @@ _READ_AT_IMPORT = (
         "TPU_",
     ),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_", "DNNL_", "ONEDNN_"),
-    *("SYMPY_", "LD_", "LC_", "LANG", "TZ", "MALLOC_", "GLIBC_", "PYTHON", "HOME", "TMP", "XDG_", "PATH"),
+    *("SYMPY_", "LD_", "LC_", "LANG", "TZ", "MALLOC_", "GLIBC_", "PYTHON", "HOME", "TMP", "XDG_"),
+    "PATH",
 )
 """How the environment variables begin that torch, Accelerate, transformers and the native libraries
 read when they are loaded. Every rank gets all variables as they are at its launch."""
