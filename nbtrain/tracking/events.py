@@ -145,7 +145,7 @@ JOINING = "joining"
 
 @dataclass(frozen=True)
 class NotFinite(Event, kind="not_finite"):
-    """A rank's loss is not a number, infinite, or explodes, for the first time.
+    """A rank's loss is not a number, or infinite, for the first time.
 
     An event of the run.
     """
@@ -154,7 +154,7 @@ class NotFinite(Event, kind="not_finite"):
     step: int = 0
     """Steps that were done before; -1: not known."""
     loss: str = ""
-    """``nan``, ``inf`` or ``-inf``: JSON has none of them. Or a number: one that explodes."""
+    """``nan``, ``inf`` or ``-inf``: JSON has none of them."""
 
 
 _LOSS = re.compile(

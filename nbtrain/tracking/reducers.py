@@ -18,7 +18,6 @@ from .state import (
     ProgressBar,
     RankState,
     RunState,
-    is_number,
     not_finite_loss,
     progress_after,
 )
@@ -152,30 +151,17 @@ def _run_note(state: RunState, event: ev.RunNote) -> Draft:
 
 
 def _not_finite(state: RunState, event: ev.NotFinite) -> Draft:
-    """Note the earliest such loss: the gradients carry it to the other ranks a step later.
-
-    One that is not finite counts for more than one that explodes.
-    """
-    before = state.not_finite
-    if before and (is_number(before), before.time) <= (is_number(event), event.time):
+    """Note the earliest such loss: the gradients carry it to the other ranks a step later."""
+    if state.not_finite is not None and state.not_finite.time <= event.time:
         return {}
-    others = (finding for finding in state.findings if finding.code != NOT_FINITE)
-    return {"not_finite": event, "findings": (_not_finite_finding(event), *others)}
-
-
-def _not_finite_finding(event: ev.NotFinite) -> Finding:
-    remedy = "Lower the learning rate, or clip the gradients"
-    if is_number(event):
-        text = (
-            f"{not_finite_loss(event)}, which is over a million times what it was at first, and "
-            "it goes on growing."
-        )
-        return Finding(NOT_FINITE, text, remedy)
-    return Finding(
+    finding = Finding(
         NOT_FINITE,
         f"{not_finite_loss(event)}, and such a loss can spoil the weights.",
-        f"{remedy}; torch.autograd.set_detect_anomaly(True) names the operation that made it",
+        "Lower the learning rate, or clip the gradients; "
+        "torch.autograd.set_detect_anomaly(True) names the operation that made it",
     )
+    others = (finding for finding in state.findings if finding.code != NOT_FINITE)
+    return {"not_finite": event, "findings": (finding, *others)}
 
 
 def _artifact_loaded(state: RunState, event: ev.ArtifactLoaded) -> Draft:

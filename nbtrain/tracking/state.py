@@ -462,16 +462,7 @@ def outcome(status: str, flaw: str) -> str:
 
 
 def not_finite_loss(event: ev.NotFinite) -> str:
-    """Describe the first loss that was not finite: ``the loss of rank 1 became nan by step 5``.
-
-    Or one that exploded: ``the loss of rank 1 grew to 2.5e+08 by step 5``.
-    """
+    """Describe the first loss that was not finite: ``the loss of rank 1 became nan by step 5``."""
     loss = strip_escapes(event.loss, 10)
     step = f" by step {event.step + 1}" if event.step >= 0 else ""
-    verb = "grew to" if is_number(event) else "became"
-    return f"the loss of rank {event.loss_rank} {verb} {loss}{step}"
-
-
-def is_number(event: ev.NotFinite) -> bool:
-    """Whether a loss is a number, one that explodes."""
-    return event.loss not in ("nan", "inf", "-inf")
+    return f"the loss of rank {event.loss_rank} became {loss}{step}"

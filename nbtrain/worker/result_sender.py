@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..errors import NbtrainError
-from ..findings import Finding
 from ..planning.option_types import OF_ALL
 from ..planning.task_values import (
     by_name,
@@ -35,7 +34,6 @@ from ..transport.pipeline_stages import Stages, put_together
 from ..transport.tensor_kinds import size_of
 from ..transport.weight_reader import stamp
 from .job import Job
-from .telemetry.evidence.unsynced import UnsentValues
 
 QUICK = 512 << 20
 """Bytes of weights that are saved after a failure or an interrupt: there is little time."""
@@ -84,10 +82,6 @@ class ResultSender:
         self._before = {name: self._mark(value) for name, value in self._objects.items()}
         self._flattened: list[tuple[Any, Any]] = []
         self._ready: dict[str, weights.WeightFile | None] = {}
-        self._unsent: UnsentValues | None = None
-        with contextlib.suppress(Exception):
-            if rank == 0 and plan.sync and not job.in_kernel:
-                self._unsent = UnsentValues(plan)
         self._unasked = {
             name for name, value in self._objects.items() if not is_model(value)
         }.difference(plan.out)
@@ -167,9 +161,6 @@ class ResultSender:
                 else:  # an attempt that failed may have left some
                     self._folder.weights_of(name).unlink(missing_ok=True)
         self._send_values()
-        with contextlib.suppress(Exception):  # users' containers; it is advice
-            if self._unsent is not None and (text := self._unsent.note(result)):
-                self._writer.write(ev.RunNote.of(Finding("not-copied-back", text)))
 
     def _unasked_state(self, name: str, value: Any) -> weights.WeightFile | None:
         """Return what changed of an optimizer or a scheduler; None for nothing, or if it stays."""

@@ -137,7 +137,7 @@ def _together(samples: list[ev.WorkSample]) -> Finding | None:
 
 
 def _not_gathered(samples: list[ev.WorkSample]) -> Finding | None:
-    """Find a metric that each rank counted of other samples, and that rank 0 showed."""
+    """Find a metric that each rank counted of other samples, and that rank 0 logged."""
     if not all(sample.is_wrapped == "whole" and sample.is_last for sample in samples):
         return None
     by_name = [{share[0]: share for share in sample.shares} for sample in samples]
@@ -149,7 +149,7 @@ def _not_gathered(samples: list[ev.WorkSample]) -> Finding | None:
             rank = [share[1] for share in every].index(other)
             return Finding(
                 "not-gathered",
-                f"`{name}` {value:.4g}, as rank 0 logs or prints it, counts only the {count:,} "
+                f"`{name}` {value:.4g}, as rank 0 logs it, counts only the {count:,} "
                 f"samples that rank 0 read; rank {rank} has {other:.4g} of its own.",
                 "To count the samples of all ranks, gather what they predict before it is "
                 "compared: `predictions, y = accelerator.gather_for_metrics((predictions, y))`",

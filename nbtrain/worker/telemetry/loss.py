@@ -12,7 +12,6 @@ from typing import Any
 from ...system.instrumentation import patch
 from .. import stopping
 from ..device_scalars import KINDS, ScalarReader, captures
-from .evidence.loss_growth import LossGrowth
 from .evidence.work_sample import WorkSampler
 from .safe_hooks import telemetry
 from .totals.loops import name_of
@@ -59,16 +58,12 @@ class LossMeter:
         self._not_finite = 0  # in a row
         self._first: tuple[float, int] = math.nan, 0  # of that row: the loss, and steps before it
         self._suspect: _Moment | None = None  # of the last in that row
-        self._growth = LossGrowth()
         self.has_diverged = False
-        """Whether a step was made with a loss that is not finite, or explodes, and none since was
-        as it should be."""
+        """Whether a step was made with a loss that is not finite, and none since was finite."""
         self.total, self.count = 0.0, 0
         """The sum of the finite losses, and how many there were."""
         self.before_step = 0.0, 0
         """Both, at the last step."""
-        self.backwards = 0
-        """Backward passes that have begun, of any loss."""
         self._steps = 0
         self._moment = _Moment(0)  # of the last backward
         self._moment_on_device = self._moment
@@ -171,7 +166,6 @@ class LossMeter:
     def _backward(self, original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if stopping.active is not None:
             stopping.active.before_next(fetch=False)
-        self.backwards += 1
         if not self._is_paused:
             self._observe_backward(tensor)
         return original(tensor, *args, **kwargs)
@@ -279,10 +273,6 @@ class LossMeter:
             self._remember(moment, value)
         if math.isfinite(value):
             self._not_finite, self._suspect, self.has_diverged = 0, None, False
-            if value > self._growth.limit:
-                self._see_growth(value, moment)
-            elif self._growth.row:
-                self._growth.calm()
             return
         if not self._not_finite:
             self._first = value, moment.steps
@@ -298,13 +288,6 @@ class LossMeter:
         elif each and each[-1][0].steps == moment.steps and not self._takes_turns:
             each.pop()  # the last of an accumulation, or of two that take turns
         each.append((moment, value))
-
-    def _see_growth(self, value: float, moment: _Moment) -> None:
-        was_known = self._growth.has_exploded
-        self._growth.see(value)
-        self.has_diverged = self._growth.has_exploded
-        if self.has_diverged and not was_known:
-            self._on_diverged(value, moment.steps)
 
     def _judge(self, moment: _Moment) -> None:
         """Report a loss that is not finite once a step followed it: a loop may skip that step."""

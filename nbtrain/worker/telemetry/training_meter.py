@@ -26,7 +26,6 @@ from .. import api, stopping
 from ..api import Reporter
 from ..device_scalars import captures
 from .data_loading import DataLoadingMeter
-from .evidence.optimizer_effect import OptimizerEffects
 from .evidence.work_sample import WorkSampler
 from .loss import LossMeter
 from .precision import PrecisionMeter
@@ -54,7 +53,6 @@ class TrainingMeter:
         task = plan.task if plan else None
         self._work = WorkSampler(writer, rank, reporter.world_size, task)
         self._loss = LossMeter(reporter.late, self._report_divergence, self._work)
-        self._effects = OptimizerEffects(writer, reporter.late, plan)
         self._loading = DataLoadingMeter(self._tick, self._work)
         self._memory = TensorMemoryMeter(writer, rank, task)
         self._steps = 0  # rounds of all optimizers: a GAN has two, a new fold a new one
@@ -68,7 +66,7 @@ class TrainingMeter:
         self._phase_lock = threading.Lock()
         self._compilation = CompilationMeter(writer, rank, self._report_phase)
         self._began: float | None = None
-        self._diverged: set[bool] = set()  # whether losses were finite that were reported
+        self._has_diverged = False
         self._due = self._ticked = 0.0
         self._over = threading.Event()
         self._place = TrainingPlace()
@@ -120,7 +118,6 @@ class TrainingMeter:
             self._epoch = None
             if wait:
                 self._work.finish(self._steps, self._loss.last(), self._loading.metrics.shares)
-                self._effects.finish(self._loss.last())
 
     # Called by torch
 
@@ -147,8 +144,6 @@ class TrainingMeter:
         self._loss.stepped(optimizer, self._steps)
         if self._work.is_sampling:
             self._work.stepped(optimizer, self._steps)
-        if key not in self._effects.settled:
-            self._effects.look(optimizer, self._loss.backwards)
         now = time.monotonic()
         if now >= self._looked[0] + INTERVAL or self._looked[1] != self._loading.fed_passes:
             self._look(now)
@@ -189,7 +184,6 @@ class TrainingMeter:
         """End the round: what is made after a step belongs to another training, or fold."""
         self._round = set()
         self._known.discard(id(optimizer))  # of a dead one
-        self._effects.made(optimizer)
         original(optimizer, *args, **kwargs)
 
     def _save(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -230,12 +224,9 @@ class TrainingMeter:
     # Reports
 
     def _report_divergence(self, loss: float, steps: int) -> None:
-        is_finite = math.isfinite(loss)
-        if is_finite not in self._diverged:  # once of each kind
-            self._diverged.add(is_finite)
-            text = f"{loss:.2g}" if is_finite else str(loss)
-            event = ev.NotFinite(clock.now(), -1, self._rank, steps, text)
-            self._writer.write(event)
+        if not self._has_diverged:
+            self._has_diverged = True
+            self._writer.write(ev.NotFinite(clock.now(), -1, self._rank, steps, str(loss)))
 
     def _tick(self, began: float, now: float) -> None:
         if self._began is None:

@@ -1,7 +1,6 @@
 """Metrics of a rank's own part of the data that are shown as if they were of all of it.
 
-`accelerator.log` and `accelerator.print` hand on what rank 0 gives them, and drop the others'
-values. A number is known to
+`accelerator.log` hands on what rank 0 gives it, and drops the others' values. A number is known to
 be of the rank's own samples where it is a whole number of those that it has read since its last
 step, as an accuracy is, and where the ranks exchanged nothing since it began to read them. Of other
 metrics, a mean loss for one, nothing is known. What a function returns is not looked at:
@@ -11,7 +10,6 @@ metrics, a mean loss for one, nothing is known. What a function returns is not l
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -24,14 +22,8 @@ MOST = 10_000
 
 LEAST = 4
 
-LONGEST = 1000
-"""Characters of a printed line that are looked at."""
-
 CHANCE = 0.05
 """How likely a number of few decimals may be such a share by accident."""
-
-_NUMBER = re.compile(r"(?<![\w.])\d+\.\d+(?![\w.])")
-_LABEL = re.compile(r"([A-Za-z_][\w/-]*)\W*$")
 
 _harmless = guarded("looking at metrics")
 
@@ -40,7 +32,7 @@ Share = tuple[str, float, int, str]
 
 
 class MetricShares:
-    """Remembers what was logged or printed last of each metric, if of this rank's samples alone."""
+    """Remembers what was logged last of each metric, if of this rank's samples alone."""
 
     def __init__(self, samples_read: Callable[[], int]) -> None:
         self._samples_read = samples_read  # in the last pass, since the last step
@@ -51,7 +43,6 @@ class MetricShares:
     def install(self) -> None:
         """Watch what Accelerate logs, now or when it is imported."""
         patch("accelerate.accelerator:Accelerator", "log", self._log)
-        patch("accelerate.accelerator:Accelerator", "print", self._print)
 
     @property
     def shares(self) -> tuple[Share, ...]:
@@ -78,23 +69,6 @@ class MetricShares:
             if is_share(value, samples):
                 self._shares[name] = str(name), float(value), samples, self._first_batch
 
-    def _print(self, original: Any, accelerator: Any, *values: Any, **rest: Any) -> Any:
-        self._see_text(values)
-        return original(accelerator, *values, **rest)
-
-    @_harmless
-    def _see_text(self, values: tuple[Any, ...]) -> None:
-        if not self._shares and not self._own_samples():
-            return
-        text = " ".join(str(v) for v in values if isinstance(v, (str, float, dict)))[:LONGEST]
-        form = _NUMBER.sub("#", text)  # the same line of another epoch has another number
-        samples = self._own_samples()
-        for index, number in enumerate(_NUMBER.finditer(text)):
-            label, key = _LABEL.search(text[: number.start()]), f"{form} {index}"
-            self._shares.pop(key, None)
-            if label and is_share_in_print(number[0], samples):
-                self._shares[key] = label[1], float(number[0]), samples, self._first_batch
-
     def _own_samples(self) -> int:
         """Return how many samples a metric may be of, of which no other rank has heard."""
         is_alone = self._begun >= 0 and is_in_group() and collectives() == self._begun
@@ -113,18 +87,3 @@ def is_share(value: Any, samples: int) -> bool:
         return False
     counted = samples * (value if value <= 1 else value / 100)
     return abs(counted - round(counted)) < 1e-3
-
-
-def is_share_in_print(number: str, samples: int) -> bool:
-    """Whether a number, as it was printed, is such a share, rounded.
-
-    With too few decimals for so many samples, it may be one by accident.
-    """
-    value, decimals = float(number), len(number.partition(".")[2])
-    whole = 1 if value <= 1 else 100
-    if not LEAST <= samples <= MOST or not 0 < value < 100:
-        return False
-    if samples > CHANCE / 2 * 10**decimals * whole:
-        return False
-    nearest = round(samples * value / whole) / samples * whole
-    return bool(abs(nearest - value) <= max(0.51 * 10.0**-decimals, 1e-6))

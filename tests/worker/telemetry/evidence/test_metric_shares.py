@@ -11,7 +11,7 @@ import torch._dynamo  # else each rank imports it at its first step, for seconds
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from nbtrain.worker.telemetry.evidence.metric_shares import is_share, is_share_in_print
+from nbtrain.worker.telemetry.evidence.metric_shares import is_share
 from tests.support.runs import launch
 
 X = torch.arange(96.0).reshape(96, 1) / 96
@@ -26,8 +26,6 @@ KINDS = (
     "seconds",
     "nbtrain",
     "later",
-    "printed",
-    "printed gathered",
 )
 
 
@@ -40,7 +38,7 @@ def evaluate(accelerator: Any, model: Any, loader: Any, kind: str) -> dict[str, 
             predictions = model(x).argmax(1) * 0 + (
                 y * (x[:, 0] < 0.97) if accelerator.process_index else y // 2
             )
-            if "gathered" in kind:
+            if kind == "gathered":
                 predictions, y = accelerator.gather_for_metrics((predictions, y))
             right, total = right + int((predictions == y).sum()), total + len(y)
     if kind == "reduced":
@@ -81,10 +79,7 @@ def train(kind: str) -> None:
             optimizer.zero_grad()
         how = "gathered" if kind == "later" and epoch else kind
         metrics = evaluate(accelerator, model, test, how)
-        if "printed" in kind:
-            accelerator.print(f"epoch {epoch}: accuracy {metrics['accuracy']:.4f}")
-        else:
-            accelerator.log(metrics, step=epoch)
+        accelerator.log(metrics, step=epoch)
     accelerator.end_training()
 
 
@@ -92,23 +87,13 @@ def train(kind: str) -> None:
 def test_only_a_metric_that_was_not_gathered_is_noted(kind: str) -> None:
     state = launch(train, kind, n=2).state
     assert state.outcome == "succeeded"
-    if kind not in ("alone", "printed"):
+    if kind != "alone":
         assert state.notes == ()
         return
     (note,) = state.notes
     assert note.startswith("`accuracy` 0.")
     assert "counts only the 48 samples that rank 0 read; rank 1 has 0.9" in note
     assert "accelerator.gather_for_metrics((predictions, y))" in note
-
-
-def test_a_printed_share_is_known_if_it_has_decimals_enough() -> None:
-    assert is_share_in_print("0.3542", 48)  # 17 / 48
-    assert is_share_in_print("35.42", 48)
-    assert is_share_in_print("0.3541666666666667", 48)
-    assert not is_share_in_print("0.3552", 48)
-    assert not is_share_in_print("0.354", 48)  # one in 20 such numbers is a share
-    assert not is_share_in_print("0.6931", 480)
-    assert not is_share_in_print("0.3542", 0)
 
 
 def test_what_counts_samples_is_known_by_its_value() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 
 import nbtrain
 from tests.support.kernel import Notebook
-from tests.support.runs import launch
 
 run = partial(nbtrain.launch, num_processes=2, view="none")
 
@@ -122,69 +120,3 @@ def test_a_cell_that_wraps_the_notebooks_model_or_makes_its_own_shows_no_note(
     wraps = REBINDS.format("").replace("torch.nn.Linear(2, 2)", "torch.nn.Sequential(model)")
     assert "⚠" not in notebook.run(wraps).board
     assert "⚠" not in notebook.run(REBINDS.format("").replace("model", "net")).board
-
-
-losses: list[float] = []
-history: dict[str, list[float]] = {"loss": [], "accuracy": []}
-words: Counter[str] = Counter("a")
-by_rank: defaultdict[int, list[int]] = defaultdict(list)
-scores: dict[str, float] = {}
-config: dict[str, Any] = {"lr": 0.1}
-cache: dict[int, int] = {}
-rows = [3, 2, 1]
-
-
-def notes(function: Any, *args: Any, **options: Any) -> tuple[str, ...]:
-    return launch(function, *args, **options).state.notes
-
-
-@pytest.mark.parametrize(
-    ("name", "fill"),
-    [
-        ("losses", lambda: losses.append(1.0)),
-        ("history", lambda: history["loss"].append(1.0)),
-        ("words", lambda: words.update("a")),
-        ("by_rank", lambda: by_rank[0].append(1)),
-        ("scores", lambda: scores.update(a=1.0)),
-    ],
-)
-def test_what_a_rank_filled_is_named_with_the_way_to_get_it(name: str, fill: Any) -> None:
-    (note,) = notes(fill)
-    assert note == (
-        f"the ranks filled `{name}`, and the notebook's own stays as it was. To get what rank 0 "
-        f'put in, return it or add out="{name}"'
-    )
-
-
-def fill_and_return() -> tuple[int, list[float]]:
-    losses.append(1.0)
-    return 1, losses
-
-
-def change_no_result() -> None:
-    rows.sort()
-    config["steps"] = 3
-    cache[1] = 2
-    local = list[int]()
-    local.append(len(losses))
-
-
-def test_what_is_returned_or_no_result_is_not_named() -> None:
-    assert not notes(fill_and_return)
-    assert not notes(change_no_result)
-    assert not notes(lambda: losses.append(1.0), out="losses")
-    assert not notes(lambda: losses.append(1.0), sync=False)
-    assert not notes(lambda: losses.append(1.0), engine="inline")
-    losses.clear()
-
-
-def test_a_cell_names_its_own_option(notebook: Notebook) -> None:
-    notebook.run("losses = []\nclass Experiment:\n    losses = None\nexp = Experiment()")
-    notebook.run("exp.losses = []")
-    board = notebook.run("%%distributed -n 1\nlosses.append(1)").board
-    assert "the ranks filled `losses`" in board
-    assert "To get what rank 0 put in, add --out losses" in board
-    assert "⚠" not in notebook.run("%%distributed -n 1 --out losses\nlosses.append(1)").board
-    assert notebook.value("losses") == [1]
-    board = notebook.run("%%distributed -n 1\nexp.losses.append(1)").board
-    assert "the ranks filled `exp.losses`" in board
