@@ -94,8 +94,7 @@ class TrainingCounts:
     loss: Measured | None = None
     """The last loss whose value is known."""
     has_diverged: bool = False
-    """Whether a step was made with a loss that is not finite, or explodes, and none since was as
-    it should be."""
+    """Whether a step was made with a loss that is not finite, and none since was finite."""
     lr: float | None = None
     precision: str = ""
     """'no', 'bf16', 'fp16', 'fp8', or 'bf16 weights' where nothing casts them; "": not known."""
