@@ -8,12 +8,13 @@ cannot be read, nobody knows how long the training will be.
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import linecache
-import operator
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -69,11 +70,10 @@ def loops_around(frame: FrameType | None) -> Loops | None:
             return None
         if not statements:
             continue
-        variables = _Variables(around)
         for statement in reversed(statements):
             if _is_over_words(statement):  # ``for phase in ("train", "val")``: steps in one alone
                 continue
-            loop = _loop(statement, variables)
+            loop = _loop(statement, around)
             if loop is None and (has_inner or isinstance(statement, ast.While)):
                 return None
             key.append((id(around.f_code), statement.lineno))
@@ -90,9 +90,11 @@ def name_of(value: Any, frame: FrameType | None) -> str:
     An optimizer may be in one that Accelerate has prepared.
     """
     for around in _frames(frame):
-        name = _Variables(around).name_of(value)
-        if name:
-            return name
+        with _variables(around) as variables:
+            for name, each in variables.maps[0].items():
+                inner = vars(each).get("optimizer") if hasattr(each, "__dict__") else None
+                if each is value or (inner is value and type(each).__name__.endswith("Optimizer")):
+                    return name
     return ""
 
 
@@ -147,43 +149,20 @@ def _loops_in(node: ast.AST) -> Iterator[Statement]:
             yield from _loops_in(child)
 
 
-class _Variables:
-    """Looks up the variables of a frame, and holds none of them."""
-
-    def __init__(self, frame: FrameType) -> None:
-        self._frame = frame
-        self._is_function = bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
-        names = {*frame.f_code.co_names}
-        self._is_shy = self._is_function and bool(names & _SEEN_ELSEWHERE)
-
-    def __getitem__(self, name: str) -> Any:
-        frame = self._frame
-        if self._is_shy and sys.version_info < (3, 13):
-            raise KeyError(name)
-        variables: Mapping[str, Any] = frame.f_locals
-        try:
-            if name in variables:
-                return variables[name]
-        finally:
-            # Until 3.13 it is a copy that the frame keeps: a tensor in it would stay alive.
-            if self._is_function and isinstance(variables, dict):
-                variables.clear()
-        return frame.f_globals[name]
-
-    def name_of(self, value: Any) -> str:
-        """Return the name of a variable that holds a value."""
-        if self._is_shy and sys.version_info < (3, 13):
-            return ""
-        variables: Mapping[str, Any] = self._frame.f_locals
-        try:
-            for name, each in variables.items():
-                inner = vars(each).get("optimizer") if hasattr(each, "__dict__") else None
-                if each is value or (inner is value and type(each).__name__.endswith("Optimizer")):
-                    return name
-        finally:
-            if self._is_function and isinstance(variables, dict):
-                variables.clear()
-        return ""
+@contextlib.contextmanager
+def _variables(frame: FrameType) -> Iterator[ChainMap[str, Any]]:
+    """Yield the variables of a frame, and after them those of its module; hold none of them."""
+    # Until 3.13 they are a copy that the frame keeps: a tensor in it would stay alive.
+    is_copy = sys.version_info < (3, 13) and bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
+    if is_copy and not _SEEN_ELSEWHERE.isdisjoint(frame.f_code.co_names):
+        yield ChainMap()
+        return
+    local = frame.f_locals
+    try:
+        yield ChainMap(local, frame.f_globals)
+    finally:
+        if is_copy:
+            local.clear()
 
 
 def _is_over_words(statement: Statement) -> bool:
@@ -194,52 +173,43 @@ def _is_over_words(statement: Statement) -> bool:
     return all(isinstance(m, ast.Constant) and isinstance(m.value, str) for m in members)
 
 
-def _loop(statement: Statement, variables: _Variables) -> Loop | None:
+class _Unknown(Exception):
+    """An expression whose value cannot be known without running the user's code."""
+
+
+def _loop(statement: Statement, frame: FrameType) -> Loop | None:
     """Return where a loop stands, where that is certain."""
     try:
-        if isinstance(statement, ast.While):
-            return _while(statement.test, variables)
-        return _for(statement, variables)
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, _Unknown):
+        with _variables(frame) as variables:
+            read = _while if isinstance(statement, ast.While) else _for
+            loop = read(statement, variables)  # type: ignore[arg-type]
+    except Exception:  # the user's objects may raise anything
         return None
+    return loop if 0 <= loop.at < loop.rounds else None
 
 
-class _Unknown(Exception):
-    """An expression whose value cannot be known without running it."""
-
-
-def _while(test: ast.expr, variables: _Variables) -> Loop:
+def _while(statement: ast.While, variables: Mapping[str, Any]) -> Loop:
     """Read ``while step < steps``."""
-    if not isinstance(test, ast.Compare) or not isinstance(test.left, (ast.Name, ast.Attribute)):
-        raise _Unknown
-    if not isinstance(test.ops[0], (ast.Lt, ast.LtE)) or len(test.ops) > 1:
-        raise _Unknown
-    now, limit = (_value(each, variables) for each in (test.left, test.comparators[0]))
-    rounds = _whole(limit) + isinstance(test.ops[0], ast.LtE)
-    return _checked(Loop(_name(test.left), _whole(now), rounds, 1))
+    match statement.test:
+        case ast.Compare(
+            ast.Name() | ast.Attribute() as left, [ast.Lt() | ast.LtE() as sign], [to]
+        ):
+            rounds = _whole(_value(to, variables)) + isinstance(sign, ast.LtE)
+            return Loop(_name(left), _whole(_value(left, variables)), rounds, 1)
+    raise _Unknown
 
 
-def _for(statement: ast.For | ast.AsyncFor, variables: _Variables) -> Loop:
-    over, target = statement.iter, statement.target
-    over = _within_bar(over)
-    if isinstance(over, ast.Call) and _called(over) == "enumerate":
-        if not isinstance(target, ast.Tuple):
-            raise _Unknown
-        start = over.args[1] if len(over.args) > 1 else next((k.value for k in over.keywords), None)
-        first = _whole(_value(start, variables)) if start is not None else 0
-        inner = _within_bar(over.args[0])
-        rounds = len(_range_or_list(inner, variables))
-        index = _whole(_value(target.elts[0], variables)) - first
-        return _checked(Loop(_name(target.elts[0]), index, rounds, 1))
-    members = _range_or_list(over, variables)
-    value = _value(target, variables)
-    if isinstance(members, range):
-        at = [members.index(_whole(value))]
-    else:
-        at = [i for i, member in enumerate(members) if member == value]
-    if len(at) != 1:
-        raise _Unknown
-    return _checked(Loop(_name(target), at[0], len(members), _first(over, members)))
+def _for(statement: ast.For | ast.AsyncFor, variables: Mapping[str, Any]) -> Loop:
+    over, target = _within_bar(statement.iter), statement.target
+    match over, target:
+        case ast.Call(ast.Name("enumerate"), [inner, *start], keywords), ast.Tuple([index, _]):
+            starts = [*start, *(keyword.value for keyword in keywords)]
+            first = _whole(_value(starts[0], variables)) if starts else 0
+            rounds = len(_members(_within_bar(inner), variables))
+            return Loop(_name(index), _whole(_value(index, variables)) - first, rounds, 1)
+    members, value = _members(over, variables), _value(target, variables)
+    at = members.index(_whole(value) if isinstance(members, range) else value)
+    return Loop(_name(target), at, len(members), _first(over, members))
 
 
 def _within_bar(over: ast.expr) -> ast.expr:
@@ -256,9 +226,8 @@ def _called(call: ast.Call) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
-def _range_or_list(over: ast.expr, variables: _Variables) -> Sequence[Any]:
-    if isinstance(over, ast.Call) and _called(over) == "range" and not over.keywords:
-        return range(*(_whole(_value(each, variables)) for each in over.args))
+def _members(over: ast.expr, variables: Mapping[str, Any]) -> Sequence[Any]:
+    """Return what a loop goes over: a range, or a list of plain values that differ."""
     value = _value(over, variables)
     if type(value) is range:
         return value
@@ -285,12 +254,6 @@ def _first(over: ast.expr, members: Sequence[Any]) -> int:
     return members.start + 1
 
 
-def _checked(loop: Loop) -> Loop:
-    if not 0 <= loop.at < loop.rounds:
-        raise _Unknown
-    return loop
-
-
 def _name(target: ast.expr) -> str:
     name = target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
     return str(name).strip("_")[:40]
@@ -302,36 +265,36 @@ def _whole(value: Any) -> int:
     raise _Unknown
 
 
-_OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
+_FUNCTIONS = {"range": range, "len": len, "int": int}
+"""What an expression may call: Python's own, whatever the notebook calls so."""
+
+_READS = (
+    *(ast.Constant, ast.Name, ast.Attribute, ast.Subscript, ast.List, ast.Tuple, ast.BinOp),
+    *(ast.expr_context, ast.operator),
+)
+"""What else an expression may be made of: what runs nothing."""
 
 
-def _value(node: ast.expr, variables: _Variables) -> Any:
-    """Return the value of a name, an attribute, an entry, a sum; of what runs nothing."""
-    match node:
-        case ast.Constant(value):
-            return value
-        case ast.Name(name):
-            return variables[name]
-        case ast.Attribute(owner, name):
-            return getattr(_value(owner, variables), name)
-        case ast.Subscript(owner, index):
-            entries = _value(owner, variables)
-            if not isinstance(entries, (dict, list, tuple)):
+def _value(node: ast.expr, variables: Mapping[str, Any]) -> Any:
+    """Return the value of an expression that runs none of the user's functions."""
+    for each in ast.walk(node):
+        match each:
+            case ast.Call(ast.Name(name), _, []) if name in _FUNCTIONS:
+                pass
+            case ast.BinOp(left, _, right):
+                _whole(_value(left, variables)), _whole(_value(right, variables))
+            case _ if not isinstance(each, _READS):
                 raise _Unknown
-            return entries[_value(index, variables)]
-        case ast.BinOp(left, sign, right) if type(sign) in _OPERATORS:
-            values = _whole(_value(left, variables)), _whole(_value(right, variables))
-            return _OPERATORS[type(sign)](*values)
-        case ast.List(elements) | ast.Tuple(elements):
-            return [_value(each, variables) for each in elements]
-        case ast.Call(ast.Name("len"), [of]):
-            return len(_value(of, variables))
-        case ast.Call(ast.Name("int"), [of]):
-            return int(_value(of, variables))
-    raise _Unknown
+    read = ast.fix_missing_locations(ast.Expression(_loaded(node)))
+    known = ChainMap(_FUNCTIONS, variables)  # type: ignore[arg-type]
+    return eval(compile(read, "<loop>", "eval"), {"__builtins__": {}}, known)
+
+
+def _loaded(node: ast.expr) -> ast.expr:
+    """Return an expression that is read where a loop assigns it: ``for self.epoch in …``."""
+    match node:
+        case ast.Name(name):
+            return ast.Name(name, ast.Load())
+        case ast.Attribute(owner, name):
+            return ast.Attribute(owner, name, ast.Load())
+    return node
