@@ -82,13 +82,6 @@ class Ranks(ABC):
     def signal(self, ranks: Collection[int], action: Action) -> None:
         """Have `ranks` interrupted (KeyboardInterrupt), or ended with their child processes."""
 
-    def settle(self, timeout: float) -> bool:
-        """Wait up to `timeout` s for what ended ranks left on other hosts; return if it is here.
-
-        Asked until it is, or nobody wants to wait any more; then comes `close`.
-        """
-        return True
-
     @abstractmethod
     def close(self) -> None:
         """Give back what belongs to the launch; kill ranks that have not ended by then."""

@@ -158,7 +158,7 @@ def _advice(error: OSError) -> str:
 def _order(job: Job, rank: int, parcel: payload.PackedPlan) -> dict[str, Any]:
     """Return all that a rank must know before it can load the parcel."""
     sent = ["world_size", "device", "threads", "port", "attempt", "scratch", "unanswered"]
-    sent.append("in_notebook")
+    sent += ["in_notebook", "keeps_checkpoints"]
     return {
         "parent": os.getpid(),
         "clock": clock.offset(),

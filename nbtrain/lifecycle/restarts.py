@@ -77,7 +77,6 @@ def run_attempts(
             ranks = engine.start(job)
             try:
                 supervisor.watch(ranks, interrupts, protect)
-                supervisor.settle(ranks, interrupts)
             finally:
                 ranks.close()
             state = supervisor.state

@@ -72,11 +72,6 @@ _RECREATED = Finding(
     "results are not lost.",
 )
 
-_UNSETTLED = Finding(
-    "checkpoint-lost",
-    "Stopped while the last checkpoint was being copied from the nodes: it may be lost.",
-)
-
 
 class Interrupts:
     """Counts SIGINTs instead of raising KeyboardInterrupt somewhere; puts the old handler back.
@@ -211,6 +206,7 @@ class Supervisor:
         if self.conversation is not None:
             self.conversation.close()
         self._note(ev.Exited(clock.now(), rank, -signal.SIGKILL, "stopped") for rank in ranks.alive)
+        self._note(ranks.news())
         if self.has_failed or ranks.alive:  # `finish` comes later, or not before another attempt
             self._take(self._reader.read(ended=range(self.state.world_size)))
 
@@ -244,20 +240,6 @@ class Supervisor:
             text = f"{format_ranks(running)} did not hear the interrupt so far. {where}".rstrip()
             remedy = "A second interrupt ends the ranks, and their variables"
             self.note(Finding("deaf", f"{text}.", remedy))
-
-    def settle(self, ranks: Ranks, interrupts: Interrupts) -> None:
-        """Wait for what ranks left on other hosts, unless somebody has enough of that."""
-        known = self._stop.requests if self._stop.cause == "interrupted" else 0
-        while not ranks.settle(TICK):
-            self.show(self.state, clock.now())
-            self._note(ranks.news())
-            if self._is_pressed(interrupts):
-                self.request_stop("by an interrupt")  # no other attempt begins, either
-            stopped = self._stop.cause is None and asked_to_stop(self._folder)
-            if stopped or self._stop.is_hasty or self._stop.requests > known:
-                self._note([ev.RunNote.of(_UNSETTLED)])
-                return
-        self._note(ranks.news())
 
     @property
     def has_failed(self) -> bool:

@@ -19,6 +19,11 @@ from ..tracking.run_folder import RunFolder
 _NAME = re.compile(r"step-\d{8}")
 _STAMP = re.compile(r"attempt \d+, (\d+) ranks")
 
+NOT_SHARED = (
+    "nbtrain.checkpoint saves in the run's folder, and not all nodes see it. Set NBTRAIN_HOME to a "
+    "folder on a disk that all nodes share before the kernel starts, or save to such a disk by hand"
+)
+
 refusal = ""
 """Why this process keeps no checkpoints; "": it does."""
 
@@ -55,6 +60,7 @@ def checkpoint(step: int, keep: int | None = 2) -> Iterator[Path]:
 
     Raises:
         ValueError: `step` is negative, or `keep` is not positive.
+        NbtrainError: the ranks are on nodes that do not all see the run's folder.
     """
     if int(step) < 0 or (keep is not None and keep < 1):
         raise ValueError(f"checkpoint: step must be ≥ 0 and keep ≥ 1, not {step!r} and {keep!r}")
@@ -64,8 +70,6 @@ def checkpoint(step: int, keep: int | None = 2) -> Iterator[Path]:
     mark = folder / f".done-{rank}"
     mark.unlink(missing_ok=True)  # of an earlier attempt at this step: from here on, it is not
     yield folder
-    if rank == "0":
-        (folder / ".keep").write_text(str(keep or 0))  # for the copy from other hosts
     # What all parts of a checkpoint share, and those of another attempt do not.
     mark.write_text(f"attempt {attempt()}, {int(os.environ.get('WORLD_SIZE') or 1)} ranks")
     if rank == "0":
@@ -75,9 +79,9 @@ def checkpoint(step: int, keep: int | None = 2) -> Iterator[Path]:
 def last_checkpoint() -> Path | None:
     """Return the newest checkpoint that is whole; None where there is none.
 
-    All ranks of an attempt see the same, as long as none of them has begun to save. Where nodes
-    have no disk in common, it stays the one that the attempt began with. Another number of ranks
-    may have saved it: an attempt on fewer nodes must be able to load, or leave, what more saved.
+    All ranks of an attempt see the same, as long as none of them has begun to save. Another number
+    of ranks may have saved it: an attempt on fewer nodes must be able to load, or leave, what more
+    saved.
     """
     return next(iter(whole(_dir())[-1:]), None)
 

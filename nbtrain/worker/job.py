@@ -35,4 +35,6 @@ class Job:
     """Whether the rank's process goes on after the task, with its variables and its groups."""
     is_mirrored: bool = False
     """Whether `folder` is copied to the notebook's host as it grows, and deleted then."""
+    keeps_checkpoints: bool = True
+    """Whether all ranks see the run's folder, where `nbtrain.checkpoint` saves."""
     shared_classes: frozenset[type] = field(default_factory=frozenset)

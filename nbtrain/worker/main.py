@@ -28,6 +28,7 @@ from ..tracking.event_log import EventWriter
 from ..transport import exceptions, result_pickler
 from . import (
     api,
+    checkpoints,
     failure_evidence,
     nested_launches,
     stack_dumps,
@@ -84,6 +85,8 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
     stopping.activate(job.folder.stopping_file)
     writer = EventWriter(job.folder.events(rank))
     failure_evidence.report_os_exit(rank, writer)
+    if not job.keeps_checkpoints:
+        checkpoints.refusal = checkpoints.NOT_SHARED
     world = job.world
     on_this_host = (world.ranks if world else 0) or job.world_size
     lasting = job_of_process.folder if job.is_live and job_of_process else job.folder

@@ -23,8 +23,7 @@ from ...tracking import clock
 from ...tracking.run_folder import RunFolder
 from ...transport.file_sync import FileCopies
 from ..base import Action, Exit
-from . import checkpoint_sync, reservation
-from .checkpoint_sync import CheckpointCollector
+from . import reservation
 from .node_ranks import NodeOrder, NodeRanks, RankExit
 from .reservation import Node, NodeRequest, PlacedNode, Reservation, has_ended
 
@@ -91,7 +90,6 @@ class Driver:
         self._payload: Any = None
         self._members: list[Member] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._collector: CheckpointCollector | None = None
         self._has_news = False
 
     async def serve(self) -> None:
@@ -172,7 +170,10 @@ class Driver:
         except asyncio.TimeoutError:
             reason = f"the ranks' payload did not reach every node within {STARTING:g} s"
             raise LaunchError(reason) from None
-        await self._prepare_checkpoints(home)
+        # Now: the launcher may hand the run over to another process when it has begun.
+        manifest = home.manifest.read_bytes()
+        is_shared = all(await self._on_all(lambda m: m.call(NodeRanks.sees_home, manifest)))
+        await self._on_all(lambda m: m.call(NodeRanks.keep_checkpoints, is_shared))
         clock.follow(order.clock)
         pids = await self._on_all(lambda m: _start_on(m, ports[0]))
         for member in self._members:
@@ -188,37 +189,12 @@ class Driver:
             if member.running.intersection(ranks):
                 self._follow(self._ask(member, NodeRanks.signal, ranks, action))
 
-    async def settle(self) -> None:
-        """Copy the last checkpoint of the ranks into the run folder."""
-        if self._collector is None:
-            return
-        finishing = asyncio.ensure_future(self._collector.finish())
-        try:
-            while not (await asyncio.wait([finishing], timeout=1.0))[0]:
-                self._report("waiting", f"the ranks are done; {self._collector.activity}")
-        finally:
-            finishing.cancel()
-
     # Steps of the requests
 
     def _reserved(self) -> Reservation:
         if self._reservation is None:
             raise LaunchError("the process that speaks with Ray is not connected to a cluster")
         return self._reservation
-
-    async def _prepare_checkpoints(self, home: RunFolder) -> None:
-        """Save checkpoints in the run folder where all nodes see it, else copy them there."""
-        # Now: the launcher may hand the run over to another process when it has begun.
-        manifest = home.manifest.read_bytes()
-        if all(await self._on_all(lambda m: m.call(NodeRanks.sees_home, manifest))):
-            await self._on_all(lambda m: m.call(NodeRanks.save_at_home))
-            return
-        call: Any = NodeRanks.call_checkpoints
-        asks = [functools.partial(self._ask, member, call) for member in self._members]
-        await checkpoint_sync.send_out(home.checkpoints, self._ray.put, asks)
-        note = functools.partial(self._report, "note")
-        self._collector = CheckpointCollector(home.checkpoints, asks, note)
-        self._collector.start()
 
     async def _on_all(self, call: Callable[[Member], Awaitable[T]]) -> list[T]:
         async def on(member: Member) -> T:
@@ -370,9 +346,6 @@ class Driver:
         """End all actors, and release what was reserved."""
         for task in list(self._tasks):
             task.cancel()
-        if self._collector is not None:
-            await self._collector.abandon()
-            self._collector = None
         members, self._members = self._members, []
         if members:
             closing = [asyncio.ensure_future(m.call(NodeRanks.close)) for m in members]

@@ -277,7 +277,7 @@ class RemoteRanks(Ranks):
         self._pids: Mapping[int, int] = {}
         self._nodes: Mapping[int, str] = {}
         self._has_waited = False
-        self._is_starting, self._is_settling, self._is_closing = True, False, False
+        self._is_starting, self._is_closing = True, False
         self._alive = set(range(job.world_size))
         self._is_last = not 1 < job.attempt <= job.plan.max_restarts
         self._exits: list[Exit] = []
@@ -364,21 +364,6 @@ class RemoteRanks(Ranks):
             self._is_starting, code = False, -SIGNALS[action]
             self._exits += [Exit(rank, code, clock.now()) for rank in sorted(self._alive)]
             self._send_close()
-
-    def settle(self, timeout: float) -> bool:
-        """Have the last checkpoint copied here; see `Ranks.settle`."""
-        if self._is_starting or self._is_closing:
-            return True
-        try:
-            if not self._is_settling:
-                self._is_settling = True
-                self._client.send(Driver.settle)
-            for kind, value in self._client.messages(timeout):
-                if kind in _TEXTS:
-                    self._add_news(kind, value)
-        except LaunchError:  # the driver has ended: nothing comes any more
-            return True
-        return not self._client.is_awaited
 
     def _send_close(self) -> None:
         if not self._is_closing:

@@ -14,7 +14,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,7 +38,6 @@ from ..base import Action, Exit
 from ..process.children import ChildRanks
 from ..process.orphan_reaper import OrphanReaper
 from ..spawn import spawn_rank
-from .checkpoint_sync import NodeCheckpoints
 
 TICK = 0.02
 """Seconds between two looks for signals to send."""
@@ -125,7 +124,6 @@ class NodeRanks:
         self._scratch = tempfile.mkdtemp(prefix="nbtrain-")
         self.folder = RunFolder(Path(self._scratch, self._home.path.name))
         self.folder.path.mkdir(mode=0o700)
-        self._checkpoints = NodeCheckpoints(self.folder.checkpoints, order.ranks)
         # Ray sets it to the CPUs of this actor, which are those of all its ranks.
         os.environ.pop("OMP_NUM_THREADS", None)
         self._reaper = OrphanReaper(self._scratch)
@@ -137,6 +135,7 @@ class NodeRanks:
             self._listener = rendezvous.bind(None, order.world.master_addr)
         self._ranks = ChildRanks(self._scratch)
         self._signals: queue.SimpleQueue[tuple[Collection[int], Action]] = queue.SimpleQueue()
+        self._keeps_checkpoints = True
         self._killed: set[int] = set()
         self._oom_kills = OomKills()
         self._exits: list[RankExit] = []
@@ -155,14 +154,12 @@ class NodeRanks:
             return self._home.manifest.read_bytes() == manifest
         return False
 
-    def save_at_home(self) -> None:
-        """Save checkpoints in the launcher's run folder, which all nodes see."""
-        self._home.checkpoints.mkdir(exist_ok=True)
-        self.folder.checkpoints.symlink_to(self._home.checkpoints)
-
-    def call_checkpoints(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Call a method of this node's `NodeCheckpoints`."""
-        return method(self._checkpoints, *args)
+    def keep_checkpoints(self, is_shared: bool) -> None:
+        """Save checkpoints in the launcher's run folder if all nodes see it, or else nowhere."""
+        self._keeps_checkpoints = is_shared
+        if is_shared:
+            self._home.checkpoints.mkdir(exist_ok=True)
+            self.folder.checkpoints.symlink_to(self._home.checkpoints)
 
     def now(self) -> float:
         """Return the time of this host."""
@@ -180,6 +177,7 @@ class NodeRanks:
             threads=_threads(self._order),
             scratch=self._scratch,
             world=replace(self._order.world, master_port=port),
+            keeps_checkpoints=self._keeps_checkpoints,
         )
         self._thread = threading.Thread(target=self._run, args=(job,), name="nbtrain", daemon=True)
         self._thread.start()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-import threading
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from pathlib import Path
@@ -16,7 +15,6 @@ import pytest
 
 from nbtrain.engines import Exit
 from nbtrain.engines.ray import driver as driver_module
-from nbtrain.engines.ray.checkpoint_sync import CheckpointCollector
 from nbtrain.engines.ray.driver import Driver, Member
 from nbtrain.engines.ray.engine import DriverClient, RemoteRanks
 from nbtrain.engines.ray.node_ranks import NodeOrder, NodeRanks, RankExit, growing_files
@@ -45,7 +43,7 @@ def test_each_answer_is_that_of_its_own_request(client: DriverClient) -> None:
     with pytest.raises(LaunchError, match="not connected to a cluster"):
         client.request(Driver.reserve, NodeRequest((1, 1), 1, {}))
     client.send(Driver.reserve, NodeRequest((1, 1), 1, {}))
-    client.request(Driver.settle)
+    client.request(Driver.close)
     assert client.messages(0.0) == []
 
 
@@ -266,7 +264,7 @@ def test_a_payload_that_reaches_no_node_ends_the_launch(
 
 
 class Target(Driver):
-    """Is sent a request to close, or the end of the connection, while it settles."""
+    """Is sent a request to close, or the end of the connection, while it reserves nodes."""
 
     def __init__(self, connection: Any, launcher: Any, ends: str) -> None:
         super().__init__(connection)
@@ -276,14 +274,14 @@ class Target(Driver):
     def _report(self, kind: str, _value: Any = None) -> None:
         self.kinds.append(kind)
 
-    async def settle(self) -> None:
+    async def reserve(self, _request: NodeRequest) -> int:
         self.done.append("began")
         if self.ends == "close":
             self.launcher.send(("close", (), {}))
         else:
             self.launcher.close()
         try:
-            await asyncio.Event().wait()
+            return await asyncio.Event().wait()
         finally:
             self.done.append("cancelled")
 
@@ -295,7 +293,7 @@ class Target(Driver):
 @pytest.mark.parametrize("ends", ["close", "eof"])
 def test_a_request_under_way_is_cancelled_when_the_launcher_closes(ends: str) -> None:
     launcher_end, driver_socket = Pipe()
-    launcher_end.send(("settle", (), {}))
+    launcher_end.send(("reserve", (NodeRequest((1, 1), 1, {}),), {}))
     target = Target(driver_socket, launcher_end, ends)
     asyncio.run(asyncio.wait_for(target.serve(), 30))
     assert target.done == ["began", "cancelled", "closed"][: 3 if ends == "close" else 2]
@@ -355,7 +353,6 @@ def test_an_attempt_that_cannot_start_has_failed_and_the_last_one_says_why(
     exits = ranks.wait(30.0)
     assert [(e.rank, e.verdict) for e in exits] == [(0, "failed"), (1, "failed")]
     assert "could not be started again: the process that speaks with Ray" in exits[0].cause
-    assert ranks.settle(30.0)
     ranks.close()
     client.send(Driver.start, order(1))
     ranks = RemoteRanks(job_of(2, tmp_path, attempt=3), client, [])
@@ -378,93 +375,3 @@ def test_a_full_disk_here_is_reported_where_all_ranks_are_elsewhere(
     with Interrupts() as interrupts:
         supervisor.watch(ranks, interrupts)
     assert any("the disk is full" in note for note in supervisor.state.notes)
-
-
-def test_the_last_checkpoint_is_waited_for_until_that_is_cancelled(tmp_path: Path) -> None:
-    launcher_end, driver_socket = Pipe()
-    driver = Driver(driver_socket)
-
-    async def never(*_: Any) -> Any:
-        await asyncio.Event().wait()
-
-    driver._collector = CheckpointCollector(tmp_path, [never], lambda _: None)
-    (tmp_path / ".coming-step-00000001").mkdir()
-
-    async def serve() -> None:
-        assert driver._collector is not None
-        driver._collector._task = asyncio.ensure_future(driver._collector._run())
-        await driver.serve()
-
-    serving = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
-    serving.start()
-    launcher_end.send(("settle", (), {}))
-    assert launcher_end.recv() == (
-        "waiting",
-        "the ranks are done; looking for their last checkpoint",
-    )
-    launcher_end.send(("close", (), {}))
-    messages = [launcher_end.recv()]
-    while messages[-1] != ("answer", None):
-        messages.append(launcher_end.recv())
-    assert messages[-2] == ("refusal", "it was cancelled")
-    assert driver._collector is None
-    assert not list(tmp_path.iterdir())
-    launcher_end.close()
-    serving.join(30)
-    assert not serving.is_alive()
-
-
-@pytest.mark.parametrize("ends", ["press", "request", "hasty"])
-def test_an_interrupt_leaves_what_is_still_on_its_way(ends: str, tmp_path: Path) -> None:
-    supervisor = Supervisor(RunFolder(tmp_path), RunState("t", "ray", (RankState(0),), 0.0))
-    looks: list[float] = []
-    with Interrupts() as interrupts:
-
-        def settle(timeout: float) -> bool:
-            looks.append(timeout)
-            if len(looks) == 3 and ends == "press":
-                interrupts.count += 1
-            elif len(looks) == 3:
-                supervisor.request_stop("by the Stop button", hasty=ends == "hasty")
-            return False
-
-        supervisor.settle(SimpleNamespace(settle=settle, news=list), interrupts)  # type: ignore[arg-type]
-    assert len(looks) == 3
-    assert "the last checkpoint was being copied" in supervisor.state.notes[0]
-
-
-def test_an_interrupt_while_a_failed_attempt_settles_is_no_call_for_another(tmp_path: Path) -> None:
-    supervisor = Supervisor(RunFolder(tmp_path), RunState("t", "ray", (RankState(0),), 0.0))
-    ranks: Any = SimpleNamespace(pids={0: 1}, nodes={0: "n"}, alive={0}, news=list)
-
-    def wait(_timeout: float) -> list[Exit]:
-        ranks.alive = set()
-        return [Exit(0, None, 1.0, "its node was lost", "failed")]
-
-    def settle(_timeout: float) -> bool:
-        interrupts.count += 1
-        return False
-
-    ranks.wait, ranks.settle = wait, settle
-    with Interrupts() as interrupts:
-        supervisor.watch(ranks, interrupts)
-        supervisor.settle(ranks, interrupts)
-        assert supervisor.has_failed
-        assert not supervisor.begin_again(2, "its node was lost", 5.0, interrupts)
-        supervisor.finish()
-    assert supervisor.state.status == "interrupted"
-
-
-def test_a_stopped_run_still_waits_for_what_its_ranks_saved(tmp_path: Path) -> None:
-    supervisor = Supervisor(RunFolder(tmp_path), RunState("t", "ray", (RankState(0),), 0.0))
-    supervisor.request_stop("by the Stop button")
-    ranks: Any = SimpleNamespace(pids={0: 1}, nodes={0: "n"}, alive={0}, news=list)
-    ranks.wait = lambda _timeout: []
-    ranks.signal = lambda _ranks, _action: setattr(ranks, "alive", set())
-    left = [False, False, True]
-    ranks.settle = lambda _timeout: left.pop(0)
-    with Interrupts() as interrupts:
-        supervisor.watch(ranks, interrupts)
-        supervisor.settle(ranks, interrupts)
-    assert not left
-    assert not supervisor.state.notes

@@ -101,24 +101,11 @@ def test_nothing_is_lost_or_doubled_while_the_link_is_cut(notebook: Notebook, ho
     assert notebook.value(seen) == [list(range(300))] * 2
 
 
-def test_without_a_common_disk_a_run_goes_on_from_the_last_whole_checkpoint(
-    notebook: Notebook, hosts: Hosts
-) -> None:
+def test_without_a_common_disk_a_checkpoint_is_refused(notebook: Notebook, hosts: Hosts) -> None:
     notebook.run(RESUMES)
-    notebook.run(_launched("train", "until=80", "max_restarts=1"))
-    wait_until(lambda: notebook.value(BOTH_BEGAN), 60)
-    saved = "sorted(p.name for p in (run.folder / 'checkpoints').glob('step-*'))"
-    wait_until(lambda: notebook.value(saved), 20)
-    agents = [p for p in hosts.far.processes() if p.name().startswith("ray::NodeActor")]
-    assert agents
-    for agent in agents:
-        agent.kill()
-    notebook.run("run.wait()", timeout=120)
-    assert notebook.value("run.state.status") == "succeeded", notebook.value("run.state.message")
-    assert notebook.value("run.state.attempt") == 2
-    starts = notebook.value("run.results")
-    assert starts[0] == starts[1] >= 10
-    assert notebook.value(saved) == ["step-00000070", "step-00000080"]
+    out = notebook.run("nbtrain.launch(train, engine='ray', nodes=2, num_processes=2)", timeout=120)
+    assert out.ename == "NbtrainError", out.traceback
+    assert "not all nodes see it. Set NBTRAIN_HOME to a folder on a disk" in out.evalue
 
 
 def test_a_host_that_is_lost_is_named(notebook: Notebook, hosts: Hosts) -> None:
