@@ -1,6 +1,6 @@
 """How nbtrain's own part of a run grows with the number of ranks, 1 to 4,096.
 
-    python tests/tools/scale_simulation.py [LARGEST]
+    python tests/benchmarks/studies/scale_simulation.py [LARGEST]
 
 Ranks are made up, what they write is not: a real run folder with a file of events for each rank, as
 ranks write them in a minute. Each row is one number of ranks; below is the exponent of each column,
@@ -31,7 +31,7 @@ from nbtrain.tracking.reducers import fold
 from nbtrain.tracking.run_folder import RunFolder
 from nbtrain.ui.board import board
 
-PICTURE = Path(__file__).parents[2] / "notebooks" / "growth.svg"
+PICTURE = Path(__file__).parents[3] / "notebooks" / "growth.svg"
 SIZES = [1, 4, 16, 64, 256, 1024, 4096]
 FITTED = 64
 SECONDS = 60

@@ -1,6 +1,6 @@
 """Make the scaling guide's picture of a scaling report: a small CNN on the digits, 1 and 2 ranks.
 
-    python tests/tools/scaling_picture.py [REPEATS]
+    python tests/benchmarks/studies/scaling_picture.py [REPEATS]
 
 Writes notebooks/scaling.png (with Chromium, which draws the report's SVG) and prints the report.
 The host should have nothing else to do.
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import nbtrain
 from nbtrain.commands.scaling.report import HEIGHT, WIDTH
 
-PICTURE = Path(__file__).parents[2] / "notebooks" / "scaling.png"
+PICTURE = Path(__file__).parents[3] / "notebooks" / "scaling.png"
 
 digits = load_digits()
 images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
