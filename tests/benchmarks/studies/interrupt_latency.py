@@ -1,6 +1,6 @@
 """How soon an interrupt is heard, pressed at many moments between a call and the end of a launch.
 
-    python tests/benchmarks/studies/interrupt_latency.py [--moments 40] [--strangers] [--engine fork spawn]
+    python tests/benchmarks/studies/interrupt_latency.py [--moments 40] [--strangers] [--engine …]
 
 The engines: fork, spawn, inline, ray (on a cluster of one node that is started here), and xla (on a
 TPU that is pretended). Each time, a fresh process launches two ranks that form a group (inline:
