@@ -19,7 +19,7 @@ from ..engines import Engine
 from ..errors import LaunchError, PlanError, PreflightError
 from ..findings import Finding
 from ..planning import accelerate_config as config_file
-from ..planning import build_estimate, preflight
+from ..planning import build_estimate, preflight, task_values
 from ..planning.lint import lint
 from ..planning.option_parser import (
     check_rank_argument,
@@ -253,6 +253,7 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
     plan, findings = _configured(plan)
     findings += noticed
     engine = engine or engines.choose(plan)
+    task_values.keep_references(plan.task)
     try:
         plan, device = engine.resolve(plan)
         LOGGER.info("%s on %s", plural(plan.num_processes or 1, "rank"), device)
@@ -286,6 +287,7 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
         raise LaunchError(f"the run could not be started: {failure}") from failure
     finally:
         engine.discard()
+        task_values.forget_references()
     error = run.exception
     if error is None and interrupts.count and run.state.status == "succeeded":
         error = KeyboardInterrupt("the interrupt came when the run had ended")

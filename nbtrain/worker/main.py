@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..planning import task_values
 from ..planning.plan import Task
 from ..system import torch_xla
 from ..system.files import Spare, write_atomically
@@ -92,6 +93,7 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
     lasting = job_of_process.folder if job.is_live and job_of_process else job.folder
     answering = lasting if job.is_mirrored else job.folder  # where somebody would look
     stack_dumps.install(answering, rank, writer, on_this_host, lasting)
+    task_values.keep_references(job.plan.task)
     first, size = (world.first - world.begin, world.size) if world else (0, job.world_size)
     api.activate(api.Reporter(writer, rank, size, first))
     telemetry.install(job.plan.telemetry, job.plan)
@@ -131,6 +133,7 @@ def run_and_report(
         sender = ResultSender(job, rank, writer)
         if not (job.in_kernel or job.is_live):
             renew_accelerate_state(job.plan)
+        task_values.forget_references()
         value = _run_watched(job.plan.task, call)
         _finish_device_work(job)
         data = result_pickler.dump_result(value, job.shared_classes)

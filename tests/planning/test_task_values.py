@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import linecache
+import os
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from nbtrain.planning.lint.source_finder import gather
 from nbtrain.planning.plan import Call, Plan, Task
 from nbtrain.tracking import run_folder
 from nbtrain.transport import payload
+from tests.support import runs
 from tests.support.kernel import Notebook
 
 CELL = "/tmp/ipykernel_7/1.py"
@@ -445,3 +447,23 @@ def test_a_cell_brings_back_what_its_object_partial_and_function_train(
         ["exp.model"],
         True,
     )
+
+
+@pytest.mark.parametrize("engine", ["fork", "spawn"])
+def test_a_launch_walks_once_over_what_a_task_refers_to(
+    monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    walks: list[int] = []
+    find = tasks._find
+
+    def counted(task: Task) -> list[tasks.Reference]:
+        walks.append(os.getpid())
+        return find(task)
+
+    monkeypatch.setattr(tasks, "_find", counted)
+    assert runs.launch(filled, torch.nn.Linear(2, 2), n=2, engine=engine).results == [3, 3]
+    assert walks == [os.getpid()]
+    assert tasks._walked is None
+    if engine == "fork":  # its ranks have the kernel's, until the task begins
+        seen = runs.launch(lambda: (len(walks), tasks._walked), n=2).results
+        assert seen == [(2, None)] * 2

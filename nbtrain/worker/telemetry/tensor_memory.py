@@ -45,7 +45,9 @@ class TensorMemoryMeter:
     """
 
     def __init__(self, writer: EventWriter, rank: int, task: Task | None = None) -> None:
-        self._writer, self._rank, self._task = writer, rank, task
+        self._writer, self._rank = writer, rank
+        of_task = task_models(task) if task is not None else {}
+        self._of_task = weakref.WeakValueDictionary[str, Any](of_task)
         self._models = weakref.WeakValueDictionary[int, Any]()  # by id, wholes after their parts
         self._optimizers = weakref.WeakValueDictionary[int, Any]()
         self._reported: ev.TensorMemory | None = None
@@ -76,8 +78,7 @@ class TensorMemoryMeter:
     @_guarded
     def _count(self, now: float) -> None:
         begun = time.perf_counter()
-        of_task = task_models(self._task).values() if self._task is not None else ()
-        models = [*reversed(list(self._models.values())), *of_task]
+        models = [*reversed(list(self._models.values())), *self._of_task.values()]
         event = counted(self._rank, models, self._optimizers.values())
         if self._reported is None or replace(event, time=self._reported.time) != self._reported:
             self._reported = event
