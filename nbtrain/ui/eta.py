@@ -60,6 +60,12 @@ def eta(state: RunState, now: float) -> float | None:
     return _progress(state, now).remaining
 
 
+def remaining_in_epoch(state: RunState, now: float) -> float | None:
+    """Return the seconds left in the epoch, where nobody knows those of the run."""
+    progress = _progress(state, now)
+    return progress.remaining_in_epoch if progress.epoch and progress.remaining is None else None
+
+
 def remaining(state: RunState, now: float) -> str:
     """Return the time that is left: ``about 3 min left``; empty if that is unknown.
 

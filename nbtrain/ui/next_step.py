@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..tracking.diagnosis import verdict
+from ..tracking.diagnosis import stragglers, verdict
 from ..tracking.diagnosis.remedies import remedies
 from ..tracking.state import RankState, RunState
 from . import labels
@@ -63,7 +63,7 @@ def next_step(state: RunState) -> str:
         return _OF_KIND.get(kind, "")
     if state.is_over:
         return _READ if state.flaw and state.notes else ""
-    return _FASTER if "for data" in state.hang else ""
+    return _FASTER if stragglers.are_short_of_data(state) else ""
 
 
 def _after_failure(rank: RankState) -> str:

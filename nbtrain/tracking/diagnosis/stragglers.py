@@ -26,12 +26,7 @@ WAITS, MORE = 0.2, 0.15
 
 def with_slow_ranks_marked(state: RunState) -> RunState:
     """Return the picture with 'slow?' at ranks that delay the others, and the reason in `hang`."""
-    ranks = {
-        r.rank: r.progress
-        for r in state.ranks
-        if r.progress is not None and r.status == "running" and not r.phase
-    }
-    lasted = {rank: of for rank, of in ranks.items() if of.elapsed >= LASTED}
+    lasted = _lasted(state)
     if state.status != "running" or state.hang or len(lasted) < 2:
         return state
     slow, text = _of_their_own_pace(lasted)
@@ -41,6 +36,25 @@ def with_slow_ranks_marked(state: RunState) -> RunState:
         return state
     changed = tuple(replace(r, hang="slow?") if r.rank in slow else r for r in state.ranks)
     return replace(state, ranks=changed, hang=text)
+
+
+def are_short_of_data(state: RunState) -> bool:
+    """Whether a rank is marked as slow since it waits for data, and not for another reason."""
+    lasted = _lasted(state)
+    is_marked = any(rank.hang == "slow?" for rank in state.ranks)
+    return is_marked and not _of_their_own_pace(lasted)[0] and bool(_waiting_for_data(lasted)[0])
+
+
+def _lasted(state: RunState) -> dict[int, TrainingProgress]:
+    """Return the trainings that have gone on for long enough to be compared."""
+    return {
+        r.rank: r.progress
+        for r in state.ranks
+        if r.progress is not None
+        and r.status == "running"
+        and not r.phase
+        and r.progress.elapsed >= LASTED
+    }
 
 
 def _of_their_own_pace(ranks: Mapping[int, TrainingProgress]) -> tuple[list[int], str]:

@@ -342,9 +342,10 @@ def _left(state: RunState, now: float) -> Figure | None:
         at = time.strftime("%H:%M", time.localtime(now + seconds))
         day = "" if seconds < 72_000 else time.strftime(" on %a", time.localtime(now + seconds))
         return Figure("left", eta.about(seconds).removeprefix("about "), f"ends at {at}{day}")
-    text = eta.remaining(state, now)
-    time_left, _, epoch = text.partition(" left in ")
-    return Figure("left in this epoch", time_left.removeprefix("about ")) if epoch else None
+    in_epoch = eta.remaining_in_epoch(state, now)
+    if in_epoch is None:
+        return None
+    return Figure("left in this epoch", eta.about(in_epoch).removeprefix("about "))
 
 
 def _loss(state: RunState) -> Figure | None:
