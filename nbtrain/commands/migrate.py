@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import PlanError
 from ..planning.cell import read_cell
-from ..planning.lint import apply_edits, lint
+from ..planning.lint import OutOfTime, apply_edits, lint
 
 USAGE = "%%nbtrain migrate [--apply], on top of the cell that has the training loop"
 _MAGIC = re.compile(r"\s*%%distributed\b[^\n]*\n")
@@ -37,28 +37,30 @@ def migrated(shell: Any, source: str) -> str:
     head = magic.group() if magic else ""
     body = source[len(head) :]
     python = shell.transform_cell(body)
-    findings = lint(read_cell(python, "<cell>", shell.user_ns))
-    changes = [finding for finding in findings if finding.code == "migrate"]
-    if not changes:
+    try:
+        findings = lint(read_cell(python, "<cell>", shell.user_ns))
+    except OutOfTime:
+        raise PlanError("%%nbtrain migrate: this cell is too long to be read") from None
+    loop = next((finding for finding in findings if finding.code == "migrate"), None)
+    if loop is None:
         raise PlanError(
             "%%nbtrain migrate: this cell has no plain PyTorch loop to migrate (one that steps an "
             "optimizer, without Accelerate or DistributedDataParallel)"
         )
-    if not all(finding.edits for finding in changes):
+    if loop.place.source:
         raise PlanError(
-            f"%%nbtrain migrate: this loop needs changes by hand. {changes[0].shown}. The steps "
-            "are at huggingface.co/docs/accelerate/basic_tutorials/migration"
+            f"%%nbtrain migrate: the loop is in {loop.place}: put %%nbtrain migrate on top of that "
+            "cell"
         )
-    if changes[0].place.source:
+    if not loop.edits:
         raise PlanError(
-            f"%%nbtrain migrate: the loop is in {changes[0].place}: put %%nbtrain migrate on "
-            "top of that cell"
+            f"%%nbtrain migrate: this loop needs changes by hand. {loop.shown}. The steps are at "
+            "huggingface.co/docs/accelerate/basic_tutorials/migration"
         )
-    edits = [edit for finding in changes for edit in finding.edits]
     typed, parsed = body.split("\n"), python.split("\n")
-    for line in (edit.line for edit in edits if edit.delete):
+    for line in (edit.line for edit in loop.edits if edit.delete):
         if typed[line - 1 : line] != parsed[line - 1 : line]:  # IPython made several lines one
             raise PlanError(
                 f"%%nbtrain migrate: line {line} is not plain Python; change it by hand"
             )
-    return head + apply_edits(body, edits)
+    return head + apply_edits(body, loop.edits)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import sys
@@ -30,7 +29,7 @@ from ..planning.option_parser import (
 from ..planning.option_types import HANG_AFTER, SOURCES
 from ..planning.plan import Call, Plan
 from ..planning.world import Rendezvous
-from ..system import host, tpu
+from ..system import host
 from ..system.source_files import cell_name
 from ..system.text import plural
 from ..tracking import clock, launch_log, run_folder
@@ -341,28 +340,23 @@ def _check(plan: Plan, device: str, engine: Engine) -> list[Finding]:
 
 def _check_task(plan: Plan, device: str, engine: Engine) -> list[Finding]:
     """Return what may go wrong. Raises `PreflightError` for what is certain to."""
-    ranks, built = plan.num_processes or 1, 0
 
     def bytes_built() -> int:
-        nonlocal built
-        with contextlib.suppress(Exception):  # reading any source may raise anything
-            built = build_estimate.bytes_built(plan.task)
-        return built
+        loads = launch_log.advice("the estimate", partial(build_estimate.loads, plan.task))
+        return sum(load.size for load in loads)
 
     on_host = preflight.check(plan, device, engine, bytes_built) if engine.checks_host else ()
-    in_code: tuple[Finding, ...] = ()
-    with contextlib.suppress(Exception):  # it is advice
-        is_tpu = device in tpu.ENGINES.values()
-        in_code = lint(
-            plan.task,
-            device=device,
-            low_ram_tpu=is_tpu and ranks * built > host.memory().available,
-            sharded=config_file.is_sharded({**os.environ, **plan.env}),
-            ranks=ranks,
-            name_cell=cell_name,
-        )
+    look = partial(
+        lint,
+        plan.task,
+        device=device,
+        sharded=config_file.is_sharded({**os.environ, **plan.env}),
+        ranks=plan.num_processes or 1,
+        name_cell=cell_name,
+    )
+    in_code = launch_log.advice("the lint", look)
     if engine.ranks_stay:  # a later cell may call it
-        in_code = tuple(finding for finding in in_code if finding.code != "not-called")
+        in_code = [finding for finding in in_code if finding.code != "not-called"]
     return preflight.unless_refused([*on_host, *in_code])
 
 

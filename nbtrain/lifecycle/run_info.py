@@ -8,13 +8,13 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..errors import MissingExtra
 from ..findings import Finding
 from ..planning import build_estimate
-from ..planning.lint import models_built
 from ..planning.plan import Cell, Plan, Task
 from ..planning.secrets import is_secret
 from ..planning.task_values import arguments, returned
@@ -23,7 +23,7 @@ from ..system.files import last_bytes
 from ..system.processes import process_identity
 from ..system.source_files import cell_numbers
 from ..system.text import strip_escapes
-from ..tracking import clock, history
+from ..tracking import clock, history, launch_log
 from ..tracking import events as ev
 from ..tracking.replay import initial_state
 from ..tracking.run_folder import RunFolder, is_watched
@@ -163,13 +163,9 @@ def manifest(
 
 
 def _if_killed(plan: Plan, ranks: int) -> Sequence[str]:
-    """Return what to say if a rank is killed for want of memory: what each builds for itself."""
-    try:
-        if not models_built(plan.task):
-            return ()
-        return build_estimate.advice(plan.task, ranks, host.memory().available)
-    except Exception:  # what reads any source may meet anything; advice is never worth a launch
-        return ()
+    """Return what to say if a rank is killed for want of memory: what each loads for itself."""
+    loads = launch_log.advice("the estimate", partial(build_estimate.loads, plan.task))
+    return build_estimate.advice(loads, ranks, host.memory().available) if loads else ()
 
 
 def _cells(plan: Plan) -> dict[str, str]:

@@ -16,6 +16,7 @@ import ast
 import dis
 import functools
 import inspect
+import linecache
 import re
 import sys
 import textwrap
@@ -34,6 +35,7 @@ from types import (
 )
 from typing import Any, NamedTuple
 
+from ..system.source_files import is_library
 from .option_types import OF_ALL
 from .plan import Call, Cell, Plan, Task
 from .source_names import names_read
@@ -541,6 +543,30 @@ def _source(function: FunctionType | None) -> str:
         return textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError, SyntaxError, IndexError):  # typed at a prompt, or edited since
         return ""
+
+
+def source_lines(task: Task) -> list[str]:
+    """Return the lines of the code that a task runs, as far as that is the user's own.
+
+    Those of the cell, of the notebook's functions and classes that it refers to, and all lines of
+    each other file of the user's from which it takes something. Nothing is parsed.
+    """
+    lines = task.source.splitlines() if isinstance(task, Cell) else []
+    own = ("__main__", namespace(task).get("__name__"))
+    for value in (reference.value for reference in references(task)):
+        if type(value) is ModuleType:
+            home = vars(value).get("__name__")
+        else:
+            home = value.__module__ if type(value) is FunctionType else None
+            home = module_of(value) if is_class(value) else home
+        if home in own:
+            members = class_dict(value).values() if is_class(value) else [value]
+            for function in filter(None, map(function_of, members)):
+                lines += _source(function).splitlines()
+        elif type(home) is str and (module := sys.modules.get(home)) is not None:
+            file = vars(module).get("__file__")
+            lines += linecache.getlines(file) if type(file) is str and not is_library(file) else []
+    return lines
 
 
 def _trainable_bytes(models: Iterable[Any]) -> int:

@@ -15,10 +15,13 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from ..system.files import last_bytes
+
+_T = TypeVar("_T")
 
 VARIABLE = "NBTRAIN_LOG"
 
@@ -108,6 +111,18 @@ def recorded() -> Iterator[None]:
         if not _logs():  # no other thread launches
             LOGGER.propagate = True
             LOGGER.setLevel(logging.NOTSET)
+
+
+def advice(name: str, look: Callable[[], Iterable[_T]]) -> list[_T]:
+    """Return what a check finds that only advises: nothing, and a line in the log, where it fails.
+
+    The one place for that: no launch ends by what the user's code looks like, or its values do.
+    """
+    try:
+        return list(look())
+    except Exception as error:
+        LOGGER.info("%s was given up: %s", name, type(error).__name__)
+        return []
 
 
 def keep_in(path: Path) -> None:

@@ -1,8 +1,4 @@
-"""Refuses launchers in a rank: each rank would start ranks of its own, under the same names.
-
-Lint refuses most of these before the start; this is for calls behind a condition, or in a file that
-was imported.
-"""
+"""Refuses launchers in a rank: each rank would start ranks of its own, under the same names."""
 
 from __future__ import annotations
 

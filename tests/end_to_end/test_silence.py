@@ -55,10 +55,6 @@ WRONG = {
             "⚠ train(): finished, but each rank trained alone",
         ),
     ),
-    "torchrun in the cell": Case(
-        "%%distributed -n 2\n!torchrun --nproc-per-node 2 train.py",
-        ("would start more ranks in every rank of this run. Delete line 2",),
-    ),
     "the same batches on every rank": Case(
         "    accelerator = Accelerator()\n"
         "    model, optimizer, loader = parts()\n"
@@ -108,17 +104,6 @@ WRONG = {
         "    raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')",
         ("`%nbtrain memory` shows what a model takes for training",),
     ),
-    "xmp.spawn in the cell": Case(
-        "%%distributed\n"
-        "import torch_xla.distributed.xla_multiprocessing as xmp\n"
-        "def train(index): pass\n"
-        "xmp.spawn(train, nprocs=8)",
-        ("line 4, column 1: `xmp.spawn(train, nprocs=8)`", "Write `train(nbtrain.rank())` instead"),
-    ),
-    "ddp_notebook in the cell": Case(
-        "%%distributed\nimport lightning as L\nL.Trainer(strategy='ddp_notebook').fit(model)",
-        ("would start more ranks", 'Write `strategy="ddp"`: the ranks are there already'),
-    ),
     "no comma behind an argument": Case(
         "nbtrain.notebook_launcher(parts, args=(nn.Linear(1, 1)), num_processes=2)",
         ("args must be a tuple", "write args=(x,), with the comma"),
@@ -133,12 +118,7 @@ WRONG = {
         ("cuda:0 is hard-coded", "write `f\"cuda:{os.environ['LOCAL_RANK']}\"`"),
     ),
     "a file that all ranks write": Case(
-        "%%distributed -n 2\n"
-        "class Trainer:\n"
-        "    def __init__(self, gpu_id): self.gpu_id = gpu_id\n"
-        "    def save(self):\n"
-        "        torch.save({}, 'last.pt')\n"
-        "def train(): Trainer(nbtrain.rank()).save()",
+        "%%distributed -n 2\ndef save():\n    torch.save({}, 'last.pt')\ndef train(): save()",
         ("every rank would write this file at the same time", "`if nbtrain.rank() == 0:`"),
     ),
     "a port that is none": Case(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import linecache
 import os
 import sys
 from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache, partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,8 +22,6 @@ from nbtrain.lifecycle.results import ResultReceiver
 from nbtrain.lifecycle.run_info import parameters
 from nbtrain.planning import task_values as tasks
 from nbtrain.planning.cell import read_cell
-from nbtrain.planning.lint import lint
-from nbtrain.planning.lint.source_finder import gather
 from nbtrain.planning.plan import Call, Plan, Task
 from nbtrain.tracking import run_folder
 from nbtrain.transport import payload
@@ -175,14 +175,6 @@ def main(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     del linecache.cache[CELL]
 
 
-def seen_by_lint(task: Task) -> set[int]:
-    """The models behind what the task's own source names."""
-    unit = gather(task)[0]
-    values = {str(i): unit.value_of(node) for i, node in enumerate(unit.nodes)}
-    named = {f"name{i}": value for i, value in values.items()}
-    return {id(m) for m in tasks.models(read_cell("; ".join(named), "c", named)).values()}
-
-
 def check_all_see(task: Task, main: dict[str, Any], expected: dict[str, str]) -> None:
     models = {name: eval(expression, main) for name, expression in expected.items()}
     plan = Plan(task, "test")
@@ -211,27 +203,35 @@ def test_a_call_is_seen_alike_by_all(name: str, main: dict[str, Any]) -> None:
 def test_a_cell_is_seen_alike_by_all(name: str, main: dict[str, Any]) -> None:
     source, expected = CELLS[name]
     task = read_cell(source, "c", main)
-    if "def " not in source:
-        assert seen_by_lint(task) == {id(eval(model, main)) for model in expected.values()}
     check_all_see(task, main, expected)
 
 
-@pytest.mark.parametrize("name", sorted(set(CALLS) - {"lambda"}))  # whose source is in this file
-def test_lint_finds_the_models_that_the_source_names(name: str, main: dict[str, Any]) -> None:
-    expression, expected = CALLS[name]
-    models = {id(eval(model, main)) for model in expected.values()}
-    assert seen_by_lint(eval(expression, {**main, "Call": Call})) == models
+def test_the_lines_of_a_task_are_those_of_its_own_functions(main: dict[str, Any]) -> None:
+    lines = [line.strip() for line in tasks.source_lines(Call(main["fit_by_helper"]))]
+    assert lines == [
+        "def fit_by_helper():",
+        "return fit_global()",
+        "def fit_global():",
+        "return net",
+    ]
+    cell = "# mine\nfit(net)"
+    assert tasks.source_lines(read_cell(cell, "c", main))[:3] == [
+        "# mine",
+        "fit(net)",
+        "def fit(model, lr=0.1):",
+    ]
 
 
-def test_an_accelerator_in_an_object_is_reported_by_lint(main: dict[str, Any]) -> None:
-    from accelerate import Accelerator
-
-    main["exp"].model = Accelerator(cpu=True)
-    try:
-        (finding,) = lint(Call(main["exp"].run))
-        assert "`self.model` was created in the notebook" in finding.text
-    finally:
-        main["exp"].model.state._reset_state(reset_partial_state=True)
+def test_of_another_file_of_the_users_all_lines_count(
+    main: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "helper.py").write_text("RANK = 3\ndef use(): pass\nclass Net: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    helper = importlib.import_module("helper")
+    for name, value in {"helper": helper, "use": helper.use, "Net": helper.Net}.items():
+        main[name] = value
+        assert "RANK = 3\n" in tasks.source_lines(read_cell(f"{name}.x", "c", main)), name
+    assert tasks.source_lines(read_cell("torch.save(1, 2)", "c", main)) == ["torch.save(1, 2)"]
 
 
 class Trap:

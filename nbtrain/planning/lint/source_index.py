@@ -1,4 +1,4 @@
-"""One piece of source, indexed once: its calls, names, parents, scopes, and what names hold.
+"""One piece of source, indexed once: its calls, names, parents, and what names hold.
 
 Values of the user's are looked up, never used: only their exact type is asked, in ways that no
 class of theirs can hook into.
@@ -7,12 +7,12 @@ class of theirs can hook into.
 from __future__ import annotations
 
 import ast
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from ...findings import Finding, Place
-from ..task_values import held
 
 MISSING = object()
 """What a name holds that is local to the source, or unknown."""
@@ -51,11 +51,6 @@ def receiver(node: ast.Call) -> ast.expr | None:
     return node.func.value if isinstance(node.func, ast.Attribute) else None
 
 
-def arguments_of(call: ast.Call) -> list[ast.expr]:
-    """Return the values that a call hands over, positional ones first."""
-    return [*call.args, *(keyword.value for keyword in call.keywords)]
-
-
 def devices_of(call: ast.Call) -> list[ast.expr]:
     """Return the arguments that name a device: ``device=…``, and the first of ``.to(…)``."""
     devices = [keyword.value for keyword in call.keywords if keyword.arg == "device"]
@@ -71,8 +66,23 @@ def names_in(node: ast.AST) -> set[str]:
     }
 
 
-@dataclass(frozen=True)
-class Binding:
+class OutOfTime(Exception):
+    """Reading the code took longer than advice may take."""
+
+
+class Clock:
+    """The time that is left for reading code, as this thread uses it: a busy host takes none."""
+
+    def __init__(self, budget_s: float) -> None:
+        self._end = time.thread_time() + budget_s
+
+    def check(self) -> None:
+        """Raise `OutOfTime` when it is used up."""
+        if time.thread_time() > self._end:
+            raise OutOfTime
+
+
+class Binding(NamedTuple):
     """A statement that binds a name. `value` is None where it is no expression of its own."""
 
     statement: ast.AST
@@ -80,62 +90,66 @@ class Binding:
 
 
 @dataclass(eq=False)
-class Scope:
-    """The names that one function, class body or module binds."""
-
-    node: ast.AST
-    parent: Scope | None
-    bound: dict[str, list[Binding]] = field(default_factory=dict)
-    declared: set[str] = field(default_factory=set)
-
-
-@dataclass(eq=False)
 class Unit:
-    """A cell, or a function or class of an earlier cell or a file, with everything that is in it.
-
-    `tree` is what is looked at; line numbers and `lines` are those of the whole source. `entry`
-    is the function that the ranks call, if it is in here, and `arguments` are its arguments.
-    """
+    """A cell, or a function of an earlier cell or a file, with everything that is in it."""
 
     tree: ast.AST
+    """What is looked at."""
+
     module: ast.Module
+    """The whole source, of which the tree is a part; all line numbers are those of this source."""
+
     lines: Sequence[str]
+    """Those of the whole source."""
+
     place: str
+    """What people call the source, "In[3]"; empty for the cell that is launched."""
+
     namespace: Mapping[str, Any]
+    """What names from outside stand for."""
+
+    clock: Clock
+
     entry: ast.AST | None = None
+    """The function that the ranks call, if it is in here."""
+
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    """The arguments of that function."""
+
     parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
-    scopes: dict[ast.AST, Scope] = field(default_factory=dict)
-    around: dict[ast.AST, Scope] = field(default_factory=dict)
+    scopes: dict[ast.AST, ast.AST] = field(default_factory=dict)
+    """By node: the function, class or module that binds the names which are bound there."""
+
+    bound: dict[ast.AST, dict[str, list[Binding]]] = field(default_factory=dict)
+    """By scope: what binds its names."""
+
     nodes: list[ast.AST] = field(default_factory=list)
     calls: list[ast.Call] = field(default_factory=list)
     loads: list[ast.Name] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # A stack of its own: a deeply nested expression must not exhaust Python's.
-        stack: list[tuple[ast.AST, Scope | None]] = [(self.tree, None)]
+        self.bound[self.tree] = {}
+        stack = [self.tree]  # of its own: a deeply nested expression must not exhaust Python's
         while stack:
-            node, scope = stack.pop()
+            node = stack.pop()
             self.nodes.append(node)
-            if scope is not None:
-                self.around[node] = scope
-                self._bind(node, scope)
-            inner = scope
-            outside: tuple[object, ...] = ()
+            if len(self.nodes) % 500 == 0:
+                self.clock.check()
+            if node is not self.tree:
+                above = self.parents[node]
+                self.scopes[node] = above if above in self.bound else self.scopes[above]
+                self._bind(node)
             if isinstance(node, _SCOPES):
-                inner = self.scopes[node] = Scope(node, scope)
-                if is_function(node):  # evaluated where the function is defined
-                    outside = (*node.decorator_list, node.returns)
+                self.bound[node] = {}
             # All expressions share the nodes of contexts and operators.
             children = [n for n in ast.iter_child_nodes(node) if not isinstance(n, _SHARED)]
-            for child in reversed(children):
-                self.parents[child] = node
-                stack.append((child, scope if scope and child in outside else inner))
+            self.parents |= dict.fromkeys(children, node)
+            stack += reversed(children)
         self.calls = [node for node in self.nodes if isinstance(node, ast.Call)]
         names = (node for node in self.nodes if isinstance(node, ast.Name))
         self.loads = [name for name in names if isinstance(name.ctx, ast.Load)]
 
-    def _bind(self, node: ast.AST, scope: Scope) -> None:
+    def _bind(self, node: ast.AST) -> None:
         """Add the names that a node itself binds to those of its scope."""
         names: Sequence[str | None] = ()
         binding = Binding(node)
@@ -146,14 +160,12 @@ class Unit:
                 names = [node.arg]
             case ast.Import() | ast.ImportFrom():
                 names = [alias.asname or alias.name.partition(".")[0] for alias in node.names]
-            case ast.Global():
-                scope.declared.update(node.names)
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 names = [node.name]
             case ast.ExceptHandler() | ast.MatchAs():
                 names = [node.name]
         for name in filter(None, names):
-            scope.bound.setdefault(name, []).append(binding)
+            self.bound[self.scopes[node]].setdefault(name, []).append(binding)
 
     def _assigned(self, target: ast.expr) -> Binding:
         """Return what binds a name: the statement, and the value if the name gets just that."""
@@ -161,16 +173,15 @@ class Unit:
         if not isinstance(above, (ast.Tuple, ast.List, ast.Starred)):
             names = {ast.withitem: "context_expr", ast.AugAssign: ""}
             return Binding(above, getattr(above, names.get(type(above), "value"), None))
-        whole = self._assigned(above)
-        if isinstance(above, ast.Starred) or not isinstance(whole.value, (ast.Tuple, ast.List)):
-            return Binding(whole.statement)
-        if len(whole.value.elts) != len(above.elts):
-            return Binding(whole.statement)
-        return Binding(whole.statement, whole.value.elts[above.elts.index(target)])
+        statement, value = self._assigned(above)
+        if isinstance(above, ast.Starred) or not isinstance(value, (ast.Tuple, ast.List)):
+            return Binding(statement)
+        same = len(value.elts) == len(above.elts)
+        return Binding(statement, value.elts[above.elts.index(target)] if same else None)
 
     @property
     def is_cell(self) -> bool:
-        """Whether this is a whole cell, not a function or class that it refers to."""
+        """Whether this is a whole cell, not a function that it calls."""
         return isinstance(self.tree, ast.Module)
 
     def character(self, line: int, offset: int) -> int:
@@ -178,13 +189,10 @@ class Unit:
         text = self.lines[line - 1] if line <= len(self.lines) else ""
         return len(text.encode()[:offset].decode(errors="replace"))
 
-    def finding(
-        self, node: ast.expr | ast.stmt, code: str, message: str, refuse: bool = False
-    ) -> Finding:
-        """Return a finding of the rule `code` at a node, which may refuse the launch."""
+    def finding(self, node: ast.expr | ast.stmt, code: str, message: str, **more: Any) -> Finding:
+        """Return a finding of the rule `code` at a node."""
         column = self.character(node.lineno, node.col_offset) + 1
-        place = Place(self.place, node.lineno, column)
-        return Finding(code, message, level="refuse" if refuse else "warn", place=place)
+        return Finding(code, message, place=Place(self.place, node.lineno, column), **more)
 
     def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
         """Yield the parent of a node, its parent, and so on within the unit."""
@@ -192,49 +200,32 @@ class Unit:
             yield above
             node = above
 
-    def function_around(self, node: ast.AST) -> ast.AST:
-        """Return the ``def`` a node stands in; the unit's tree if it stands in none."""
-        return next((above for above in self.ancestors(node) if is_function(above)), self.tree)
+    def scope(self, node: ast.AST) -> ast.AST:
+        """Return the function, class or module in which a node stands."""
+        return self.scopes.get(node, self.tree)
 
-    def scope(self, node: ast.AST) -> Scope:
-        """Return the scope a node's names are looked up in."""
-        return self.around.get(node) or self.scopes[self.tree]
-
-    def home(self, name: str, scope: Scope) -> Scope | None:
+    def home(self, name: str, scope: ast.AST | None) -> ast.AST | None:
         """Return the scope that binds a name seen from `scope`; None: it is global or built in."""
-        here: Scope | None = scope
+        here = scope
         while here is not None:
-            if name in here.declared and here.parent is not None:
-                return self.scopes[self.tree] if self.is_cell else None
-            if name in here.bound and (here is scope or not isinstance(here.node, ast.ClassDef)):
+            if name in self.bound[here] and (here is scope or not isinstance(here, ast.ClassDef)):
                 return here
-            here = here.parent
+            here = self.scopes.get(here)
         return None
 
     def bindings(self, name: ast.Name) -> list[Binding]:
         """Return what binds a name; empty for one from outside."""
         home = self.home(name.id, self.scope(name))
-        return home.bound.get(name.id, []) if home is not None else []
+        return self.bound[home][name.id] if home is not None else []
 
     def value(self, name: ast.Name) -> Any:
         """Return what the notebook hands in under a name, else MISSING."""
         home = self.home(name.id, self.scope(name))
         if home is None:
             return self.namespace.get(name.id, MISSING)
-        bound = home.bound.get(name.id, [])
-        if home.node is self.entry and len(bound) == 1 and isinstance(bound[0].statement, ast.arg):
+        bound = self.bound[home][name.id]
+        if home is self.entry and len(bound) == 1 and isinstance(bound[0].statement, ast.arg):
             return self.arguments.get(name.id, MISSING)
-        return MISSING
-
-    def value_of(self, node: ast.AST) -> Any:
-        """Return what the notebook hands in as ``a``, ``a.b`` or ``a['b']``, else MISSING."""
-        match node:
-            case ast.Name():
-                return self.value(node)
-            case ast.Attribute(value=holder, attr=attribute):
-                return held(self.value_of(holder)).get(f".{attribute}", MISSING)
-            case ast.Subscript(value=holder, slice=ast.Constant(value=str() | int() as key)):
-                return held(self.value_of(holder)).get(f"[{key!r}]", MISSING)
         return MISSING
 
 

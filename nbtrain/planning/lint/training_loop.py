@@ -1,265 +1,229 @@
-"""Recognise a plain PyTorch training loop, with everything of it that Accelerate must know."""
+"""A training loop with all that it trains with; and the rule about what never was prepared."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
+from typing import TypeGuard
 
+from ...findings import Finding
 from . import value_kinds
-from .prepare_rule import Loops, iterated, loops_around
-from .program import Program, blocks, models_of, role
-from .source_index import (
-    MISSING,
-    Binding,
-    Scope,
-    Unit,
-    arguments_of,
-    called,
-    dotted,
-    is_function,
-    names_in,
-    receiver,
-)
+from .program import Program
+from .source_index import MISSING, Unit, called, dotted, names_in, receiver
 
-DISTRIBUTED = re.compile(
-    r"distributed|dist|init_process_group|DistributedDataParallel|DDP|FullyShardedDataParallel"
-    r"|FSDP|fully_shard|DataParallel|DistributedSampler|all_reduce|[fF]abric|lightning"
-    r"|pytorch_lightning|L|pl|\w*Trainer|TrainingArguments|deepspeed|hvd|horovod|accelerate"
-    r"|Accelerator|PartialState|accelerator|notebook_launcher|xm|torch_xla|local_rank|world_size"
-    r"|rank|process_index|get_rank|ray|jax|flax|tensorflow|keras|ignite|idist|colossalai|composer"
+_OPTIMIZER = re.compile(
+    r"SGD|Adam(W|ax)?(8bit)?|(N|R|Sparse)Adam|RMSprop|Ada(grad|delta|factor)|LBFGS|ASGD|Rprop"
+    r"|Muon|Lion"
 )
-"""Names that show that a program already knows of several ranks, or is no plain loop."""
-
-FORWARDED = frozenset(
-    {"train", "eval", "parameters", "named_parameters", "zero_grad", "to", "cuda", "modules"}
-    | {"named_modules", "buffers", "children", "training"}
+_LOADER = re.compile(r"loader|(^|_)dl($|_)", re.IGNORECASE)
+_PREPARE = frozenset(
+    {"prepare", "prepare_model", "prepare_optimizer", "prepare_data_loader", "prepare_scheduler"}
 )
-"""What the wrapper that `prepare` puts around a model offers just as the model does."""
+_WRAPPERS = frozenset({"enumerate", "tqdm", "trange", "progress", "iter", "track", "islice"})
+_WRAPPED = frozenset({"DistributedDataParallel", "DDP", "FullyShardedDataParallel", "FSDP"})
 
-UNWRAPPED = frozenset({"state_dict", "load_state_dict", "save_pretrained", "generate", "config"})
-"""What must be asked of the model inside the wrapper."""
+_SPLIT = re.compile(r"shard|split_|_by_node|partition|distributed", re.IGNORECASE)
+"""What gives each rank its own part of the data."""
 
 
 @dataclass(frozen=True)
-class Plain:
-    """A loop that can be migrated: its place, and the names of what `prepare` is to get."""
+class Loop:
+    """A training loop: the loops around a ``backward``, and what is certain to be used in them."""
 
     unit: Unit
-    scope: Scope
     backward: ast.Call
 
-    loops: Loops
-    """Those around the backward, the innermost first."""
+    around: tuple[ast.For | ast.While, ...]
+    """The innermost loop first."""
 
-    model: str
-    optimizers: tuple[str, ...]
-    loaders: tuple[str, ...]
-    schedulers: tuple[str, ...]
+    calls: tuple[ast.Call, ...]
+    """The calls in these loops that the same function makes."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What goes through ``prepare``, in the guide's order."""
-        return (self.model, *self.optimizers, *self.loaders, *self.schedulers)
+    loaders: Mapping[str, ast.Name]
+    """By name: where each is used."""
 
-    @property
-    def before(self) -> list[ast.stmt]:
-        """The statements that come before the loop, in its block and those around it."""
-        statements: list[ast.stmt] = []
-        below: ast.AST = self.loops[-1]
-        for above in self.unit.ancestors(below):
-            for block in blocks(above):
-                if below in block:
-                    statements = block[: block.index(below)] + statements
-            if above is self.scope.node:
-                break
-            below = above
-        return statements
+    stepped: Mapping[str, ast.Name]
+    """What has its ``step`` called: optimizers, schedulers."""
 
-    def bindings(self, name: str) -> list[Binding]:
-        """Return what binds a name in the loop's own scope."""
-        return self.scope.bound.get(name, [])
-
-    def uses(self, name: str) -> Iterator[ast.Name]:
-        """Yield where a name of the loop's scope is read, in functions within it too."""
-        for load in self.unit.loads:
-            inside = self.scope.node in self.unit.ancestors(load)
-            if load.id == name and inside:
-                yield load
+    optimizers: Mapping[str, ast.Name]
+    models: Mapping[str, ast.Name]
 
 
-def steps_an_optimizer(program: Program) -> bool:
-    """Return whether an optimizer, and nothing else, is certain to be stepped somewhere."""
-    for unit, call in program.calls:
-        owner = receiver(call)
-        if called(call) != "step" or owner is None:
-            continue
-        if any("opt" in dotted(operand).lower() for operand in (owner, *call.args)):
-            return True
-        if isinstance(owner, ast.Name) and role(owner, unit) == "optimizer":
-            return True
-    return False
+def loops_around(call: ast.Call, unit: Unit) -> tuple[ast.For | ast.While, ...]:
+    """Return the loops around a call in its own function, the innermost first."""
+    inside = takewhile(lambda above: above not in unit.bound, unit.ancestors(call))
+    return tuple(above for above in inside if isinstance(above, (ast.For, ast.While)))
 
 
-def recognise(backward: ast.Call, unit: Unit) -> Plain | None:
-    """Return the loop around a call with all its parts; None if one is not certain."""
-    loops, scope = loops_around(backward, unit), unit.scope(backward)
-    if not loops:
+def loop_of(backward: ast.Call, unit: Unit) -> Loop | None:
+    """Return the training loop that a ``backward`` is in; None if it is in none."""
+    around, scope = loops_around(backward, unit), unit.scope(backward)
+    if not around:
         return None
-    calls = [call for call in calls_in(loops[-1]) if unit.scope(call) is scope]
-    stepped = {name.id: name for call in calls for name in _stepped(call)}
-    optimizers = [name for name, use in stepped.items() if role(use, unit) == "optimizer"]
-    models = _models(optimizers, calls, scope, unit)
-    iterators = [
-        name for loop in loops if isinstance(loop, ast.For) for name in iterated(loop.iter)
-    ]
-    loaders = dict.fromkeys(name.id for name in iterators if role(name, unit) == "loader")
-    inside = {name.id for call in calls_in(loops[0]) for name in _stepped(call)}
-    schedulers = [n for n in stepped if n in inside and _schedules(n, optimizers, scope)]
-    others = [name for name in stepped if "opt" in name.lower() and name not in optimizers]
-    if len(models) != 1 or not optimizers or others or not loaders:
-        return None
-    parts = (models[0], tuple(optimizers), tuple(loaders), tuple(schedulers))
-    return Plain(unit, scope, backward, loops, *parts)
+    inside = [node for node in ast.walk(around[-1]) if isinstance(node, ast.Call)]
+    calls = [call for call in inside if unit.scope(call) is scope]
+    owners = [receiver(call) for call in calls if called(call) == "step"]
+    stepped = {owner.id: owner for owner in owners if isinstance(owner, ast.Name)}
+    optimizers = {name: use for name, use in stepped.items() if role(use, unit) == "optimizer"}
+    sources = [name for loop in around if isinstance(loop, ast.For) for name in iterated(loop.iter)]
+    loaders = {name.id: name for name in sources if role(name, unit) == "loader"}
+    functions = {call.func.id: call.func for call in calls if isinstance(call.func, ast.Name)}
+    made = [b.value for use in stepped.values() for b in unit.bindings(use)]
+    models = [name for maker in filter(is_optimizer_call, made) for name in models_of(maker)]
+    if optimizers and not any(map(is_optimizer_call, made)):  # they were handed in
+        models = [name for name, use in functions.items() if _is_model(use, unit)]
+    called_models = {name: functions[name] for name in models if name in functions}
+    return Loop(unit, backward, around, tuple(calls), loaders, stepped, optimizers, called_models)
 
 
-def calls_in(node: ast.AST) -> list[ast.Call]:
-    """Return the calls below a node."""
-    return [inner for inner in ast.walk(node) if isinstance(inner, ast.Call)]
+def iterated(iterable: ast.expr) -> list[ast.Name]:
+    """Return the plain names a ``for`` goes over, through tqdm, enumerate, zip and their like."""
+    if isinstance(iterable, ast.Name):
+        return [iterable]
+    if called(iterable) in (*_WRAPPERS, "zip") and isinstance(iterable, ast.Call):
+        arguments = iterable.args if called(iterable) == "zip" else iterable.args[:1]
+        return [name for argument in arguments for name in iterated(argument)]
+    return []
 
 
-def _stepped(call: ast.Call) -> list[ast.Name]:
-    owner = receiver(call)
-    return [owner] if called(call) == "step" and isinstance(owner, ast.Name) else []
-
-
-def _schedules(name: str, optimizers: Sequence[str], scope: Scope) -> bool:
-    """Return whether a name is a learning rate scheduler of one of the optimizers."""
-    made = [binding.value for binding in scope.bound.get(name, [])]
-    if len(made) != 1 or not isinstance(made[0], ast.Call) or "Plateau" in called(made[0]):
+def is_optimizer_call(node: ast.AST | None) -> TypeGuard[ast.Call]:
+    """Return whether a call makes a torch optimizer."""
+    name = called(node)
+    if not name[:1].isupper() or not isinstance(node, ast.Call):
         return False
-    return any(isinstance(a, ast.Name) and a.id in optimizers for a in arguments_of(made[0]))
+    path = dotted(node.func).split(".")
+    return _OPTIMIZER.fullmatch(name) is not None or (
+        "optim" in path[:-1] and "lr_scheduler" not in path
+    )
 
 
-def _models(
-    optimizers: Sequence[str], calls: Sequence[ast.Call], scope: Scope, unit: Unit
-) -> list[str]:
-    """Return whose parameters the optimizers have; what the loop calls if those are handed in."""
-    made = [binding.value for name in optimizers for binding in scope.bound.get(name, [])]
-    optimizer_calls = [value for value in made if isinstance(value, ast.Call)]
-    if made and len(optimizer_calls) == len(made):
-        names = [name for optimizer in optimizer_calls for name in models_of(optimizer)]
-    else:
-        functions = [call.func for call in calls if isinstance(call.func, ast.Name)]
-        names = [function.id for function in functions if _is_model(function, unit)]
-    return list(dict.fromkeys(names))
+def role(name: ast.Name, unit: Unit) -> str:
+    """Return what a name is certain to hold: a "loader", an "optimizer", …; '' in doubt.
+
+    By the type of the notebook's value, the calls that make it, or the name of a parameter.
+    """
+    value = unit.value(name)
+    if value is not MISSING:
+        return value_kinds.kind(value)
+    bound = unit.bindings(name)
+    if len(bound) == 1 and isinstance(bound[0].statement, ast.arg):
+        is_optimizer = name.id.lower().startswith("opt")
+        return "loader" if _LOADER.search(name.id) else "optimizer" if is_optimizer else ""
+    if bound and all(is_optimizer_call(binding.value) for binding in bound):
+        return "optimizer"
+    loaders = ("DataLoader", "StatefulDataLoader")
+    return "loader" if bound and all(called(b.value) in loaders for b in bound) else ""
 
 
 def _is_model(name: ast.Name, unit: Unit) -> bool:
+    """Return whether a name that is called is the model, as handed in or as the notebook has it."""
     value, bound = unit.value(name), unit.bindings(name)
     given = [binding for binding in bound if isinstance(binding.statement, ast.arg)]
     others = [binding.value for binding in bound if binding not in given]
     moved = all(isinstance(v, ast.Call) and dotted(receiver(v)) == name.id for v in others)
-    if given and others and moved and unit.scope(given[0].statement).node is unit.entry:
+    if given and others and moved and unit.scope(given[0].statement) is unit.entry:
         value = unit.arguments.get(name.id, MISSING)  # model = model.to(device)
     if value is not MISSING:
         return value_kinds.kind(value) == "model" and not re.search("loss|crit|metric", name.id)
     return bool(given) and moved and name.id in ("model", "net", "network")
 
 
-def _runs_once(plain: Plain, program: Program) -> bool:
-    """Return whether the loop's function is what the ranks call, or called once from there."""
-    node, unit = plain.scope.node, plain.unit
-    if node is unit.entry or isinstance(node, ast.Module):
-        return True
-    calls = [(u, c) for u, c in program.calls if is_function(node) and called(c) == node.name]
-    if len(calls) != 1:
-        return False
-    caller, call = calls[0]
-    scope = caller.scope(call).node
-    at_start = scope is caller.entry or isinstance(scope, ast.Module)
-    return at_start and not loops_around(call, caller) and not program.guarded(call, caller)
+def models_of(optimizer: ast.Call) -> list[str]:
+    """Return the names whose ``.parameters()`` an optimizer's call is given."""
+    inside = (node for node in ast.walk(optimizer) if isinstance(node, ast.Call))
+    owners = [receiver(call) for call in inside if called(call) in _PARAMETERS]
+    return list(dict.fromkeys(map(dotted, owners)))
 
 
-_MEASURED = re.compile(
-    r"loss|acc|best|patience|metric|val|score|nan|stop|err|counter", re.IGNORECASE
-)
+_PARAMETERS = ("parameters", "named_parameters")
 
 
-def _goes_its_own_way(plain: Plain) -> bool:
-    """Return whether what a rank measures on its own data steers the loop: ranks would part.
+def unprepared(program: Program) -> Iterator[Finding]:
+    """The loader, model or optimizer of a loop under Accelerate that is used as it was made.
 
-    One that leaves the loop earlier, or takes another learning rate, leaves the others waiting or
-    with other parameters.
+    Only in a function that makes the Accelerator itself: what comes to another one may have been
+    prepared by its caller.
     """
-    made = (binding.value for bound in plain.scope.bound.values() for binding in bound)
-    if any("Plateau" in called(value) for value in made):
-        return True
-    for node in ast.walk(plain.loops[-1]):
-        if isinstance(node, (ast.If, ast.While)) and any(
-            map(_MEASURED.search, names_in(node.test))
-        ):
-            inner = (n for statement in node.body for n in ast.walk(statement))
-            if any(isinstance(n, (ast.Break, ast.Continue, ast.Return, ast.Raise)) for n in inner):
-                return True
-    return False
+    prepared = _prepared(program)
+    seen: set[ast.AST] = set()
+    for unit, call in program.calls("backward") if prepared is not None else ():
+        owner, loop = receiver(call), loop_of(call, unit)
+        made = (
+            [called(b.value) for b in unit.bindings(owner)] if isinstance(owner, ast.Name) else []
+        )
+        if made != ["Accelerator"] or loop is None or loop.around[-1] in seen:
+            continue
+        seen.add(loop.around[-1])
+        for use, kind, reason in _suspects(loop, program):
+            if prepared is not None and use.id not in prepared:
+                yield unit.finding(
+                    use,
+                    "prepare",
+                    f"the {kind} `{use.id}` is used without `accelerator.prepare`, so that "
+                    f"{reason}; write `{use.id} = accelerator.prepare({use.id})` before the loop",
+                )
 
 
-def is_certain(plain: Plain, program: Program) -> bool:
-    """Return whether the loop will do the same under Accelerate as without it."""
-    unit, before = plain.unit, plain.before
-    if not _runs_once(plain, program) or _goes_its_own_way(plain):
+def _prepared(program: Program) -> set[str] | None:
+    """Return the names given to ``prepare``; None where that cannot be read off the source."""
+    names: set[str] = set()
+    for unit in program.units:
+        for node in unit.nodes:
+            if not (isinstance(node, ast.Attribute) and node.attr in _PREPARE):
+                continue
+            call = unit.parents.get(node)
+            if not (isinstance(call, ast.Call) and call.func is node):
+                return None  # handed on as a function
+            given = [*call.args, *(keyword.value for keyword in call.keywords)]
+            if any(isinstance(argument, ast.Starred) for argument in given):
+                return None
+            if not isinstance(unit.parents.get(call), ast.Expr):  # else its result is dropped
+                names |= {dotted(inner) for argument in given for inner in ast.walk(argument)}
+    return names
+
+
+def _suspects(loop: Loop, program: Program) -> Iterator[tuple[ast.Name, str, str]]:
+    """Yield what may never have been prepared, its kind, and what is wrong then."""
+    unit = loop.unit
+    for name in loop.loaders.values():
+        made = [binding.value for binding in unit.bindings(name) if binding.value]
+        if all(_gives_all(loader, unit, program) for loader in made):
+            yield name, "loader", "every rank would train on all of the data"
+    for name in loop.optimizers.values():
+        if not any(isinstance(binding.statement, ast.arg) for binding in unit.bindings(name)):
+            yield name, "optimizer", "it ignores mixed precision and gradient accumulation"
+    for name in loop.models.values():
+        if _is_raw(name, unit, program):
+            yield name, "model", "its gradients would not be averaged over the ranks"
+
+
+def _gives_all(made: ast.expr, unit: Unit, program: Program) -> bool:
+    """Return whether a DataLoader goes over all data: no rank's own part, no sampler of its own."""
+    keywords = made.keywords if isinstance(made, ast.Call) else []
+    if any(k.arg in (None, "sampler", "batch_sampler") for k in keywords):
         return False
-    if isinstance(plain.scope.node, (ast.ClassDef, ast.Lambda)):
+    names = [node for node in ast.walk(made) if isinstance(node, ast.Name)]
+    data = [binding.value for name in names for binding in unit.bindings(name)]
+    parts = [value for value in (made, *data) if value is not None]
+    is_split = any(_SPLIT.search(name) for part in parts for name in names_in(part))
+    return not is_split and not any(program.mentions_rank(part, unit) for part in parts)
+
+
+def _is_raw(model: ast.Name, unit: Unit, program: Program) -> bool:
+    """Return whether nothing that a model's name is bound to wraps it, or is the Accelerator's."""
+    value = unit.value(model)
+    if value is not MISSING:
+        return value_kinds.kind(value) == "model"
+    bound = unit.bindings(model)
+    values = [b.value for b in bound if not isinstance(b.statement, ast.arg)]
+    if not bound or any(value is None or called(value) in _WRAPPED for value in values):
         return False
-    bound = [binding.statement for name in plain.names for binding in plain.bindings(name)]
-    if not all(s in before or isinstance(s, ast.arg) for s in bound):
-        return False
-    if not all(map(str.isidentifier, plain.names)):
-        return False
-    calls = calls_in(plain.loops[0])
-    forwards = [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == plain.model]
-    given = [a for call in calls for a in call.args if isinstance(a, ast.Name)]
-    if len(forwards) != 1 or any(name.id == plain.model for name in given):
-        return False  # a function that gets the model may go around the wrapper
-    start = after(plain)
-    return all(_survives(use, unit) for use in plain.uses(plain.model) if use.lineno >= start)
-
-
-def _survives(use: ast.Name, unit: Unit) -> bool:
-    above = unit.parents.get(use)
-    return not isinstance(above, ast.Attribute) or above.attr in FORWARDED | UNWRAPPED
-
-
-def last_made(plain: Plain) -> ast.stmt | None:
-    """Return the statement after which ``prepare`` belongs: all that it is given is made.
-
-    Later still if weights are loaded or parts of the model are touched: that is done to the
-    model itself. None: nothing is made before the loop.
-    """
-    last: ast.stmt | None = None
-    for statement in plain.before:
-        touched = {
-            inner.value.id
-            for inner in ast.walk(statement)
-            if isinstance(inner, ast.Attribute)
-            and isinstance(inner.value, ast.Name)
-            and inner.attr not in FORWARDED
-        }
-        made = any(b.statement is statement for n in plain.names for b in plain.bindings(n))
-        if made or plain.model in touched or touched & set(plain.optimizers):
-            last = statement
-    return last
-
-
-def after(plain: Plain) -> int:
-    """Return the line before which ``prepare`` belongs; 0: nothing is made before the loop."""
-    last = last_made(plain)
-    return (last.end_lineno or last.lineno) + 1 if last is not None else 0
-
-
-def scaled(call: ast.Call) -> bool:
-    """Return whether a loss is scaled by hand, which is Accelerate's task then."""
-    loss = receiver(call)
-    return loss is not None and bool(names_in(loss) & {"scale", "scaler"})
+    for node in (node for value in values if value for node in ast.walk(value)):
+        above = unit.parents.get(node)
+        places = isinstance(above, ast.Attribute) and above.attr == "device"
+        if not places and dotted(node) and program.is_accelerator(node, unit):
+            return False
+    return True

@@ -4,43 +4,39 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from ...findings import Finding
 from .program import Program
-from .source_index import FunctionNode, Unit, called, is_function, receiver
+from .source_index import FunctionNode, Unit, called, is_function, names_in, receiver
 
 _NAMES = re.compile(r"(^|_)(train|fit|finetune|fine_tune)(_|$)|training|^main$", re.IGNORECASE)
 _RUNS_THE_REST = ("time", "capture", "timeit", "prun")
 """Cell magics that run what is below them."""
 
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
 
 def uncalled(program: Program) -> Iterator[Finding]:
     """A cell whose only training is in a function that nothing calls."""
-    unit = next((u for u in program.units if u.is_cell), None)
-    if unit is None:
+    unit = program.units[0]
+    if not unit.is_cell:
         return
     yield from _behind_a_magic(unit)
     body = unit.module.body
-    candidates = [
-        s
-        for s in body[:-1]
-        if is_function(s) and not s.decorator_list and s.name not in program.names and _trains(s)
-    ]
-    live = _live(unit, program) if candidates else set()
-    idle = [s for s in candidates if s not in live]
-    if not idle or any(map(_trains, live)):
-        return
-    name = idle[-1].name
-    happens = "the ranks run this cell"
-    if is_function(body[-1]):
-        happens += f" and call {body[-1].name}(), its last function"
-    yield unit.finding(
-        idle[-1],
-        "not-called",
-        f"{happens}; nothing calls {name}(). Make `def {name}` the last statement of the cell",
-    )
+    starts = [s for s in body if not is_function(s) or s is body[-1]]
+    others = [u.tree for u in program.units[1:]]
+    if idle := _left_out(body, starts, others):
+        happens = "the ranks run this cell"
+        if is_function(body[-1]):
+            happens += f" and call {body[-1].name}(), its last function"
+        yield unit.finding(
+            idle,
+            "not-called",
+            f"{happens}; nothing calls {idle.name}(). Make `def {idle.name}` the last statement "
+            "of the cell",
+        )
 
 
 def _behind_a_magic(unit: Unit) -> Iterator[Finding]:
@@ -55,60 +51,41 @@ def _behind_a_magic(unit: Unit) -> Iterator[Finding]:
             ) as statement
         ] if magic in _RUNS_THE_REST:
             with suppress(SyntaxError):  # another magic in there, perhaps
-                if name := _left_out(ast.parse(text).body):
+                body = ast.parse(text).body
+                if idle := _left_out(body, [s for s in body if not is_function(s)]):
                     yield unit.finding(
                         statement,
                         "not-called",
                         f"`%%{magic}` runs the rest of the cell by itself, so that nothing calls "
-                        f"{name}(). Delete this line: the run shows its own times and output.",
-                        refuse=True,
+                        f"{idle.name}(). Delete this line: the run shows its own times and output.",
+                        level="refuse",
                     )
 
 
-def _left_out(body: list[ast.stmt]) -> str:
-    """Return the last function of these statements, if it trains and none of them does; or ''."""
-    last = body[-1] if body else None
-    if not is_function(last) or last.decorator_list or not _trains(last):
-        return ""
-    definitions = {s.name: s for s in body if isinstance(s, _DEFINITIONS)}
-    starts = [s for s in body if not is_function(s) or s.decorator_list]
-    live = _mentioned(starts, definitions)
-    return "" if last in live or any(map(_trains, live)) else last.name
+def _left_out(
+    body: Sequence[ast.stmt], starts: Sequence[ast.AST], others: Sequence[ast.AST] = ()
+) -> FunctionNode | None:
+    """Return the last function that trains and is never mentioned, if nothing else trains.
 
-
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-
-
-def _live(unit: Unit, program: Program) -> set[ast.AST]:
-    """Return the cell's statements that the ranks run, and the functions these mention."""
-    definitions = {
-        node.name: node
-        for each in program.units
-        for node in each.nodes
-        if isinstance(node, _DEFINITIONS)
-    }
-    body = unit.module.body
-    starts = [s for s in body if not is_function(s) or s in (body[-1], unit.entry)]
-    return _mentioned(starts, definitions)
-
-
-def _mentioned(starts: Sequence[ast.AST], definitions: Mapping[str, ast.AST]) -> set[ast.AST]:
-    """Return these nodes, the definitions that they mention, those that these mention, …"""
-    stack = list(starts)
+    `starts` is what runs, `others` are definitions from elsewhere. A decorator may register the
+    function that it is above.
+    """
+    nodes = [node for tree in (*body, *others) for node in ast.walk(tree)]
+    definitions = {node.name: node for node in nodes if isinstance(node, _DEFINITIONS)}
+    stack = [*starts, *(s for s in body if is_function(s) and s.decorator_list)]
     live: set[ast.AST] = set()
     while stack:
         node = stack.pop()
-        if node in live:
-            continue
-        live.add(node)
-        names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-        names |= {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
-        names |= {str(n.value) for n in ast.walk(node) if isinstance(n, ast.Constant)}
-        stack += [definitions[name] for name in names & definitions.keys()]
-    return live
+        if node not in live:
+            live.add(node)
+            texts = (n.value for n in ast.walk(node) if isinstance(n, ast.Constant))
+            names = {*names_in(node), *(text for text in texts if isinstance(text, str))}
+            stack += [definitions[name] for name in names & definitions.keys()]
+    idle = [s for s in body if is_function(s) and s not in live and _trains(s)]
+    return idle[-1] if idle and not any(map(_trains, live)) else None
 
 
-def _trains(node: ast.AST | FunctionNode) -> bool:
+def _trains(node: ast.AST) -> bool:
     """Return whether a part of the program looks as if it trains."""
     if is_function(node) and _NAMES.search(node.name):
         return True

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import sys
-import types
 from typing import Any
 
 from ..task_values import module_of
@@ -32,21 +31,11 @@ ACCELERATORS = re.compile(r"(cuda|xpu|npu|hpu|mlu|musa)(:\d+)?")
 """A device string that pins an accelerator."""
 
 
-def name_of(cls: type) -> str:
-    """Return the name of a class."""
-    return str(_NAME.__get__(cls))
-
-
 def kind(value: Any) -> str:
     """Return what a value is for lint: accelerator, model, loader, prepared, optimizer, or ''."""
-    return kind_of_class(type(value))
-
-
-def kind_of_class(cls: type) -> str:
-    """Return what an instance of a class is for lint."""
-    for base in _MRO.__get__(cls):
+    for base in _MRO.__get__(type(value)):
         package = module_of(base).partition(".")[0]
-        known = _KINDS.get(f"{package}.{name_of(base)}")
+        known = _KINDS.get(f"{package}.{_NAME.__get__(base)}")
         if known or package == "accelerate":
             return known or "prepared"
     return ""
@@ -60,8 +49,3 @@ def device_type(value: Any) -> str:
     text = str(value)
     is_device = ACCELERATORS.fullmatch(text) or text in ("cpu", "mps", "mps:0")
     return text.partition(":")[0] if is_device else ""
-
-
-def member(value: Any, attribute: str) -> Any:
-    """Return an attribute of a module, looked up in its dict; None for anything else."""
-    return vars(value).get(attribute) if type(value) is types.ModuleType else None

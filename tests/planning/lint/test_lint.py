@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
+import importlib
 import json
 import linecache
 import os
@@ -15,8 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from IPython.core.compilerop import CachingCompiler
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -35,6 +35,8 @@ NOT_LOOPS = (  # wrong on purpose, plain on purpose, for one rank
     "test_lint.py",
     "test_uncalled_function.py",
     "test_training_meter.py",
+    "test_loss.py",
+    "memory_table.py",
     "test_work_sample.py",
     "test_data_loading.py",
     "telemetry.py",
@@ -44,17 +46,14 @@ NOT_LOOPS = (  # wrong on purpose, plain on purpose, for one rank
     "gpu",
 )
 
-OF_A_LAUNCH = ("nested-launch", "not-called")
-"""What is wrong in a cell that ranks run, and right in any other."""
-
 
 def cell(source: str, **namespace: Any) -> Cell:
     return read_cell(source, "<cell>", namespace)
 
 
-def found(source: str, host: str = "cpu", low: bool = False, **namespace: Any) -> list[Any]:
+def found(source: str, host: str = "cpu", **namespace: Any) -> list[Any]:
     """Return (code, line, column) of every finding."""
-    findings = lint.lint(cell(source, **namespace), device=host, low_ram_tpu=low)
+    findings = lint.lint(cell(source, **namespace), device=host)
     return [(finding.code, finding.place.line, finding.place.column) for finding in findings]
 
 
@@ -90,10 +89,9 @@ def test_every_cell_of_the_notebooks_is_left_in_peace() -> None:
             lines = "".join(each["source"]).splitlines()
             source = "\n".join("" if line.startswith("%") else line for line in lines)
             for host in ("cpu", "cuda"):
-                low = "%%distributed" in lines
-                notes = lint.lint(Cell(source, "<cell>", {}), device=host, low_ram_tpu=low)
-                of_ranks = (*OF_A_LAUNCH, "save")  # of no cell that the kernel itself runs
-                left_out = are_live if low else {*of_ranks}
+                notes = lint.lint(Cell(source, "<cell>", {}), device=host)
+                # The kernel itself runs a cell without the magic.
+                left_out = are_live if "%%distributed" in lines else {"not-called", "save"}
                 assert [note for note in notes if note.code not in left_out] == []
             count += 1
     assert count > 8
@@ -116,8 +114,9 @@ def _texts(path: Path) -> list[str]:
 )
 def test_every_cell_of_the_tests_is_left_in_peace(path: Path) -> None:
     for text in _texts(path):
-        notes = lint.lint(Cell(text, "<cell>", {}))
-        assert [note for note in notes if note.code not in OF_A_LAUNCH] == []
+        with contextlib.suppress(SyntaxError, ValueError, lint.OutOfTime):  # no cell of Python
+            notes = lint.lint(Cell(text, "<cell>", {}))
+            assert [note for note in notes if note.code != "not-called"] == []
 
 
 # The rules
@@ -132,11 +131,7 @@ HEAD = "accelerator = Accelerator()\nmodel, opt, dl = accelerator.prepare(model,
         (HEAD + "for x in dl:\n    loss = model(x)\n    loss.backward()\n    opt.step()", (5, 5)),
         (HEAD + "for x in dl:\n    model(x).mean().backward()\n    opt.step()", (4, 5)),
         (HEAD + "for x in dl:\n    (model(x) / 2).backward()\n    opt.step()", (4, 5)),
-        (
-            HEAD
-            + "for x in dl:\n    scaler.scale(loss).backward(retain_graph=True)\n    opt.step()",
-            (4, 5),
-        ),
+        (HEAD + "for x in dl:\n    s.scale(x).backward(retain_graph=True)\n    opt.step()", (4, 5)),
         (
             HEAD + "for x in dl:\n    out = model(x)\n    out.loss.backward()\n    opt.step()",
             (5, 5),
@@ -152,12 +147,12 @@ def test_backward_past_accelerate_is_found(source: str, expected: tuple[int, int
     assert found(source) == [("backward", *expected)]
 
 
-def test_gradients_wanted_for_themselves_are_left_in_peace() -> None:
+def test_a_function_that_steps_no_optimizer_is_left_in_peace() -> None:
     loop = HEAD + "for x in dl:\n    loss = model(x)\n    loss.backward()\n    opt.step()\n"
-    assert found(loop + "    print(p.grad.norm())") == []
-    assert found(loop + "    for p in ps:\n        print(p.grad.norm())") == []
-    assert found(loop + "print(p.grad.norm())") == [("backward", 5, 5)]
+    assert found(loop) == [("backward", 5, 5)]
     assert found(loop.replace("opt.step()", "losses.append(loss)")) == []  # no step takes them
+    attack = "def attack(x):\n    model(x).sum().backward()\n    return x.grad.sign()\n"
+    assert found(attack + loop.replace("loss.backward()", "accelerator.backward(loss)")) == []
 
 
 def test_a_default_that_the_call_replaces_is_left_in_peace() -> None:
@@ -189,7 +184,6 @@ def test_one_of_two_backward_calls_is_found() -> None:
         ('y = "é", x.to(torch.device("cuda"))', 28),
         ('z = torch.zeros(3, 4, device="cuda")', 30),
         ('d = torch.device("cuda:1" if fast else "cpu")', 18),
-        ('d = torch.device("cuda", 0)', 5),
         ("torch.cuda.set_device(0)", 1),
         ('device = "cuda"; model.to(device)', 10),
         ('device = "cuda" if fast else "cpu"\nx.to(device)', 10),
@@ -239,28 +233,15 @@ def test_a_loop_for_comparison_is_left_in_peace() -> None:
     assert ("backward", 8, 9) in found(without)
 
 
-RANK_IN_AN_ATTRIBUTE = """
-class Trainer:
-    def __init__(self, model, gpu_id, every):
-        self.gpu_id = gpu_id
-        self.every = every
-    def save(self):
-        torch.save(self.model.state_dict(), "checkpoint.pt")
-    def train(self):
-        if self.gpu_id == 0:
-            self.save()
-def main(rank, size):
-    trainer = Trainer(model, rank, 1)
-    trainer.train()
-"""
+def test_a_name_that_holds_the_rank_is_a_guard() -> None:
+    source = "me = nbtrain.rank()\nif me == 0:\n    torch.save(x, 'x.pt')"
+    assert found(source) == []
+    assert found(source.replace("nbtrain.rank()", "3")) == [("save", 3, 5)]
 
 
-def test_a_guard_on_a_rank_in_an_attribute_is_a_guard() -> None:
-    assert found(RANK_IN_AN_ATTRIBUTE) == []
-    keyword = RANK_IN_AN_ATTRIBUTE.replace("Trainer(model, rank, 1)", "Trainer(model, gpu_id=rank)")
-    assert found(keyword) == []
-    other = RANK_IN_AN_ATTRIBUTE.replace("self.gpu_id == 0", "self.every == 1")
-    assert [code for code, *_ in found(other)] == ["save"]
+def test_what_a_method_saves_is_not_judged_since_nobody_sees_who_calls_it() -> None:
+    cls = "class A:\n    def keep(self):\n        torch.save(1, 'x.pt')\nA().keep()"
+    assert found(cls) == []
 
 
 @pytest.mark.parametrize(
@@ -280,8 +261,6 @@ def test_functions_that_nobody_mentions_are_left_in_peace() -> None:
     plain = PLAIN["called in the cell"]
     assert found(plain) != []
     assert found(plain.replace("main(model)\n", "print(model)\n")) == [("not-called", 2, 1)]
-    learner = UNCERTAIN["an object's own"]
-    assert found(learner.replace(".fit()", ".predict()")) == []
     module = "class A(nn.Module):\n    def forward(self, x):\n        return x.cuda()\nA()"
     assert found(module) == [("device", 3, 16)]
 
@@ -301,7 +280,6 @@ def test_a_plain_cuda_is_the_ranks_own_once_it_is_chosen() -> None:
 def test_accelerate_chooses_the_device_of_a_plain_cuda(maker: str) -> None:
     assert found(f'state = {maker}\nx.to("cuda")', "cuda") == []
     assert found(f'state = {maker}\nx.to("cuda:0")', "cuda") == [("device", 2, 6)]
-    assert found(f'x.to("cuda")\nstate = {maker}', "cuda") == [("device", 1, 6)]
     assert found(f'state = {maker}\nx.to("cuda")') == [("device", 2, 6)]  # it trains on the CPU
 
 
@@ -382,80 +360,20 @@ def test_a_loader_of_the_ranks_own_part_is_left_in_peace(data: str) -> None:
     assert found(source.replace("    opt =", mine, 1)) == []
 
 
-@pytest.fixture
-def accelerator() -> Accelerator:
-    """An object of the type; a real one would make this process one that cannot be forked."""
-    return Accelerator.__new__(Accelerator)
-
-
-def test_an_accelerator_of_the_notebook_is_found(accelerator: Accelerator) -> None:
-    source = "def train(model):\n    acc.print(1)\n    acc.wait_for_everyone()"
-    assert found(source, acc=accelerator) == [("accelerator", 2, 5)]
-    source = "def train(acc):\n    return  acc.device"
-    assert found(source, acc=accelerator) == [("accelerator", 2, 13)]
-    state = AcceleratorState.__new__(AcceleratorState)
-    assert found("x = 1\nprint(s.device)", s=state) == [("accelerator", 2, 7)]
-
-
-def test_an_accelerator_made_in_the_cell_is_not(accelerator: Accelerator) -> None:
-    source = "acc = Accelerator()\ndef train():\n    acc.print(1)"
-    assert found(source, acc=accelerator) == []
-    assert found("def train():\n    acc = Accelerator()\n    acc.print(1)", acc=accelerator) == []
-    assert found("def evaluate(acc=None): ...\nx = 1", acc=accelerator) == []
-
-
-class Net(nn.Module):
-    """A model of the notebook."""
-
-
-def test_models_built_by_each_rank_are_found_where_memory_is_scarce() -> None:
-    source = "def train():\n    model = {}\n    return model"
-    for made in (
-        "Net(3)",
-        "AutoModel.from_pretrained('x')",
-        "transformers.BertForMaskedLM.from_pretrained('x')",
-        "Auto.from_config(c)",
-        "nn.Sequential(a, b)",
-    ):
-        cls = {"Net": Net, "nn": nn, "Auto": Net}
-        assert found(source.format(made), low=True, **cls) == [("model-per-rank", 2, 13)], made
-        assert found(source.format(made), **cls) == []
-
-
-def test_what_is_small_may_be_built_by_each_rank() -> None:
-    for made in (
-        "AutoTokenizer.from_pretrained('x')",
-        "BertConfig.from_pretrained('x')",
-        "nn.CrossEntropyLoss()",
-        "nn.Linear(1, 1)",
-        "dict()",
-    ):
-        assert found(f"def train():\n    x = {made}", low=True, nn=nn) == []
-    source = "class A(nn.Module):\n    def __init__(self):\n        self.part = Net()"
-    assert found(source, low=True, nn=nn, Net=Net) == []
-    source = "with torch.device('meta'):\n    model = Net()"
-    assert found(source, low=True, Net=Net) == []
-
-
-def test_a_model_class_of_the_cell_is_known() -> None:
-    source = "class A(nn.Module): ...\nclass B(A): ...\ndef train():\n    return B()"
-    assert found(source, low=True) == [("model-per-rank", 4, 12)]
-
-
 @pytest.mark.parametrize("value", [torch.device("cuda:0"), "cuda", torch.device("cuda")])
 def test_a_device_of_the_notebook_is_found(value: Any) -> None:
     source = "accelerator = Accelerator()\nx = x.to(dev)\ny.to(dev)"
     for host in ("cpu", "cuda"):
-        assert found(source, host, dev=value) == [("captured-device", 2, 10)]
+        assert found(source, host, dev=value) == [("device", 2, 10)]
     source = "def train():\n    accelerator = Accelerator()\n    torch.ones(1, device=dev)"
-    assert found(source, dev=value) == [("captured-device", 3, 26)]
+    assert found(source, dev=value) == [("device", 3, 26)]
 
 
 def test_the_notebooks_cpu_matters_only_where_there_is_more() -> None:
     source = "accelerator = Accelerator()\nx = x.to(device)"
     for value in ("cpu", torch.device("cpu")):
         assert found(source, "cpu", device=value) == []
-        assert found(source, "cuda", device=value) == [("captured-device", 2, 10)]
+        assert found(source, "cuda", device=value) == [("device", 2, 10)]
     assert found(source, "cuda", device=3) == []
     assert found("device = accelerator.device\nx.to(device)", "cuda", device="cuda") == []
 
@@ -510,47 +428,29 @@ def test_one_rank_alone_has_no_peers_to_write_over() -> None:
     assert len(lint.lint(task, ranks=2)) == 1
 
 
-@pytest.mark.parametrize(
-    ("made", "line"),
-    [
-        ("model = DistributedDataParallel(Net())", 3),
-        ("model = DDP(Net(), find_unused_parameters=True)", 3),
-        ("model = DataLoader(d, sampler=DistributedSampler(d))", 3),
-        ("s = DistributedSampler(d); model = DataLoader(d, sampler=s)", 3),
-    ],
-)
-def test_what_is_distributed_twice_is_found(made: str, line: int) -> None:
-    source = f"accelerator = Accelerator()\n{made}\nmodel = accelerator.prepare(model)"
-    assert found(source) == [("doubled", line, 29)]
-
-
 # Where the source is
 
 
-def test_functions_of_earlier_cells_are_read_too() -> None:
+def test_functions_of_earlier_cells_are_read_if_the_cell_calls_them_itself() -> None:
     helper = (
-        "import torch\n\ndef helper(x):\n    return deeper(x)\n\ndef deeper(x):\n    x.cuda()\n"
+        "import torch\n\ndef helper(x):\n    x.cuda()\n    return deeper(x)\n\n"
+        "def deeper(x):\n    x.cuda()\n"
     )
     names = defined(helper, "<ipython-input-3-abcdef012345>")
     (finding,) = lint.lint(cell("def train():\n    helper(1)", **names))
-    assert (finding.code, str(finding.place), finding.place.line, finding.place.column) == (
-        "device",
-        "In[3], line 7",
-        7,
-        5,
-    )
-    assert finding.shown.startswith("In[3], line 7, column 5: ")
+    assert (finding.code, str(finding.place)) == ("device", "In[3], line 4")
+    assert finding.shown.startswith("In[3], line 4, column 5: ")
+    (direct,) = lint.lint(cell("deeper(1)", **names))
+    assert str(direct.place) == "In[3], line 8"
 
 
 def test_the_shell_says_which_cell_a_file_name_is() -> None:
     filename = "/tmp/ipykernel_7/123.py"
-    names = defined("class A:\n    def go(self, x):\n        x.cuda()\n", filename)
-    names["a"] = names["A"]()
-    task = cell("a.go(1)", a=names["a"])
+    task = cell("go(1)", **defined("\n\ndef go(x):\n    x.cuda()\n", filename))
     (finding,) = lint.lint(task, name_cell={filename: "In[12]"}.get)
-    assert str(finding.place) == "In[12], line 3"
+    assert str(finding.place) == "In[12], line 4"
     (finding,) = lint.lint(task)
-    assert str(finding.place) == "an earlier cell, line 3"
+    assert str(finding.place) == "an earlier cell, line 4"
 
 
 def test_cells_that_ipython_compiled_are_found() -> None:
@@ -577,15 +477,21 @@ def test_the_guide_lists_the_codes() -> None:
     assert all(sources.count(f'"{code}"') >= 2 for code in lint.CODES)
 
 
-def test_functions_of_the_users_files_are_read_and_libraries_are_not(tmp_path: Path) -> None:
-    path = tmp_path / "mine.py"
-    path.write_text("def place(x):\n    x.cuda()\n")
-    names = defined(path.read_text(), str(path))
-    (finding,) = lint.lint(cell("place(1)", **names))
-    assert str(finding.place) == "mine.py, line 2"
-    library = tmp_path / "site-packages" / "theirs.py"
-    assert lint.lint(cell("place(1)", **defined(path.read_text(), str(library)))) == ()
-    assert lint.lint(cell("dumps(1)\nDataLoader(1)", dumps=json.dumps, DataLoader=DataLoader)) == ()
+def test_no_other_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that is not installed looks like the user's file, and may be of any size."""
+    (tmp_path / "beside.py").write_text("def place(x):\n    x.cuda()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    beside = importlib.import_module("beside")
+    read: list[str] = []
+    real = linecache.getlines
+    monkeypatch.setattr(linecache, "getlines", lambda name: read.append(name) or real(name))
+    source = "beside.place(1)\nplace(1)\ndumps(1)\nDataLoader(1)"
+    names = {"beside": beside, "place": beside.place, "dumps": json.dumps}
+    assert lint.lint(cell(source, **names, DataLoader=DataLoader)) == ()
+    assert read == []
+    (finding,) = lint.lint(Call(beside.place))  # what is launched itself
+    assert str(finding.place) == "beside.py, line 2"
+    assert lint.lint(Call(json.dumps)) == ()
 
 
 def test_decorators_partials_and_caches_are_seen_through() -> None:
@@ -607,35 +513,29 @@ def test_decorators_partials_and_caches_are_seen_through() -> None:
         assert same == finding
 
 
-def test_a_call_knows_what_it_hands_in(accelerator: Accelerator) -> None:
+def test_a_call_knows_what_it_hands_in() -> None:
     def train(a: Any, b: Any = 1, *, c: Any = None) -> None:
-        a.print(b.x)
-        c.print()
+        a.to(b)
+        a.to(c)
 
     line = train.__code__.co_firstlineno
-    (finding,) = lint.lint(Call(train, (accelerator,)))
-    assert (finding.code, str(finding.place)) == ("accelerator", f"test_lint.py, line {line + 1}")
-    (finding,) = lint.lint(Call(functools.partial(train, 1), (), {"c": accelerator}))
+    (finding,) = lint.lint(Call(train, (1, "cuda")))
+    assert (finding.code, str(finding.place)) == ("device", f"test_lint.py, line {line + 1}")
+    (finding,) = lint.lint(Call(functools.partial(train, 1), (), {"c": torch.device("cuda:1")}))
     assert finding.place.line == line + 2
-    (finding,) = lint.lint(Call(functools.partial(train, 1, b=accelerator), ()))
-    assert finding.place.line == line + 1
     assert lint.lint(Call(train, (1, 2))) == ()
-    captured = accelerator
-    (finding,) = lint.lint(Call(lambda: captured.device))
-    assert finding.code == "accelerator"
+    captured = "cuda"
+    (finding,) = lint.lint(Call(lambda x: x.to(captured)))
+    assert finding.code == "device"
 
 
-def test_a_method_is_called_with_its_own_names() -> None:
+def test_a_bound_method_is_read() -> None:
     class Runner:
-        def __call__(self, x: Any) -> None:
-            self.place(x)
-
         def place(self, x: Any) -> None:
             x.cuda()
 
     (finding,) = lint.lint(Call(Runner().place, (1,)))
     assert finding.code == "device"
-    assert lint.lint(Call(Runner(), (1,))) == (finding,)
 
 
 # Silencing
@@ -693,16 +593,14 @@ def test_objects_of_the_user_are_not_touched() -> None:
         "    w.x.step()\n    w().save_pretrained(h)\n    c(device=w)\n"
         "def train(h, w, c):\n    h.to(w); c(h)\n"
     )
-    lint.lint(cell(source, h=Hostile(), w=object.__new__(Worse), c=Worse), low_ram_tpu=True)
-    lint.lint(Call(Hostile.__eq__, (Hostile(), Hostile())), low_ram_tpu=True)
+    lint.lint(cell(source, h=Hostile(), w=object.__new__(Worse), c=Worse))
+    lint.lint(Call(Hostile.__eq__, (Hostile(), Hostile())))
     lint.lint(Call(Hostile()))  # type: ignore[arg-type]
     lint.lint(Call(Worse))
 
 
-@pytest.mark.parametrize(
-    "source", ["def f(", "x = = 1", "\0", "(" * 500 + ")" * 500, "", "# only", "-" * 50_000 + "1"]
-)
-def test_what_cannot_be_parsed_has_no_notes(source: str) -> None:
+@pytest.mark.parametrize("source", ["", "# only", "-" * 1000 + "1"])
+def test_what_is_hardly_a_program_has_no_notes(source: str) -> None:
     assert lint.lint(Cell(source, "<cell>", {})) == ()
 
 
@@ -724,7 +622,7 @@ def test_a_function_whose_source_is_gone_or_changed_has_no_notes() -> None:
 def test_functions_that_call_each_other_are_read_once() -> None:
     source = "def a(x):\n    b(x)\n    x.cuda()\n\ndef b(x):\n    a(x)\n    a(x)\n"
     names = defined(source, "<ipython-input-4-abc>")
-    assert [str(n.place) for n in lint.lint(cell("a(1); b(2)", **names))] == ["In[4], line 3"]
+    assert [str(n.place) for n in lint.lint(cell("a(1); b(2); a(3)", **names))] == ["In[4], line 3"]
 
 
 def test_odd_shapes_do_no_harm() -> None:
@@ -737,29 +635,39 @@ def test_odd_shapes_do_no_harm() -> None:
         "def h(*a, b=1, **c):\n    global q\n    q = 1\n    def i():\n        nonlocal b\n"
         "        b = q\n    return i\n"
     )
-    assert found(source) == [("device", 2, 24), ("device", 5, 14)]
+    assert found(source) == [("device", 2, 24)]
 
 
-_FUNCTIONS = "".join(
-    f"def f{i}(model, y):\n    x = model(y).to(z)\n    if x: torch.save(x, path)\n"
-    f"    loss.backward()\n    f{i - 1}(x, y)\n\n\n"
-    for i in range(1500)
-)
-_LINES = 'x.cuda()\ntorch.save(x, "x")\n(x + y).backward()\nopt.step()\n' * 2500
+_LINES = 'x.cuda()\ntorch.save(x, "x")\n(x + y).backward()\nopt.step()\n'
 
 
-@pytest.mark.timing
-@pytest.mark.parametrize("source", [_FUNCTIONS, _LINES], ids=["functions", "lines"])
-@pytest.mark.parametrize("head", ["accelerator = Accelerator()\n", "\n"], ids=["Accelerate", ""])
-def test_a_huge_cell_is_read_in_under_a_second(head: str, source: str) -> None:
-    assert source.count("\n") >= 10_000
-    task = Cell(head + source, "<cell>", {})
-    took = []
-    for _ in range(3):
-        start = time.process_time()
-        lint.lint(task)
-        took.append(time.process_time() - start)
-    assert min(took) < 1
+@pytest.mark.parametrize("source", [_LINES * 2000, "x.cuda();" * 5000, f"x = '{'.' * 10**6}'"])
+def test_what_is_too_long_to_be_read_in_time_is_given_up(source: str) -> None:
+    start = time.thread_time()
+    with pytest.raises(lint.OutOfTime):
+        lint.lint(Cell(source, "<cell>", {}))
+    assert time.thread_time() - start < 10 * lint.BUDGET_S  # of this thread, and far from it
+
+
+@pytest.mark.parametrize("error", [RecursionError, lint.OutOfTime, RuntimeError])
+def test_no_launch_ends_by_what_its_advice_meets(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error("with a value of the user's")
+
+    monkeypatch.setattr(lint, "gather", fail)
+    run = run_plan(Plan(cell("3"), "train", num_processes=1, view="none"))
+    assert run.value == 3
+    log = (run.folder / "launcher.log").read_text()
+    assert f"the lint was given up: {error.__name__}\n" in log
+
+
+def test_a_cell_that_cannot_be_read_in_time_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = f"x = '{'.' * 10**6}'\nlen(x)"
+    run = run_plan(Plan(cell(source), "train", num_processes=1, view="none"))
+    assert run.value == 10**6
+    assert "the lint was given up: OutOfTime" in (run.folder / "launcher.log").read_text()
 
 
 # Migration
@@ -793,7 +701,8 @@ def things() -> dict[str, Any]:
 
 
 def edited(findings: tuple[lint.Finding, ...], source: str) -> str:
-    return lint.apply_edits(source, [edit for finding in findings for edit in finding.edits])
+    (finding,) = (finding for finding in findings if finding.code == "migrate")
+    return lint.apply_edits(source, finding.edits)
 
 
 def trained(task: Cell | Call) -> tuple[bool, bool]:
@@ -808,25 +717,23 @@ def test_the_canonical_loop_takes_three_lines_and_changes_two() -> None:
     source = PLAIN["model handed in"]
     findings = lint.lint(cell(source, **things()), device="cuda")
     assert {finding.code for finding in findings} == {"migrate"}
-    edits = [edit for finding in findings for edit in finding.edits]
+    (finding,) = findings
+    edits = finding.edits
     assert [(edit.line, edit.insert) for edit in edits if edit.insert is not None] == [
         (2, "from accelerate import Accelerator"),
         (7, "    accelerator = Accelerator()"),
-        (7, "    model.to(accelerator.device)"),
-        (10, "    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"),
+        (11, "    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"),
         (16, "            accelerator.backward(loss)"),
+        (7, "    model.to(accelerator.device)"),
     ]
     lines = source.split("\n")
     gone = [(edit.line, lines[edit.line - 1].strip()) for edit in edits if edit.delete]
-    assert gone == [(7, 'model.to("cuda")'), (16, "loss.backward()")]
-    assert [(finding.place.line, finding.place.column) for finding in findings] == [
-        (2, 1),
-        (7, 5),
-        (7, 14),
-        (10, 5),
-        (16, 13),
-    ]
-    assert "each rank would train a model of its own" in findings[0].text
+    assert gone == [(16, "loss.backward()"), (7, 'model.to("cuda")')]
+    assert (finding.place.line, finding.place.column) == (16, 13)
+    assert finding.text == (
+        "this loop does not use the other ranks: each rank would train a model of its own, on all "
+        "of the data; `%%nbtrain migrate` on top of its cell shows what to change, as a diff"
+    )
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -834,7 +741,6 @@ def test_ranks_train_one_model_with_the_edits_and_their_own_without(name: str) -
     source = PLAIN[name]
     findings = lint.lint(cell(source, **things()), device="cuda")
     assert {finding.code for finding in findings} == {"migrate"}
-    assert all(finding.edits for finding in findings)
     result = edited(findings, source)
     assert "cuda" not in result.replace(', device="cuda"):', "")
     assert lint.lint(cell(result, **things()), device="cuda") == ()
@@ -847,7 +753,7 @@ def test_a_function_of_an_earlier_cell_is_migrated_in_its_cell() -> None:
     source = PLAIN["model handed in"]
     names = defined(source, "<ipython-input-5-abc>", **things())
     findings = lint.lint(Call(names["train"], (names["model"],)))
-    assert [str(finding.place) for finding in findings][:2] == ["In[5], line 2", "In[5], line 7"]
+    assert [str(finding.place) for finding in findings] == ["In[5], line 16"]
     result = edited(findings, source)
     names = defined(result, "<ipython-input-6-abc>", **things())
     assert lint.lint(Call(names["train"], (names["model"],))) == ()
@@ -875,8 +781,8 @@ def test_odd_ways_of_placing_are_migrated() -> None:
         "    accelerator = Accelerator()\n"
         "    device = accelerator.device\n"
         "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)\n"
         "    model.to(device)\n"
+        "    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)\n"
         "    for batch in loader:\n"
         "        batch = {k: v.to(accelerator.device) for k, v in batch.items()}\n"
         "        loss = model((batch + 1).to(accelerator.device, non_blocking=True).half()).loss\n"
@@ -884,18 +790,7 @@ def test_odd_ways_of_placing_are_migrated() -> None:
         "        optimizer.step()\n"
         "        mask = torch.zeros(1).to(device)\n"
     )
-    assert found(source)[0] == ("migrate", 1, 1)
-    assert {code for code, *_ in found(source)} == {"migrate"}
-    assert found(result) == []
-
-
-def test_devices_that_the_edits_leave_as_they_are_are_reported_beside_them() -> None:
-    helper = "def moved(x):\n    return x.cuda().to(place)\n\n\n"
-    source = helper + PLAIN["model handed in"].lstrip("\n").replace("model(x)", "model(moved(x))")
-    findings = lint.lint(cell(source, place=torch.device("cuda:0"), **things()), device="cuda")
-    reported = [(f.code, f.place.line, f.place.column) for f in findings if f.code != "migrate"]
-    assert reported == [("device", 2, 12), ("captured-device", 2, 24)]
-    assert any(finding.edits for finding in findings)
+    assert found(source) == [("migrate", 8, 9)]
 
 
 def test_devices_within_the_loss_are_migrated_with_it() -> None:
@@ -945,7 +840,7 @@ def test_a_device_that_is_used_elsewhere_is_the_accelerators() -> None:
     task = cell(captured, device="cuda", **things())
     result = edited(lint.lint(task, device="cuda"), captured)
     assert "    accelerator = Accelerator()\n    device = accelerator.device\n" in result
-    assert found(inside, device="cuda") == [("captured-device", 2, 14)]
+    assert found(inside, device="cuda") == [("device", 2, 14)]
 
 
 def test_a_plain_loop_is_found_whatever_its_own_names_are() -> None:
@@ -991,8 +886,10 @@ def test_what_is_not_certain_to_train_alone_is_left_in_peace(source: str) -> Non
     assert found(source) == []
 
 
-def test_half_of_the_edits_are_none() -> None:
-    source = PLAIN["model handed in"].replace('.to("cuda")', '.to("cuda")  # nbtrain: ignore')
+def test_a_loop_is_left_as_it_is_where_that_is_asked_for_and_on_one_rank() -> None:
+    source = PLAIN["model handed in"].replace(
+        "loss.backward()", "loss.backward() # nbtrain: ignore"
+    )
     assert lint.lint(cell(source, **things())) == ()
     assert lint.lint(cell(PLAIN["model handed in"], **things()), ranks=1) == ()
 

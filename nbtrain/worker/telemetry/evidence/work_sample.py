@@ -13,10 +13,9 @@ import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ....planning.lint.source_finder import gather
 from ....planning.plan import Task
+from ....planning.task_values import source_lines
 from ....system.instrumentation import patch
-from ....system.source_files import cell_name
 from ....tracking import clock
 from ....tracking import events as ev
 from ....tracking.event_log import EventWriter
@@ -229,16 +228,6 @@ def _reads_rank(task: Task | None) -> tuple[bool, bool]:
 
     Where the source cannot be read, it may ask.
     """
-    try:
-        units = gather(task, cell_name) if task is not None else []
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        units = []
-    lines = [line for unit in units for line in _own_lines(unit)]
-    asks = not units or any(_ASKS.search(line.partition("#")[0]) for line in lines)
+    lines = source_lines(task) if task is not None else []
+    asks = not lines or any(_ASKS.search(line.partition("#")[0]) for line in lines)
     return asks, any(_IGNORES.search(line) for line in lines)
-
-
-def _own_lines(unit: Any) -> list[str]:
-    first, last = getattr(unit.tree, "lineno", 1), getattr(unit.tree, "end_lineno", None)
-    lines: list[str] = unit.lines[first - 1 : last]
-    return lines
