@@ -13,10 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from ...findings import Edit, Finding
-from . import value_kinds
 from .program import Program
 from .rules import pinned_strings
-from .source_index import MISSING, Unit, called, devices_of, dotted, is_function, names_in, receiver
+from .source_index import Unit, called, devices_of, dotted, is_function, names_in, receiver
 from .training_loop import Loop, loop_of, loops_around, role
 
 _DISTRIBUTED = re.compile(
@@ -249,10 +248,9 @@ class _Migration:
         names = [device for call in self._calls() for device in devices_of(call)]
         outside: dict[str, None] = {}
         for name in (name for name in names if isinstance(name, ast.Name)):
-            value = self.unit.value(name)
-            own = (binding.statement for binding in self.bound.get(name.id, []))
-            is_device = name.id == "device" if value is MISSING else value_kinds.device_type(value)
-            if is_device and not any(isinstance(statement, ast.Assign) for statement in own):
+            kind, own = self.unit.kind(name), self.bound.get(name.id, [])
+            is_device = name.id == "device" if kind is None else kind.startswith("device")
+            if is_device and not any(isinstance(b.statement, ast.Assign) for b in own):
                 outside[name.id] = None
         return list(outside)
 

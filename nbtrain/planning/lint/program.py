@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
-from . import value_kinds
-from .source_index import MISSING, Unit, called, dotted, is_function, names_in
+from .source_index import Unit, called, dotted, is_function, names_in
 
 _RANK = re.compile(
     r"(^|_)(rank|main_process|last_process|process_index|master|global_zero|process_zero|chief"
@@ -23,10 +22,22 @@ class Program:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = units
-        self.names = frozenset(_identifiers(units))
+        self.names: set[str] = set()
+        """Every name, attribute and part of an import."""
+        for node in (node for unit in units for node in unit.nodes):
+            match node:
+                case ast.Attribute(value=ast.Name(id="torch"), attr="accelerator"):
+                    pass  # torch's word for any GPU, no Accelerator
+                case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
+                    self.names.add(name)
+                case ast.alias(name=str(path)) | ast.ImportFrom(module=str(path)):
+                    self.names.update(path.split("."))
         self.accelerated = any(
-            called(call) == "Accelerator" for unit in units for call in unit.calls
-        ) or any(_captured(load, unit) == "accelerator" for unit in units for load in unit.loads)
+            called(node) == "Accelerator"
+            or (isinstance(node, ast.Name) and unit.kind(node) == "accelerator")
+            for unit in units
+            for node in (*unit.calls, *unit.loads)
+        )
         self.everywhere = self._find_everywhere()
         """The cell and the functions that every rank is certain to run."""
 
@@ -42,13 +53,11 @@ class Program:
         """Return whether an expression is the Accelerator, as far as names tell."""
         if isinstance(node, ast.Call):
             return called(node) == "Accelerator"
-        name = dotted(node).rpartition(".")[2]
-        if "accelerator" in name.lower():
+        if "accelerator" in dotted(node).rpartition(".")[2].lower():
             return True
-        if not isinstance(node, ast.Name):
-            return False
-        made = any(called(binding.value) == "Accelerator" for binding in unit.bindings(node))
-        return made or _captured(node, unit) == "accelerator"
+        bound = unit.bindings(node) if isinstance(node, ast.Name) else []
+        is_made = any(called(binding.value) == "Accelerator" for binding in bound)
+        return is_made or (isinstance(node, ast.Name) and unit.kind(node) == "accelerator")
 
     def mentions_rank(self, node: ast.AST, unit: Unit) -> bool:
         """Return whether an expression depends on which rank evaluates it, as far as it shows.
@@ -66,7 +75,7 @@ class Program:
         below = node
         for above in unit.ancestors(node):
             earlier = before(above, below)
-            exits = [s.test for s in earlier if isinstance(s, ast.If) and _leaves(s.body[-1])]
+            exits = [s.test for s in earlier if isinstance(s, ast.If) and _leaves(s)]
             if any(self.mentions_rank(test, unit) for test in (*_decides(above, below), *exits)):
                 return True
             if is_function(above):
@@ -95,12 +104,6 @@ class Program:
         calls = [call for call in first.calls if first.scope(call) in starts]
         names = {dotted(call.func) for call in calls if not self.guarded(call, first)}
         return starts | {functions[name] for name in names & functions.keys()}
-
-
-def _captured(node: ast.Name, unit: Unit) -> str:
-    """Return the kind of the notebook's value that a name stands for; '' if it is none."""
-    value = unit.value(node)
-    return "" if value is MISSING else value_kinds.kind(value)
 
 
 def _is_of_rank(node: ast.AST) -> bool:
@@ -132,19 +135,8 @@ def _decides(above: ast.AST, below: ast.AST) -> list[ast.expr]:
     return []
 
 
-def _leaves(statement: ast.stmt) -> bool:
-    if isinstance(statement, (ast.Return, ast.Continue, ast.Break, ast.Raise)):
-        return True
-    return isinstance(statement, ast.Expr) and called(statement.value) in ("exit", "_exit", "abort")
-
-
-def _identifiers(units: Sequence[Unit]) -> Iterator[str]:
-    for unit in units:
-        for node in unit.nodes:
-            match node:
-                case ast.Attribute(value=ast.Name(id="torch"), attr="accelerator"):
-                    pass  # torch's word for any GPU, no Accelerator
-                case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
-                    yield name
-                case ast.alias(name=str(path)) | ast.ImportFrom(module=str(path)):
-                    yield from path.split(".")
+def _leaves(branch: ast.stmt) -> bool:
+    """Return whether a statement is an ``if`` after which nothing of the function runs."""
+    last = branch.body[-1] if isinstance(branch, ast.If) else branch
+    is_exit = isinstance(last, ast.Expr) and called(last.value) in ("exit", "_exit", "abort")
+    return is_exit or isinstance(last, (ast.Return, ast.Continue, ast.Break, ast.Raise))

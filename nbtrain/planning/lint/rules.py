@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator
 
 from ...findings import Finding
-from . import value_kinds
 from .program import Program
-from .source_index import MISSING, Unit, called, devices_of, dotted, names_in, receiver
+from .source_index import Unit, called, devices_of, dotted, names_in, receiver
+from .value_kinds import ACCELERATORS
 
 
 def backward(program: Program) -> Iterator[Finding]:
@@ -74,37 +74,22 @@ def devices(program: Program, host: str) -> Iterator[Finding]:
 
     `host` is what the ranks train on, "cpu" or "cuda".
     """
-    instead = _own_device(program)
+    instead = "accelerator.device"
+    if not program.accelerated:
+        number = "local_rank" if "local_rank" in program.names else "os.environ['LOCAL_RANK']"
+        instead = f'f"cuda:{{{number}}}"'
     for unit, node, text in _pinned(program, host):
         if not program.skipped(node, unit):
-            yield unit.finding(
-                node,
-                "device",
-                f"{text} is hard-coded, so that every rank would use the same; write `{instead}`",
-            )
+            text = f"{text} is hard-coded, so that every rank would use the same; write `{instead}`"
+            yield unit.finding(node, "device", text)
     reported: set[str] = set()
-    for unit in program.units:
-        for name in _placing_names(unit):
-            value = unit.value(name)
-            kind = "" if value is MISSING else value_kinds.device_type(value)
-            on_cpu = kind == "cpu" and (host == "cpu" or "device" not in name.id.lower())
-            if not kind or on_cpu or name.id in reported or program.skipped(name, unit):
-                continue
+    for unit, name in ((u, name) for u in program.units for name in _placing_names(u)):
+        _, is_device, kind = (unit.kind(name) or "").partition("device: ")
+        on_cpu = kind == "cpu" and (host == "cpu" or "device" not in name.id.lower())
+        if is_device and not on_cpu and name.id not in reported and not program.skipped(name, unit):
             reported.add(name.id)
-            yield unit.finding(
-                name,
-                "device",
-                f"`{name.id}` is a {kind} device of the notebook, the same for every rank; use "
-                f"`{instead}`",
-            )
-
-
-def _own_device(program: Program) -> str:
-    """Return what a rank writes for its device."""
-    if program.accelerated:
-        return "accelerator.device"
-    number = "local_rank" if "local_rank" in program.names else "os.environ['LOCAL_RANK']"
-    return f'f"cuda:{{{number}}}"'
+            text = f"`{name.id}` is a {kind} device of the notebook, the same for every rank"
+            yield unit.finding(name, "device", f"{text}; use `{instead}`")
 
 
 def _pinned(program: Program, host: str) -> Iterator[tuple[Unit, ast.expr, str]]:
@@ -166,7 +151,7 @@ def pinned_strings(argument: ast.expr | None) -> Iterator[tuple[ast.expr, str]]:
         yield from pinned_strings(argument.orelse)
     elif isinstance(argument, ast.Constant):
         text = argument.value
-        if isinstance(text, str) and value_kinds.ACCELERATORS.fullmatch(text):
+        if isinstance(text, str) and ACCELERATORS.fullmatch(text):
             yield argument, text
 
 

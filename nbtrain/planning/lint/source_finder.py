@@ -31,94 +31,79 @@ def gather(task: Call | Cell, clock: Clock, name_cell: NameCell | None = None) -
 
     Empty where it has no source. Raises `OutOfTime`, and what `ast.parse` raises for a cell.
     """
-    finder = _Finder(clock, name_cell)
-    first: Unit | None = None
-    if isinstance(task, Cell):
-        first = finder.unit_of_cell(task)
-    elif (function := function_of(task.function)) is not None:
-        first = finder.unit_of(function, task)
-    if first is None:
-        return []
-    units, notebook = [first], first.namespace.get("__name__", "__main__")
-    for call in first.calls:
-        value = first.value(call.func) if isinstance(call.func, ast.Name) else MISSING
-        other = None if value is MISSING else function_of(value)
-        if other is not None and other.__globals__.get("__name__") == notebook:
-            unit = finder.unit_of(other)
-            units += [unit] if unit is not None else []
-    return units
+    parsed: dict[str, ast.Module | None] = {}
+    known: set[types.CodeType] = set()
 
-
-class _Finder:
-    """Turns cells and functions into units, each function once."""
-
-    def __init__(self, clock: Clock, name_cell: NameCell | None) -> None:
-        self.clock, self.name_cell = clock, name_cell
-        self.parsed: dict[str, tuple[ast.Module, list[str]] | None] = {}
-        self.done: set[ast.AST] = set()
-
-    def unit_of_cell(self, cell: Cell) -> Unit:
-        """Return a whole cell."""
-        if len(cell.source) > MOST_CHARACTERS:
-            raise OutOfTime
-        module = ast.parse(cell.source)
-        defined = [node for node in module.body if is_function(node) and node.name == cell.function]
-        unit = Unit(
-            tree=module,
-            module=module,
-            lines=cell.source.split("\n"),  # as ast counts them
-            place="",
-            namespace=cell.namespace,
-            clock=self.clock,
-            entry=defined[-1] if defined else None,
-        )
-        bound = unit.bound[module]
-        unit.arguments = {n: v for n, v in arguments(cell).items() if n not in bound}
-        return unit
-
-    def unit_of(self, function: types.FunctionType, call: Call | None = None) -> Unit | None:
-        """Return the source of a function; None if there is none, or it was returned before.
-
-        `call`: what the ranks call, if this is it.
-        """
-        filename = function.__code__.co_filename
-        parsed = self._parse(filename)
-        node = _locate(function, parsed[0]) if parsed else None
-        if parsed is None or node is None or node in self.done:
+    def unit_of(function: types.FunctionType | None, call: Call | None = None) -> Unit | None:
+        if function is None or function.__code__ in known:
             return None
-        self.done.add(node)
+        known.add(function.__code__)
+        clock.check()
+        filename = function.__code__.co_filename
+        lines = [] if is_library(filename) else linecache.getlines(filename)
+        if filename not in parsed:
+            parsed[filename] = _parse(lines)
+        module = parsed[filename]
+        node = _locate(function, module) if module is not None else None
+        if module is None or node is None:
+            return None
         return Unit(
             tree=node,
-            module=parsed[0],
-            lines=parsed[1],
-            place=self._place(filename),
+            module=module,
+            lines=[line.rstrip("\r\n") for line in lines],
+            place=_place(filename, name_cell),
             namespace=visible(function),
-            clock=self.clock,
+            clock=clock,
             entry=node if call else None,
             arguments=arguments(call) if call else {},
         )
 
-    def _parse(self, filename: str) -> tuple[ast.Module, list[str]] | None:
-        self.clock.check()
-        if filename not in self.parsed:
-            self.parsed[filename] = None
-            lines = [] if is_library(filename) else linecache.getlines(filename)
-            if 0 < sum(map(len, lines)) <= MOST_CHARACTERS:
-                try:
-                    module = ast.parse("".join(lines))
-                except (SyntaxError, ValueError, RecursionError, MemoryError):
-                    return None  # edited since, or no Python
-                self.parsed[filename] = (module, [line.rstrip("\r\n") for line in lines])
-        return self.parsed[filename]
+    if isinstance(task, Cell):
+        first: Unit | None = _cell(task, clock)
+    else:
+        first = unit_of(function_of(task.function), task)
+    if first is None:
+        return []
+    notebook = first.namespace.get("__name__", "__main__")
+    names = (call.func for call in first.calls if isinstance(call.func, ast.Name))
+    values = (value for name in names if (value := first.value(name)) is not MISSING)
+    functions = filter(None, map(function_of, values))
+    own = (f for f in functions if f.__globals__.get("__name__") == notebook)
+    return [first, *filter(None, map(unit_of, own))]
 
-    def _place(self, filename: str) -> str:
-        if self.name_cell is not None and (named := self.name_cell(filename)):
-            return named
-        # IPython 7 does not keep the numbers of the files that ipykernel names.
-        if re.search(r"ipykernel_\d+[/\\]\d+\.py$", filename):
-            return "an earlier cell"
-        numbered = re.match(r"<ipython-input-(\d+)-", filename)
-        return f"In[{numbered[1]}]" if numbered else Path(filename).name
+
+def _cell(cell: Cell, clock: Clock) -> Unit:
+    """Return a whole cell."""
+    if len(cell.source) > MOST_CHARACTERS:
+        raise OutOfTime
+    module = ast.parse(cell.source)
+    defined = [node for node in module.body if is_function(node) and node.name == cell.function]
+    lines = cell.source.split("\n")  # as ast counts them
+    entry = defined[-1] if defined else None
+    unit = Unit(module, module, lines, "", cell.namespace, clock, entry)
+    bound = unit.bound[module]
+    unit.arguments = {n: v for n, v in arguments(cell).items() if n not in bound}
+    return unit
+
+
+def _parse(lines: list[str]) -> ast.Module | None:
+    if not 0 < sum(map(len, lines)) <= MOST_CHARACTERS:
+        return None
+    try:
+        return ast.parse("".join(lines))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None  # edited since, or no Python
+
+
+def _place(filename: str, name_cell: NameCell | None) -> str:
+    """Return what people call a source."""
+    if name_cell is not None and (named := name_cell(filename)):
+        return named
+    # IPython 7 does not keep the numbers of the files that ipykernel names.
+    if re.search(r"ipykernel_\d+[/\\]\d+\.py$", filename):
+        return "an earlier cell"
+    numbered = re.match(r"<ipython-input-(\d+)-", filename)
+    return f"In[{numbered[1]}]" if numbered else Path(filename).name
 
 
 def _locate(function: types.FunctionType, module: ast.Module) -> ast.AST | None:

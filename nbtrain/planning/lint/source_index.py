@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeGuard
 
 from ...findings import Finding, Place
+from .value_kinds import kind
 
 MISSING = object()
 """What a name holds that is local to the source, or unknown."""
@@ -227,6 +228,11 @@ class Unit:
         if home is self.entry and len(bound) == 1 and isinstance(bound[0].statement, ast.arg):
             return self.arguments.get(name.id, MISSING)
         return MISSING
+
+    def kind(self, name: ast.Name) -> str | None:
+        """Return what the notebook hands in under a name; None for what it does not."""
+        value = self.value(name)
+        return None if value is MISSING else kind(value)
 
 
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.Module)

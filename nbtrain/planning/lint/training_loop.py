@@ -10,9 +10,8 @@ from itertools import takewhile
 from typing import TypeGuard
 
 from ...findings import Finding
-from . import value_kinds
 from .program import Program
-from .source_index import MISSING, Unit, called, dotted, names_in, receiver
+from .source_index import Unit, called, dotted, names_in, receiver
 
 _OPTIMIZER = re.compile(
     r"SGD|Adam(W|ax)?(8bit)?|(N|R|Sparse)Adam|RMSprop|Ada(grad|delta|factor)|LBFGS|ASGD|Rprop"
@@ -105,10 +104,9 @@ def role(name: ast.Name, unit: Unit) -> str:
 
     By the type of the notebook's value, the calls that make it, or the name of a parameter.
     """
-    value = unit.value(name)
-    if value is not MISSING:
-        return value_kinds.kind(value)
-    bound = unit.bindings(name)
+    kind, bound = unit.kind(name), unit.bindings(name)
+    if kind is not None:
+        return kind
     if len(bound) == 1 and isinstance(bound[0].statement, ast.arg):
         is_optimizer = name.id.lower().startswith("opt")
         return "loader" if _LOADER.search(name.id) else "optimizer" if is_optimizer else ""
@@ -120,25 +118,20 @@ def role(name: ast.Name, unit: Unit) -> str:
 
 def _is_model(name: ast.Name, unit: Unit) -> bool:
     """Return whether a name that is called is the model, as handed in or as the notebook has it."""
-    value, bound = unit.value(name), unit.bindings(name)
+    kind, bound = unit.kind(name), unit.bindings(name)
+    if kind is not None:
+        return kind == "model" and not re.search("loss|crit|metric", name.id)
     given = [binding for binding in bound if isinstance(binding.statement, ast.arg)]
     others = [binding.value for binding in bound if binding not in given]
     moved = all(isinstance(v, ast.Call) and dotted(receiver(v)) == name.id for v in others)
-    if given and others and moved and unit.scope(given[0].statement) is unit.entry:
-        value = unit.arguments.get(name.id, MISSING)  # model = model.to(device)
-    if value is not MISSING:
-        return value_kinds.kind(value) == "model" and not re.search("loss|crit|metric", name.id)
-    return bool(given) and moved and name.id in ("model", "net", "network")
+    return bool(given) and moved and name.id in ("model", "net", "network")  # model = model.to(…)
 
 
 def models_of(optimizer: ast.Call) -> list[str]:
     """Return the names whose ``.parameters()`` an optimizer's call is given."""
-    inside = (node for node in ast.walk(optimizer) if isinstance(node, ast.Call))
-    owners = [receiver(call) for call in inside if called(call) in _PARAMETERS]
-    return list(dict.fromkeys(map(dotted, owners)))
-
-
-_PARAMETERS = ("parameters", "named_parameters")
+    inside = [node for node in ast.walk(optimizer) if isinstance(node, ast.Call)]
+    names = ("parameters", "named_parameters")
+    return list(dict.fromkeys(dotted(receiver(c)) for c in inside if called(c) in names))
 
 
 def unprepared(program: Program) -> Iterator[Finding]:
@@ -214,10 +207,9 @@ def _gives_all(made: ast.expr, unit: Unit, program: Program) -> bool:
 
 def _is_raw(model: ast.Name, unit: Unit, program: Program) -> bool:
     """Return whether nothing that a model's name is bound to wraps it, or is the Accelerator's."""
-    value = unit.value(model)
-    if value is not MISSING:
-        return value_kinds.kind(value) == "model"
-    bound = unit.bindings(model)
+    kind, bound = unit.kind(model), unit.bindings(model)
+    if kind is not None:
+        return kind == "model"
     values = [b.value for b in bound if not isinstance(b.statement, ast.arg)]
     if not bound or any(value is None or called(value) in _WRAPPED for value in values):
         return False

@@ -32,20 +32,15 @@ ACCELERATORS = re.compile(r"(cuda|xpu|npu|hpu|mlu|musa)(:\d+)?")
 
 
 def kind(value: Any) -> str:
-    """Return what a value is for lint: accelerator, model, loader, prepared, optimizer, or ''."""
+    """Return what a value is for lint, as "model" or "prepared"; a device is "device: cuda"."""
+    torch = sys.modules.get("torch")
+    if type(value) is str or type(value) is getattr(torch, "device", None):
+        text = str(value)
+        is_device = ACCELERATORS.fullmatch(text) or text in ("cpu", "mps", "mps:0")
+        return f"device: {text.partition(':')[0]}" if is_device else ""
     for base in _MRO.__get__(type(value)):
         package = module_of(base).partition(".")[0]
         known = _KINDS.get(f"{package}.{_NAME.__get__(base)}")
         if known or package == "accelerate":
             return known or "prepared"
     return ""
-
-
-def device_type(value: Any) -> str:
-    """Return ``cuda`` for the string "cuda:0" and for such a torch.device; '' if it is neither."""
-    torch = sys.modules.get("torch")
-    if type(value) is not str and type(value) is not getattr(torch, "device", None):
-        return ""
-    text = str(value)
-    is_device = ACCELERATORS.fullmatch(text) or text in ("cpu", "mps", "mps:0")
-    return text.partition(":")[0] if is_device else ""
