@@ -8,7 +8,6 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +163,12 @@ def manifest(
 
 def _if_killed(plan: Plan, ranks: int) -> Sequence[str]:
     """Return what to say if a rank is killed for want of memory: what each loads for itself."""
-    loads = launch_log.advice("the estimate", partial(build_estimate.loads, plan.task))
-    return build_estimate.advice(loads, ranks, host.memory().available) if loads else ()
+
+    def look() -> Sequence[str]:
+        loads = build_estimate.loads(plan.task)
+        return build_estimate.advice(loads, ranks, host.memory().available)
+
+    return launch_log.advice("the estimate", look)
 
 
 def _cells(plan: Plan) -> dict[str, str]:

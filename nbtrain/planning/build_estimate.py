@@ -47,7 +47,7 @@ def loads(task: Call | Cell) -> list[Load]:
 
     Raises what `nbtrain.planning.lint.lint` raises.
     """
-    found: list[Load] = []
+    result: list[Load] = []
     for unit in read(task, cell_name):
         for call in unit.calls:
             match call:
@@ -60,8 +60,8 @@ def loads(task: Call | Cell) -> list[Load]:
                     value: Any = name.value if isinstance(name, ast.Constant) else unit.value(name)
                     size = checkpoint_bytes(value) if type(value) is str else 0
                     place = Place(unit.place, call.lineno, call.col_offset + 1)
-                    found += [Load(place, size)] if size else []
-    return found
+                    result += [Load(place, size)] if size else []
+    return result
 
 
 def advice(loaded: list[Load], ranks: int, available: int | None) -> tuple[str, ...]:
