@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
-from .source_index import Unit, called, dotted, is_function, names_in
+from .source_index import FunctionNode, Unit, called, dotted, is_function, names_in
 
 _RANK = re.compile(
     r"(^|_)(rank|main_process|last_process|process_index|master|global_zero|process_zero|chief"
@@ -85,25 +85,37 @@ class Program:
 
     def skipped(self, node: ast.AST, unit: Unit) -> bool:
         """Return whether a node is behind a test of the rank, or in what nobody mentions."""
-        named = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-        outer = [above for above in unit.ancestors(node) if isinstance(above, named)]
-        if outer and outer[-1] not in (unit.entry, unit.tree) and not outer[-1].decorator_list:
-            return outer[-1].name not in self.names or self.guarded(node, unit)
-        return self.guarded(node, unit)
+        top = outermost(node, unit)
+        if top is None or top in self.everywhere or top.decorator_list:
+            return self.guarded(node, unit)
+        return top.name not in self.names or self.guarded(node, unit)
 
     def _find_everywhere(self) -> set[ast.AST]:
         """Return what the ranks start with, and the functions that it calls with no test before."""
-        first = self.units[0]
-        starts = {node for node in (first.entry, first.tree) if node is not None}
-        functions = {
-            node.name: node
-            for unit in self.units
-            for node in (unit.module.body if unit.is_cell else (unit.tree,))
-            if is_function(node)
-        }
-        calls = [call for call in first.calls if first.scope(call) in starts]
-        names = {dotted(call.func) for call in calls if not self.guarded(call, first)}
-        return starts | {functions[name] for name in names & functions.keys()}
+        functions: dict[str, ast.AST] = {}
+        calls: dict[ast.AST, list[tuple[Unit, ast.Call]]] = {}
+        for unit in self.units:
+            for node in unit.module.body if unit.is_cell else (unit.tree,):
+                if is_function(node):
+                    functions[node.name] = node
+            for call in unit.calls:
+                calls.setdefault(outermost(call, unit) or unit.tree, []).append((unit, call))
+        waiting = [node for node in (self.units[0].entry, self.units[0].tree) if node is not None]
+        reached: set[ast.AST] = set()
+        while waiting:
+            reached.add(caller := waiting.pop())
+            for unit, call in calls.get(caller, []):
+                function = functions.get(dotted(call.func), caller)
+                if function not in reached and not self.guarded(call, unit):
+                    waiting.append(function)
+        return reached
+
+
+def outermost(node: ast.AST, unit: Unit) -> FunctionNode | ast.ClassDef | None:
+    """Return the function or class around a node that stands in no other one."""
+    named = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    around = [above for above in unit.ancestors(node) if isinstance(above, named)]
+    return around[-1] if around else None
 
 
 def _is_of_rank(node: ast.AST) -> bool:

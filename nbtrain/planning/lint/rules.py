@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 
 from ...findings import Finding
-from .program import Program
-from .source_index import Unit, called, devices_of, dotted, names_in, receiver
+from .program import Program, outermost
+from .source_index import Unit, called, devices_of, dotted, is_function, names_in, receiver
 from .value_kinds import ACCELERATORS
 
 
@@ -18,7 +18,7 @@ def backward(program: Program) -> Iterator[Finding]:
         return
     stepping = {unit.scope(call) for unit, call in program.calls("step")}
     for unit, call in program.calls("backward"):
-        loss, scope = receiver(call), unit.scope(call)
+        loss, scope, top = receiver(call), unit.scope(call), outermost(call, unit)
         if (
             loss is None
             or call.args
@@ -27,6 +27,7 @@ def backward(program: Program) -> Iterator[Finding]:
             or called(loss) == "super"
             or program.is_accelerator(loss, unit)
             or program.skipped(call, unit)
+            or (is_function(top) and top not in program.everywhere)
             or _is_apart(scope, unit, program)
         ):
             continue

@@ -35,8 +35,6 @@ NOT_LOOPS = (  # wrong on purpose, plain on purpose, for one rank
     "test_lint.py",
     "test_uncalled_function.py",
     "test_training_meter.py",
-    "test_loss.py",
-    "memory_table.py",
     "test_work_sample.py",
     "test_data_loading.py",
     "telemetry.py",
