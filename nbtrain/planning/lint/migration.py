@@ -261,7 +261,10 @@ class _Migration:
     def _unwrap(self) -> None:
         """Ask the model inside the wrapper for what the wrapper does not have."""
         start, innermost = self.loop.around[-1].lineno, self.loop.around[0]
+        home = self.unit.home(self.model, self.scope)
         for use in (load for load in self.unit.loads if load.id == self.model):
+            if self.unit.home(use.id, self.unit.scope(use)) is not home:
+                continue  # another variable of that name
             above, around = self.unit.parents.get(use), list(self.unit.ancestors(use))
             is_after = use.lineno >= start or self.unit.scope(use) is not self.scope
             is_call = isinstance(above, ast.Call) and above.func is use

@@ -810,6 +810,14 @@ def test_a_loader_that_the_cell_makes_beside_the_function_is_not_asked_of_the_no
     assert first.edits
 
 
+def test_another_variable_of_the_models_name_stays_as_it_is() -> None:
+    helper = "def head(net):\n    return net.head\n\n"
+    source = helper + PLAIN["no function"].lstrip("\n") + "head(net)\n"
+    result = edited(lint.lint(cell(source, **things())), source)
+    assert "    return net.head\n" in result
+    assert result.endswith("head(accelerator.unwrap_model(net))\n")
+
+
 def test_only_what_the_loop_has_goes_through_prepare() -> None:
     def prepare(name: str) -> str:
         result = edited(lint.lint(cell(PLAIN[name], **things())), PLAIN[name])
