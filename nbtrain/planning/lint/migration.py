@@ -89,8 +89,9 @@ def migration(program: Program) -> Iterator[Finding]:
         return
     unit, first = backwards[0]
     loop = loop_of(first, unit)
-    what = "loop" if loops_around(first, unit) else "step"
-    text = f"this {what} does not use the other ranks: {_ALONE}"
+    text = f"this loop does not use the other ranks: {_ALONE}"
+    if not loops_around(first, unit):
+        text = f"this step does not use the other ranks: {_ALONE}"
     try:
         _require(loop is not None, len(backwards) == 1, not unit.place.endswith(".py"))
         assert loop is not None
