@@ -1,6 +1,6 @@
 """`memory_needed` and ``%nbtrain memory``: what is told against what is really allocated.
 
-`tests/benchmarks/studies/memory_table.py` prints the same comparison for more models.
+`tests/tools/memory_table.py` prints the same comparison for more models.
 """
 
 from __future__ import annotations

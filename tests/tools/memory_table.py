@@ -1,6 +1,6 @@
 """`nbtrain.memory_needed` against what ranks really allocate, on the CPU. From the repository root:
 
-    python tests/benchmarks/studies/memory_table.py         # everything, some minutes on two cores
+    python tests/tools/memory_table.py         # everything, some minutes on two cores
 
 Each row trains a small model for two steps under Accelerate in real ranks, adds up what PyTorch's
 CPU allocator gave out and took back (the profiler's memory events), and compares the peak with what
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[3]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import transformers
