@@ -15,7 +15,6 @@ would wait for ever for the lock of a module that nobody in it imports.
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import functools
 import gc
@@ -156,7 +155,7 @@ def _interrupted_if_it_hangs() -> Iterator[None]:
     """Raise `KeyboardInterrupt` in an import that hangs; hand on one that came in a short import.
 
     An interrupt between two lines of an import leaves half a module. And an idle kernel ignores
-    interrupts: a import that hangs then would leave a kernel that nothing reaches.
+    interrupts: an import that hangs then would leave a kernel that nothing reaches.
     """
     old = signal.getsignal(signal.SIGINT)
     if old is None:  # not Python's own: it could not be put back
@@ -169,7 +168,9 @@ def _interrupted_if_it_hangs() -> Iterator[None]:
         left = hangs_at - time.monotonic()
         if left <= 0:
             raise KeyboardInterrupt
-        again.append(threading.Timer(left, _thread.interrupt_main))
+        # A real signal: it also wakes what waits for a disk, a lock or a socket.
+        press = functools.partial(signal.pthread_kill, threading.get_ident(), signal.SIGINT)
+        again.append(threading.Timer(left, press))
         again[-1].daemon = True
         again[-1].start()
 
