@@ -23,7 +23,7 @@ from ..tracking.reducers import fold
 from ..tracking.run_folder import RunFolder
 from ..tracking.state import RunState
 from ..transport import result_pickler, weights
-from ..transport.weight_reader import WeightReader
+from ..transport.weight_file import WeightReader
 from ..ui.labels import not_updated
 from ..worker.result_sender import QUICK
 
@@ -103,45 +103,44 @@ def _take_weights(
 ) -> dict[str, Finding]:
     """Load weights in place; return the reasons why some could not be, by name.
 
-    What shares tensors with a model that cannot be loaded, or was `lost` in the rank, is not
-    loaded either: else a part of that one would be changed.
+    Every file is checked before any is loaded. What shares tensors with a model that cannot be
+    loaded, or was `lost` in the rank, is not loaded either: else a part of that one would be
+    changed.
     """
+    ready, troubles = {}, dict(lost)
     with contextlib.ExitStack() as files:
         opened = functools.partial(_opened, folder, stamps, files)
-        return _loaded(opened, names, objects, lost)
+        for name in names:
+            try:
+                ready[name] = _loading(opened, name, objects.get(name), is_handed_over=True)
+            except NbtrainError as error:
+                troubles[name] = Finding("", str(error))
+        _add_what_shares_tensors(ready, objects, troubles)
+        for name in [each for each in objects if each in ready.keys() - troubles.keys()]:
+            try:
+                if held := _held_back(objects[name], objects, troubles):
+                    raise NbtrainError(f"`{held}`, which it belongs to, was not")
+                with _as_nbtrain_error():
+                    ready[name]()
+            except NbtrainError as error:
+                code = ev.IN_PART if isinstance(error, weights.PartlyLoaded) else ""
+                troubles[name] = Finding(code, str(error))
+    return troubles
 
 
-def _loaded(
-    opened: Callable[[str], WeightReader],
-    names: Collection[str],
-    objects: Mapping[str, Any],
-    lost: Mapping[str, Finding],
-) -> dict[str, Finding]:
-    ready, troubles = {}, dict(lost)
-    for name in names:
-        try:
-            ready[name] = _loading(opened, name, objects.get(name), is_handed_over=True)
-        except NbtrainError as error:
-            troubles[name] = Finding("", str(error))
+def _add_what_shares_tensors(
+    ready: Collection[str], objects: Mapping[str, Any], troubles: dict[str, Finding]
+) -> None:
+    """Add to the troubles what is ready and shares tensors with one of them, or with such."""
     tensors = {name: _ids(value) for name, value in objects.items()}
     out = [name for name in troubles if name in tensors]
     while out:
         first = out.pop()
-        for name in ready.keys() - troubles.keys():
+        for name in set(ready) - troubles.keys():
             if tensors[name] & tensors[first]:
                 text = f"it shares tensors with `{first}`, which cannot be loaded"
                 troubles[name] = Finding("", text)
                 out.append(name)
-    for name in [each for each in objects if each in ready.keys() - troubles.keys()]:
-        try:
-            if held := _held_back(objects[name], objects, troubles):
-                raise NbtrainError(f"`{held}`, which it belongs to, was not")
-            with _as_nbtrain_error():
-                ready[name]()
-        except NbtrainError as error:
-            code = ev.IN_PART if isinstance(error, weights.PartlyLoaded) else ""
-            troubles[name] = Finding(code, str(error))
-    return troubles
 
 
 def _held_back(value: Any, objects: Mapping[str, Any], troubles: Mapping[str, Finding]) -> str:

@@ -10,13 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from .tensor_kinds import (
     encoded,
-    fits_a_file,
     has_no_bytes,
     is_block,
     is_lazy,
     shape_of,
-    size_of,
-    words,
 )
 
 if TYPE_CHECKING:
@@ -30,31 +27,6 @@ _FEW = 1 << 12
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the CPU: itself if it is there already, or has no bytes."""
     return tensor if has_no_bytes(tensor) else tensor.detach().cpu()
-
-
-def parted(
-    tensors: Mapping[str, torch.Tensor], before: Mapping[str, Any], enough: float
-) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return copies of what changed, and the fingerprints of the rest; one tensor at a time.
-
-    Once more than `enough` bytes did, whatever fits a file counts as changed, unread.
-    """
-    size = 0
-    marks, copies = dict[int, Any](), dict[int, Any]()
-    changed, same = dict[str, Any](), dict[str, str]()
-    for name, tensor in tensors.items():
-        key = id(tensor)  # tied weights are one
-        here = copies[key] if key in copies else on_cpu(tensor)
-        if size > enough and fits_a_file(here):
-            marks[key] = None
-        elif key not in marks:
-            marks[key] = fingerprint(here, before.get(name))
-        if marks[key] is not None and marks[key] == before.get(name):
-            same[name] = marks[key]
-        else:
-            size += size_of(here) if key not in copies and fits_a_file(here) else 0
-            changed[name] = copies[key] = here
-    return changed, same
 
 
 def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -84,6 +56,11 @@ def fingerprint(tensor: torch.Tensor, before: Any = None) -> Any:
         return object()
 
 
+def checksum(tensor: torch.Tensor) -> str:
+    """Return a short text for the content of a plain tensor, which differs once a bit does."""
+    return _digest([tuple(tensor.shape), tensor.dtype, sums(tensor)])
+
+
 def _digest(content: Any) -> str:
     return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
 
@@ -95,8 +72,10 @@ def sums(tensor: torch.Tensor) -> Any:
     weights = factors()
     flat: Any = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
     even = flat[: len(flat) // 8 * 8]
-    parts = [words(part) for part in even.split(8 * len(weights))]
-    each = [int(torch.dot(part, weights[: len(part)])) for part in parts]
+    # A copy of what begins between two words in memory: it cannot be viewed as words.
+    aligned = even.clone() if even.storage_offset() % 8 else even
+    parts = aligned.view(torch.int64).split(len(weights))
+    each = [int(torch.dot(part, weights[: len(part)])) for part in parts if len(part)]
     return each, bytes(flat[len(even) :].tolist())
 
 

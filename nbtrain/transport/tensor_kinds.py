@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-DTYPES = {
-    **{"torch.bool": "BOOL", "torch.uint8": "U8", "torch.int8": "I8", "torch.int16": "I16"},
-    **{"torch.int32": "I32", "torch.int64": "I64", "torch.float16": "F16", "torch.float32": "F32"},
-    **{"torch.float64": "F64", "torch.bfloat16": "BF16"},
-    **{"torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2"},
-}
-"""What every version of safetensors that nbtrain works with can hold, and its name there."""
+_PLAIN = (
+    *("bool", "uint8", "int8", "int16", "int32", "int64"),
+    *("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"),
+)
+"""Dtypes that every reader of safetensors files knows."""
+
+_PART = 32 << 20
+"""Elements that are looked at in one call: each call makes a mask of as many."""
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
@@ -49,7 +50,7 @@ def is_block(tensor: torch.Tensor) -> bool:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a file holds a tensor as it is."""
-    return is_block(tensor) and str(tensor.dtype) in DTYPES
+    return is_block(tensor) and str(tensor.dtype).removeprefix("torch.") in _PLAIN
 
 
 def fits_a_file(tensor: torch.Tensor) -> bool:
@@ -84,12 +85,26 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (tensor,)
 
 
-def words(data: torch.Tensor) -> torch.Tensor:
-    """Return bytes, eight of them as one integer; a copy of what begins between two in memory."""
+def stored_kind(tensor: torch.Tensor) -> str:
+    """Return a tensor's dtype, after how it is kept unless that is in one block of memory."""
+    if is_strided(tensor):
+        return str(tensor.dtype).removeprefix("torch.")
+    layout = str(tensor.layout).removeprefix("torch.")
+    layout = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else layout
+    return f"{layout} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all elements are numbers. Their sum, which takes less, tells it nearly always."""
     import torch
 
-    aligned = data.clone() if data.storage_offset() % 8 else data
-    return aligned.view(torch.int64)
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.element_size() < 2:
+        return True  # torch cannot add up float8
+    tensor = tensor.detach()
+    wide = torch.float32 if tensor.element_size() == 2 else None  # half precision ends at 65504
+    if tensor.sum(dtype=wide).isfinite():
+        return True
+    return all(bool(part.isfinite().all()) for part in torch.split(tensor.reshape(-1), _PART))
 
 
 def encoded(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,13 +121,13 @@ def encoded(tensor: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
-def decoded(data: bytes) -> torch.Tensor:
+def decoded(data: torch.Tensor) -> torch.Tensor:
     """Return the tensor that `encoded` made bytes of."""
     import torch
 
     with warnings.catch_warnings(), _nested_are_safe():
         warnings.simplefilter("ignore")
-        tensor: torch.Tensor = torch.load(io.BytesIO(data), weights_only=True)
+        tensor: torch.Tensor = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
     return tensor
 
 

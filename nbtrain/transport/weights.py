@@ -11,27 +11,24 @@ import functools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import NbtrainError
 from ..planning.task_values import is_optimizer, is_scheduler
-from .fingerprints import fingerprint, on_cpu, parted, same_bits
+from .fingerprints import fingerprint, on_cpu, same_bits
 from .tensor_kinds import (
     assign,
-    encoded,
     fits_a_file,
     has_no_bytes,
     is_block,
-    is_plain,
+    is_finite,
     is_strided,
     shape_of,
     size_of,
+    stored_kind,
 )
-from .weight_reader import CHUNK, KEY, WeightReader
-from .weight_writer import write
+from .weight_file import WeightFile, WeightReader
 
 if TYPE_CHECKING:
     import torch
@@ -43,15 +40,6 @@ _WRAPPED = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."
 
 class PartlyLoaded(NbtrainError):
     """A file failed while it was loaded: the model has some of its tensors, and not the others."""
-
-
-@dataclass(frozen=True)
-class WeightFile:
-    """The content of a file."""
-
-    tensors: Mapping[str, torch.Tensor]
-    about: Mapping[str, Any] = field(default_factory=dict)
-    """What is no tensor."""
 
 
 def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -100,20 +88,41 @@ def changes(
     Only the tensors that changed, if they are less than half of the bytes and `entire` is False:
     else the file may as well serve any model. Raises `NbtrainError` for what no file can have.
     """
-    rest = {name: tensor for name, tensor in tensors.items() if fits_a_file(tensor)}
-    half = 0 if entire else sum({id(t): size_of(t) for t in rest.values()}.values()) / 2
-    changed, same = parted(tensors, before, half)
+    changed, same = _parted(tensors, before)
     if not changed and same.keys() == before.keys():
         return None
     for name, tensor in changed.items():
         if not fits_a_file(tensor):
             reason = "has no memory" if has_no_bytes(tensor) else "is in the format of oneDNN"
             raise NbtrainError(f"`{name}` changed and {reason} in the rank, so it cannot be saved")
-    if sum({id(t): size_of(t) for t in changed.values()}.values()) > half:
+    rest = {name: tensor for name, tensor in tensors.items() if fits_a_file(tensor)}
+    if entire or 2 * _bytes_of(changed.values()) > _bytes_of(rest.values()):
         copies = {id(t): on_cpu(t) for name, t in rest.items() if name not in changed}
         changed = {n: changed[n] if n in changed else copies[id(t)] for n, t in rest.items()}
         same = {name: mark for name, mark in same.items() if name not in rest}
     return of_module(module, changed, same)
+
+
+def _parted(
+    tensors: Mapping[str, torch.Tensor], before: Mapping[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return copies of what changed, and the fingerprints of the rest; one tensor at a time."""
+    marks, copies = dict[int, Any](), dict[int, Any]()
+    changed, same = dict[str, Any](), dict[str, str]()
+    for name, tensor in tensors.items():
+        key = id(tensor)  # tied weights are one
+        here = copies[key] if key in copies else on_cpu(tensor)
+        if name in before and key not in marks:
+            marks[key] = fingerprint(here, before[name])
+        if name in before and marks[key] == before[name]:
+            same[name] = marks[key]
+        else:
+            changed[name] = copies[key] = here
+    return changed, same
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(size_of(tensor) for tensor in {id(t): t for t in tensors}.values())
 
 
 def of_module(
@@ -148,46 +157,41 @@ def of_optimizer(optimizer: torch.optim.Optimizer, *, keep: bool = True) -> Weig
 
     Without its tensors if not `keep`: then this rank only does its part for those in shards.
     """
-    import torch
-
-    content = optimizer.state_dict()
     tensors: dict[str, torch.Tensor] = {}
-
-    def plain(value: Any, place: str) -> Any:
-        if isinstance(value, torch.Tensor):
-            entire = whole(value)
-            if keep:
-                tensors[place] = entire.detach().cpu()
-            return {KEY: place}
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError):
-            raise TypeError(f"its {place} is a {type(value).__name__}") from None
-        return value
-
-    state = {
-        str(i): {k: plain(v, f"state.{i}.{k}") for k, v in values.items()}
-        for i, values in content["state"].items()
-    }
-    groups = [
-        {k: plain(v, f"param_groups.{i}.{k}") for k, v in group.items()}
-        for i, group in enumerate(content["param_groups"])
-    ]
-    about = {"state": state, "param_groups": groups, "shapes": _parameter_shapes(optimizer)}
-    return WeightFile(tensors, {"kind": "optimizer", **about})
+    state = _to_json(optimizer.state_dict(), "", tensors, keep)
+    shapes = _parameter_shapes(optimizer)
+    return WeightFile(tensors, {"kind": "optimizer", "state": state, "shapes": shapes})
 
 
 def of_scheduler(scheduler: LRScheduler) -> WeightFile:
     """Return what a file has of a learning rate scheduler. Raises `TypeError` as `of_optimizer`."""
-    return WeightFile({}, {"kind": "scheduler", "state": _to_json(scheduler.state_dict(), "state")})
+    tensors: dict[str, torch.Tensor] = {}
+    state = _to_json(scheduler.state_dict(), "", tensors)
+    return WeightFile(tensors, {"kind": "scheduler", "state": state})
 
 
-def _to_json(value: Any, place: str) -> Any:
-    """Return a dict, whose keys may be numbers, as a list of pairs; and lists of such."""
+_KINDS: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "dict": dict, "counter": Counter}
+"""How JSON has what it knows only as a list: the kind, and what makes such a value again."""
+
+
+def _to_json(value: Any, place: str, tensors: dict[str, torch.Tensor], keep: bool = True) -> Any:
+    """Return a state for JSON, and put its tensors into `tensors`, each by its place in it."""
+    import torch
+
+    def inner(item: Any, key: Any) -> Any:
+        return _to_json(item, f"{place}.{key}" if place else str(key), tensors, keep)
+
+    if isinstance(value, torch.Tensor):
+        entire = whole(value)
+        if keep:
+            tensors[place] = entire.detach().cpu()
+        return {"tensor": place}
     if isinstance(value, dict):
-        return {"dict": [[key, _to_json(item, f"{place}.{key}")] for key, item in value.items()]}
+        kind = "counter" if isinstance(value, Counter) else "dict"
+        return {kind: [[key, inner(item, key)] for key, item in value.items()]}
     if isinstance(value, (list, tuple)):
-        return [_to_json(item, place) for item in value]
+        items = [inner(item, i) for i, item in enumerate(value)]
+        return {"tuple": items} if isinstance(value, tuple) else items
     try:
         json.dumps(value)
     except (TypeError, ValueError):
@@ -195,16 +199,16 @@ def _to_json(value: Any, place: str) -> Any:
     return value
 
 
-def _from_json(value: Any, own: Any) -> Any:
-    """Undo `_to_json`, with the kinds of lists and dicts that the notebook's own value has."""
-    if isinstance(value, dict):
-        known = own if isinstance(own, dict) else {}
-        items = {key: _from_json(item, known.get(key)) for key, item in value["dict"]}
-        return Counter(items) if isinstance(own, Counter) else items
+def _from_json(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Undo `_to_json`."""
     if isinstance(value, list):
-        known = dict(enumerate(own)) if isinstance(own, (list, tuple)) else {}
-        listed = [_from_json(item, known.get(i)) for i, item in enumerate(value)]
-        return tuple(listed) if isinstance(own, tuple) else listed
+        return [_from_json(item, tensors) for item in value]
+    if isinstance(value, dict):
+        ((kind, content),) = value.items()
+        if kind == "tensor":
+            return tensors[content]
+        items = _from_json(content, tensors)
+        return _KINDS[kind](dict(items) if kind == "counter" else items)
     return value
 
 
@@ -216,43 +220,6 @@ def is_sharded(tensor: Any) -> bool:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole of a sharded tensor: every rank has to ask, in the same order."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-
-
-def save(content: WeightFile, path: Path) -> list[str]:
-    """Write a file; return the names of the tensors that are not finite. Raises `OSError`."""
-    plain = {name: tensor for name, tensor in content.tensors.items() if is_plain(tensor)}
-    ready = {
-        name: tensor.detach().contiguous() if name in plain else encoded(tensor)
-        for name, tensor in content.tensors.items()
-    }
-    kinds = {name: (shape_of(t), _stored_kind(t)) for name, t in content.tensors.items()}
-    about = {**content.about, "encoded": sorted(ready.keys() - plain.keys())}
-    return write(path, ready, kinds, about, lambda n: n not in plain or _is_finite(plain[n]))
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all elements are numbers. Their sum, which takes less, tells it nearly always."""
-    import torch
-
-    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.element_size() < 2:
-        return True  # torch cannot add up float8
-    tensor = tensor.detach()
-    wide = torch.float32 if tensor.element_size() == 2 else None  # half precision ends at 65504
-    if tensor.sum(dtype=wide).isfinite():
-        return True
-    return all(bool(part.isfinite().all()) for part in torch.split(tensor.reshape(-1), CHUNK))
-
-
-def _stored_kind(tensor: torch.Tensor) -> str:
-    """Return a tensor's dtype, and before it how it is kept unless that is in one block."""
-    layout = "" if is_strided(tensor) else f"{_layout(tensor)} "
-    return layout + str(tensor.dtype).removeprefix("torch.")
-
-
-def _layout(tensor: torch.Tensor) -> str:
-    if tensor.is_quantized:
-        return "quantized"
-    return "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
 
 
 def kind_of(value: Any) -> str:
@@ -271,9 +238,9 @@ def prepared_load(
     the run, but for the model that the run itself began with (`is_handed_over`): whatever the
     notebook has done to it since stays.
 
-    The file is read to its end before anything is changed, and again while it is loaded: the
-    tensors of a large model are never in memory twice. Raises `NbtrainError` naming what does not
-    fit or is damaged; what it returns raises `PartlyLoaded` if the file fails only then.
+    The file is checked to its end before anything is changed, and read again while it is loaded:
+    the tensors of a large model are never in memory twice. Raises `NbtrainError` naming what does
+    not fit or is damaged; what it returns raises `PartlyLoaded` if the load fails halfway.
     """
     kind, saved = kind_of(target), file.about["kind"]
     if saved != kind:
@@ -281,14 +248,16 @@ def prepared_load(
         here, there = (f"{articles.get(each, 'a')} {each}" for each in (kind, saved))
         raise NbtrainError(f"{file.path.name} holds {there}, not {here}")
     file.check()
-    if kind == "scheduler":
-        state = _from_json(file.about["state"], target.state_dict())
-        return functools.partial(target.load_state_dict, state)
-    if kind == "optimizer":
-        if is_handed_over and file.about.get("not_finite"):
-            raise NbtrainError(_not_finite(file.about["not_finite"][0], kind))
-        return _loading_optimizer(file, target)
-    return _loading_module(file, target, is_handed_over)
+    if kind == "model":
+        return _loading_module(file, target, is_handed_over)
+    if is_handed_over and file.about["not_finite"]:
+        raise NbtrainError(_not_finite(file.about["not_finite"][0], kind))
+    if kind == "optimizer" and file.about["shapes"] != _parameter_shapes(target):
+        raise NbtrainError(
+            "the optimizer's parameters have other shapes in the notebook than in the rank"
+        )
+    tensors = {name: tensor.clone() for name, tensor in file.tensors(file.names())}
+    return functools.partial(target.load_state_dict, _from_json(file.about["state"], tensors))
 
 
 def _loading_module(
@@ -297,7 +266,7 @@ def _loading_module(
     tied, unchanged = file.about["tied"], file.about["unchanged"]
     tensors = named_tensors(module)
     optional = {*file.about["transient"], *transient_names(module)}
-    kinds = {name: _kind_of(*file.shape_and_dtype(name)) for name in file.names()}
+    kinds = {name: _kind_of(*file.shape_and_kind(name)) for name in file.names()}
     saved = {**kinds, **{name: kinds[source] for name, source in tied.items()}}
     targets = {name: tensor for name, tensor in tensors.items() if name not in unchanged}
     trouble = [
@@ -331,9 +300,9 @@ def _write(file: WeightReader, wanted: Mapping[str, list[torch.Tensor]]) -> None
     written = 0
     try:
         with torch.no_grad():
-            for name, targets in wanted.items():
-                for target in targets:
-                    _write_tensor(file, name, target)
+            for name, value in file.tensors(wanted):
+                for target in wanted[name]:
+                    _write_tensor(target, value)
                     written += 1
     except Exception as error:  # the file system failed, or the device's memory is full
         count = sum(map(len, wanted.values()))
@@ -343,35 +312,18 @@ def _write(file: WeightReader, wanted: Mapping[str, list[torch.Tensor]]) -> None
         ) from error
 
 
-def _write_tensor(file: WeightReader, name: str, target: torch.Tensor) -> None:
-    if name in file.about["encoded"] or not is_block(target) or not target.is_contiguous():
-        value = file.tensor(name)
-        if not is_block(target) or not is_block(value) or not _is_same(target, value):
-            assign(target, value)
-        return
-
-    def pairs() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        flat, place = target.detach().view(-1), 0
-        for chunk in file.chunks(name):
-            yield flat[place : place + len(chunk)], chunk
-            place += len(chunk)
-
-    is_cast = file.shape_and_dtype(name)[1] != _stored_kind(target)
-    if is_cast and all(_is_same(part, chunk) for part, chunk in pairs()):
-        return
-    for part, chunk in pairs():  # one that is cast is written whole, not rounded in part
-        if is_cast or not _is_same(part, chunk):
-            part.copy_(chunk)
-
-
-def _is_same(target: torch.Tensor, value: torch.Tensor) -> bool:
+def _write_tensor(target: torch.Tensor, value: torch.Tensor) -> None:
     there = value.to(target.device)
-    return same_bits(target.detach().to(there.dtype), there)
+    if not is_block(target) or not is_block(value):
+        assign(target, there)
+    elif not same_bits(target.detach().to(there.dtype), there):
+        target.copy_(there)
 
 
 _Kind = tuple[tuple[int, ...], str]
 
 
+@functools.lru_cache  # a model has many tensors of few kinds
 def _kind_of(shape: tuple[int, ...], stored: str) -> _Kind:
     """Return a shape, and whether there are floats, ints, bools or complex numbers, kept how."""
     layout, _, dtype = stored.rpartition(" ")
@@ -382,7 +334,7 @@ def _kind_of(shape: tuple[int, ...], stored: str) -> _Kind:
 
 
 def _kind(tensor: torch.Tensor) -> _Kind:
-    return _kind_of(shape_of(tensor), _stored_kind(tensor))
+    return _kind_of(shape_of(tensor), stored_kind(tensor))
 
 
 def _only_in_rank(name: str) -> str:
@@ -427,8 +379,8 @@ def _changed_since(
 def _spoiled(file: WeightReader, module: torch.nn.Module) -> Iterator[str]:
     """Yield a parameter that is finite in the notebook, and is not in the rank."""
     parameters = {plain_name(name): p for name, p in module.named_parameters()}
-    for name in file.about.get("not_finite", ()):
-        if name in parameters and _is_finite(parameters[name]):
+    for name in file.about["not_finite"]:
+        if name in parameters and is_finite(parameters[name]):
             yield _not_finite(name, "model")
             return
 
@@ -450,33 +402,11 @@ def _check_still_tied(
             sources.setdefault(id(target), []).append(name)
     for key, names in sources.items():
         every = [*names, *([unchanged[key]] if key in unchanged else ())]
-        digests = {json.dumps(file.about["tensors"][name]) for name in names}
+        digests = {(file.shape_and_kind(n), file.about["checksums"][n]) for n in names}
         if len(every) > len(names) or len(digests) > 1:
             raise NbtrainError(
                 f"`{'` and `'.join(every)}` are tied in the notebook, but differ in the rank"
             )
-
-
-def _loading_optimizer(file: WeightReader, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    about = file.about
-    if about["shapes"] != _parameter_shapes(optimizer):
-        raise NbtrainError(
-            "the optimizer's parameters have other shapes in the notebook than in the rank"
-        )
-
-    def read(value: Any) -> Any:
-        is_tensor = isinstance(value, dict) and set(value) == {KEY}
-        return file.tensor(value[KEY]) if is_tensor else value
-
-    state = {
-        int(i): {k: read(v) for k, v in values.items()} for i, values in about["state"].items()
-    }
-    groups = [{k: read(v) for k, v in group.items()} for group in about["param_groups"]]
-    for group, own in zip(groups, optimizer.param_groups, strict=False):
-        for key, value in group.items():  # JSON has no tuples
-            if isinstance(value, list) and isinstance(own.get(key), tuple):
-                group[key] = tuple(value)
-    return functools.partial(optimizer.load_state_dict, {"state": state, "param_groups": groups})
 
 
 def _parameter_shapes(optimizer: torch.optim.Optimizer) -> list[list[int]]:

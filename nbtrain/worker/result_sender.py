@@ -30,9 +30,8 @@ from ..tracking import events as ev
 from ..tracking.event_log import EventWriter
 from ..transport import result_pickler, weights
 from ..transport.fingerprints import fingerprints
-from ..transport.pipeline_stages import Stages, put_together
 from ..transport.tensor_kinds import size_of
-from ..transport.weight_reader import stamp
+from ..transport.weight_file import WeightFile, save, stamp
 from .job import Job
 
 QUICK = 512 << 20
@@ -81,7 +80,7 @@ class ResultSender:
         self._objects = {} if job.in_kernel else self._returned
         self._before = {name: self._mark(value) for name, value in self._objects.items()}
         self._flattened: list[tuple[Any, Any]] = []
-        self._ready: dict[str, weights.WeightFile | None] = {}
+        self._ready: dict[str, WeightFile | None] = {}
         self._unasked = {
             name for name, value in self._objects.items() if not is_model(value)
         }.difference(plan.out)
@@ -90,18 +89,19 @@ class ResultSender:
         self._stepped: set[str] = set()
         self._left: set[str] = set()
         """Names of the notebook's optimizers that have a state now, and are not copied back."""
-        self._watch_optimizers()
-        self._names = {n: id(v) for n, v in namespace(plan.task).items()} if plan.out else {}
-        self._stages = Stages() if self._objects else None
-        if self._objects:
-            fsdp = "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel"
-            patch(fsdp, "__init__", self._fsdp_init)
-
-    def _watch_optimizers(self) -> None:
-        for name in self._unasked if self._rank == 0 else ():
+        for name in self._unasked if rank == 0 else ():
             if is_optimizer(self._objects[name]):
                 with contextlib.suppress(Exception):  # one that only looks like torch's
                     self._watch(name, self._objects[name])
+        self._names = {n: id(v) for n, v in namespace(plan.task).items()} if plan.out else {}
+        self._stages: list[Any] = []
+        if self._objects:
+            fsdp = "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel"
+            patch(fsdp, "__init__", self._fsdp_init)
+            # Private (seen in torch 2.4 to 2.13): the stages that the user makes and those that
+            # `pipeline` makes begin here. Without it, rank 0's layers would pass for the model.
+            stage = "torch.distributed.pipelining.stage:_PipelineStageBase"
+            patch(stage, "__init__", self._stage_init)
 
     def _watch(self, name: str, optimizer: Any) -> None:
         def stepped(optimizer: Any, *_: Any) -> None:
@@ -122,6 +122,10 @@ class ResultSender:
         original(wrapper, module, *args, **rest)
         self._flattened += [(model, wrapper) for model in models]
 
+    def _stage_init(self, original: Any, stage: Any, *args: Any, **kwargs: Any) -> None:
+        original(stage, *args, **kwargs)
+        self._stages.append(stage)
+
     def gather(self) -> None:
         """Put together what is in parts. Every rank has to call it, before it leaves the group.
 
@@ -134,13 +138,13 @@ class ResultSender:
                 if name in self._unasked or (is_model(value) and not self._is_in_parts(value)):
                     continue
                 self._ready[name] = None  # whatever comes of it, `send` has nothing to add
+                self._check_is_in_no_stage(value)
                 if is_scheduler(value):
                     self._ready[name] = None if self._rank else weights.of_scheduler(value)
                 elif not is_model(value):
-                    self._check_is_in_no_stage(value)
                     state = weights.of_optimizer(value, keep=self._rank == 0)
                     self._ready[name] = None if self._rank else state
-                elif gathered := self._gathered(name, value):
+                elif gathered := self._gathered(value):
                     self._ready[name] = weights.changes(value, gathered, self._before[name])
 
     def send(self, result: Any = None) -> None:
@@ -162,7 +166,7 @@ class ResultSender:
                     self._folder.weights_of(name).unlink(missing_ok=True)
         self._send_values()
 
-    def _unasked_state(self, name: str, value: Any) -> weights.WeightFile | None:
+    def _unasked_state(self, name: str, value: Any) -> WeightFile | None:
         """Return what changed of an optimizer or a scheduler; None for nothing, or if it stays."""
         if is_scheduler(value):
             optimizers = {id(self._objects[each]) for each in self._left}
@@ -223,16 +227,18 @@ class ResultSender:
     def _report(self, name: str, **about: Any) -> None:
         self._writer.write(ev.ArtifactSaved(clock.now(), self._rank, name, **about))
 
-    def _write(self, name: str, ready: weights.WeightFile) -> None:
+    def _write(self, name: str, ready: WeightFile) -> None:
         path = self._folder.weights_of(name)
         partial = path.with_suffix(".partial")
-        with _writing():
+        try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             try:
-                not_finite = weights.save(ready, partial)
+                not_finite = save(ready, partial)
                 partial.rename(path)
             finally:
                 partial.unlink(missing_ok=True)
+        except OSError as error:
+            raise _NotWritten(error.strerror or str(error)) from error
         kind, count = ready.about["kind"], ready.about.get("parameters", 0)
         size, value = path.stat().st_size, self._objects[name]
         known = {weights.plain_name(n) for n, _ in value.named_parameters()} if count else set()
@@ -245,7 +251,12 @@ class ResultSender:
         return flat or any(map(weights.is_sharded, weights.named_tensors(module).values()))
 
     def _is_in_parts(self, module: Any) -> bool:
-        return self._is_sharded(module) or bool(self._stages and self._stages.of(module))
+        return self._is_sharded(module) or self._is_in_stages(module)
+
+    def _is_in_stages(self, module: Any) -> bool:
+        tensors = set(map(id, weights.named_tensors(module).values())) if self._stages else set()
+        parts = (weights.named_tensors(stage.submod).values() for stage in self._stages)
+        return any(id(tensor) in tensors for part in parts for tensor in part)
 
     def _flat_root(self, module: Any) -> Any:
         """Return what FSDP version 1 can put together: the model's wrapper, or the model."""
@@ -253,8 +264,8 @@ class ResultSender:
         inside = any(type(part).__name__ == _FLAT for part in module.modules())
         return wrappers[-1] if wrappers else module if inside else None
 
-    def _gathered(self, name: str, module: Any) -> dict[str, Any] | None:
-        """Return the whole tensors of a model in parts, on the CPU; None in ranks but 0."""
+    def _gathered(self, module: Any) -> dict[str, Any] | None:
+        """Return the whole tensors of a sharded model, on the CPU; None in ranks but 0."""
         dist: Any = sys.modules["torch.distributed"]
         if not dist.is_initialized():
             raise NbtrainError(
@@ -263,23 +274,22 @@ class ResultSender:
             )
         root = self._flat_root(module)
         if root is not None:
-            flat = _gathered_flat(root, module)
+            flat = _gathered_flat(root, module, keep=self._rank == 0)
             if self._rank == 0 and flat is None:
                 raise NbtrainError(
                     "only the first node has the whole model; save it in the function"
                 )
-            return None if self._rank else flat
-        stages = self._stages.of(module) if self._stages else []
+            return flat
+        # Not by `get_model_state_dict`, which knows tensors by the names that the model's own
+        # state_dict gives them, and has no buffers that are not persistent.
         tensors, copies = weights.named_tensors(module), dict[int, Any]()
         for tensor in tensors.values():
             if id(tensor) not in copies:
                 entire = weights.whole(tensor).detach()  # one at a time
-                copies[id(tensor)] = entire.cpu() if self._rank == 0 or stages else None
-        gathered = {of_tensor: copies[id(tensor)] for of_tensor, tensor in tensors.items()}
-        if stages:
-            path = self._folder.weights_of(name)
-            return put_together(stages, module, gathered, path, collects=self._rank == 0)
-        return None if self._rank else gathered
+                copies[id(tensor)] = None if self._rank else entire.cpu()
+        if self._rank:
+            return None
+        return {of_tensor: copies[id(tensor)] for of_tensor, tensor in tensors.items()}
 
     # Variables
 
@@ -316,9 +326,14 @@ class ResultSender:
             raise NbtrainError("its state is split over the ranks (sharded), as the model was")
 
     def _check_is_in_no_stage(self, value: Any) -> None:
-        models = filter(is_model, self._returned.values())
-        if hasattr(value, "param_groups") and self._stages and any(map(self._stages.of, models)):
-            raise NbtrainError("its state is split over the pipeline stages, as the model was")
+        models = [value] if is_model(value) else []
+        if hasattr(value, "param_groups"):
+            models = [model for model in self._returned.values() if is_model(model)]
+        if any(map(self._is_in_stages, models)):
+            raise NbtrainError(
+                "its layers were trained in pipeline stages, so no rank has all of them. Return "
+                "each stage's state_dict() from the function"
+            )
 
     def _known(self) -> dict[int, tuple[str, str]]:
         """Return names of the notebook's models and tensors, by id: a new optimizer refers to them.
@@ -361,14 +376,6 @@ class _NotWritten(OSError):
     """The run's folder does not take what is to be saved there."""
 
 
-@contextlib.contextmanager
-def _writing() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise _NotWritten(error.strerror or str(error)) from error
-
-
 def _reshard(value: Any) -> None:
     """Give FSDP (version 2) its shards back, which an evaluation leaves put together, and cast."""
     cls: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
@@ -377,22 +384,24 @@ def _reshard(value: Any) -> None:
             part.reshard()
 
 
-def _gathered_flat(root: Any, module: Any) -> dict[str, Any] | None:
-    """Return the whole tensors of a model in FSDP version 1; None in ranks that did not get them.
+def _gathered_flat(root: Any, module: Any, *, keep: bool) -> dict[str, Any] | None:
+    """Return the whole tensors of a model in FSDP version 1; None in ranks that do not `keep` them.
 
-    On the CPU not by its state_dict: with ``offload_to_cpu`` that reads freed memory (torch 2.13).
+    And in those that did not get them. On the CPU not by its state_dict: with ``offload_to_cpu``
+    that reads freed memory, and the rank dies (SIGSEGV; torch 2.13).
     """
     flat = next(part for part in root.modules() if type(part).__name__ == _FLAT)
     if getattr(flat, "compute_device", None) == sys.modules["torch"].device("cpu"):
         with type(flat).summon_full_params(root, writeback=False):
-            tensors = weights.named_tensors(module)
+            tensors = weights.named_tensors(module) if keep else {}
             copies = {id(t): t.detach().clone() for t in tensors.values()}
-            return {name: copies[id(tensor)] for name, tensor in tensors.items()}
+            return {name: copies[id(tensor)] for name, tensor in tensors.items()} or None
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(root, options=options)
-    if sys.modules["torch.distributed"].get_rank():  # of the world: there is one on one node only
+    world_rank = sys.modules["torch.distributed"].get_rank()
+    if world_rank or not keep:  # torch gives the whole to the first rank of all nodes only
         return None
     buffers = {weights.plain_name(n): b.detach().cpu() for n, b in module.named_buffers()}
     return {**buffers, **{weights.plain_name(name): tensor for name, tensor in state.items()}}

@@ -137,43 +137,6 @@ def test_two_notebooks_train_as_one_world(pair: Pair) -> None:
     assert "node 1 of 2: ranks 2 to 3 of 4" in outs[1].board
 
 
-STAGES = """
-from pathlib import Path
-from torch.distributed.device_mesh import init_device_mesh
-
-layers = torch.nn.Sequential(*(torch.nn.Linear(2, 2, bias=False) for _ in range(4)))
-
-def pipelined(layers, stages):
-    from torch.distributed.pipelining import PipelineStage
-    group = init_device_mesh("cpu", (4 // stages, stages), mesh_dim_names=("dp", "pp"))["pp"]
-    place, size = group.get_local_rank(), len(layers) // stages
-    part = layers[size * place : size * (place + 1)]
-    stage = PipelineStage(part, place, stages, torch.device("cpu"), group=group.get_group())
-    for parameter in part.parameters():
-        torch.nn.init.constant_(parameter, place + 1)
-
-def of_layers():
-    return [layer.weight[0, 0].item() for layer in layers]
-
-def saved():
-    return sorted(path.name for path in Path(run.folder, "weights").iterdir())
-"""
-
-
-def test_stages_come_home_on_each_node_and_across_nodes_they_are_told_and_kept(pair: Pair) -> None:
-    pair.both(STAGES)
-    launch = f"run = notebook_launcher(pipelined, (layers, HOWMANY), {LAUNCH})"
-    outs = pair.both(launch.replace("HOWMANY", "2"))
-    assert [out.ename for out in outs] == ["", ""], outs[0].traceback + outs[1].traceback
-    assert pair.values("of_layers()") == [[1.0, 1.0, 2.0, 2.0]] * 2
-    outs = pair.both(launch.replace("HOWMANY", "4"))
-    assert [out.ename for out in outs] == ["", ""], outs[0].traceback + outs[1].traceback
-    assert all("its stages are on several nodes; save them in the" in out.board for out in outs)
-    assert pair.values("of_layers()") == [[1.0, 1.0, 2.0, 2.0]] * 2
-    parts = [[f"layers.stage-{rank}" for rank in ranks] for ranks in ((0, 1), (2, 3))]
-    assert pair.values("saved()") == parts
-
-
 def test_node_0_serves_the_store_until_the_ranks_of_all_nodes_are_done(pair: Pair) -> None:
     outs = pair.both(f"run = notebook_launcher(train, (model, False, 3), {LAUNCH})")
     assert [out.ename for out in outs] == ["", ""], outs[0].traceback + outs[1].traceback

@@ -39,7 +39,7 @@ TRAINER = """
 import json, os, random, sys, warnings, torch
 import nbtrain
 from nbtrain.tracking import pruning
-from nbtrain.transport.weight_reader import WeightReader
+from nbtrain.transport.weight_file import WeightReader
 pruning.prune.__defaults__ = (1, *pruning.prune.__defaults__[1:])
 pruning.KEEP_WEIGHTS = 1
 
@@ -64,15 +64,15 @@ def trained(value):
     is_old = all(p.equal(b) for p, b in zip(model.parameters(), before))
     print(json.dumps(outcome if (is_old if warned else is_new) else "WRONG " + outcome), flush=True)
 
-read_chunks = WeightReader.chunks
+read_tensors = WeightReader.tensors
 
-def chunks(reader, name):
-    for chunk in read_chunks(reader, name):
-        yield chunk
+def tensors(reader, names):
+    for name, tensor in read_tensors(reader, names):
+        yield name, tensor
         if random.random() < IN_LOAD:
             os.kill(os.getpid(), 9)
 
-WeightReader.chunks = chunks
+WeightReader.tensors = tensors
 model = torch.nn.Sequential(*(torch.nn.Linear(SIZE, SIZE) for _ in range(4)))
 """
 

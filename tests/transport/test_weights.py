@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from nbtrain.errors import NbtrainError
-from nbtrain.transport import weight_reader, weight_writer, weights
+from nbtrain.transport import weight_file, weights
 from nbtrain.transport.fingerprints import factors, fingerprints, same_bits
 from nbtrain.transport.tensor_kinds import is_lazy
-from nbtrain.transport.weight_reader import WeightReader
+from nbtrain.transport.weight_file import WeightFile, WeightReader
 from tests.support.versions import needs
 
 ADAFACTOR = needs("torch", "2.5", "Adafactor")
@@ -42,9 +42,9 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "model.safetensors"
 
 
-def save(module: torch.nn.Module, path: Path) -> weights.WeightFile:
+def save(module: torch.nn.Module, path: Path) -> WeightFile:
     parcel = weights.of_module(module, weights.named_tensors(module))
-    weights.save(parcel, path)
+    weight_file.save(parcel, path)
     return parcel
 
 
@@ -106,21 +106,6 @@ def test_what_was_only_cast_is_no_less_precise_here(path: Path) -> None:
     assert (mine.norm.weight == 2).all()
 
 
-def test_a_tensor_of_many_chunks_is_rounded_whole_or_not_at_all(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (weight_writer, weight_reader):
-        monkeypatch.setattr(module, "CHUNK", 8)
-    mine = torch.nn.Linear(4, 3)
-    theirs, before = copy.deepcopy(mine).half(), mine.bias.tolist()
-    with torch.no_grad():
-        theirs.weight[-1] += 1
-    save(theirs, path)
-    load(path, mine)
-    assert torch.equal(mine.weight, theirs.weight.float())
-    assert mine.bias.tolist() == before
-
-
 def test_integers_are_no_floats(path: Path) -> None:
     theirs, mine = Net(), Net()
     theirs.norm.weight = torch.nn.Parameter(torch.ones(4, dtype=torch.int8), requires_grad=False)
@@ -146,7 +131,7 @@ def test_only_what_differs_is_written(path: Path) -> None:
     assert written == {"norm.weight"}
 
 
-def _trained(net: Net, *parts: torch.Tensor) -> weights.WeightFile | None:
+def _trained(net: Net, *parts: torch.Tensor) -> WeightFile | None:
     """Return what is sent after a change of some parts."""
     before = fingerprints(weights.named_tensors(net))
     with torch.no_grad():
@@ -162,7 +147,7 @@ def test_only_what_changed_is_sent(path: Path) -> None:
     assert parcel is not None
     assert parcel.tensors.keys() == {"norm.weight"}
     assert parcel.about["parameters"] == 4
-    weights.save(parcel, path)
+    weight_file.save(parcel, path)
     mine = copy.deepcopy(first)
     load(path, mine)
     assert same(mine, theirs)
@@ -180,7 +165,7 @@ def test_a_model_that_changed_for_the_most_part_is_sent_whole(path: Path) -> Non
     theirs, mine = Net(), Net()
     parcel = _trained(theirs, theirs.embed.weight)
     assert parcel is not None
-    weights.save(parcel, path)
+    weight_file.save(parcel, path)
     load(path, mine)
     assert same(mine, theirs)
     assert mine.head.weight is mine.embed.weight
@@ -194,7 +179,7 @@ def test_a_part_that_was_untied_and_not_changed_is_refused(path: Path) -> None:
     theirs.head.weight = torch.nn.Parameter(theirs.embed.weight.detach() + 1)
     parcel = weights.changes(theirs, weights.named_tensors(theirs), before)
     assert parcel is not None
-    weights.save(parcel, path)
+    weight_file.save(parcel, path)
     with pytest.raises(
         NbtrainError, match=r"`head.weight` and `embed.weight` are tied in the notebook"
     ):
@@ -319,11 +304,10 @@ def test_views_of_one_memory_are_saved_each(path: Path) -> None:
     assert mine.bias.tolist() == [3]
 
 
-def test_a_tensor_of_more_than_is_read_at_a_time_is_loaded(
+def test_a_file_that_is_mapped_in_pieces_is_loaded_whole(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (weight_writer, weight_reader):
-        monkeypatch.setattr(module, "CHUNK", 8)
+    monkeypatch.setattr(weight_file, "MAPPED", 8)
     theirs, mine = Net(), Net()
     save(theirs, path)
     load(path, mine)
@@ -341,7 +325,7 @@ def test_an_optimizer_goes_on_as_the_ranks_would(path: Path, kind: str) -> None:
     step(theirs, of_theirs)
     save(theirs, path)
     load(path, mine)
-    weights.save(weights.of_optimizer(of_theirs), path)
+    weight_file.save(weights.of_optimizer(of_theirs), path)
     load(path, of_mine)
     assert of_mine.param_groups[0]["lr"] == 0.1
     assert of_mine.param_groups[0]["params"][0] is mine.embed.weight
@@ -352,7 +336,7 @@ def test_an_optimizer_goes_on_as_the_ranks_would(path: Path, kind: str) -> None:
 
 def test_an_optimizer_of_other_parameters_is_refused(path: Path) -> None:
     net = Net()
-    weights.save(weights.of_optimizer(torch.optim.AdamW(net.parameters())), path)
+    weight_file.save(weights.of_optimizer(torch.optim.AdamW(net.parameters())), path)
     with pytest.raises(NbtrainError, match="other shapes"):
         load(path, torch.optim.AdamW(Net(5).parameters()))
     with pytest.raises(NbtrainError, match="holds an optimizer, not a model"):

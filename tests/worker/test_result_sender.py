@@ -203,6 +203,42 @@ def test_a_tensor_parallel_model_comes_home_whole() -> None:
     assert not any(torch.equal(t, before[name]) for name, t in model.state_dict().items())
 
 
+def _in_stages(model: Any) -> Any:
+    from torch.distributed.pipelining import PipelineStage
+
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    part = model[:1] if rank == 0 else model[1:]
+    PipelineStage(part, rank, 2, torch.device("cpu"))
+    fill(part, rank + 1.0)
+    return part.state_dict()
+
+
+@needs("torch", "2.6", "a PipelineStage without example inputs")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_a_pipelined_model_stays_as_it_was_and_its_stages_can_be_returned() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    optimizer, before = torch.optim.SGD(model.parameters(), 0.1), copied(model)
+
+    def train(model: Any, optimizer: Any, fails: bool = False) -> Any:
+        stage = _in_stages(model)
+        if fails:
+            raise ZeroDivisionError
+        return stage
+
+    reason = "was not updated: its layers were trained in pipeline stages, so no rank has all"
+    with pytest.warns(UserWarning, match=reason) as warned:
+        done = run(train, model, optimizer, out="optimizer")
+    assert sorted(str(w.message).partition(" ")[0] for w in warned) == ["model", "optimizer"]
+    assert all(torch.equal(model.state_dict()[n], t) for n, t in before.items())
+    for layers, stage in zip((model[:1], model[1:]), done.results, strict=True):
+        layers.load_state_dict(stage)
+    assert [layer.weight[0, 0].item() for layer in model] == [1, 2]  # type: ignore[index,operator]
+    with pytest.raises(ZeroDivisionError):
+        run(train, model, optimizer, fails=True)
+    assert not RunFiles(nbtrain.last_run()).weights()  # type: ignore[arg-type]
+
+
 def _evaluated_in_shards(model: Any, rate: float) -> Any:
     """Ends with the model put together, in another dtype."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -628,7 +664,7 @@ def train(model):
 def test_a_result_is_there_although_saving_the_weights_took_too_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(result_sender.weights, "save", lambda *_, **__: time.sleep(60))
+    monkeypatch.setattr(result_sender, "save", lambda *_, **__: time.sleep(60))
     model = torch.nn.Linear(2, 2)
 
     def train(model: torch.nn.Module) -> int:

@@ -1,14 +1,14 @@
-"""A file of weights is used only if it is, bit by bit, what the rank wrote."""
+"""A file of weights is one of safetensors, and is used only if it is what the rank wrote."""
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
+import resource
 import struct
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,9 @@ import safetensors.torch
 import torch
 
 from nbtrain.errors import NbtrainError
-from nbtrain.transport import weight_reader, weights
-from nbtrain.transport.weight_reader import WeightReader, stamp
-from tests.support.waiting import wait_until
+from nbtrain.transport import weight_file, weights
+from nbtrain.transport.tensor_kinds import _PLAIN
+from nbtrain.transport.weight_file import WeightFile, WeightReader, save, stamp
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def path(tmp_path: Path) -> Path:
     """A file of a small model."""
     model = torch.nn.Linear(64, 32)
     path = tmp_path / "model.safetensors"
-    weights.save(weights.of_module(model, weights.named_tensors(model)), path)
+    save(weights.of_module(model, weights.named_tensors(model)), path)
     return path
 
 
@@ -129,40 +129,6 @@ def test_a_file_of_another_user_is_refused(path: Path) -> None:
         WeightReader(path)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="leases are Linux's")
-def test_who_would_cut_an_open_file_short_waits_until_it_is_closed(path: Path) -> None:
-    target, size = torch.nn.Linear(64, 32), path.stat().st_size
-    with WeightReader(path) as file:
-        load_it = weights.prepared_load(file, target)
-        code = f"import os; print('go', flush=True); os.truncate({str(path)!r}, 3)"
-        cutter = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-        assert cutter.stdout is not None
-        assert cutter.stdout.readline() == b"go\n"
-        wchan = Path(f"/proc/{cutter.pid}/stat")
-        wait_until(lambda: wchan.read_text().rpartition(")")[2].split()[0] in "SD")
-        load_it()
-        assert path.stat().st_size == size
-    cutter.wait()
-    cutter.stdout.close()
-    assert path.stat().st_size == 3
-    assert target.weight.isfinite().all()
-
-
-@pytest.mark.parametrize("has_lease", [True, False])
-def test_a_file_is_read_alike_mapped_and_not(
-    path: Path, has_lease: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("nbtrain.transport.weight_reader.CHUNK", 4096)
-    monkeypatch.setattr("nbtrain.transport.weight_writer.CHUNK", 4096)
-    if not has_lease:
-        monkeypatch.setattr("nbtrain.transport.weight_reader._take_lease", lambda _: None)
-    model, target = torch.nn.Linear(100, 32), torch.nn.Linear(100, 32)
-    weights.save(weights.of_module(model, weights.named_tensors(model)), path)
-    load(path, target)
-    assert target.weight.equal(model.weight)
-    assert target.bias.equal(model.bias)
-
-
 def test_a_deleted_file_that_is_open_is_still_read(path: Path) -> None:
     expected = safetensors.torch.load_file(path)
     target = torch.nn.Linear(64, 32)
@@ -173,16 +139,21 @@ def test_a_deleted_file_that_is_open_is_still_read(path: Path) -> None:
     assert target.weight.equal(expected["weight"])
 
 
-def test_a_file_that_fails_while_it_is_loaded_is_said_to_be_loaded_in_part(
+def test_a_load_that_fails_halfway_says_that_the_model_has_some_of_its_tensors(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where no lease can be had: on a network, off Linux."""
-    monkeypatch.setattr("nbtrain.transport.weight_reader._take_lease", lambda descriptor: None)
+    """As the file system may fail, or a device's memory be full."""
+    original = WeightReader.tensors
+
+    def tensors(file: WeightReader, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        yield next(original(file, names))
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(WeightReader, "tensors", tensors)
     target = torch.nn.Linear(64, 32)
     with WeightReader(path) as file:
         load_it = weights.prepared_load(file, target)
-        os.truncate(path, path.stat().st_size - 4 * 64 * 31)
-        with pytest.raises(weights.PartlyLoaded, match=r"^only \d of its 2 tensors were loaded"):
+        with pytest.raises(weights.PartlyLoaded, match=r"^only 1 of its 2 tensors .*disk is gone"):
             load_it()
 
 
@@ -200,38 +171,29 @@ def test_it_leaves_no_descriptor(path: Path) -> None:
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What has been read for its checksum."""
-    read = list[str]()
-    original = weight_reader.checksum
+    """The checksums that were computed."""
+    computed = list[str]()
+    original = weight_file.checksum
 
-    def counting(chunks: Iterator[torch.Tensor]) -> str:
-        read.append(original(chunks))
-        return read[-1]
+    def counting(tensor: torch.Tensor) -> str:
+        computed.append(original(tensor))
+        return computed[-1]
 
-    monkeypatch.setattr(weight_reader, "checksum", counting)
-    return read
-
-
-def _has_leases(path: Path) -> bool:
-    with WeightReader(path) as file:
-        return weight_reader._has_lease(file._descriptor)
+    monkeypatch.setattr(weight_file, "checksum", counting)
+    return computed
 
 
 def test_what_nobody_has_touched_since_the_rank_wrote_it_is_not_read_twice(
     path: Path, checks: list[str]
 ) -> None:
-    if not _has_leases(path):
-        pytest.skip("this file system has no leases")
-    written = stamp(path)
+    if not (written := stamp(path)):
+        pytest.skip("this host does not say since when it runs")
     with WeightReader(path, written) as file:
         file.check()
     assert not checks
-    with path.open("r+b"), WeightReader(path, written) as file:  # somebody could write to it
-        file.check()
-    assert len(checks) == 2
     with WeightReader(path) as file:  # nobody says how it was
         file.check()
-    assert len(checks) == 4
+    assert len(checks) == 2
 
 
 @pytest.mark.parametrize("way", ["write", "map"])
@@ -249,15 +211,45 @@ def test_what_somebody_has_touched_is_checked(path: Path, way: str) -> None:
         reader.check()
 
 
-def test_what_is_on_the_disk_only_is_checked(tmp_path: Path, checks: list[str]) -> None:
-    model = torch.nn.Linear(1000, 1000)
-    path = tmp_path / "model.safetensors"
-    weights.save(weights.of_module(model, weights.named_tensors(model)), path)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        if weight_reader._is_in_memory(file.fileno()):
-            pytest.skip("this file system has all in memory")
-    with WeightReader(path, stamp(path)) as reader:
-        reader.check()
-    assert len(checks) == 2
+def tensors() -> dict[str, torch.Tensor]:
+    """Return one of each kind, some of them on one memory, one of them not finite."""
+    whole = torch.arange(24.0)
+    each = {name: whole.to(getattr(torch, name)) for name in _PLAIN}
+    each |= {f"odd{i}": torch.full((i,), i, dtype=torch.int8) for i in (0, 1, 7)}
+    each |= {'Zürich 🏔 "1"\'': whole[:5], "part": whole[3:], "scalar": torch.tensor(2.5)}
+    each |= {"across": whole.view(4, 6).t(), "nan": torch.tensor([1.0, torch.nan])}
+    return {**each, "no rows": torch.empty(0, 3), "nothing of it": whole[4:4]}
+
+
+def test_safetensors_reads_every_kind_of_tensor(path: Path) -> None:
+    content = tensors()
+    assert save(WeightFile(content, {"kind": "model"}), path) == ["nan"]
+    loaded = safetensors.torch.load_file(path)
+    assert loaded.keys() == content.keys()
+    for name, tensor in content.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert loaded[name].shape == tensor.shape
+        assert loaded[name].view(-1).tolist() == tensor.reshape(-1).tolist() or name == "nan"
+    assert path.stat().st_mode & 0o777 == 0o600
+    with WeightReader(path) as file:
+        file.check()
+        assert file.about["not_finite"] == ["nan"]
+
+
+def test_a_file_without_tensors_is_one_too(path: Path) -> None:
+    save(WeightFile({}, {"kind": "model"}), path)
+    assert safetensors.torch.load_file(path) == {}
+    with WeightReader(path) as file:
+        file.check()
+
+
+def test_what_the_disk_refuses_is_an_oserror(path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as raised:
+            save(WeightFile({"a": torch.ones(4096)}), path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert raised.value.errno == errno.EFBIG
+    assert raised.value.strerror == os.strerror(errno.EFBIG)
