@@ -23,7 +23,7 @@ from ..planning.cell import read_cell, with_lookalikes
 from ..planning.option_parser import parse_options, split_line
 from ..planning.plan import Cell
 from ..planning.secrets import has_secret, is_secret, without_secret_texts
-from ..planning.source_names import bound_names, names_read
+from ..planning.source_names import bound_names, names_read, plainly_bound
 from ..system.files import write_atomically
 from ..system.text import plural
 
@@ -113,11 +113,12 @@ def _write(
     known = _leave_out(cells, failures, cell)
     source = "\n\n\n".join("\n".join([f"# {c.place}", *c.lines]) for c in cells if any(c.lines))
     futures = dict.fromkeys(_FUTURE.findall(source))  # Python wants them first
+    settings = _settings(source, options)
     source, secrets = without_secret_texts(_FUTURE.sub("", source))
     sections = [
         _header(place, options, path.name, secrets),
         "".join(futures),
-        *_settings(source, options),
+        *settings,
         "\n" + source,
         "\n" + _call(cell, known),
     ]
@@ -222,6 +223,7 @@ class _Statement:
         lines: the indices of its lines in the cell, decorators included.
         binds: the names that it may bind; ``*`` for a star import.
         reads: the names that it reads, at once or later in a function's body.
+        makers: the statements that had bound a name when it ran.
     """
 
     def __init__(self, cell: _NotebookCell, lines: range) -> None:
@@ -229,7 +231,12 @@ class _Statement:
         self.lines = lines
         text = "\n".join(cell.lines[lines.start : lines.stop])
         self.nodes = ast.parse(text).body
-        self.binds, self.reads = bound_names(text), names_read(text)
+        deleted = [node for node in self.nodes if isinstance(node, ast.Delete)]
+        targets = [target for node in deleted for target in node.targets]
+        self.deletes = {target.id for target in targets if isinstance(target, ast.Name)}
+        self.binds, self.reads = bound_names(text) - self.deletes, names_read(text)
+        self.certainly_binds = {name for node in self.nodes for name in plainly_bound(node)}
+        self.makers: dict[str, _Statement] = {}
         self.is_ipythons = "get_ipython" in self.reads
         flags = compile(text, "", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT).co_flags
         self.awaits = bool(flags & inspect.CO_COROUTINE)
@@ -294,7 +301,7 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import,
 def _leave_out(
     cells: Sequence[_NotebookCell], failures: Mapping[str, int], training: Cell
 ) -> set[str]:
-    """Comment out what a script cannot run; return the names that have a value in the end.
+    """Comment out what a script cannot run; return the parameters that get a variable's value.
 
     A script cannot run magics and shell commands, calls of nbtrain before the last cell, an
     `await` outside a function, what failed in the kernel, and whatever needs a name that only such
@@ -307,40 +314,48 @@ def _leave_out(
     launchers = {"nbtrain", "notebook_launcher", "debug_launcher"}
     launchers |= {name for s in statements for node in s.nodes for name in _of_nbtrain(node)}
     for statement in statements:
+        # A function reads a variable as it is when it is called; other code, as it is by then.
+        statement.makers = {} if statement.is_only(*_DEFINITIONS) else dict(makers)
         if statement.lines.stop >= failures.get(statement.cell.place, sys.maxsize):
             left[statement] = "the cell failed here"
             # It assigned nothing, so an earlier value still counts.
             makers = dict.fromkeys(statement.binds, statement) | makers
             continue
         makers |= dict.fromkeys(statement.binds, statement)
+        makers = {name: maker for name, maker in makers.items() if name not in statement.deletes}
         if statement.is_ipythons:
             left[statement] = _IPYTHON
         elif statement.awaits:
             left[statement] = "it awaits outside a function"
         elif statement.reads & launchers and not statement.is_only(*_DEFINITIONS):
             left |= {} if statement.cell is cells[-1] else {statement: "it calls nbtrain"}
-    notebook = training.namespace.keys() or makers.keys()
-    filled = {p.name for p in training.parameters if p.default is None or p.name in notebook}
+    # In a kernel it is known; else a value counts where nothing can have kept it from being made.
+    certain = {name for name, maker in makers.items() if name in maker.certainly_binds}
+    has_value = training.namespace or certain
+    filled = {p.name for p in training.parameters if p.default is None or p.name in has_value}
     for statement in cells[-1].statements[-1:]:
         statement.reads |= filled
-    read = {name for statement in statements for name in statement.reads}
-    unknown = read - {*dir(builtins), *_SUPPLIED, "get_ipython", *makers}
-    if "*" in makers:  # a star import: its names are known only when it has run
+    bound = {name for statement in statements for name in statement.binds}
+    unknown = {name for statement in statements for name in statement.reads}
+    unknown -= {*dir(builtins), *_SUPPLIED, "get_ipython", *bound}
+    if "*" in bound:  # a star import: its names are known only when it has run
         unknown = set()
-    while True:
-        missing = unknown | {name for name, maker in makers.items() if maker in left}
-        more = [s for s in statements if s not in left and s.reads & missing]
-        if not more:
-            break
-        for statement in more:
-            name = min(statement.reads & missing)
-            left[statement] = f"no cell assigns {with_lookalikes(name, makers)}"
-            if maker := makers.get(name):
-                left[statement] = f"it needs `{name}` ({maker.cell.place}: {left[maker]})"
+
+    def reason_of(statement: _Statement) -> str:
+        for name in sorted(statement.reads):
+            maker = statement.makers.get(name, makers.get(name))
+            if name in unknown:
+                return f"no cell assigns {with_lookalikes(name, makers)}"
+            if maker in left and maker is not None:
+                return f"it needs `{name}` ({maker.cell.place}: {left[maker]})"
+        return ""
+
+    while more := {s: reason for s in statements if s not in left and (reason := reason_of(s))}:
+        left |= more
     for statement, reason in left.items():
         is_magic = statement.is_ipythons and statement.is_only(ast.Expr)
         if statement.cell is cells[-1] and not is_magic:
             place = statement.cell.place
             raise PlanError(f"{place}: `{statement.typed}` cannot be in a script: {reason}")
         statement.comment_out(reason)
-    return makers.keys() - missing
+    return {name for name in filled if makers.get(name) not in left}

@@ -52,7 +52,7 @@ def _serve(order: Mapping[str, Any]) -> int:
     if used := _import(["torch", *order["modules"]]):
         _say(connection, unfit=f"what ranks need initialised {', '.join(used)}")
         return 0
-    _say(connection, imported=len(sys.modules))
+    _say(connection, imported=len(sys.modules), files=_files())
     while select.select([connection], [], [], IDLE)[0]:
         request, descriptors = _receive(connection)
         if request is None:
@@ -83,6 +83,14 @@ def _import(names: Sequence[str]) -> frozenset[str]:
         gc.enable()
     gc.freeze()  # never visited again: the pages are shared with the ranks
     return accelerator_guard.initialized()
+
+
+def _files() -> dict[str, str]:
+    """Return where the packages and modules come from that are no part of Python."""
+    modules = [(name, module) for name, module in sys.modules.items() if "." not in name]
+    specs: dict[str, Any] = {name: getattr(module, "__spec__", None) for name, module in modules}
+    names = specs.keys() - sys.stdlib_module_names - {"nbtrain"}
+    return {name: specs[name].origin for name in names if getattr(specs[name], "has_location", 0)}
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:

@@ -72,6 +72,9 @@ _importing = threading.RLock()
 _seen: dict[str, str] | None = None
 """The variables of `_READ` when the first of these modules was imported here."""
 
+_SET = ("TORCH", "TRITON_")
+"""How the variables begin that these modules set."""
+
 _failed: set[str] = set()
 
 
@@ -122,7 +125,7 @@ def _import(name: str) -> None:
     global _seen
     _guard_forks()
     before = {*os.environ}
-    if _seen is None and name in NAMES:
+    if _seen is None and name.startswith("torch."):
         _seen = _read_variables(os.environ)
     is_collecting = gc.isenabled()
     gc.disable()  # nothing that is imported is garbage, and to look takes a quarter of the time
@@ -138,8 +141,9 @@ def _import(name: str) -> None:
     finally:
         if is_collecting:
             gc.enable()
-        for variable in {*os.environ} - before:  # torch sets it anew where it is needed
-            del os.environ[variable]
+        for variable in {*os.environ} - before:  # not what a thread of the user's has set
+            if variable.startswith(_SET):  # torch sets it anew where it is needed
+                os.environ.pop(variable, None)
 
 
 def _read_variables(environment: Mapping[str, str]) -> dict[str, str]:

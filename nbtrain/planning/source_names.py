@@ -84,7 +84,7 @@ def _bound_first(statements: Sequence[ast.stmt]) -> set[str]:
     read: set[str] = set()
     for statement in statements:
         read |= _reads(statement)
-        bound |= _plainly_bound(statement) - read
+        bound |= plainly_bound(statement) - read
     return bound
 
 
@@ -109,7 +109,7 @@ def _reads(statement: ast.stmt) -> set[str]:
     return names
 
 
-def _plainly_bound(statement: ast.stmt) -> set[str]:
+def plainly_bound(statement: ast.stmt) -> set[str]:
     """Return the names that a statement binds whatever happens."""
     match statement:
         case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):

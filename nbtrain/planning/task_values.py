@@ -552,6 +552,7 @@ def source_lines(task: Task) -> list[str]:
     each other file of the user's from which it takes something. Nothing is parsed.
     """
     lines = task.source.splitlines() if isinstance(task, Cell) else []
+    files: dict[str, None] = {}
     own = ("__main__", namespace(task).get("__name__"))
     for value in (reference.value for reference in references(task)):
         if type(value) is ModuleType:
@@ -565,8 +566,8 @@ def source_lines(task: Task) -> list[str]:
                 lines += _source(function).splitlines()
         elif type(home) is str and (module := sys.modules.get(home)) is not None:
             file = vars(module).get("__file__")
-            lines += linecache.getlines(file) if type(file) is str and not is_library(file) else []
-    return lines
+            files |= {file: None} if type(file) is str and not is_library(file) else {}
+    return [*lines, *(line for file in files for line in linecache.getlines(file))]
 
 
 def _trainable_bytes(models: Iterable[Any]) -> int:

@@ -193,6 +193,17 @@ def test_a_script_has_the_cells_in_order_with_their_comments(tmp_path: Path) -> 
             ],
         ),
         (["done.value"], ["# done.value  # left out: no cell assigns `done`"]),
+        (
+            ["x = 1", "y = x + 1\nx = nbtrain.launch(print)", "print(y)"],
+            [
+                "\ny = x + 1\n# x = nbtrain.launch(print)  # left out: it calls nbtrain",
+                "\nprint(y)",
+            ],
+        ),
+        (
+            ["x = 1\ndef later():\n    return x", "x = nbtrain.launch(print)", "later()"],
+            ["# def later():  # left out: it needs `x`", "# later()  # left out: it needs `later`"],
+        ),
         (["import x\nprint("], []),
         (["from __future__ import annotations\nx = 1", "display(x)"], ["\nx = 1", "display(x)"]),
         (["%env API_KEY=abcdefgh12\n!login hf_0123456789abcdefghij"], ["# (a line with a secret)"]),
@@ -275,6 +286,23 @@ def test_the_commands_quote_names_with_a_space(tmp_path: Path) -> None:
     assert cli.main([*words, "2"]) == 0
     assert "#     python 'my train.py'\n" in script.read_text()
     assert "#     torchrun --nproc_per_node 2 'my train.py'\n" in script.read_text()
+
+
+@pytest.mark.parametrize(
+    "cell",
+    ["lr = 2; del lr", "if False: lr = 3", "try: lr = f()\nexcept NameError as lr: pass"],
+)
+def test_a_parameter_keeps_its_default_where_no_cell_is_certain_to_make_its_value(
+    tmp_path: Path, cell: str
+) -> None:
+    script = _script(tmp_path, f"y = 1\n{cell}", "%%distributed\ndef train(y, lr=0.1): pass")
+    assert script.endswith("    train(y=y)\n")
+
+
+def test_a_secret_that_python_reads_in_two_parts_is_one_clear_error(tmp_path: Path) -> None:
+    cells = ("token = 'hf_0123456789abcdefghij' 'xyz'", "%%distributed\ndef train(): pass")
+    with pytest.raises(PlanError, match=r"a script cannot have `token = os\.environ"):
+        _script(tmp_path, *cells)
 
 
 def test_secrets_are_not_written(notebook: Notebook, tmp_path: Path) -> None:

@@ -75,12 +75,30 @@ def test_ranks_have_the_modules_and_a_broken_one_stops_none(install: Callable[..
 def test_what_a_module_sets_is_put_back(install: Callable[..., None]) -> None:
     install(
         setting_one="import os, warnings\n"
-        "os.environ['OF_A_MODULE'] = '1'\nwarnings.simplefilter('once')"
+        "os.environ['TORCH_OF_A_MODULE'] = '1'\nwarnings.simplefilter('once')"
     )
     filters, environment = warnings.filters.copy(), dict(os.environ)
     assert ranks_see("setting_one") == [True, True]
     assert warnings.filters == filters
     assert dict(os.environ) == environment
+
+
+def test_what_a_thread_of_the_users_sets_meanwhile_stays(
+    slow: tuple[threading.Event, threading.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begins, goes_on = slow
+    monkeypatch.delenv("OF_A_THREAD", raising=False)
+
+    def set_it() -> None:
+        begins.wait(100)
+        os.environ["OF_A_THREAD"] = "1"
+        goes_on.set()
+
+    thread = threading.Thread(target=set_it)
+    thread.start()
+    assert [*imports_ahead.pieces()] == ["slow_one", "after_slow"]
+    thread.join()
+    assert os.environ.pop("OF_A_THREAD") == "1"
 
 
 def test_the_switch_and_variables_of_the_run_leave_imports_to_the_ranks(
@@ -99,7 +117,9 @@ def test_a_variable_that_came_too_late_is_named(
     install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(plain_one="")
-    ranks_see("plain_one")
+    ranks_see("plain_one")  # which reads no variable
+    assert imports_ahead.changed_variables({"TORCHDYNAMO_VERBOSE": "1"}) == []
+    imports_ahead._import("torch._dynamo")  # which does, and is there in the tests' process
 
     def found(**env: str) -> list[str]:
         run = nbtrain.launch(len, "x", num_processes=1, env=env, view="none")
@@ -131,7 +151,8 @@ def test_an_interrupt_meanwhile_starts_no_rank(
         nbtrain.launch(len, "x", num_processes=2, view="none")
     thread.join()
     assert signal.getsignal(signal.SIGINT) is handler
-    assert not any(isinstance(thread, threading.Timer) for thread in threading.enumerate())
+    is_timer = lambda thread: isinstance(thread, threading.Timer)  # noqa: E731
+    wait_until(lambda: not any(map(is_timer, threading.enumerate())))
     run = nbtrain.last_run()
     assert run is not None
     assert run.state.status == "interrupted"

@@ -19,7 +19,7 @@ from ...planning.plan import Call, Plan
 from ...system.host import usable_cpus
 from ...system.text import plural, shorten
 from .report import ScalingReport, Size
-from .timed_function import TimedFunction
+from .timed_function import timed
 
 USAGE = (
     "%nbtrain scaling [--ranks 1,2,4] [--repeat N] [-e, -p, --downcast-bf16, --config, --env, "
@@ -133,7 +133,7 @@ def _measure(plan: Plan, ranks: tuple[int, ...], repeat: int) -> ScalingReport:
     threads = plan.env.get(_THREADS, os.environ.get(_THREADS, ""))
     if not threads.isdecimal() or int(threads) < 1:
         threads = str(max(1, usable_cpus() // max(ranks)))
-    task = replace(plan.task, function=TimedFunction(plan.task.function))
+    task = replace(plan.task, function=timed(plan.task.function))
     env = {**plan.env, _THREADS: threads}
     quiet = replace(plan, task=task, env=env, view="none", sync=False, scaling=True)
     sizes = {number: Size(number) for number in sorted(ranks)}
@@ -153,8 +153,8 @@ def _measure(plan: Plan, ranks: tuple[int, ...], repeat: int) -> ScalingReport:
             notes["The measurement was interrupted."] = None
             break
         except Exception as error:  # the user's function may raise anything: the others go on
-            if isinstance(error, PlanError):  # nothing was started
-                raise
+            if isinstance(error, PlanError) and not any(s.steps for s in sizes.values()):
+                raise  # nothing was started
             errors.append(error)
             outcome = size.error = _line(error)
             notes[f"A run of {name} failed: {outcome}"] = None

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
 
 
-class TimedFunction:
-    """Calls a function in a rank; returns the seconds at which steps ended, and the world size.
+def timed(function: Callable[..., Any]) -> Callable[..., tuple[list[float], int]]:
+    """Return a function that calls another one in a rank, and returns when its steps ended.
 
-    The steps are those of the optimizer that steps first: a GAN has another. On a GPU, CUDA events
-    are recorded, as the host is ahead of the GPU.
+    It returns the seconds at which steps ended, and the world size. The steps are those of the
+    optimizer that steps first: a GAN has another. On a GPU, CUDA events are recorded, as the host
+    is ahead of the GPU.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.__wrapped__ = function  # where nbtrain looks for the user's function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[list[float], int]:
+    # What it wraps is what nbtrain looks at: for refusals, models, the source.
+    @functools.wraps(function, assigned=(), updated=())
+    def run(*args: Any, **kwargs: Any) -> tuple[list[float], int]:
         import torch
         import torch.distributed as dist
         from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -40,10 +41,12 @@ class TimedFunction:
 
         hook = register_optimizer_step_post_hook(stepped)
         try:
-            self.__wrapped__(*args, **kwargs)
+            function(*args, **kwargs)
         finally:
             hook.remove()
         if ends and not isinstance(ends[0], float):
             torch.cuda.synchronize()
             ends = [ends[0].elapsed_time(end) / 1e3 for end in ends]
         return ends, world_size
+
+    return run

@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import importlib.util
 import json
 import os
 import select
@@ -40,23 +41,11 @@ FAILURES = 2
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 
 _READ_AT_IMPORT = (
-    *("ACCELERATE_", "HF_", "TRANSFORMERS_", "USE_", "TORCH", "PYTORCH_", "ATEN_", "GLOO_", "AOT"),
-    *(
-        "CUDA",
-        "CUBLAS",
-        "CUDNN",
-        "NCCL_",
-        "NVIDIA_",
-        "HIP_",
-        "HSA_",
-        "ROC",
-        "XLA_",
-        "PJRT_",
-        "TPU_",
-    ),
-    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_", "DNNL_", "ONEDNN_"),
-    *("SYMPY_", "LD_", "LC_", "LANG", "TZ", "MALLOC_", "GLIBC_", "PYTHON", "HOME", "TMP", "XDG_"),
-    "PATH",
+    *("ACCELERATE_", "HF_", "HUGGINGFACE_", "SAFETENSORS_", "TRANSFORMERS_", "USE_", "DISABLE_"),
+    *("DO_NOT_TRACK", "TORCH", "PYTORCH_", "ATEN_", "GLOO_", "AOT", "SYMPY_", "CUDA", "CUBLAS"),
+    *("CUDNN", "NCCL_", "NVIDIA_", "HIP_", "HSA_", "ROC", "XLA_", "PJRT_", "TPU_", "OMP_", "GOMP_"),
+    *("KMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_", "DNNL_", "ONEDNN_", "LD_", "LC_", "LANG"),
+    *("TZ", "MALLOC_", "GLIBC_", "PYTHON", "HOME", "TMP", "XDG_", "PATH"),
 )
 """How the environment variables begin that torch, Accelerate, transformers and the native libraries
 read when they are loaded. Every rank gets all variables as they are at its launch."""
@@ -136,6 +125,8 @@ class ForkServer:
         They get copies of the descriptors in `files`. Raises `ServerError` where they cannot be
         forked; nothing is left of them then, nor if the body raises.
         """
+        if self._trouble:
+            raise ServerError(self._trouble)
         pids: dict[int, int] = {}
         gate, opener = os.pipe()
         place = os.open(".", getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY)
@@ -195,6 +186,9 @@ class ForkServer:
             raise ServerError(self._trouble)
         if "imported" in answer:
             self._importing = False
+            if others := [n for n, file in answer["files"].items() if file != _file_of(n, file)]:
+                self._trouble = f"this process has {', '.join(others)} from another place"
+                raise ServerError(self._trouble)
             LOGGER.info("process %d has imported %d modules", self.pid, answer["imported"])
 
     def forget(self) -> None:
@@ -281,6 +275,14 @@ def _inherited() -> tuple[object, ...]:
         [resource.getrlimit(getattr(resource, name)) for name in limits],
         os.getpriority(os.PRIO_PROCESS, 0),
     )
+
+
+def _file_of(name: str, default: str) -> str:
+    """Return the file that this process has, or would import, as a module; else the default."""
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    with contextlib.suppress(ImportError, ValueError):
+        spec = spec or importlib.util.find_spec(name)
+    return getattr(spec, "origin", None) or default
 
 
 @contextlib.contextmanager

@@ -14,7 +14,10 @@ import pytest
 import nbtrain
 from nbtrain.commands.scaling import measure
 from nbtrain.commands.scaling.report import ScalingReport, Size
+from nbtrain.commands.scaling.timed_function import timed
 from nbtrain.errors import NbtrainError, PlanError
+from nbtrain.planning import task_values
+from nbtrain.planning.plan import Call
 from tests.support.kernel import Notebook
 
 ONE = Size(1, [0.010, 0.011, 0.0125], batch=64)
@@ -179,6 +182,36 @@ def test_an_interrupt_keeps_the_sizes_that_were_measured() -> None:
     assert "not measured" in repr(found)
     with pytest.raises(KeyboardInterrupt):
         nbtrain.scaling(train, model(), 15, "interrupts", ranks=(2,), view="none")
+
+
+def test_what_is_looked_at_is_the_users_function() -> None:
+    own = model()
+
+    def body(count: int) -> Any:
+        return own(count)
+
+    plain, wrapped = (Call(f, (3,)) for f in (body, timed(body)))
+    assert task_values.function_of(wrapped.function) is body
+    values = [{id(r.value) for r in task_values.references(each)} for each in (plain, wrapped)]
+    assert id(own) in values[0] <= values[1]
+    assert task_values.host_needs(wrapped) == task_values.host_needs(plain)
+    assert task_values.arguments(wrapped) == {"count": 3}
+
+
+def test_a_size_that_cannot_be_had_leaves_those_that_were_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run_plan = measure.run_plan
+
+    def of_one_rank(plan: Any) -> Any:
+        if plan.num_processes == 2:
+            raise PlanError("this host has one chip")
+        return run_plan(plan)
+
+    monkeypatch.setattr(measure, "run_plan", of_one_rank)
+    found = nbtrain.scaling(train, model(), 15, ranks=(1, 2), repeat=1, view="none")
+    assert [len(size.steps) for size in found.sizes] == [1, 0]
+    assert "this host has one chip" in repr(found)
 
 
 def threads() -> None:

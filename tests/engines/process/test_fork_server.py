@@ -153,6 +153,20 @@ def test_a_package_that_is_installed_again_is_imported_anew(
 
 
 @pytest.mark.slow
+def test_where_the_kernel_has_another_copy_of_a_package_the_ranks_have_it_too(
+    kernel: Notebook, tmp_path: Path
+) -> None:
+    fake_package(kernel, tmp_path, "version = 1")
+    (tmp_path / "checkout").mkdir()
+    (tmp_path / "checkout" / "fake_package.py").write_text("version = 5")
+    kernel.run(f"sys.path.insert(0, {str(tmp_path / 'checkout')!r})")
+    look = f"import fake_package\nfake_package.version, {IS_FORKED}"
+    assert asked(kernel, look) == [(5, False)] * 2
+    log = kernel.value("(run.folder / 'launcher.log').read_text()")
+    assert "has fake_package from another place" in log
+
+
+@pytest.mark.slow
 def test_a_process_that_holds_an_accelerator_is_not_forked(
     kernel: Notebook, tmp_path: Path, stub: Path
 ) -> None:

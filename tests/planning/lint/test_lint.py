@@ -40,7 +40,6 @@ NOT_LOOPS = (  # wrong on purpose, plain on purpose, for one rank
     "telemetry.py",
     "test_weights.py",
     "test_unsynced.py",
-    "test_optimizer_effect.py",
     "gpu",
 )
 

@@ -359,3 +359,28 @@ def test_a_rank_that_is_done_says_nothing_of_one_that_goes_on() -> None:
     ended = [ev.Ended(101.0, 0, result="1"), ev.Exited(101.0, 0, 0, "done")]
     state = fold(picture(), [*started, ev.Started(100.5, 1, 8), *ended])
     assert run_progress.of_run(state, 102.0).fraction is None
+
+
+def test_the_look_for_a_loops_end_runs_nothing_of_the_users() -> None:
+    class Data:
+        looks = 0
+
+        def __getitem__(self, index: Any) -> list[int]:
+            Data.looks += 1
+            return list(range(10))
+
+    class Count:
+        looks = 0
+
+        def __index__(self) -> int:
+            Count.looks += 1
+            return 12
+
+    def train() -> tuple[int, int]:
+        work, data = Work(), Data()
+        for _ in range(Count()):
+            for _ in data[0]:
+                work.step(torch.ones(4, 4))
+        return Data.looks, Count.looks
+
+    assert launch(train).value == (12, 1)

@@ -279,8 +279,14 @@ def _value(node: ast.expr, variables: Mapping[str, Any]) -> Any:
     """Return the value of an expression that runs none of the user's functions."""
     for each in ast.walk(node):
         match each:
-            case ast.Call(ast.Name(name), _, []) if name in _FUNCTIONS:
+            case ast.Call(ast.Name("len"), [_], []):
                 pass
+            case ast.Call(ast.Name(name), numbers, []) if name in _FUNCTIONS:
+                for number in numbers:  # else an object's `__index__` would run
+                    _whole(_value(number, variables))
+            case ast.Subscript(owner):
+                if type(_value(owner, variables)) not in (dict, list, tuple):
+                    raise _Unknown
             case ast.BinOp(left, _, right):
                 _whole(_value(left, variables)), _whole(_value(right, variables))
             case _ if not isinstance(each, _READS):
