@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import sys
 import threading
@@ -35,6 +36,7 @@ class IdleImports:
         self._running = 0  # cells: one that a subshell runs is another thread's
         self._timer: asyncio.TimerHandle | None = None
         self._pieces: Iterator[str] | None = None
+        self._has_imported = False
         shell.events.register("pre_execute", self._before)
         shell.events.register("post_execute", self._after)
 
@@ -72,7 +74,12 @@ class IdleImports:
         self._pieces = self._pieces or imports_ahead.pieces(own=True)
         with contextlib.suppress(KeyboardInterrupt):  # of an import that hung: no more are made
             if next(self._pieces, None) is not None:
+                self._has_imported = True
                 self._look_in(PAUSE)
+            elif self._has_imported:
+                self._has_imported = False
+                if gc.isenabled():  # now: else 60 ms in the middle of a launch, as was measured
+                    gc.collect()
 
 
 def _is_idle() -> bool:

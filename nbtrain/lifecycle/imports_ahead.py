@@ -114,7 +114,7 @@ def changed_variables(variables: Mapping[str, str]) -> list[str]:
 def of_fresh_process() -> list[str]:
     """Return what ranks need that are not forked from this process, in the order of import."""
     loaded = [n for n in ("transformers", "transformers.trainer") if is_library(_file(n))]
-    return ["accelerate", *NAMES, *loaded]
+    return ["accelerate", "IPython", "torch.utils.serialization", *NAMES, *loaded]
 
 
 def _file(name: str) -> str:
