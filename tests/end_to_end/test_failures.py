@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import psutil
 import pytest
 
 from tests.support.kernel import Notebook
-from tests.support.waiting import wait_until
 
 RETURNCODES = "[r.returncode for r in nbtrain.last_run().state.ranks]"
 WAIT = "    time.sleep(60)\n"
@@ -46,40 +44,6 @@ def test_the_users_exception_type_can_be_caught(notebook: Notebook) -> None:
     )
     assert out.stdout.startswith("3 nbtrain: this is from rank")
     assert "failed too (MyError)" in out.stdout
-
-
-@pytest.mark.parametrize(
-    ("definition", "shown"),
-    [
-        ("class E(Exception):\n    def __init__(self, a, b): super().__init__(a)", "E: one"),
-        ("class E(Exception):\n    def __str__(self): raise RuntimeError('no')", "__str__ raised"),
-        (
-            "import threading\nclass E(Exception):\n"
-            "    def __init__(self, a, b): super().__init__(a); self.lock = threading.Lock()",
-            "E: one",
-        ),
-    ],
-)
-def test_hostile_exceptions_are_told_all_the_same(
-    notebook: Notebook, definition: str, shown: str
-) -> None:
-    out = notebook.run(f"%%distributed -n 1\n{definition}\nraise E('one', 'two')")
-    assert out.ename in ("RankError", "E")
-    assert shown in out.traceback
-
-
-def test_a_chain_of_causes_arrives_whole(notebook: Notebook) -> None:
-    out = notebook.run(
-        "%%distributed -n 1\n"
-        "try:\n"
-        "    {}['key']\n"
-        "except KeyError as error:\n"
-        "    raise ValueError('no such setting') from error"
-    )
-    assert out.ename == "ValueError"
-    assert "KeyError: 'key'" in out.traceback
-    assert "direct cause" in out.traceback
-    assert "----> 3     {}['key']" in out.traceback
 
 
 @pytest.mark.parametrize(
@@ -183,12 +147,6 @@ def test_classes_and_tensors_come_back_as_what_they_are(notebook: Notebook) -> N
     assert notebook.value("module(torch.ones(1, 2)).shape == (1, 1)") is True
 
 
-def test_a_timeout_stops_the_run(notebook: Notebook) -> None:
-    out = notebook.run(f"%%distributed -n 2 --timeout 0.5\ndef train():\n{WAIT}")
-    assert out.ename == "RunTimeout"
-    assert "timed out" in out.board
-
-
 def test_interrupt_lets_ranks_save_and_raises_keyboard_interrupt(notebook: Notebook) -> None:
     out = notebook.run(
         "%%distributed -n 2\n"
@@ -226,20 +184,6 @@ def test_a_rank_that_catches_the_interrupt_may_return_its_result(notebook: Noteb
     assert notebook.value("nbtrain.last_run().results") == ["saved", "saved"]
 
 
-def test_ranks_deaf_to_interrupts_are_killed(notebook: Notebook) -> None:
-    out = notebook.run(
-        "%%distributed -n 2\n"
-        "def train():\n"
-        "    signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "    print('deaf')\n"
-        f"{WAIT}",
-        interrupt_on="deaf",
-    )
-    assert out.ename == "KeyboardInterrupt"
-    assert notebook.value(RETURNCODES) == [-9, -9]
-
-
 def test_a_second_interrupt_kills_at_once(notebook: Notebook) -> None:
     presses = []
 
@@ -259,38 +203,6 @@ def test_a_second_interrupt_kills_at_once(notebook: Notebook) -> None:
     assert out.ename == "KeyboardInterrupt"
     assert presses
     assert notebook.value(RETURNCODES) == [-9, -9]  # not SIGTERM, which comes after 2 s
-
-
-def test_no_process_of_a_rank_outlives_it(notebook: Notebook) -> None:
-    out = notebook.run(
-        "%%distributed -n 2\n"
-        "import subprocess\n"
-        "from torch.utils.data import DataLoader\n"
-        "def train():\n"
-        "    loader = DataLoader(list(range(1000)), num_workers=2, persistent_workers=True)\n"
-        "    it = iter(loader); next(it)\n"
-        "    child = subprocess.Popen(['sleep', '60'])\n"
-        "    import psutil\n"
-        "    print([p.pid for p in psutil.Process().children()], flush=True)\n"
-        "    if nbtrain.rank() == 1:\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        f"{WAIT}"
-    )
-    assert out.ename == "RankDied"
-    started = [
-        pid
-        for rank in (0, 1)
-        for pid in notebook.value(notebook.value(f"nbtrain.last_run().logs({rank}, tail=1)"))
-    ]
-    assert len(started) == 6
-    wait_until(lambda: not any(_is_running(pid) for pid in started))
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_an_interrupt_is_not_lost_in_a_finalizer_or_a_fork(notebook: Notebook) -> None:
@@ -322,13 +234,6 @@ def test_an_exception_that_cannot_travel_is_shown_with_its_line(notebook: Notebo
     )
     assert out.ename == "RankError"
     assert "----> 5 raise error" in out.traceback
-
-
-def test_a_variable_of_any_name_may_give_an_option(notebook: Notebook) -> None:
-    notebook.run("offset = text = shell = line = 3\n")
-    for name in ("offset", "text", "shell", "line"):
-        notebook.run(f"%distributed -n {{{name}}} nbtrain.rank()")
-        assert notebook.value("nbtrain.last_run().results") == [0, 1, 2]
 
 
 _PAD = "write x = accelerator.pad_across_processes(x, dim=…) before it"
