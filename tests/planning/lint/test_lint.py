@@ -120,85 +120,7 @@ def test_every_cell_of_the_tests_is_left_in_peace(path: Path) -> None:
 
 
 HEAD = "accelerator = Accelerator()\nmodel, opt, dl = accelerator.prepare(model, opt, dl)\n"
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        (HEAD + "for x in dl:\n    loss = model(x)\n    loss.backward()\n    opt.step()", (5, 5)),
-        (HEAD + "for x in dl:\n    model(x).mean().backward()\n    opt.step()", (4, 5)),
-        (HEAD + "for x in dl:\n    (model(x) / 2).backward()\n    opt.step()", (4, 5)),
-        (HEAD + "for x in dl:\n    s.scale(x).backward(retain_graph=True)\n    opt.step()", (4, 5)),
-        (
-            HEAD + "for x in dl:\n    out = model(x)\n    out.loss.backward()\n    opt.step()",
-            (5, 5),
-        ),
-        (
-            "def step(loss, opt):\n    loss.backward()\n    opt.step()\n"
-            "def train(model):\n    acc = Accelerator()\n    step(model(1), 2)",
-            (2, 5),
-        ),
-    ],
-)
-def test_backward_past_accelerate_is_found(source: str, expected: tuple[int, int]) -> None:
-    assert found(source) == [("backward", *expected)]
-
-
-def test_a_function_that_steps_no_optimizer_is_left_in_peace() -> None:
-    loop = HEAD + "for x in dl:\n    loss = model(x)\n    loss.backward()\n    opt.step()\n"
-    assert found(loop) == [("backward", 5, 5)]
-    assert found(loop.replace("opt.step()", "losses.append(loss)")) == []  # no step takes them
-    attack = "def attack(x):\n    model(x).sum().backward()\n    return x.grad.sign()\n"
-    assert found(attack + loop.replace("loss.backward()", "accelerator.backward(loss)")) == []
-
-
-def test_a_default_that_the_call_replaces_is_left_in_peace() -> None:
-    fit = (
-        "def fit(backward=lambda loss: loss.backward()):\n"
-        "    for x in dl:\n        backward(model(x))\n        opt.step()\n"
-    )
-    assert found(f"{HEAD}{fit}fit(accelerator.backward)") == []
-
-
-def test_one_of_two_backward_calls_is_found() -> None:
-    source = HEAD + (
-        "for x in dl:\n    d = model(x)\n    d.backward()\n    opt.step()\n"
-        "    accelerator.backward(model(x))\n    opt.step()"
-    )
-    assert found(source) == [("backward", 5, 5)]
-    (finding,) = lint.lint(cell(source))
-    assert "accelerator.backward(d)" in finding.text
-    assert finding.shown == f"line 5, column 5: {finding.text} [backward]"
-
-
-@pytest.mark.parametrize(
-    ("line", "column"),
-    [
-        ('model.to("cuda")', 10),
-        ('model = model.to("cuda:0", non_blocking=True)', 18),
-        ("model.cuda()", 1),
-        ("é = x.cuda(0)", 5),
-        ('y = "é", x.to(torch.device("cuda"))', 28),
-        ('z = torch.zeros(3, 4, device="cuda")', 30),
-        ('d = torch.device("cuda:1" if fast else "cpu")', 18),
-        ("torch.cuda.set_device(0)", 1),
-        ('device = "cuda"; model.to(device)', 10),
-        ('device = "cuda" if fast else "cpu"\nx.to(device)', 10),
-        ('x = x.to(device="xpu")', 17),
-    ],
-)
-def test_a_device_that_all_ranks_would_share_is_found(line: str, column: int) -> None:
-    assert found(f"accelerator = Accelerator()\n{line}") == [("device", 2, column)]
-    assert found(f"dist.init_process_group()\n{line}") == [("device", 2, column)]
-
-
-def test_a_device_for_hosts_that_have_one_is_found_there_only() -> None:
-    source = 'd = torch.device("cuda" if torch.cuda.is_available() else "cpu")\n'
-    source += 'if torch.cuda.is_available():\n    model.to("cuda")'
-    assert found(source, "cuda") == [("device", 1, 18), ("device", 3, 14)]
-    assert found(source) == []
-
-
+STEP = HEAD + "for x in dl:\n    {}\n    opt.step()\n"
 BASELINE = """
 def train_baseline():
     accelerator = Accelerator()
@@ -220,71 +142,128 @@ def train():
 train_baseline()
 train()
 """
+UNPREPARED = BASELINE.replace("accelerator.prepare(*get_utilities())", "get_utilities()")
+
+BACKWARD = {
+    "a loss": (STEP.format("loss = model(x)\n    loss.backward()"), [(5, 5)]),
+    "a mean": (STEP.format("model(x).mean().backward()"), [(4, 5)]),
+    "a quotient": (STEP.format("(model(x) / 2).backward()"), [(4, 5)]),
+    "a scaled loss": (STEP.format("s.scale(x).backward(retain_graph=True)"), [(4, 5)]),
+    "an output's loss": (STEP.format("out = model(x)\n    out.loss.backward()"), [(5, 5)]),
+    "in a function that is called": (
+        "def step(loss, opt):\n    loss.backward()\n    opt.step()\n"
+        "def train(model):\n    acc = Accelerator()\n    step(model(1), 2)",
+        [(2, 5)],
+    ),
+    "one of two": (
+        STEP.format("d = model(x)\n    d.backward()\n    opt.step()\n    accelerator.backward(d)"),
+        [(5, 5)],
+    ),
+    "no optimizer steps": (f"{HEAD}for x in dl:\n    loss = model(x)\n    loss.backward()", []),
+    "a step beside a function that needs gradients for itself": (
+        "def attack(x):\n    model(x).sum().backward()\n    return x.grad.sign()\n"
+        + STEP.format("accelerator.backward(model(x))"),
+        [],
+    ),
+    "a default that the call replaces": (
+        f"{HEAD}def fit(backward=lambda loss: loss.backward()):\n"
+        "    for x in dl:\n        backward(model(x))\n        opt.step()\n"
+        "fit(accelerator.backward)",
+        [],
+    ),
+    "a loop for comparison": (BASELINE, []),
+    "a loop beside one for comparison": (
+        BASELINE.replace("accelerator.backward(loss)", "loss.backward()"),
+        [(16, 9)],
+    ),
+    "two loops, neither prepared": (UNPREPARED, [(8, 9)]),
+}
 
 
-def test_a_loop_for_comparison_is_left_in_peace() -> None:
-    assert found(BASELINE) == []
-    bypassing = BASELINE.replace("accelerator.backward(loss)", "loss.backward()")
-    assert found(bypassing) == [("backward", 16, 9)]
-    without = BASELINE.replace("accelerator.prepare(*get_utilities())", "get_utilities()")
-    assert ("backward", 8, 9) in found(without)
+@pytest.mark.parametrize("name", BACKWARD)
+def test_backward_past_accelerate_is_found(name: str) -> None:
+    source, places = BACKWARD[name]
+    assert [place for code, *place in found(source) if code == "backward"] == [[*p] for p in places]
 
 
-def test_a_name_that_holds_the_rank_is_a_guard() -> None:
-    source = "me = nbtrain.rank()\nif me == 0:\n    torch.save(x, 'x.pt')"
-    assert found(source) == []
-    assert found(source.replace("nbtrain.rank()", "3")) == [("save", 3, 5)]
-
-
-def test_what_a_method_saves_is_not_judged_since_nobody_sees_who_calls_it() -> None:
-    cls = "class A:\n    def keep(self):\n        torch.save(1, 'x.pt')\nA().keep()"
-    assert found(cls) == []
+def test_a_finding_says_where_it_is_and_what_to_write() -> None:
+    (finding,) = lint.lint(cell(BACKWARD["one of two"][0]))
+    assert "accelerator.backward(d)" in finding.text
+    assert finding.shown == f"line 5, column 5: {finding.text} [backward]"
 
 
 @pytest.mark.parametrize(
-    "sharding",
-    ["model = FSDP(model)", "fully_shard(model)", "config = ParallelismConfig(tp_size=2)"],
+    ("line", "column"),
+    [
+        ('model.to("cuda")', 10),
+        ('model = model.to("cuda:0", non_blocking=True)', 18),
+        ("model.cuda()", 1),
+        ("é = x.cuda(0)", 5),
+        ('y = "é", x.to(torch.device("cuda"))', 28),
+        ('z = torch.zeros(3, 4, device="cuda")', 30),
+        ('d = torch.device("cuda:1" if fast else "cpu")', 18),
+        ("torch.cuda.set_device(0)", 1),
+        ('device = "cuda"; model.to(device)', 10),
+        ('device = "cuda" if fast else "cpu"\nx.to(device)', 10),
+        ('x = x.to(device="xpu")', 17),
+    ],
 )
-def test_saving_a_sharded_model_takes_all_ranks(sharding: str) -> None:
-    source = 'accelerator = Accelerator()\nmodel.save_pretrained("out")'
-    assert found(source) == [("save", 2, 1)]
-    assert found(f"{source}\n{sharding}") == []
-    assert lint.lint(cell(source), sharded=True) == ()
-    assert accelerate_config.is_sharded({"ACCELERATE_USE_FSDP": "true"})
-    assert not accelerate_config.is_sharded({"ACCELERATE_USE_FSDP": "false"})
+@pytest.mark.parametrize("start", ["accelerator = Accelerator()", "dist.init_process_group()"])
+def test_a_device_that_all_ranks_would_share_is_found(start: str, line: str, column: int) -> None:
+    assert found(f"{start}\n{line}") == [("device", 2, column)]
 
 
-def test_functions_that_nobody_mentions_are_left_in_peace() -> None:
-    plain = PLAIN["called in the cell"]
-    assert found(plain) != []
-    assert found(plain.replace("main(model)\n", "print(model)\n")) == [("not-called", 2, 1)]
-    module = "class A(nn.Module):\n    def forward(self, x):\n        return x.cuda()\nA()"
-    assert found(module) == [("device", 3, 16)]
+_IF_THERE = 'd = torch.device("cuda" if torch.cuda.is_available() else "cpu")\n'
+_IF_THERE += 'if torch.cuda.is_available():\n    model.to("cuda")'
+_CHOSEN = 'torch.cuda.set_device(local_rank)\nmodel.to("cuda")\nx.cuda()\n'
+_OLD_TORCH = (
+    'device = torch.accelerator.x if hasattr(torch, "accelerator") else "cuda"\nx.to(device)'
+)
 
 
-def test_a_plain_cuda_is_the_ranks_own_once_it_is_chosen() -> None:
-    chosen = 'torch.cuda.set_device(local_rank)\nmodel.to("cuda")\nx.cuda()\n'
-    assert found(chosen) == []
-    assert found(chosen + 'x.to("cuda:0")') == [("device", 4, 6)]
-    assert found('os.environ["CUDA_VISIBLE_DEVICES"] = str(i)\nmodel.to("cuda:0")') == []
-    assert found('if rank == 0:\n    x.to("cuda:0")') == []
-    mesh = 'mesh = init_device_mesh("cuda", (2,))\nmodel.to("cuda")'  # it chooses the device
-    assert found(mesh, "cuda") == []
-    assert found('torch.accelerator.set_device_index(local_rank)\nx.to("cuda")', "cuda") == []
+@pytest.mark.parametrize(
+    ("source", "on_gpus", "on_cpus"),
+    [
+        (_IF_THERE, [(1, 18), (3, 14)], []),
+        (_CHOSEN, [], []),
+        (_CHOSEN + 'x.to("cuda:0")', [(4, 6)], [(4, 6)]),
+        ('os.environ["CUDA_VISIBLE_DEVICES"] = str(i)\nmodel.to("cuda:0")', [], []),
+        ('if rank == 0:\n    x.to("cuda:0")', [], []),
+        ('mesh = init_device_mesh("cuda", (2,))\nmodel.to("cuda")', [], []),
+        ('torch.accelerator.set_device_index(local_rank)\nx.to("cuda")', [], []),
+        (_OLD_TORCH, [], []),
+        ("class A(nn.Module):\n    def forward(self, x):\n        x.cuda()\nA()", *[[(3, 9)]] * 2),
+        *(
+            (f"state = {maker}\nx.to({device!r})", [(2, 6)] if ":" in device else [], [(2, 6)])
+            for maker in ("Accelerator()", "PartialState()", "TrainingArguments('out')")
+            for device in ("cuda", "cuda:0")
+        ),
+    ],
+)
+def test_a_plain_cuda_is_the_ranks_own_where_something_chose_it(
+    source: str, on_gpus: list[Any], on_cpus: list[Any]
+) -> None:
+    assert found(source, "cuda") == [("device", *place) for place in on_gpus]
+    assert found(source) == [("device", *place) for place in on_cpus]
 
 
-@pytest.mark.parametrize("maker", ["Accelerator()", "PartialState()", "TrainingArguments('out')"])
-def test_accelerate_chooses_the_device_of_a_plain_cuda(maker: str) -> None:
-    assert found(f'state = {maker}\nx.to("cuda")', "cuda") == []
-    assert found(f'state = {maker}\nx.to("cuda:0")', "cuda") == [("device", 2, 6)]
-    assert found(f'state = {maker}\nx.to("cuda")') == [("device", 2, 6)]  # it trains on the CPU
-
-
-def test_a_device_for_a_torch_without_accelerators_is_left_in_peace() -> None:
-    current = "torch.accelerator.current_accelerator().type"
-    source = f'device = {current} if hasattr(torch, "accelerator") else "cuda"\nx.to(device)'
-    assert found(source, "cuda") == []
-    assert found(source) == []
+@pytest.mark.parametrize(
+    ("value", "on_gpus", "on_cpus"),
+    [
+        (torch.device("cuda:0"), True, True),
+        ("cuda", True, True),
+        ("cpu", True, False),
+        (torch.device("cpu"), True, False),
+        (3, False, False),
+    ],
+)
+def test_a_device_of_the_notebook_is_found_where_there_is_another(
+    value: Any, on_gpus: bool, on_cpus: bool
+) -> None:
+    source = "accelerator = Accelerator()\nx = x.to(device)\ny.to(device)"
+    assert found(source, "cuda", device=value) == [("device", 2, 10)] * on_gpus
+    assert found(source, "cpu", device=value) == [("device", 2, 10)] * on_cpus
+    assert found("device = accelerator.device\nx.to(device)", "cuda", device=value) == []
 
 
 LOOP = """
@@ -300,6 +279,7 @@ def train(model):
             opt.step()
 """
 LOADER, MODEL, OPTIMIZER = ("prepare", 8, 41), ("prepare", 10, 50), ("prepare", 11, 13)
+WITHOUT_LOADER = LOOP.format(prepare="model, opt = accelerator.prepare(model, opt)")
 
 
 @pytest.mark.parametrize(
@@ -323,93 +303,77 @@ def test_what_never_goes_through_prepare_is_found(prepare: str, expected: list[A
     assert found(LOOP.format(prepare=prepare)) == expected
 
 
+@pytest.mark.parametrize(
+    "own",
+    [
+        "DataLoader(data, sampler=mine)",
+        "DataLoader(data.shard(8, accelerator.process_index))",
+        "DataLoader(data[accelerator.process_index :: 2])",
+        "DataLoader(split_dataset_by_node(data, 0, 2))",
+    ],
+)
+def test_a_loader_of_the_ranks_own_part_is_left_in_peace(own: str) -> None:
+    made = "DataLoader(data, batch_size=4, shuffle=True)"
+    assert found(WITHOUT_LOADER) == [LOADER]
+    assert found(WITHOUT_LOADER.replace(made, own)) == []
+
+
 def test_loaders_handed_in_are_judged_by_what_they_are() -> None:
-    source = LOOP.format(prepare="model, opt = accelerator.prepare(model, opt)")
-    source = source.replace("    dl = DataLoader(data, batch_size=4, shuffle=True)\n", "\n")
-    source = source.replace("train(model)", "train(model, dl)")
-    assert found(source, dl=DataLoader([1, 2])) == [LOADER]
-    assert found(source, dl=[1, 2]) == []
-    assert found(source) == [LOADER]
-    assert found(source.replace("dl", "batches")) == []
-    outside = source.replace("train(model, dl)", "train(model)")
-    assert found(outside, dl=DataLoader([1, 2])) == [LOADER]
-    assert found(outside, dl=range(3)) == []
+    source = WITHOUT_LOADER.replace("    dl = DataLoader(data, batch_size=4, shuffle=True)\n", "\n")
+    given = source.replace("train(model)", "train(model, dl)")
+    for each in (source, given):
+        assert found(each, dl=DataLoader([1, 2])) == [LOADER]
+        assert found(each, dl=[1, 2]) == []
+    assert found(given) == [LOADER]
+    assert found(given.replace("dl", "batches")) == []
 
 
-def test_a_loader_with_its_own_sampler_is_left_in_peace() -> None:
-    source = LOOP.format(prepare="model, opt = accelerator.prepare(model, opt)")
-    assert found(source.replace("shuffle=True", "sampler=mine")) == []
+KEEP = "def keep(m):\n    torch.save(m, 'm.pt')\n"
 
 
 @pytest.mark.parametrize(
-    "data",
+    ("source", "expected"),
     [
-        "data.shard(8, accelerator.process_index)",
-        "data[accelerator.process_index :: 2]",
-        "split_dataset_by_node(data, 0, 2)",
-        "mine",
-    ],
-)
-def test_a_loader_of_the_ranks_own_part_is_left_in_peace(data: str) -> None:
-    source = LOOP.format(prepare="model, opt = accelerator.prepare(model, opt)")
-    source = source.replace("DataLoader(data", f"DataLoader({data}")
-    mine = "    mine = data.shard(2, i)\n    opt ="
-    assert found(source.replace("    opt =", mine, 1)) == []
-
-
-@pytest.mark.parametrize("value", [torch.device("cuda:0"), "cuda", torch.device("cuda")])
-def test_a_device_of_the_notebook_is_found(value: Any) -> None:
-    source = "accelerator = Accelerator()\nx = x.to(dev)\ny.to(dev)"
-    for host in ("cpu", "cuda"):
-        assert found(source, host, dev=value) == [("device", 2, 10)]
-    source = "def train():\n    accelerator = Accelerator()\n    torch.ones(1, device=dev)"
-    assert found(source, dev=value) == [("device", 3, 26)]
-
-
-def test_the_notebooks_cpu_matters_only_where_there_is_more() -> None:
-    source = "accelerator = Accelerator()\nx = x.to(device)"
-    for value in ("cpu", torch.device("cpu")):
-        assert found(source, "cpu", device=value) == []
-        assert found(source, "cuda", device=value) == [("device", 2, 10)]
-    assert found(source, "cuda", device=3) == []
-    assert found("device = accelerator.device\nx.to(device)", "cuda", device="cuda") == []
-
-
-@pytest.mark.parametrize(
-    ("source", "line", "column"),
-    [
-        ('def train(model):\n    torch.save(model.state_dict(), "m.pt")', 2, 5),
-        ("def train(m, out):\n    if best:\n        m.save_pretrained(out)", 3, 9),
-        ('path = Path("out") / "m.pt"\ntorch.save(m, path)', 2, 1),
-        ('from safetensors.torch import save_file\nsave_file(w, f"{epoch}.st")', 2, 1),
-        ('np.save("x.npy", x)', 1, 1),
-        ('with open("x.pkl", "wb") as f:\n    pickle.dump(x, f)', 2, 5),
-        ('joblib.dump(x, os.path.join(out, "x"))', 1, 1),
-        (
-            "def keep(m):\n    torch.save(m, 'm.pt')\ndef train(m):\n"
-            "    if rank == 0:\n        keep(m)\n    keep(m)",
-            2,
-            5,
+        ('def train(model):\n    torch.save(model.state_dict(), "m.pt")', [(2, 5)]),
+        ("def train(m, out):\n    if best:\n        m.save_pretrained(out)", [(3, 9)]),
+        ('path = Path("out") / "m.pt"\ntorch.save(m, path)', [(2, 1)]),
+        ('from safetensors.torch import save_file\nsave_file(w, f"{epoch}.st")', [(2, 1)]),
+        ('np.save("x.npy", x)', [(1, 1)]),
+        ('with open("x.pkl", "wb") as f:\n    pickle.dump(x, f)', [(2, 5)]),
+        ('joblib.dump(x, os.path.join(out, "x"))', [(1, 1)]),
+        (KEEP + "def train(m):\n    if rank == 0:\n        keep(m)\n    keep(m)", [(2, 5)]),
+        ("if rank == 0:\n    print(1)\ntorch.save(m, 'm.pt')", [(3, 1)]),
+        ("def train(m):\n    if rank == 0: print(1)\n    m.save_pretrained('x')", [(3, 5)]),
+        (KEEP, [(2, 5)]),  # the last function: all ranks call it
+        ("me = 3\nif me == 0:\n    torch.save(x, 'x.pt')", [(3, 5)]),
+        ("me = nbtrain.rank()\nif me == 0:\n    torch.save(x, 'x.pt')", []),
+        ("class A:\n    def keep(self):\n        torch.save(1, 'x.pt')\nA().keep()", []),
+        (KEEP + "def train(m):\n    if rank == 0:\n        keep(m)", []),
+        (KEEP + "x = 1", []),
+        ("def a():\n    b()\ndef b():\n    torch.save(1, 'x')\n    a()\nx = 1", []),
+        ("with on_rank_zero():\n    torch.save(x, 'x.pt')", []),
+        *(
+            (f'accelerator = Accelerator()\nmodel.save_pretrained("out")\n{sharding}', [])
+            for sharding in ("model = FSDP(model)", "fully_shard(model)", "c = ParallelismConfig()")
         ),
-        ("if rank == 0:\n    print(1)\ntorch.save(m, 'm.pt')", 3, 1),
-        ("def train(m):\n    if rank == 0: print(1)\n    m.save_pretrained('x')", 3, 5),
     ],
 )
-def test_a_file_that_all_ranks_write_is_found(source: str, line: int, column: int) -> None:
-    assert found(source) == [("save", line, column)]
+def test_a_file_that_all_ranks_write_is_found(source: str, expected: list[Any]) -> None:
+    assert found(source) == [("save", *place) for place in expected]
 
 
-def test_a_save_in_a_function_only_one_rank_calls_is_left_in_peace() -> None:
-    keep = "def keep(m):\n    torch.save(m, 'm.pt')\n"
-    assert found(keep + "def train(m):\n    if rank == 0:\n        keep(m)") == []
-    assert found(keep) == [("save", 2, 5)]  # the last function: all ranks call it
-    assert found(keep + "x = 1") == []
-    assert found("def a():\n    b()\ndef b():\n    torch.save(1, 'x')\n    a()\nx = 1") == []
+def test_a_save_is_right_for_a_sharded_model_and_for_one_rank() -> None:
+    task = cell("torch.save(1, 'x.pt')")
+    assert len(lint.lint(task, ranks=2)) == 1
+    assert lint.lint(task, ranks=1) == lint.lint(task, sharded=True) == ()
+    assert accelerate_config.is_sharded({"ACCELERATE_USE_FSDP": "true"})
+    assert not accelerate_config.is_sharded({"ACCELERATE_USE_FSDP": "false"})
 
 
-def test_a_context_of_one_rank_is_a_guard() -> None:
-    assert found("with on_rank_zero():\n    torch.save(x, 'x.pt')") == []
-    assert found("with open('x.pt', 'wb') as f:\n    torch.save(x, f)") == [("save", 2, 5)]
+def test_functions_that_nobody_mentions_are_left_in_peace() -> None:
+    plain = PLAIN["called in the cell"]
+    assert found(plain) != []
+    assert found(plain.replace("main(model)\n", "print(model)\n")) == [("not-called", 2, 1)]
 
 
 def test_lines_are_counted_as_python_counts_them() -> None:
@@ -417,12 +381,6 @@ def test_lines_are_counted_as_python_counts_them() -> None:
     assert found(source + "  # nbtrain: ignore") == []
     assert found(source) == [("device", 4, 1)]
     assert found("accelerator = Accelerator()\r\nx.cuda()\r\n") == [("device", 2, 1)]
-
-
-def test_one_rank_alone_has_no_peers_to_write_over() -> None:
-    task = cell("torch.save(1, 'x.pt')")
-    assert lint.lint(task, ranks=1) == ()
-    assert len(lint.lint(task, ranks=2)) == 1
 
 
 # Where the source is
