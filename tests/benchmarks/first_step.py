@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from kernel import Notebook, notebook
+from kernel import HERE, Notebook, notebook
 from noop import by_accelerate
 from table import Row, Target
 
@@ -24,6 +27,7 @@ Times = dict[str, list[float]]
 def rows(rounds: int | None) -> list[Row]:
     """Measure the first launch of fresh kernels, and later ones of kernels that are warm."""
     first, later = _first(rounds or ROUNDS), _later(rounds or ROUNDS)
+    script = _script(rounds or ROUNDS)
     idle = "first launch of a kernel that was idle for 3 s"
 
     def row(what: str, t: Times, ours: str, theirs: str, target: Target | None = None) -> Row:
@@ -36,6 +40,8 @@ def rows(rounds: int | None) -> list[Row]:
         row("later launches, nbtrain's own", later, "nbtrain", "accelerate", _OWN),
         row("later / with the modules by hand", later, "nbtrain", "by hand", Target(1.2)),
         row("later, by spawn", later, "spawn", "accelerate", _BY_SPAWN),
+        row("later, by spawn / torch.multiprocessing.spawn", later, "spawn", "torch", Target(0.6)),
+        row("a script's first launch", script, "nbtrain", "accelerate", Target(1.0)),
     ]
 
 
@@ -66,6 +72,7 @@ def _later(rounds: int) -> Times:
             "accelerate": (theirs, "accelerate"),
             "by hand": (helped, "accelerate"),
             "spawn": (ours, "spawn"),
+            "torch": (theirs, "torch"),
         }
         found: Times = {name: [] for name in ways}
         for number in range(rounds + 1):
@@ -74,6 +81,18 @@ def _later(rounds: int) -> Times:
                 if number:
                     found[name].append(figure)
         return found
+
+
+def _script(rounds: int) -> Times:
+    """Return times of fresh processes that are no kernel, and so have no idle moment."""
+    found: Times = {"nbtrain": [], "accelerate": []}
+    for _ in range(rounds):
+        for way, figures in found.items():
+            code = f"import accelerate, nbtrain, first_step; print(first_step.measure({way!r}))"
+            command = [sys.executable, "-c", code]
+            done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True)
+            figures.append(float(done.stdout.split()[-1]))
+    return found
 
 
 def measure(way: str) -> float:
@@ -85,9 +104,19 @@ def measure(way: str) -> float:
         os.environ["FIRST_STEP"] = folder
         if way == "accelerate":
             by_accelerate(2, train)
+        elif way == "torch":
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                port = server.getsockname()[1]
+            torch.multiprocessing.spawn(_spawned, (port,), nprocs=2)  # type: ignore[no-untyped-call]
         else:
             nbtrain.launch(train, num_processes=2, engine="spawn" if way == "spawn" else "auto")
         return 1000 * (float((Path(folder) / "0").read_text()) - began)
+
+
+def _spawned(rank: int, port: int) -> None:
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", **{n: str(v) for n, v in ranks.items()}})
+    train()
 
 
 def train() -> None:
