@@ -107,7 +107,7 @@ def measure(way: str) -> float:
         elif way == "torch":
             with socket.create_server(("127.0.0.1", 0)) as server:
                 port = server.getsockname()[1]
-            torch.multiprocessing.spawn(_spawned, (port,), nprocs=2)  # type: ignore[no-untyped-call]
+            torch.multiprocessing.spawn(_spawned, (port,), nprocs=2)  # type: ignore[attr-defined]
         else:
             nbtrain.launch(train, num_processes=2, engine="spawn" if way == "spawn" else "auto")
         return 1000 * (float((Path(folder) / "0").read_text()) - began)
