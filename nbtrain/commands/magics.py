@@ -9,7 +9,7 @@ import json
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -285,16 +285,23 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
 
         if not source.strip():
             raise PlanError("%distributed has nothing to run: give it a cell or an expression")
+        there = dict.fromkeys(live.names[0]) if live is not None else {}
         # The magic's own line is kept as an empty one: line numbers are those of the cell.
-        transformed = "\n" * offset + self.shell.transform_cell(source)
+        transformed = "\n" * offset + self._transformed(source, there)
         filename, number = self._register(transformed, source)
         flags = self.shell.compile.flags & PyCF_MASK  # the notebook's ``__future__`` imports
         cell = reading.read_cell(transformed, filename, self.shell.user_ns, flags)
         cell = replace(cell, number=number)
-        there = dict.fromkeys(live.names[0]) if live is not None else {}
         reading.check_parameters(replace(cell, namespace={**there, **cell.namespace}))
         fields = {option.field: getattr(options, option.field) for option in OPTIONS}
         return Plan(cell, options.title or reading.title(cell), **fields)
+
+    def _transformed(self, source: str, there: Container[str]) -> str:
+        """Return a cell's Python. A word that is a variable of live ranks is no magic's name."""
+        first = re.match(r"\s*(\w+)", source)
+        if first is not None and first[1] in there:
+            return str(self.shell.input_transformer_manager.transform_cell(source))
+        return str(self.shell.transform_cell(source))
 
     def _register(self, transformed: str, raw: str) -> tuple[str, int]:
         """Give IPython the source, so that tracebacks show it as ``Cell In[n]``; return both."""

@@ -32,6 +32,7 @@ from . import (
     checkpoints,
     failure_evidence,
     nested_launches,
+    shown_errors,
     stack_dumps,
     stopping,
     telemetry,
@@ -98,6 +99,7 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
     api.activate(api.Reporter(writer, rank, size, first))
     telemetry.install(job.plan.telemetry, job.plan)
     nested_launches.refuse()
+    shown_errors.install()
     if not job.in_kernel:
         scratch = job_of_process.scratch if job_of_process is not None else job.scratch
         debugging.install(job, rank, writer, scratch)

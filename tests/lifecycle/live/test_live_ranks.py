@@ -58,6 +58,10 @@ def test_variables_stay_from_cell_to_cell(live: Notebook) -> None:
     out = live.run("%%distributed\ncount")
     assert out.stdout.splitlines() == ["[rank 0] 1", "[rank 1] 11"]
     assert not live.value("'count' in globals()")
+    live.run("%%distributed\nhistory = [rank]")
+    assert live.run("%%distributed\nhistory").stdout.splitlines()[0] == "[rank 0] [0]"  # no magic
+    out = live.run("%%distributed\nget_ipython().run_cell('1 / 0')")
+    assert out.ename == "ZeroDivisionError"
 
 
 def test_equal_outputs_are_shown_once_and_prints_have_their_rank(live: Notebook) -> None:
