@@ -29,9 +29,12 @@ def command(name: str, text: str, namespace: dict[str, Any]) -> str:
     """Carry out a command, and return what to print. Raises `PlanError`."""
     if name in ("start", "restart"):
         return _start(name, text, namespace)
-    ranks = live_ranks.current()
+    ranks, lost = live_ranks.current(), live_ranks.lost()
+    if name == "stop" and lost is not None:
+        lost.stop()
+        return "The live ranks had ended already"
     if ranks is None:
-        why = live_ranks.parting() or f"%nbtrain {name}: no ranks live here"
+        why = lost.end_reason if lost is not None else f"%nbtrain {name}: no ranks live here"
         raise PlanError(f"{why}. %nbtrain start -n 2 starts two")
     if name == "stop":
         ranks.stop()

@@ -171,7 +171,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                 *_,
             ]:
                 self._live(command, line)
-            case ["stop"] if live_now() is not None:
+            case ["stop"] if live_now() or lost_now():
                 self._live("stop", line)
             case ["runs"]:
                 from ..lifecycle import catalog
@@ -258,8 +258,12 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         before = last_folder()
         options = parse_options(split_line(_expanded(self.shell, options_text)))
         live = None if options.new else live_now()
-        if live is None:
-            _say_that_they_ended()
+        if live is None and not options.new and (lost := lost_now()) is not None:
+            raise PlanError(
+                f"{lost.end_reason}. So this cell was not run. `%nbtrain restart` starts new live "
+                "ranks; after `%nbtrain stop`, each cell starts ranks of its own, with the "
+                "notebook's variables (--new: this cell alone)"
+            )
         if options.ranks is not None and live is None:
             raise PlanError("--ranks is for live ranks: %nbtrain start -n 2 starts two")
         with self._syntax_errors():
@@ -317,11 +321,10 @@ def live_now() -> LiveRanks | None:
     return None if module is None else module.current()
 
 
-def _say_that_they_ended() -> None:
-    """Say, once, that live ranks ended themselves, so that the cell has new ones."""
+def lost_now() -> LiveRanks | None:
+    """Return live ranks that ended without being stopped, if a cell would have run on them."""
     module = sys.modules.get("nbtrain.lifecycle.live.live_ranks")
-    if module is not None and (why := module.parting()):
-        print(f"{why}. This cell starts ranks of its own; %nbtrain restart starts live ones.")
+    return None if module is None else module.lost()
 
 
 def _run_live(ranks: LiveRanks, plan: Plan, options: Namespace) -> Run:

@@ -191,12 +191,11 @@ def current() -> LiveRanks | None:
     return None
 
 
-def parting() -> str:
-    """Return, once, why the ranks ended themselves; '' if they did not."""
-    if _live is None or _live_pid != os.getpid():
-        return ""
-    said, _live.parting = _live.parting, ""
-    return said
+def lost() -> LiveRanks | None:
+    """Return ranks that have ended, and that nobody has stopped or replaced since."""
+    if _live is None or _live_pid != os.getpid() or not _live.has_ended or _live.was_stopped:
+        return None
+    return _live
 
 
 def _in_use(
@@ -270,8 +269,8 @@ class LiveRanks:
         self._turn, self._last_use = threading.RLock(), time.monotonic()
         self._is_stopped = threading.Event()
         self._ended_by_idleness = ""
-        self.parting = ""
-        """Why the ranks ended themselves, until the user has read it."""
+        self.was_stopped = False
+        """Whether the user has stopped them: then they are not missed."""
         self.engine, self.device = run.state.engine, run.state.device
         self.mixed_precision = run.state.mixed_precision
         self.world_size = run.state.world_size
@@ -298,6 +297,15 @@ class LiveRanks:
     def has_ended(self) -> bool:
         """Whether all ranks are gone."""
         return self._run.state.is_over or not self._channels
+
+    @property
+    def end_reason(self) -> str:
+        """Why they have ended, for a reader."""
+        if self.was_stopped:
+            return "these ranks were stopped"
+        return self._ended_by_idleness or (
+            "The live ranks have ended; variables that only they had are gone"
+        )
 
     def dead(self) -> list[int]:
         """Return the ranks whose processes have ended."""
@@ -569,8 +577,7 @@ class LiveRanks:
         """Raise `RankDied` if a rank has ended."""
         dead = self.dead()
         if self.has_ended:
-            why = self._ended_by_idleness or "these ranks were stopped"
-            raise NbtrainError(f"{why}. %nbtrain restart starts new ones")
+            raise NbtrainError(f"{self.end_reason}. %nbtrain restart starts new ones")
         if dead:
             raise RankDied(
                 f"{format_ranks(dead)} of the live ranks ended. The others still have their "
@@ -755,7 +762,7 @@ class LiveRanks:
             with self._turn:
                 if time.monotonic() - self._last_use < seconds or self.has_ended:
                     continue
-                self._ended_by_idleness = self.parting = (
+                self._ended_by_idleness = (
                     f"The live ranks ended themselves after {seconds:g} s without a cell, as "
                     "--idle-timeout asks; variables that only they had are gone"
                 )
@@ -763,6 +770,7 @@ class LiveRanks:
 
     def stop(self) -> None:
         """End the ranks. May be repeated."""
+        self.was_stopped = True
         self._stop("by %nbtrain stop")
 
     def _stop(self, how: str) -> None:

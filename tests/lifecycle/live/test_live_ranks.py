@@ -255,15 +255,35 @@ def test_idle_ranks_end_themselves_and_the_next_cell_says_so(live: Notebook) -> 
     psutil.wait_procs(children(live), timeout=60)
     live.run("while not ranks.has_ended: time.sleep(0.01)")
     gone = "ended themselves after 0.5 s without a cell"
-    out = live.run("%%distributed -n 2 --view text\nnbtrain.rank()")
-    assert gone in out.stdout
-    assert "rank 1 → 1" in out.stdout
-    assert gone not in live.run("%nbtrain status").evalue  # it was said
+    assert gone in live.run("%%distributed -n 2\nnbtrain.rank()").evalue
+    assert gone in live.run("%nbtrain status").evalue
     assert gone in live.run("ranks['x']").evalue
     assert "2 ranks live" in live.run("%nbtrain restart").stdout
     psutil.wait_procs(children(live), timeout=60)
-    live.run("while not ranks.has_ended: time.sleep(0.01)")
-    assert gone in live.run("%nbtrain status").evalue
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "%%distributed\nos._exit(3)",
+        "%%distributed\nos.kill(os.getpid(), 9)",
+        "for p in psutil.Process().children(): p.kill()\n"
+        "while not ranks.has_ended: time.sleep(0.01)",
+    ],
+)
+def test_a_cell_for_live_ranks_that_are_gone_runs_nowhere(live: Notebook, end: str) -> None:
+    live.run("import psutil, time\nmodel = torch.nn.Linear(1, 1)\nran = []")
+    live.run(end)
+    for _ in range(2):  # until the user decides
+        out = live.run("%%distributed\ndef train(model): model.weight.data.fill_(7)")
+        assert out.ename == "PlanError"
+        assert "The live ranks have ended; variables that only they had are gone" in out.evalue
+        assert "`%nbtrain restart` starts new live ranks" in out.evalue
+        assert live.value("model.weight.item()") != 7
+    assert not live.run("%%distributed --new -n 2\nnbtrain.rank()").ename
+    assert "had ended already" in live.run("%nbtrain stop").stdout
+    live.run("%%distributed -n 2\nnbtrain.rank()")
+    assert live.value("nbtrain.last_run().results") == [0, 1]
 
 
 def test_spawned_ranks_live_too(tmp_path: Path) -> None:
