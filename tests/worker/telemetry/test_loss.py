@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,8 +177,7 @@ def test_a_library_within_a_library_tells_one_loss() -> None:
             Engine().backward(loss / 2, scale_wrt_gas=False)
             assert meter._is_paused
 
-    work: Any = SimpleNamespace(is_sampling=False)
-    meter = LossMeter(ScalarReader(), lambda *_: None, work)
+    meter = LossMeter(ScalarReader(), lambda *_: None, lambda _: None)
     undos = [patch(cls, "backward", meter._library_backward) for cls in (Engine, Accelerator)]
     Accelerator().backward(torch.tensor(8.0))
     assert (meter.take(), meter.take(), meter._is_paused) == (8.0, None, False)
