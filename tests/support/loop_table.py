@@ -1,8 +1,9 @@
-"""A table of training loops, each with what its rank must report of it last."""
+"""Training loops: a table of them with what a rank must report last, and those of libraries."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -39,3 +40,53 @@ def one_weight(lr: float = 0.0) -> tuple[nn.Parameter, torch.optim.Optimizer]:
     """Return three ones, and an optimizer that trains them."""
     w = nn.Parameter(torch.ones(3))
     return w, torch.optim.SGD([w], lr=lr)
+
+
+def transformers_trainer(rows: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+    """Return a Trainer of three ones: the loss of a row is the sum of what it multiplies by "x"."""
+    from transformers import Trainer, TrainingArguments
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Any) -> Any:
+            return {"loss": (self.w * x).sum(1).mean()}
+
+    quiet = {"save_strategy": "no", "report_to": "none", "dataloader_pin_memory": False}
+    arguments = TrainingArguments(output_dir="unused", **{**quiet, **options})
+    return Trainer(Model(), arguments, train_dataset=rows)  # type: ignore[arg-type]
+
+
+def lightning_fit(
+    step: Callable[[Any, Any], Any],
+    *loaders: Iterable[Any],
+    validate: Callable[[Any, Any], Any] | None = None,
+    lr: float = 0.0,
+    **options: Any,
+) -> Any:
+    """Train four ones, `w` of a module, by Lightning; return its trainer."""
+    import lightning
+
+    warnings.simplefilter("ignore")  # its own, of torch's deprecations
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(4))
+
+        def training_step(self, batch: Any, _index: int) -> Any:
+            return step(self, batch)
+
+        def validation_step(self, batch: Any, _index: int) -> None:
+            if validate is not None:
+                validate(self, batch)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=lr)
+
+    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    trainer = lightning.Trainer(**{"max_epochs": 1, **quiet, **options})
+    trainer.fit(Module(), *loaders)
+    return trainer

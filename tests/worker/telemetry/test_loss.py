@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
 import nbtrain
 from nbtrain.ui.board import theme
 from tests.support.kernel import Notebook
-from tests.support.loop_table import LoopTable, check, one_weight
+from tests.support.loop_table import (
+    LoopTable,
+    check,
+    lightning_fit,
+    one_weight,
+    transformers_trainer,
+)
 from tests.support.runs import launch
 
 NAN, INF = float("nan"), float("inf")
@@ -90,57 +94,22 @@ def a_scaler_that_is_not_enabled() -> None:
 @TABLE.row(1, loss=3.0)
 @TABLE.row(4, loss=3.0)
 def lightning_that_accumulates(batches: int) -> None:
-    import lightning
-
-    warnings.simplefilter("ignore")  # its own, of torch's deprecations
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(3))
-
-        def training_step(self, batch: Any, _index: int) -> Any:
-            return {"loss": (self.w * batch).sum()}
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.0)
-
-    lightning.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
+    data = DataLoader([torch.tensor([1.0, 1.0, 1.0, 0.0])] * 8, batch_size=None)  # type: ignore[arg-type]
+    lightning_fit(
+        lambda module, batch: {"loss": (module.w * batch).sum()},
+        data,
         devices=1,
-        logger=False,
-        enable_checkpointing=False,
         accumulate_grad_batches=batches,
-    ).fit(Module(), DataLoader([torch.ones(3)] * 8, batch_size=None))
+    )
 
 
 @TABLE.row(1, loss=3.0)
 @TABLE.row(2, loss=None)  # backward gets shares of it
 def transformers_that_accumulates(batches: int) -> None:
-    from transformers import Trainer, TrainingArguments
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(3))
-
-        def forward(self, x: Any) -> Any:
-            return {"loss": (self.w * x).sum(1).mean()}
-
-    arguments = TrainingArguments(
-        output_dir="unused",
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=batches,
-        max_steps=2,
-        learning_rate=0.0,
-        dataloader_pin_memory=False,
-        save_strategy="no",
-        report_to="none",
-    )
+    options = {"per_device_train_batch_size": 2, "learning_rate": 0.0, "max_steps": 2}
     rows = [{"x": torch.ones(3)}] * 8
-    result = Trainer(Model(), arguments, train_dataset=rows).train()
-    assert result.training_loss == pytest.approx(3.0)
+    trainer = transformers_trainer(rows, gradient_accumulation_steps=batches, **options)
+    assert trainer.train().training_loss == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize(("loop", "expected"), TABLE.rows)

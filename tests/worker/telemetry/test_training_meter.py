@@ -21,7 +21,13 @@ from nbtrain.tracking import events as ev
 from nbtrain.ui import text_summary
 from nbtrain.ui.board import board
 from tests.support.hangs import first_verdict, launched
-from tests.support.loop_table import LoopTable, check, one_weight
+from tests.support.loop_table import (
+    LoopTable,
+    check,
+    lightning_fit,
+    one_weight,
+    transformers_trainer,
+)
 from tests.support.runs import events, last, launch
 from tests.support.waiting import wait_until
 
@@ -184,33 +190,11 @@ def test_an_accelerate_loop_shows_its_loss_its_share_of_the_data_and_what_it_log
     assert ("configuration: lr=0.1" in run.logs(0)) is (tracker == "nbtrain")
 
 
-def test_transformers_trainer_tells_its_logs_and_shows_its_bar() -> None:
-    def train() -> float:
-        from transformers import BertConfig, BertForSequenceClassification, Trainer
-        from transformers import TrainingArguments as Arguments
-
-        config = BertConfig(
-            vocab_size=50,
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=16,
-        )
-        rows = [{"input_ids": torch.randint(0, 50, (6,)), "labels": i % 2} for i in range(32)]
-        arguments = Arguments(
-            output_dir="unused",
-            per_device_train_batch_size=4,
-            num_train_epochs=2,
-            logging_steps=2,
-            save_strategy="no",
-            report_to="none",
-            dataloader_pin_memory=False,
-        )
-        return (
-            Trainer(BertForSequenceClassification(config), arguments, train_dataset=rows)
-            .train()
-            .training_loss
-        )
+def test_transformers_trainer_reports_its_logs_and_shows_its_bar() -> None:
+    def train() -> None:
+        rows = [{"x": torch.rand(3)} for _ in range(32)]
+        options = {"per_device_train_batch_size": 4, "num_train_epochs": 2, "logging_steps": 2}
+        transformers_trainer(rows, **options).train()
 
     run = launch(train, n=2)
     for rank in (0, 1):
@@ -227,34 +211,19 @@ def test_transformers_trainer_tells_its_logs_and_shows_its_bar() -> None:
 def test_lightnings_bar_steps_loss_and_logs_are_seen() -> None:
     pytest.importorskip("lightning", reason="needs lightning")
 
+    def step(module: Any, batch: Any) -> Any:
+        loss = (batch[0] @ module.w - batch[1][:, 0]).pow(2).mean()
+        module.log("train_loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validate(module: Any, batch: Any) -> None:
+        module.log("val_error", (batch[0] @ module.w - batch[1][:, 0]).abs().mean())
+
     def train() -> dict[str, float]:
-        import warnings
-
-        import lightning
-
-        warnings.simplefilter("ignore")  # its own, of torch's deprecations
-
-        class Module(lightning.LightningModule):
-            def __init__(self) -> None:
-                super().__init__()
-                self.layer = nn.Linear(4, 1)
-
-            def training_step(self, batch: Any, _index: int) -> Any:
-                loss = (self.layer(batch[0]) - batch[1]).pow(2).mean()
-                self.log("train_loss", loss, on_step=False, on_epoch=True)
-                return loss
-
-            def validation_step(self, batch: Any, _index: int) -> None:
-                self.log("val_error", (self.layer(batch[0]) - batch[1]).abs().mean())
-
-            def configure_optimizers(self) -> Any:
-                return torch.optim.SGD(self.parameters(), lr=0.1)
-
-        trainer = lightning.Trainer(
-            max_epochs=2, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False
-        )
         loader = DataLoader(DATA, batch_size=8)
-        trainer.fit(Module(), loader, loader)
+        trainer = lightning_fit(
+            step, loader, loader, validate=validate, lr=0.1, max_epochs=2, devices=1
+        )
         return {name: value.item() for name, value in trainer.callback_metrics.items()}
 
     run = launch(train)

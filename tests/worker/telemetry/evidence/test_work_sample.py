@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 import nbtrain
 from nbtrain.worker.telemetry.evidence.work_sample import digest
 from tests.support.kernel import Notebook
+from tests.support.loop_table import lightning_fit, transformers_trainer
 from tests.support.runs import launch
 
 DATA = TensorDataset(torch.randn(96, 4), torch.randn(96, 1))
@@ -109,15 +109,7 @@ def tensor_parallel() -> None:
 
 
 def trainer() -> None:
-    from transformers import BertConfig, BertForSequenceClassification, Trainer
-    from transformers import TrainingArguments as Arguments
-
-    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = BertConfig(vocab_size=50, intermediate_size=16, **shape)
-    rows = [{"input_ids": torch.randint(0, 50, (6,)), "labels": i % 2} for i in range(64)]
-    options = {"save_strategy": "no", "report_to": "none", "dataloader_pin_memory": False}
-    arguments = Arguments(output_dir="unused", per_device_train_batch_size=4, **options)
-    Trainer(BertForSequenceClassification(config), arguments, train_dataset=rows).train()
+    transformers_trainer([{"x": torch.rand(3)} for _ in range(64)]).train()
 
 
 def inference() -> float:
@@ -262,23 +254,10 @@ def test_a_note_that_lint_gave_is_not_repeated() -> None:
 
 
 def with_lightning(**options: Any) -> None:
-    import lightning
+    def step(module: Any, batch: Any) -> Any:
+        return (batch[0] @ module.w - batch[1][:, 0]).pow(2).mean()
 
-    warnings.simplefilter("ignore")  # its own, of torch's deprecations
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 1)
-
-        def training_step(self, batch: Any, _index: int) -> Any:
-            return (self.layer(batch[0]) - batch[1]).pow(2).mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
-    lightning.Trainer(max_epochs=1, accelerator="cpu", **quiet, **options).fit(Module(), batches())
+    lightning_fit(step, batches(), lr=0.1, enable_model_summary=False, **options)
 
 
 def test_lightning_without_devices_is_told_its_own_remedy() -> None:
