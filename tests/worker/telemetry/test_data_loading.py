@@ -102,19 +102,21 @@ def loaders_that_are_read_in_turn(which: str) -> None:
             optimizer.step()
 
 
-@TABLE.row("the same data", steps=3, samples=24)
-@TABLE.row("other data", steps=3, samples=24)
-def a_validation_and_an_accumulation(which: str) -> None:
+@TABLE.row("the same data", 0, steps=3, samples=24)
+@TABLE.row("other data", 0, steps=3, samples=24)
+@TABLE.row("other data", 1, steps=3, samples=24)
+def a_validation_and_an_accumulation(which: str, workers: int) -> None:
     w, optimizer = one_weight()
-    validation = TWELVE if which == "the same data" else TensorDataset(torch.ones(12, 3))
+    data = TWELVE if which == "the same data" else TensorDataset(torch.ones(12, 3))
+    validation = DataLoader(data, 4, num_workers=workers, persistent_workers=workers > 0)
     with torch.no_grad():
-        next(iter(DataLoader(validation, 4)))  # a first look
+        next(iter(validation))  # a first look
     for _ in range(2):
         for step, (x,) in enumerate(DataLoader(TWELVE, 2)):
             (w * x).sum().backward()
             if step % 4 == 3:  # two batches of each epoch wait for the next
                 optimizer.step()
-        list(DataLoader(validation, 4))
+        list(validation)
     optimizer.step()
 
 
