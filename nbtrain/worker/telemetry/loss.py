@@ -190,7 +190,7 @@ class LossMeter:
 
     def _trainer_step(self, original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         """Leave an accumulated loss to the Trainer's log: backward gets a share of it only."""
-        steps = getattr(getattr(trainer, "args", None), "gradient_accumulation_steps", 1)
+        steps = trainer.args.gradient_accumulation_steps
         steps = getattr(trainer, "current_gradient_accumulation_steps", steps)  # transformers 5
         return self._paused(steps > 1, original, trainer, *args, **kwargs)
 
