@@ -201,7 +201,11 @@ def report_os_exit(rank: int, writer: EventWriter) -> None:
             caller = _caller(sys._getframe())
             if os.getpid() == process and not is_own(caller.f_code.co_filename):
                 code = int(*args, *kwargs.values())
-                error = f"os._exit({code}){_at(_user_frame(caller))}"
+                frame: FrameType | None = caller
+                while frame is not None and is_library(frame.f_code.co_filename):
+                    frame = frame.f_back
+                at = "" if frame is None else _named(frame.f_code.co_filename, frame.f_lineno)
+                error = f"os._exit({code}){at}"
                 writer.write(ev.Failing(clock.now(), rank, error, ev.OS_EXIT))
         return original(*args, **kwargs)
 
@@ -222,16 +226,6 @@ def _caller(frame: FrameType) -> FrameType:
     while frame.f_code.co_filename in own and frame.f_back is not None:
         frame = frame.f_back
     return frame
-
-
-def _user_frame(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and is_library(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
-
-
-def _at(frame: FrameType | None) -> str:
-    return "" if frame is None else _named(frame.f_code.co_filename, frame.f_lineno)
 
 
 def _named(filename: str, line: int) -> str:

@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import Any
 
 from ..findings import Finding
 from ..system import host
@@ -159,24 +159,21 @@ def _register(path: Path) -> None:
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
     descriptor = os.open(partial, flags, 0o600)
     faulthandler.register(number, file=descriptor, all_threads=True, chain=False)
-    gentle = _register_gently(descriptor)
-    _close_older(descriptor)
+    gentle = gentle_signal_number()
+    try:
+        if gentle:
+            signal.signal(gentle, functools.partial(_answer_gently, descriptor))
+            signal.siginterrupt(gentle, False)  # as `faulthandler`: no call in C notices it
+    except ValueError:  # not the main thread
+        gentle = 0
+    older = _descriptors.get(os.getpid())
+    _descriptors[os.getpid()] = descriptor
+    if older is not None:
+        os.close(older)
     identity = {"pid": os.getpid(), "process": process_identity(os.getpid())}
     head = {**identity, "signal": number, "gentle": gentle, "last": _outermost_frame()}
     os.write(descriptor, (json.dumps(head) + "\n").encode())
     partial.rename(path)
-
-
-def _register_gently(descriptor: int) -> int:
-    """Have Python answer the other signal; return its number, 0 where that is not possible."""
-    number = gentle_signal_number()
-    try:
-        if number:
-            signal.signal(number, functools.partial(_answer_gently, descriptor))
-            signal.siginterrupt(number, False)  # as `faulthandler`: no call in C notices it
-    except ValueError:  # not the main thread
-        return 0
-    return number
 
 
 def _answer_gently(descriptor: int, _signum: int, _frame: FrameType | None) -> None:
@@ -188,25 +185,16 @@ _descriptors: dict[int, int] = {}
 """The descriptor that this process answers to, by its process: an inherited one is not its own."""
 
 
-def _close_older(descriptor: int) -> None:
-    older = _descriptors.get(os.getpid())
-    _descriptors[os.getpid()] = descriptor
-    if older is not None:
-        os.close(older)
-
-
 def _outermost_frame() -> str:
     """Return the line of this thread's outermost frame, as `faulthandler` writes it.
 
     Not by way of the run's folder: it writes each word by itself, and a disk may be slow.
     """
-    with tempfile.TemporaryFile() if sys.platform != "linux" else _memory_file() as file:
+    is_linux = sys.platform == "linux"
+    name = os.memfd_create("nbtrain-stacks") if is_linux else None
+    with open(name, "w+b") if name is not None else tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=False)
         return os.pread(file.fileno(), 1 << 20, 0).decode("utf-8", "replace").splitlines()[-1]
-
-
-def _memory_file() -> IO[bytes]:
-    return open(os.memfd_create("nbtrain-stacks"), "w+b", buffering=0)
 
 
 def _server(path: Path) -> object:

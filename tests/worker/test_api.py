@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -10,17 +11,11 @@ import torch
 
 import nbtrain
 from nbtrain.tracking import events as ev
-from nbtrain.tracking.event_log import read_events
+from tests.support.runs import events, launch
 
 
-def logged(*calls: object) -> list[ev.Metrics]:
-    def train() -> None:
-        for call in calls:
-            call()  # type: ignore[operator]
-
-    run = nbtrain.launch(train, num_processes=1, view="none")
-    events = read_events(run.folder / "rank-0000.jsonl")
-    return [e for e in events if isinstance(e, ev.Metrics)]
+def logged(train: Callable[[], object]) -> list[ev.Metrics]:
+    return [event for event in events(launch(train)) if isinstance(event, ev.Metrics)]
 
 
 def test_numbers_tensors_and_texts_are_metrics() -> None:
@@ -75,9 +70,8 @@ def test_progress_reports_every_bar_to_its_end() -> None:
             for _ in nbtrain.progress(iter("ab")):
                 pass
 
-    run = nbtrain.launch(train, num_processes=1, view="none")
-    events = list(read_events(run.folder / "rank-0000.jsonl"))
-    bars = [e for e in events if isinstance(e, ev.Progress)]
+    run = launch(train)
+    bars = [e for e in events(run) if isinstance(e, ev.Progress)]
     outer = [e for e in bars if e.description == "outer"]
     assert (outer[-1].n, outer[-1].total, outer[-1].closed) == (3, 3, True)
     assert {e.total for e in bars if e.description == ""} == {None}
@@ -95,7 +89,7 @@ def test_a_bar_written_to_a_file_of_the_users_stays_there() -> None:
         list(tqdm(range(3), disable=True))
         return file.getvalue()
 
-    run = nbtrain.launch(train, num_processes=1, view="none")
+    run = launch(train)
     assert "mine: 100%" in run.value
     assert run.state.ranks[0].bars == {}
 

@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+import nbtrain
+from nbtrain.tracking import events as ev
 from nbtrain.worker import device_scalars
 from nbtrain.worker.device_scalars import GraphCaptures, ScalarReader
+from tests.support.runs import events, launch
 
 
 class Cuda:
@@ -155,29 +158,6 @@ def test_what_is_being_recorded_has_no_value(cuda: Cuda) -> None:
     assert (got, cuda.copied) == ([{}], [])
 
 
-def test_what_was_logged_is_told_at_the_next_step_without_a_further_log(cuda: Cuda) -> None:
-    from nbtrain.worker import api
-    from nbtrain.worker.telemetry.training_meter import TrainingMeter
-
-    told: list[Any] = []
-    writer: Any = SimpleNamespace(
-        write=lambda event: told.append(event.kind),
-        write_metrics=lambda time, rank, step, values, at: told.append((step, values)),
-    )
-    reporter = api.Reporter(writer, 0, 1)
-    meter = TrainingMeter(reporter)
-    cuda.done = set()
-    before = api.activate(reporter)
-    try:
-        api.log_values(3, {"loss": cuda.scalar(0.5), "note": "fine"})
-        meter._tick(0.0, 10.0)
-        cuda.done = {"cuda:0"}
-        meter._tick(0.0, 20.0)
-    finally:
-        api.activate(before)
-    assert told == ["training", (3, {"loss": 0.5, "note": "fine"}), "training"]
-
-
 def test_recordings_are_counted_from_their_begin_to_their_end() -> None:
     class Graph:
         def capture_begin(self, fail: bool = False) -> None:
@@ -210,10 +190,6 @@ def test_torchs_graphs_begin_and_end_where_they_are_watched() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.device_count(), reason="needs an NVIDIA GPU")
 def test_what_other_threads_log_breaks_no_recording_and_is_told_after_it() -> None:
-    import nbtrain
-    from nbtrain.tracking import events as ev
-    from nbtrain.tracking.event_log import read_events
-
     def train() -> float:
         loss, w = torch.full((), 0.5, device="cuda"), torch.ones(4, device="cuda")
         torch.cuda.synchronize()
@@ -227,30 +203,7 @@ def test_what_other_threads_log_breaks_no_recording_and_is_told_after_it() -> No
         graph.replay()
         return float(doubled.sum())
 
-    run = nbtrain.launch(train, num_processes=1, view="none")
+    run = launch(train)
     assert run.value == 8.0
-    told = [
-        (e.step, dict(e.values))
-        for e in read_events(run.folder / "rank-0000.jsonl")
-        if isinstance(e, ev.Metrics)
-    ]
+    told = [(e.step, dict(e.values)) for e in events(run) if isinstance(e, ev.Metrics)]
     assert told == [(1, {"note": "recorded"}), (2, {"loss": 0.5})]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
-def test_scalars_of_two_gpus_are_told_together() -> None:
-    import nbtrain
-    from nbtrain.tracking import events as ev
-    from nbtrain.tracking.event_log import read_events
-
-    def train() -> None:
-        for step in range(50):
-            a, b = (torch.full((1 << 20,), float(step), device=d) for d in ("cuda:0", "cuda:1"))
-            nbtrain.log(step=step, a=a.mean(), b=b.mean())
-
-    run = nbtrain.launch(train, num_processes=1, view="none")
-    told = [e for e in read_events(run.folder / "rank-0000.jsonl") if isinstance(e, ev.Metrics)]
-    assert [(e.step, e.values["a"], e.values["b"]) for e in told] == [
-        (i, float(i), float(i)) for i in range(50)
-    ]

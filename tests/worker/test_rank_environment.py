@@ -28,21 +28,23 @@ def test_a_plain_partial_state_joins_the_world_of_cpu_ranks() -> None:
     assert launch(split_prompts, n=2).results == [(2, ["a", "b"]), (2, ["c", "d"])]
 
 
+def sum_of_ranks() -> float:
+    rank = torch.tensor(float(torch.distributed.get_rank() + 1))
+    torch.distributed.all_reduce(rank)
+    torch.distributed.destroy_process_group()
+    return rank.item()
+
+
 def by_environment(port: int) -> float:
-    import torch
     import torch.distributed as dist
 
     os.environ["MASTER_ADDR"] = "localhost"
     os.environ["MASTER_PORT"] = str(port)
     dist.init_process_group("gloo")
-    rank = torch.tensor(float(dist.get_rank() + 1))
-    dist.all_reduce(rank)
-    dist.destroy_process_group()
-    return rank.item()
+    return sum_of_ranks()
 
 
 def by_address(port: int) -> float:
-    import torch
     import torch.distributed as dist
 
     dist.init_process_group(
@@ -51,10 +53,7 @@ def by_address(port: int) -> float:
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
     )
-    rank = torch.tensor(float(dist.get_rank() + 1))
-    dist.all_reduce(rank)
-    dist.destroy_process_group()
-    return rank.item()
+    return sum_of_ranks()
 
 
 def at_the_runs_port_by_another_name() -> float:

@@ -79,15 +79,22 @@ def test_a_rank_is_served_from_its_first_process_group_on() -> None:
     assert served
 
 
-def test_training_code_keeps_its_own_signals() -> None:
-    def train() -> tuple[bool, bool, str]:
-        heard: list[int] = []
+@pytest.mark.parametrize("engine", ["fork", "spawn"])
+def test_a_rank_answers_by_one_file_and_leaves_the_codes_own_signals(engine: str) -> None:
+    def train() -> tuple[int, bool, list[int], str, str]:
+        folder = RunFolder(Path(os.environ["NBTRAIN_RUN"]))
+        links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        files = sum(os.readlink(link).startswith(str(folder.stacks(0))) for link in links)
+        used: list[int] = []
         free = [signal.getsignal(n) for n in (signal.SIGUSR1, signal.SIGUSR2)]
-        signal.signal(signal.SIGUSR1, lambda number, _frame: heard.append(number))
-        answers = stacks.ask(RunFolder(Path(os.environ["NBTRAIN_RUN"])), [0])
-        return free == [signal.SIG_DFL] * 2, heard == [], answers[0].trouble
+        # Where Python answers, `faulthandler` is not asked.
+        for number in (signal.SIGUSR1, stack_dumps.signal_number()):
+            signal.signal(number, lambda number, _frame: used.append(number))
+        (answer,) = stacks.ask(folder, [0], 20)
+        is_free = free == [signal.SIG_DFL] * 2
+        return files, is_free, used, answer.trouble, answer.frames[0].function
 
-    assert launch(train).results == [(True, True, "")]
+    assert launch(train, engine=engine).value == (1, True, [], "", "_signal")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there is one signal alone")
@@ -140,27 +147,6 @@ def test_answers_to_both_signals_are_read_as_one(monkeypatch: pytest.MonkeyPatch
         assert told.threads == ()
     finally:
         run.stop()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="there is one signal alone")
-def test_where_python_answers_faulthandler_is_not_asked() -> None:
-    def train() -> tuple[list[int], str]:
-        heard: list[int] = []
-        signal.signal(stack_dumps.signal_number(), lambda number, _frame: heard.append(number))
-        (told,) = stacks.ask(RunFolder(Path(os.environ["NBTRAIN_RUN"])), [0], 20)
-        return heard, told.frames[0].function
-
-    assert launch(train).results == [([], "_signal")]
-
-
-@pytest.mark.parametrize("engine", ["fork", "spawn"])
-def test_a_rank_registers_for_its_stacks_once(engine: str) -> None:
-    def train() -> int:
-        file = str(RunFolder(Path(os.environ["NBTRAIN_RUN"])).stacks(0))
-        links = Path("/proc/self/fd").iterdir()
-        return sum(os.readlink(link).startswith(file) for link in links if link.is_symlink())
-
-    assert launch(train, engine=engine).results == [1]
 
 
 def test_a_process_that_a_rank_forks_starts_no_server_and_takes_no_file() -> None:

@@ -90,15 +90,13 @@ class NotebookFile:
 
     def readline(self) -> str:
         """Ask for a line, and wait for it; "go on" where nobody answers any more."""
-        if not self.has_ended and self._send(self._question()):
+        question = {"place": self._place, "prompt": self.prompt, "is_over": self.is_over}
+        if not self.has_ended and self._send(question):
             line = self._receive()
             if line is not None:
                 return f"{line}\n"
         self.has_ended = True
         return GO_ON
-
-    def _question(self) -> dict[str, Any]:
-        return {"place": self._place, "prompt": self.prompt, "is_over": self.is_over}
 
     def quit(self) -> None:
         """Have the run stopped, and wait for that."""

@@ -34,23 +34,16 @@ def packed(namespace: Mapping[str, Any], names: Sequence[str], limit: int | None
     for name in names:
         try:
             value = unwrapped(namespace[name])
-            _check_is_whole(value)
+            if any(map(is_sharded, [value, *(value.parameters() if is_model(value) else ())])):
+                raise NbtrainError(
+                    "it is sharded over the ranks; %nbtrain pull puts a model together"
+                )
             values[name] = (result_pickler.dumps(value, limit=limit), "")
         except Exception as error:  # any reducer of any class may raise anything
-            values[name] = (None, f"{_kind(namespace[name])}: {error}")
+            about = _about(namespace[name])
+            kind = (about["type"], about.get("shape", ""), about.get("dtype", ""))
+            values[name] = (None, f"{' '.join(filter(None, map(str, kind)))}: {error}")
     return written(lambda file: pickle.dump(values, file, protocol=5))
-
-
-def _check_is_whole(value: Any) -> None:
-    parts = [value, *(value.parameters() if is_model(value) else ())]
-    if any(map(is_sharded, parts)):
-        raise NbtrainError("it is sharded over the ranks; %nbtrain pull puts a model together")
-
-
-def _kind(value: Any) -> str:
-    about = _about(value)
-    shape, dtype = about.get("shape", ""), about.get("dtype", "")
-    return " ".join(filter(None, map(str, (about["type"], shape, dtype))))
 
 
 def described(namespace: Mapping[str, Any]) -> list[dict[str, Any]]:

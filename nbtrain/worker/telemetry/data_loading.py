@@ -9,29 +9,46 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...system.instrumentation import patch
 from .. import stopping
 from .evidence.metric_shares import MetricShares
-from .evidence.work_sample import WorkSampler
 from .safe_hooks import telemetry
 
 ENDLESS = 1_000_000_000
 """Batches of a pass that nobody waits for: its sampler has a length, and the loop another end."""
 
 
-class LoaderPosition(NamedTuple):
-    """Where a loader stands."""
+@dataclass(eq=False)
+class LoaderPass:
+    """A pass over a loader's data, kept with its iterator."""
 
+    iterator: weakref.ref[Any]
     dataset: int
     """The id of its data set."""
-    pass_number: int
+    number: int
     """Counts the passes over any data."""
-    batch: int
     batches: int | None
     """Of the whole pass; None where it is unknown."""
+    batch: int = 0
+    """The last one that may have been used, from 1."""
+    fed: int = 0
+    """The last batch before a step."""
+    ahead: int | None = 0
+    """The samples of a batch that Accelerate has read ahead; None where they are unknown."""
+    feeds: bool = False
+    """Whether steps were taken with it."""
+    is_aside: bool = False
+    """Whether it is like a validation: read to its end, or without gradients."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it can give more: ``next(iter(loader))`` leaves one that cannot."""
+        iterator = self.iterator()
+        return iterator is not None and iterator._nbtrain_pass is self
 
 
 class DataLoadingMeter:
@@ -43,28 +60,24 @@ class DataLoadingMeter:
     ahead of each step counts when that step may come.
     """
 
-    def __init__(self, tick: Callable[[float, float], None], work: WorkSampler) -> None:
-        self._tick, self._work = tick, work
+    def __init__(self, tick: Callable[[float, float], None]) -> None:
+        self._tick = tick
         self.metrics = MetricShares(self._samples_of_pass)
         self.waited = 0.0
         self.samples: int | None = None
         self.fed_passes = 0
         """Passes over any data that fed steps."""
-        self.batch_listener: Callable[[Any], None] | None = None
-        """Is called with each batch."""
+        self.batch_listeners: list[Callable[[Any], None]] = []
+        """Are called with each batch."""
         self._thread = threading.local()  # `is_loading`: in the `__next__` of a loader
         self._trainers = {threading.main_thread().ident}  # and the thread of the last step
-        self._passes = 0  # over any data
-        self._position: LoaderPosition | None = None  # of the last batch
-        self._fed: LoaderPosition | None = None  # of the last batch before a step
+        self._newest: LoaderPass | None = None
+        self._last: LoaderPass | None = None  # that gave a batch
+        self._fed: LoaderPass | None = None  # that gave a batch before a step
         self._epochs: dict[int, tuple[int, int]] = {}  # by data set: passes that fed, the last
         self._has_stepped = False
         self._empty = 0  # samples of a loader that gave no batch
-        self._pending: dict[int, int] = {}  # by pass: samples since the last step
-        self._ahead: dict[int, int | None] = {}  # by pass: samples of the batch read ahead
-        self._iterators: dict[int, weakref.ref[Any]] = {}  # by pass
-        self._feeding: set[int] = set()  # passes that steps were taken with
-        self._aside: set[int] = set()  # as a validation is: read to its end, or without gradients
+        self._pending: dict[LoaderPass, int] = {}  # samples since the last step
         self._lock = threading.Lock()  # loaders are read in threads, too
 
     def install(self) -> None:
@@ -78,47 +91,40 @@ class DataLoadingMeter:
         """Count the last batch for a step that this thread has taken."""
         self._trainers = {threading.main_thread().ident, threading.get_ident()}
         self._credit()
-        position = self._position
-        if position is not None and position is not self._fed:
-            self._fed = position
-            passes, last = self._epochs.get(position.dataset, (0, -1))
-            if position.pass_number > last:
-                self._epochs[position.dataset] = passes + 1, position.pass_number
+        last = self._fed = self._last
+        if last is not None:
+            last.fed = last.batch
+            passes, newest = self._epochs.get(last.dataset, (0, -1))
+            if last.number > newest:
+                self._epochs[last.dataset] = passes + 1, last.number
                 self.fed_passes += 1
 
     def _credit(self) -> None:
         """Count the samples since the last step, without those of passes that feed no step."""
         with self._lock:
-            feeding = self._pending.keys() - (self._aside - self._feeding)
+            feeding = [each for each in self._pending if each.feeds or not each.is_aside]
             if len(feeding) > 1:  # one may be of a batch that was only looked at
-                live = {number for number in feeding if self._goes_on(number)}
-                feeding = (live | feeding & self._feeding) or feeding
-            if not feeding and self._position is not None:  # read to its end before, into a list
-                feeding = self._pending.keys() & {self._position.pass_number}
+                feeding = [each for each in feeding if each.feeds or each.goes_on] or feeding
+            if not feeding and self._last in self._pending:  # read to its end before, into a list
+                feeding = [self._last]
             samples = self.samples if self._has_stepped else None
-            if feeding:
-                samples = (samples or 0) + sum(self._pending[number] for number in feeding)
-            self._feeding |= feeding
+            for each in feeding:
+                samples = (samples or 0) + self._pending[each]
+                each.feeds = True
             self._pending.clear()
             self.samples, self._has_stepped = samples, True
 
-    def _goes_on(self, number: int) -> bool:
-        """Whether a pass can give more: ``next(iter(loader))`` leaves one that cannot."""
-        ref = self._iterators.get(number)
-        it = ref() if ref is not None else None
-        return it is not None and it._nbtrain_position.pass_number == number
-
     def position(self) -> dict[str, int | None]:
         """Return the epoch, batch and number of batches of the loader that feeds the steps."""
-        position = self._fed or self._position
-        if position is None:
-            return {}
-        epoch = self._epochs.get(position.dataset, (None,))[0]
-        return {"epoch": epoch, "batch": position.batch, "batches": position.batches}
+        at = self._fed or self._last
+        if at is None:
+            return {"epoch": None, "batch": None, "batches": None}
+        epoch = self._epochs.get(at.dataset, (None,))[0]
+        return {"epoch": epoch, "batch": at.fed or at.batch, "batches": at.batches}
 
     def _samples_of_pass(self) -> int:
-        """Return how many samples the last pass has given since the last step."""
-        return self._pending.get(self._passes, 0)
+        """Return how many samples the newest pass has given since the last step."""
+        return self._pending.get(self._newest, 0) if self._newest is not None else 0
 
     def _next(self, original: Callable[[Any], Any], it: Any) -> Any:
         if getattr(self._thread, "is_loading", False):
@@ -157,59 +163,47 @@ class DataLoadingMeter:
         now = time.monotonic()
         if threading.get_ident() in self._trainers:
             self.waited += now - start
-        position, count = vars(it).get("_nbtrain_position"), it._num_yielded
-        if position is None or count == 1:
-            self._passes += 1
-            self._iterators = {n: ref for n, ref in self._iterators.items() if ref() is not None}
-            self._ahead = {n: size for n, size in self._ahead.items() if n in self._iterators}
-            self._iterators[self._passes] = weakref.ref(it)
-            position = LoaderPosition(id(it._dataset), self._passes, count, _length(it))
+        passed, count = vars(it).get("_nbtrain_pass"), it._num_yielded
+        if passed is None or count == 1:
+            number = self._newest.number + 1 if self._newest is not None else 1
+            passed = LoaderPass(weakref.ref(it), id(it._dataset), number, _length(it))
+            self._newest = it._nbtrain_pass = passed
             self.metrics.begin_pass(batch)
-        batch_number = count - is_ahead
-        place = LoaderPosition(
-            position.dataset, position.pass_number, batch_number, position.batches
-        )
-        self._position = it._nbtrain_position = place
+        passed.batch = count - is_ahead
+        self._last = passed
         _, asked = vars(it).get("_nbtrain_asked", (None, ()))
         size = asked.popleft() if asked else _batch_size(it, batch)
         if is_ahead:
-            before = self._ahead.get(place.pass_number, 0)
-            self._ahead[place.pass_number], size = size, before
-        self._count_samples(place.pass_number, size)
-        if self._work.is_sampling:
-            self._work.see_batch(batch)
-        if self.batch_listener is not None:
-            self.batch_listener(batch)
+            passed.ahead, size = size, passed.ahead
+        self._count_samples(passed, size)
+        for see in self.batch_listeners:
+            see(batch)
         self._tick(start, now)
 
-    def _count_samples(self, number: int, size: int | None) -> None:
+    def _count_samples(self, passed: LoaderPass, size: int | None) -> None:
         with self._lock:
-            if not sys.modules["torch"].is_grad_enabled():
-                self._aside.add(number)
+            passed.is_aside |= not sys.modules["torch"].is_grad_enabled()
             if size is not None:
-                self._pending[number] = self._pending.get(number, 0) + size
+                self._pending[passed] = self._pending.get(passed, 0) + size
                 if not self._has_stepped:
                     self.samples = (self.samples or 0) + size
 
     @telemetry
     def _end_pass(self, it: Any) -> None:
-        place = vars(it).get("_nbtrain_position")
-        if place is None:
-            self._note_empty(it)
+        passed = vars(it).get("_nbtrain_pass")
+        if passed is None:  # it gave no batch, perhaps since a small one is left out
+            if it._dataset_kind == 0 and getattr(it._index_sampler, "drop_last", False):
+                self._empty = self._empty or len(it._dataset)
             return
-        if place.pass_number in self._ahead:
-            self._position = it._nbtrain_position = place._replace(batch=it._num_yielded)
-            self._count_samples(place.pass_number, self._ahead.pop(place.pass_number))
-        self._aside.add(place.pass_number)
-
-    def _note_empty(self, it: Any) -> None:
-        """Take note of a pass over data that gave no batch, as it was left out."""
-        if it._dataset_kind == 0 and getattr(it._index_sampler, "drop_last", False):
-            self._empty = self._empty or len(it._dataset)
+        passed.batch = it._num_yielded
+        if passed.ahead:
+            self._count_samples(passed, passed.ahead)
+            self._last, passed.ahead = passed, 0
+        passed.is_aside = True
 
     def nothing_read(self) -> str:
         """Return a note if loaders over data were read, and none gave any batch; "" else."""
-        if not self._empty or self._passes:
+        if not self._empty or self._newest is not None:
             return ""
         return (
             f"no batch came from a loader of {self._empty:,} samples, so that nothing was trained: "

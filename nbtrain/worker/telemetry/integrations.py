@@ -114,14 +114,11 @@ def offer_tracker() -> Callable[[], None]:
 def _let_nbtrain_pass(original: Any, log_with: Any, *args: Any, **kwargs: Any) -> list[Any]:
     """Return the trackers to make; below 1.15 Accelerate refuses names that are not its own."""
     asked = log_with if isinstance(log_with, (list, tuple)) else [log_with]
-    others = [tracker for tracker in asked if not _is_nbtrain(tracker)]
+    # Not `in`: another tracker may be an object with an equality of its own.
+    others = [each for each in asked if not (isinstance(each, str) and each == "nbtrain")]
     if len(others) == len(asked):
         return list(original(log_with, *args, **kwargs))
     return [*original(others, *args, **kwargs), "nbtrain"]
-
-
-def _is_nbtrain(tracker: Any) -> bool:
-    return isinstance(tracker, str) and tracker == "nbtrain"
 
 
 def _tracker_class(module: Any) -> type:

@@ -12,7 +12,6 @@ from typing import Any
 from ...system.instrumentation import patch
 from .. import stopping
 from ..device_scalars import KINDS, ScalarReader, captures
-from .evidence.work_sample import WorkSampler
 from .safe_hooks import telemetry
 from .totals.loops import name_of
 
@@ -52,9 +51,12 @@ class LossMeter:
     """
 
     def __init__(
-        self, reader: ScalarReader, on_diverged: Callable[[float, int], None], work: WorkSampler
+        self,
+        reader: ScalarReader,
+        on_diverged: Callable[[float, int], None],
+        on_loss: Callable[[Any], None],
     ) -> None:
-        self._reader, self._on_diverged, self._work = reader, on_diverged, work
+        self._reader, self._on_diverged, self._on_loss = reader, on_diverged, on_loss
         self._not_finite = 0  # in a row
         self._first: tuple[float, int] = math.nan, 0  # of that row: the loss, and steps before it
         self._suspect: _Moment | None = None  # of the last in that row
@@ -149,7 +151,7 @@ class LossMeter:
             self._add(moment.value)
 
     def _add(self, value: float) -> None:
-        if math.isfinite(value):
+        if value - value == 0.0:  # finite, asked the quickest way
             self.total += value
             self.count += 1
 
@@ -174,7 +176,7 @@ class LossMeter:
         self, original: Any, engine: Any, loss: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if not self._is_paused:  # else one library calls another
-            self._observe(loss)
+            self._keep(loss)
         return self._paused(True, original, engine, loss, *args, **kwargs)
 
     def _scale(self, original: Any, scaler: Any, outputs: Any) -> Any:
@@ -188,7 +190,7 @@ class LossMeter:
 
     def _trainer_step(self, original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         """Leave an accumulated loss to the Trainer's log: backward gets a share of it only."""
-        steps = getattr(getattr(trainer, "args", None), "gradient_accumulation_steps", 1)
+        steps = trainer.args.gradient_accumulation_steps
         steps = getattr(trainer, "current_gradient_accumulation_steps", steps)  # transformers 5
         return self._paused(steps > 1, original, trainer, *args, **kwargs)
 
@@ -231,9 +233,6 @@ class LossMeter:
             self._keep(tensor)
 
     @telemetry
-    def _observe(self, loss: Any) -> None:
-        self._keep(loss)
-
     def _keep(self, loss: Any) -> None:
         """Take a loss: its value at once, since its owner may change it in place."""
         torch: Any = sys.modules["torch"]
@@ -241,8 +240,7 @@ class LossMeter:
         if not ordinary or loss.ndim:
             return
         self._moment = _Moment(self._steps)
-        if self._work.is_sampling:
-            self._work.see_loss(loss)
+        self._on_loss(loss)
         if loss.device.type == "cpu":
             self._take(loss.item(), self._moment)
         elif loss.device.type in KINDS:  # reading any other would wait for the device
@@ -266,9 +264,7 @@ class LossMeter:
         moment.value = value
         if not self._takes_turns or moment.optimizer == next(iter(self._names)):
             self._value = value
-            if value - value == 0.0:  # finite, asked the quickest way
-                self.total += value
-                self.count += 1
+            self._add(value)
         if moment.steps < FIRST_STEPS or self._takes_turns:
             self._remember(moment, value)
         if math.isfinite(value):

@@ -6,7 +6,6 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from ...system.instrumentation import when_imported
@@ -61,29 +60,6 @@ def activate() -> None:
     when_imported("torch._dynamo.trace_rules", _skip_nbtrain)
 
 
-def _skip_nbtrain(module: ModuleType) -> None:
-    add = getattr(module, "add", None)  # seen in torch 2.4 to 2.13
-    if add is None:
-        return
-    compile_pattern = vars(module).get("_recompile_re")
-    if compile_pattern is None or "SKIP_DIRS_RE" not in vars(module):
-        add("nbtrain")
-        return
-    # It compiles a long pattern anew, for 7 ms, which only a rank that compiles anything needs.
-    vars(module)["_recompile_re"] = lambda: None
-    try:
-        add("nbtrain")
-    finally:
-        vars(module)["_recompile_re"] = compile_pattern
-    vars(module)["SKIP_DIRS_RE"] = _PatternWhenUsed(module)
-
-
-class _PatternWhenUsed:
-    """Stands for the pattern of the files that the compiler skips, until it is used."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    def __getattr__(self, name: str) -> Any:
-        self._module._recompile_re()
-        return getattr(self._module.SKIP_DIRS_RE, name)
+def _skip_nbtrain(module: Any) -> None:
+    if hasattr(module, "add"):  # seen in torch 2.4 to 2.13
+        module.add("nbtrain")

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Collection
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +27,7 @@ from ..device_scalars import captures
 from .data_loading import DataLoadingMeter
 from .evidence.work_sample import WorkSampler
 from .loss import LossMeter
+from .phases import PhaseMeter
 from .precision import PrecisionMeter
 from .safe_hooks import telemetry
 from .tensor_memory import TensorMemoryMeter
@@ -52,24 +52,24 @@ class TrainingMeter:
         self._writer, self._rank, self._reader = writer, rank, reporter.late
         task = plan.task if plan else None
         self._work = WorkSampler(writer, rank, reporter.world_size, task)
-        self._loss = LossMeter(reporter.late, self._report_divergence, self._work)
-        self._loading = DataLoadingMeter(self._tick, self._work)
+        self._loss = LossMeter(reporter.late, self._report_divergence, self._work.see_loss)
+        self._loading = DataLoadingMeter(self._tick)
+        self._loading.batch_listeners.append(self._work.see_batch)
         self._memory = TensorMemoryMeter(writer, rank, task)
+        self._precision = PrecisionMeter()
+        self._phases = PhaseMeter(writer, rank)
+        self._compilation = CompilationMeter(writer, rank, self._phases.report)
+        self._place = TrainingPlace()
         self._steps = 0  # rounds of all optimizers: a GAN has two, a new fold a new one
         self._round: set[int] = set()  # ids of the optimizers that stepped in it
         self._known: set[int] = set()  # ids of those that ever did
         self._newcomer: int | None = None  # the id of one whose first step was the last of a round
-        self._precision = PrecisionMeter()
         self._lr: float | None = None
         self._gpu: int | None = None  # of the trained parameters; None: the current one
-        self._open_phases = 0
-        self._phase_lock = threading.Lock()
-        self._compilation = CompilationMeter(writer, rank, self._report_phase)
         self._began: float | None = None
         self._has_diverged = False
         self._due = self._ticked = 0.0
         self._over = threading.Event()
-        self._place = TrainingPlace()
         self._looked = -math.inf, 0  # when, and in which pass
         self._epoch: tuple[int, float, float, int] | None = None  # its number, when it began, and
         # the sum and the number of losses before it
@@ -91,12 +91,12 @@ class TrainingMeter:
         if "data" in sources:
             self._loading.install()
         if "phases" in sources:
-            patch("torch.serialization", "_save", self._save)  # not of a tensor that is pickled
-            patch("safetensors.torch", "save_file", self._save)
-            for owner in ("torch.distributed.distributed_c10d", "torch.distributed"):
-                patch(owner, "init_process_group", self._join)
-            when_imported("torch._dynamo.callback", self._watch_compiler)
+            self._phases.install()
             when_imported("torch_xla.core.xla_model", self._watch_xla)
+
+    def _watch_xla(self, _module: ModuleType) -> None:
+        self._compilation.start()
+        self._loading.batch_listeners.append(self._compilation.see_batch)
 
     @telemetry
     def finish(self, wait: bool) -> None:
@@ -106,18 +106,19 @@ class TrainingMeter:
         note = self._loading.nothing_read() if wait and not self._steps else ""
         if note:
             self._writer.write(ev.RunNote.of(Finding("no-batch", note, flaw="no batch was read")))
-        if self._began is not None:
-            if wait:
-                self._loss.read_last()
-            self._reader.finish(wait)
-            self._loss.settle()
-            now = time.monotonic()
-            self._report(now, self._loss.last())
-            self._loss.before_step = self._loss.total, self._loss.count
-            self._end_epoch(now, self._steps)
-            self._epoch = None
-            if wait:
-                self._work.finish(self._steps, self._loss.last(), self._loading.metrics.shares)
+        if self._began is None:
+            return
+        if wait:
+            self._loss.read_last()
+        self._reader.finish(wait)
+        self._loss.settle()
+        now = time.monotonic()
+        self._report(now, self._loss.last())
+        self._loss.before_step = self._loss.total, self._loss.count
+        self._end_epoch(now, self._steps)
+        self._epoch = None
+        if wait:
+            self._work.finish(self._steps, self._loss.last(), self._loading.metrics.shares)
 
     # Called by torch
 
@@ -135,18 +136,15 @@ class TrainingMeter:
                 self._precision.stepped(optimizer)
         is_newcomer = key not in self._known and bool(self._round)
         self._newcomer = key if is_newcomer else None
-        if key not in self._known:
-            self._known.add(key)
+        self._known.add(key)
         self._round.add(key)
         api.optimizer_steps = self._steps
-        if self._loading.fed_passes != self._passes:
-            self._begin_epoch()
-        self._loss.stepped(optimizer, self._steps)
-        if self._work.is_sampling:
-            self._work.stepped(optimizer, self._steps)
         now = time.monotonic()
-        if now >= self._looked[0] + INTERVAL or self._looked[1] != self._loading.fed_passes:
-            self._look(now)
+        self._look(now)
+        if self._loading.fed_passes != self._passes:
+            self._begin_epoch(now)
+        self._loss.stepped(optimizer, self._steps)
+        self._work.stepped(optimizer, self._steps)
         self._tick(now, now)
         self._memory.stepped(optimizer, now)
         if stopping.active is not None:
@@ -154,20 +152,18 @@ class TrainingMeter:
 
     def _look(self, now: float) -> None:
         looked, passes = self._looked
-        is_new = passes != self._loading.fed_passes
+        fed = self._loading.fed_passes
         # Not in the first step, for which the user waits: to read source takes 10 ms in a fork.
-        if self._steps > 1 and now >= looked + (NEXT_LOOK if is_new else INTERVAL):
-            self._looked = now, self._loading.fed_passes
-            self._place.look(self._steps, self._loading.fed_passes)
+        if self._steps > 1 and now >= looked + (INTERVAL if passes == fed else NEXT_LOOK):
+            self._looked = now, fed
+            self._place.look(self._steps, fed)
 
-    def _begin_epoch(self) -> None:
+    def _begin_epoch(self, now: float) -> None:
         """Report the epoch that is over: a loader's next pass has led to a step."""
-        now = time.monotonic()
         self._end_epoch(now, self._steps - 1)
-        self._look(now)
         self._passes = self._loading.fed_passes
         position = self._loading.position()
-        epoch = self._place.report(self._steps, self._passes, position)[1] or self._passes
+        epoch = self._place.report(self._steps, self._passes, **position).epoch or self._passes
         if self._place.is_in_library and self._epoch is not None:
             epoch = self._epoch[0] + 1  # it counts on at the end of the step
         self._epoch = epoch, now, *self._loss.before_step
@@ -185,41 +181,6 @@ class TrainingMeter:
         self._round = set()
         self._known.discard(id(optimizer))  # of a dead one
         original(optimizer, *args, **kwargs)
-
-    def _save(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._in_phase("saving", original, *args, **kwargs)
-
-    def _join(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._in_phase(ev.JOINING, original, *args, **kwargs)
-
-    def _in_phase(self, name: str, original: Any, /, *args: Any, **kwargs: Any) -> Any:
-        self._report_phase(name)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            self._report_phase("")
-
-    def _watch_compiler(self, module: ModuleType) -> None:
-        handler = getattr(module, "callback_handler", None)  # torch 2.5 and later
-        if handler is not None:
-            for name, phase in (("start", "compiling"), ("end", "")):
-                report = partial(self._report_phase_of_compiler, phase)
-                getattr(handler, f"register_{name}_callback")(report)
-                undo_later(partial(getattr(handler, f"remove_{name}_callback"), report))
-
-    def _report_phase_of_compiler(self, phase: str, *_: Any) -> None:
-        self._report_phase(phase)
-
-    def _watch_xla(self, _module: ModuleType) -> None:
-        self._compilation.start()
-        self._loading.batch_listener = self._compilation.see_batch
-
-    @telemetry
-    def _report_phase(self, phase: str) -> None:
-        with self._phase_lock:  # checkpoints are saved in threads, too
-            self._open_phases += 1 if phase else -1
-            if self._open_phases == (1 if phase else 0):  # a save within another counts once
-                self._writer.write(ev.Phase(clock.now(), self._rank, phase))
 
     # Reports
 
@@ -252,9 +213,7 @@ class TrainingMeter:
 
     def _report(self, now: float, loss: float | None, *, rests: bool = False) -> None:
         position = self._loading.position()
-        loops, position["epoch"], epochs = self._place.report(
-            self._steps, self._loading.fed_passes, position
-        )
+        place = self._place.report(self._steps, self._loading.fed_passes, **position)
         update = ev.TrainingUpdate(
             clock.now(),
             self._rank,
@@ -268,9 +227,11 @@ class TrainingMeter:
             precision=self._precision.value(),
             losses=() if rests else self._loss.take_each(),
             rests=rests,
-            loops=loops,
-            epochs=epochs,
-            **position,
+            batch=position["batch"],
+            batches=position["batches"],
+            loops=place.loops,
+            epoch=place.epoch,
+            epochs=place.epochs,
             **_gpu_memory(self._gpu),
         )
         self._writer.write(update)

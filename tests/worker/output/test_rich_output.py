@@ -2,55 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from nbtrain.planning.plan import Call
-from nbtrain.tracking import events as ev
-from nbtrain.tracking.event_log import EventWriter, read_events
-from nbtrain.worker import api
-from nbtrain.worker.output.rich_output import MOST, RichOutput
-from nbtrain.worker.task_runner import run_task
 from tests.support.kernel import Notebook, Outputs
-
-
-@pytest.fixture
-def reporter(tmp_path: Path) -> Iterator[api.Reporter]:
-    """This process as a rank that reports into a file."""
-    reporter = api.Reporter(EventWriter(tmp_path / "events"), rank=0, world_size=1)
-    api.activate(reporter)
-    yield reporter
-    api.activate(None)
-    reporter.writer.close()
-
-
-def test_a_display_in_any_script_arrives_or_says_that_it_is_too_large(
-    reporter: api.Reporter, tmp_path: Path
-) -> None:
-    output = RichOutput(run_task, shows_values=True)
-    for size in (100_000, 500_000):  # six bytes each, as JSON
-        output._publish({"text/html": "界" * size, "text/plain": "界" * size})
-    first, second = read_events(tmp_path / "events")
-    assert isinstance(first, ev.Displayed)
-    assert isinstance(second, ev.Displayed)
-    assert "are too much to display" in str(second.data["text/plain"])
-
-
-def test_a_task_that_fails_leaves_its_last_display(reporter: api.Reporter, tmp_path: Path) -> None:
-    def draws_and_fails(_task: object) -> None:
-        for n in range(MOST + 10):
-            output._publish({"text/html": f"<i>{n}</i>"})
-        raise ValueError("oops")
-
-    output = RichOutput(draws_and_fails, shows_values=True)
-    with pytest.raises(ValueError, match="oops"):
-        output.run(Call(print))
-    *_, last = read_events(tmp_path / "events")
-    assert isinstance(last, ev.Displayed)
-    assert last.data == {"text/html": f"<i>{MOST + 9}</i>"}
-
 
 _OWN = 'class="tex2jax_ignore', '<div style="opacity'
 
@@ -124,19 +80,34 @@ def test_a_picture_that_is_drawn_anew_takes_the_place_of_the_one_before(notebook
 def test_of_too_many_displays_the_last_is_shown_with_the_number_left_out(
     notebook: Notebook,
 ) -> None:
+    """Also by a task that fails."""
     out = notebook.run(
         "%%distributed -n 2\n"
         "from IPython.display import HTML\n"
         "if nbtrain.rank() == 0:\n"
         "    for n in range(120): display(HTML(f'<i>{n}</i>'))\n"
-        "    display(HTML('x' * 2_000_000))"
+        "    display(HTML('last'))\n"
+        "    raise ValueError"
     )
+    assert out.ename == "ValueError"
     shown = forms(out, "text/html")
     assert "<i>49</i>" in shown
     assert "<i>50</i>" not in shown
+    assert "last" in shown
     texts = [each["text/plain"] for each in [*out.displays, *out.updates]]
     assert "… 70 displays left out" in texts
-    assert any(text.endswith("MiB are too much to display)") for text in texts)
+
+
+def test_a_display_in_any_script_is_shown_or_its_size_is(notebook: Notebook) -> None:
+    out = notebook.run(
+        "%%distributed -n 1\n"
+        "from IPython.display import HTML\n"
+        "for size in 100_000, 500_000: display(HTML('界' * size))"  # six bytes each, as JSON
+    )
+    assert forms(out, "text/html") == ["界" * 100_000]
+    assert [each["text/plain"] for each in out.displays][-1].endswith(
+        "MiB are too much to display)"
+    )
 
 
 def test_without_a_page_a_display_is_its_text(notebook: Notebook) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,13 +13,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from nbtrain.tracking import events as ev
+from tests.support.loop_table import LoopTable, check, one_weight
 from tests.support.runs import last, launch
 from tests.support.versions import needs
 
-
-def told(train: Callable[..., Any]) -> ev.TrainingUpdate:
-    return last(launch(train))
+TWELVE = TensorDataset(torch.ones(12, 3))
+TABLE = LoopTable()
 
 
 class Pictures(Dataset[Any]):
@@ -38,63 +40,137 @@ def as_columns(batch: Any) -> Any:
     return tuple(zip(*batch, strict=True))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(
-    "collate",
-    [as_columns, list, lambda batch: torch.stack([x for x, _ in batch], dim=1), lambda _: "other"],
-    ids=["columns", "list", "channels first", "no tensor"],
-)
-def test_samples_are_those_asked_for_whatever_is_made_of_them(collate: Any, workers: int) -> None:
-    def train() -> int:
-        loader = DataLoader(Pictures(), 4, collate_fn=collate, num_workers=workers)
-        return sum(1 for _ in range(2) for _ in loader)
-
-    assert told(train).samples == 20
+COLLATE: dict[str, Callable[..., Any]] = {
+    "columns": as_columns,
+    "list": list,
+    "channels first": lambda batch: torch.stack([x for x, _ in batch], dim=1),
+    "no tensor": lambda _: "other",
+}
 
 
-def test_samples_of_a_pass_that_was_left_early_are_those_of_its_batches() -> None:
-    def train() -> None:
-        loader = DataLoader(
-            Pictures(), 4, collate_fn=as_columns, num_workers=2, persistent_workers=True
-        )
-        next(iter(loader))
-        for _ in loader:
-            pass
+@TABLE.row("columns", 0, samples=20)
+@TABLE.row("columns", 2, samples=20)
+@TABLE.row("list", 0, samples=20)
+@TABLE.row("channels first", 0, samples=20)
+@TABLE.row("no tensor", 2, samples=20)
+def samples_asked_for(collate: str, workers: int) -> None:
+    loader = DataLoader(Pictures(), 4, collate_fn=COLLATE[collate], num_workers=workers)
+    for _ in range(2):
+        list(loader)
 
-    assert told(train).samples == 4 + 10
+
+@TABLE.row(samples=4 + 10)
+def a_pass_that_is_left_early() -> None:
+    loader = DataLoader(
+        Pictures(), 4, collate_fn=as_columns, num_workers=2, persistent_workers=True
+    )
+    next(iter(loader))
+    list(loader)
 
 
-@pytest.mark.parametrize(
-    ("options", "samples"),
-    [
-        ({"batch_size": 4}, 10),  # torch's own collating: the last of two is counted, too
-        ({"batch_size": 4, "collate_fn": torch.stack}, 8),  # it may be of two, or of a half
-        ({"batch_size": 4, "collate_fn": as_columns}, None),
-        ({"batch_size": 4, "collate_fn": nn.utils.rnn.pad_sequence}, None),  # length first
-        ({"batch_size": None}, None),
-    ],
-    ids=["default", "stacked", "columns", "length first", "unbatched"],
-)
-def test_samples_of_a_stream_are_told_where_they_are_certain(
-    options: dict[str, Any], samples: int | None
+STREAMS: dict[str, dict[str, Any]] = {
+    "default": {"batch_size": 4},  # torch's own collating: the last of two is counted, too
+    "stacked": {"batch_size": 4, "collate_fn": torch.stack},  # it may be of two, or of a half
+    "columns": {"batch_size": 4, "collate_fn": as_columns},
+    "length first": {"batch_size": 4, "collate_fn": nn.utils.rnn.pad_sequence},
+    "unbatched": {"batch_size": None},
+}
+
+
+@TABLE.row("default", samples=10)
+@TABLE.row("stacked", samples=8)
+@TABLE.row("columns", samples=None)
+@TABLE.row("length first", samples=None)
+@TABLE.row("unbatched", samples=None)
+def samples_of_a_stream_where_they_are_certain(how: str) -> None:
+    list(DataLoader(Stream(), **STREAMS[how]))
+
+
+@TABLE.row(samples=None)
+def samples_without_a_batch() -> None:
+    list(DataLoader(TWELVE, batch_size=None))
+
+
+@TABLE.row("the same data", epoch=2, batch=3, steps=6)
+@TABLE.row("other data", epoch=2, batch=3, steps=6, samples=2 * 24)
+def loaders_that_are_read_in_turn(which: str) -> None:
+    w, optimizer = one_weight()
+    other = TWELVE if which == "the same data" else TensorDataset(torch.ones(12, 3))
+    for _ in range(2):
+        for (a,), (b,) in zip(DataLoader(TWELVE, 4), DataLoader(other, 4), strict=True):
+            (w * a * b).sum().backward()
+            optimizer.step()
+
+
+@TABLE.row("the same data", 0, steps=3, samples=24)
+@TABLE.row("other data", 0, steps=3, samples=24)
+@TABLE.row("other data", 1, steps=3, samples=24)
+def a_validation_and_an_accumulation(which: str, workers: int) -> None:
+    w, optimizer = one_weight()
+    data = TWELVE if which == "the same data" else TensorDataset(torch.ones(12, 3))
+    validation = DataLoader(data, 4, num_workers=workers, persistent_workers=workers > 0)
+    with torch.no_grad():
+        next(iter(validation))  # a first look
+    for _ in range(2):
+        for step, (x,) in enumerate(DataLoader(TWELVE, 2)):
+            (w * x).sum().backward()
+            if step % 4 == 3:  # two batches of each epoch wait for the next
+                optimizer.step()
+        list(validation)
+    optimizer.step()
+
+
+@TABLE.row(samples=24)
+def batches_read_ahead_into_a_list() -> None:
+    w, optimizer = one_weight()
+    for _ in range(2):
+        for (x,) in list(DataLoader(TWELVE, 4)):
+            (w * x).sum().backward()
+            optimizer.step()
+
+
+@TABLE.row(0, samples=36)
+@TABLE.row(1, samples=36)
+def a_batch_that_is_only_looked_at(workers: int) -> None:
+    w, optimizer = one_weight()
+    loader = DataLoader(TWELVE, 4, num_workers=workers, persistent_workers=workers > 0)
+    for _ in range(3):
+        _size = len(next(iter(loader))[0])  # as PyTorch's DDP tutorial does
+        for (x,) in loader:
+            (w * x).sum().backward()
+            optimizer.step()
+
+
+@TABLE.row(3, steps=3, samples=12, batch=3, batches=10)
+@TABLE.row(10, steps=10, samples=40, batch=10, batches=10)
+@TABLE.row(13, steps=13, samples=52, batch=3, batches=10)
+def a_batch_that_accelerate_reads_ahead(end: int) -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    model = nn.Linear(1, 1)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(torch.ones(40, 1), 4)
+    )
+    step = 0
+    while step < end:
+        for batch in loader:  # ten batches
+            accelerator.backward(model(batch).mean())
+            optimizer.step()
+            step += 1
+            if step == end:
+                break
+
+
+@pytest.mark.parametrize(("loop", "expected"), TABLE.rows)
+def test_samples_and_batches_are_those_of_the_loop(
+    loop: Callable[[], Any], expected: dict[str, Any]
 ) -> None:
-    def train() -> int:
-        return sum(1 for _ in DataLoader(Stream(), **options))
-
-    assert told(train).samples == samples
-
-
-def test_a_batch_of_samples_without_a_batch_is_no_number() -> None:
-    def train() -> int:
-        return sum(1 for _ in DataLoader(TensorDataset(torch.ones(6, 4)), batch_size=None))
-
-    assert told(train).samples is None
+    check(loop, expected)
 
 
 def test_a_loader_that_feeds_another_is_neither_waited_for_nor_counted_twice() -> None:
     def train() -> None:
-        import time
-
         class Slow(IterableDataset[Any]):
             def __iter__(self) -> Any:
                 for _ in range(8):
@@ -109,7 +185,7 @@ def test_a_loader_that_feeds_another_is_neither_waited_for_nor_counted_twice() -
         for _ in DataLoader(Packed(), batch_size=2):
             pass
 
-    found = told(train)
+    found = last(launch(train))
     assert (found.samples, found.batch) == (4, 2)
     assert 0.35 < found.waited <= found.elapsed
 
@@ -117,20 +193,15 @@ def test_a_loader_that_feeds_another_is_neither_waited_for_nor_counted_twice() -
 @pytest.mark.parametrize("ahead", [True, False])
 def test_only_the_thread_that_trains_waits(ahead: bool) -> None:
     def train() -> float:
-        import queue
-        import threading
-        import time
-
         class Slow(Dataset[Any]):
             def __len__(self) -> int:
                 return 8
 
             def __getitem__(self, index: int) -> Any:
                 time.sleep(0.05)
-                return torch.ones(2)
+                return torch.ones(3)
 
-        w = nn.Parameter(torch.ones(2))
-        optimizer = torch.optim.SGD([w], lr=0.1)
+        w, optimizer = one_weight()
         batches: queue.Queue[Any] = queue.Queue()
 
         def step(x: Any) -> None:
@@ -153,108 +224,12 @@ def test_only_the_thread_that_trains_waits(ahead: bool) -> None:
         thread.join()
         return w.sum().item()
 
-    found = told(train)
+    found = last(launch(train))
     assert (found.steps, found.batch, found.samples) == (8, 8, 8)
     if ahead:
         assert found.waited == 0.0
     else:  # it trains itself: known from its first step on
         assert found.waited > 6 * 0.05
-
-
-def test_loaders_that_are_read_in_turn_are_passed_once() -> None:
-    data = TensorDataset(torch.ones(12, 2))
-
-    def train(same: bool) -> None:
-        w = nn.Parameter(torch.ones(2))
-        optimizer = torch.optim.SGD([w], lr=0.1)
-        other = data if same else TensorDataset(torch.ones(12, 2))
-        for _ in range(2):
-            for (a,), (b,) in zip(DataLoader(data, 4), DataLoader(other, 4), strict=True):
-                (w * a * b).sum().backward()
-                optimizer.step()
-
-    for same in (True, False):
-        found = told(lambda same=same: train(same))  # type: ignore[misc]
-        assert (found.epoch, found.batch, found.steps) == (2, 3, 6)
-
-
-@pytest.mark.parametrize("is_same", [False, True], ids=["data of its own", "the same data"])
-def test_samples_are_those_that_steps_were_taken_with(is_same: bool) -> None:
-    def train() -> None:
-        data, w = TensorDataset(torch.ones(12, 2)), nn.Parameter(torch.ones(2))
-        validation = data if is_same else TensorDataset(torch.ones(12, 2))
-        optimizer = torch.optim.SGD([w], lr=0.1)
-        with torch.no_grad():
-            next(iter(DataLoader(validation, 4)))  # a first look
-        for _ in range(2):
-            for step, (x,) in enumerate(DataLoader(data, 2)):
-                (w * x).sum().backward()
-                if step % 4 == 3:  # two batches of each epoch wait for the next
-                    optimizer.step()
-            for _ in DataLoader(validation, 4):
-                pass
-        optimizer.step()
-
-    found = told(train)
-    assert (found.steps, found.samples) == (3, 24)
-
-
-def test_samples_of_loaders_read_together_or_ahead_count() -> None:
-    def train() -> None:
-        w = nn.Parameter(torch.ones(2))
-        optimizer = torch.optim.SGD([w], lr=0.1)
-        loaders = [DataLoader(TensorDataset(torch.ones(12, 2)), 4) for _ in range(2)]
-        for _ in range(2):
-            for (a,), (b,) in zip(*loaders, strict=True):
-                (w * a * b).sum().backward()
-                optimizer.step()
-        for _ in range(2):
-            for (x,) in list(loaders[1]):
-                (w * x).sum().backward()
-                optimizer.step()
-
-    assert told(train).samples == 2 * 24 + 2 * 12
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_batch_that_is_only_looked_at_is_none_of_the_training(workers: int) -> None:
-    def train() -> None:
-        w = nn.Parameter(torch.ones(2))
-        optimizer = torch.optim.SGD([w], lr=0.1)
-        loader = DataLoader(
-            TensorDataset(torch.ones(12, 2)), 4, num_workers=workers, persistent_workers=workers > 0
-        )
-        for _ in range(3):
-            _size = len(next(iter(loader))[0])  # as PyTorch's DDP tutorial does
-            for (x,) in loader:
-                (w * x).sum().backward()
-                optimizer.step()
-
-    assert told(train).samples == 36
-
-
-@pytest.mark.parametrize("end", [3, 10, 13])
-def test_a_batch_that_accelerate_reads_ahead_is_no_sample_before_its_step(end: int) -> None:
-    def train() -> None:
-        from accelerate import Accelerator
-
-        accelerator = Accelerator()
-        model = nn.Linear(1, 1)
-        model, optimizer, loader = accelerator.prepare(
-            model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(torch.ones(40, 1), 4)
-        )
-        step = 0
-        while step < end:
-            for batch in loader:  # ten batches
-                accelerator.backward(model(batch).mean())
-                optimizer.step()
-                step += 1
-                if step == end:
-                    break
-
-    update = told(train)
-    assert (update.steps, update.samples) == (end, 4 * end)
-    assert (update.batch, update.batches) == (end % 10 or 10, 10)
 
 
 def trains_on(size: int, drop_last: bool) -> None:

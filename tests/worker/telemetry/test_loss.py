@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
 import nbtrain
 from nbtrain.ui.board import theme
 from tests.support.kernel import Notebook
-from tests.support.runs import last, launch
+from tests.support.loop_table import (
+    LoopTable,
+    check,
+    lightning_fit,
+    one_weight,
+    transformers_trainer,
+)
+from tests.support.runs import launch
 
-
-def told(train: Callable[..., Any], *arguments: Any) -> float | None:
-    return last(launch(lambda: train(*arguments))).loss
-
-
-def a_training() -> tuple[nn.Parameter, torch.optim.Optimizer]:
-    w = nn.Parameter(torch.ones(3))
-    return w, torch.optim.SGD([w], lr=0.0)
+NAN, INF = float("nan"), float("inf")
+TABLE = LoopTable()
 
 
 def scaler(kind: str = "amp") -> Any:
@@ -34,134 +33,92 @@ def scaler(kind: str = "amp") -> Any:
     return ShardedGradScaler("cpu", init_scale=1024.0)
 
 
-@pytest.mark.parametrize("kind", ["amp", "sharded"])
-def test_a_scaled_loss_is_told_unscaled(kind: str) -> None:
-    def train() -> None:
-        w, optimizer = a_training()
-        scaler(kind).scale(w.sum()).backward()
-        optimizer.step()
-
-    assert told(train) == 3.0
-
-
-def test_of_two_products_and_of_a_list_each_is_told_unscaled() -> None:
-    def train(as_list: bool) -> None:
-        w, optimizer = a_training()
-        amp, losses = scaler(), [w.sum(), 2 * w.sum()]
-        products = amp.scale(losses) if as_list else [amp.scale(loss) for loss in losses]
-        products[1].backward(retain_graph=True)
-        optimizer.step()
-        products[0].backward()  # the other's step does not make this one a loss
-        optimizer.step()
-
-    assert told(train, False) == told(train, True) == 3.0
+@TABLE.row("amp", loss=3.0)
+@TABLE.row("sharded", loss=3.0)
+def a_scaled_loss(kind: str) -> None:
+    w, optimizer = one_weight()
+    (w * 2).backward(torch.ones(3))  # no loss: not a scalar
+    scaler(kind).scale(w.sum()).backward()
+    optimizer.step()
 
 
-@pytest.mark.parametrize(
-    "combine",
-    [
-        lambda amp, a, b: amp.scale(a) + amp.scale(b),
-        lambda amp, a, b: sum(amp.scale([a, b])),
-        lambda amp, a, b: sum(amp.scale(iter([a, b]))),
-        lambda amp, a, b: amp.scale(a) / 2,
-    ],
-    ids=["sum", "list", "iterator", "divided"],
-)
-def test_what_is_made_of_scaled_losses_is_not_told(combine: Callable[..., Any]) -> None:
-    def train() -> None:
-        w, optimizer = a_training()
-        w.sum().backward()
-        optimizer.step()
-        combine(scaler(), 5 * w.sum(), 7 * w.sum()).backward()
-        optimizer.step()
-
-    assert told(train) == 3.0  # the last that is one
+@TABLE.row("one by one", loss=3.0)
+@TABLE.row("as a list", loss=3.0)
+def two_scaled_losses(how: str) -> None:
+    w, optimizer = one_weight()
+    amp, losses = scaler(), [w.sum(), 2 * w.sum()]
+    products = amp.scale(losses) if how == "as a list" else [amp.scale(loss) for loss in losses]
+    products[1].backward(retain_graph=True)
+    optimizer.step()
+    products[0].backward()  # the other's step does not make this one a loss
+    optimizer.step()
 
 
-def test_after_a_scaled_training_a_plain_one_is_told() -> None:
-    def train() -> None:
-        w, optimizer = a_training()
-        scaler().scale(w.sum()).backward()
-        optimizer.step()
-        (4 * w.sum()).backward()
-        optimizer.step()
-
-    assert told(train) == 12.0
+COMBINE: dict[str, Callable[..., Any]] = {
+    "a sum": lambda amp, a, b: amp.scale(a) + amp.scale(b),
+    "a list's sum": lambda amp, a, b: sum(amp.scale([a, b])),
+    "an iterator's sum": lambda amp, a, b: sum(amp.scale(iter([a, b]))),
+    "a part": lambda amp, a, b: amp.scale(a) / 2,
+}
 
 
-def test_a_scaler_that_is_not_enabled_changes_nothing() -> None:
-    def train() -> None:
-        w, optimizer = a_training()
-        off = torch.amp.GradScaler("cpu", enabled=False)
-        (off.scale(w.sum()) * 2).backward()
-        optimizer.step()
-
-    assert told(train) == 6.0
-
-
-@pytest.mark.parametrize("accumulated", [1, 4])
-def test_lightnings_loss_is_told_undivided(accumulated: int) -> None:
-    pytest.importorskip("lightning", reason="needs lightning")
-
-    def train() -> None:
-        import warnings
-
-        import lightning
-
-        warnings.simplefilter("ignore")  # its own, of torch's deprecations
-
-        class Module(lightning.LightningModule):
-            def __init__(self) -> None:
-                super().__init__()
-                self.w = nn.Parameter(torch.ones(3))
-
-            def training_step(self, batch: Any, _index: int) -> Any:
-                return {"loss": (self.w * batch).sum()}
-
-            def configure_optimizers(self) -> Any:
-                return torch.optim.SGD(self.parameters(), lr=0.0)
-
-        lightning.Trainer(
-            max_epochs=1,
-            accelerator="cpu",
-            devices=1,
-            logger=False,
-            enable_checkpointing=False,
-            accumulate_grad_batches=accumulated,
-        ).fit(Module(), DataLoader([torch.ones(3)] * 8, batch_size=None))
-
-    assert told(train) == 3.0
+@TABLE.row("a sum", loss=3.0)
+@TABLE.row("a list's sum", loss=3.0)
+@TABLE.row("an iterator's sum", loss=3.0)
+@TABLE.row("a part", loss=3.0)
+def what_is_made_of_scaled_losses(how: str) -> None:
+    w, optimizer = one_weight()
+    w.sum().backward()  # the last that is one
+    optimizer.step()
+    COMBINE[how](scaler(), 5 * w.sum(), 7 * w.sum()).backward()
+    optimizer.step()
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_the_shares_of_a_loss_that_transformers_accumulates_are_not_told(accumulated: int) -> None:
-    def train() -> float:
-        from transformers import Trainer, TrainingArguments
+@TABLE.row(loss=12.0)
+def a_plain_loss_after_a_scaled_one() -> None:
+    w, optimizer = one_weight()
+    scaler().scale(w.sum()).backward()
+    optimizer.step()
+    (4 * w.sum()).backward()
+    optimizer.step()
 
-        class Model(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.w = nn.Parameter(torch.ones(3))
 
-            def forward(self, x: Any) -> Any:
-                return {"loss": (self.w * x).sum(1).mean()}
+@TABLE.row(loss=6.0)
+def a_scaler_that_is_not_enabled() -> None:
+    w, optimizer = one_weight()
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    (off.scale(w.sum()) * 2).backward()
+    optimizer.step()
 
-        arguments = TrainingArguments(
-            output_dir="unused",
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=accumulated,
-            max_steps=2,
-            learning_rate=0.0,
-            dataloader_pin_memory=False,
-            save_strategy="no",
-            report_to="none",
-        )
-        rows = [{"x": torch.ones(3)}] * 8
-        return Trainer(Model(), arguments, train_dataset=rows).train().training_loss
 
-    run = launch(train)
-    assert run.value == pytest.approx(3.0)
-    assert last(run).loss == (3.0 if accumulated == 1 else None)
+@TABLE.row(1, loss=3.0)
+@TABLE.row(4, loss=3.0)
+def lightning_that_accumulates(batches: int) -> None:
+    data = DataLoader([torch.tensor([1.0, 1.0, 1.0, 0.0])] * 8, batch_size=None)  # type: ignore[arg-type]
+    lightning_fit(
+        lambda module, batch: {"loss": (module.w * batch).sum()},
+        data,
+        devices=1,
+        accumulate_grad_batches=batches,
+    )
+
+
+@TABLE.row(1, loss=3.0)
+@TABLE.row(2, loss=None)  # backward gets shares of it
+def transformers_that_accumulates(batches: int) -> None:
+    options = {"per_device_train_batch_size": 2, "learning_rate": 0.0, "max_steps": 2}
+    rows = [{"x": torch.ones(3)}] * 8
+    trainer = transformers_trainer(rows, gradient_accumulation_steps=batches, **options)
+    assert trainer.train().training_loss == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(("loop", "expected"), TABLE.rows)
+def test_the_loss_is_the_one_before_anything_scales_it(
+    loop: Callable[[], Any], expected: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    if "lightning" in request.node.name:
+        pytest.importorskip("lightning", reason="needs lightning")
+    check(loop, expected)
 
 
 def test_a_library_within_a_library_tells_one_loss() -> None:
@@ -178,8 +135,7 @@ def test_a_library_within_a_library_tells_one_loss() -> None:
             Engine().backward(loss / 2, scale_wrt_gas=False)
             assert meter._is_paused
 
-    work: Any = SimpleNamespace(is_sampling=False)
-    meter = LossMeter(ScalarReader(), lambda *_: None, work)
+    meter = LossMeter(ScalarReader(), lambda *_: None, lambda _: None)
     undos = [patch(cls, "backward", meter._library_backward) for cls in (Engine, Accelerator)]
     Accelerator().backward(torch.tensor(8.0))
     assert (meter.take(), meter.take(), meter._is_paused) == (8.0, None, False)
@@ -189,42 +145,130 @@ def test_a_library_within_a_library_tells_one_loss() -> None:
         undo()
 
 
-def diverging(steps: int, bad: int, loss_of: Any = float("nan")) -> None:
-    w = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([w], lr=0.1)
+# Losses that are not finite
+
+
+def diverging(bad: float, *, steps: int = 8, first: int = 4) -> None:
+    w, optimizer = one_weight(lr=0.1)
     for step in range(steps):
-        loss = w.sum() * (loss_of if step >= bad and nbtrain.rank() == 1 else 1.0)
-        loss.backward()
+        (w.sum() * (bad if step >= first and nbtrain.rank() == 1 else 1.0)).backward()
         optimizer.step()
         optimizer.zero_grad()
         nbtrain.log(step=step)
 
 
-@pytest.mark.parametrize(("bad", "word"), [(float("nan"), "nan"), (float("inf"), "inf")])
-def test_the_first_loss_that_is_not_finite_is_noted_with_its_rank(bad: float, word: str) -> None:
-    run = launch(diverging, 8, 4, bad, n=2)
-    assert [note for note in run.state.notes if "the loss" in note] == [
-        f"the loss of rank 1 became {word} by step 5, and such a loss can spoil the weights. Lower "
-        "the learning rate, or clip the gradients; torch.autograd.set_detect_anomaly(True) names "
-        "the operation that made it"
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_the_first_loss_that_is_not_finite_is_noted_with_its_rank(bad: float) -> None:
+    run = launch(diverging, bad, n=2)
+    (note,) = [note for note in run.state.notes if "the loss" in note]
+    assert note.startswith(f"the loss of rank 1 became {bad} by step 5, and such a loss can spoil")
+    assert "torch.autograd.set_detect_anomaly(True)" in note
+
+
+def skipped_by_a_scaler(bad: int) -> None:
+    w, optimizer = one_weight(lr=0.1)
+    amp = torch.amp.GradScaler("cpu")
+    for step in range(20):
+        amp.scale(w.sum() * (INF if step < bad else 1.0)).backward()
+        amp.step(optimizer)
+        amp.update()
+        optimizer.zero_grad()
+
+
+def skipped_by_the_loop(*bad: int, logs: bool = False, after: bool = False) -> None:
+    w, optimizer = one_weight(lr=0.1)
+    for step in range(6):
+        loss = w.sum() * (NAN if step in bad else 1.0)
+        loss.backward()
+        if torch.isfinite(loss):
+            optimizer.step()
+        optimizer.zero_grad()
+        if logs:
+            nbtrain.log(loss=loss)
+    if after:
+        (w.sum() * NAN).backward()
+    assert torch.isfinite(w).all()
+
+
+def logged(*losses: float, name: str = "loss") -> None:
+    for loss in losses:
+        nbtrain.log(**{name: loss})  # type: ignore[arg-type]
+
+
+def other_logs() -> None:
+    nbtrain.log(val_loss=NAN, eval_loss=INF, loss_scale=INF)
+    nbtrain.log(**{"loss/val": NAN, "perplexity": INF, "loss": 1.0})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        pytest.param(lambda: diverging(1.0), id="finite"),
+        pytest.param(lambda: skipped_by_a_scaler(9), id="scaler"),
+        pytest.param(lambda: skipped_by_the_loop(5), id="skipped at the end"),
+        pytest.param(lambda: skipped_by_the_loop(0), id="skipped at the begin"),
+        pytest.param(lambda: skipped_by_the_loop(2, 3, 4, 5), id="skipped several times"),
+        pytest.param(lambda: skipped_by_the_loop(after=True), id="after the training"),
+        other_logs,
+    ],
+)
+def test_a_loss_that_spoils_nothing_is_not_noted(loop: Callable[[], Any]) -> None:
+    state = launch(loop).state
+    assert (state.outcome, state.notes) == ("succeeded", ())
+
+
+def spoiled_at_the_end() -> None:
+    w, optimizer = one_weight(lr=0.1)
+    for loss in 1.0, NAN:
+        (w.sum() * loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def steps_of_its_own() -> None:
+    w = torch.ones(2, requires_grad=True)
+    for x in DataLoader([torch.ones(2)] * 4, batch_size=1):
+        (w * x * NAN).sum().backward()
+        with torch.no_grad():
+            w -= 0.1 * w.grad
+
+
+@pytest.mark.parametrize(
+    ("loop", "word"),
+    [
+        (spoiled_at_the_end, "nan by step 2"),
+        (steps_of_its_own, "nan"),
+        pytest.param(lambda: logged(2.0, 1.0, INF), "inf", id="loss"),
+        pytest.param(lambda: logged(2.0, NAN, name="train_loss"), "nan", id="train_loss"),
+        pytest.param(lambda: logged(2.0, NAN, name="Loss/train"), "nan", id="Loss/train"),
+        pytest.param(lambda: logged(2.0, NAN, name="loss_epoch"), "nan", id="loss_epoch"),
+    ],
+)
+def test_a_loss_that_is_not_finite_at_the_end_is_no_success(
+    loop: Callable[[], Any], word: str
+) -> None:
+    state = launch(loop).state
+    assert state.outcome.startswith(f"finished, but the loss of rank 0 became {word}")
+    assert [f"the loss of rank 0 became {word.split()[0]}" in note for note in state.notes] == [
+        True
     ]
-    assert not any("the loss" in note for note in launch(diverging, 8, 8, n=2).state.notes)
 
 
-def test_losses_that_a_scaler_skips_are_not_noted() -> None:
-    def train(bad: int) -> None:
-        w = nn.Parameter(torch.ones(2))
-        optimizer = torch.optim.SGD([w], lr=0.1)
-        scaler = torch.amp.GradScaler("cpu")
-        for step in range(20):
-            loss = w.sum() * (float("inf") if step < bad else 1.0)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-
-    assert not launch(train, 9).state.notes
-    assert "became inf" in launch(train, 12).state.notes[0]
+@pytest.mark.parametrize(
+    ("loop", "word"),
+    [
+        (lambda: skipped_by_a_scaler(12), "inf"),
+        (lambda: logged(NAN, 1.0), "nan"),
+        (lambda: skipped_by_the_loop(5, logs=True), "nan"),
+    ],
+    ids=["scaler", "logged", "skipped and logged"],
+)
+def test_a_loss_that_spoils_nothing_in_the_end_is_noted_alone(
+    loop: Callable[[], Any], word: str
+) -> None:
+    state = launch(loop).state
+    assert state.outcome == "succeeded"
+    assert f"the loss of rank 0 became {word}" in state.notes[0]
 
 
 def test_a_run_whose_loss_stays_not_finite_does_not_end_as_a_success(notebook: Notebook) -> None:
@@ -250,95 +294,6 @@ def test_a_run_whose_loss_stays_not_finite_does_not_end_as_a_success(notebook: N
     assert notebook.value("nbtrain.runs().status.iloc[-1]") == end
     assert notebook.value("nbtrain.Run.open(run.folder).state.outcome") == end
     assert end in notebook.run("%nbtrain runs").stdout
-
-
-def training(steps: int = 6, bad: Any = (), skips: bool = False, after: bool = False) -> bool:
-    """Return whether the weights are finite after a training with losses that are not."""
-    w = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([w], lr=0.1)
-    for step in range(steps):
-        loss = w.sum() * (float("nan") if step in bad else 1.0)
-        loss.backward()
-        if not skips or torch.isfinite(loss):
-            optimizer.step()
-        optimizer.zero_grad()
-    if after:
-        (w.sum() * float("nan")).backward()
-    return bool(torch.isfinite(w).all())
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"bad": (5,), "skips": True},
-        {"bad": (0,), "skips": True},
-        {"bad": (2, 3, 4, 5), "skips": True},
-        {"after": True},
-    ],
-    ids=["last", "first", "several", "after"],
-)
-def test_a_loss_that_no_step_followed_spoils_nothing(options: dict[str, Any]) -> None:
-    run = launch(lambda: training(**options))
-    assert run.value
-    assert (run.state.outcome, run.state.notes) == ("succeeded", ())
-
-
-def test_a_skipped_loss_is_logged_without_a_flaw() -> None:
-    def train() -> None:
-        w, optimizer = a_training()
-        for step in range(6):
-            loss = w.sum() * (float("nan") if step == 5 else 1.0)
-            loss.backward()
-            if torch.isfinite(loss):
-                optimizer.step()
-            nbtrain.log(loss=loss)
-
-    assert launch(train).state.outcome == "succeeded"
-
-
-def test_a_step_after_a_bad_loss_is_a_flaw() -> None:
-    state = launch(training, 6, (5,)).state
-    assert state.outcome == "finished, but the loss of rank 0 became nan by step 6"
-
-
-def test_a_loop_that_makes_its_own_steps_is_judged_by_its_last_loss() -> None:
-    def train() -> None:
-        w = torch.ones(2, requires_grad=True)
-        for x in DataLoader([torch.ones(2)] * 4, batch_size=1):
-            (w * x * float("nan")).sum().backward()
-            with torch.no_grad():
-                w -= 0.1 * w.grad
-
-    assert "but the loss of rank 0 became nan" in launch(train).state.outcome
-
-
-@pytest.mark.parametrize("name", ["loss", "train_loss", "train/loss", "Loss/train", "loss_epoch"])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_logged_loss_that_is_not_finite_at_the_end_is_no_success(name: str, bad: float) -> None:
-    def train(last: float) -> None:
-        for loss in 2.0, 1.0, last:
-            nbtrain.log(**{name: loss})
-
-    state = launch(train, bad).state
-    assert state.outcome == f"finished, but the loss of rank 0 became {bad}"
-    assert [f"the loss of rank 0 became {bad}, and" in note for note in state.notes] == [True]
-
-
-def test_other_logged_values_may_be_nan_and_a_loss_may_find_back() -> None:
-    def train() -> None:
-        nbtrain.log(val_loss=float("nan"), eval_loss=float("inf"), loss_scale=float("inf"))
-        nbtrain.log(**{"loss/val": float("nan"), "perplexity": float("inf"), "loss": 1.0})
-
-    state = launch(train).state
-    assert (state.outcome, state.notes) == ("succeeded", ())
-
-    def comes_back() -> None:
-        for loss in float("nan"), 1.0:
-            nbtrain.log(step=7, loss=loss)
-
-    state = launch(comes_back).state
-    assert state.outcome == "succeeded"
-    assert "the loss of rank 0 became nan by step 8" in state.notes[0]
 
 
 def test_weights_that_are_not_finite_are_no_success(notebook: Notebook) -> None:

@@ -73,7 +73,6 @@ def no_training() -> None:
         (half_weights, "no", "bf16 weights"),
         (autocast, "no", "bf16"),
         (compiled, "no", "fp16"),
-        (accelerate, "no", "no"),
         (accelerate, "bf16", "bf16"),
         (lambda: accelerate(mixed_precision="bf16"), "no", "bf16"),
         (lambda: accelerate(mixed_precision="no"), "bf16", "no"),

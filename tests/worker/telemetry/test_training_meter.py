@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import re
 import time
 from collections.abc import Callable
@@ -19,10 +21,18 @@ from nbtrain.tracking import events as ev
 from nbtrain.ui import text_summary
 from nbtrain.ui.board import board
 from tests.support.hangs import first_verdict, launched
+from tests.support.loop_table import (
+    LoopTable,
+    check,
+    lightning_fit,
+    one_weight,
+    transformers_trainer,
+)
 from tests.support.runs import events, last, launch
 from tests.support.waiting import wait_until
 
 DATA = TensorDataset(torch.randn(96, 4), torch.randn(96, 1))
+TABLE = LoopTable()
 
 
 def plain_loop() -> float:
@@ -47,14 +57,86 @@ def test_a_plain_loop_shows_steps_loss_and_where_it_stands() -> None:
     assert told.loss == pytest.approx(run.value)
     assert 0 <= told.waited <= told.elapsed
     assert told.allocated is None
+    # A short training has a point for each of its steps.
+    assert len(run.state.curves.seen["loss"].band) == 36
+    history = run.history
+    assert list(history["step"][history["loss"].notna()]) == list(range(1, 37))
+
+
+def step_on(w: nn.Parameter, *optimizers: torch.optim.Optimizer) -> None:
+    w.sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+@TABLE.row(steps=108)
+def folds() -> None:
+    for _ in range(3):
+        plain_loop()
+
+
+@TABLE.row(steps=10)
+def pair_of_optimizers() -> None:
+    w, optimizer = one_weight()
+    other = torch.optim.SGD([w], lr=0.2)
+    for _ in range(10):
+        step_on(w, optimizer, other)
+
+
+@TABLE.row(steps=10)
+def trials_of_a_step() -> None:
+    for _ in range(10):
+        step_on(*one_weight())
+
+
+@TABLE.row(steps=50)
+def fits_one_after_the_other() -> None:
+    for w, optimizer in [one_weight() for _ in range(5)]:
+        for _ in range(10):
+            step_on(w, optimizer)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield from ({"x": torch.ones(4), "n": i} for i in range(40))
+
+
+@TABLE.row(batch=10, batches=None, samples=40, steps=0, loss=None)
+def data_without_an_end() -> None:
+    for _ in DataLoader(Stream(), batch_size=4):
+        pass
+
+
+@TABLE.row(steps=5, batch=5, batches=5, epoch=1)
+def an_evaluation_after_the_training() -> None:
+    w, optimizer = one_weight()
+    for (x,) in DataLoader(TensorDataset(torch.ones(20, 3)), batch_size=4):
+        (x @ w).sum().backward()
+        optimizer.step()
+    for _ in DataLoader(TensorDataset(torch.ones(30, 4)), batch_size=1):
+        pass
+
+
+@TABLE.row(loss=0.0)
+def a_loss_that_ends_at_zero() -> None:
+    w, optimizer = one_weight(lr=1.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        step_on(w, optimizer)
+
+
+@pytest.mark.parametrize(("loop", "expected"), TABLE.rows)
+def test_steps_and_the_place_are_those_of_the_loop(
+    loop: Callable[[], Any], expected: dict[str, Any]
+) -> None:
+    check(loop, expected)
 
 
 def accelerated(log_with: Any = None) -> tuple[float, int]:
     from accelerate import Accelerator
 
     accelerator = Accelerator(log_with=log_with, gradient_accumulation_steps=2)
-    if log_with:
-        accelerator.init_trackers("mine", config={"lr": 0.1})
+    accelerator.init_trackers("mine", config={"lr": 0.1})
     model = nn.Linear(4, 1)
     model, optimizer, loader = accelerator.prepare(
         model, torch.optim.AdamW(model.parameters(), lr=0.1), DataLoader(DATA, batch_size=8)
@@ -65,58 +147,54 @@ def accelerated(log_with: Any = None) -> tuple[float, int]:
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-        accelerator.log({"train/loss": loss, "note": "fine", "table": [1, 2]}, step=step)
+        metrics = {
+            "train/loss": loss,
+            "note": "fine",
+            "table": [1, 2],
+            "step": 3,
+            "self": 1.0,
+            7: 2,
+        }
+        accelerator.log(metrics, step=step)
     accelerator.end_training()
     return loss.item(), step + 1
 
 
-def test_an_accelerate_loop_shows_its_own_loss_and_share_of_the_data() -> None:
-    run = launch(accelerated, n=2)
+@pytest.mark.parametrize("tracker", ["nbtrain", "another"])
+def test_an_accelerate_loop_shows_its_loss_its_share_of_the_data_and_what_it_logs(
+    tracker: str,
+) -> None:
+    def train() -> tuple[float, int]:
+        from accelerate.tracking import GeneralTracker
+
+        class Another(GeneralTracker):
+            name, requires_logging_directory, tracker = "another", False, None
+
+            def log(self, values: Any, step: int | None = None, **_: Any) -> None:
+                pass
+
+        return accelerated("nbtrain" if tracker == "nbtrain" else Another())
+
+    run = launch(train, n=2)
     for rank in (0, 1):
         told, (loss, batches) = last(run, rank), run.results[rank]
         assert told.loss == pytest.approx(loss)  # not divided by the steps of the accumulation
         assert told.batches == batches == 6
         assert told.steps == 3
-
-
-def test_what_accelerator_log_is_given_becomes_metrics() -> None:
-    run = launch(lambda: accelerated("nbtrain"), n=2)
     found = [e for e in events(run) if isinstance(e, ev.Metrics)]
     assert [e.step for e in found] == list(range(6))
-    assert found[-1].values["train/loss"] == pytest.approx(run.value[0])
-    assert set(found[-1].values) == {"train/loss", "note"}
+    assert found[-1].values.pop("train/loss") == pytest.approx(run.value[0])  # type: ignore[attr-defined]
+    assert found[-1].values == {"note": "fine", "step": 3, "self": 1.0, "7": 2}
     # Accelerate makes trackers on the main process only.
     assert not any(isinstance(e, ev.Metrics) for e in events(run, 1))
-    assert "configuration: lr=0.1" in run.logs(0)
+    assert ("configuration: lr=0.1" in run.logs(0)) is (tracker == "nbtrain")
 
 
-def test_transformers_trainer_tells_its_logs_and_shows_its_bar() -> None:
-    def train() -> float:
-        from transformers import BertConfig, BertForSequenceClassification, Trainer
-        from transformers import TrainingArguments as Arguments
-
-        config = BertConfig(
-            vocab_size=50,
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=16,
-        )
-        rows = [{"input_ids": torch.randint(0, 50, (6,)), "labels": i % 2} for i in range(32)]
-        arguments = Arguments(
-            output_dir="unused",
-            per_device_train_batch_size=4,
-            num_train_epochs=2,
-            logging_steps=2,
-            save_strategy="no",
-            report_to="none",
-            dataloader_pin_memory=False,
-        )
-        return (
-            Trainer(BertForSequenceClassification(config), arguments, train_dataset=rows)
-            .train()
-            .training_loss
-        )
+def test_transformers_trainer_reports_its_logs_and_shows_its_bar() -> None:
+    def train() -> None:
+        rows = [{"x": torch.rand(3)} for _ in range(32)]
+        options = {"per_device_train_batch_size": 4, "num_train_epochs": 2, "logging_steps": 2}
+        transformers_trainer(rows, **options).train()
 
     run = launch(train, n=2)
     for rank in (0, 1):
@@ -133,34 +211,19 @@ def test_transformers_trainer_tells_its_logs_and_shows_its_bar() -> None:
 def test_lightnings_bar_steps_loss_and_logs_are_seen() -> None:
     pytest.importorskip("lightning", reason="needs lightning")
 
+    def step(module: Any, batch: Any) -> Any:
+        loss = (batch[0] @ module.w - batch[1][:, 0]).pow(2).mean()
+        module.log("train_loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validate(module: Any, batch: Any) -> None:
+        module.log("val_error", (batch[0] @ module.w - batch[1][:, 0]).abs().mean())
+
     def train() -> dict[str, float]:
-        import warnings
-
-        import lightning
-
-        warnings.simplefilter("ignore")  # its own, of torch's deprecations
-
-        class Module(lightning.LightningModule):
-            def __init__(self) -> None:
-                super().__init__()
-                self.layer = nn.Linear(4, 1)
-
-            def training_step(self, batch: Any, _index: int) -> Any:
-                loss = (self.layer(batch[0]) - batch[1]).pow(2).mean()
-                self.log("train_loss", loss, on_step=False, on_epoch=True)
-                return loss
-
-            def validation_step(self, batch: Any, _index: int) -> None:
-                self.log("val_error", (self.layer(batch[0]) - batch[1]).abs().mean())
-
-            def configure_optimizers(self) -> Any:
-                return torch.optim.SGD(self.parameters(), lr=0.1)
-
-        trainer = lightning.Trainer(
-            max_epochs=2, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False
-        )
         loader = DataLoader(DATA, batch_size=8)
-        trainer.fit(Module(), loader, loader)
+        trainer = lightning_fit(
+            step, loader, loader, validate=validate, lr=0.1, max_epochs=2, devices=1
+        )
         return {name: value.item() for name, value in trainer.callback_metrics.items()}
 
     run = launch(train)
@@ -173,56 +236,8 @@ def test_lightnings_bar_steps_loss_and_logs_are_seen() -> None:
     assert any(e.total == 12 for e in bars), bars
 
 
-def test_only_scalar_losses_count_and_a_scaled_one_is_told_unscaled() -> None:
-    def train() -> tuple[float, bool]:
-        w = nn.Parameter(torch.ones(3))
-        (w * 2).backward(torch.ones(3))
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        loss = w.sum()
-        optimizer = torch.optim.SGD([w], lr=0.1)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        return loss.item(), w.grad is not None
-
-    run = launch(train)
-    assert last(run).loss == run.value[0] == 3.0
-
-
-def test_data_without_an_end_has_no_total_and_batches_of_any_make_a_size() -> None:
-    class Stream(IterableDataset[Any]):
-        def __iter__(self) -> Any:
-            yield from ({"x": torch.ones(4), "n": i} for i in range(40))
-
-    def train() -> int:
-        return sum(1 for _ in DataLoader(Stream(), batch_size=4))
-
-    told = last(launch(train))
-    assert (told.batch, told.batches, told.samples) == (10, None, 40)
-    assert told.steps == 0
-    assert told.loss is None
-
-
-def test_the_loader_that_feeds_the_optimizer_is_the_one_that_is_told() -> None:
-    def train() -> None:
-        evaluation = DataLoader(TensorDataset(torch.ones(30, 4)), batch_size=1)
-        w = nn.Parameter(torch.ones(4))
-        optimizer = torch.optim.SGD([w], lr=0.1)
-        for (x,) in DataLoader(TensorDataset(torch.ones(20, 4)), batch_size=4):
-            (x @ w).sum().backward()
-            optimizer.step()
-        for _ in evaluation:
-            pass
-
-    told = last(launch(train))
-    assert (told.steps, told.batch, told.batches, told.epoch) == (5, 5, 5, 1)
-
-
 def test_saving_and_compiling_are_phases() -> None:
     def train() -> None:
-        import os
-        import pickle
-
         pickle.dumps(torch.ones(2))
         torch.save({"a": 1}, os.path.join(os.environ["NBTRAIN_RUN"], "saved"))
 
@@ -297,30 +312,6 @@ def test_a_bar_made_in_the_notebook_can_be_closed_in_a_rank() -> None:
         outer.close()
 
 
-@pytest.mark.parametrize("loop", [plain_loop, accelerated], ids=lambda f: f.__name__)
-def test_a_loop_without_a_call_of_ours_is_drawn_with_all_that_was_seen(
-    loop: Callable[..., Any],
-) -> None:
-    import time
-
-    from nbtrain.ui import text_summary
-    from nbtrain.ui.board import board
-
-    def train() -> None:
-        for _ in range(12):  # as slow as a training whose rate can be told
-            loop()
-            time.sleep(0.1)
-
-    run = launch(train, n=2)
-    now = time.time()
-    for drawn, rate in (
-        (board.render(run.state, now), "samples/s"),
-        (text_summary.summary(run.state, now), "batch/s"),
-    ):
-        for seen in ("loss", "epoch", rate, "100"):
-            assert seen in drawn
-
-
 def test_what_telemetry_cannot_read_is_no_error_of_the_training() -> None:
     def train() -> str:
         import warnings
@@ -362,51 +353,6 @@ def test_nothing_of_the_training_is_kept_alive() -> None:
     assert launch(train).value == [True] * 4
 
 
-def test_folds_and_pairs_of_optimizers_are_counted_in_rounds() -> None:
-    def folds() -> None:
-        for _ in range(3):
-            plain_loop()
-
-    def pair() -> None:
-        w = nn.Parameter(torch.ones(2))
-        a, b = torch.optim.SGD([w], lr=0.1), torch.optim.SGD([w], lr=0.2)
-        for _ in range(10):
-            w.sum().backward()
-            a.step()
-            b.step()
-
-    def trials() -> None:
-        for _ in range(10):
-            w = nn.Parameter(torch.ones(2))
-            optimizer = torch.optim.Adam([w])
-            w.sum().backward()
-            optimizer.step()
-
-    def fits() -> None:
-        weights = [nn.Parameter(torch.ones(2)) for _ in range(5)]
-        for w, optimizer in [(w, torch.optim.SGD([w], lr=0.1)) for w in weights]:
-            for _ in range(10):
-                w.sum().backward()
-                optimizer.step()
-
-    assert last(launch(folds)).steps == 108
-    assert last(launch(fits)).steps == 50
-    assert last(launch(trials)).steps == 10
-    assert last(launch(pair)).steps == 10
-
-
-def test_metrics_of_any_name_are_taken_from_accelerate() -> None:
-    def train() -> None:
-        from accelerate import Accelerator
-
-        accelerator = Accelerator(log_with="nbtrain")
-        accelerator.init_trackers("mine")
-        accelerator.log({"step": 3, "self": 1.0, 7: 2.0}, step=5)
-
-    (found,) = [e for e in events(launch(train)) if isinstance(e, ev.Metrics)]
-    assert (found.step, found.values) == (5, {"step": 3, "self": 1.0, "7": 2.0})
-
-
 def test_a_bar_that_draws_at_every_step_reports_ten_times_a_second_and_its_end() -> None:
     def train() -> None:
         from tqdm import tqdm
@@ -420,25 +366,6 @@ def test_a_bar_that_draws_at_every_step_reports_ten_times_a_second_and_its_end()
     told = [e for e in events(run) if isinstance(e, ev.Progress)]
     assert (told[-1].n, told[-1].closed) == (20_000, True)
     assert len(told) < 20 + 20 * run.state.elapsed(0)
-
-
-def test_a_loss_that_ends_at_zero_is_told_as_zero() -> None:
-    def train() -> None:
-        w = nn.Parameter(torch.ones(1))
-        optimizer = torch.optim.SGD([w], lr=1.0)
-        for _ in range(2):
-            optimizer.zero_grad()
-            w.sum().backward()
-            optimizer.step()
-
-    assert last(launch(train)).loss == 0.0
-
-
-def test_a_short_training_has_a_point_for_each_of_its_steps() -> None:
-    run = launch(plain_loop)
-    assert len(run.state.curves.seen["loss"].band) == 36
-    history = run.history
-    assert list(history["step"][history["loss"].notna()]) == list(range(1, 37))
 
 
 def test_optimizers_that_take_turns_have_a_curve_each() -> None:
@@ -492,41 +419,6 @@ def test_what_is_logged_without_a_step_is_where_the_training_is() -> None:
     assert run.state.curves.logged["val"].span == (10.0, 30.0)
     history = run.history
     assert list(history["step"][history["val"].notna()]) == [10, 20, 30]
-
-
-def test_what_other_trackers_get_is_on_the_board_as_well() -> None:
-    def train() -> None:
-        from accelerate import Accelerator
-        from accelerate.tracking import GeneralTracker
-
-        class Mine(GeneralTracker):
-            name = "mine"
-            requires_logging_directory = False
-
-            def __init__(self) -> None:
-                super().__init__()
-                self.got: list[Any] = []
-
-            @property
-            def tracker(self) -> Any:
-                return self.got
-
-            def store_init_configuration(self, values: Any) -> None:
-                pass
-
-            def log(self, values: Any, step: int | None = None, **_: Any) -> None:
-                self.got.append((values, step))
-
-        mine = Mine()
-        accelerator = Accelerator(log_with=[mine])
-        accelerator.init_trackers("mine")
-        accelerator.log({"val_loss": torch.tensor(0.5), "table": [1]}, step=3)
-        assert not accelerator.is_main_process or mine.got[0][1] == 3
-
-    run = launch(train, n=2)
-    found = [e for e in events(run) if isinstance(e, ev.Metrics)]
-    assert [(e.step, dict(e.values)) for e in found] == [(3, {"val_loss": 0.5})]
-    assert not any(isinstance(e, ev.Metrics) for e in events(run, 1))
 
 
 def text_of(page: str) -> str:

@@ -9,7 +9,6 @@ metrics, a mean loss for one, nothing is known. What a function returns is not l
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,9 +20,6 @@ MOST = 10_000
 """Samples up to which a 32-bit float says how many of them it counts."""
 
 LEAST = 4
-
-CHANCE = 0.05
-"""How likely a number of few decimals may be such a share by accident."""
 
 _harmless = guarded("looking at metrics")
 
@@ -63,27 +59,23 @@ class MetricShares:
         trackers = accelerator.log_with  # those of nbtrain report of every rank
         if not trackers or all(str(tracker) == "nbtrain" for tracker in trackers):
             return
-        samples = self._own_samples()
+        # Of an exchange since the first batch, the metric may be of all ranks.
+        is_alone = self._begun >= 0 and is_in_group() and collectives() == self._begun
+        samples = self._samples_read() if is_alone and self._first_batch else 0
         for name, value in values.items():
             self._shares.pop(name, None)
             if is_share(value, samples):
                 self._shares[name] = str(name), float(value), samples, self._first_batch
 
-    def _own_samples(self) -> int:
-        """Return how many samples a metric may be of, of which no other rank has heard."""
-        is_alone = self._begun >= 0 and is_in_group() and collectives() == self._begun
-        return self._samples_read() if is_alone and self._first_batch else 0
-
 
 def is_share(value: Any, samples: int) -> bool:
     """Whether a number is one of so many samples that are counted, or a percentage of them.
 
-    A number of few decimals, as of rounded seconds, may be one by accident.
+    A number of four decimals or fewer, as of rounded seconds, may be one by accident.
     """
     if type(value) is not float or not LEAST <= samples <= MOST or not 0 < value < 100:
         return False
-    decimals = next((d for d in range(5) if round(value, d) == value), None)
-    if decimals is not None and math.gcd(samples, 10**decimals) > CHANCE * 10**decimals:
+    if round(value, 4) == value:
         return False
     counted = samples * (value if value <= 1 else value / 100)
     return abs(counted - round(counted)) < 1e-3

@@ -11,17 +11,18 @@ import re
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 from ....planning.plan import Task
 from ....planning.task_values import source_lines
 from ....system.instrumentation import patch
+from ....system.source_files import RANK_BODY, is_library
 from ....tracking import clock
 from ....tracking import events as ev
 from ....tracking.event_log import EventWriter
 from ...device_scalars import KINDS, captures
 from ..safe_hooks import guarded
-from .places import Place, user_place
 
 STEPS = 10
 """Steps after which a rank reports for the first time."""
@@ -34,6 +35,8 @@ BYTES = 1 << 16
 
 _OTHERS = ("horovod", "mpi4py", "hivemind", "torchft", "flwr", "byteps", "torch_xla")
 """Libraries by which ranks may train together without torch's process group."""
+
+_LIGHTNING = ("lightning.", "lightning_fabric.", "pytorch_lightning.")
 
 _ASKS = re.compile(r"rank|process_index|process_id|split_between_processes", re.IGNORECASE)
 _IGNORES = re.compile(r"#\s*nbtrain:\s*ignore(\[[^\]]*migrate[^\]]*\])?\s*$")
@@ -55,7 +58,9 @@ class WorkSampler:
         self._wraps: set[str] = set()
         self._excuse = False
         self._shares: tuple[tuple[str, float, int, str], ...] = ()
-        self._place = Place()
+        self._place: tuple[str, int] | None = None
+        """The line of the user's code that steps: a file and a number."""
+        self._library = ""
         self.is_sampling = world_size > 1
         """Whether batches and losses still count."""
 
@@ -63,8 +68,6 @@ class WorkSampler:
         """Watch what joins the ranks, now or when it is imported."""
         if self._world_size < 2:
             return
-        for owner in ("torch.distributed.distributed_c10d", "torch.distributed"):
-            patch(owner, "init_process_group", self._join)
         ddp = "torch.nn.parallel.distributed:DistributedDataParallel"
         patch(ddp, "__init__", self._wrap)
         fsdp = "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel"
@@ -75,23 +78,24 @@ class WorkSampler:
     @_harmless
     def see_batch(self, batch: Any) -> None:
         """Take a batch that a loader gave."""
-        if len(self._batches) < FIRST:
+        if self.is_sampling and len(self._batches) < FIRST:
             self._batches.append(digest(batch))
             self._look_at_group()
 
     @_harmless
     def see_loss(self, loss: Any) -> None:
         """Take a loss, of any kind of device."""
-        if len(self._losses) < FIRST and loss.device.type in ("cpu", "cuda"):
-            on_cpu = loss.device.type == "cpu"
-            self._losses.append(loss.item() if on_cpu else loss.detach())
+        if self.is_sampling and len(self._losses) < FIRST and loss.device.type in ("cpu", "cuda"):
+            self._losses.append(loss.item() if loss.device.type == "cpu" else loss.detach())
 
     @_harmless
     def stepped(self, optimizer: Any, steps: int) -> None:
         """Take note of one of the first optimizer steps; report after the last of them."""
+        if not self.is_sampling:
+            return
         self._steps = steps
-        if not self._place.file:
-            self._place = user_place()
+        if self._place is None:
+            self._place, self._library = _user_place()
             self._excuse |= _trains_otherwise(optimizer)
         self.look_at_exchange()
         torch: Any = sys.modules["torch"]
@@ -125,6 +129,7 @@ class WorkSampler:
             return
         alone = not self._has_joined
         asks, ignores = _reads_rank(self._task) if alone else (False, False)
+        file, line = self._place or ("", 0)
         sample = ev.WorkSample(
             clock.now(),
             self._rank,
@@ -139,21 +144,14 @@ class WorkSampler:
             asks_rank=asks,
             is_excused=self._excuse or ignores,
             shares=self._shares,
-            **vars(self._place),
+            file=file,
+            line=line,
+            library=self._library,
         )
         self._writer.write(sample)
 
     def _look_at_group(self) -> None:
         self._has_joined = self._has_joined or is_in_group()
-
-    def _join(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        self._note_join()
-        return result
-
-    @_harmless
-    def _note_join(self) -> None:
-        self._look_at_group()
 
     def _wrap(self, original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(wrapper, *args, **kwargs)
@@ -208,6 +206,19 @@ def collectives() -> int:
     """Return how many collectives this process has begun, in any group."""
     world: Any = sys.modules["torch.distributed.distributed_c10d"]._world  # seen in 2.4 to 2.13
     return sum(group._get_sequence_number_for_group() for group in list(world.pg_map))
+
+
+def _user_place() -> tuple[tuple[str, int], str]:
+    """Return the line of the user's code that is running, and the library between: 'lightning'."""
+    frame: FrameType | None = sys._getframe(1)
+    library = ""
+    while frame is not None and frame.f_code.co_filename not in RANK_BODY:
+        if str(frame.f_globals.get("__name__", "")).startswith(_LIGHTNING):
+            library = "lightning"
+        if not is_library(frame.f_code.co_filename):
+            return (frame.f_code.co_filename, frame.f_lineno), library
+        frame = frame.f_back
+    return ("", 0), library
 
 
 def _trains_otherwise(optimizer: Any) -> bool:

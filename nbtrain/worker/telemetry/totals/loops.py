@@ -11,10 +11,11 @@ import ast
 import contextlib
 import inspect
 import linecache
+import operator
 import sys
 import textwrap
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -181,8 +182,10 @@ def _loop(statement: Statement, frame: FrameType) -> Loop | None:
     """Return where a loop stands, where that is certain."""
     try:
         with _variables(frame) as variables:
-            read = _while if isinstance(statement, ast.While) else _for
-            loop = read(statement, variables)  # type: ignore[arg-type]
+            if isinstance(statement, ast.While):
+                loop = _while(statement, variables)
+            else:
+                loop = _for(statement, variables)
     except Exception:  # the user's objects may raise anything
         return None
     return loop if 0 <= loop.at < loop.rounds else None
@@ -240,17 +243,13 @@ def _members(over: ast.expr, variables: Mapping[str, Any]) -> Sequence[Any]:
 
 def _first(over: ast.expr, members: Sequence[Any]) -> int:
     """Return the number of the first round: 1, unless a range goes on after a restart."""
-    if not isinstance(members, range) or members.step != 1 or not members:
+    if not isinstance(members, range) or members.step != 1:
         return 1
-    if isinstance(over, ast.Call) and len(over.args) > 1:
-        start, stop = over.args[:2]
-        counts_from_1 = (isinstance(start, ast.Constant) and start.value == 1) or (
-            isinstance(stop, ast.BinOp)
-            and isinstance(stop.op, ast.Add)
-            and isinstance(stop.right, ast.Constant)
-            and stop.right.value == 1
-        )
-        return members.start + (not counts_from_1)
+    match over:
+        case ast.Call(args=[ast.Constant(1), _]):
+            return members.start
+        case ast.Call(args=[_, ast.BinOp(_, ast.Add(), ast.Constant(1))]):
+            return members.start
     return members.start + 1
 
 
@@ -265,42 +264,40 @@ def _whole(value: Any) -> int:
     raise _Unknown
 
 
-_FUNCTIONS = {"range": range, "len": len, "int": int}
-"""What an expression may call: Python's own, whatever the notebook calls so."""
-
-_READS = (
-    *(ast.Constant, ast.Name, ast.Attribute, ast.Subscript, ast.List, ast.Tuple, ast.BinOp),
-    *(ast.expr_context, ast.operator),
-)
-"""What else an expression may be made of: what runs nothing."""
+_OPERATORS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+}
 
 
 def _value(node: ast.expr, variables: Mapping[str, Any]) -> Any:
-    """Return the value of an expression that runs none of the user's functions."""
-    for each in ast.walk(node):
-        match each:
-            case ast.Call(ast.Name("len"), [_], []):
-                pass
-            case ast.Call(ast.Name(name), numbers, []) if name in _FUNCTIONS:
-                for number in numbers:  # else an object's `__index__` would run
-                    _whole(_value(number, variables))
-            case ast.Subscript(owner):
-                if type(_value(owner, variables)) not in (dict, list, tuple):
-                    raise _Unknown
-            case ast.BinOp(left, _, right):
-                _whole(_value(left, variables)), _whole(_value(right, variables))
-            case _ if not isinstance(each, _READS):
-                raise _Unknown
-    read = ast.fix_missing_locations(ast.Expression(_loaded(node)))
-    known = ChainMap(_FUNCTIONS, variables)  # type: ignore[arg-type]
-    return eval(compile(read, "<loop>", "eval"), {"__builtins__": {}}, known)
+    """Return the value of an expression that runs none of the user's functions.
 
-
-def _loaded(node: ast.expr) -> ast.expr:
-    """Return an expression that is read where a loop assigns it: ``for self.epoch in …``."""
+    Of numbers that are computed only whole ones count: another object's methods would run.
+    """
     match node:
+        case ast.Constant(value):
+            return value
         case ast.Name(name):
-            return ast.Name(name, ast.Load())
+            return variables[name]
         case ast.Attribute(owner, name):
-            return ast.Attribute(owner, name, ast.Load())
-    return node
+            return getattr(_value(owner, variables), name)
+        case ast.Subscript(owner, index):
+            container = _value(owner, variables)
+            if type(container) in (dict, list, tuple):
+                return container[_value(index, variables)]
+        case ast.List(members) | ast.Tuple(members):
+            return [_value(member, variables) for member in members]
+        case ast.BinOp(left, sign, right):
+            numbers = (_whole(_value(each, variables)) for each in (left, right))
+            return _OPERATORS[type(sign)](*numbers)
+        case ast.Call(ast.Name("range"), limits, []):
+            return range(*(_whole(_value(limit, variables)) for limit in limits))
+        case ast.Call(ast.Name("len"), [inner], []):
+            return len(_value(inner, variables))
+        case ast.Call(ast.Name("int"), [inner], []):
+            return _whole(_value(inner, variables))
+    raise _Unknown

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from ....system.instrumentation import patch
 from .loops import Loop, Loops, loops_around
@@ -16,61 +17,34 @@ Rounds = tuple[tuple[str, int, int, int], ...]
 As `TrainingCounts.loops` has them.
 """
 
-library: LibraryPlace | None = None
-"""Where a library that trains stands, while one does."""
+
+class Place(NamedTuple):
+    """Where a training stands."""
+
+    loops: Rounds = ()
+    epoch: int | None = None
+    """From 1."""
+    epochs: int | None = None
 
 
+@dataclass
 class LibraryPlace:
-    """What a library knows of its training: transformers' Trainer, Lightning's."""
+    """Where a library that trains says that it stands: transformers' Trainer, Lightning's."""
 
-    def __init__(self) -> None:
-        self.is_over = False
-        self._numbers: tuple[Rounds, int | None, int | None] = (), None, None
+    last: Place = field(default_factory=Place)
+    is_over: bool = False
+    fit_loop: weakref.ref[Any] | None = None
+    """Lightning's loop, which is asked each time."""
 
-    def set(self, rounds: Rounds, epoch: int | None, epochs: int | None) -> None:
-        """Take note of where it stands."""
-        self._numbers = rounds, epoch, epochs
-
-    def read(self) -> tuple[Rounds, int | None, int | None]:
-        """Return the loops, the epoch from 1, and of how many."""
-        return self._numbers
-
-
-class LightningPlace(LibraryPlace):
-    """Asks Lightning's trainer, whose loop this is, each time; keeps none alive."""
-
-    def __init__(self, fit_loop: Any) -> None:
-        super().__init__()
-        self._fit_loop = weakref.ref(fit_loop)
-
-    def read(self) -> tuple[Rounds, int | None, int | None]:
-        loop = self._fit_loop()
-        if loop is None:
-            return super().read()
-        trainer = loop.trainer
-        epochs = trainer.max_epochs if (trainer.max_epochs or -1) > 0 else None
-        epoch, batches = trainer.current_epoch, trainer.num_training_batches
-        batch = loop.epoch_loop.batch_progress.current.ready
-        ways: list[Rounds] = []
-        if epochs:
-            nest: Rounds = (("epoch", min(epoch, epochs), epochs, 1),)
-            if math.isfinite(batches) and batches > 0 and epoch < epochs:
-                nest = (*nest, ("batch", int(min(batch, batches)), int(batches), 1))
-            ways.append(nest)
-        if trainer.max_steps > 0:
-            ways.append(
-                (("step", min(trainer.global_step, trainer.max_steps), trainer.max_steps, 1),)
-            )
-        rounds = max(ways, key=_share, default=())
-        self.set(rounds, min(epoch + 1, epochs or epoch + 1), epochs)
-        return super().read()
+    def read(self) -> Place:
+        """Return where the training stands now."""
+        fit_loop = self.fit_loop() if self.fit_loop is not None else None
+        if fit_loop is not None:
+            self.last = _of_lightning(fit_loop)
+        return self.last
 
 
-def _share(rounds: Rounds) -> float:
-    share = 0.0
-    for _, done, total, _ in reversed(rounds):
-        share = (done + share) / total
-    return share
+_library: LibraryPlace | None = None
 
 
 def watch_lightning() -> None:
@@ -80,24 +54,40 @@ def watch_lightning() -> None:
 
 
 def _advance(original: Any, fit_loop: Any) -> Any:
-    global library
-    if not (isinstance(library, LightningPlace) and library._fit_loop() is fit_loop):
-        library = LightningPlace(fit_loop)
+    global _library
+    _library = LibraryPlace(fit_loop=weakref.ref(fit_loop))
     return original(fit_loop)
+
+
+def _of_lightning(fit_loop: Any) -> Place:
+    trainer = fit_loop.trainer
+    epochs = trainer.max_epochs if (trainer.max_epochs or -1) > 0 else None
+    epoch, batches = trainer.current_epoch, trainer.num_training_batches
+    rounds: Rounds = ()
+    share = 0.0
+    if epochs:
+        rounds, share = (("epoch", min(epoch, epochs), epochs, 1),), epoch / epochs
+        if math.isfinite(batches) and batches > 0 and epoch < epochs:
+            batch = min(fit_loop.epoch_loop.batch_progress.current.ready, batches)
+            rounds = (*rounds, ("batch", int(batch), int(batches), 1))
+            share += batch / batches / epochs
+    step, steps = trainer.global_step, trainer.max_steps
+    if steps > 0 and (not rounds or step / steps > share):  # it ends at whichever comes first
+        rounds = (("step", min(step, steps), steps, 1),)
+    return Place(rounds, min(epoch + 1, epochs or epoch + 1), epochs)
 
 
 def trainer_moved(state: Any, *, first: int, is_over: bool = False) -> None:
     """Take note of where transformers' Trainer stands, which began at step `first`."""
-    global library
-    library = LibraryPlace() if library is None or library.is_over else library
-    library.is_over = is_over
+    global _library
     done, total = int(state.global_step), int(state.max_steps)
-    if total <= 0:
-        return
-    epochs = math.ceil(state.num_train_epochs) if state.num_train_epochs else None
-    epoch = min(max(1, math.ceil(state.epoch or 0)), epochs or sys.maxsize)
-    rounds = (("step", max(0, done - first), max(1, total - first), first + 1),)
-    library.set(rounds, epoch, epochs)
+    place = _library.last if _library is not None else Place()
+    if total > 0:
+        epochs = math.ceil(state.num_train_epochs) if state.num_train_epochs else None
+        epoch = min(max(1, math.ceil(state.epoch or 0)), epochs or sys.maxsize)
+        rounds = (("step", max(0, done - first), max(1, total - first), first + 1),)
+        place = Place(rounds, epoch, epochs)
+    _library = LibraryPlace(place, is_over)
 
 
 class TrainingPlace:
@@ -114,15 +104,14 @@ class TrainingPlace:
     @property
     def is_in_library(self) -> bool:
         """Whether a library tells, rather than the loops."""
-        return library is not None
+        return _library is not None
 
     def look(self, steps: int, passes: int) -> None:
         """Look at the loops around the step that runs: so many `steps` and `passes` have begun."""
-        global library
-        if library is not None and library.is_over:
-            library = None
-        if library is not None:
+        global _library
+        if _library is not None and not _library.is_over:
             return
+        _library = None
         loops = loops_around(sys._getframe(1))
         if loops is None or not loops.known:
             self._loops = loops
@@ -137,35 +126,34 @@ class TrainingPlace:
         self._loops, self._at = loops, (rounds, count)
 
     def report(
-        self, steps: int, passes: int, position: dict[str, int | None]
-    ) -> tuple[Rounds, int | None, int | None]:
-        """Return the loops, and the epoch and the number of epochs, by the present counts."""
-        if library is not None:
-            return library.read()
-        epoch = position.get("epoch")
-        batch, batches = position.get("batch"), position.get("batches")
+        self, steps: int, passes: int, epoch: int | None, batch: int | None, batches: int | None
+    ) -> Place:
+        """Return the loops, and the epoch and the number of epochs, by the present counts.
+
+        The epoch and the batch are those of the loader: what is known where the loops are not.
+        """
+        if _library is not None:
+            return _library.read()
         loops = self._loops
         if loops is None:
-            return (), epoch, None
+            return Place(epoch=epoch)
         inner: Rounds = (("batch", batch, batches, 1),) if batch and batches else ()
         if not loops.known:
-            return inner if loops.has_inner and passes <= 1 else (), epoch, None
-        total = math.prod(loop.rounds for loop in loops.known)
+            return Place(inner if loops.has_inner and passes <= 1 else (), epoch)
         rounds, count = self._at
         now = passes if loops.has_inner else steps
-        begun = min(total, rounds + int(self._pace * max(0, now - count)))
+        begun = rounds + int(self._pace * max(0, now - count))
+        begun = min(math.prod(loop.rounds for loop in loops.known), begun)
         indices = _digits(begun - 1, loops.known)
         done = [
             (loop.name or "round", index, loop.rounds, loop.first)
             for loop, index in zip(loops.known, indices, strict=True)
         ]
+        loop, index = loops.known[-1], indices[-1]
         if not loops.has_inner:
-            name, at, rounds, first = done[-1]
-            return (*done[:-1], (name, at + 1, rounds, first)), None, None
-        done[-1] = (loops.known[-1].name or "epoch", *done[-1][1:])
-        loop = loops.known[-1]
-        epoch, epochs = loop.first + indices[-1], loop.first + loop.rounds - 1
-        return (*done, *inner), epoch, epochs
+            return Place((*done[:-1], (loop.name or "round", index + 1, loop.rounds, loop.first)))
+        done[-1] = (loop.name or "epoch", index, loop.rounds, loop.first)
+        return Place((*done, *inner), loop.first + index, loop.first + loop.rounds - 1)
 
 
 def _begun(loops: Loops) -> int:

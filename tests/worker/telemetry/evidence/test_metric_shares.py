@@ -97,11 +97,10 @@ def test_only_a_metric_that_was_not_gathered_is_noted(kind: str) -> None:
 
 
 def test_what_counts_samples_is_known_by_its_value() -> None:
-    assert is_share(13 / 16, 16)
-    assert is_share(1300 / 16, 16)  # %
+    assert is_share(13 / 48, 48)
+    assert is_share(1300 / 48, 48)  # %
     assert is_share(float(torch.tensor(0.0).add(17 / 48)), 48)
-    assert not is_share(0.8126, 16)
+    assert not is_share(0.28084, 48)
     assert not is_share(0.25, 100)  # any number of two decimals is
-    assert not is_share(13, 16)
-    assert not is_share("0.8125", 16)
-    assert not is_share(0.8125, 0)
+    assert not is_share(13, 48)
+    assert not is_share(13 / 48, 0)

@@ -1,4 +1,4 @@
-"""Models that are trained, lists that are filled and stay in the ranks: named, and no others."""
+"""Models that are trained and stay in the ranks: named, and no others."""
 
 from __future__ import annotations
 

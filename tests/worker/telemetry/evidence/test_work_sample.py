@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 import nbtrain
 from nbtrain.worker.telemetry.evidence.work_sample import digest
 from tests.support.kernel import Notebook
+from tests.support.loop_table import lightning_fit, transformers_trainer
 from tests.support.runs import launch
 
 DATA = TensorDataset(torch.randn(96, 4), torch.randn(96, 1))
@@ -66,20 +66,16 @@ def ddp() -> None:
     dist.destroy_process_group()
 
 
-def accelerate(steps: int = 1) -> None:
+def accelerate() -> None:
     from accelerate import Accelerator
 
-    accelerator = Accelerator(gradient_accumulation_steps=steps)
+    accelerator = Accelerator(gradient_accumulation_steps=2)
     model, optimizer, loader = accelerator.prepare(*parts(), batches(shuffle=True))
     for x, y in loader:
         with accelerator.accumulate(model):
             accelerator.backward((model(x) - y).pow(2).mean())
             optimizer.step()
             optimizer.zero_grad()
-
-
-def accumulation() -> None:
-    accelerate(2)
 
 
 def fsdp() -> None:
@@ -113,15 +109,7 @@ def tensor_parallel() -> None:
 
 
 def trainer() -> None:
-    from transformers import BertConfig, BertForSequenceClassification, Trainer
-    from transformers import TrainingArguments as Arguments
-
-    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = BertConfig(vocab_size=50, intermediate_size=16, **shape)
-    rows = [{"input_ids": torch.randint(0, 50, (6,)), "labels": i % 2} for i in range(64)]
-    options = {"save_strategy": "no", "report_to": "none", "dataloader_pin_memory": False}
-    arguments = Arguments(output_dir="unused", per_device_train_batch_size=4, **options)
-    Trainer(BertForSequenceClassification(config), arguments, train_dataset=rows).train()
+    transformers_trainer([{"x": torch.rand(3)} for _ in range(64)]).train()
 
 
 def inference() -> float:
@@ -166,7 +154,7 @@ def only_one_trains() -> None:
 
 
 RIGHT = [
-    *(ddp, accelerate, accumulation, fsdp, tensor_parallel, trainer, inference),
+    *(ddp, accelerate, fsdp, tensor_parallel, trainer, inference),
     *(one_batch_over_and_over, sweep, late_sweep, only_one_trains),
 ]
 
@@ -178,48 +166,16 @@ def test_a_run_that_is_right_shows_no_note(loop: Callable[[], Any]) -> None:
     assert "nbtrain:" not in run.logs()
 
 
-def test_one_rank_shows_no_note() -> None:
-    state = launch(lambda: MyTrainer().train()).state
-    assert (state.outcome, state.notes) == ("succeeded", ())
-
-
 # Wrong.
 
 
-def own_trainer() -> None:
+def trains_alone() -> None:
     MyTrainer().train()
 
 
-def shuffled_anew() -> None:
+def trains_alone_and_shuffles_anew() -> None:
     torch.manual_seed(int.from_bytes(os.urandom(4), "big"))
     MyTrainer().train()
-
-
-def test_ranks_that_never_join_are_told_what_to_write() -> None:
-    same = own_trainer, ", on the same data", ALONE
-    # Ranks that differ may be meant to, as by a seed of their own.
-    for loop, data, outcome in same, (shuffled_anew, " ", "succeeded"):
-        state = launch(loop, n=2).state
-        (note,) = state.notes
-        assert "the 2 ranks never join each other: each trains " in note
-        assert data in note
-        assert "(test_work_sample.py, line " in note
-        assert "accelerator.prepare(model, optimizer, loader)" in note
-        assert state.outcome == outcome
-
-
-def test_a_note_that_lint_gave_is_not_repeated() -> None:
-    def train() -> None:
-        model = nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for x, y in DataLoader(DATA, batch_size=8):
-            loss = (model(x) - y).pow(2).mean()
-            loss.backward()
-            optimizer.step()
-
-    state = launch(train, n=2).state
-    assert len(state.notes) == 1
-    assert state.outcome == ALONE
 
 
 def without_prepare() -> None:
@@ -227,12 +183,6 @@ def without_prepare() -> None:
 
     learner, accelerator = Learner(), Accelerator()
     fit(learner.model, learner.optimizer, batches(shuffle=True), accelerator.backward)
-
-
-def test_a_world_that_exchanges_nothing_is_no_training_together() -> None:
-    state = launch(without_prepare, n=2).state
-    assert "the 2 ranks exchange no gradients: each trains alone" in state.notes[0]
-    assert state.outcome == ALONE
 
 
 class Stream(IterableDataset[Any]):
@@ -256,45 +206,58 @@ def ddp_on_a_stream() -> None:
     fit(model, torch.optim.SGD(model.parameters(), lr=0.1), batches(Stream()))
 
 
-@pytest.mark.parametrize("loop", [ddp_on_all_data, ddp_on_a_stream], ids=lambda f: f.__name__)
-def test_the_same_batches_on_all_ranks_of_a_data_parallel_model(loop: Callable[[], Any]) -> None:
-    state = launch(loop, n=2).state
-    (note,) = state.notes
-    assert "all 2 ranks train on the same batches (test_work_sample.py, line " in note
-    assert "`loader = accelerator.prepare(loader)`" in note
-    assert state.outcome == SAME
-
-
 def predict() -> float:
     model = parts()[0]
     with torch.no_grad():
         return sum(float(model(x).sum()) for x, _ in batches())
 
 
-def test_inference_that_is_not_split_is_told() -> None:
-    state = launch(predict, n=2).state
-    assert "all 2 ranks went over the same batches" in state.notes[0]
-    assert state.outcome == "succeeded"
+JOIN = "write `model, optimizer, loader = accelerator.prepare(model, optimizer, loader)`"
+SPLIT = "`loader = accelerator.prepare(loader)`"
+
+
+@pytest.mark.parametrize(
+    ("loop", "texts", "outcome"),
+    [
+        (trains_alone, ("never join each other: each trains alone", "the same data", JOIN), ALONE),
+        # Ranks that differ may be meant to, as by a seed of their own.
+        (trains_alone_and_shuffles_anew, ("each trains a model of its own", JOIN), "succeeded"),
+        (without_prepare, ("the 2 ranks exchange no gradients: each trains alone",), ALONE),
+        (ddp_on_all_data, ("all 2 ranks train on the same batches", SPLIT), SAME),
+        (ddp_on_a_stream, ("all 2 ranks train on the same batches", SPLIT), SAME),
+        (predict, ("all 2 ranks went over the same batches",), "succeeded"),
+    ],
+)
+def test_wrong_work_is_noted_with_its_place_and_a_remedy(
+    loop: Callable[[], Any], texts: tuple[str, ...], outcome: str
+) -> None:
+    state = launch(loop, n=2).state
+    (note,) = state.notes
+    for text in texts:
+        assert text in note
+    assert ("(test_work_sample.py, line " in note) is (loop is not predict)
+    assert state.outcome == outcome
+
+
+def test_a_note_that_lint_gave_is_not_repeated() -> None:
+    def train() -> None:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x, y in DataLoader(DATA, batch_size=8):
+            loss = (model(x) - y).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+
+    state = launch(train, n=2).state
+    assert len(state.notes) == 1
+    assert state.outcome == ALONE
 
 
 def with_lightning(**options: Any) -> None:
-    import lightning
+    def step(module: Any, batch: Any) -> Any:
+        return (batch[0] @ module.w - batch[1][:, 0]).pow(2).mean()
 
-    warnings.simplefilter("ignore")  # its own, of torch's deprecations
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 1)
-
-        def training_step(self, batch: Any, _index: int) -> Any:
-            return (self.layer(batch[0]) - batch[1]).pow(2).mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
-    lightning.Trainer(max_epochs=1, accelerator="cpu", **quiet, **options).fit(Module(), batches())
+    lightning_fit(step, batches(), lr=0.1, enable_model_summary=False, **options)
 
 
 def test_lightning_without_devices_is_told_its_own_remedy() -> None:
