@@ -32,13 +32,13 @@ from . import (
     checkpoints,
     failure_evidence,
     nested_launches,
-    shown_errors,
     stack_dumps,
     stopping,
     telemetry,
 )
 from .debugging import hooks as debugging
 from .job import Job
+from .output import shown_errors
 from .output.rich_output import RichOutput
 from .rank_environment import (
     allow_fsdp_on_cpu,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ..system.instrumentation import patch
+from ...system.instrumentation import patch
 
 _SHELL = "IPython.core.interactiveshell:InteractiveShell"
 
