@@ -60,11 +60,6 @@ def of_run(state: RunState, now: float) -> RunProgress:
     return min(known, key=lambda p: (p.fraction or 0.0, p.step or 0))
 
 
-def of_rank(rank: RankState, state: RunState, now: float) -> RunProgress:
-    """Return where a rank stands."""
-    return _of_rank(rank, state, now, _stuck_for(state, now))
-
-
 def _of_rank(rank: RankState, state: RunState, now: float, stuck: float | None) -> RunProgress:
     trained = rank.progress
     done = fraction(rank)

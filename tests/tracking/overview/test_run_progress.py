@@ -324,7 +324,7 @@ class Drawn(NamedTuple):
 
 def check(update: ev.TrainingUpdate, state: RunState, diary: list[Truth]) -> None:
     rank = state.ranks[update.rank]
-    shown = run_progress.of_rank(rank, state, update.time)
+    shown = run_progress.of_run(state, update.time)
     truth = diary[update.steps - 1]
     assert shown.step == truth.step
     if truth.epoch is not None:
