@@ -96,7 +96,8 @@ def run_info(folder: RunFolder) -> RunInfo:
     updates = [e for tail in tails for e in tail if isinstance(e, ev.TrainingUpdate)]
     seen = next((strip_escapes(e.precision, 20) for e in reversed(updates) if e.precision), "")
     metrics = history.last(history.merged(tails))
-    number = manifest.get("number")
+    main = main_metric(metrics) or ""
+    lately = [row[main] for row in history.merged(tails[:1]) if history.is_number(row.get(main))]
     results = [e.result for e in tails[0] if isinstance(e, ev.Ended) and e.result]
     return RunInfo(
         folder.path.name,
@@ -108,18 +109,12 @@ def run_info(folder: RunFolder) -> RunInfo:
         seen or str(manifest.get("mixed_precision") or ""),
         given if isinstance(given, dict) else {},
         metrics,
-        number if type(number) is int else None,
+        state.number,
         state.name,
         strip_escapes(results[-1], 80) if results and results[-1] != "None" else "",
-        _lately(tails[:1], main_metric(metrics)),
+        tuple(float(value) for value in lately if math.isfinite(value)),
         state.clock_offset,
     )
-
-
-def _lately(tails: Sequence[Sequence[ev.Event]], name: str | None) -> tuple[float, ...]:
-    rows = history.merged(tails)
-    values = [row[name] for row in rows if history.is_number(row.get(name))] if name else []
-    return tuple(float(value) for value in values if math.isfinite(value))
 
 
 def _tail(path: Path) -> list[ev.Event]:

@@ -61,14 +61,11 @@ def _seen(events: Iterable[ev.Event], rank: int) -> Iterator[Row]:
                 "lr": event.lr,
                 "epoch": event.epoch,
             }
-            row |= {"samples": event.samples, "steps/s": _rate(before, event)}
+            steps, seconds = event.steps - before.steps, event.elapsed - before.elapsed
+            rate = steps / seconds if seconds > 0 and steps >= 0 else None
+            row |= {"samples": event.samples, "steps/s": rate}
             before = event
             yield {key: value for key, value in row.items() if value is not None}
-
-
-def _rate(before: ev.TrainingUpdate, event: ev.TrainingUpdate) -> float | None:
-    steps, seconds = event.steps - before.steps, event.elapsed - before.elapsed
-    return steps / seconds if seconds > 0 and steps >= 0 else None
 
 
 def last(rows: Iterable[Row]) -> dict[str, float]:
