@@ -74,7 +74,9 @@ def test_history_has_what_was_seen_but_for_what_the_user_logs_too() -> None:
     assert list(seen["steps/s"]) == [5.0, 5.0]
 
 
-def test_a_run_that_said_nothing_has_an_empty_history() -> None:
+def test_without_runs_and_of_a_run_that_said_nothing_tables_are_empty() -> None:
+    assert list(nbtrain.runs().columns)[:3] == ["run", "status", "created"]
+    assert len(nbtrain.runs()) == 0
     run = nbtrain.launch(int, num_processes=1, engine="inline", view="none")
     assert list(run.history.columns) == ["step", "rank", "time"]
     assert len(run.history) == 0
@@ -114,11 +116,6 @@ def test_runs_are_compared_by_what_they_were_given_and_what_came_of_it() -> None
     shutil.rmtree(second.folder)
     with pytest.raises(NbtrainError, match="was deleted"):
         first.compare(second)
-
-
-def test_no_runs_is_an_empty_table() -> None:
-    assert list(nbtrain.runs().columns)[:3] == ["run", "status", "created"]
-    assert len(nbtrain.runs()) == 0
 
 
 @pytest.mark.parametrize(

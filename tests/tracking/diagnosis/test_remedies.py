@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +10,6 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-import nbtrain
-from nbtrain.errors import PlanError
 from nbtrain.tracking.diagnosis.remedies import remedies
 from tests.support.runs import launch
 
@@ -91,13 +88,3 @@ def test_texts_that_need_a_gpu_or_an_older_torch(text: str, said: str) -> None:
 )
 def test_an_error_that_is_not_known_has_no_remedy(text: str) -> None:
     assert remedies(text) == ()
-
-
-def trains(_model: nn.Module) -> None:
-    pass
-
-
-@pytest.mark.parametrize("args", [nn.Linear(2, 2), "abc", torch.ones(2), {"model": 1}])
-def test_arguments_that_are_no_tuple_are_refused(args: Any) -> None:
-    with pytest.raises(PlanError, match=re.escape("args=(x,)")):
-        nbtrain.notebook_launcher(trains, args, num_processes=2)

@@ -68,19 +68,15 @@ def test_where_all_are_echoes_those_that_returned_are_named() -> None:
     assert found.others == "ranks 1–2 had finished"
 
 
-def test_success_and_an_interrupt_are_no_failures() -> None:
-    assert verdict.explain(run(exited(0, 0, "done"), ranks=1, status="succeeded"), []) is None
-    assert verdict.explain(run(exited(0, -2, "stopped"), ranks=1, status="interrupted"), []) is None
-    alive = RunState("train", "fork", (RankState(0),), 0.0)
-    assert verdict.explain(alive, []) is None
-
-
-def test_a_timeout_tells_who_had_to_be_killed() -> None:
-    state = run(exited(0, -2, "stopped"), exited(1, -9, "stopped"), ranks=2, status="timed out")
-    found = verdict.explain(state, [])
+def test_a_timeout_is_a_failure_of_no_rank_and_an_interrupt_is_none() -> None:
+    ended = [exited(0, -2, "stopped"), exited(1, -9, "stopped")]
+    found = verdict.explain(run(*ended, ranks=2, status="timed out"), [])
     assert found is not None
     assert (found.kind, found.rank) == ("timeout", -1)
-    assert found.evidence == ("rank 1 had to be killed",)
+    assert str(found).splitlines()[-1] == "  · rank 1 had to be killed"
+    assert verdict.explain(run(*ended, ranks=2, status="interrupted"), []) is None
+    assert verdict.explain(run(exited(0, 0, "done"), ranks=1, status="succeeded"), []) is None
+    assert verdict.explain(RunState("train", "fork", (RankState(0),), 0.0), []) is None
 
 
 @pytest.mark.parametrize(
@@ -258,14 +254,3 @@ def test_the_board_says_what_the_verdict_says() -> None:
         (death(-15), run(exited(0, -15), ranks=1)),
     ):
         assert labels.trouble(state.ranks[0], state) == found.headline
-
-
-def test_it_prints_as_lines() -> None:
-    found = verdict.FailureReport(
-        "exit", 1, "exited with code 7", ("exit code 7",), "rank 0 was stopped"
-    )
-    assert str(found).splitlines() == [
-        "rank 1: exited with code 7  [exit]",
-        "  · exit code 7",
-        "  · rank 0 was stopped",
-    ]
