@@ -22,16 +22,13 @@ from nbtrain.tracking.state import RankState, RunState
 @pytest.mark.parametrize(
     "event",
     [
-        ev.Spawned(1.5, 2, 77),
-        ev.Started(1.5, 2, 77),
+        *(kind(1.5, 2) for kind in ev.KINDS.values()),
         ev.Progress(1.5, 2, 3, 4.0, None, 0.5, "épochs", "it", True, False),
         ev.Metrics(1.5, 2, 9, {"loss": 0.5, "note": "x\ny"}),
-        ev.Failing(1.5, 2, "ValueError"),
-        ev.Ended(1.5, 2, None, "[1]"),
-        ev.Exited(1.5, 2, -9, "failed"),
-        ev.Stopping(1.5, -1, "why"),
-        ev.Finished(1.5, -1, "failed", "m"),
+        ev.Exited(1.5, 2, -9, "failed", evidence=(("", "seen"), ("disk full", "no room"))),
+        ev.Host(1.5, -1, gpus=((0, "A", 1, 2, None),)),
     ],
+    ids=lambda event: event.kind,
 )
 def test_every_event_survives_its_line(event: ev.Event) -> None:
     line = ev.to_line(event)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import platform
@@ -23,7 +22,6 @@ from nbtrain.tracking.diagnosis.stacks import RankStack, StackFrame, Stacks
 from nbtrain.tracking.run_folder import RunFolder
 from nbtrain.worker import stack_dumps
 from tests.support.kernel import Notebook
-from tests.support.runs import launch
 from tests.support.waiting import wait_until
 
 DUMP = """\
@@ -44,26 +42,6 @@ def test_a_dump_is_read_with_the_main_thread_first() -> None:
     assert (
         stacks.parse("Thread 0x1 [a name] (most recent call first):\n  <no Python frame>\n") == []
     )
-
-
-def test_what_faulthandler_of_this_python_writes_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "dump"
-    ready, done = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        ready.set()
-        done.wait()
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    ready.wait()
-    with path.open("wb") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-    done.set()
-    thread.join()
-    main, *others = stacks.parse(path.read_text())
-    assert "test_what_faulthandler_of_this_python_writes_is_read" in [f.function for f in main]
-    assert any("wait" in [f.function for f in other] for other in others)
 
 
 def test_stacks_name_the_users_own_line_and_print_themselves() -> None:
@@ -116,23 +94,6 @@ def test_a_process_that_would_die_of_the_signal_is_not_sent_it(tmp_path: Path) -
         assert "cannot be asked" in told[1].trouble
         assert stranger.poll() is None
         stranger.kill()
-
-
-def test_a_rank_answers_after_the_clock_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time at which the host was started moves with the clock, and so do those of processes."""
-
-    def train() -> None:
-        while not nbtrain.should_stop():
-            time.sleep(0.01)
-
-    run = launch(train, n=2, background=True)
-    try:
-        wait_until(lambda: not any(stack.trouble for stack in run.stacks()), 30)
-        started = psutil._pslinux.boot_time()
-        monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: started + 7200)
-        assert [stack.trouble for stack in run.stacks()] == ["", ""]
-    finally:
-        run.stop()
 
 
 def test_a_run_of_another_host_is_not_asked_here(tmp_path: Path) -> None:
@@ -193,7 +154,6 @@ def test_an_inline_rank_is_asked_in_the_kernel_which_gets_no_signal(notebook: No
 
 @pytest.mark.parametrize("depth", [3, 300])
 def test_an_answer_is_whole_however_deep_the_stack_is(depth: int, run_root: Path) -> None:
-    import nbtrain
 
     def ask(left: int) -> Stacks:
         folder = RunFolder(Path(os.environ["NBTRAIN_RUN"]))

@@ -69,16 +69,6 @@ def keeps_the_gil() -> None:
     dist.all_gather([torch.ones(2)] * 2, torch.ones(2))
 
 
-def never_joins() -> None:
-    dist.init_process_group("gloo")
-    if nbtrain.rank() == 0:
-        dist.broadcast(torch.ones(4), 0)
-        dist.all_reduce(torch.ones(4))
-    else:
-        dist.broadcast(torch.ones(4), 0)
-        threading.Event().wait()  # never joins
-
-
 def never_makes_the_group() -> None:
     if nbtrain.rank() == 1:
         time.sleep(600)  # makes no group
@@ -103,7 +93,6 @@ def never_joins_a_subgroup() -> None:
         pytest.param(sleeps, "sleeps", "all_reduce #2", "spawn", marks=pytest.mark.slow),
         (spins, "spins", "barrier #1", "fork"),
         (keeps_the_gil, "keeps the GIL", "all_gather #1", "fork"),
-        (never_joins, "never joins", "all_reduce #2", "fork"),
         (never_makes_the_group, "makes no group", "init_process_group", "fork"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the board shows of twelve loops, at five moments each, against what the loops knew."""
+"""What the board shows of a dozen loops, at five moments each, against what the loops knew."""
 
 from __future__ import annotations
 
@@ -84,16 +84,6 @@ def nested_bars() -> list[Truth]:
     for epoch in tqdm(range(4), disable=nbtrain.rank() != 0):
         for i, (x,) in enumerate(tqdm(data, leave=False, disable=nbtrain.rank() != 0)):
             work.step(x, epoch + 1, (20 * epoch + i + 1) / 80)
-    return work.diary
-
-
-def early_stop() -> list[Truth]:
-    work, data = Work(), loader(20)
-    for epoch in range(10):
-        for i, (x,) in enumerate(data):
-            work.step(x, epoch + 1, (20 * epoch + i + 1) / 200)
-        if epoch == 3:
-            break
     return work.diary
 
 
@@ -261,7 +251,6 @@ def lightning() -> list[Truth]:
 LOOPS: list[Callable[[], list[Truth]]] = [
     plain,
     nested_bars,
-    early_stop,
     unknown_length,
     accumulation,
     resumed,
