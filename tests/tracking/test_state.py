@@ -96,14 +96,6 @@ def test_a_bar_does_not_go_back_between_its_parts() -> None:
     assert eta.fraction(fold(state, [replace(EPOCH, time=9.5, n=2)]).ranks[0]) == 2 / 4
 
 
-def test_bars_know_fraction_rate_and_time_left() -> None:
-    bar = ProgressBar(n=25, total=100, elapsed=5)
-    assert (bar.fraction, bar.rate, bar.remaining) == (0.25, 5.0, 15.0)
-    assert ProgressBar(n=7).fraction is None
-    assert ProgressBar(n=120, total=100, elapsed=1).fraction == 1.0
-    assert replace(bar, closed=True).remaining is None
-
-
 def test_the_log_keeps_the_last_lines_as_a_terminal_would_leave_them() -> None:
     lines = tuple(f"line {i}" for i in range(LOG_LINES + 50))
     state = fold(picture(), [ev.Output(1, 0, lines)])
@@ -128,14 +120,6 @@ def test_a_hang_is_told_until_there_is_progress_again() -> None:
     assert fold(state, [ev.Finished(104, -1, "succeeded")]).hang == ""
     state = fold(state, [ev.Hang(103, -1)])
     assert (state.hang, state.ranks[2].hang, state.ranks[0].loss) == ("", "", 1.0)
-
-
-def test_failing_ranks_are_shown_however_many_there_are() -> None:
-    state = fold(
-        picture(500), [ev.Ended(1, 321, "ValueError: here"), ev.Exited(1, 321, 1, "failed")]
-    )
-    assert "ValueError: here" in board.render(state, 200.0)
-    assert "ValueError: here" in text_summary.summary(state, 200.0)
 
 
 def test_equal_results_and_logs_are_folded() -> None:
@@ -230,34 +214,12 @@ def test_rates_and_waiting_are_averaged_over_the_last_seconds() -> None:
     assert seen.sample_rate == pytest.approx(80)
     assert labels.waiting(fold(picture(), events).ranks[0]) == "50 %"
     faster = [trained(steps=590 + 20 * i, elapsed=59 + i, waited=29.5) for i in range(1, 60)]
+    anew = fold(fold(picture(), events), [trained(steps=1, elapsed=0.5, loss=0.5)]).ranks[0]
+    assert (anew.loss, anew.progress and anew.progress.step_rate) == (0.5, seen.step_rate)
     later = fold(fold(picture(), events), faster).ranks[0].progress
     assert later is not None
     assert later.step_rate == pytest.approx(20, rel=0.01)
     assert later.waiting == pytest.approx(0, abs=0.01)
-
-
-def test_a_training_that_counts_anew_or_makes_no_sense_breaks_nothing() -> None:
-    strange = [
-        trained(steps=100, elapsed=10.0, loss=math.nan),
-        trained(steps=1, elapsed=0.5, loss=0.5),
-        trained(steps="many", elapsed=None),
-        trained(steps=2, elapsed=math.nan),
-        trained(steps=3, elapsed=1.0, batch="x", batches=[], lr={}, epoch=-1),
-        ev.Resources(1, 0, cpu="x", memory=None, gpu=1.5),  # type: ignore[arg-type]
-        ev.Host(1, -1, used="x", limit=3),  # type: ignore[arg-type]
-        ev.Host(1, -1, used=1, limit=3, gpus=([0, "A", 1, 2, None], 7)),  # type: ignore[arg-type]
-        ev.Phase(1, 0, phase=7),  # type: ignore[arg-type]
-        ev.Compiled(1, 0, programs="x", seconds=math.inf),  # type: ignore[arg-type]
-        ev.Metrics(1, 0, "x", [1, 2]),  # type: ignore[arg-type]
-        ev.Progress(1, 0, n="x"),  # type: ignore[arg-type]
-    ]
-    lines = [ev.from_line(ev.to_line(event)) for event in strange]
-    state = fold(picture(), [event for event in lines if event is not None])
-    assert state.ranks[0].loss == 0.5
-    assert state.host is not None
-    assert state.host.gpus == ((0, "A", 1, 2, None),)
-    assert board.render(state, 2.0)
-    assert text_summary.summary(state, 2.0)
 
 
 def test_a_running_rank_says_what_it_is_busy_with() -> None:
