@@ -60,14 +60,6 @@ def test_the_band_is_the_lowest_mean_and_highest_of_many_ranks() -> None:
     assert len(series.ends) == 100
 
 
-def test_the_last_bin_waits_for_most_ranks() -> None:
-    events: list[ev.Event] = [
-        ev.Metrics(1.0, r, step, {"loss": 1.0}) for step in range(5) for r in range(8)
-    ]
-    ahead: list[ev.Event] = [ev.Metrics(1.0, 0, 5, {"loss": 9.0})]
-    assert [b.x for b in curve([*events, *ahead], 8).band] == [0, 1, 2, 3, 4]
-
-
 def test_the_mean_does_not_follow_the_few_that_are_ahead() -> None:
     events: list[ev.Event] = [
         ev.Metrics(1.0, r, step, {"loss": float(r >= 8)})

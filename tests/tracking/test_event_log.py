@@ -51,7 +51,7 @@ def test_broken_and_unknown_lines_are_passed_over(line: bytes) -> None:
     ("kind", "fields"),
     [
         ("metrics", {"rank": "x"}),
-        *(("metrics", {"time": time}) for time in (None, math.nan, math.inf, 10**400, True)),
+        *(("metrics", {"time": time}) for time in (None, math.nan, math.inf, 1e300, 10**400, True)),
         *(("metrics", {"values": values}) for values in ([1], None)),
         ("progress", {"n": math.inf}),
         ("progress", {"elapsed": "x"}),

@@ -98,6 +98,20 @@ CASES: dict[str, tuple[hangs.Observation, str, tuple[int, ...], tuple[int, ...]]
         (1,),
         (0,),
     ),
+    "one has left it and is not missed": (
+        seen(
+            3,
+            at={1: SLEEPING, 2: REDUCING},
+            recorded={
+                0: recorded("broadcast", "broadcast"),
+                1: recorded("broadcast", "broadcast", done=True),
+                2: recorded("broadcast", done=True),
+            },
+        ),
+        "rank 2 is at In[5], line 43: dist.all_reduce(x); rank 0 waits in broadcast #2 for it",
+        (2,),
+        (0,),
+    ),
     "one ended without joining": (
         seen(1, at={0: REDUCING}, recorded={0: REDUCES}, over={1: "done"}),
         "rank 1 has ended (done); rank 0 waits in all_reduce #1 for it",

@@ -72,19 +72,13 @@ def test_the_way_out_is_beside_the_exception(function: Callable[[], None], said:
     [
         ("RuntimeError: Expected to mark a variable ready only once.", "use_reentrant=False"),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "%nbtrain memory"),
+        ("AttributeError: 'Net' object has no attribute 'generate'", ""),
+        ("RuntimeError: Connection closed by peer", ""),
     ],
 )
-def test_texts_that_need_a_gpu_or_an_older_torch(text: str, said: str) -> None:
-    assert said in "".join(remedies(text))
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "AttributeError: 'Net' object has no attribute 'generate'",
-        "ValueError: no images in batch 17",
-        "RuntimeError: Connection closed by peer",
-    ],
-)
-def test_an_error_that_is_not_known_has_no_remedy(text: str) -> None:
-    assert remedies(text) == ()
+def test_texts_that_need_a_gpu_or_an_older_torch_and_texts_that_nobody_knows(
+    text: str, said: str
+) -> None:
+    found = "".join(remedies(text))
+    assert said in found
+    assert bool(found) == bool(said)
