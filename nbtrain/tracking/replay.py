@@ -14,6 +14,7 @@ import math
 import os
 import pickle
 import platform
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -224,6 +225,20 @@ _PARTS = ("state", "curves", "events", "overview.weather")
 """The modules of what a picture consists of."""
 
 
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def _is_clean(value: Any) -> bool:
+    """Whether no text has what a terminal would take for more than text."""
+    if isinstance(value, str):
+        return _UNPRINTABLE.search(value) is None
+    if isinstance(value, Mapping):
+        return all(_is_clean(k) and _is_clean(v) for k, v in value.items())
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return all(map(_is_clean, value))
+    return _is_clean(vars(value)) if is_dataclass(value) else True
+
+
 def _from_picture(
     folder: RunFolder, reader: Reader, state: RunState
 ) -> tuple[RunState, float] | None:
@@ -231,7 +246,7 @@ def _from_picture(
     with contextlib.suppress(Exception):  # whatever a damaged file raises: the events are there
         data = io.BytesIO(read_own(folder.picture, LARGEST_PICTURE))
         version, own, places, last, saved = _PictureUnpickler(data).load()
-        is_fit = version == _version() and isinstance(saved, RunState)
+        is_fit = version == _version() and isinstance(saved, RunState) and _is_clean(saved)
         if is_fit and len(saved.ranks) == state.world_size and type(last) is float:
             reader.skip_to(own, places)
             return replace(saved, clock_offset=state.clock_offset), last

@@ -358,7 +358,7 @@ class _Hostile:
 
 
 @pytest.mark.usefixtures("long")
-@pytest.mark.parametrize("damage", ["cut", "hostile", "another version", "shorter"])
+@pytest.mark.parametrize("damage", ["cut", "hostile", "another version", "escapes", "shorter"])
 def test_a_picture_that_does_not_fit_is_passed_over(
     damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,6 +372,8 @@ def test_a_picture_that_does_not_fit_is_passed_over(
         folder.picture.write_bytes(pickle.dumps(_Hostile()))
     elif damage == "another version":
         folder.picture.write_bytes(data.replace(b"0.", b"9.", 1))
+    elif damage == "escapes":
+        folder.picture.write_bytes(data.replace(b"_reporting", b"\x1b[2Jrting!"))
     else:
         folder.events(1).write_bytes(folder.events(1).read_bytes()[:-200])
     state = replay.read_state(folder)
