@@ -7,7 +7,7 @@ import io
 import os
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,6 @@ from ..tracking.replay import MOST_POINTS, TAIL_BYTES, read_state
 from ..tracking.run_folder import RunFolder, find
 from ..tracking.state import RankState, RunState
 from ..transport import result_pickler
-from ..ui import matplotlib_figure
 from ..ui.board import board
 from ..ui.card import Card, card
 from ..ui.displays import html_display, kernel_comms, select
@@ -267,11 +266,8 @@ class Run:
             MissingExtra: pandas is not installed.
             NbtrainError: the run's folder was deleted meanwhile.
         """
-        return past.frame(self._history_rows())
-
-    def _history_rows(self) -> list[past.Row]:
         self._folder.check_it_is_there()
-        return past.rows(self._folder, self.state.world_size)
+        return past.frame(past.rows(self._folder, self.state.world_size))
 
     @property
     def epochs(self) -> Any:
@@ -295,23 +291,6 @@ class Run:
             for r in table.rows
         )
         return past.table(list(rows), "run.epochs", ("epoch", "steps", "seconds"))
-
-    def plot(self, metric: str | Sequence[str] | None = None, *others: Run) -> Any:
-        """Return a matplotlib figure of a metric or several, else of the loss.
-
-        Every rank is faint, their mean strong; `others` are drawn over it, each in a colour of its
-        own. The figure is not registered with pyplot.
-
-        Raises:
-            MissingExtra: matplotlib is not installed.
-            NbtrainError: there is no number of that name.
-        """
-        metrics = [metric] if isinstance(metric, str) else list(metric or ())
-        runs = {run.folder.name: run for run in (self, *others)}
-        if not others:
-            runs = {self.state.name: self}
-        rows = {name: run._history_rows() for name, run in runs.items()}
-        return matplotlib_figure.figure(rows, metrics)
 
     def card(self) -> Card:
         """Return a picture of the run to share, 600 pixels wide; it draws itself.
@@ -337,17 +316,6 @@ class Run:
         for run in runs:
             run._folder.check_it_is_there()
         return frame([run_info(run._folder) for run in runs]).set_index("run").T
-
-    def to_tensorboard(self, folder: str | Path) -> Path:
-        """Write every number that was logged or seen as TensorBoard's event files; return where.
-
-        They are in ``folder/RUN/rank-N``, each number at its step and its time.
-
-        Raises:
-            MissingExtra: tensorboard is not installed.
-            NbtrainError: the run's folder was deleted meanwhile.
-        """
-        return past.write_tensorboard(self._history_rows(), Path(folder) / self.folder.name)
 
     def wait(self) -> Run:
         """Wait until every rank is gone; return the run. Does not raise what a rank raised.

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import MissingExtra
 from ..findings import Finding
 from ..planning import build_estimate
 from ..planning.plan import Cell, Plan, Task
@@ -97,7 +96,8 @@ def run_info(folder: RunFolder) -> RunInfo:
     updates = [e for tail in tails for e in tail if isinstance(e, ev.TrainingUpdate)]
     seen = next((strip_escapes(e.precision, 20) for e in reversed(updates) if e.precision), "")
     metrics = history.last(history.merged(tails))
-    number = manifest.get("number")
+    main = main_metric(metrics) or ""
+    lately = [row[main] for row in history.merged(tails[:1]) if history.is_number(row.get(main))]
     results = [e.result for e in tails[0] if isinstance(e, ev.Ended) and e.result]
     return RunInfo(
         folder.path.name,
@@ -109,18 +109,12 @@ def run_info(folder: RunFolder) -> RunInfo:
         seen or str(manifest.get("mixed_precision") or ""),
         given if isinstance(given, dict) else {},
         metrics,
-        number if type(number) is int else None,
+        state.number,
         state.name,
         strip_escapes(results[-1], 80) if results and results[-1] != "None" else "",
-        _lately(tails[:1], main_metric(metrics)),
+        tuple(float(value) for value in lately if math.isfinite(value)),
         state.clock_offset,
     )
-
-
-def _lately(tails: Sequence[Sequence[ev.Event]], name: str | None) -> tuple[float, ...]:
-    rows = history.merged(tails)
-    values = [row[name] for row in rows if history.is_number(row.get(name))] if name else []
-    return tuple(float(value) for value in values if math.isfinite(value))
 
 
 def _tail(path: Path) -> list[ev.Event]:
@@ -207,6 +201,9 @@ def _is_plain(value: Any) -> bool:
     return type(value) in (type(None), bool, float)
 
 
+_COLUMNS = ("run", "status", "created", "seconds", "ranks", "engine", "mixed_precision")
+
+
 def frame(saved_runs: Sequence[RunInfo]) -> Any:
     """Return a row a run as a pandas DataFrame.
 
@@ -215,28 +212,21 @@ def frame(saved_runs: Sequence[RunInfo]) -> Any:
 
     Raises `MissingExtra` where pandas is not installed.
     """
-    try:
-        import pandas as pd
-    except ImportError as error:
-        raise MissingExtra(
-            'a table of runs is a DataFrame and needs pandas: pip install "nbtrain[history]"'
-        ) from error
-    given = dict.fromkeys(name for run in saved_runs for name in run.parameters)
-    metrics = dict.fromkeys(name for run in saved_runs for name in run.metrics)
-    columns: dict[str, list[Any]] = {"run": [run.name for run in saved_runs]}
-    for name in ("status", "created", "seconds", "ranks", "engine", "mixed_precision"):
-        columns[name] = [getattr(run, name) for run in saved_runs]
-    columns["created"] = list(pd.to_datetime(columns["created"], unit="s", utc=True))
-    used = {*columns, *given}
-    columns |= {
-        _apart(name, columns): [run.parameters.get(name) for run in saved_runs] for name in given
-    }
-    columns |= {
-        _apart(name, used, "last"): [run.metrics.get(name) for run in saved_runs]
-        for name in metrics
-    }
-    return pd.DataFrame(columns)
+    parameters = dict.fromkeys(name for run in saved_runs for name in run.parameters)
+    columns = {name: _apart(name, _COLUMNS, "given") for name in parameters}
+    rows = []
+    for run in saved_runs:
+        row = {"run": run.name} | {name: getattr(run, name) for name in _COLUMNS[1:]}
+        row |= {columns[name]: value for name, value in run.parameters.items()}
+        used = (*_COLUMNS, *parameters)
+        row |= {_apart(name, used, "last"): value for name, value in run.metrics.items()}
+        rows.append(row)
+    table = history.table(rows, "a table of runs", (*_COLUMNS, *columns.values()))
+    import pandas as pd
+
+    table["created"] = pd.to_datetime(table["created"], unit="s", utc=True)
+    return table
 
 
-def _apart(name: str, used: Any, kind: str = "given") -> str:
+def _apart(name: str, used: Sequence[str], kind: str) -> str:
     return f"{name} ({kind})" if name in used else name

@@ -21,7 +21,7 @@ from ..tracking.state import RankState, RunState, TrainingProgress
 from ..ui import host_status, labels
 from ..ui.board import theme
 from ..ui.board.board import cut, framed
-from ..ui.tables import LEFT, RIGHT, Cell, html_table, text_table
+from ..ui.tables import LEFT, Cell, html_table, text_table
 from .restarts import causes
 
 METRICS = 8
@@ -256,20 +256,15 @@ def gpu_cards(state: RunState) -> tuple[Card, ...]:
 def text(summary: Summary) -> str:
     """Return the summary as lines."""
     lines = [f"{summary.name[:200]}: {summary.status} · {_facts(summary)}"]
-    for label, content in rows(summary):
-        lines.append(f"  {label:<9} {content}")
-        if label == "memory" and summary.memory_parts:
-            lines += (f"{'':12}{line}" for line in text_table(_parts(summary), "<><"))
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"  {label:<9} {content}" for label, content in rows(summary))])
 
 
 def html(summary: Summary) -> str:
     """Draw the summary; an untrusted notebook still shows all of it."""
-    drawn = []
-    for label, content in rows(summary):
-        parts = _memory_table(summary) if label == "memory" else ""
-        colour = "font-weight:600" if label == "failed" else ""
-        drawn.append((label, Cell(cut(content, 600) + parts, colour)))
+    drawn = [
+        (label, Cell(cut(content, 600), "font-weight:600" if label == "failed" else ""))
+        for label, content in rows(summary)
+    ]
     wrapped = f"{LEFT};vertical-align:top;white-space:normal;overflow-wrap:anywhere"
     label_style = f"{LEFT};vertical-align:top;{theme.SOFT}"
     return framed(
@@ -280,30 +275,8 @@ def html(summary: Summary) -> str:
     )
 
 
-def _memory_table(summary: Summary) -> str:
-    """Draw the parts of the memory, each with its share of the whole."""
-    whole = max(sum(part.bytes for part in summary.memory_parts), 1)
-    parts = [
-        (name, text, Cell(theme.bar(part.bytes / whole, 140, theme.BLUE)), holders)
-        for part, (name, text, holders) in zip(summary.memory_parts, _parts(summary), strict=True)
-    ]
-    return html_table(parts, [LEFT, RIGHT, LEFT, f"{LEFT};{theme.SOFT}"]) if parts else ""
-
-
-def _parts(summary: Summary) -> list[tuple[str, str, str]]:
-    """Return the parts of the memory: name, size, the ranks that have most, unless all have."""
-    return [
-        (
-            part.name,
-            format_bytes(part.bytes),
-            "" if len(part.ranks) == summary.ranks else _on_ranks(part.ranks, summary),
-        )
-        for part in summary.memory_parts
-    ]
-
-
 def rows(s: Summary) -> Iterator[tuple[str, str]]:
-    """Yield each line of the summary as (label, text)."""
+    """Yield each line of the summary as (label, text); one without a label goes on the last."""
     if s.error:
         yield "failed", s.error
     elif s.message:
@@ -329,6 +302,11 @@ def rows(s: Summary) -> Iterator[tuple[str, str]]:
     if s.memory_bytes:
         most = f"{format_bytes(s.memory_bytes)} at most", _on_ranks(s.memory_ranks, s)
         yield "memory", ", ".join(filter(None, most))
+        parts = [
+            (p.name, format_bytes(p.bytes), _on_ranks(p.ranks, s) if len(p.ranks) < s.ranks else "")
+            for p in s.memory_parts
+        ]
+        yield from (("", line) for line in text_table(parts, "<><") if parts)
     yield from _gpus(s)
 
 

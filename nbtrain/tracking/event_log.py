@@ -169,8 +169,7 @@ class EventWriter:
         now = time.monotonic()
         if now >= self._looks:
             self._looks = now + DELETED
-            if self._is_deleted():
-                self._recreate()
+            self._recreate_if_deleted()
         if self._is_torn:
             line = b"\n" + line
         self._room -= len(line)
@@ -183,16 +182,12 @@ class EventWriter:
         else:  # the end of a disk may take the beginning of a line
             self._is_torn = written < len(line)
 
-    def _is_deleted(self) -> bool:
+    def _recreate_if_deleted(self) -> None:
         try:
-            return self._has_links and not os.fstat(self._fd).st_nlink
-        except OSError:  # it was closed
-            return False
-
-    def _recreate(self) -> None:
-        try:
+            if not self._has_links or os.fstat(self._fd).st_nlink:
+                return
             descriptor = _opened(self._path)
-        except OSError:  # its folder is gone, so far
+        except OSError:  # it was closed; or its folder is gone, so far
             return
         os.dup2(descriptor, self._fd, inheritable=False)
         os.close(descriptor)

@@ -1,9 +1,8 @@
-"""All that a run's ranks reported: rows read from its files, as a table, as TensorBoard's files."""
+"""All that a run's ranks reported: rows read from its files, and as a table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, TypeGuard
 
 from ..errors import MissingExtra
@@ -12,8 +11,6 @@ from .event_log import read_events
 from .run_folder import RunFolder
 
 KEYS = ("step", "rank", "time")
-
-Curve = list[tuple[float, float]]
 
 Row = dict[str, Any]
 """A step, a rank, a time in seconds since the epoch, and the values reported then, by name."""
@@ -64,14 +61,11 @@ def _seen(events: Iterable[ev.Event], rank: int) -> Iterator[Row]:
                 "lr": event.lr,
                 "epoch": event.epoch,
             }
-            row |= {"samples": event.samples, "steps/s": _rate(before, event)}
+            steps, seconds = event.steps - before.steps, event.elapsed - before.elapsed
+            rate = steps / seconds if seconds > 0 and steps >= 0 else None
+            row |= {"samples": event.samples, "steps/s": rate}
             before = event
             yield {key: value for key, value in row.items() if value is not None}
-
-
-def _rate(before: ev.TrainingUpdate, event: ev.TrainingUpdate) -> float | None:
-    steps, seconds = event.steps - before.steps, event.elapsed - before.elapsed
-    return steps / seconds if seconds > 0 and steps >= 0 else None
 
 
 def last(rows: Iterable[Row]) -> dict[str, float]:
@@ -82,22 +76,6 @@ def last(rows: Iterable[Row]) -> dict[str, float]:
             if name not in KEYS and is_number(value):
                 newest.setdefault(name, {})[row["rank"]] = float(value)
     return {name: sum(ranks.values()) / len(ranks) for name, ranks in newest.items()}
-
-
-def names(rows: Iterable[Row]) -> list[str]:
-    """Return the names that have numbers, in the order in which they came up."""
-    every = dict.fromkeys(name for row in rows for name, value in row.items() if is_number(value))
-    return [name for name in every if name not in KEYS]
-
-
-def curves(rows: Iterable[Row], name: str) -> dict[int, Curve]:
-    """Return each rank's points (step, value), by rank; without a step, they are counted."""
-    drawn: dict[int, Curve] = {}
-    for row in rows:
-        if is_number(value := row.get(name)):
-            curve = drawn.setdefault(row["rank"], [])
-            curve.append((len(curve) if row["step"] is None else row["step"], float(value)))
-    return dict(sorted(drawn.items()))
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
@@ -122,26 +100,3 @@ def table(rows: Sequence[Row], name: str, first: Sequence[str]) -> Any:
         ) from error
     columns = dict.fromkeys([*first, *(name for row in rows for name in row)])
     return pd.DataFrame({name: [row.get(name) for row in rows] for name in columns})
-
-
-def write_tensorboard(rows: Sequence[Row], folder: Path) -> Path:
-    """Write every number into ``folder/rank-N``, at its step and its time; return `folder`.
-
-    A row without a step is written at how many numbers of its name its rank had reported before.
-
-    Raises `MissingExtra` where tensorboard is not installed.
-    """
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise MissingExtra(
-            'run.to_tensorboard() needs tensorboard: pip install "nbtrain[tensorboard]"'
-        ) from error
-    for rank in sorted({row["rank"] for row in rows}):
-        own = [row for row in rows if row["rank"] == rank]
-        with SummaryWriter(str(folder / f"rank-{rank}")) as writer:
-            for name in names(own):
-                for count, row in enumerate(row for row in own if is_number(row.get(name))):
-                    step = count if row["step"] is None else row["step"]
-                    writer.add_scalar(name, row[name], step, walltime=row["time"])
-    return folder

@@ -68,10 +68,11 @@ def next_step(state: RunState) -> str:
 
 def _after_failure(rank: RankState) -> str:
     """Return the remedy of a known error, else of its kind, else the line to change."""
-    known = remedies(f"{verdict.line(rank)}\n{rank.error or ''}")
+    kind, line = verdict.kind_and_line(rank)
+    known = remedies(f"{line}\n{rank.error or ''}")
     if known:
         return known[0]
-    if text := _OF_KIND.get(verdict.kind(rank)):
+    if text := _OF_KIND.get(kind):
         return text
     place = labels.line_of_failure(rank) or "the line that the log names"
     return f"change {place}, then run it again; `--debug` opens the debugger where it fails."

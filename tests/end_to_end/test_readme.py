@@ -141,7 +141,8 @@ def test_the_api_page_names_all_of_a_run(name: str) -> None:
 
 
 def test_what_the_pages_say_of_a_run_exists() -> None:
-    names = {name for page in PAGES for name in re.findall(r"\brun\.(\w+)", page.read_text())}
+    pages = [page for page in PAGES if page.name != "CHANGELOG.md"]  # that has what went, too
+    names = {name for page in pages for name in re.findall(r"\brun\.(\w+)", page.read_text())}
     assert [name for name in names - {"json", "csv", "png"} if not hasattr(nbtrain.Run, name)] == []
 
 
@@ -205,7 +206,7 @@ def test_the_guides_of_memory_and_scaling_list_their_options(command: str) -> No
 def test_the_install_page_lists_every_extra() -> None:
     page = (NOTEBOOKS / "install.md").read_text()
     extras = metadata.metadata("nbtrain").get_all("Provides-Extra") or []
-    assert len(extras) >= 9
+    assert len(extras) >= 8
     assert [extra for extra in extras if f"`{extra}`" not in page] == []
 
 

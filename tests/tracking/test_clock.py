@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import struct
 import subprocess
 import sys
@@ -17,8 +16,6 @@ import pytest
 
 import nbtrain
 from nbtrain.tracking import clock
-from nbtrain.tracking.replay import read_state
-from nbtrain.tracking.run_folder import RunFolder
 from tests.support.clocks import compile_clock
 from tests.support.kernel import Notebook
 from tests.support.runs import launch
@@ -146,34 +143,6 @@ def test_other_processes_see_a_run_as_it_is_after_the_clock_was_set(
         assert kernel.value("run.state.status") == "interrupted"
         assert least < _seconds(kernel.value("repr(run)")) < time.monotonic() - before + 1
     assert first.value("bool((run.history.time.diff().dropna() >= 0).all())")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("jump", [-7200.0, 7200.0], ids=["back", "forward"])
-def test_a_run_that_was_lost_after_the_clock_was_set_took_what_it_took(
-    jump: float,
-    set_clock: Callable[[float], None],
-    start_kernel: Callable[..., Notebook],
-    tmp_path: Path,
-) -> None:
-    kernel = start_kernel()
-    kernel.run(f"%load_ext nbtrain\nimport nbtrain, time\n{TRAIN}")
-    before = time.monotonic()
-    kernel.run("run = nbtrain.launch(train, num_processes=1, detach=True)")
-    wait_until(lambda: kernel.value("(run.state.ranks[0].step or 0) > 3"), 60)
-    after = time.monotonic()
-    set_clock(jump)
-    step = kernel.value("run.state.ranks[0].step")
-    wait_until(lambda: kernel.value("run.state.ranks[0].step") > step + 60, 60)
-    folder = RunFolder(Path(kernel.value("str(run.folder)")))
-    os.kill(folder.read_manifest()["launcher"], signal.SIGKILL)
-    wait_until(lambda: read_state(folder).is_over, 30)
-    least, most = time.monotonic() - after - 3, time.monotonic() - before + 1
-    for path in folder.path.iterdir():  # the disk's clock was set, too
-        os.utime(path, (path.stat().st_atime, path.stat().st_mtime + jump))
-    shown = _command_line("show", tmp_path).splitlines()[0]
-    assert "lost" in shown
-    assert least < _seconds(shown) < most
 
 
 HANGS = """

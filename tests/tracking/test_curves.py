@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -40,6 +41,8 @@ def test_a_long_curve_is_halved_and_keeps_its_last_point() -> None:
 
 def test_folding_in_pieces_gives_the_same_curves_as_at_once() -> None:
     events = [*losses([math.sin(i) for i in range(999)]), *losses([1.0] * 400, rank=1)]
+    late_and_anew = [5, 990, 0, 1000, 1]
+    events += [ev.Metrics(1.0, 0, step, {"loss": float(step)}) for step in late_and_anew]
     at_once = fold(picture(), events)
     state = picture()
     for event in events:
@@ -55,14 +58,6 @@ def test_the_band_is_the_lowest_mean_and_highest_of_many_ranks() -> None:
     assert not series.lines
     assert [(b.low, b.mean, b.high) for b in series.band] == [(0.0, 49.5, 99.0)] * 3
     assert len(series.ends) == 100
-
-
-def test_the_last_bin_waits_for_most_ranks() -> None:
-    events: list[ev.Event] = [
-        ev.Metrics(1.0, r, step, {"loss": 1.0}) for step in range(5) for r in range(8)
-    ]
-    ahead: list[ev.Event] = [ev.Metrics(1.0, 0, 5, {"loss": 9.0})]
-    assert [b.x for b in curve([*events, *ahead], 8).band] == [0, 1, 2, 3, 4]
 
 
 def test_the_mean_does_not_follow_the_few_that_are_ahead() -> None:
@@ -109,13 +104,25 @@ def test_values_beyond_any_sum_stay_within_their_bounds() -> None:
     assert series.last is None
 
 
-def test_steps_that_go_back_go_on_behind() -> None:
-    twice = [*losses([3.0, 2.0, 1.0]), *losses([6.0, 5.0, 4.0])]
-    assert [b.x for b in curve(twice).band] == [0, 1, 2, 3, 4, 5]
+def steps(said: Sequence[int | None], ranks: int = 2) -> Series:
+    return curve([ev.Metrics(1.0, 0, step, {"loss": float(step or 0)}) for step in said], ranks)
 
 
-def steps(said: list[int], ranks: int = 2) -> Series:
-    return curve([ev.Metrics(1.0, 0, step, {"loss": float(step)}) for step in said], ranks)
+@pytest.mark.parametrize(
+    ("logged", "places"),
+    [
+        pytest.param([0, 1, 2, 0, 1, 2], range(6), id="anew"),
+        pytest.param([*range(3, 10), *range(4, 10)], range(3, 16), id="anew elsewhere"),
+        pytest.param([*range(5), *range(5), *range(9)], range(19), id="anew twice"),
+        pytest.param([9, 5, 10, 11, 12], range(9, 13), id="before the beginning"),
+        pytest.param([1, 0, 2, 3, 4], range(1, 5), id="out of order"),
+        pytest.param([None] * 4, range(4), id="no steps"),
+    ],
+)
+def test_steps_that_go_back_are_counted_anew_or_shift_only_themselves(
+    logged: list[int | None], places: range
+) -> None:
+    assert [b.x for b in steps(logged).band] == list(places)
 
 
 @pytest.mark.parametrize("ranks", [2, LINES + 1])
@@ -128,34 +135,9 @@ def test_a_late_value_is_drawn_at_its_step_and_shifts_nothing(ranks: int) -> Non
         assert evenly(sorted(line.values()), POINTS) == [(x, float(x)) for x in range(13)]
 
 
-def test_a_value_from_before_the_beginning_shifts_only_itself() -> None:
-    assert [b.x for b in steps([9, 5, 10, 11, 12]).band] == [9, 10, 11, 12]
-    assert [b.x for b in steps([1, 0, 2, 3, 4]).band] == [1, 2, 3, 4]
-
-
-def test_epochs_logged_as_steps_among_steps_do_not_stretch_the_curve() -> None:
-    counted: list[int] = []
-    for epoch in range(5):
-        counted += [*range(100 * epoch, 100 * epoch + 100), epoch]
+def test_epochs_among_steps_neither_stretch_a_curve_nor_disturb_another() -> None:
+    counted = [step for n in range(5) for step in (*range(100 * n, 100 * n + 100), n)]
     assert steps(counted).ends[0].x == 500
-
-
-def test_counting_that_begins_anew_elsewhere_goes_on_too() -> None:
-    assert steps([*range(3, 10), *range(4, 10)]).span == (3, 15)
-    assert steps([*range(5), *range(5), *range(9)]).span == (0, 18)
-
-
-def test_late_values_are_the_same_however_they_were_folded() -> None:
-    said: list[ev.Event] = [
-        ev.Metrics(1.0, 0, step, {"loss": float(step)}) for step in [*range(10), 5, 3, 10, 0, 11]
-    ]
-    state = picture()
-    for event in said:
-        state = fold(state, [event])
-    assert state == fold(picture(), said)
-
-
-def test_metrics_with_steps_of_their_own_do_not_disturb_each_other() -> None:
     events: list[ev.Event] = []
     for epoch in range(3):
         events += [ev.Metrics(1.0, 0, 10 * epoch + i, {"loss": 1.0}) for i in range(10)]
@@ -165,11 +147,6 @@ def test_metrics_with_steps_of_their_own_do_not_disturb_each_other() -> None:
     assert state.curves.logged["accuracy"].span == (0, 2)
 
 
-def test_values_without_a_step_are_counted() -> None:
-    events: list[ev.Event] = [ev.Metrics(1.0, 0, None, {"loss": 1.0}) for _ in range(4)]
-    assert [b.x for b in curve(events).band] == [0, 1, 2, 3]
-
-
 def test_steps_that_leap_leave_the_curve_before_them() -> None:
     series = curve([*losses([1.0] * 200), ev.Metrics(1.0, 0, 10**15, {"loss": 2.0})])
     assert len(series.bins) > 100
@@ -177,13 +154,6 @@ def test_steps_that_leap_leave_the_curve_before_them() -> None:
     huge = ev.from_line(ev.to_line(ev.Metrics(1.0, 0, 10**400, {"loss": 2.0})))
     assert huge is not None
     assert curve([*losses([1.0]), huge]).last == 2.0
-
-
-def test_ten_thousand_names_are_a_few_curves_and_a_number() -> None:
-    events: list[ev.Event] = [ev.Metrics(1.0, 0, 1, {f"m{i}": 1.0}) for i in range(10_000)]
-    curves = fold(picture(), events).curves
-    assert list(curves.logged) == [f"m{i}" for i in range(24)]
-    assert len(curves.uncharted) == 1000
 
 
 def test_what_the_user_logs_is_shown_instead_of_what_was_seen() -> None:

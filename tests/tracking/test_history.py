@@ -1,4 +1,4 @@
-"""A run's numbers as a DataFrame and as a figure; a reopened run draws what the live one drew."""
+"""A run's numbers as a DataFrame; a reopened run draws what the live one drew."""
 
 from __future__ import annotations
 
@@ -74,13 +74,12 @@ def test_history_has_what_was_seen_but_for_what_the_user_logs_too() -> None:
     assert list(seen["steps/s"]) == [5.0, 5.0]
 
 
-def test_a_run_that_said_nothing_has_an_empty_history() -> None:
+def test_without_runs_and_of_a_run_that_said_nothing_tables_are_empty() -> None:
+    assert list(nbtrain.runs().columns)[:3] == ["run", "status", "created"]
+    assert len(nbtrain.runs()) == 0
     run = nbtrain.launch(int, num_processes=1, engine="inline", view="none")
     assert list(run.history.columns) == ["step", "rank", "time"]
     assert len(run.history) == 0
-    pytest.importorskip("matplotlib")
-    with pytest.raises(NbtrainError, match="no metrics to plot"):
-        run.plot()
 
 
 def test_a_reopened_run_draws_and_tells_the_same() -> None:
@@ -88,34 +87,6 @@ def test_a_reopened_run_draws_and_tells_the_same() -> None:
     again = nbtrain.Run.open(run.folder)
     assert again._repr_html_() == run._repr_html_()
     pd.testing.assert_frame_equal(again.history, run.history)
-
-
-def test_plot_is_a_figure_of_the_loss_or_of_what_is_named() -> None:
-    figure_class = pytest.importorskip("matplotlib.figure").Figure
-    run = logging_run()
-    before = "matplotlib.pyplot" in sys.modules  # another test's library may have it
-    drawn = run.plot()
-    assert isinstance(drawn, figure_class)
-    (panel,) = drawn.axes
-    assert panel.get_ylabel() == "loss"
-    assert len(panel.lines) == 3  # two ranks and their mean
-    assert list(panel.lines[1].get_ydata()) == [1.0 / (1 + step) + 1 for step in range(300)]
-    assert drawn._repr_png_().startswith(b"\x89PNG")  # no inline backend draws it here
-    assert "</svg>" in drawn._repr_svg_()
-    assert len(run.plot(["loss", "accuracy"]).axes) == 2
-    assert ("matplotlib.pyplot" in sys.modules) == before
-    with pytest.raises(NbtrainError, match=r"no metric 'lss'; it has: loss"):
-        run.plot("lss")
-
-
-def test_runs_are_drawn_over_each_other() -> None:
-    pytest.importorskip("matplotlib")
-    one, other = logging_run(10), logging_run(5)
-    drawn = one.plot("loss", other)
-    (panel,) = drawn.axes
-    assert panel.get_legend_handles_labels()[1] == [one.folder.name, other.folder.name]
-    assert len(panel.lines) == 2 * 3  # a mean and two ranks each
-    assert len({line.get_color() for line in panel.lines}) == 2
 
 
 def test_runs_are_compared_by_what_they_were_given_and_what_came_of_it() -> None:
@@ -147,11 +118,6 @@ def test_runs_are_compared_by_what_they_were_given_and_what_came_of_it() -> None
         first.compare(second)
 
 
-def test_no_runs_is_an_empty_table() -> None:
-    assert list(nbtrain.runs().columns)[:3] == ["run", "status", "created"]
-    assert len(nbtrain.runs()) == 0
-
-
 @pytest.mark.parametrize(
     "given",
     [{"n": 10**5000}, {"n": "x" * 1000}, {"n": float}, {"n": "\ud800", "x": math.nan}],
@@ -163,44 +129,12 @@ def test_no_argument_is_in_the_way_of_a_launch(given: dict[str, object]) -> None
     assert len(nbtrain.runs()) == 1
 
 
-def test_tensorboard_reads_every_number_at_its_step_and_time(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    run = logging_run(50)
-    where = run.to_tensorboard(tmp_path / "logs")
-    assert where == tmp_path / "logs" / run.folder.name
-    history = run.history
-    for rank in range(2):
-        read = EventAccumulator(str(where / f"rank-{rank}")).Reload()
-        said = read.Scalars("loss")
-        own = history[(history["rank"] == rank) & history["loss"].notna()]
-        assert [point.step for point in said] == list(own["step"])
-        assert [point.value for point in said] == pytest.approx(list(own["loss"]))
-        assert [point.wall_time for point in said] == pytest.approx(list(own["time"]))
-        assert math.isnan(read.Scalars("accuracy")[0].value)
-        assert "note" not in read.Tags()["scalars"]
-
-
-@pytest.mark.parametrize(("package", "extra"), [("pandas", "history"), ("matplotlib", "plot")])
-def test_a_missing_package_is_named_with_its_extra(
-    package: str, extra: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_pandas_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     run = logging_run(3)
-    for name in (package, f"{package}.figure"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(MissingExtra, match=rf'pip install "nbtrain\[{extra}\]"') as raised:
-        _ = run.history if extra == "history" else run.plot()
-    assert isinstance(raised.value, ImportError)
-
-
-def test_the_history_of_a_folder_that_is_gone_says_so() -> None:
-    run = logging_run(3)
-    for path in run.folder.iterdir():
-        path.unlink()
-    run.folder.rmdir()
-    with pytest.raises(NbtrainError, match="was deleted"):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(MissingExtra, match=r'pip install "nbtrain\[history\]"') as raised:
         _ = run.history
+    assert isinstance(raised.value, ImportError)
 
 
 def test_a_folder_that_goes_while_it_is_read_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,8 +146,9 @@ def test_a_folder_that_goes_while_it_is_read_says_so(monkeypatch: pytest.MonkeyP
         shutil.rmtree(run.folder, ignore_errors=True)
 
     monkeypatch.setattr(history, "read_events", deleted_between)
-    with pytest.raises(NbtrainError, match="was deleted"):
-        _ = run.history
+    for _ in ("while it is read", "before it is read"):
+        with pytest.raises(NbtrainError, match="was deleted"):
+            _ = run.history
     with pytest.raises(NbtrainError, match="was deleted"):
         run.logs()
 

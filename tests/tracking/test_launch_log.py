@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,15 +19,6 @@ from nbtrain.lifecycle.run import Run
 from nbtrain.tracking import launch_log
 
 SECRET = "hunter2-of-the-tests"
-
-
-def fail(secret: str) -> None:
-    if nbtrain.rank() == 1:
-        raise ValueError(secret)
-
-
-def leave(secret: str) -> None:
-    sys.exit(secret)
 
 
 def log_of(run: Run) -> str:
@@ -50,23 +42,44 @@ def test_a_run_s_folder_says_what_the_launcher_decided_and_why() -> None:
     assert all(launch_log._LINE.match(line) for line in text.splitlines())
 
 
-def test_signals_are_logged_with_their_reason() -> None:
-    def train() -> None:
-        import time
+def fail(secret: str) -> None:
+    if nbtrain.rank() == 1:
+        raise ValueError(secret)
+    time.sleep(60)
 
-        if nbtrain.rank() == 0:
-            raise ZeroDivisionError
-        time.sleep(60)
 
-    with pytest.raises(ZeroDivisionError):
-        nbtrain.launch(train, num_processes=2, view="none")
+def leave(secret: str) -> None:
+    sys.exit(secret)
+
+
+@pytest.mark.parametrize(
+    ("task", "error", "logged"),
+    [
+        (
+            fail,
+            ValueError,
+            [
+                "rank 1 ended with exit code 1: failed (ValueError)",
+                "stopping the ranks: failed",
+                "terminate sent to rank 0 (failed)",
+                "the run failed after ",
+            ],
+        ),
+        (leave, RankDied, ["the run failed after "]),
+    ],
+    ids=["an exception", "sys.exit"],
+)
+def test_a_failure_and_signals_are_logged_and_no_argument_and_no_value_of_the_environment(
+    task: Callable[[str], None], error: type[Exception], logged: list[str]
+) -> None:
+    with pytest.raises(error, match=SECRET):
+        nbtrain.launch(task, SECRET, num_processes=2, env={"TOKEN": SECRET}, view="none")
     run = nbtrain.last_run()
     assert run is not None
     text = log_of(run)
-    assert "rank 0 ended with exit code 1: failed (ZeroDivisionError)" in text
-    assert "stopping the ranks: failed" in text
-    assert re.search(r"terminate sent to rank 1 \(failed\)", text)
-    assert "the run failed after " in text
+    for part in ("TOKEN", *logged):
+        assert part in text, part
+    assert SECRET not in text
 
 
 def test_a_run_in_the_background_has_the_log_of_both_processes() -> None:
@@ -110,18 +123,6 @@ def test_a_log_that_cannot_be_printed_ends_no_launch(monkeypatch: pytest.MonkeyP
         launch_log.LOGGER.info("the engine")
 
 
-@pytest.mark.parametrize(("task", "error"), [(fail, ValueError), (leave, RankDied)])
-def test_no_value_of_the_environment_and_no_argument_is_logged(
-    task: Callable[[str], None], error: type[Exception]
-) -> None:
-    with pytest.raises(error, match=SECRET):
-        nbtrain.launch(task, SECRET, num_processes=2, env={"TOKEN": SECRET}, view="none")
-    run = nbtrain.last_run()
-    assert run is not None
-    assert "TOKEN" in log_of(run)
-    assert SECRET not in log_of(run)
-
-
 def test_nothing_of_it_stays_in_the_process(capfd: pytest.CaptureFixture[str]) -> None:
     logger = launch_log.LOGGER
     nbtrain.launch(lambda: 1, num_processes=1, view="none")
@@ -141,8 +142,7 @@ def test_nothing_of_it_stays_in_the_process(capfd: pytest.CaptureFixture[str]) -
     [
         ("info", True),
         ("warning", False),
-        pytest.param("debug", True, marks=pytest.mark.slow),
-        pytest.param("", False, marks=pytest.mark.slow),
+        ("", False),
     ],
 )
 def test_on_request_it_is_printed(level: str, shown: bool, tmp_path: Path) -> None:

@@ -107,27 +107,20 @@ def test_what_ranks_wrote_comes_before_their_end_whatever_the_clocks_say() -> No
     assert (state.status, [r.status for r in state.ranks]) == ("succeeded", ["done", "done"])
 
 
-def test_only_the_end_of_a_log_is_read_and_its_lines_are_counted() -> None:
-    folder = written({})
-    folder.log(0).write_bytes(b"".join(b"line %d\n" % i for i in range(300_000)) + b"last")
-    rank = replay.read_state(folder).ranks[0]
-    assert rank.log_count == 300_001
-    assert rank.log == (*(f"line {i}" for i in range(300_001 - LOG_LINES, 300_000)), "last")
-
-
-def test_a_log_of_gigabytes_opens_too() -> None:
+def test_of_a_log_of_gigabytes_only_the_end_is_read_and_its_lines_are_counted() -> None:
     folder = written({})
     with folder.log(0).open("wb") as file:
         file.truncate(3 << 30)  # takes no room on the disk
         file.seek(0, os.SEEK_END)
-        file.write(b"\nlast\n")
+        file.write(b"\n" + b"".join(b"line %d\n" % i for i in range(300_000)) + b"last")
     tracemalloc.start()
     try:
         rank = replay.read_state(folder).ranks[0]
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert (rank.log[-1], rank.log_count) == ("last", 2)
+    assert rank.log_count == 300_002
+    assert rank.log == (*(f"line {i}" for i in range(300_001 - LOG_LINES, 300_000)), "last")
     assert peak < 16 << 20
 
 
@@ -137,13 +130,13 @@ def test_the_live_picture_and_the_reopened_one_are_the_same_for_a_log_of_some_le
             print("line", i, "of", nbtrain.rank(), flush=True)
             nbtrain.log(step=i, loss=1.0 / (i + 1))
 
-    run = nbtrain.launch(train, num_processes=2, view="none")
-    again = Run.open(run.folder)
-    for live, read in zip(run.state.ranks, again.state.ranks, strict=True):
-        assert live.log == read.log
-        assert (live.metrics, live.step, live.status) == (read.metrics, read.step, read.status)
-        assert read.log_count == 5000
-    assert again.state.curves.logged["loss"].ends == run.state.curves.logged["loss"].ends
+    live = nbtrain.launch(train, num_processes=2, view="none")
+    read = Run.open(live.folder)
+    assert [rank.log_count for rank in read.state.ranks] == [5000, 5000]
+    for name in ("log", "metrics", "step", "status"):
+        of_live, of_read = ([getattr(r, name) for r in run.state.ranks] for run in (live, read))
+        assert of_live == of_read
+    assert read.state.curves.logged["loss"].ends == live.state.curves.logged["loss"].ends
 
 
 def test_a_lost_run_ended_when_something_was_last_written() -> None:
@@ -167,12 +160,9 @@ def test_a_lost_run_ended_when_something_was_last_written() -> None:
     [
         ({"num_processes": "two"}, r"run\.json: num_processes is 'two'"),
         ({"num_processes": 10**9}, "num_processes"),
-        ({"num_processes": -1}, "num_processes"),
         ({"num_processes": True}, "num_processes"),
-        ({"num_processes": None}, "num_processes"),
         ({"created": "now"}, "created is 'now'"),
         ({"created": math.nan}, "created"),
-        ({"created": 1e300}, "created"),
         ({"format": 2}, r"run\.json has format 2.*newer"),
         ({"format": "new"}, "format 'new'"),
     ],
@@ -205,6 +195,8 @@ def test_a_file_that_is_none_is_named() -> None:
         Run.open(folder.path)
     with pytest.raises(NbtrainError, match=r"run\.json"):
         Run.open(folder.launcher_events)  # a file, no folder
+    with pytest.raises(FileNotFoundError):
+        Run.open(folder.path.parent)
 
 
 def test_a_folder_that_goes_while_it_is_opened_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,11 +295,6 @@ def test_a_mutated_manifest_opens_or_says_what_is_wrong(seed: int) -> None:
     assert catalog.page(catalog.run_infos())
 
 
-def test_a_bare_folder_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        Run.open(tmp_path)
-
-
 @pytest.fixture
 def long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have even a short run count as one with many events."""
@@ -330,7 +317,7 @@ def _folded_anew(folder: RunFolder) -> RunState:
 
 
 @pytest.mark.usefixtures("long")
-def test_a_picture_that_was_saved_is_that_of_the_events() -> None:
+def test_a_picture_is_that_of_the_events_and_only_what_came_after_it_is_read() -> None:
     run = nbtrain.launch(_reporting, num_processes=2, view="none")
     folder = RunFolder(run.folder)
     saved, anew = replay.read_state(folder), _folded_anew(folder)
@@ -339,19 +326,10 @@ def test_a_picture_that_was_saved_is_that_of_the_events() -> None:
     assert saved.curves.all["loss"].bins.keys() == anew.curves.all["loss"].bins.keys()
     for one, other in zip(saved.ranks, anew.ranks, strict=True):
         assert one == replace(other, fresh=one.fresh, weather=one.weather)
-    assert nbtrain.Run.open(run.folder).value == 7
-
-
-@pytest.mark.usefixtures("long")
-def test_with_a_picture_only_what_came_after_it_is_read() -> None:
-    run = nbtrain.launch(_reporting, num_processes=2, view="none")
-    folder, more = RunFolder(run.folder), ev.Metrics(ev.FOREVER / 2, 0, 300, {"late": 1.0})
-    lines = folder.events(0).read_bytes()
+    lines, more = folder.events(0).read_bytes(), ev.Metrics(ev.FOREVER / 2, 0, 300, {"late": 1.0})
     folder.events(0).write_bytes(lines.replace(b"loss", b"lost") + ev.to_line(more))
-    metrics = replay.read_state(folder).ranks[0].metrics
-    assert {"loss", "late"} <= metrics.keys()
-    assert "lost" not in metrics
-    assert {"lost", "late"} <= _folded_anew(folder).ranks[0].metrics.keys()
+    assert replay.read_state(folder).ranks[0].metrics.keys() == {"loss", "name", "late"}
+    assert _folded_anew(folder).ranks[0].metrics.keys() == {"lost", "name", "late"}
 
 
 def test_a_picture_takes_all_that_a_run_can_have() -> None:

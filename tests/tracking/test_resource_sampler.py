@@ -146,14 +146,6 @@ def test_what_a_process_holds_is_told_where_its_number_is_sure_to_be_its_own() -
     assert resource_sampler.holds(own, [stray, main, other]) == (None, None)
 
 
-def test_looking_takes_its_share_of_the_time_only() -> None:
-    begun = time.monotonic() - 0.05
-    assert resource_sampler._next_time(begun, 0.5) >= begun + 0.05 / resource_sampler.SHARE
-    assert resource_sampler._next_time(time.monotonic(), 0.5) == pytest.approx(
-        time.monotonic() + 0.5, abs=0.1
-    )
-
-
 def test_a_run_keeps_what_was_seen_of_it() -> None:
     def train() -> None:
         wait_until_seen = time.monotonic() + 20

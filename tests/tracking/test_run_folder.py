@@ -29,25 +29,24 @@ def test_a_run_is_watched_by_the_process_that_launched_it_not_by_one_of_its_numb
     assert run_folder.is_watched(made({**HERE, "launcher_started": own}))
     assert run_folder.is_watched(made(HERE))  # of a version that did not write it
     assert not run_folder.is_watched(made({**HERE, "launcher_started": "another"}))
+    for pid in ("x", None, -1, 10**30, 1.5, True):
+        assert not run_folder.is_watched(made({**HERE, "launcher": pid}))
 
 
 def test_a_launcher_that_is_gone_or_a_zombie_watches_nothing() -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
-        run = made({**HERE, "launcher": process.pid, "launcher_started": _now(process.pid)})
+        run = made(
+            {
+                **HERE,
+                "launcher": process.pid,
+                "launcher_started": processes.process_identity(process.pid),
+            }
+        )
         assert run_folder.is_watched(run)
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and not yet reaped
         assert not run_folder.is_watched(run)
     assert not run_folder.is_watched(run)
-
-
-def _now(pid: int) -> str | None:
-    return processes.process_identity(pid)
-
-
-@pytest.mark.parametrize("pid", ["x", None, -1, 10**30, 1.5, True])
-def test_a_launcher_that_is_no_process_watches_nothing(pid: object) -> None:
-    assert not run_folder.is_watched(made({**HERE, "launcher": pid}))
 
 
 def test_only_the_end_of_what_the_launcher_wrote_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

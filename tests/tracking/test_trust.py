@@ -80,25 +80,6 @@ def test_a_link_among_the_runs_deletes_nothing_where_it_leads(tmp_path: Path) ->
     assert run_folder.foreign()[link.name] == "is a link"
 
 
-@pytest.mark.parametrize("kind", ["pipe", "endless", "huge"])
-def test_a_manifest_that_is_no_file_holds_nobody(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, own = made("odd"), made("own")
-    run.manifest.unlink()
-    if kind == "pipe":
-        os.mkfifo(run.manifest)
-    elif kind == "endless":
-        run.manifest.symlink_to("/dev/zero")
-    else:
-        monkeypatch.setattr(run_folder, "LARGEST_MANIFEST", 1000)
-        run.manifest.write_bytes(b" " * 1001)
-    assert [info.name for info in catalog.run_infos()] == [own.path.name]
-    with pytest.raises(NbtrainError, match=r"run\.json (is|cannot)"):
-        Run.open(run.path)
-    assert nbtrain.launch(lambda: 3, num_processes=1, view="none").value == 3
-
-
 @pytest.fixture
 def open_umask() -> Iterator[None]:
     before = os.umask(0)

@@ -79,7 +79,10 @@ def explain(seen: Observation) -> HangReport:
     alive = sorted(missing & seen.silent.keys())
     ended = sorted(missing - seen.silent.keys())
     parts = _places(seen, alive)
-    parts += [f"{format_ranks([rank])} {_ending(seen.over[rank])}" for rank in ended]
+    for rank in ended:
+        status = seen.over[rank]
+        how = "does not run this cell" if status == IDLE else f"has ended ({status})"
+        parts.append(f"{format_ranks([rank])} {how}")
     pronoun = "it" if len(missing) == 1 else "them"
     return HangReport(f"{'; '.join(parts)}; {_waiting(waits, pronoun)}", tuple(alive), tuple(waits))
 
@@ -103,10 +106,6 @@ def _holder(stack: RankStack | None) -> str:
     last = takewhile(lambda frame: not frame.file.endswith("/finish_process.py"), stack.frames)
     frames = (frame for frame in chain(last, *stack.threads) if not frame.is_library)
     return next((frame.place for frame in frames), stack.trouble)
-
-
-def _ending(status: str) -> str:
-    return "does not run this cell" if status == IDLE else f"has ended ({status})"
 
 
 def deadlock(seen: Observation) -> HangReport | None:

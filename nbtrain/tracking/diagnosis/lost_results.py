@@ -29,34 +29,29 @@ def describe_lost_results(state: RunState, expected: Collection[str]) -> Finding
 
     `expected` are the names of what rank 0 was to send to the notebook.
     """
-    lost = [(rank.rank, saved) for rank in state.ranks for saved in rank.saved if saved.lost]
+    lost = [saved for rank in state.ranks for saved in rank.saved if saved.lost]
     if lost:
-        reason = lost[0][1].trouble
+        reason = lost[0].trouble
         remedy = next((r for n, r in _REMEDIES.items() if os.strerror(n) == reason), _ROOM)
-        names = _listed(list(dict.fromkeys(saved.name for _, saved in lost)))
+        names = _listed(list(dict.fromkeys(saved.name for saved in lost)))
         text = f"{names} could not be saved in the run's folder ({reason})"
-        return _finding(text, f"{remedy}, {_AGAIN}", state)
-    if expected and state.ranks and _broke_off(first := state.ranks[0]):
+        remedy = f"{remedy}, {_AGAIN}"
+    elif expected and state.ranks and _broke_off(first := state.ranks[0]):
         ending = "ended (is the disk of the run's folder full?)"
         if first.returncode:
             ending = describe_returncode(first.returncode)
         text = f"rank 0 {ending} before it reported that it had saved {_listed(list(expected))}"
-        return _finding(text, "run.load() loads what is there", state)
-    return None
-
-
-def _finding(text: str, remedy: str, state: RunState) -> Finding:
-    return Finding(LOST, f"results are lost: {text}.{_kept(state)}", f"{remedy}.")
+        remedy = "run.load() loads what is there"
+    else:
+        return None
+    if any(rank.status == "done" for rank in state.ranks):
+        text += ". What the ranks returned is in nbtrain.last_run().results"
+    return Finding(LOST, f"results are lost: {text}.", f"{remedy}.")
 
 
 def _broke_off(rank: RankState) -> bool:
     """Whether a rank left its result, and then did not report that all else was saved, too."""
     return rank.status == "done" and not rank.node and rank.result is None
-
-
-def _kept(state: RunState) -> str:
-    results = any(rank.status == "done" for rank in state.ranks)
-    return " What the ranks returned is in nbtrain.last_run().results." if results else ""
 
 
 def _listed(names: Sequence[str]) -> str:

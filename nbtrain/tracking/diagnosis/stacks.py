@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
 from traceback import walk_stack
-from types import FrameType
 from typing import Any
 
 from ...system.files import open_regular
@@ -376,9 +375,11 @@ def _here(rank: int, manifest: Mapping[str, Any], cells: Mapping[str, str]) -> R
     while main is not None and is_own(main.f_code.co_filename):  # this very question
         main = main.f_back
     tops = [top for top in (main, *frames.values()) if top is not None]
-    own, *others = (_named(_stack_of(top), cells) for top in tops)
+    own, *others = (
+        _named(
+            (StackFrame(f.f_code.co_filename, at, f.f_code.co_name) for f, at in walk_stack(top)),
+            cells,
+        )
+        for top in tops
+    )
     return RankStack(rank, os.getpid(), _own_part(own), tuple(others))
-
-
-def _stack_of(top: FrameType) -> list[StackFrame]:
-    return [StackFrame(f.f_code.co_filename, line, f.f_code.co_name) for f, line in walk_stack(top)]

@@ -130,7 +130,9 @@ def _of_rank(cause: Failure, failures: Sequence[Failure], state: RunState) -> Fa
         has_left=rank.has_left,
         code=rank.cause_code,
     )
-    known = remedies("\n".join((cause.summary, details, *_stack_text(cause.error))))
+    frames = reversed(cause.error.frames) if cause.error is not None else ()
+    stack = [f'  File "{f.filename}", line {f.line} in {f.function}' for f in frames]
+    known = remedies("\n".join((cause.summary, details, *stack)))
     if cause.is_secondary:
         kind, text = "communication", lost(state, text)
     memory = _growth(rank, state) if "memory" in kind + cause.summary else ""
@@ -223,15 +225,11 @@ def describe_endings(ended: str, state: RunState) -> str:
 
 def line(rank: RankState) -> str:
     """Return the headline of one rank's failure, from the picture alone."""
-    return _diagnosed(rank)[1]
+    return kind_and_line(rank)[1]
 
 
-def kind(rank: RankState) -> str:
-    """Return the kind of one rank's failure, from the picture alone."""
-    return _diagnosed(rank)[0]
-
-
-def _diagnosed(rank: RankState) -> tuple[str, str]:
+def kind_and_line(rank: RankState) -> tuple[str, str]:
+    """Return the kind and the headline of one rank's failure, from the picture alone."""
     raised = bool(rank.error) and not rank.has_left and (rank.returncode or 0) >= 0
     if raised or not rank.is_over:
         return diagnose(rank.error or "", "", None, rank.evidence, died=False)
@@ -270,18 +268,13 @@ def _texts(error: CapturedException | None) -> str:
     return "\n".join(texts)
 
 
-def _stack_text(error: CapturedException | None) -> list[str]:
-    """Return the lines of a traceback as faulthandler writes them, the innermost first."""
-    frames = error.frames if error is not None else ()
-    return [f'  File "{f.filename}", line {f.line} in {f.function}' for f in reversed(frames)]
-
-
 def _growth(dead: RankState, state: RunState) -> str:
     """Say which rank's memory grew most, what that holds, and how old this knowledge is."""
     measured = [r for r in state.ranks if r.usage.memory and r.usage.measured]
     if not measured:
         return ""
-    rank = max(measured, key=lambda r: (_grown(r), r.usage.memory or 0))
+    grown = {r.rank: (r.usage.memory or 0) - (r.usage.first_memory or 0) for r in measured}
+    rank = max(measured, key=lambda r: (grown[r.rank], r.usage.memory or 0))
     usage, rest = rank.usage, [r.usage.memory or 0 for r in measured if r is not rank]
     first, last = format_bytes(usage.first_memory or 0), format_bytes(usage.memory or 0)
     verb = f"grew most, from {first} to {last}" if first != last else f"held {last}"
@@ -293,10 +286,6 @@ def _growth(dead: RankState, state: RunState) -> str:
     age = max(0.0, ended - (usage.measured or 0.0)) if ended else 0.0
     when = f"; last measured {format_duration(age)} before rank {dead.rank} ended"
     return f"rank {rank.rank} {verb}{others} ({counted}{when})"
-
-
-def _grown(rank: RankState) -> int:
-    return (rank.usage.memory or 0) - (rank.usage.first_memory or 0)
 
 
 def _lines(cause: Failure, rank: RankState, kind: str, memory: str) -> list[str]:

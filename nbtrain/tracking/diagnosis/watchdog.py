@@ -92,18 +92,15 @@ class HangWatchdog:
                 continue  # a call that the question interrupted may say so, at length
             if isinstance(event, ev.Resources):
                 self._activity.observe(event, now)
-            elif isinstance(event, _SIGNS) or (
-                isinstance(event, ev.TrainingUpdate) and self._is_new(event)
-            ):
+            elif isinstance(event, ev.TrainingUpdate):
+                counts = (event.steps, event.samples, event.epoch, event.batch)
+                if self._counts.get(event.rank) != counts and not event.rests:
+                    self._moved(event.rank, now)
+                self._counts[event.rank] = counts
+            elif isinstance(event, _SIGNS):
                 self._moved(event.rank, now)
             elif isinstance(event, ev.Group):
                 self._groups[event.name] = frozenset(event.members)
-
-    def _is_new(self, event: ev.TrainingUpdate) -> bool:
-        counts = (event.steps, event.samples, event.epoch, event.batch)
-        is_new = self._counts.get(event.rank) != counts
-        self._counts[event.rank] = counts
-        return is_new and not event.rests
 
     def _moved(self, rank: int, now: float) -> None:
         self._last[rank] = now
@@ -126,7 +123,9 @@ class HangWatchdog:
         if any(r.phase == "compiling" or r.debugger for r in running):
             self._last = dict.fromkeys(self._last, now)
         silent = {r.rank: now - self._last[r.rank] for r in running}
-        seen = self._observation(state, silent)
+        over = {r.rank: r.status for r in state.ranks if r.is_over}
+        groups = dict(self._groups)
+        seen = hangs.Observation(time.time(), self._limit, silent, over, groups=groups)
         self._look_early(running, state, seen, now)
         if self._limit == NOTED < self._after <= max(silent.values(), default=0.0):
             self._limit, self._about = self._after, frozenset()  # the note has become a hang
@@ -139,10 +138,6 @@ class HangWatchdog:
             self._about, self._asked_at = stalled, now
             self._start(self._ask, stalled, replace(seen, after=self._limit))
         return events
-
-    def _observation(self, state: RunState, silent: Mapping[int, float]) -> hangs.Observation:
-        over = {r.rank: r.status for r in state.ranks if r.is_over}
-        return hangs.Observation(time.time(), self._limit, silent, over, groups=dict(self._groups))
 
     def _look_early(
         self, running: list[RankState], state: RunState, seen: hangs.Observation, now: float
@@ -187,7 +182,8 @@ class HangWatchdog:
         # Without a folder that was deleted, or a process list: what is known is reported.
         with contextlib.suppress(Exception):
             seen = look_closely(self._folder, seen)
-        talks = seen.after == NOTED and any(map(_is_talking, seen.stacks.values()))
+        frames = (frame for stack in seen.stacks.values() for frame in stack.frames)
+        talks = seen.after == NOTED and any(frame.file.endswith(_TALKING) for frame in frames)
         self._reports.put((about, None if talks else hangs.explain(seen), seen.after))
 
     def _ask_recorders(self, about: frozenset[int], seen: hangs.Observation) -> None:
@@ -223,8 +219,3 @@ def _some(by_rank: Mapping[int, stacks.RankStack], most: int) -> list[int]:
             places.setdefault(stack.location, []).append(rank)
     rarest = sorted(places.values(), key=len)
     return [rank for ranks in rarest for rank in ranks][:most]
-
-
-def _is_talking(stack: stacks.RankStack) -> bool:
-    """Whether a rank waits for an answer of a server or a program."""
-    return any(frame.file.endswith(_TALKING) for frame in stack.frames)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from statistics import fmean
 
@@ -60,16 +60,10 @@ def epoch_table(state: RunState) -> EpochTable:
         losses = (name for name in columns if name == TRAIN_LOSS or ev.is_training_loss(name))
         best_by = next(losses, "")
     best = _best(rows, best_by)
-    marked = (
-        Epoch(
-            r.epoch,
-            r.steps,
-            r.seconds,
-            {n: r.values[n] for n in columns if n in r.values},
-            at == best,
-        )
-        for at, r in enumerate(rows)
-    )
+    marked = []
+    for at, row in enumerate(rows):
+        values = {name: row.values[name] for name in columns if name in row.values}
+        marked.append(replace(row, values=values, is_best=at == best))
     return EpochTable(tuple(columns), tuple(marked), best_by)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..state import ProgressBar, RankState, RunState
@@ -58,11 +57,6 @@ def of_run(state: RunState, now: float) -> RunProgress:
     if not known:
         return RunProgress(stuck_for=stuck)
     return min(known, key=lambda p: (p.fraction or 0.0, p.step or 0))
-
-
-def of_rank(rank: RankState, state: RunState, now: float) -> RunProgress:
-    """Return where a rank stands."""
-    return _of_rank(rank, state, now, _stuck_for(state, now))
 
 
 def _of_rank(rank: RankState, state: RunState, now: float, stuck: float | None) -> RunProgress:
@@ -152,7 +146,9 @@ def _remaining(rank: RankState, done: float | None, now: float) -> float | None:
     trained = rank.progress
     if trained is not None and trained.loops:
         passed, heard = trained.elapsed, trained.time
-        if trained.is_uneven or _is_unsure(trained.loops, trained.batches):
+        name, rounds, *_ = trained.loops[-1]
+        # The loops may know epochs alone: of these, the first has to be over.
+        if trained.is_uneven or (trained.batches is None and name != "batch" and rounds == 0):
             return None
     else:
         bars = [b for b in rank.bars.values() if not b.closed and b.fraction is not None]
@@ -165,11 +161,6 @@ def _remaining(rank: RankState, done: float | None, now: float) -> float | None:
     since = min(LATE, max(0.0, now - heard))
     left = max(0.0, passed * (1 - done) / done - since)
     return left if left < LONGEST else None
-
-
-def _is_unsure(loops: Sequence[tuple[str, int, int, int]], batches: int | None) -> bool:
-    """Whether the loops know epochs alone, the first of which is not over."""
-    return batches is None and loops[-1][0] != "batch" and loops[-1][1] == 0
 
 
 def _remaining_in_epoch(rank: RankState, now: float) -> float | None:

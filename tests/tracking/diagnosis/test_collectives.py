@@ -46,12 +46,9 @@ def test_a_dump_is_read_by_group() -> None:
     assert [c.number for c in told.by_group[f"{DEFAULT}, point to point"]] == [7]
 
 
-def test_what_is_no_dump_is_none() -> None:
+def test_what_is_no_dump_is_none_and_one_before_any_collective_is_empty() -> None:
     for text in ("", "[]", "{}", '{"entries": [1], "version": ""}', "[{}]", "<html>"):
         assert collectives.parse(text) is None
-
-
-def test_a_rank_without_a_collective_has_a_recorder_too() -> None:
     told = collectives.parse('{"version": "2.10", "pg_status": {}}')
     assert told == collectives.FlightRecord()
 

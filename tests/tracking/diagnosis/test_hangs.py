@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from nbtrain.tracking.diagnosis import hangs
 from nbtrain.tracking.diagnosis.collectives import DEFAULT, Collective, FlightRecord
 from nbtrain.tracking.diagnosis.stacks import RankStack, StackFrame
@@ -35,137 +37,152 @@ def seen(ranks: int, *, at: dict[int, StackFrame] | None = None, **known: Any) -
     )
 
 
+REDUCES = recorded("all_reduce")
+SILENT_RANK_1 = {0: 0.1, 1: 300.0}
+IN_TORCH = RankStack(0, frames=(TORCH, REDUCING))
+CASES: dict[str, tuple[hangs.Observation, str, tuple[int, ...], tuple[int, ...]]] = {
+    "one never joined": (
+        seen(
+            4,
+            at={0: REDUCING, 1: REDUCING, 2: REDUCING, 3: SLEEPING},
+            recorded={
+                **dict.fromkeys(range(3), recorded("all_reduce", "all_reduce")),
+                3: recorded("all_reduce", done=True),
+            },
+        ),
+        "rank 3 is at In[5], line 41: time.sleep(600); ranks 0–2 wait in all_reduce #2 for it",
+        (3,),
+        (0, 1, 2),
+    ),
+    "several never joined": (
+        seen(
+            3,
+            at={1: SLEEPING, 2: SLEEPING},
+            recorded={0: recorded("barrier"), 1: recorded(), 2: recorded()},
+        ),
+        "ranks 1–2 are at In[5], line 41: time.sleep(600); rank 0 waits in barrier #1 for them",
+        (1, 2),
+        (0,),
+    ),
+    "without a recorder, by the stacks": (
+        seen(2, stacks={0: IN_TORCH, 1: RankStack(1, frames=(SLEEPING,))}),
+        "rank 1 is at In[5], line 41: time.sleep(600); rank 0 waits in all_reduce for it",
+        (1,),
+        (0,),
+    ),
+    "collectives that do not match": (
+        seen(2, at={0: REDUCING, 1: SLEEPING}, recorded={0: REDUCES, 1: recorded("broadcast")}),
+        "rank 0 is in all_reduce #1 of [4] (In[5], line 43), rank 1 is in broadcast #1 of [4] "
+        f"(In[5], line 41): these do not match, so no rank can continue. {hangs.SAME}",
+        (),
+        (0, 1),
+    ),
+    "shapes that do not match": (
+        seen(2, recorded={0: REDUCES, 1: recorded("all_reduce", shape=(5,))}),
+        "rank 0 is in all_reduce #1 of [4], rank 1 is in all_reduce #1 of [5]: these do not match, "
+        f"so no rank can continue. {hangs.SHAPES}",
+        (),
+        (0, 1),
+    ),
+    # Of a broadcast, its root is done at once; it is the next one that it waits in.
+    "the root of a broadcast is ahead": (
+        seen(
+            2,
+            at={1: SLEEPING},
+            recorded={
+                0: recorded("broadcast", "all_reduce"),
+                1: recorded("broadcast", done=True),
+            },
+        ),
+        "rank 1 is at In[5], line 41: time.sleep(600); rank 0 waits in all_reduce #2 for it",
+        (1,),
+        (0,),
+    ),
+    "one has left it and is not missed": (
+        seen(
+            3,
+            at={1: SLEEPING, 2: REDUCING},
+            recorded={
+                0: recorded("broadcast", "broadcast"),
+                1: recorded("broadcast", "broadcast", done=True),
+                2: recorded("broadcast", done=True),
+            },
+        ),
+        "rank 2 is at In[5], line 43: dist.all_reduce(x); rank 0 waits in broadcast #2 for it",
+        (2,),
+        (0,),
+    ),
+    "one ended without joining": (
+        seen(1, at={0: REDUCING}, recorded={0: REDUCES}, over={1: "done"}),
+        "rank 1 has ended (done); rank 0 waits in all_reduce #1 for it",
+        (),
+        (0,),
+    ),
+    "only members of a group are missed in it": (
+        seen(
+            4,
+            at={1: REDUCING, 2: SLEEPING, 3: REDUCING},
+            recorded={
+                0: recorded("all_reduce", group="7"),
+                **dict.fromkeys(range(1, 4), FlightRecord()),
+            },
+            groups={"7": frozenset({0, 2})},
+        ),
+        "rank 2 is at In[5], line 41: time.sleep(600); rank 0 waits in all_reduce #1 for it",
+        (2,),
+        (0,),
+    ),
+    "nobody is accused of a long silence": (
+        seen(2, at={0: SLEEPING, 1: SLEEPING}),
+        "no sign of progress for 5:00 min: ranks 0–1 are at In[5], line 41: time.sleep(600)",
+        (),
+        (),
+    ),
+    "one is silent and the others continue": (
+        seen(2, at={0: SLEEPING}, silent={0: 90.0, 1: 0.2}, after=90.0),
+        "no sign of progress for 1:30 min: rank 0 is at In[5], line 41: time.sleep(600); "
+        "the other ranks continue",
+        (),
+        (),
+    ),
+    "a collective that a rank is just in": (
+        seen(
+            2,
+            at={1: SLEEPING},
+            recorded={0: recorded("all_reduce", ago=0.1), 1: FlightRecord()},
+            silent=SILENT_RANK_1,
+        ),
+        "no sign of progress for 5:00 min: rank 1 is at In[5], line 41: time.sleep(600); "
+        "the other ranks continue",
+        (),
+        (),
+    ),
+    "one cannot be asked": (
+        seen(
+            2,
+            stacks={1: RankStack(1, trouble="does not answer (its process is stopped)")},
+            recorded={0: REDUCES},
+        ),
+        "rank 1 does not answer (its process is stopped); rank 0 waits in all_reduce #1 for it",
+        (1,),
+        (0,),
+    ),
+}
+
+
+@pytest.mark.parametrize(("known", "text", "stuck", "waiting"), CASES.values(), ids=CASES)
+def test_who_hangs_and_who_waits_is_a_sentence(
+    known: hangs.Observation, text: str, stuck: tuple[int, ...], waiting: tuple[int, ...]
+) -> None:
+    assert hangs.explain(known) == hangs.HangReport(text, stuck, waiting)
+
+
 def test_a_host_whose_clock_is_ahead_does_not_wait_from_the_first_moment() -> None:
     began = recorded("all_reduce", ago=-30)
     moments = dict.fromkeys(range(2), 0.01)  # since the last progress of each
     records = {0: began, 1: recorded("all_reduce", done=True, ago=-30)}
     assert hangs._waits(seen(2, recorded=records, silent=moments)) == {}
     assert 0 in hangs._waits(seen(2, recorded=records))
-
-
-def test_the_rank_that_never_joined_is_named_with_its_line() -> None:
-    waiting = recorded("all_reduce", "all_reduce")
-    told = hangs.explain(
-        seen(
-            4,
-            at={0: REDUCING, 1: REDUCING, 2: REDUCING, 3: SLEEPING},
-            recorded={0: waiting, 1: waiting, 2: waiting, 3: recorded("all_reduce", done=True)},
-        )
-    )
-    assert told == hangs.HangReport(
-        "rank 3 is at In[5], line 41: time.sleep(600); ranks 0–2 wait in all_reduce #2 for it",
-        (3,),
-        (0, 1, 2),
-    )
-
-
-def test_without_a_recorder_the_stacks_tell_who_waits() -> None:
-    stacks = {0: RankStack(0, frames=(TORCH, REDUCING)), 1: RankStack(1, frames=(SLEEPING,))}
-    told = hangs.explain(seen(2, stacks=stacks))
-    assert told.text == (
-        "rank 1 is at In[5], line 41: time.sleep(600); rank 0 waits in all_reduce for it"
-    )
-    assert (told.stuck, told.waiting) == ((1,), (0,))
-
-
-def test_several_that_are_missing_are_all_named() -> None:
-    waiting, joined = recorded("barrier"), recorded()
-    told = hangs.explain(
-        seen(3, at={1: SLEEPING, 2: SLEEPING}, recorded={0: waiting, 1: joined, 2: joined})
-    )
-    assert told.text == (
-        "ranks 1–2 are at In[5], line 41: time.sleep(600); rank 0 waits in barrier #1 for them"
-    )
-
-
-def test_collectives_that_do_not_match_accuse_nobody() -> None:
-    told = hangs.explain(
-        seen(
-            2,
-            at={0: REDUCING, 1: SLEEPING},
-            recorded={0: recorded("all_reduce"), 1: recorded("broadcast")},
-        )
-    )
-    assert told.text == (
-        "rank 0 is in all_reduce #1 of [4] (In[5], line 43), rank 1 is in broadcast #1 of [4] "
-        "(In[5], line 41): these do not match, so no rank can continue. "
-        f"{hangs.SAME}"
-    )
-    assert (told.stuck, told.waiting) == ((), (0, 1))
-
-
-def test_shapes_that_do_not_match_are_told() -> None:
-    told = hangs.explain(
-        seen(2, recorded={0: recorded("all_reduce"), 1: recorded("all_reduce", shape=(5,))})
-    )
-    assert "all_reduce #1 of [4], rank 1 is in all_reduce #1 of [5]" in told.text
-
-
-def test_a_root_that_passed_through_may_be_in_another_one() -> None:
-    """Of a broadcast, its root is done at once; it is the next one that it waits in."""
-    root = recorded("broadcast", "all_reduce")
-    told = hangs.explain(
-        seen(2, at={1: SLEEPING}, recorded={0: root, 1: recorded("broadcast", done=True)})
-    )
-    assert told.stuck == (1,)
-    assert "rank 0 waits in all_reduce #2 for it" in told.text
-
-
-def test_a_rank_that_ended_without_joining_is_told() -> None:
-    told = hangs.explain(
-        seen(1, at={0: REDUCING}, recorded={0: recorded("all_reduce")}, over={1: "done"})
-    )
-    assert told.text == "rank 1 has ended (done); rank 0 waits in all_reduce #1 for it"
-    assert told.stuck == ()
-
-
-def test_only_members_of_a_group_are_missed_in_it() -> None:
-    waiting = recorded("all_reduce", group="7")
-    known = {0: waiting, 1: FlightRecord(), 2: FlightRecord(), 3: FlightRecord()}
-    told = hangs.explain(
-        seen(
-            4,
-            at={1: REDUCING, 2: SLEEPING, 3: REDUCING},
-            recorded=known,
-            groups={"7": frozenset({0, 2})},
-        )
-    )
-    assert told.stuck == (2,)
-    assert told.waiting == (0,)
-
-
-def test_nobody_is_accused_of_a_long_silence() -> None:
-    told = hangs.explain(seen(2, at={0: SLEEPING, 1: SLEEPING}))
-    assert told == hangs.HangReport(
-        "no sign of progress for 5:00 min: ranks 0–1 are at In[5], line 41: time.sleep(600)"
-    )
-
-
-def test_one_silent_rank_among_others_that_go_on() -> None:
-    told = hangs.explain(seen(2, at={0: SLEEPING}, silent={0: 90.0, 1: 0.2}, after=90.0))
-    assert told.text == (
-        "no sign of progress for 1:30 min: rank 0 is at In[5], line 41: time.sleep(600); "
-        "the other ranks continue"
-    )
-
-
-def test_a_collective_that_a_rank_is_just_in_is_no_waiting() -> None:
-    passing = recorded("all_reduce", ago=0.1)
-    told = hangs.explain(
-        seen(
-            2, at={1: SLEEPING}, recorded={0: passing, 1: FlightRecord()}, silent={0: 0.1, 1: 300.0}
-        )
-    )
-    assert told.stuck == ()
-    assert "rank 1 is at" in told.text
-
-
-def test_a_rank_that_cannot_be_asked_is_told_as_such() -> None:
-    stopped = RankStack(1, trouble="does not answer (its process is stopped)")
-    told = hangs.explain(seen(2, stacks={1: stopped}, recorded={0: recorded("all_reduce")}))
-    assert told.text == (
-        "rank 1 does not answer (its process is stopped); rank 0 waits in all_reduce #1 for it"
-    )
 
 
 def test_a_thousand_ranks_make_a_short_sentence() -> None:
@@ -192,14 +209,6 @@ def test_a_circle_of_groups_is_certain_only_where_every_rank_is_in_its_collectiv
 
 
 def test_a_rank_that_others_wait_for_is_no_deadlock() -> None:
-    told = hangs.deadlock(
-        seen(
-            2,
-            stacks={
-                0: RankStack(0, frames=(SLEEPING,)),
-                1: RankStack(1, frames=(TORCH, REDUCING)),
-            },
-            recorded={0: recorded("barrier", done=True), 1: recorded("barrier", "barrier")},
-        )
-    )
-    assert told is None
+    stacks = {0: RankStack(0, frames=(SLEEPING,)), 1: IN_TORCH}
+    records = {0: recorded("barrier", done=True), 1: recorded("barrier", "barrier")}
+    assert hangs.deadlock(seen(2, stacks=stacks, recorded=records)) is None

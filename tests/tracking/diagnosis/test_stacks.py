@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import platform
@@ -16,7 +15,6 @@ import psutil
 import pytest
 
 import nbtrain
-from nbtrain.errors import PlanError
 from nbtrain.lifecycle.run import Run
 from nbtrain.system.processes import process_identity
 from nbtrain.tracking.diagnosis import stacks
@@ -24,7 +22,6 @@ from nbtrain.tracking.diagnosis.stacks import RankStack, StackFrame, Stacks
 from nbtrain.tracking.run_folder import RunFolder
 from nbtrain.worker import stack_dumps
 from tests.support.kernel import Notebook
-from tests.support.runs import launch
 from tests.support.waiting import wait_until
 
 DUMP = """\
@@ -47,37 +44,13 @@ def test_a_dump_is_read_with_the_main_thread_first() -> None:
     )
 
 
-def test_what_faulthandler_of_this_python_writes_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "dump"
-    ready, done = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        ready.set()
-        done.wait()
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    ready.wait()
-    with path.open("wb") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-    done.set()
-    thread.join()
-    main, *others = stacks.parse(path.read_text())
-    assert "test_what_faulthandler_of_this_python_writes_is_read" in [f.function for f in main]
-    assert any("wait" in [f.function for f in other] for other in others)
-
-
-def test_where_a_rank_is_is_the_users_own_line() -> None:
-    sleeping = StackFrame("/lib/python3.11/site-packages/torch/x.py", 9, "wait")
-    own = StackFrame("In[5]", 41, "train", "loss.backward()")
-    assert RankStack(0, frames=(sleeping, own)).location == own
-    assert RankStack(0, frames=(sleeping,)).location == sleeping
-    assert RankStack(0).location is None
-    assert own.place == "In[5], line 41: loss.backward()"
-
-
-def test_stacks_print_themselves() -> None:
+def test_stacks_name_the_users_own_line_and_print_themselves() -> None:
     frame = StackFrame("In[5]", 41, "train", "time.sleep(600)")
+    library = StackFrame("/lib/python3.11/site-packages/torch/x.py", 9, "wait")
+    assert RankStack(0, frames=(library, frame)).location == frame
+    assert RankStack(0, frames=(library,)).location == library
+    assert RankStack(0).location is None
+    assert frame.place == "In[5], line 41: time.sleep(600)"
     told = Stacks([RankStack(0, 7, (frame,), ((frame,),)), RankStack(1, trouble="has ended")])
     assert (
         str(told)
@@ -111,6 +84,8 @@ def test_a_process_that_would_die_of_the_signal_is_not_sent_it(tmp_path: Path) -
     with subprocess.Popen(["sleep", "60"]) as stranger:
         process = psutil.Process(stranger.pid)
         assert "not started" in stacks.ask(folder, [0])[0].trouble
+        folder.stacks(0).write_text(_head(process))
+        assert "does not listen" in stacks.ask(folder, [0])[0].trouble
         # The number went round: the rank's process is gone, and another has its number.
         folder.stacks(0).write_text(_head(process, process="that of another"))
         folder.stacks(1).write_text("no JSON at all\n")
@@ -119,32 +94,6 @@ def test_a_process_that_would_die_of_the_signal_is_not_sent_it(tmp_path: Path) -
         assert "cannot be asked" in told[1].trouble
         assert stranger.poll() is None
         stranger.kill()
-
-
-def test_a_rank_whose_handler_is_gone_is_not_sent_it_either(tmp_path: Path) -> None:
-    folder = _folder(tmp_path)
-    with subprocess.Popen(["sleep", "60"]) as rank:
-        folder.stacks(0).write_text(_head(psutil.Process(rank.pid)))
-        assert "does not listen" in stacks.ask(folder, [0])[0].trouble
-        assert rank.poll() is None
-        rank.kill()
-
-
-def test_a_rank_answers_after_the_clock_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time at which the host was started moves with the clock, and so do those of processes."""
-
-    def train() -> None:
-        while not nbtrain.should_stop():
-            time.sleep(0.01)
-
-    run = launch(train, n=2, background=True)
-    try:
-        wait_until(lambda: not any(stack.trouble for stack in run.stacks()), 30)
-        started = psutil._pslinux.boot_time()
-        monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: started + 7200)
-        assert [stack.trouble for stack in run.stacks()] == ["", ""]
-    finally:
-        run.stop()
 
 
 def test_a_run_of_another_host_is_not_asked_here(tmp_path: Path) -> None:
@@ -191,19 +140,12 @@ def test_another_process_reads_the_stacks_of_a_notebooks_run(notebook: Notebook)
     assert told.count("has ended") == 2
 
 
-def test_the_magic_refuses_more_than_one_run(notebook: Notebook) -> None:
-    assert notebook.run("%nbtrain stacks a b").ename == PlanError.__name__
-
-
-def test_an_inline_rank_is_asked_in_its_own_process(notebook: Notebook) -> None:
+def test_an_inline_rank_is_asked_in_the_kernel_which_gets_no_signal(notebook: Notebook) -> None:
     cell = "%%distributed -n 1 -e inline\nprint(nbtrain.last_run().stacks())"
     first = notebook.run(cell).stdout.splitlines()
     assert first[0].startswith("rank 0")
     assert "In[" in first[1]
     assert "line 2, in <module>: print(nbtrain.last_run().stacks())" in first[1]
-
-
-def test_no_signal_is_registered_in_the_kernel(notebook: Notebook) -> None:
     notebook.run("%distributed -n 1 1")
     caught = "int(open('/proc/self/status').read().split('SigCgt:')[1].split()[0], 16)"
     if sys.platform == "linux":
@@ -212,7 +154,6 @@ def test_no_signal_is_registered_in_the_kernel(notebook: Notebook) -> None:
 
 @pytest.mark.parametrize("depth", [3, 300])
 def test_an_answer_is_whole_however_deep_the_stack_is(depth: int, run_root: Path) -> None:
-    import nbtrain
 
     def ask(left: int) -> Stacks:
         folder = RunFolder(Path(os.environ["NBTRAIN_RUN"]))

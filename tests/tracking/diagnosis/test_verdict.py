@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,8 @@ from nbtrain.ui import labels
 
 ECHO = "[pair.cc:553] Connection closed by peer [127.0.0.1]:8427"
 THROWN = "terminate called after throwing an instance of 'gloo::IoException'\n  what():  " + ECHO
+
+CURE = ("each of 8 ranks builds a model of its own", "build it once")
 
 
 def run(
@@ -35,11 +38,25 @@ def raised(rank: int, time: float, error: BaseException) -> Failure:
     return Failure(rank, time, exceptions.capture(error))
 
 
-def of_one(error: BaseException, *evidence: tuple[str, str]) -> verdict.FailureReport:
-    ended = ev.Ended(1.0, 0, error="", evidence=evidence)
-    found = verdict.explain(run(ended, exited(0), ranks=1), [raised(0, 1.0, error)])
+def explained(state: RunState, failures: Sequence[Failure]) -> verdict.FailureReport:
+    found = verdict.explain(state, failures)
     assert found is not None
     return found
+
+
+def of_one(error: BaseException, *evidence: tuple[str, str]) -> verdict.FailureReport:
+    ended = ev.Ended(1.0, 0, error="", evidence=evidence)
+    return explained(run(ended, exited(0), ranks=1), [raised(0, 1.0, error)])
+
+
+def death(
+    number: int | None, log: str = "", *before: ev.Event, device: str = "cpu", **more: Any
+) -> verdict.FailureReport:
+    """Return why a run failed whose only rank died; others would build its model, too."""
+    seen = [ev.Resources(1.0, 0, memory=3 << 30), *before]
+    state = run(*seen, exited(0, number, **more), ranks=1)
+    state = replace(state, if_killed=CURE, device=device)
+    return explained(state, [Failure(0, 1.0, None, number, log, verdict.death(state.ranks[0]))])
 
 
 @pytest.mark.parametrize("cause_at", [9.0, 10.0, 10.001, 12.0])
@@ -53,34 +70,27 @@ def test_the_cause_is_named_whatever_comes_first(cause: str, cause_at: float) ->
     native = Failure(1, 10.0, returncode=-6, log=THROWN, description="was killed by SIGABRT")
     state = run(exited(0), exited(1, -6), exited(2, 1 if cause == "exception" else 7))
     for order in itertools.permutations([guilty, echo, native]):
-        found = verdict.explain(state, order)
-        assert found is not None
+        found = explained(state, order)
         assert (found.rank, found.kind) == (2, "exit" if cause == "death" else "exception")
         assert found.others == "ranks 0–1 failed because of it"
 
 
 def test_where_all_are_echoes_those_that_returned_are_named() -> None:
     state = run(exited(1, 0, "done"), exited(2, 0, "done"), exited(0))
-    found = verdict.explain(state, [raised(0, 1.0, RuntimeError(ECHO))])
-    assert found is not None
+    found = explained(state, [raised(0, 1.0, RuntimeError(ECHO))])
     assert (found.kind, found.rank) == ("communication", 0)
     assert found.headline.startswith("lost ranks 1–2, whose function had returned: RuntimeError")
     assert found.others == "ranks 1–2 had finished"
 
 
-def test_success_and_an_interrupt_are_no_failures() -> None:
-    assert verdict.explain(run(exited(0, 0, "done"), ranks=1, status="succeeded"), []) is None
-    assert verdict.explain(run(exited(0, -2, "stopped"), ranks=1, status="interrupted"), []) is None
-    alive = RunState("train", "fork", (RankState(0),), 0.0)
-    assert verdict.explain(alive, []) is None
-
-
-def test_a_timeout_tells_who_had_to_be_killed() -> None:
-    state = run(exited(0, -2, "stopped"), exited(1, -9, "stopped"), ranks=2, status="timed out")
-    found = verdict.explain(state, [])
-    assert found is not None
+def test_a_timeout_is_a_failure_of_no_rank_and_an_interrupt_is_none() -> None:
+    ended = [exited(0, -2, "stopped"), exited(1, -9, "stopped")]
+    found = explained(run(*ended, ranks=2, status="timed out"), [])
     assert (found.kind, found.rank) == ("timeout", -1)
-    assert found.evidence == ("rank 1 had to be killed",)
+    assert str(found).splitlines()[-1] == "  · rank 1 had to be killed"
+    assert verdict.explain(run(*ended, ranks=2, status="interrupted"), []) is None
+    assert verdict.explain(run(exited(0, 0, "done"), ranks=1, status="succeeded"), []) is None
+    assert verdict.explain(RunState("train", "fork", (RankState(0),), 0.0), []) is None
 
 
 @pytest.mark.parametrize(
@@ -91,8 +101,7 @@ def test_a_timeout_tells_who_had_to_be_killed() -> None:
     ],
 )
 def test_a_run_that_could_not_start_says_why(message: str, code: str, kind: str) -> None:
-    found = verdict.explain(run(message=message, code=code), [])
-    assert found is not None
+    found = explained(run(message=message, code=code), [])
     assert (found.kind, found.rank, found.headline) == (kind, -1, message)
 
 
@@ -149,8 +158,7 @@ def test_gpu_memory_is_told_with_torchs_figures_and_who_holds_what() -> None:
         exited(0),
         ranks=2,
     )
-    found = verdict.explain(state, [raised(0, 1.0, OutOfMemoryError(text))])
-    assert found is not None
+    found = explained(state, [raised(0, 1.0, OutOfMemoryError(text))])
     assert found.kind == "cuda out of memory"
     assert found.headline.endswith("CUDA out of memory. Tried to allocate 20.00 GiB")
     assert "GPU 0 has 139 GiB" in found.evidence
@@ -160,41 +168,40 @@ def test_gpu_memory_is_told_with_torchs_figures_and_who_holds_what() -> None:
     )
 
 
-def death(number: int | None, log: str = "", **more: Any) -> verdict.FailureReport:
-    state = run(ev.Resources(1.0, 0, memory=3 << 30), exited(0, number, **more), ranks=1)
-    said = verdict.death(state.ranks[0])
-    found = verdict.explain(state, [Failure(0, 1.0, None, number, log, said)])
-    assert found is not None
-    return found
+@pytest.mark.parametrize(
+    ("found", "kind"),
+    [
+        (death(7), "exit"),
+        (death(None), "exit"),
+        (death(-15), "signal"),
+        (death(-9, cause="was killed by SIGKILL", code=ev.NOT_MEMORY), "signal"),
+        (death(-6, "std::bad_alloc"), "out of memory"),
+        (
+            death(-6, "[rank0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)"),
+            "communication",
+        ),
+    ],
+)
+def test_deaths_are_told_apart(found: verdict.FailureReport, kind: str) -> None:
+    assert found.kind == kind
 
 
-def test_deaths_are_told_apart() -> None:
-    assert death(7).kind == "exit"
-    assert death(7).evidence == ("exit code 7",)
-    assert death(None).kind == "exit"
-    assert death(-9, cause="was killed by SIGKILL", code=ev.NOT_MEMORY).kind == "signal"
-    assert death(-6, "std::bad_alloc").kind == "out of memory"
-    watchdog = "[rank0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)"
-    assert death(-6, watchdog).kind == "communication"
-
-
-def test_a_kill_that_may_be_for_memory_comes_with_what_the_ranks_built() -> None:
-    cure = ("each of 8 ranks builds a model of its own", "build it once")
-
-    def advice(number: int, device: str, **more: Any) -> tuple[str, ...]:
-        state = run(ev.Resources(1.0, 0, memory=3 << 30), exited(0, number, **more), ranks=1)
-        state = replace(state, if_killed=cure, device=device)
-        said = verdict.death(state.ranks[0])
-        found = verdict.explain(state, [Failure(0, 1.0, None, number, "", said)])
-        assert found is not None
-        assert set(found.advice) <= set(found.evidence)
-        return found.advice
-
-    assert advice(-9, "cuda") == cure
-    assert advice(-11, "xla") == cure
-    assert advice(-11, "cuda") == ()
-    assert advice(-9, "xla", code=ev.NOT_MEMORY) == ()
-    assert advice(1, "xla") == ()
+@pytest.mark.parametrize(
+    ("number", "device", "code", "advice"),
+    [
+        (-9, "cuda", "", CURE),
+        (-11, "xla", "", CURE),
+        (-11, "cuda", "", ()),
+        (-9, "xla", ev.NOT_MEMORY, ()),
+        (1, "xla", "", ()),
+    ],
+)
+def test_a_kill_that_may_be_for_memory_comes_with_what_the_ranks_built(
+    number: int, device: str, code: str, advice: tuple[str, ...]
+) -> None:
+    found = death(number, device=device, code=code)
+    assert found.advice == advice
+    assert set(found.advice) <= set(found.evidence)
 
 
 def test_the_systems_count_of_kills_is_evidence() -> None:
@@ -241,31 +248,14 @@ def test_a_deep_stack_of_libraries_hides_no_line_of_the_users() -> None:
 
 
 def test_a_report_that_could_not_be_written_is_no_exit_code() -> None:
-    ended = ev.Ended(1.0, 0, error="ValueError: bad luck")
-    state = run(ended, exited(0, 1), ranks=1)
-    said = verdict.death(state.ranks[0])
-    found = verdict.explain(state, [Failure(0, 1.0, None, 1, "", said)])
-    assert found is not None
-    assert (found.kind, found.headline) == (
-        "exception",
-        "failed with ValueError: bad luck; its report could not be written",
-    )
+    found = death(1, "", ev.Ended(1.0, 0, error="ValueError: bad luck"))
+    text = "failed with ValueError: bad luck; its report could not be written"
+    assert (found.kind, found.headline) == ("exception", text)
 
 
-def test_the_board_says_what_the_verdict_says() -> None:
-    for found, state in (
-        (death(7), run(exited(0, 7), ranks=1)),
-        (death(-15), run(exited(0, -15), ranks=1)),
-    ):
-        assert labels.trouble(state.ranks[0], state) == found.headline
-
-
-def test_it_prints_as_lines() -> None:
-    found = verdict.FailureReport(
-        "exit", 1, "exited with code 7", ("exit code 7",), "rank 0 was stopped"
-    )
-    assert str(found).splitlines() == [
-        "rank 1: exited with code 7  [exit]",
-        "  · exit code 7",
-        "  · rank 0 was stopped",
-    ]
+@pytest.mark.parametrize("number", [7, -9, -15])
+def test_the_board_says_what_the_verdict_says(number: int) -> None:
+    state = run(exited(0, number), ranks=1)
+    found = death(number)
+    assert labels.trouble(state.ranks[0], state) == found.headline
+    assert found.evidence[0] == (f"exit code {number}" if number > 0 else f"signal {-number}")

@@ -85,14 +85,3 @@ def test_the_table_of_the_trainer_has_its_evaluations() -> None:
     assert "eval_runtime" not in table
     assert table["loss"].notna().all()
     assert table["best"].sum() == 1
-
-
-def test_a_loop_without_a_loader_has_no_epochs() -> None:
-    def train() -> None:
-        w = nn.Parameter(torch.ones(3))
-        optimizer = torch.optim.SGD([w], lr=0.1)
-        for _ in range(5):
-            w.sum().backward()
-            optimizer.step()
-
-    assert len(launch(train).epochs) == 0

@@ -1,4 +1,4 @@
-"""What the board shows of twelve loops, at five moments each, against what the loops knew."""
+"""What the board shows of a dozen loops, at five moments each, against what the loops knew."""
 
 from __future__ import annotations
 
@@ -39,19 +39,18 @@ class Truth(NamedTuple):
 class Work:
     """A model to train, and a diary."""
 
-    def __init__(self, optimizers: int = 1) -> None:
-        self.models = [nn.Linear(4, 1) for _ in range(optimizers)]
-        self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in self.models]
+    def __init__(self) -> None:
+        self.model = nn.Linear(4, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.diary: list[Truth] = []
         self.steps = 0
         self.losses: list[float] = []
 
-    def backward(self, x: Any, model: int = 0) -> None:
-        loss = self.models[model](x).pow(2).mean()
+    def backward(self, x: Any) -> None:
+        loss = self.model(x).pow(2).mean()
         loss.backward()
         time.sleep(PAUSE)
-        if model == 0:
-            self.losses.append(loss.item())
+        self.losses.append(loss.item())
 
     def note(self, epoch: int | None = None, fraction: float | None = None) -> None:
         self.steps += 1
@@ -60,8 +59,8 @@ class Work:
 
     def step(self, x: Any, epoch: int | None = None, fraction: float | None = None) -> None:
         self.backward(x)
-        self.optimizers[0].step()
-        self.optimizers[0].zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         self.note(epoch, fraction)
 
 
@@ -87,16 +86,6 @@ def nested_bars() -> list[Truth]:
     return work.diary
 
 
-def early_stop() -> list[Truth]:
-    work, data = Work(), loader(20)
-    for epoch in range(10):
-        for i, (x,) in enumerate(data):
-            work.step(x, epoch + 1, (20 * epoch + i + 1) / 200)
-        if epoch == 3:
-            break
-    return work.diary
-
-
 def unknown_length() -> list[Truth]:
     work, data = Work(), loader(20)
     epoch = 0
@@ -114,8 +103,8 @@ def accumulation() -> list[Truth]:
         for i, (x,) in enumerate(data):
             work.backward(x)
             if i % 3 == 2:
-                work.optimizers[0].step()
-                work.optimizers[0].zero_grad()
+                work.optimizer.step()
+                work.optimizer.zero_grad()
                 work.note(epoch + 1, (30 * epoch + i + 1) / 90)
     return work.diary
 
@@ -136,11 +125,11 @@ def validation_inside() -> list[Truth]:
             if i == 7:
                 with torch.no_grad():
                     for (x,) in validation:
-                        work.models[0](x)
+                        work.model(x)
                         time.sleep(PAUSE / 2)
         with torch.no_grad():
             for (x,) in validation:
-                work.models[0](x)
+                work.model(x)
                 time.sleep(PAUSE / 2)
     return work.diary
 
@@ -165,19 +154,6 @@ def curriculum() -> list[Truth]:
         size = 10 * (epoch + 1)
         for i, (x,) in enumerate(loader(size)):
             work.step(x, epoch + 1, (epoch + (i + 1) / size) / 4)
-    return work.diary
-
-
-def two_optimizers() -> list[Truth]:
-    work, data = Work(2), loader(10)
-    for epoch in range(4):
-        for i, (x,) in enumerate(data):
-            for which in (0, 1):
-                work.backward(x + 10 * which, which)
-                work.optimizers[which].step()
-                work.optimizers[which].zero_grad()
-            work.losses.clear()
-            work.note(epoch + 1, (10 * epoch + i + 1) / 40)
     return work.diary
 
 
@@ -261,14 +237,12 @@ def lightning() -> list[Truth]:
 LOOPS: list[Callable[[], list[Truth]]] = [
     plain,
     nested_bars,
-    early_stop,
     unknown_length,
     accumulation,
     resumed,
     validation_inside,
     a_stream,
     curriculum,
-    two_optimizers,
     steps_without_a_loader,
     trainer,
     lightning,
@@ -324,7 +298,7 @@ class Drawn(NamedTuple):
 
 def check(update: ev.TrainingUpdate, state: RunState, diary: list[Truth]) -> None:
     rank = state.ranks[update.rank]
-    shown = run_progress.of_rank(rank, state, update.time)
+    shown = run_progress.of_run(state, update.time)
     truth = diary[update.steps - 1]
     assert shown.step == truth.step
     if truth.epoch is not None:
