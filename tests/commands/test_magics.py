@@ -221,7 +221,10 @@ def test_output_of_ranks_is_kept_by_rank(notebook: Notebook) -> None:
 
 
 def test_bars_of_every_flavour_are_caught_and_nothing_is_printed_twice(notebook: Notebook) -> None:
-    notebook.run("from tqdm.auto import tqdm as bound_before")
+    notebook.run(
+        "from tqdm.auto import tqdm as bound_before\nimport tqdm\n"
+        "made_before = bound_before(total=4, desc='made before'), tqdm.tqdm(total=4, desc='plain')"
+    )
     out = notebook.run(
         "%%distributed -n 1\n"
         "import tqdm, tqdm.auto, tqdm.notebook\n"
@@ -230,6 +233,7 @@ def test_bars_of_every_flavour_are_caught_and_nothing_is_printed_twice(notebook:
         "        for _ in tqdm.trange(2, leave=False): pass\n"
         "bar = tqdm.tqdm(total=10, desc='by hand')\n"
         "bar.update(4); bar.close()\n"
+        "for bar in made_before: bar.update(3); bar.close()\n"
         "tqdm.tqdm.write('beside the bars')\n"
         "list(nbtrain.progress(range(5), description='ours'))"
     )
@@ -239,6 +243,8 @@ def test_bars_of_every_flavour_are_caught_and_nothing_is_printed_twice(notebook:
     events = notebook.value("(nbtrain.last_run().folder / 'rank-0000.jsonl').read_text()")
     last = re.findall(r'.*"description":"by hand".*', events)[-1]
     assert '"n":4,"total":10' in last
+    for name in ("made before", "plain"):
+        assert re.search(f'"n":3,"total":4,.*"description":"{name}"', events)
     assert '"closed":true' in last
 
 

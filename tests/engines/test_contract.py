@@ -505,19 +505,28 @@ def test_a_deleted_run_says_so(tmp_path: Path) -> None:
         assert run.value
 
 
-def test_a_rank_killed_with_tqdms_lock_does_not_hang_the_notebook() -> None:
-    from tqdm import tqdm
+@pytest.mark.parametrize("kind", ["std", "auto", "own"])
+def test_a_rank_killed_with_tqdms_lock_does_not_hang_the_notebook(kind: str) -> None:
+    import tqdm.auto
+    from tqdm import tqdm as standard
 
-    with open(os.devnull, "w") as nowhere:
-        list(tqdm(range(2), file=nowhere))
+    class Own(standard):  # type: ignore[type-arg]
+        """The first class that a notebook uses, which then has the lock."""
+
+    bar: Any = {"std": standard, "auto": tqdm.auto.tqdm, "own": Own}[kind]
+    with open(os.devnull, "w") as nowhere, pytest.MonkeyPatch.context() as patch:
+        patch.delattr(standard, "_lock", raising=False)
+        list(bar(range(2), file=nowhere))
 
         def train() -> None:
-            tqdm.get_lock().acquire()
+            bar.get_lock().acquire()
             os.kill(os.getpid(), signal.SIGKILL)
 
         with pytest.raises(RankDied):
             launch("fork", train)
-        list(tqdm(range(2), file=nowhere))
+        assert bar.get_lock().locks[0].acquire(timeout=10)
+        bar.get_lock().locks[0].release()
+        list(bar(range(2), file=nowhere))
 
 
 def test_a_bar_of_odd_numbers_is_drawn() -> None:

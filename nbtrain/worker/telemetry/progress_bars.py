@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
@@ -56,12 +57,22 @@ def _report_bars(module: Any) -> None:
         if "mp_lock" in vars(lock):
             del lock.mp_lock
         lock.th_lock = threading.RLock()
+    for each in _with_subclasses(cls):  # a class that was used first has a lock of its own
+        for name in {"_lock", "monitor", "_instances"} & vars(each).keys():
+            delattr(each, name)
+    if lock is not None:
         cls.set_lock(lock())
     cls.monitor = None
     cls._instances = weakref.WeakSet()
     patch(cls, "__init__", _init)
     patch(cls, "display", _display)
     patch(cls, "close", _close)
+
+
+def _with_subclasses(cls: Any) -> Iterator[Any]:
+    yield cls
+    for subclass in type.__subclasses__(cls):
+        yield from _with_subclasses(subclass)
 
 
 def _init(original: Any, bar: Any, *args: Any, **kwargs: Any) -> None:
@@ -88,7 +99,11 @@ def _is_for_the_screen(bar: Any) -> bool:
     stream = getattr(bar, "fp", None)
     while "_wrapped" in getattr(stream, "__dict__", ()):  # tqdm wraps the stream it is given
         stream = stream.__dict__["_wrapped"]
-    return stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    if stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        return True
+    # A bar of the notebook has the kernel's streams, which are no longer those of this process.
+    is_kernels = type(stream).__module__ == "ipykernel.iostream"
+    return is_kernels or getattr(stream, "name", None) in ("<stdout>", "<stderr>")
 
 
 def _is_reported(bar: Any) -> bool:
