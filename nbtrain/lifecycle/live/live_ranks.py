@@ -105,21 +105,20 @@ def start(
     IDLE_TIMEOUT.check(idle_timeout, "idle_timeout")
     if current() is not None:
         raise PlanError("live ranks are there already. End them first: %nbtrain stop")
-    folder = Path(tempfile.mkdtemp(prefix=f"nbtrain-live-{os.getpid()}-", dir=room_for_sockets()))
     secret = secrets.token_hex(16)
+    fields = plan_fields({"num_processes": num_processes, **options})
+    fields |= {"background": True, "view": "none", "telemetry": (), "hang_after": None}
+    plan = Plan(Call(serve), _NAME, is_live=True, **{**fields, "sync": False})
+    folder = Path(tempfile.mkdtemp(prefix=f"nbtrain-live-{os.getpid()}-", dir=room_for_sockets()))
     try:
-        fields = plan_fields({"num_processes": num_processes, **options})
-        fields |= {"background": True, "view": "none", "telemetry": (), "hang_after": None}
-        plan = Plan(Call(serve), _NAME, is_live=True, **{**fields, "sync": False})
         with contextlib.closing(_listener(plan, folder)) as listener:
             plan = replace(plan, task=Call(serve, (listener.address, secret)))
             snapshot = Snapshot(_notebook())
             with NotRemembered():
                 run = launcher.run_plan(plan)
-            ranks = _connected(run, listener, secret, folder, snapshot)
-    except BaseException:  # an interrupt too: nothing stays behind
+            ranks = _connected(run, listener, secret, snapshot)
+    finally:  # once the ranks have connected, too: a kernel that is killed would leave it
         shutil.rmtree(folder, ignore_errors=True)
-        raise
     if idle_timeout is not None:
         ranks.end_when_idle(idle_timeout)
     return ranks
@@ -141,9 +140,7 @@ _OPTIONS = (
 )
 
 
-def _connected(
-    run: Run, listener: Listener, secret: str, folder: Path, snapshot: Snapshot
-) -> LiveRanks:
+def _connected(run: Run, listener: Listener, secret: str, snapshot: Snapshot) -> LiveRanks:
     """Wait until each rank has connected. Raises `LaunchError`, and then ends them."""
     global _live, _live_pid
     channels: dict[int, Channel] = {}
@@ -167,7 +164,7 @@ def _connected(
             channel.close()
         run.stop("because the ranks could not be started")
         raise
-    _live, _live_pid = LiveRanks(run, channels, names, folder, snapshot), os.getpid()
+    _live, _live_pid = LiveRanks(run, channels, names, snapshot), os.getpid()
     atexit.register(_live.stop)
     return _live
 
@@ -247,10 +244,9 @@ class LiveRanks:
         run: Run,
         channels: dict[int, Channel],
         names: dict[int, set[str]],
-        folder: Path,
         snapshot: Snapshot,
     ) -> None:
-        self._run, self._channels, self._folder = run, channels, folder
+        self._run, self._channels = run, channels
         self._names, self._snapshot = names, snapshot
         self._are_far = not all(channel.passes_files for channel in channels.values())
         self._tasks = 0
@@ -784,7 +780,6 @@ class LiveRanks:
             self._channels.pop(rank).close()
         if not self._run.state.is_over:
             self._run.stop(how)
-        shutil.rmtree(self._folder, ignore_errors=True)
         atexit.unregister(self.stop)
 
 

@@ -230,6 +230,7 @@ def test_options_of_the_start_are_refused_and_new_ranks_can_be_had(live: Noteboo
 
 
 def test_nothing_is_left_when_ranks_are_stopped(live: Notebook, tmp_path: Path) -> None:
+    assert not list(tmp_path.glob("nbtrain-live-*"))  # which a killed kernel would leave
     assert "2 ranks stopped" in live.run("%nbtrain stop").stdout
     assert not children(live)
     assert not list(tmp_path.glob("nbtrain-live-*"))
