@@ -222,9 +222,9 @@ def _make_private(folder: Path) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.stat()  # it may be a link of the user's own
     uid = os.geteuid() if hasattr(os, "geteuid") else status.st_uid
-    if uid in (status.st_uid, 0) and distrust(folder.resolve(), is_folder=True):
+    if uid in (status.st_uid, 0) and status.st_mode & 0o077:
         with contextlib.suppress(OSError):  # some file systems have no modes
-            folder.chmod(stat.S_IMODE(status.st_mode) & ~0o022)
+            folder.chmod(stat.S_IMODE(status.st_mode) & ~0o077)
     reason = distrust(folder.resolve(), is_folder=True)
     if reason and uid:  # root's own runs are told from others' by their owner
         raise LaunchError(

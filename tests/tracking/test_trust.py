@@ -120,7 +120,7 @@ def test_a_runs_folder_that_was_open_to_others_is_closed_and_its_parent_is_left(
     root.chmod(0o2777)
     run_root.chmod(0o2775)
     made()
-    assert stat.S_IMODE(root.stat().st_mode) == 0o2755
+    assert stat.S_IMODE(root.stat().st_mode) == 0o2700
     assert stat.S_IMODE(run_root.stat().st_mode) == 0o2775
 
 
