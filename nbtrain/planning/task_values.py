@@ -188,6 +188,13 @@ def variables(cell: Cell) -> dict[str, Any]:
     return {name: cell.namespace[name] for name in sorted(names & cell.namespace.keys())}
 
 
+def looked_up(cell: Cell) -> dict[str, Any]:
+    """Return the notebook's variables that a cell reads, and those that its functions look up."""
+    found = {**{r.name: r.value for r in references(cell)}, **variables(cell)}
+    notebook = cell.namespace
+    return {n: v for n, v in sorted(found.items()) if n in notebook and notebook[n] is v}
+
+
 def namespace(task: Task) -> dict[str, Any]:
     """Return where the variables of a task are: the notebook, or the function's module."""
     if isinstance(task, Cell):

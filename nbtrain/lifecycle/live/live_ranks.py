@@ -28,9 +28,10 @@ from ...engines import Exit
 from ...engines.live import LiveEngine, Message
 from ...errors import LaunchError, NbtrainError, PlanError, RankDied
 from ...findings import Finding
+from ...planning import task_values
 from ...planning.option_parser import IDLE_TIMEOUT, plan_fields
 from ...planning.plan import Call, Cell, Plan
-from ...planning.task_values import is_model, variables
+from ...planning.task_values import is_model
 from ...system.text import format_duration, format_ranks, plural
 from ...tracking import clock
 from ...tracking.run_folder import RunFolder
@@ -476,22 +477,24 @@ class LiveRanks:
         self._check_is_whole()
         if isinstance(plan.task, Cell):
             plan = replace(plan, sync=False)
-        engine = LiveEngine(self, targets)
-        noticed = []
-        if isinstance(plan.task, Cell) and (changed := self.changed(plan.task, targets)):
-            names = ", ".join(f"`{name}`" for name in changed)
-            remedy = f"%nbtrain push {', '.join(changed)} sends it."
-            noticed.append(
-                Finding(
-                    "changed", f"the notebook's {names} changed since the ranks got it.", remedy
-                )
-            )
+        engine, noticed = LiveEngine(self, targets), list[Finding]()
+        sent: dict[str, Any] = {}
+        if isinstance(plan.task, Cell):
+            has = set.intersection(*(self._names[rank] for rank in targets))
+            task_values.keep_references(plan.task)
+            read = task_values.looked_up(plan.task)
+            sent = {name: value for name, value in read.items() if name not in has}
+            if changed := [n for n in read if n in has and self._snapshot.differs(n, read[n])]:
+                names = ", ".join(f"`{name}`" for name in changed)
+                text = f"the notebook's {names} changed since the ranks got it."
+                noticed = [
+                    Finding("changed", text, f"%nbtrain push {', '.join(changed)} sends it.")
+                ]
         self.error = None
         try:
             return launcher.run_plan(plan, noticed, engine=engine)
         finally:
-            if isinstance(plan.task, Cell):
-                self._snapshot.take(engine.sent, plan.task.namespace)
+            self._snapshot.take(sent, sent)
 
     @contextlib.contextmanager
     def occupied(self) -> Iterator[None]:
@@ -562,12 +565,6 @@ class LiveRanks:
             raise PlanError(
                 f"there is no rank {rank}: the live ranks are 0 to {self.world_size - 1}"
             )
-
-    def changed(self, cell: Cell, ranks: Sequence[int] | None = None) -> list[str]:
-        """Return the variables that a cell reads, and that the notebook has assigned anew."""
-        has = set.intersection(*(self._names[r] for r in ranks or range(self.world_size)))
-        read = variables(cell)
-        return [name for name in read if name in has and self._snapshot.differs(name, read[name])]
 
     def _check_is_whole(self) -> None:
         """Raise `RankDied` if a rank has ended."""

@@ -23,7 +23,8 @@ class Snapshot:
         """Whether a variable was assigned something else since; not if the ranks made it."""
         kind, mark = self._marks.get(name, ("unknown", None))
         if kind == "plain":
-            return type(value) is not type(mark) or bool(value != mark)
+            is_nan = value != value and mark != mark  # which differs from itself
+            return type(value) is not type(mark) or bool(value != mark and not is_nan)
         if kind == "weak":
             return mark() is not value
         return kind == "id" and mark != id(value)

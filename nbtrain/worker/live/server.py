@@ -64,6 +64,7 @@ class LiveRank:
         self._known: set[str] = set()
         self._task: int | None = None
         self._called_off: int | None = None  # a task that was interrupted before it began
+        self._has_heard = False
         self._folder: RunFolder | None = None  # of the task
         self._ending = threading.Lock()
         self._groups = ProcessGroups()
@@ -89,7 +90,8 @@ class LiveRank:
         idle = signal.getsignal(signal.SIGINT)
         answer: Message = {"error": "KeyboardInterrupt: it was interrupted"}
         try:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._has_heard = False
+            signal.signal(signal.SIGINT, self._hear)
             with self._ending:
                 is_off = message["id"] == self._called_off
                 self._task = None if is_off else message["id"]
@@ -107,6 +109,11 @@ class LiveRank:
             self._stop_listening()
         signal.signal(signal.SIGINT, idle)
         return answer
+
+    def _hear(self, _signum: int, _frame: object) -> None:
+        if not self._has_heard:
+            self._has_heard = True
+            raise KeyboardInterrupt
 
     def _stop_listening(self) -> None:
         """End the time in which an interrupt is meant for what runs: one may be on its way."""
@@ -145,6 +152,9 @@ class LiveRank:
         deadline = time.monotonic() + PATIENCE
         while self._task == task and time.monotonic() < deadline:
             time.sleep(0.01)
+            # A signal that comes right before a call that waits, such as `sleep`, does not end it.
+            if not self._has_heard and signal.getsignal(signal.SIGINT) == self._hear:
+                signal.pthread_kill(main_thread, signal.SIGINT)
         if self._task == task:
             self._groups.abort()
 

@@ -101,6 +101,22 @@ def test_what_ranks_lack_is_sent_and_what_changed_is_named(live: Notebook) -> No
     assert live.run("%distributed lr").stdout == "[ranks 0–1] 0.25\n"
 
 
+def test_what_a_sent_function_calls_and_reads_is_named_when_it_changed(live: Notebook) -> None:
+    live.run("import math\nconfig, unknown = {'lr': 1}, math.nan")
+    live.run("def inner(): return config['lr']\ndef outer(): return inner(), unknown")
+    assert "[ranks 0–1] (1, nan)" in live.run("%distributed outer()").stdout
+    assert (
+        live.run("%distributed outer()").stdout == "[ranks 0–1] (1, nan)\n"
+    )  # nan has not changed
+    live.run("def inner(): return -config['lr']")
+    assert "the notebook's `inner` changed" in live.run("%distributed outer()").stdout
+    live.run("config = {'lr': 2}")
+    changed = live.run("%distributed outer()").stdout
+    assert "the notebook's `config`, `inner` changed" in changed
+    live.run("%nbtrain push config, inner")
+    assert live.run("%distributed outer()").stdout == "[ranks 0–1] (-2, nan)\n"
+
+
 def test_a_function_that_is_sent_does_not_replace_what_it_reads(live: Notebook) -> None:
     live.run("%%distributed\nsize = 100")
     live.run("size = 1\ndef show(): return size")

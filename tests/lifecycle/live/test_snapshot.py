@@ -14,6 +14,7 @@ class Thing:
 def test_plain_values_differ_by_value_and_others_by_identity() -> None:
     thing, numbers = Thing(), [1]
     namespace: dict[str, Any] = {"n": 1, "text": "a", "thing": thing, "numbers": numbers}
+    namespace["unknown"] = float("nan")
     snapshot = Snapshot(namespace)
     assert not any(snapshot.differs(name, value) for name, value in namespace.items())
     assert not snapshot.differs("text", "".join("a"))
