@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
+from ...findings import Finding
 from ...planning.plan import Cell, Task
-from ...system.instrumentation import replace, when_imported
+from ...system.instrumentation import patch, replace, when_imported
 from ...system.text import format_bytes, plural
 from ...tracking import clock
 from ...tracking import events as ev
@@ -56,12 +57,14 @@ class RichOutput:
         self._last: ev.Displayed | None = None  # of those that were left out
         self._clears = False
         self._has_figures = _has_figures()
+        self._has_noted_widget = False
 
     def install(self, *, in_notebook: bool = False) -> None:
         """Have ``display(x)``, ``plt.show()`` and the like send what they show.
 
         A fresh process of a notebook gets a shell, which draws figures, as soon as IPython is used.
         """
+        patch("ipywidgets.widgets.widget:Widget", "send_state", self._note_widget)
         if _shell() is not None:
             self._watch(_shell())
         elif in_notebook:
@@ -91,6 +94,14 @@ class RichOutput:
         finally:
             self._send_last()
         return value
+
+    def _note_widget(self, _original: Any, widget: Any, *_args: Any, **_kwargs: Any) -> None:
+        """Report, once, that a widget was changed here: no message of it leaves a rank."""
+        if not self._has_noted_widget and api.active is not None and api.active.rank == 0:
+            self._has_noted_widget = True
+            text = f"a widget ({type(widget).__name__}) was changed in a rank, which shows nowhere."
+            remedy = "Print the value, log it, or return it and change the widget in the notebook."
+            api.active.writer.write(ev.RunNote.of(Finding("widget", text, remedy)))
 
     def _show(self, value: Any) -> None:
         """Display a value as a cell shows its last one."""

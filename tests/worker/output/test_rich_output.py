@@ -117,3 +117,14 @@ def test_without_a_page_a_display_is_its_text(notebook: Notebook) -> None:
     )
     assert "[rank 0] <IPython.core.display.HTML object>" in out.stdout
     assert "<b>x</b>" in forms(out, "text/html")  # which is what the saved notebook shows
+
+
+@pytest.mark.parametrize("made", ["", "label = Label('made here')\n"])
+def test_a_widget_that_a_rank_changes_is_noted_once(notebook: Notebook, made: str) -> None:
+    notebook.run("from ipywidgets import Label\nlabel = Label('before')")
+    out = notebook.run(f"%%distributed -n 2\n{made}for n in 'ab': label.value = n")
+    note = "a widget (Label) was changed in a rank, which shows nowhere. Print the value, log it,"
+    assert out.board.count(note) == 1
+    assert notebook.value("label.value") == "before"
+    out = notebook.run("%%distributed -n 2\nfrom tqdm.notebook import tqdm\nlist(tqdm(range(3)))")
+    assert "widget" not in out.board
