@@ -403,9 +403,11 @@ def _start_in_background(
     else:
         supervisor = background.start(engine, job, state, leash=not plan.detach)
     follower = Follower(job.folder, supervisor)
-    run = Run(job.folder, state, watcher=follower, home=ResultReceiver(plan))
+    home = ResultReceiver(plan)
+    run = Run(job.folder, state, watcher=follower, home=home)
     remember(run, goes_on=True)
     try:
+        home.remember()  # while the ranks start
         started = follower.wait_for_ranks(START_PATIENCE)
     except KeyboardInterrupt:
         follower.start()

@@ -14,7 +14,7 @@ from ..errors import NbtrainError
 from ..findings import Finding
 from ..planning.option_types import OF_ALL
 from ..planning.plan import Plan
-from ..planning.task_values import is_model, is_scheduler, namespace, returned
+from ..planning.task_values import is_model, is_optimizer, is_scheduler, namespace, returned
 from ..system.files import read_regular
 from ..tracking import clock
 from ..tracking import events as ev
@@ -25,7 +25,7 @@ from ..tracking.state import RunState
 from ..transport import result_pickler, weights
 from ..transport.weight_file import WeightReader
 from ..ui.labels import not_updated
-from ..worker.result_sender import QUICK
+from ..worker.result_sender import QUICK, unwrapped
 
 
 class ResultReceiver:
@@ -38,6 +38,12 @@ class ResultReceiver:
         self._objects = {name: weakref.ref(value) for name, value in returned(plan).items()}
         self._namespace = namespace(plan.task)
         self._has_received = False
+        self._out = [name.removesuffix(OF_ALL) for name in plan.out]
+        self._launch: _Launch | None = None
+
+    def remember(self) -> None:
+        """Remember what the notebook holds now, as it may change that before the run has ended."""
+        self._launch = _Launch(self.objects(), self._namespace, self._out)
 
     def objects(self) -> dict[str, Any]:
         """Return the models and optimizers that are copied back, if they are there still."""
@@ -78,13 +84,17 @@ class ResultReceiver:
                 troubles.setdefault(sent.name, Finding(sent.code, sent.trouble))
         names = [sent.name for sent in saved if sent.what != "value" and sent.name not in troubles]
         stamps = {sent.name: sent.stamp for sent in saved}
-        troubles.update(_take_weights(folder, names, stamps, self.objects(), troubles))
+        launch, self._launch = self._launch or _Launch({}, {}, ()), None
+        take = functools.partial(_take_weights, folder, names, stamps, self.objects(), troubles)
+        troubles.update(take(launch))
+        troubles |= launch.bound_anew(self.objects(), self._namespace, troubles)
         try:
             values, lost = _unpickled(folder, self)
         except Exception as error:  # a file that is gone or damaged
             values, lost = {}, {sent.name: error for sent in saved if sent.what == "value"}
         for name, reason in lost.items():
             troubles.setdefault(name, Finding("", f"{type(reason).__name__}: {reason}"))
+        troubles |= launch.assigned_anew(values, self._namespace)
         self._namespace.update({n: v for n, v in values.items() if n not in troubles})
         now, fine = clock.now(), Finding("", "")
         return [
@@ -94,12 +104,112 @@ class ResultReceiver:
         ]
 
 
+class _Launch:
+    """What the notebook held when a run began that its cell does not wait for.
+
+    Told by fingerprints, which take 0.2 s per GB: `Tensor._version` misses what ``.data`` and
+    fused optimizers write.
+    """
+
+    def __init__(
+        self, objects: Mapping[str, Any], namespace: Mapping[str, Any], out: Collection[str]
+    ) -> None:
+        self._marks = dict[str, Any]()
+        for name, value in objects.items():
+            with contextlib.suppress(Exception):  # users' own kinds: nobody can tell
+                self._marks[name] = weights.marks(value)
+        self._bound = [name for name, value in objects.items() if namespace.get(name) is value]
+        self._values = {name: _look(namespace, name) for name in out if name not in objects}
+
+    def check(self, name: str, value: Any, file: WeightReader) -> None:
+        """Raise `NbtrainError` if the notebook has changed an object since."""
+        if name not in self._marks:  # the cell waited for the run
+            return
+        changed = list[str]()
+        with contextlib.suppress(Exception):  # as above
+            changed = weights.changed_names(value, self._marks[name])
+        # A model in shared memory is trained where it is.
+        if not changed or (is_model(value) and weights.has_content(value, file, changed)):
+            return
+        kind = weights.kind_of(value)
+        alone = next((n for n in changed if n in file.about.get("unchanged", ())), None)
+        if alone is None:
+            remedy = f"run.load({kind}) loads the run's"
+        else:
+            remedy = (
+                f"The run's file does not have `{alone}`, which the run left as it was. Make the "
+                f"{kind} as it was at the launch, and run.load({kind}, {name!r}) loads the run's"
+            )
+        raise NbtrainError(
+            "the notebook changed it after the launch, so it stays as the notebook has it. "
+            f"{remedy}"
+        )
+
+    def bound_anew(
+        self, objects: Mapping[str, Any], namespace: Mapping[str, Any], lost: Collection[str]
+    ) -> dict[str, Finding]:
+        """Return the names of objects that were updated, and have another one in the notebook."""
+        troubles = {}
+        for name in self._bound:
+            old, new = objects.get(name), unwrapped(namespace.get(name))
+            if old is None or new is old or name in lost or not _is_of_kind(new, old):
+                continue
+            if is_model(new) and _ids(old) <= _ids(new):  # it was wrapped
+                continue
+            kind = weights.kind_of(old)
+            text = (
+                f"`{name}` is another {kind} now than at the launch. The run updated that earlier "
+                f"one; run.load({kind}, {name!r}) loads the weights into another {kind}"
+            )
+            troubles[name] = Finding("", text)
+        return troubles
+
+    def assigned_anew(
+        self, values: Collection[str], namespace: Mapping[str, Any]
+    ) -> dict[str, Finding]:
+        """Return which variables the notebook has assigned since, or changed."""
+        text = (
+            "the notebook changed it after the launch, so it stays as the notebook has it. "
+            "run.out[{!r}] is the run's"
+        )
+        return {
+            name: Finding("", text.format(name))
+            for name, before in self._values.items()
+            if name in values and not _same(before, _look(namespace, name))
+        }
+
+
+def _look(namespace: Mapping[str, Any], name: str) -> list[Any]:
+    """Return a variable, what a list or a dict holds, and how often a tensor was written to."""
+    if name not in namespace:
+        return []
+    value = namespace[name]
+    if type(value) is dict:
+        return [value, *value.keys(), *value.values()]
+    if type(value) is list:
+        return [value, *value]
+    return [value, getattr(value, "_version", None)]
+
+
+def _same(before: Sequence[Any], now: Sequence[Any]) -> bool:
+    plain = (int, float, str)  # those that are equal are no other ones
+    return len(before) == len(now) and all(
+        x is y or (type(x) is type(y) and type(x) in plain and x == y)
+        for x, y in zip(before, now, strict=True)
+    )
+
+
+def _is_of_kind(new: Any, old: Any) -> bool:
+    return any(kind(new) and kind(old) for kind in (is_model, is_optimizer, is_scheduler))
+
+
 def _take_weights(
     folder: RunFolder,
     names: Collection[str],
     stamps: Mapping[str, str],
     objects: Mapping[str, Any],
     lost: Mapping[str, Finding],
+    launch: _Launch,
 ) -> dict[str, Finding]:
     """Load weights in place; return the reasons why some could not be, by name.
 
@@ -112,7 +222,7 @@ def _take_weights(
         opened = functools.partial(_opened, folder, stamps, files)
         for name in names:
             try:
-                ready[name] = _loading(opened, name, objects.get(name), is_handed_over=True)
+                ready[name] = _loading(opened, name, objects.get(name), launch)
             except NbtrainError as error:
                 troubles[name] = Finding("", str(error))
         _add_what_shares_tensors(ready, objects, troubles)
@@ -166,9 +276,9 @@ def _opened(
 
 
 def _loading(
-    opened: Callable[[str], WeightReader], name: str, target: Any, *, is_handed_over: bool = False
+    opened: Callable[[str], WeightReader], name: str, target: Any, launch: _Launch | None = None
 ) -> Callable[[], None]:
-    """Return what loads weights in place.
+    """Return what loads weights in place; at the end of a run, as they were at its `launch`.
 
     Raises `NbtrainError` if they cannot be loaded.
     """
@@ -178,7 +288,11 @@ def _loading(
             f"run.load(model, {name!r}) loads the weights into another model or optimizer"
         )
     with _as_nbtrain_error():
-        return weights.prepared_load(opened(name), target, is_handed_over=is_handed_over)
+        file = opened(name)
+        ready = weights.prepared_load(file, target, is_handed_over=launch is not None)
+        if launch is not None:
+            launch.check(name, target, file)
+        return ready
 
 
 @contextlib.contextmanager

@@ -11,12 +11,12 @@ import functools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import NbtrainError
 from ..planning.task_values import is_optimizer, is_scheduler
-from .fingerprints import fingerprint, on_cpu, same_bits
+from .fingerprints import fingerprint, fingerprints, on_cpu, same_bits
 from .tensor_kinds import (
     assign,
     fits_a_file,
@@ -227,6 +227,39 @@ def kind_of(value: Any) -> str:
     if is_optimizer(value):
         return "optimizer"
     return "scheduler" if is_scheduler(value) else "model"
+
+
+def marks(value: Any) -> dict[str, Any]:
+    """Return the fingerprints of what a model, an optimizer or a scheduler holds, by name.
+
+    Without buffers that no state_dict has: a look at the model may fill such a cache.
+    """
+    if is_optimizer(value) or is_scheduler(value):
+        file = of_scheduler(value) if is_scheduler(value) else of_optimizer(value)
+        return {**fingerprints(file.tensors), "its settings": json.dumps(file.about["state"])}
+    tensors, caches = named_tensors(value), transient_names(value)
+    return fingerprints({name: t for name, t in tensors.items() if name not in caches})
+
+
+def changed_names(value: Any, before: Mapping[str, Any]) -> list[str]:
+    """Return what differs in a model, an optimizer or a scheduler from its earlier `marks`.
+
+    A tensor of a kind that cannot be read counts as it was.
+    """
+    now, readable = marks(value), {n: mark for n, mark in before.items() if isinstance(mark, str)}
+    names = [name for name, mark in readable.items() if now.get(name) != mark]
+    return [*names, *(name for name in now if name not in before)]
+
+
+def has_content(module: torch.nn.Module, file: WeightReader, names: Collection[str]) -> bool:
+    """Whether tensors of a module are those of a file, bit by bit."""
+    tensors, tied, saved = named_tensors(module), file.about["tied"], {*file.names()}
+    sources = {name: tied.get(name, name) for name in names}
+    if not (tensors.keys() >= sources.keys() and saved.issuperset(sources.values())):
+        return False
+    kept = {name: fingerprint(tensor) for name, tensor in file.tensors({*sources.values()})}
+    here = fingerprints({name: tensors[name] for name in sources})
+    return all(here[name] == kept[source] for name, source in sources.items())
 
 
 def prepared_load(

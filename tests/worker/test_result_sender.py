@@ -413,6 +413,145 @@ def test_a_model_that_is_gone_is_reported() -> None:
         done.wait()
 
 
+BEHIND = """%%distributed -n 2 --background --out found,losses {options}
+import os, time
+loss = model(torch.ones(1, 3)).square().sum()
+loss.backward(); opt.step(); sched.step()
+found, losses = "the run's", [loss.item()]
+while not os.path.exists("go"): time.sleep(0.02)
+"""
+MODEL = """
+import nbtrain, os, torch
+def made():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 50))
+    opt = torch.optim.Adam(model.parameters(), lr=0.1)
+    return model, opt, torch.optim.lr_scheduler.StepLR(opt, 1)
+model, opt, sched = made()
+found, losses = "before", [1]
+if os.path.exists("go"): os.remove("go")
+def bits(): return [p.tolist() for p in model.parameters()]
+before = bits()
+"""
+STAYS = "was not updated: the notebook changed it after the launch, so it stays as the notebook"
+
+
+def behind(notebook: Notebook, meanwhile: str, options: str = "") -> str:
+    """Run a cell in the background, change something before it is over; return the warnings."""
+    assert not notebook.run("%load_ext nbtrain" + MODEL).ename
+    assert not notebook.run(BEHIND.format(options=options)).ename
+    assert not notebook.run("run = nbtrain.last_run()").ename
+    assert not notebook.run(f"{meanwhile}\nat_hand = bits()\nopen('go', 'w').close()").ename
+    out = notebook.run("run.wait()")
+    assert notebook.value("run.state.status") == "succeeded"
+    return out.stderr
+
+
+def trained(notebook: Notebook) -> bool:
+    """Whether the notebook's model is as one step of the run left it."""
+    notebook.run("import copy\nnow, was = bits(), (model, opt, sched)\nmodel, opt, sched = made()")
+    notebook.run("model(torch.ones(1, 3)).square().sum().backward(); opt.step(); wanted = bits()")
+    return (
+        bool(notebook.value("now == wanted")) and not notebook.run("model, opt, sched = was").ename
+    )
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "options"),
+    [
+        ("torch.nn.init.zeros_(model[0].weight)", ""),
+        ("model[1].weight.data.fill_(7)", "--detach"),
+        ("model.half()", ""),
+        # Another run does.
+        ("def fill(model): [torch.nn.init.ones_(p) for p in model.parameters()]\n"
+         "nbtrain.launch(fill, model, num_processes=1)", ""),
+    ],
+)  # fmt: skip
+def test_a_model_that_the_notebook_changes_meanwhile_stays_and_the_run_has_its_own(
+    notebook: Notebook, meanwhile: str, options: str
+) -> None:
+    warned = behind(notebook, meanwhile, options)
+    assert f"model {STAYS} has it. run.load(model) loads the run's" in warned
+    assert "opt was not updated: `model`, which it belongs to, was not" in warned
+    assert notebook.value("bits() == at_hand != before")
+    assert notebook.value("found, opt.state == {}") == ("the run's", True)
+    assert not notebook.run("model.float(); run.load(model); run.load(opt); run.load(sched)").ename
+    assert notebook.value("len(opt.state), sched.last_epoch") == (4, 1)
+    assert trained(notebook)
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "names", "remedy"),
+    [
+        ("opt.param_groups[0]['lr'] = 0.5", ["opt"], "run.load(optimizer)"),
+        ("sched.last_epoch = 7", ["sched"], "run.load(scheduler)"),
+        ("found = 'mine'; losses.append(2)", ["found", "losses"], "run.out['losses']"),
+    ],
+)
+def test_what_else_the_notebook_changes_meanwhile_stays_too(
+    notebook: Notebook, meanwhile: str, names: list[str], remedy: str
+) -> None:
+    warned = behind(notebook, meanwhile)
+    assert [name for name in ("model", "opt", "sched", "found", "losses")
+            if f"{name} {STAYS}" in warned] == names  # fmt: skip
+    assert f"{remedy} " in warned
+    state = "opt.param_groups[0]['lr'], sched.last_epoch, found, len(losses)"
+    lr, epoch, value, count = notebook.value(state)
+    assert (lr == 0.5, epoch == 7) == ("opt" in names, "sched" in names)
+    assert (value, count) == (("mine", 2) if "found" in names else ("the run's", 1))
+    assert notebook.value("run.out['found'], len(run.out['losses'])") == ("the run's", 1)
+    assert trained(notebook)
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "warning"),
+    [
+        ("pass", ""),
+        ("model(torch.ones(1, 3)).sum().backward()", ""),
+        ("model = torch.compile(model)", ""),
+        ("model = made()[0]", "the notebook's object does not exist any more"),
+        ("old = model; model = made()[0]", "`model` is another model now than at the launch"),
+    ],
+)
+def test_only_a_model_that_is_another_one_since_the_launch_has_to_be_loaded(
+    notebook: Notebook, meanwhile: str, warning: str
+) -> None:
+    warned = behind(notebook, meanwhile)
+    assert warning in warned
+    if warning:
+        assert "model was not updated: " in warned
+        assert "run.load(model, 'model') loads the weights into another" in warned
+        assert not notebook.run("run.load(model, 'model')").ename
+    else:
+        assert not warned
+    assert trained(notebook)
+
+
+def test_a_model_in_shared_memory_is_trained_where_it_is(recwarn: Any) -> None:
+    model = Net().share_memory()
+    run(fill, model, 4, background=True).wait()
+    assert (model.embed.weight == 4).all()
+    assert not [w for w in recwarn if "not updated" in str(w.message)]
+
+
+def test_what_a_run_did_not_change_and_the_notebook_did_is_named() -> None:
+    def train(model: Any) -> None:
+        model.norm.bias.data.fill_(3)
+
+    model = Net()
+    fill(model, 1)
+    done = run(train, model, background=True)
+    fill(model, 2)
+    with pytest.warns(UserWarning, match="file does not have `embed.weight`, which the run left"):
+        done.wait()
+    assert (model.norm.bias == 2).all()
+    again = Net()
+    fill(again, 1)
+    done.load(again, "model")
+    assert (again.norm.bias == 3).all()
+    assert (again.embed.weight == 1).all()
+
+
 found: Any = "before"
 lock: Any = None
 
