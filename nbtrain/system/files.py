@@ -10,8 +10,9 @@ import operator
 import os
 import stat
 import threading
+from collections.abc import Iterable
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from ..errors import NbtrainError
 
@@ -310,3 +311,74 @@ class Spare:
 
 
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+
+
+class FilePosition(NamedTuple):
+    """Where a process reads in a regular file that it has open for reading only."""
+
+    descriptor: int
+    offset: int
+    flags: int
+    """How it was opened."""
+
+
+def file_positions() -> list[FilePosition]:
+    """Return the positions that a child of this process would share, and can have for its own.
+
+    Not of a file with a lock: a lock belongs to what was opened, and who opens it anew has none.
+    Where there is no /proc, there are none.
+    """
+    positions = []
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fdinfo"):
+            with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+                if int(name) > 2 and stat.S_ISREG(os.fstat(int(name)).st_mode):
+                    position = _position(int(name))
+                    positions += [position] if position is not None else []
+    return positions
+
+
+def _position(descriptor: int) -> FilePosition | None:
+    with open(f"/proc/self/fdinfo/{descriptor}") as file:
+        lines = [line.partition(":") for line in file]
+    known = {name: value.strip() for name, _, value in lines}
+    flags = int(known["flags"], 8)
+    only_reads = flags & os.O_ACCMODE == os.O_RDONLY and not flags & getattr(os, "O_PATH", 0)
+    is_its_own = only_reads and "lock" not in known
+    return FilePosition(descriptor, int(known["pos"]), flags) if is_its_own else None
+
+
+def reopen(position: FilePosition) -> int:
+    """Open the same file once more, at the same offset; return the descriptor. Raises `OSError`."""
+    path = f"/proc/self/fd/{position.descriptor}"  # also of a file that was moved or deleted
+    own = os.open(path, position.flags | os.O_CLOEXEC)
+    if os.path.samestat(os.fstat(own), os.fstat(position.descriptor)):
+        os.lseek(own, position.offset, os.SEEK_SET)
+        return own
+    os.close(own)
+    raise OSError(errno.ESTALE, "it is another file by now", path)
+
+
+def separate(positions: Iterable[FilePosition]) -> None:
+    """Give this process, a forked child, positions of its own in files that its parent had open.
+
+    A child inherits the position itself, not a copy: where two processes seek and read, each reads
+    where the other has gone.
+    """
+    for position in positions:
+        with contextlib.suppress(OSError):  # not allowed any more, or another file: it stays shared
+            own = reopen(position)
+            is_inherited = os.get_inheritable(position.descriptor)
+            os.dup2(own, position.descriptor, inheritable=is_inherited)
+            os.close(own)
+
+
+@functools.cache
+def separate_in_children() -> None:
+    """From now on, do the same in every child that this process forks, as a DataLoader does."""
+    positions: list[FilePosition] = []
+
+    def before() -> None:  # the parent may read on before the child has begun
+        positions[:] = file_positions()
+
+    os.register_at_fork(before=before, after_in_child=lambda: separate(positions))

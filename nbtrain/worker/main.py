@@ -18,7 +18,7 @@ from typing import Any
 from ..planning import task_values
 from ..planning.plan import Task
 from ..system import torch_xla
-from ..system.files import Spare, write_atomically
+from ..system.files import Spare, separate_in_children, write_atomically
 from ..system.instrumentation import warn_where_users_call
 from ..system.source_files import is_own
 from ..system.text import short_repr
@@ -104,6 +104,7 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
         scratch = job_of_process.scratch if job_of_process is not None else job.scratch
         debugging.install(job, rank, writer, scratch)
         quiet_tokenizers()
+        separate_in_children()
         warn_where_users_call()
         if not job.is_live:
             output = RichOutput(call)

@@ -11,11 +11,14 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
 
 import nbtrain
 from nbtrain import engines
@@ -315,6 +318,48 @@ def test_open_files_and_pipes_of_the_notebook_work_in_ranks(tmp_path: Path) -> N
         assert (tmp_path / "data").read_text() == "written by a rank"
         assert receiving.poll(5)
         assert receiving.recv() == "through a pipe"
+
+
+class Records(Dataset[int]):
+    """Numbers in a file that is opened once, as many data sets do; `how` says by what."""
+
+    def __init__(self, path: Path, how: str, stack: contextlib.ExitStack) -> None:
+        data = b"".join(number.to_bytes(4, "big") for number in range(5000))
+        if how == "zip":
+            with zipfile.ZipFile(path, "w") as new:
+                new.writestr("all", data)
+            archive = stack.enter_context(zipfile.ZipFile(path))
+            self.file: Any = stack.enter_context(archive.open("all"))
+        else:
+            path.write_bytes(data)
+            opened = open(path, "rb", 0 if how == "raw" else -1)  # noqa: SIM115
+            self.file = stack.enter_context(opened)
+        self.file.read(8)  # the notebook is somewhere in it
+
+    def __len__(self) -> int:
+        return 5000
+
+    def __getitem__(self, number: int) -> int:
+        self.file.seek(4 * number)
+        return int.from_bytes(self.file.read(4), "big") - number
+
+
+@pytest.mark.parametrize("how", ["raw", "buffered", "zip", "raw, by workers"])
+def test_each_rank_reads_a_file_of_the_notebook_at_a_place_of_its_own(
+    how: str, tmp_path: Path
+) -> None:
+    with contextlib.ExitStack() as stack:
+        records = Records(tmp_path / "records", how.partition(",")[0], stack)
+
+        def read() -> int:
+            places = torch.randperm(len(records), generator=torch.Generator()).tolist()
+            if "workers" not in how:
+                return sum(records[place] != 0 for place in places)
+            loader = DataLoader(records, batch_size=None, sampler=places, num_workers=2)
+            return sum(map(bool, loader))
+
+        assert launch("fork", read, n=2).results == [0, 0]
+        assert records.file.tell() == 8  # the notebook's own place is where it was
 
 
 def test_exit_handlers_and_threads_of_a_rank_are_run_to_their_end(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from ...system.files import FilePosition, file_positions, separate
 from ...transport import process_state
 from .finish_process import run_to_end
 
@@ -98,8 +99,15 @@ def _fork(child: Callable[[], int]) -> int:
         # Python 3.12 warns of forking with threads, jax too; leave_kernel is the answer to both.
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", RuntimeWarning)
+        positions = file_positions()
         pid = os.fork()
-    return pid or run_to_end(child)  # nothing may ever return into the kernel's own code
+    # Nothing may ever return into the kernel's own code.
+    return pid or run_to_end(partial(_with_own_positions, positions, child))
+
+
+def _with_own_positions(positions: list[FilePosition], child: Callable[[], int]) -> int:
+    separate(positions)
+    return child()
 
 
 def _torch_settings() -> tuple[bool, Any] | None:
