@@ -331,7 +331,8 @@ def file_positions() -> list[FilePosition]:
     positions = []
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fdinfo"):
-            with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+            # Closed meanwhile, or /proc is not quite Linux's: then the position stays shared.
+            with contextlib.suppress(OSError, ValueError, LookupError):
                 if int(name) > 2 and stat.S_ISREG(os.fstat(int(name)).st_mode):
                     position = _position(int(name))
                     positions += [position] if position is not None else []
@@ -339,13 +340,19 @@ def file_positions() -> list[FilePosition]:
 
 
 def _position(descriptor: int) -> FilePosition | None:
+    about = _fdinfo(descriptor)
+    flags = int(about["flags"], 8)
+    only_reads = flags & os.O_ACCMODE == os.O_RDONLY and not flags & getattr(os, "O_PATH", 0)
+    if not only_reads or "lock" in about:
+        return None
+    # Asked for, not read: a sandbox, such as gVisor, may leave the position out there.
+    return FilePosition(descriptor, os.lseek(descriptor, 0, os.SEEK_CUR), flags)
+
+
+def _fdinfo(descriptor: int) -> dict[str, str]:
     with open(f"/proc/self/fdinfo/{descriptor}") as file:
         lines = [line.partition(":") for line in file]
-    known = {name: value.strip() for name, _, value in lines}
-    flags = int(known["flags"], 8)
-    only_reads = flags & os.O_ACCMODE == os.O_RDONLY and not flags & getattr(os, "O_PATH", 0)
-    is_its_own = only_reads and "lock" not in known
-    return FilePosition(descriptor, int(known["pos"]), flags) if is_its_own else None
+    return {name: value.strip() for name, _, value in lines}
 
 
 def reopen(position: FilePosition) -> int:

@@ -27,6 +27,7 @@ from nbtrain.engines.process.forking import release_openmp_pools
 from nbtrain.errors import PlanError, PreflightError, RankDied, RankError, ResultNotPicklable
 from nbtrain.lifecycle.run import Run
 from nbtrain.planning import option_types
+from nbtrain.system import files
 from tests.support import shared_memory
 from tests.support.waiting import wait_until
 
@@ -360,6 +361,18 @@ def test_each_rank_reads_a_file_of_the_notebook_at_a_place_of_its_own(
 
         assert launch("fork", read, n=2).results == [0, 0]
         assert records.file.tell() == 8  # the notebook's own place is where it was
+
+
+@pytest.mark.parametrize("about", [{}, {"flags": "?"}, {"flags": "0100000"}])
+def test_a_proc_that_is_not_quite_linux_hinders_no_launch(
+    about: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_fdinfo", lambda _descriptor: about)
+    path = tmp_path / "text"
+    path.write_text("from the notebook")
+    with path.open() as file:
+        file.seek(9)
+        assert launch("fork", file.read, n=2).results[0] == "notebook"
 
 
 def test_exit_handlers_and_threads_of_a_rank_are_run_to_their_end(tmp_path: Path) -> None:
