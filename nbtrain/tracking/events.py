@@ -373,7 +373,7 @@ class ArtifactSaved(Event, kind="saved"):
     trouble: str = ""
     """Why it could not be saved."""
     code: str = ""
-    """Of the trouble: `NO_VARIABLE`, or ""."""
+    """Of the trouble: `NO_VARIABLE`, the name of a system error ("ENOSPC"), or ""."""
     not_finite: str = ""
     """The first parameter of a model that is nan or inf."""
     lost: bool = False

@@ -104,12 +104,12 @@ def _figures(state: RunState, now: float) -> tuple[str, int]:
     """Draw the key figures that fit, and what rank 0 returned."""
     figures = header.figures(state, now)
     figures += [
-        header.Figure("result", shorten(result, 24), label.removesuffix(" → "))
-        for label, result in labels.results(state)[:1]
+        header.Figure("result", shorten(result, 24), (ranks,))
+        for ranks, result in labels.results(state)[:1]
     ]
     drawn, x = "", 0.0
     for name, value, remarks in figures:
-        remark = remarks.partition(" · ")[0]
+        remark = remarks[0] if remarks else ""
         width = max(10.4 * len(value), 6 * len(name), 6 * len(remark)) + 20
         if x + width - 20 > _INNER:
             continue

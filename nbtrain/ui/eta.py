@@ -80,14 +80,19 @@ def remaining(state: RunState, now: float) -> str:
 
 
 def about(seconds: float) -> str:
-    """Return a coarse duration, which changes seldom: about 25 s, about 7 min, about 1:20 h."""
+    """Return a coarse duration as a sentence has it: about 25 s, a few seconds."""
+    return coarse(seconds) if seconds < 10 else f"about {coarse(seconds)}"
+
+
+def coarse(seconds: float) -> str:
+    """Return a duration that changes seldom: 25 s, 7 min, 1:20 h."""
     if seconds < 10:
         return "a few seconds"
     if seconds < 100:
-        return f"about {5 * round(seconds / 5)} s"
+        return f"{5 * round(seconds / 5)} s"
     if seconds < 3570:
-        return f"about {round(seconds / 60)} min"
+        return f"{round(seconds / 60)} min"
     minutes = 5 * round(seconds / 300)
     if minutes < 60 * 48:
-        return f"about {minutes // 60}:{minutes % 60:02d} h"
-    return f"about {round(seconds / 86400)} days"
+        return f"{minutes // 60}:{minutes % 60:02d} h"
+    return f"{round(seconds / 86400)} days"

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from ..system.source_files import is_library
 from ..system.text import (
@@ -183,16 +184,21 @@ class Apart:
         if self._is_few or rank.is_over:
             return ""
         reasons = []
-        done, waits, memory = self._shares[rank.rank], _waits(rank), memory_bytes(rank)
+        done, memory = self._shares[rank.rank], memory_bytes(rank)
         if done is not None and self._done - done >= 0.05:
             reasons.append(f"{100 * (self._done - done):.0f} % behind")
-        if waits is not None and waits >= self._waits + 0.1:
-            reasons.append(f"waits for data {100 * waits:.0f} %")
+        if self.waits_longer(rank):
+            reasons.append(f"waits for data {100 * (_waits(rank) or 0.0):.0f} %")
         if rank.loss is not None and not math.isfinite(rank.loss):
             reasons.append("loss is not finite")
         if memory is not None and memory > 1.5 * self._memory > 0:
             reasons.append("takes more memory")
         return " · ".join(reasons)
+
+    def waits_longer(self, rank: RankState) -> bool:
+        """Whether a rank waits for data for a larger share of its time than the others."""
+        waits = None if self._is_few or rank.is_over else _waits(rank)
+        return waits is not None and waits >= self._waits + 0.1
 
 
 def _middle(values: Iterable[float | None]) -> float:
@@ -392,20 +398,33 @@ def notes(state: RunState, limit: int = 6) -> list[str]:
     return [*shown, *([f"… and {plural(more, 'more note')}"] if more > 0 else [])]
 
 
-def results(state: RunState) -> list[tuple[str, str]]:
-    """Return (``rank 0 → ``, result), equal results in one row; empty if all returned None.
+class Result(NamedTuple):
+    """What ranks returned: ``rank 0``, or several that returned the same, and its text."""
 
-    The row with the number of further results has no ranks.
-    """
+    ranks: str
+    """Empty for the number of further results."""
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.arrow}{self.text}"
+
+    @property
+    def arrow(self) -> str:
+        """Whose result it is, before the result."""
+        return f"{self.ranks} → " if self.ranks else ""
+
+
+def results(state: RunState) -> list[Result]:
+    """Return what ranks returned, equal results in one row; empty if all returned None."""
     by_result: dict[str, list[int]] = {}
     for rank in state.ranks:
         if rank.result is not None:
             by_result.setdefault(rank.result, []).append(rank.rank)
     if set(by_result) <= {"None"}:
         return []
-    rows = [(f"{name_ranks(ranks, state)} → ", result) for result, ranks in by_result.items()]
+    rows = [Result(name_ranks(ranks, state), text) for text, ranks in by_result.items()]
     more = len(rows) - RESULTS
-    return [*rows[:RESULTS], *([("", plural(more, "more result"))] if more > 0 else [])]
+    return [*rows[:RESULTS], *([Result("", plural(more, "more result"))] if more > 0 else [])]
 
 
 def name_ranks(ranks: Collection[int], state: RunState) -> str:

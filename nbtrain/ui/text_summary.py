@@ -23,7 +23,7 @@ def summary(state: RunState, now: float) -> str:
     state = labels.with_badges(stragglers.with_slow_ranks_marked(state))
     mark = {"succeeded": "✓", "failed": "✗"}.get(state.outcome, "⚠" if state.flaw else "●")
     head = f"{mark} {state.name[:200]}: {state.outcome} · {labels.facts(state, now)}"
-    returned = [f"  {label}{result[:_RESULT]}" for label, result in labels.results(state)]
+    returned = [f"  {each.arrow}{each.text[:_RESULT]}" for each in labels.results(state)]
     returned += [f"  {line}" for line in labels.artifact_lines(state)]
     message = [f"  {state.explanation[:_RESULT]}"] if state.message else []
     rows = [*_ranks(state), *_curve(state), *returned, *message]

@@ -8,6 +8,7 @@ run has succeeded (`nbtrain.lifecycle.results`). Both take the names of what is 
 from __future__ import annotations
 
 import contextlib
+import errno
 import pickle
 import sys
 from collections.abc import Iterator
@@ -217,7 +218,7 @@ class ResultSender:
         try:
             yield
         except _NotWritten as error:
-            self._report(name, trouble=str(error), lost=name not in self._unasked)
+            self._report(name, **error.about, lost=name not in self._unasked)
         except _NoVariableError as error:
             self._report(name, trouble=str(error), code=ev.NO_VARIABLE)
         except Exception as error:  # a left process group, a tensor of no known type
@@ -238,7 +239,7 @@ class ResultSender:
             finally:
                 partial.unlink(missing_ok=True)
         except OSError as error:
-            raise _NotWritten(error.strerror or str(error)) from error
+            raise _NotWritten(error) from error
         kind, count = ready.about["kind"], ready.about.get("parameters", 0)
         size, value = path.stat().st_size, self._objects[name]
         known = {weights.plain_name(n) for n, _ in value.named_parameters()} if count else set()
@@ -316,7 +317,7 @@ class ResultSender:
         try:
             write_atomically(self._folder.out(self._rank), pickle.dumps(pickled))
         except OSError as error:
-            about = {"trouble": error.strerror or str(error), "lost": True}
+            about = {**_NotWritten(error).about, "lost": True}
         for asked, data in pickled.items():
             self._report(asked.removesuffix(OF_ALL), size=len(data), **about)
 
@@ -374,6 +375,13 @@ class _NoVariableError(NbtrainError):
 
 class _NotWritten(OSError):
     """The run's folder does not take what is to be saved there."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(error)
+        self.about = {
+            "trouble": error.strerror or str(error),
+            "code": errno.errorcode.get(error.errno or 0, ""),
+        }
 
 
 def _reshard(value: Any) -> None:

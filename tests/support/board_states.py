@@ -254,7 +254,9 @@ def lost() -> RunState:
 def results_lost() -> RunState:
     """Return a run that trained to its end, and could not save what it trained."""
     full = "No space left on device"
-    saved = ev.ArtifactSaved(BEGAN + 53, 0, "model", "model", 0, trouble=full, lost=True)
+    saved = ev.ArtifactSaved(
+        BEGAN + 53, 0, "model", "model", 0, trouble=full, code="ENOSPC", lost=True
+    )
     state = fold(over(with_bars(4, 600)), [saved])
     found = describe_lost_results(state, ("model",))
     assert found is not None

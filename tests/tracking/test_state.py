@@ -125,7 +125,7 @@ def test_a_hang_is_told_until_there_is_progress_again() -> None:
 def test_equal_results_and_logs_are_folded() -> None:
     ended = [ev.Ended(1, r, result="{'accuracy': 0.9}") for r in range(2)]
     state = fold(picture(), [*ended, *(ev.Output(1, r, ("same",)) for r in range(2))])
-    assert labels.results(state) == [("all ranks → ", "{'accuracy': 0.9}")]
+    assert labels.results(state) == [("all ranks", "{'accuracy': 0.9}")]
     assert log_panel.merged(state, 8) == [("all ranks", "same")]
     nothing = fold(picture(), [ev.Ended(1, r, result="None") for r in range(2)])
     assert labels.results(nothing) == []

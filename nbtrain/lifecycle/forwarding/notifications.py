@@ -72,7 +72,7 @@ def message(state: RunState, now: float, folder: RunFolder) -> tuple[str, str]:
         why = next(iter(state.notes), state.flaw)
     elif state.status == "succeeded":
         numbers = labels.metrics(state.ranks[0])
-        why = numbers or "; ".join(f"{k}{v}" for k, v in labels.results(state)) or "no metrics"
+        why = numbers or "; ".join(map(str, labels.results(state))) or "no metrics"
     place = f"nbtrain show {folder.path.name} · {folder.path} on {platform.node()}"
     lines = (why, labels.facts(state, now), place)
     return header.sentence(state, now), "\n".join(shorten(line, _LONGEST) for line in lines)

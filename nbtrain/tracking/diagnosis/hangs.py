@@ -229,8 +229,7 @@ def _without_cause(seen: Observation, waits: Mapping[int, Collective]) -> HangRe
         parts.append(_waiting(waits, ""))
     rest = [seconds for rank, seconds in seen.silent.items() if rank not in (*stalled, *waits)]
     going = "; the other ranks continue" if rest and max(rest) < seen.after / 2 else ""
-    longest = max((seen.silent[rank] for rank in stalled), default=seen.after)
-    text = f"no sign of progress for {format_duration(longest)}: {'; '.join(parts)}{going}"
+    text = f"no sign of progress: {'; '.join(parts)}{going}"
     return HangReport(text, waiting=tuple(waits))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Collection, Sequence
 
 from ...findings import Finding
@@ -16,10 +14,8 @@ LOST = "results lost"
 
 _ROOM = "Free space there, or set NBTRAIN_HOME to a folder with more room"
 _REMEDIES = {
-    errno.ENOSPC: _ROOM,
-    errno.EDQUOT: _ROOM,
-    errno.EFBIG: "Raise the limit on the size of a file (ulimit -f)",
-    errno.EROFS: "Set NBTRAIN_HOME to a folder that can be written",
+    "EFBIG": "Raise the limit on the size of a file (ulimit -f)",
+    "EROFS": "Set NBTRAIN_HOME to a folder that can be written",
 }
 _AGAIN = "then run it again, or save the model in the function"
 
@@ -31,10 +27,9 @@ def describe_lost_results(state: RunState, expected: Collection[str]) -> Finding
     """
     lost = [saved for rank in state.ranks for saved in rank.saved if saved.lost]
     if lost:
-        reason = lost[0].trouble
-        remedy = next((r for n, r in _REMEDIES.items() if os.strerror(n) == reason), _ROOM)
+        remedy = _REMEDIES.get(lost[0].code, _ROOM)
         names = _listed(list(dict.fromkeys(saved.name for saved in lost)))
-        text = f"{names} could not be saved in the run's folder ({reason})"
+        text = f"{names} could not be saved in the run's folder ({lost[0].trouble})"
         remedy = f"{remedy}, {_AGAIN}"
     elif expected and state.ranks and _broke_off(first := state.ranks[0]):
         ending = "ended (is the disk of the run's folder full?)"

@@ -151,9 +151,9 @@ def _memory(state: RunState) -> str:
 
 def _results(state: RunState) -> str:
     rows = "".join(
-        f'<div><span style="{theme.SOFT}">{escape(label)}</span>'
-        f'<span style="{theme.MONO}">{cut(result, 600)}</span></div>'
-        for label, result in labels.results(state)
+        f'<div><span style="{theme.SOFT}">{escape(result.arrow)}</span>'
+        f'<span style="{theme.MONO}">{cut(result.text, 600)}</span></div>'
+        for result in labels.results(state)
     )
     rows += "".join(f"<div>{cut(line, 600)}</div>" for line in labels.artifact_lines(state))
     return f'<div style="margin-top:4px">{rows}</div>' if rows else ""

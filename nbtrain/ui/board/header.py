@@ -7,7 +7,6 @@ bar of its epoch, hatched, and no percentage of the run.
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Sequence
 from html import escape
@@ -21,8 +20,6 @@ from .. import eta, host_status, labels
 from .. import next_step as steps
 from . import theme
 
-_AGE = re.compile(r"^(no sign of progress) for [\d:.]+ \w+: ")
-
 TREND = 0.02
 """The share of a loss by which it must change to fall or rise."""
 
@@ -31,11 +28,11 @@ ENOUGH = 4
 
 
 class Figure(NamedTuple):
-    """A key figure: what it is, its value, and a remark."""
+    """A key figure: what it is, its value, and remarks, of which the first is the shortest."""
 
     name: str
     value: str
-    remark: str = ""
+    remarks: tuple[str, ...] = ()
 
 
 def draw(state: RunState, now: float) -> str:
@@ -185,7 +182,6 @@ def _trouble(state: RunState) -> str:
     text = labels.hang(state)
     if not text:
         return ""
-    text = _AGE.sub(r"\1: ", text)  # the header says how long, and goes on
     return card(theme.WARN, f"{escape(shorten(text, 1000))}{next_step(state)}")
 
 
@@ -287,8 +283,8 @@ def _figures(state: RunState, now: float) -> str:
         f'<div style="{_TILE}"><div style="{small}">{escape(name)}</div>'
         f'<div style="font-size:20px;line-height:1.3;font-weight:600;white-space:nowrap">'
         f"{_value(value)}</div>"
-        f'<div style="{small}">{escape(remark).replace(" · ", " <br>")}&nbsp;</div></div>'
-        for name, value, remark in figures(state, now)
+        f'<div style="{small}">{" <br>".join(map(escape, remarks))}&nbsp;</div></div>'
+        for name, value, remarks in figures(state, now)
     )
     style = "display:flex;flex-wrap:wrap;gap:6px 24px;margin:8px 0 0"
     # Tiles without height let those of the last row be as wide as the others, below them.
@@ -328,10 +324,10 @@ def _done(state: RunState) -> Figure | None:
         remarks = [plural(steps, "step")] if steps else []
         if done is not None and done < 0.995:
             remarks.append(f"{int(100 * done)} % done")
-        return Figure("took", took, " · ".join(remarks))
+        return Figure("took", took, tuple(remarks))
     if done is None:
-        return Figure("at", where, more) if where else None
-    return Figure("done", f"{int(100 * done)} %", more or where)
+        return Figure("at", where, (more,) if more else ()) if where else None
+    return Figure("done", f"{int(100 * done)} %", (more or where,))
 
 
 def _left(state: RunState, now: float) -> Figure | None:
@@ -341,11 +337,11 @@ def _left(state: RunState, now: float) -> Figure | None:
     if seconds is not None:
         at = time.strftime("%H:%M", time.localtime(now + seconds))
         day = "" if seconds < 72_000 else time.strftime(" on %a", time.localtime(now + seconds))
-        return Figure("left", eta.about(seconds).removeprefix("about "), f"ends at {at}{day}")
+        return Figure("left", eta.coarse(seconds), (f"ends at {at}{day}",))
     in_epoch = eta.remaining_in_epoch(state, now)
     if in_epoch is None:
         return None
-    return Figure("left in this epoch", eta.about(in_epoch).removeprefix("about "))
+    return Figure("left in this epoch", eta.coarse(in_epoch))
 
 
 def _loss(state: RunState) -> Figure | None:
@@ -359,8 +355,8 @@ def _loss(state: RunState) -> Figure | None:
         return None
     series = curves[name]
     if series.last is None:
-        return Figure(name, "nan", "not finite")
-    value, spread = format_number(series.last), labels.spread_of(series)
+        return Figure(name, "nan", ("not finite",))
+    value, spread = format_number(series.last), tuple(filter(None, [labels.spread_of(series)]))
     now, before, steps = trend(series)
     change = (now - before) / abs(before) if before else 0.0
     if not steps or not math.isfinite(change):
@@ -369,8 +365,7 @@ def _loss(state: RunState) -> Figure | None:
         arrow, way = "→", f"no clear change in {plural(steps, 'step')}"
     else:
         arrow, way = "↘" if change < 0 else "↗", f"{100 * change:+.0f} % in {plural(steps, 'step')}"
-    remark = " · ".join(filter(None, [spread, way.replace("-", "\N{MINUS SIGN}")]))
-    return Figure(name, f"{value} {arrow}", remark)
+    return Figure(name, f"{value} {arrow}", (*spread, way.replace("-", "\N{MINUS SIGN}")))
 
 
 def trend(series: Series) -> tuple[float, float, int]:
@@ -405,7 +400,9 @@ def _best(state: RunState) -> Figure | None:
     for name, series in state.curves.logged.items():
         if series.bins and (direction := labels.better(name)) and name != "loss":
             at = labels.best(series, direction)
-            return Figure(f"best {shorten(name, 24)}", format_number(at[1]), f"at {_step(at[0])}")
+            return Figure(
+                f"best {shorten(name, 24)}", format_number(at[1]), (f"at {_step(at[0])}",)
+            )
     return None
 
 
@@ -420,17 +417,17 @@ def _throughput(state: RunState) -> Figure | None:
         f"{labels.format_rate(steps.last)} steps/s" if steps is not None and steps.last else ""
     )
     if labels.is_stuck(state):
-        return Figure("throughput", "0 steps/s", f"{per_step} before" if per_step else "")
+        return Figure("throughput", "0 steps/s", (f"{per_step} before",) if per_step else ())
     when = "at the end" if state.is_over else ""
     if samples is not None and any(samples.newest):
         value = f"{labels.format_rate(math.fsum(samples.newest))} samples/s"
-        return Figure("throughput", value, when or per_step)
+        return Figure("throughput", value, tuple(filter(None, [when or per_step])))
     if per_step:
-        return Figure("throughput", per_step, when)
+        return Figure("throughput", per_step, (when,) if when else ())
     if _phase(state):
         return None
     shown = {labels.rate(rank) for rank in state.ranks if labels.rate(rank)}
-    return Figure("throughput", min(shown), "of a rank") if shown else None
+    return Figure("throughput", min(shown), ("of a rank",)) if shown else None
 
 
 def _gpu(state: RunState) -> Figure | None:
@@ -442,4 +439,4 @@ def _gpu(state: RunState) -> Figure | None:
         return None
     low, high = f"{min(busy):.0f}", f"{max(busy):.0f}"
     shown = low if low == high else f"{low}–{high}"
-    return Figure("GPU busy", f"{shown} %", plural(len(busy), "GPU"))
+    return Figure("GPU busy", f"{shown} %", (plural(len(busy), "GPU"),))

@@ -132,7 +132,7 @@ def _remark(row: Row, state: RunState) -> str:
 def _columns(rows: Sequence[Row], state: RunState) -> list[Column]:
     """Return the columns; a single row's bar would be the run's own again."""
     stands = any(rank.hang == "stuck?" for rank in state.ranks)
-    is_named = any("waits for data" in row.reason for row in rows)
+    is_named = any(map(labels.Apart(state).waits_longer, (row.first for row in rows if row.reason)))
     soft_left, soft_right = f"{LEFT};{theme.SOFT}", f"{RIGHT};{theme.SOFT}"
     has_bars = len(rows) > 1 and len({eta.fraction(rank) for rank in state.ranks}) > 1
     bars = [

@@ -33,7 +33,9 @@ def over(*events: ev.Event) -> RunState:
 )
 def test_why_it_could_not_be_saved_decides_what_to_do(number: int, remedy: str) -> None:
     reason = os.strerror(number)
-    lost = ev.ArtifactSaved(100, 0, "model", "model", trouble=reason, lost=True)
+    lost = ev.ArtifactSaved(
+        100, 0, "model", "model", trouble=reason, code=errno.errorcode[number], lost=True
+    )
     found = describe_lost_results(over(lost, REPORTED, DONE), ["model"])
     assert found is not None
     text = found.shown

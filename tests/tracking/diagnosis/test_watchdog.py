@@ -167,7 +167,7 @@ def loads() -> None:
             [],
             [0, 1],
         ),
-        (locks, 2, ["no sign of progress for ", "at {locks}"], [], []),
+        (locks, 2, ["no sign of progress: ", "at {locks}"], [], []),
         (loads, 2, ["at {loads}", "; a DataLoader worker is at {never answers}"], [], []),
     ],
     ids=["a subgroup", "a mismatch", "a lock", "a loader"],
