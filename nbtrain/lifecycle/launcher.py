@@ -84,7 +84,7 @@ def launch(
     view: str = "auto",
     telemetry: str | Iterable[str] = SOURCES,
     hang_after: float | None = HANG_AFTER,
-    on_hang: str = "report",
+    on_hang: str = "deadlock",
     track: str | Iterable[str] = (),
     notify: str | Iterable[str] = (),
     debug: bool = False,
@@ -130,7 +130,8 @@ def launch(
             ('all', 'none', 'bars,steps', '-loss').
         hang_after: report a hang after this many seconds without progress of a rank; None or 0:
             never. A deadlock that is certain is reported after seconds.
-        on_hang: 'report' a hang, or 'stop' the run, too, and raise `RunTimeout` with the report.
+        on_hang: end the run, and raise `RunTimeout` with the report, at a certain 'deadlock', at
+            any hang ('stop'), or never ('report').
         track: trackers that get config, metrics, notes and the outcome, as one run: 'tensorboard',
             'mlflow', 'wandb', 'trackio' or another that Accelerate has (``NAME@all``: the metrics
             of each rank, too).
@@ -151,7 +152,7 @@ def launch(
         PreflightError: the state of this process forbids the launch; nothing was started.
         LaunchError: the ranks could not be started.
         RankDied: a rank was killed or exited.
-        RunTimeout: the timeout was exceeded, or the run hung, with `on_hang` 'stop'.
+        RunTimeout: the timeout was exceeded, or the run hung (see `on_hang`).
         KeyboardInterrupt: the run was interrupted; all ranks have ended.
         Exception: what the causing rank raised, with its own type.
     """

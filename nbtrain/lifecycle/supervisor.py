@@ -107,7 +107,7 @@ class Supervisor:
         timeout: float | None = None,
         hang_after: float | None = None,
         *,
-        stops_hangs: bool = False,
+        on_hang: str = "report",
         sees_training: bool = True,
         ranks_stay: bool = False,
         failures_end: bool = True,
@@ -139,7 +139,7 @@ class Supervisor:
         self._retry_reason = ""
         self._presses = 0
         self._restores = 0.0  # when the folder is looked for next
-        self._stops_hangs, self._ranks_stay = stops_hangs, ranks_stay
+        self._on_hang, self._ranks_stay = on_hang, ranks_stay
         self._places = ""
         self._has_named = False
 
@@ -153,7 +153,7 @@ class Supervisor:
             state,
             plan.timeout,
             plan.hang_after,
-            stops_hangs=plan.on_hang == "stop",
+            on_hang=plan.on_hang,
             sees_training="steps" in plan.telemetry,
             ranks_stay=ranks_stay,
             failures_end=not plan.is_live,
@@ -197,10 +197,10 @@ class Supervisor:
                         self._note(sampler.sample())
                 if self._stop.cause is None and ranks.alive:
                     self._note(self._watchdog.check(self.state, time.monotonic()))
-                    if self._stops_hangs and self._watchdog.is_certain:
-                        self._stop.give_up(HANG)
-                    elif self._ranks_stay and self._watchdog.is_deadlock:
+                    if self._on_hang != "report" and self._watchdog.is_deadlock:
                         self._stop.give_up(DEADLOCK)
+                    elif self._on_hang == "stop" and self._watchdog.is_certain:
+                        self._stop.give_up(HANG)
                 elif self._stop.is_ignored(time.monotonic()):
                     self._name_the_deaf()
         if self.conversation is not None:

@@ -221,9 +221,10 @@ class Plan:
     )
     on_hang: str = option(
         "--on-hang",
-        "report: show a hang on the board; stop: also stop the run, with the report as its error",
-        "report",
-        **options.one_of(("report", "stop")),
+        "deadlock: end a run whose ranks can never continue, with the report as its error; stop: "
+        "end every run that hangs; report: end none, only show it on the board",
+        "deadlock",
+        **options.one_of(("deadlock", "stop", "report")),
     )
     telemetry: tuple[str, ...] = option(
         "--telemetry",

@@ -405,7 +405,7 @@ def test_a_loop_that_ends_earlier_on_one_rank_ends_the_run_with_both_lines(
 ) -> None:
     notebook.run(SETUP)
     out = notebook.run(
-        "%%distributed -n 2 --on-hang stop --hang-after 3000\n"
+        "%%distributed -n 2 --hang-after 3000\n"
         "import torch.distributed as dist\n"
         "def train():\n"
         "    dist.init_process_group('gloo')\n"

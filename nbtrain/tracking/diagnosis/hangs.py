@@ -78,11 +78,7 @@ def explain(seen: Observation) -> HangReport:
         return _without_cause(seen, waits)
     alive = sorted(missing & seen.silent.keys())
     ended = sorted(missing - seen.silent.keys())
-    parts = _places(seen, alive)
-    for rank in ended:
-        status = seen.over[rank]
-        how = "does not run this cell" if status == IDLE else f"has ended ({status})"
-        parts.append(f"{format_ranks([rank])} {how}")
+    parts = [*_places(seen, alive), *_absent(seen, ended)]
     pronoun = "it" if len(missing) == 1 else "them"
     return HangReport(f"{'; '.join(parts)}; {_waiting(waits, pronoun)}", tuple(alive), tuple(waits))
 
@@ -114,6 +110,8 @@ def deadlock(seen: Observation) -> HangReport | None:
     Without stacks it is a suspicion: whether a rank is in a collective, or only began one and goes
     on, is seen from its stack.
     """
+    if report := _nobody_sends(seen):
+        return report
     waits = {rank: wait for rank, wait in _waits(seen).items() if wait.number and not wait.point}
     if mismatch := _mismatch(seen, waits):
         return HangReport(mismatch, waiting=tuple(sorted(waits)))
@@ -126,6 +124,36 @@ def deadlock(seen: Observation) -> HangReport | None:
         text = f"{waiting}: each waits for another of them, so none can continue"
         return HangReport(text, waiting=tuple(circle))
     return None
+
+
+def _nobody_sends(seen: Observation) -> HangReport | None:
+    """Say that ranks wait for a message, and those that could send it have ended.
+
+    Gloo names the peer that is gone, except to a `recv` from any rank. No recorder has messages.
+    """
+    known = [seen.stacks[rank] for rank in seen.silent if rank in seen.stacks]
+    if not seen.over or (seen.stacks and len(known) < len(seen.silent)):
+        return None
+    threads = chain.from_iterable(chain.from_iterable(stack.threads for stack in known))
+    receive = all(_waiting_call(stack).startswith("recv") for stack in known)
+    if not receive or any(not frame.is_library for frame in threads):  # a thread may send yet
+        return None
+    parts = [*_places(seen, seen.silent), *_absent(seen, seen.over)]
+    text = f"{'; '.join(parts)}: nobody is left who sends what is received there, so it never ends"
+    return HangReport(text, waiting=tuple(seen.silent))
+
+
+def _absent(seen: Observation, ranks: Iterable[int]) -> list[str]:
+    """Say why ranks join in nothing, those of one status together."""
+    by_status: dict[str, list[int]] = {}
+    for rank in ranks:
+        by_status.setdefault(seen.over[rank], []).append(rank)
+    texts = []
+    for status, those in by_status.items():
+        verbs = ("does", "has") if len(those) == 1 else ("do", "have")
+        how = f"{verbs[0]} not run this cell" if status == IDLE else f"{verbs[1]} ended ({status})"
+        texts.append(f"{format_ranks(those)} {how}")
+    return texts
 
 
 def _circle(seen: Observation, waits: Mapping[int, Collective]) -> list[int]:

@@ -35,6 +35,9 @@ QUIET = 4.0
 """Seconds without progress of any rank after which recorders are asked, which costs ranks nothing,
 whether that is a deadlock; again after twice the time, and so on."""
 
+SURE = 2.0
+"""Seconds that a deadlock must stand still for: a run is ended for it."""
+
 NOTED = 60.0
 """Seconds after which ranks that all do nothing are reported, before a hang is due to be."""
 
@@ -72,6 +75,7 @@ class HangWatchdog:
         self._look = QUIET
         self._activity = Activity()
         self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
         self._reports = queue.SimpleQueue[tuple[frozenset[int], hangs.HangReport | None, float]]()
 
     @property
@@ -189,16 +193,26 @@ class HangWatchdog:
     def _ask_recorders(self, about: frozenset[int], seen: hangs.Observation) -> None:
         report: hangs.HangReport | None = None
         with contextlib.suppress(Exception):
-            ranks = sorted(about)[:RECORDERS]
-            recorded = collectives.ask(self._folder, ranks, ASKING / 2)
-            seen = replace(seen, now=time.time(), recorded=recorded)
-            if hangs.deadlock(seen) is not None:
-                by_rank = {s.rank: s for s in stacks.ask(self._folder, ranks, ASKING / 2)}
-                report = hangs.deadlock(replace(seen, stacks=by_rank))
+            report = self._deadlock(about, seen)
+            # A loop of the user's own, of which nothing is reported, may go on meanwhile.
+            if report is not None and (
+                self._closing.wait(SURE) or self._deadlock(about, seen) != report
+            ):
+                report = None
         self._reports.put((about, report, seen.after))
+
+    def _deadlock(self, about: frozenset[int], seen: hangs.Observation) -> hangs.HangReport | None:
+        ranks = sorted(about)[:RECORDERS]
+        recorded = collectives.ask(self._folder, ranks, ASKING / 2)
+        seen = replace(seen, now=time.time(), recorded=recorded)
+        if hangs.deadlock(seen) is None:
+            return None
+        by_rank = {s.rank: s for s in stacks.ask(self._folder, ranks, ASKING / 2)}
+        return hangs.deadlock(replace(seen, stacks=by_rank))
 
     def close(self) -> None:
         """Wait for a round of asking to end."""
+        self._closing.set()
         if self._thread is not None:
             self._thread.join(2 * ASKING)
 

@@ -9,6 +9,7 @@ import re
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -35,9 +36,72 @@ def waits_in_a_circle() -> None:
 
 @pytest.mark.slow
 def test_a_certain_deadlock_ends_the_run_long_before_a_hang_is_due() -> None:
-    with pytest.raises(RunTimeout, match="was stopped because of a hang") as caught:
-        launch(waits_in_a_circle, n=2, hang_after=3000, on_hang="stop", timeout=120)
+    with pytest.raises(RunTimeout, match="was stopped because of a deadlock") as caught:
+        launch(waits_in_a_circle, n=2, hang_after=3000, timeout=120)
     assert "each waits for another of them, so none can continue" in str(caught.value)
+
+
+_TALKING = """%%distributed -n 3 {options}
+import torch.distributed as dist
+def train():
+    dist.init_process_group('gloo')
+    dist.barrier()
+    rank, x = nbtrain.rank(), torch.zeros(1)
+    {call}
+"""
+
+
+@pytest.fixture
+def hasty(notebook: Notebook) -> Iterator[Notebook]:
+    """A notebook whose runs look for a deadlock after half a second."""
+    notebook.run(
+        "import threading, torch\nfrom nbtrain.tracking.diagnosis import watchdog\n"
+        "usual = watchdog.QUIET, watchdog.SURE\nwatchdog.QUIET, watchdog.SURE = 0.5, 0.5"
+    )
+    yield notebook
+    notebook.run("watchdog.QUIET, watchdog.SURE = usual")
+
+
+@pytest.mark.parametrize(
+    ("call", "report"),
+    [
+        ("rank or dist.recv(x)", "ranks 1–2 have ended (done): nobody is left who sends what"),
+        ("rank > 1 or dist.recv(x)", "rank 2 has ended (done): nobody is left who sends what"),
+        ("dist.barrier() if rank else dist.all_reduce(x)", "these do not match, so no rank can"),
+    ],
+)
+def test_ranks_that_can_never_continue_end_and_say_where_they_were(
+    hasty: Notebook, call: str, report: str
+) -> None:
+    out = hasty.run(_TALKING.format(options="--timeout 60", call=call))
+    assert out.ename == "RunTimeout", out.traceback
+    assert "was stopped because of a deadlock" in out.evalue
+    assert report in out.evalue
+
+
+def test_who_wants_to_look_at_a_deadlock_keeps_it(hasty: Notebook) -> None:
+    call = "dist.barrier() if rank else dist.all_reduce(x)"
+    out = hasty.run(_TALKING.format(options="--timeout 6 --on-hang report", call=call))
+    assert "took longer than its timeout" in out.evalue
+    assert "these do not match, so no rank can continue" in out.evalue
+
+
+_LATE = {
+    "a rank": "if rank == 1: time.sleep(4); dist.send(x, 0)\n    if rank == 0: dist.recv(x)",
+    "a thread": (
+        "if rank == 2: return\n"
+        "    def send(): time.sleep(4); dist.send(x, 1 - rank)\n"
+        "    sender = threading.Thread(target=send); sender.start()\n"
+        "    dist.recv(torch.zeros(1)); sender.join()"
+    ),
+}
+
+
+@pytest.mark.parametrize("sender", _LATE)
+def test_a_message_that_comes_late_is_no_deadlock(hasty: Notebook, sender: str) -> None:
+    out = hasty.run(_TALKING.format(options="--timeout 60", call=_LATE[sender]))
+    assert not out.ename, out.evalue
+    assert "✓" in out.board
 
 
 def works_for_long(gate: str, seconds: float) -> None:
