@@ -16,6 +16,7 @@ from ..tracking import events as ev
 from ..tracking.run_folder import RunFolder
 from ..tracking.state import IDLE
 from ..transport import payload
+from ..transport.parts import Part
 from ..worker.job import Job
 from .base import Action, Engine, Exit, Ranks
 
@@ -45,6 +46,7 @@ class Members(Protocol):
     def new_task(self, folder: RunFolder | None = None) -> int: ...
     def end(self, how: str) -> None: ...
     def occupied(self) -> contextlib.AbstractContextManager[None]: ...
+    def parts_there(self, sent: Mapping[str, Any]) -> Mapping[int, Part]: ...
 
 
 class LiveEngine(Engine):
@@ -67,15 +69,16 @@ class LiveEngine(Engine):
 
     def prepare(self, plan: Plan) -> None:
         """Pack the task, and what ranks lack. Raises `PlanError` naming what cannot be sent."""
-        task = plan.task
+        task, there = plan.task, dict[int, Part]()
         if isinstance(task, Cell):
             has = set.intersection(*(set(self._members.names[rank]) for rank in self._targets))
             needed = payload.needed_names(task)
             missing = {name: value for name, value in needed.items() if name not in has}
             self.sent = list(missing)
             self.notes = _sent_note(missing)
+            there = dict(self._members.parts_there(missing))
             plan = replace(plan, task=replace(task, namespace=missing))
-        self._parcel = payload.pack(plan, is_fresh=False)
+        self._parcel = payload.pack(plan, is_fresh=False, there=there)
 
     def discard(self) -> None:
         """Let go of the parcel."""

@@ -8,6 +8,7 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ..errors import NbtrainError
@@ -22,10 +23,11 @@ from ..tracking.event_log import EventWriter
 from ..tracking.reducers import fold
 from ..tracking.run_folder import RunFolder
 from ..tracking.state import RunState
-from ..transport import result_pickler, weights
+from ..transport import parts, result_pickler, weights
+from ..transport.parts import unwrapped
 from ..transport.weight_file import WeightReader
 from ..ui.labels import not_updated
-from ..worker.result_sender import QUICK, unwrapped
+from ..worker.result_sender import QUICK
 
 
 class ResultReceiver:
@@ -330,12 +332,7 @@ def _unpickled(
     """
     objects = home.objects() if home is not None else {}
 
-    def find(path: tuple[str, str]) -> Any:
-        name, of_tensor = path
-        if name not in objects:
-            raise NbtrainError(f"it refers to `{name}`, which is not in this kernel any more")
-        return weights.named_tensors(objects[name])[of_tensor] if of_tensor else objects[name]
-
+    find = partial(parts.find, values=objects)
     ranks = range(folder.read_manifest()["num_processes"])
     paths = [folder.out(rank) for rank in ranks]
     sent = [pickle.loads(read_regular(path)) if path.exists() else {} for path in paths]

@@ -36,6 +36,10 @@ from ..planning.plan import Call, Cell, Plan, Task
 from ..planning.task_values import arguments, owner_name, variables
 from . import process_state, result_pickler
 from .code_pickler import CodePickler
+from .parts import Part, find
+
+STATES = "_nbtrain_states"
+"""The name under which the states come of what a process has already: see `pack_values`."""
 
 _KERNEL_ONLY = ("exit", "quit")  # IPython's hold the shell; an interpreter has its own
 
@@ -58,24 +62,31 @@ class PackedPlan:
         self._file.close()
 
 
-def pack(plan: Plan, *, is_fresh: bool = True) -> PackedPlan:
+def pack(
+    plan: Plan, *, is_fresh: bool = True, there: Mapping[int, Part] | None = None
+) -> PackedPlan:
     """Pack a plan for processes, `is_fresh` ones get this one's random states and settings, too.
+
+    Of what is `there`, by its id, only its name goes.
 
     Raises `PlanError` naming the variable that cannot go.
     """
     task = plan.task
     modules = submodules(task.source, task.namespace) if isinstance(task, Cell) else []
     around = process_state.collect() if is_fresh else None
-    return _packed(_with_needed_names(plan), modules, around)
+    return _packed(_with_needed_names(plan), modules, around, there or {})
 
 
 def _packed(
-    plan: Plan, modules: Sequence[str] = (), around: dict[str, Any] | None = None
+    plan: Plan,
+    modules: Sequence[str] = (),
+    around: dict[str, Any] | None = None,
+    there: Mapping[int, Part] | None = None,
 ) -> PackedPlan:
     import torch
 
     main = vars(sys.modules["__main__"])
-    packing = Packing(main, plan)
+    packing = Packing(main, plan, there or {})
     # What comes late is known only when all before it is packed.
     late = packing.late_classes, packing.late_sources, packing.late_grads
     contents = (around, [*modules], _marked(plan), *late)
@@ -96,9 +107,15 @@ def _packed(
     return packed
 
 
-def pack_values(plan: Plan, values: Mapping[str, Any]) -> PackedPlan:
-    """Pack values that no cell reads, by name, beside a plan. Raises `PlanError`."""
-    return _packed(replace(plan, task=Cell("", "", dict(values))))
+def pack_values(
+    values: Mapping[str, Any], states: Mapping[str, Any], there: Mapping[int, Part]
+) -> PackedPlan:
+    """Pack values that no cell reads, by name. Raises `PlanError`.
+
+    `states` are of values that are there, and load them (`parts.state`).
+    """
+    plan = Plan(Cell("", "", {**values, **({STATES: states} if states else {})}), "values")
+    return _packed(plan, there=there)
 
 
 def unpack(path: str, *, restores: bool = True) -> tuple[Plan, frozenset[type]]:
@@ -286,8 +303,8 @@ def _candidates(task: Task) -> Iterator[tuple[str, Any]]:
 class Packing:
     """Makes picklers that know the notebook, and remembers what of it they met."""
 
-    def __init__(self, main: dict[str, Any], plan: Plan) -> None:
-        self.main = main
+    def __init__(self, main: dict[str, Any], plan: Plan, there: Mapping[int, Part]) -> None:
+        self.main, self.there = main, there
         self.classes: dict[type, None] = {}
         self.files: dict[str, None] = {}
         if isinstance(plan.task, Cell):
@@ -340,6 +357,8 @@ class Pickler(CodePickler):
 
     def reducer_override(self, obj: Any) -> Any:
         packing = self.packing
+        if part := packing.there.get(id(obj)):
+            return _part_there, part
         if type(obj) is _Late:
             late = obj.value()
             return type(late), (late,)
@@ -358,6 +377,10 @@ class Pickler(CodePickler):
             if reduced is not None:
                 return reduced
         return super().reducer_override(obj)
+
+
+def _part_there(*part: str) -> Any:
+    return find((part[0], part[1], part[2]), _main_namespace())
 
 
 def bound(cls: type[Pickler], packing: Packing) -> type[Pickler]:

@@ -29,8 +29,9 @@ from ..system.instrumentation import patch
 from ..tracking import clock
 from ..tracking import events as ev
 from ..tracking.event_log import EventWriter
-from ..transport import result_pickler, weights
+from ..transport import parts, result_pickler, weights
 from ..transport.fingerprints import fingerprints
+from ..transport.parts import unwrapped
 from ..transport.tensor_kinds import size_of
 from ..transport.weight_file import WeightFile, save, stamp
 from .job import Job
@@ -41,26 +42,7 @@ QUICK = 512 << 20
 LARGEST = 1 << 30
 """Bytes of an optimizer's state that are copied back unasked: most optimizers serve one run."""
 
-_INSIDE = {
-    "DistributedDataParallel": "module",
-    "DataParallel": "module",
-    "FullyShardedDataParallel": "module",
-    "OptimizedModule": "_orig_mod",
-    "AcceleratedOptimizer": "optimizer",
-}
-"""Wrappers of models and optimizers, and where they keep what they wrap."""
-
 _FLAT = "FullyShardedDataParallel"
-
-
-def unwrapped(value: Any, *, but: str = "") -> Any:
-    """Return a model or an optimizer without what training libraries put around it.
-
-    `but` names a class of theirs that stays.
-    """
-    while type(value).__name__ in _INSIDE and type(value).__name__ != but:
-        value = getattr(value, _INSIDE[type(value).__name__])
-    return value
 
 
 class ResultSender:
@@ -298,7 +280,8 @@ class ResultSender:
         wanted = [n for n in self._plan.out if n.endswith(OF_ALL) or self._rank == 0]
         pickled: dict[str, bytes] = {}
         variables = by_name(self._plan.task)
-        known = self._known() if wanted else {}
+        # A new optimizer refers to the notebook's model. Those of other ranks may differ.
+        known = parts.parts(self._returned) if wanted and self._rank == 0 else {}
         for asked in wanted:
             name = asked.removesuffix(OF_ALL)
             with self._reporting(name):
@@ -335,19 +318,6 @@ class ResultSender:
                 "its layers were trained in pipeline stages, so no rank has all of them. Return "
                 "each stage's state_dict() from the function"
             )
-
-    def _known(self) -> dict[int, tuple[str, str]]:
-        """Return names of the notebook's models and tensors, by id: a new optimizer refers to them.
-
-        Only in rank 0, which sends the models: those of other ranks may differ.
-        """
-        known: dict[int, tuple[str, str]] = {}
-        for name, value in self._returned.items() if self._rank == 0 else ():
-            if is_model(value):
-                for of_tensor, tensor in weights.named_tensors(value).items():
-                    known.setdefault(id(tensor), (name, of_tensor))
-            known[id(value)] = (name, "")
-        return known
 
     def _absent(self, name: str) -> str:
         """Say that a variable does not exist, and which do."""

@@ -37,6 +37,7 @@ from ...tracking import clock
 from ...tracking.run_folder import RunFolder
 from ...transport import payload, result_pickler
 from ...transport.channel import Channel, Listener
+from ...transport.parts import Part, find, layout, parts, state, with_state
 from ...ui.displays import prompt
 from ...worker.debugging.hooks import look_again
 from ...worker.live.server import serve
@@ -681,51 +682,107 @@ class LiveRanks:
 
     def __getitem__(self, name: str) -> list[Any]:
         """Return a variable of every rank, as a list; of a large one, what it is."""
-        return [values[name] for values in self._fetch([name], LARGE).values()]
+        return [values[name] for values in self._fetch([name], LARGE, self._channels).values()]
 
     def _fetch(
-        self, names: Sequence[str], limit: int | None, ranks: Iterable[int] | None = None
+        self,
+        names: Sequence[str],
+        limit: int | None,
+        ranks: Iterable[int],
+        pulled: Sequence[str] = (),
+        notebook: Mapping[str, Any] | None = None,
     ) -> dict[int, dict[str, Any]]:
-        targets = list(self._channels) if ranks is None else list(ranks)
-        answers = self._ask(targets, {"do": "get", "names": list(names), "limit": limit})
+        """Return variables of ranks; what they refer to of what is `pulled` is the `notebook`'s."""
+        has = list(with_state(notebook or {}))
+        message = {"do": "get", "names": names, "limit": limit, "has": has, "pulled": pulled}
+        answers = self._ask(ranks, message)
         fetched = {}
         for rank, answer in sorted(answers.items()):
             with open(answer.pop("data"), "rb") as file:
                 file.seek(0)
                 packed = pickle.load(file)
-            fetched[rank] = {name: _value(*each) for name, each in packed.items()}
+            fetched[rank] = known = dict(notebook or {})
+            for name, (data, reason) in packed.items():
+                known[name] = _value(data, reason, functools.partial(find, values=known))
+            fetched[rank] = {name: known[name] for name in names}
         return fetched
 
     def push(self, *names: str, **values: Any) -> None:
-        """Send variables of the notebook, by name, or other values, to every rank."""
+        """Send variables of the notebook, by name, or other values, to every rank.
+
+        A model, an optimizer or a scheduler is loaded into one of the same layout that they have,
+        in place: what they have put around it, or made of it, goes on with it.
+        """
         notebook = _notebook()
         missing = [name for name in names if name not in notebook]
         if missing:
             raise PlanError(f"the notebook has no variable `{missing[0]}`")
         sent = {**{name: notebook[name] for name in names}, **values}
-        cell = Cell("", "<push>", {})
-        packed = payload.pack_values(Plan(cell, "push"), sent)
+        alike = self._alike(sent)
+        new = {name: value for name, value in sent.items() if name not in alike}
+        states = {name: state(value) for name, value in alike.items()}
+        packed = payload.pack_values(new, states, self.parts_there(new, alike))
         try:
-            self._ask(self._channels, {"do": "put", "sent": list(sent)}, packed.descriptors[0])
+            self._ask(self._channels, {"do": "put", "sent": list(new)}, packed.descriptors[0])
         finally:
             packed.close()
         self._snapshot.take(sent, sent)
 
+    def _alike(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of the notebook's models and optimizers that all ranks can load in place."""
+        known = {n: value for n, value in with_state(values).items() if self._has(n)}
+        if not known:
+            return {}
+        answers = self._ask(self._channels, {"do": "layouts", "names": list(known)}).values()
+        return {
+            name: value
+            for name, value in known.items()
+            if (mine := layout(value)) and all(a["layouts"][name] == mine for a in answers)
+        }
+
+    def _has(self, name: str) -> bool:
+        return all(name in names for names in self._names.values())
+
+    def parts_there(
+        self, sent: Mapping[str, Any], alike: Mapping[str, Any] | None = None
+    ) -> dict[int, Part]:
+        """Return the parts of the notebook's models that the ranks have, for what is `sent`.
+
+        Those of `alike` become the same. Raises `PlanError` for an optimizer of another model.
+        """
+        has = {n: v for n, v in with_state(_notebook()).items() if self._has(n) and n not in sent}
+        same = {n: v for n, v in has.items() if n in (alike or ()) or self._snapshot.is_same(n, v)}
+        there = parts({**same, **(alike or {})})
+        others = parts({name: value for name, value in has.items() if name not in same})
+        for name, value in sent.items():
+            for part in parts({name: value} if not is_model(value) else {}):
+                if part in others and part not in there:
+                    model = others[part][0]
+                    raise PlanError(
+                        f"`{name}` belongs to the notebook's `{model}`, and the ranks have another "
+                        f"`{model}`. `%nbtrain push {model}, {name}` sends both"
+                    )
+        return there
+
     def pull(self, *names: str, rank: int = 0) -> None:
-        """Bring variables of a rank into the notebook; a model, into the one of that name there."""
+        """Bring variables of a rank into the notebook.
+
+        A model, an optimizer or a scheduler comes into the one of that name there, in place.
+        """
         notebook = _notebook()
         self._check_rank(rank)
-        models = [name for name in names if is_model(notebook.get(name))]
-        if models and rank:
+        known = list(with_state({name: notebook.get(name) for name in names}))
+        if known and rank:
             raise PlanError(
-                f"`{models[0]}` is a model, which is pulled from rank 0 only. "
-                f"ranks[{models[0]!r}][{rank}] is a copy of that of rank {rank}, if it is small"
+                f"`{known[0]}` is pulled from rank 0 only, into the notebook's. "
+                f"ranks[{known[0]!r}][{rank}] is a copy of that of rank {rank}, if it is small"
             )
-        for name in models:
-            self._pull_model(name, notebook)
-        rest = [name for name in names if name not in models]
+        if known:
+            self._pull_in_place(known, notebook)
+            self._snapshot.take(known, notebook)
+        rest = [name for name in names if name not in known]
         if rest:
-            fetched = self._fetch(rest, None, [rank])[rank]
+            fetched = self._fetch(rest, None, [rank], known, notebook)[rank]
             for name, value in fetched.items():
                 if isinstance(value, Unsent):
                     raise NbtrainError(f"`{name}` of rank {rank} cannot be sent: {value.reason}")
@@ -733,9 +790,10 @@ class LiveRanks:
             self._snapshot.take(fetched, fetched)
 
     @_in_use
-    def _pull_model(self, name: str, notebook: dict[str, Any]) -> None:
-        cell = Cell(f"{name}\nNone", "<pull>", notebook)
-        plan = Plan(cell, f"pull {name}", sync=True, view="none", telemetry=())
+    def _pull_in_place(self, names: Sequence[str], notebook: dict[str, Any]) -> None:
+        cell = Cell("\n".join([*names, "None"]), "<pull>", notebook)
+        title = f"pull {', '.join(names)}"
+        plan = Plan(cell, title, sync=True, out=tuple(names), view="none", telemetry=())
         launcher.run_plan(plan, engine=LiveEngine(self, list(self._channels)))
 
     def describe(self) -> dict[int, list[dict[str, Any]]]:
@@ -780,12 +838,12 @@ class LiveRanks:
         atexit.unregister(self.stop)
 
 
-def _value(data: bytes | None, reason: str) -> Any:
+def _value(data: bytes | None, reason: str, find: Callable[[Part], Any]) -> Any:
     """Return what a rank sent, or why there is nothing."""
     if data is None:
         return Unsent(reason)
     try:
-        return result_pickler.loads(data)
+        return result_pickler.loads(data, find)
     except Exception as error:  # a class that only the ranks have
         return Unsent(f"it cannot be read here: {type(error).__name__}: {error}")
 

@@ -19,6 +19,11 @@ class Snapshot:
         """Remember variables anew."""
         self._marks.update({name: _mark(namespace[name]) for name in names if name in namespace})
 
+    def is_same(self, name: str, value: Any) -> bool:
+        """Whether the ranks got this very object under this name."""
+        kind, mark = self._marks.get(name, ("unknown", None))
+        return mark() is value if kind == "weak" else kind == "id" and mark == id(value)
+
     def differs(self, name: str, value: Any) -> bool:
         """Whether a variable was assigned something else since; not if the ranks made it."""
         kind, mark = self._marks.get(name, ("unknown", None))

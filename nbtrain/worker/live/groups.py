@@ -9,11 +9,13 @@ nothing, torch 2.13); but when its connections are shut down, the collective rai
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import socket
 import sys
 from typing import Any
 
+from ...planning.task_values import is_model
 from ...system.instrumentation import patch
 
 
@@ -111,19 +113,21 @@ class ProcessGroups:
 
 
 def _heal(namespace: dict[str, Any]) -> list[str]:
-    """Give the new group to models in DDP; return the names of those that keep the old one."""
-    lost = []
+    """Give the new group to every model in DDP, wherever it is kept.
+
+    Return the names of models that keep the old one.
+    """
     parallel = sys.modules.get("torch.nn.parallel.distributed")
+    for module in gc.get_objects() if parallel else ():
+        if type(module) is parallel.DistributedDataParallel:  # type: ignore[union-attr]
+            with contextlib.suppress(Exception):  # one that is half made
+                _renew(module)
+    lost = []
     for name, value in list(namespace.items()):
-        if not callable(getattr(type(value), "modules", None)):
-            continue
         with contextlib.suppress(Exception):  # a class object, a model of a kind of its own
-            for module in value.modules():
-                if parallel and type(module) is parallel.DistributedDataParallel:
-                    _renew(module)
-                elif type(module).__name__.startswith(("FullySharded", "FSDP")):
-                    lost.append(name)
-                    break
+            modules = value.modules() if is_model(value) else ()
+            if any(type(part).__name__.startswith(("FullySharded", "FSDP")) for part in modules):
+                lost.append(name)
     return lost
 
 

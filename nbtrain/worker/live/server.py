@@ -23,7 +23,7 @@ from typing import Any
 from ...planning.plan import Plan
 from ...system import instrumentation
 from ...tracking.run_folder import RunFolder, mark_stopping
-from ...transport import payload
+from ...transport import parts, payload
 from ...transport.channel import Address, Channel, connect
 from .. import api, checkpoints, main, stopping
 from ..output.rich_output import RichOutput
@@ -232,13 +232,20 @@ class LiveRank:
         return {"lost": self._groups.reform(generation, self._namespace, forms=forms)}
 
     def _get(self, message: Message, _data: int | None) -> Message:
-        file = values.packed(self._namespace, message["names"], message["limit"])
+        asked = {key: message[key] for key in ("names", "limit", "has", "pulled")}
+        file = values.packed(self._namespace, **asked)
         return {"data": os.dup(file.fileno())}
 
     def _put(self, message: Message, data: int | None) -> Message:
         assert data is not None
         self._plan(message, data)
+        for name, state in self._namespace.pop(payload.STATES, {}).items():
+            parts.load_state(self._namespace[name], state)
         return self.new_names()
+
+    def _layouts(self, message: Message, _data: int | None) -> Message:
+        known = {name: self._namespace[name] for name in message["names"]}
+        return {"layouts": {name: parts.layout(value) for name, value in known.items()}}
 
     def _describe(self, _message: Message, _data: int | None) -> Message:
         return {"variables": values.described(self._namespace)}
@@ -255,6 +262,7 @@ class LiveRank:
         "reform": _reform,
         "get": _get,
         "put": _put,
+        "layouts": _layouts,
         "describe": _describe,
     }
 

@@ -10,20 +10,29 @@ from types import FunctionType, ModuleType
 from typing import IO, Any
 
 from ...errors import NbtrainError
-from ...planning.task_values import is_model
+from ...planning.task_values import is_model, is_optimizer, is_scheduler
 from ...system.text import short_repr
-from ...transport import result_pickler
+from ...transport import parts, result_pickler
 from ...transport.channel import written
 from ...transport.fingerprints import fingerprints
+from ...transport.parts import unwrapped
 from ...transport.weights import is_sharded
-from ..result_sender import unwrapped
 
 _DULL = (ModuleType, FunctionType, type)
 _SHELL = ("In", "Out", "exit", "quit", "get_ipython", "open")
 
 
-def packed(namespace: Mapping[str, Any], names: Sequence[str], limit: int | None) -> IO[bytes]:
+def packed(
+    namespace: Mapping[str, Any],
+    names: Sequence[str],
+    limit: int | None,
+    has: Sequence[str] = (),
+    pulled: Sequence[str] = (),
+) -> IO[bytes]:
     """Return a file with the pickled value of each name, or the reason why there is none.
+
+    A value refers to the models and optimizers that were `pulled`, or that are packed before it;
+    an optimizer also to those that the notebook `has`: by value, it would step copies.
 
     Raises `NbtrainError` for a name that is no variable of this rank.
     """
@@ -31,19 +40,30 @@ def packed(namespace: Mapping[str, Any], names: Sequence[str], limit: int | None
     if missing:
         raise NbtrainError(f"there is no variable `{missing[0]}`")
     values: dict[str, tuple[bytes | None, str]] = {}
-    for name in names:
+    known = parts.parts({name: namespace[name] for name in pulled})
+    there = parts.parts({name: namespace[name] for name in has if name in namespace})
+    for name in sorted(names, key=lambda name: _order(unwrapped(namespace[name]))):
         try:
             value = unwrapped(namespace[name])
+            refers = {**there, **known} if _order(value) in (1, 2) else known
+            refers = {i: part for i, part in refers.items() if part[0] != name}
             if any(map(is_sharded, [value, *(value.parameters() if is_model(value) else ())])):
                 raise NbtrainError(
                     "it is sharded over the ranks; %nbtrain pull puts a model together"
                 )
-            values[name] = (result_pickler.dumps(value, limit=limit), "")
+            values[name] = (result_pickler.dumps(value, known=refers, limit=limit), "")
+            known = {**parts.parts({name: value}), **known}
         except Exception as error:  # any reducer of any class may raise anything
             about = _about(namespace[name])
             kind = (about["type"], about.get("shape", ""), about.get("dtype", ""))
             values[name] = (None, f"{' '.join(filter(None, map(str, kind)))}: {error}")
     return written(lambda file: pickle.dump(values, file, protocol=5))
+
+
+def _order(value: Any) -> int:
+    """Return when a value is packed: a model, an optimizer, a scheduler, all else."""
+    kinds = (is_model, is_optimizer, is_scheduler)
+    return next((i for i, is_kind in enumerate(kinds) if is_kind(value)), len(kinds))
 
 
 def described(namespace: Mapping[str, Any]) -> list[dict[str, Any]]:

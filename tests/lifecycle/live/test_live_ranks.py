@@ -144,6 +144,86 @@ def test_a_model_is_pulled_bit_for_bit_in_place(live: Notebook) -> None:
     assert live.value("[w.shape == weights.shape for w in ranks['weights']]") == [True, True]
 
 
+STEP = """
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+optimizer.zero_grad()"""
+
+TIED = "[p is q for p, q in zip(optimizer.param_groups[0]['params'], model.parameters())]"
+
+
+def test_an_optimizer_that_is_pulled_steps_the_notebooks_model(live: Notebook) -> None:
+    live.run(TRAIN.replace("SGD", "AdamW"))
+    live.run("%nbtrain pull model, optimizer")
+    assert live.value(TIED) == [True, True]
+    assert live.value("float(optimizer.state[model.weight]['step'])") == 3.0
+    live.run("before = model.weight.detach().clone()" + STEP)
+    assert live.value("not torch.equal(before, model.weight)")
+    # The notebook has one by now, which takes the state of the ranks' in place.
+    live.run("mine = optimizer")
+    live.run("%%distributed\noptimizer.step()")
+    live.run("%nbtrain pull optimizer")
+    assert live.value("mine is optimizer and float(mine.state[model.weight]['step'])") == 4.0
+
+
+def test_what_only_the_ranks_have_is_pulled_as_one(live: Notebook) -> None:
+    live.run(
+        "%%distributed\nnet = torch.nn.Linear(4, 1)\n"
+        "opt = torch.optim.AdamW(net.parameters())\n"
+        "schedule = torch.optim.lr_scheduler.StepLR(opt, 1)"
+    )
+    out = live.run("%nbtrain pull schedule, opt, net")
+    assert not out.ename, out.evalue
+    assert live.value(
+        "opt.param_groups[0]['params'][0] is net.weight and schedule.optimizer is opt"
+    )
+
+
+@pytest.mark.parametrize("order", [("net", "opt", "plan"), ("plan", "opt", "net")])
+def test_a_model_and_its_optimizer_are_one_thing_in_whichever_cells_they_are_read(
+    live: Notebook, order: tuple[str, ...]
+) -> None:
+    live.run("net = torch.nn.Linear(4, 1)\nopt = torch.optim.AdamW(net.parameters())")
+    live.run("plan = torch.optim.lr_scheduler.StepLR(opt, 1)")
+    for name in order:
+        assert "sent to the ranks" in live.run(f"%distributed _ = {name}").stdout
+    tied = "opt.param_groups[0]['params'][0] is net.weight, plan.optimizer is opt"
+    assert "(True, True)" in live.run(f"%distributed {tied}").stdout
+
+
+def test_a_model_that_is_pushed_goes_on_in_what_the_ranks_made_of_it(live: Notebook) -> None:
+    live.run(TRAIN)
+    live.run("torch.nn.init.constant_(model.weight, 7.0)")
+    assert not live.run("%nbtrain push model").ename
+    check = "type(model).__name__, model.module.weight.unique().item()"
+    tied = TIED.replace("model.", "model.module.")
+    assert "('DistributedDataParallel', 7.0)" in live.run(f"%distributed {check}").stdout
+    assert "[True, True]" in live.run(f"%distributed {tied}").stdout
+    live.run("optimizer = torch.optim.SGD(model.parameters(), lr=0.25)")
+    assert not live.run("%nbtrain push model, optimizer").ename
+    assert "[True, True]" in live.run(f"%distributed {tied}").stdout
+    group = "type(optimizer).__name__, optimizer.param_groups[0]['lr']"
+    assert "('AcceleratedOptimizer', 0.25)" in live.run(f"%distributed {group}").stdout
+
+
+def test_an_optimizer_of_another_model_than_the_ranks_have_is_not_sent_alone(
+    live: Notebook,
+) -> None:
+    live.run("model = torch.nn.Linear(4, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=1)")
+    out = live.run("%distributed model, optimizer")
+    assert out.ename == "PlanError"
+    assert "`%nbtrain push model, optimizer` sends both" in out.evalue
+    assert not live.run("%nbtrain push model, optimizer").ename
+    assert "[True, True]" in live.run(f"%distributed {TIED}").stdout
+
+
+def test_models_in_a_list_get_the_new_group_after_a_collective_that_failed(live: Notebook) -> None:
+    live.run("%%distributed\nmodels = {'a': [torch.nn.parallel.DistributedDataParallel(model)]}")
+    assert live.run("%%rank 0\ndist.barrier()", timeout=100).ename
+    out = live.run("%%distributed\nmodels['a'][0](torch.ones(2, 4)).sum().backward()\n'trained'")
+    assert "[ranks 0–1] 'trained'" in out.stdout, out.evalue
+
+
 def test_vars_show_where_ranks_differ(live: Notebook) -> None:
     live.run(TRAIN)
     same = live.run("%nbtrain vars").stdout

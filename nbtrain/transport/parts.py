@@ -1,0 +1,129 @@
+"""The parts of models and optimizers, by name.
+
+What is sent to a process that has the model already, an optimizer above all, must refer to the
+model there. By value it would bring a copy of its own, and step parameters that nobody uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..errors import NbtrainError
+from ..planning.task_values import is_model, is_optimizer, is_scheduler
+from . import weights
+
+Part = tuple[str, str, str]
+"""The name of a variable; "", "optimizer", "module", "tensor" or "parameter"; and which one."""
+
+_INSIDE = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "FullyShardedDataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+    "AcceleratedOptimizer": "optimizer",
+}
+"""Wrappers of models and optimizers, and where they keep what they wrap."""
+
+
+def unwrapped(value: Any, *, but: str = "") -> Any:
+    """Return a model or an optimizer without what training libraries put around it.
+
+    `but` names a class of theirs that stays.
+    """
+    while type(value).__name__ in _INSIDE and type(value).__name__ != but:
+        value = getattr(value, _INSIDE[type(value).__name__])
+    return value
+
+
+def with_state(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the models, optimizers and schedulers among variables, by name."""
+    kinds = (is_model, is_optimizer, is_scheduler)
+    return {n: v for n, v in list(values.items()) if n[:1] != "_" and any(k(v) for k in kinds)}
+
+
+def parts(values: Mapping[str, Any]) -> dict[int, Part]:
+    """Return the parts of models, optimizers and schedulers among `values`, by their ids.
+
+    A parameter is rather its model's than its optimizer's, wherever they stand.
+    """
+    known: dict[int, Part] = {}
+    for are_models in (True, False):
+        for name, outer in values.items():
+            with contextlib.suppress(Exception):  # one that is half made, or of the user's own kind
+                value = unwrapped(outer)
+                if is_model(value) == are_models:
+                    for part, kind, path in _parts_of(value):
+                        known.setdefault(id(part), (name, kind, path))
+    return known
+
+
+def _parts_of(value: Any) -> Iterator[tuple[Any, str, str]]:
+    if is_model(value):
+        yield from ((module, "module", path) for path, module in value.named_modules())
+        yield from ((t, "tensor", path) for path, t in weights.named_tensors(value).items())
+    elif is_optimizer(value) or is_scheduler(value):
+        yield value, "", ""
+        yield _optimizer(value), "optimizer", ""
+        yield from ((p, "parameter", str(i)) for i, p in enumerate(_parameters(value)))
+
+
+def find(part: Part, values: Mapping[str, Any]) -> Any:
+    """Return the part of that name among these values. Raises `NbtrainError` if there is none."""
+    name, kind, path = part
+    try:
+        value = unwrapped(values[name])
+        if kind == "module":
+            return value.get_submodule(path)
+        if kind == "tensor":
+            return weights.named_tensors(value)[path]
+        if kind == "parameter":
+            return _parameters(value)[int(path)]
+        return _optimizer(value) if kind else value
+    except (AttributeError, IndexError, KeyError):
+        what = f"`{name}` ({path})" if kind in ("module", "tensor") else f"`{name}`"
+        raise NbtrainError(f"it refers to {what}, which is not there any more") from None
+
+
+def _optimizer(value: Any) -> Any:
+    return value.optimizer if is_scheduler(value) else value
+
+
+def _parameters(value: Any) -> list[Any]:
+    groups = _optimizer(value).param_groups
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def layout(value: Any) -> list[Any] | None:
+    """Return what two models, or optimizers, have in common that can take each other's state."""
+    value = unwrapped(value)
+    if is_model(value):
+        tensors = weights.named_tensors(value)
+        if any(map(weights.is_sharded, tensors.values())):
+            return None
+        return [[name, list(t.shape), str(t.dtype)] for name, t in tensors.items()]
+    if is_optimizer(value):
+        return [type(value).__name__, [len(group["params"]) for group in value.param_groups]]
+    return [type(value).__name__] if is_scheduler(value) else None
+
+
+def state(value: Any) -> dict[str, Any]:
+    """Return the state of a model, an optimizer or a scheduler, for `load_state`."""
+    if not is_model(value):
+        return dict(value.state_dict())
+    # Detached, they are no parts of it for who pickles them.
+    return {name: tensor.detach() for name, tensor in weights.named_tensors(value).items()}
+
+
+def load_state(value: Any, loaded: Mapping[str, Any]) -> None:
+    """Load the state of one that has the same layout, in place."""
+    import torch
+
+    value = unwrapped(value)
+    if not is_model(value):
+        value.load_state_dict(loaded)
+        return
+    with torch.no_grad():
+        for name, tensor in weights.named_tensors(value).items():
+            tensor.copy_(loaded[name])
