@@ -13,6 +13,7 @@ from ...system.accelerator_guard import OF_ONE_PROCESS
 from ...system.gpus import Holder
 from ...system.text import format_bytes, format_bytes_of, plural
 from ...system.torch_xla import INSTALL
+from ..shared_handles import Kind
 from .facts import Facts, Question
 
 
@@ -76,6 +77,31 @@ def accelerator_state(facts: Facts) -> Iterator[Finding]:
             f"{remedy} The kernel needs no restart.",
             "refuse",
         )
+
+
+_SHARED: dict[Kind, tuple[str, str]] = {
+    "pipe": (
+        "is a pipe of the notebook. What comes through it goes to one of the ranks, and the others "
+        "miss it",
+        "Read it in a cell above, and give what was read to the training function.",
+    ),
+    "database": (
+        "is a connection to an SQLite database. SQLite forbids to use it in forked processes: "
+        "ranks may read wrong data, and damage the database",
+        "Connect inside the training function, or where the data set first reads.",
+    ),
+    "connection": (
+        "is a network connection of the notebook. It is closed in the ranks",
+        "Connect inside the training function.",
+    ),
+}
+
+
+def shared_handles(facts: Facts) -> Iterator[Finding]:
+    """Forked ranks share what the notebook has open."""
+    for handle in facts.shared_handles:
+        text, remedy = _SHARED[handle.kind]
+        yield Finding("shared-handle", f"`{handle.name}` {text}.", remedy)
 
 
 def process_group(facts: Facts) -> Iterator[Finding]:
@@ -358,7 +384,15 @@ def processes(facts: Facts) -> Iterator[Finding]:
 
 
 QUESTIONS: tuple[Question, ...] = (
-    *(fork, initialized, accelerator_state, process_group, precision, inline_timeout),
+    *(
+        fork,
+        initialized,
+        accelerator_state,
+        shared_handles,
+        process_group,
+        precision,
+        inline_timeout,
+    ),
     *(enough, crowded, mode, unused, unused_tpu, held_tpu),
     *(port, memory, shared_memory, descriptors, processes),
 )

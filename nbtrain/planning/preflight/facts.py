@@ -18,9 +18,10 @@ from ...system.accelerator_guard import AcceleratorInit
 from ...system.gpus import Gpu, TorchBuild
 from ...system.host import Memory, Quota, Space
 from ...system.tpu import Tpu
-from .. import accelerate_objects, task_values
+from .. import accelerate_objects, shared_handles, task_values
 from ..accelerate_objects import AccelerateObject
 from ..plan import Plan
+from ..shared_handles import SharedHandle
 
 
 class EngineTraits(Protocol):
@@ -51,6 +52,7 @@ class Facts:
     can_fork: bool = True
     touches: tuple[AcceleratorInit, ...] = ()
     accelerate_held: tuple[AccelerateObject, ...] = ()
+    shared_handles: tuple[SharedHandle, ...] = ()
     in_process_group: bool = False
     build: TorchBuild | None = None
     visible: int = 0
@@ -113,6 +115,7 @@ def gather(plan: Plan, device: str, engine: EngineTraits) -> Facts:
         accelerate_held=tuple(accelerate_objects.made_for_one(plan.task))
         if accelerate_objects.is_set()
         else (),
+        shared_handles=tuple(shared_handles.find(plan.task)) if engine.forks_kernel else (),
         in_process_group=bool(dist and dist.is_available() and dist.is_initialized()),
         build=build,
         visible=visible,
