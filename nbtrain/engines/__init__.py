@@ -9,11 +9,13 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Mapping
 
 from ..errors import PlanError
+from ..findings import Finding
 from ..planning.option_types import engine_plugins
 from ..planning.plan import Plan
-from ..system import torch_xla
+from ..system import accelerator_guard, gpus, torch_xla
 from ..system import tpu as host_tpu
 from ..tracking.launch_log import LOGGER
 from .base import Action, Engine, Exit, Ranks
@@ -58,6 +60,9 @@ def choose(plan: Plan) -> Engine:
         name = host_tpu.engine(str(torch.__version__)) or name
     if name == "auto":  # macOS' own libraries end a forked process that uses them
         name = "spawn" if sys.platform == "darwin" and plan.nodes is None else "fork"
+    notes: list[Finding] = []
+    if plan.engine == "auto" and name == "fork" and (found := _initialized_for_one(plan, env)):
+        name, notes = "inline", [found]
     LOGGER.info("the %s engine, since %s was asked for", name, plan.engine)
     if plan.nodes is not None:
         if name != "fork":
@@ -71,4 +76,24 @@ def choose(plan: Plan) -> Engine:
         raise PlanError(
             f"nothing is installed that drives a TPU: {torch_xla.INSTALL}, or {host_tpu.INSTALL}"
         )
-    return get(name)
+    engine = get(name)
+    engine.notes = notes
+    return engine
+
+
+def _initialized_for_one(plan: Plan, env: Mapping[str, str]) -> Finding | None:
+    """Return a note where one rank is to use a GPU that the kernel has initialised.
+
+    No copy of the kernel could use it, and one rank needs none: Accelerate's launcher calls the
+    function, too. None for a plan that the inline engine would refuse.
+    """
+    needs_process = (plan.timeout, plan.max_restarts, plan.goes_on, plan.scaling, plan.nodes)
+    if plan.num_processes != 1 or any(needs_process) or not plan.sync or plan.debug:
+        return None
+    names = accelerator_guard.initialized() & {"CUDA", "ROCm", "XPU"}
+    if not names or not gpus.gpu_count(env):
+        return None
+    name = min(names)
+    place = accelerator_guard.first_cause(name).place
+    text = f"{name} is initialised in this kernel ({place}): the one rank trains in it, too."
+    return Finding("in-kernel", text)

@@ -101,7 +101,7 @@ class LiveEngine(Engine):
 
 
 def _sent_note(sent: Mapping[str, Any]) -> list[Finding]:
-    names = [f"`{n}`" for n, value in sent.items() if not isinstance(value, ModuleType)]
+    names = [f"`{n}`" for n, value in sent.items() if not issubclass(type(value), ModuleType)]
     text = f"sent to the ranks, which did not have it: {', '.join(names)}"
     return [Finding("sent", text)] if names else []
 

@@ -29,7 +29,7 @@ from ..planning.option_parser import (
 from ..planning.option_types import HANG_AFTER, SOURCES
 from ..planning.plan import Call, Plan
 from ..planning.world import Rendezvous
-from ..system import host
+from ..system import gpus, host
 from ..system.source_files import cell_name
 from ..system.text import plural
 from ..tracking import clock, launch_log, run_folder
@@ -251,7 +251,8 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
         raise nested_launches.refusal("nbtrain", getattr(plan.task, "function", None) or plan.name)
     check_installed(plan)
     plan, findings = _configured(plan)
-    findings += noticed
+    plan, counted = _counted(plan)
+    findings += [*counted, *noticed]
     engine = engine or engines.choose(plan)
     task_values.keep_references(plan.task)
     try:
@@ -300,6 +301,20 @@ def _display(plan: Plan, engine: Engine, choose: Callable[..., Display]) -> Disp
     if engine.ranks_stay and plan.view == "auto":
         return CellOutput(choose)
     return select.with_outputs(choose(inline=engine.runs_in_kernel))
+
+
+def _counted(plan: Plan) -> tuple[Plan, list[Finding]]:
+    """Take a number of processes of 0, of which one counted GPUs that are not there, for none.
+
+    Raises `PlanError` where there are GPUs.
+    """
+    if plan.num_processes != 0:
+        return plan, []
+    if gpus.gpu_count({**os.environ, **plan.env}):
+        raise PlanError("num_processes must be a whole number ≥ 1, not 0")
+    text = "num_processes is 0, as torch.cuda.device_count() is without a GPU"
+    remedy = "So it counts as not given."
+    return replace(plan, num_processes=None), [Finding("no-gpus", f"{text}.", remedy)]
 
 
 def _configured(plan: Plan) -> tuple[Plan, list[Finding]]:

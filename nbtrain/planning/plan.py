@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ..errors import PlanError
@@ -75,7 +76,8 @@ class Plan:
         "ranks to start; auto (the default): one per GPU or TPU chip, or 2 on a host without any",
         metavar="N|auto",
         read=int,
-        must_be=("a whole number ≥ 1", options.is_whole),
+        # 0 is `torch.cuda.device_count()` on a host without a GPU: the launcher looks.
+        must_be=("a whole number ≥ 1", partial(options.is_whole, least=0)),
         none="auto",
     )
     engine: str = option(

@@ -53,15 +53,16 @@ def _of_data(reference: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _kind(value: Any) -> Kind | None:
-    sqlite = sys.modules.get("sqlite3")
-    if sqlite is not None and isinstance(value, sqlite.Connection):
+    # By its type: to be asked for its class may end the kernel.
+    cls, sqlite = type(value), sys.modules.get("sqlite3")
+    if sqlite is not None and issubclass(cls, sqlite.Connection):
         # A database in memory is copied by the fork.
         has_file = any(path for _, _, path in value.execute("PRAGMA database_list"))
         return "database" if has_file else None
-    if isinstance(value, socket.socket):
+    if issubclass(cls, socket.socket):
         is_remote = value.family in (socket.AF_INET, socket.AF_INET6)
         return "connection" if is_remote and value.fileno() >= 0 else None
-    return "pipe" if isinstance(value, _FILES) and _is_read_pipe(value.fileno()) else None
+    return "pipe" if issubclass(cls, _FILES) and _is_read_pipe(value.fileno()) else None
 
 
 def _is_read_pipe(descriptor: int) -> bool:

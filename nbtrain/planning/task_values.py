@@ -265,12 +265,19 @@ def module_of(cls: type) -> str:
     return module if type(module) is str else ""
 
 
+def qualname_of(cls: type) -> str:
+    """Return a class's qualified name, without asking its metaclass."""
+    return str(_QUALNAME.__get__(cls))
+
+
 def _instance_dict(value: Any) -> dict[Any, Any]:
     """Return an object's own ``__dict__``; nothing where its class has a property of that name."""
     for base in _MRO.__get__(type(value)):
         slot: Any = class_dict(base).get("__dict__")
         if type(slot) in (GetSetDescriptorType, MemberDescriptorType):
-            attributes = slot.__get__(value)
+            attributes = None
+            with suppress(AttributeError):  # a slot of that name, not assigned (mypyc's classes)
+                attributes = slot.__get__(value)
             return attributes if type(attributes) is dict else {}
     return {}
 
@@ -285,7 +292,7 @@ def travels_by_value(value: Any) -> bool:
     if type(value) not in (FunctionType, _CACHED) and not is_class(value):
         value = type(value)
     if is_class(value):
-        home, path = module_of(value), _QUALNAME.__get__(value)
+        home, path = module_of(value), qualname_of(value)
     else:
         home, path = value.__module__, getattr(value, "__qualname__", "")  # a cached partial: none
     if home == "builtins":  # not all of Python's own types are in there
@@ -371,7 +378,9 @@ class _Walk:
                 reference, depth = self._waiting.popleft()
                 references.append(reference)
                 if len(self._seen) < VALUES:
-                    self._look_into(reference, depth)
+                    # Whatever an object does that is looked at, it ends no launch and no rank.
+                    with suppress(Exception):
+                        self._look_into(reference, depth)
         return references
 
     def _look_into(self, reference: Reference, depth: int) -> None:
@@ -384,7 +393,7 @@ class _Walk:
         cls = value if is_class(value) else type(value)
         if self._follows and travels_by_value(cls):
             if cls is not value:
-                self.add(_QUALNAME.__get__(cls), cls, 0, is_shared)
+                self.add(qualname_of(cls), cls, 0, is_shared)
             else:
                 self._look_into_class(name, cls, is_shared)
         for path, part in held(value).items() if depth < DEPTH else ():
@@ -392,7 +401,7 @@ class _Walk:
 
     def _look_into_class(self, name: str, cls: type, is_shared: bool) -> None:
         for base in _BASES.__get__(cls):
-            self.add(_QUALNAME.__get__(base), base, 0, is_shared)
+            self.add(qualname_of(base), base, 0, is_shared)
         for member, value in sorted(class_dict(cls).items()):  # cloudpickle sorts them, too
             self.add(f"{name}.{member}", value, 1, is_shared)
 

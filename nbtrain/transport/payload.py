@@ -183,7 +183,7 @@ def check_graphs(namespace: dict[str, Any]) -> None:
     """Refuse a tensor that was computed from others that need gradients: it would not be here."""
     torch = sys.modules["torch"]
     for name, value in namespace.items():
-        if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf:
+        if issubclass(type(value), torch.Tensor) and value.requires_grad and not value.is_leaf:
             raise PlanError(
                 f"`{name}` is computed from tensors that need gradients, and a fresh process would "
                 f"get it without them. Send `{name}.detach()`, or compute it in the function."

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any
 
 from ..errors import ResultNotPicklable
+from ..planning.task_values import is_class, module_of, qualname_of
 from ..system.text import format_bytes
 from .code_pickler import CodePickler
 
@@ -28,9 +29,10 @@ TRIED = 16 << 20
 
 def notebook_classes() -> frozenset[type]:
     """Return the classes defined in ``__main__`` now; ranks forked later share them."""
-    main = vars(sys.modules["__main__"])
-    classes = {v for v in main.values() if isinstance(v, type) and v.__module__ == "__main__"}
-    return frozenset(cls for cls in classes if main.get(cls.__qualname__) is cls)
+    main: dict[str, Any] = vars(sys.modules["__main__"])
+    values: list[Any] = list(main.values())  # a dead proxy among them raises if it is asked
+    classes: list[type] = [v for v in values if is_class(v) and module_of(v) == "__main__"]
+    return frozenset(cls for cls in classes if main.get(qualname_of(cls)) is cls)
 
 
 def _class_of_main(name: str) -> Any:

@@ -113,9 +113,14 @@ def _init_on_cpu(original: Any, state: Any, cpu: bool = False, *args: Any, **kwa
 def renew_accelerate_state(plan: Plan) -> None:
     """Clear the state of Accelerate that this rank inherited: it is that of the notebook alone.
 
+    A rank that is alone may go on with it, and with an Accelerator that the notebook made.
+
     Objects of the notebook that show it (TrainingArguments, a PartialState) show the run's world
     from then on, as all instances share one state.
     """
+    is_alone = plan.num_processes == 1 and plan.nodes is None
+    if is_alone and any(accelerate_objects.made_for_one(plan.task)):
+        return
     is_inherited = accelerate_objects.is_set()
     if is_inherited:
         accelerate_objects.forget()

@@ -102,12 +102,64 @@ def test_a_cell_that_makes_its_own_accelerator_may_use_the_same_name(
     assert out.ename == "", out.evalue
 
 
-def test_one_rank_may_use_the_notebooks_accelerator_in_the_kernel(with_state: Notebook) -> None:
-    with_state.run("acc = Accelerator()")
-    out = with_state.run("%%distributed -n 1\nprint(acc.num_processes)")
-    assert "Or use --engine inline, which trains in the kernel itself." in out.evalue
-    out = with_state.run("%%distributed -n 1 --engine inline\nprint(acc.num_processes)")
+PREPARED = """
+acc = Accelerator()
+rows = torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=2)
+net = torch.nn.Linear(4, 1)
+net, opt, loader = acc.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), rows)
+before = net.weight.detach().clone()
+"""
+
+TRAIN = """
+def train(net, opt, loader):
+    for x in loader:
+        acc.backward(net(x).sum()); opt.step(); opt.zero_grad()
+    acc.wait_for_everyone()
+    return acc.num_processes, Accelerator().num_processes, len(acc.gather(torch.ones(3)))
+"""
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        "nbtrain.notebook_launcher(train, (net, opt, loader), num_processes={})",
+        "nbtrain.launch(lambda: train(net, opt, loader), num_processes={})",
+    ],
+)
+def test_one_rank_may_use_what_the_notebooks_accelerator_prepared(
+    with_state: Notebook, launch: str
+) -> None:
+    with_state.run(PREPARED)
+    with_state.run(TRAIN)
+    for _ in range(2):
+        out = with_state.run(launch.format(1))
+        assert out.ename == "", out.evalue
+        assert "⚠" not in out.board
+        assert results(with_state) == "[(1, 1, 3)]"
+        assert with_state.value("not torch.equal(net.weight, before)")
+    assert "made for one process" in with_state.run(launch.format(2)).evalue
+
+
+def test_one_rank_may_train_with_a_trainer_of_the_notebook(with_state: Notebook) -> None:
+    with_state.run("trainer = Trainer(model=model, args=args, train_dataset=data)")
+    with_state.run("before = model.classifier.weight.detach().clone()")
+    out = with_state.run("nbtrain.notebook_launcher(trainer.train, num_processes=1)")
     assert out.ename == "", out.evalue
+    assert with_state.value("not torch.equal(model.classifier.weight, before)")
+
+
+def test_none_asked_for_is_no_number_where_there_is_no_gpu(with_state: Notebook) -> None:
+    count = "torch.cuda.device_count()"
+    for launch in (
+        f"nbtrain.notebook_launcher(nbtrain.rank, num_processes={count})",
+        f"%distributed -n {{{count}}} nbtrain.rank()",
+    ):
+        out = with_state.run(launch)
+        assert out.ename == "", out.evalue
+        assert "num_processes is 0, as torch.cuda.device_count() is without a GPU" in out.board
+        assert results(with_state) == "[0, 1]"
+    out = with_state.run("nbtrain.launch(nbtrain.rank, num_processes=-1)")
+    assert "a whole number ≥ 1" in out.evalue
 
 
 def test_an_accelerator_made_before_nbtrain_was_loaded_has_no_place(

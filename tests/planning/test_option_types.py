@@ -46,7 +46,7 @@ def test_a_flag_without_anything_is_its_default_and_is_documented(
 @pytest.mark.parametrize(
     ("arguments", "keywords", "problem"),
     [
-        (["-n", "0"], {"num_processes": 0}, "must be a whole number ≥ 1 or {none}, not 0"),
+        (["-n", "-1"], {"num_processes": -1}, "must be a whole number ≥ 1 or {none}, not -1"),
         (["--timeout", "nan"], {"timeout": float("nan")}, "must be a number of seconds > 0"),
         (["--nodes", "3:2"], {"nodes": (3, 2)}, "must be a number of nodes ≥ 1"),
         (["--max-restarts", "2000"], {"max_restarts": 2000}, "must be a number of restarts from"),

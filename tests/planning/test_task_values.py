@@ -467,3 +467,44 @@ def test_a_launch_walks_once_over_what_a_task_refers_to(
     if engine == "fork":  # its ranks have the kernel's, until the task begins
         seen = runs.launch(lambda: (len(walks), tasks._walked), n=2).results
         assert seen == [(2, None)] * 2
+
+
+HOSTILE = """
+import sys, types, weakref
+class Slotted: __slots__ = ('x',)
+class Compiled(Slotted):
+    __slots__ = ()
+    __dict__ = Slotted.x  # what mypyc makes: a dictionary that is an empty slot
+class Raises:
+    @property
+    def __dict__(self): raise RuntimeError('the property')
+    @property
+    def __class__(self): raise RuntimeError('the class')
+class Asked:
+    def __getattribute__(self, name): raise RuntimeError('asked for ' + name)
+class Meta(type):
+    def __getattribute__(cls, name): raise SystemExit('the metaclass')
+class Lazy(types.ModuleType):
+    def __getattr__(self, name): raise ImportError('no ' + name)
+class Keys(dict):
+    def items(self): raise RuntimeError('items')
+class Short: pass
+gone = weakref.proxy(Short())
+values = {
+    'compiled': Compiled(), 'raises': Raises(), 'asked': Asked(), 'class': Meta('Odd', (), {}),
+    'lazy': Lazy('lazy'), 'keys': Keys(a=1), 'gone': gone, 'dead': weakref.ref(Short()),
+}
+"""
+
+
+def test_whatever_a_value_does_that_is_looked_at_it_ends_no_launch_and_no_rank(
+    notebook: Notebook,
+) -> None:
+    assert notebook.run(HOSTILE).ename == ""
+    for name in ["compiled", "raises", "asked", "class", "lazy", "keys", "gone", "dead"]:
+        notebook.run(
+            f"value = values[{name!r}]\ndef train(): return id(value) == id(values[{name!r}])"
+        )
+        for cell in ("nbtrain.launch(train)", "%%distributed\nassert values and id(value)"):
+            out = notebook.run(cell)
+            assert out.ename == "", (name, out.traceback)

@@ -84,6 +84,20 @@ def test_the_cell_and_its_statement_are_named_at_once_and_at_the_launch(
     assert f"CUDA: initialised, In[{number}], line 2" in kernel.run("%nbtrain guard").stdout
 
 
+def test_one_rank_trains_in_a_kernel_that_has_initialised_cuda(
+    start_kernel: Callable[..., Notebook], stub: Path
+) -> None:
+    kernel = dirty(start_kernel(), stub, "import os\n%load_ext nbtrain", "driver.cuInit(0)")
+    out = kernel.run("nbtrain.notebook_launcher(os.getpid, num_processes=1)")
+    assert out.ename == "", out.evalue
+    assert kernel.value("nbtrain.last_run().value == os.getpid()")
+    assert "CUDA is initialised in this kernel (In[" in out.board
+    assert "the one rank trains in it, too" in out.board
+    out = kernel.run("nbtrain.launch(os.getpid, num_processes=1, timeout=5)")
+    assert out.ename == "AcceleratorInitializedError"  # a timeout needs a process of its own
+    assert kernel.run("nbtrain.launch(os.getpid, num_processes=0)").ename == "PlanError"
+
+
 def test_a_cell_that_fails_is_blamed_too(start_kernel: Callable[..., Notebook], stub: Path) -> None:
     kernel = dirty(start_kernel(), stub, "%load_ext nbtrain", "%nbtrain guard off")
     out = kernel.run("z = 1\ndriver.cuInit(0); 1 / 0\nnever = 1")

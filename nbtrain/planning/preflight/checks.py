@@ -59,7 +59,7 @@ def initialized(facts: Facts) -> Iterator[Finding]:
 
 def accelerator_state(facts: Facts) -> Iterator[Finding]:
     """An Accelerator of the notebook knows of one process: with it, each rank would train alone."""
-    for held in facts.accelerate_held if facts.forks else ():
+    for held in facts.accelerate_held if facts.forks and not facts.is_alone else ():
         place = f" ({held.place})" if held.place else ""
         article = "an" if held.kind[0] in "AEIOU" else "a"
         message = f"`{held.name}` is {article} {held.kind} of the notebook, made for one process"
@@ -67,8 +67,6 @@ def accelerator_state(facts: Facts) -> Iterator[Finding]:
             remedy = f"Make the {held.kind} and its TrainingArguments inside the training function."
         elif held.kind == "Accelerator":
             remedy = "Make it inside the training function: every rank needs its own."
-            if facts.ranks == 1:
-                remedy += " Or use --engine inline, which trains in the kernel itself."
         else:
             remedy = "Call `prepare` inside the training function, in every rank."
         yield Finding(

@@ -79,6 +79,11 @@ class Facts:
         return self.plan.num_processes or 1
 
     @property
+    def is_alone(self) -> bool:
+        """Whether the world has one rank."""
+        return self.ranks == 1 and self.plan.nodes is None
+
+    @property
     def on_cpu(self) -> bool:
         """Whether the ranks train on the CPU, for want of an accelerator or by choice."""
         asked = self.env.get("ACCELERATE_USE_CPU", "").lower()

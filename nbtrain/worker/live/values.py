@@ -70,7 +70,7 @@ def described(namespace: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return name, type, shape, dtype, device, bytes and a checksum of each variable."""
     found = []
     for name, value in list(namespace.items()):
-        if name[:1] != "_" and name not in _SHELL and not isinstance(value, _DULL):
+        if name[:1] != "_" and name not in _SHELL and not issubclass(type(value), _DULL):
             found.append({"name": name, **_about(value)})
     return found
 
