@@ -15,6 +15,7 @@ from typing import Any
 
 from ...system.instrumentation import patch
 from .. import stopping
+from .evidence.data_order import DataOrder
 from .evidence.metric_shares import MetricShares
 from .safe_hooks import telemetry
 
@@ -63,6 +64,7 @@ class DataLoadingMeter:
     def __init__(self, tick: Callable[[float, float], None]) -> None:
         self._tick = tick
         self.metrics = MetricShares(self._samples_of_pass)
+        self.order = DataOrder()
         self.waited = 0.0
         self.samples: int | None = None
         self.fed_passes = 0
@@ -98,6 +100,7 @@ class DataLoadingMeter:
             if last.number > newest:
                 self._epochs[last.dataset] = passes + 1, last.number
                 self.fed_passes += 1
+                self.order.see_feeding_pass(last.iterator())
 
     def _credit(self) -> None:
         """Count the samples since the last step, without those of passes that feed no step."""
@@ -176,6 +179,7 @@ class DataLoadingMeter:
         if is_ahead:
             passed.ahead, size = size, passed.ahead
         self._count_samples(passed, size)
+        self.order.see_batch(it, passed.number, batch)
         for see in self.batch_listeners:
             see(batch)
         self._tick(start, now)

@@ -235,6 +235,10 @@ class TrainingMeter:
             **_gpu_memory(self._gpu),
         )
         self._writer.write(update)
+        for finding in (
+            self._loading.order.take() if self._rank == 0 else ()
+        ):  # all have one program
+            self._writer.write(ev.RunNote.of(finding))
 
 
 def _gpu_memory(gpu: int | None) -> dict[str, int]:
