@@ -23,9 +23,6 @@ IDLE = 0.3
 PAUSE = 0.02
 """Seconds between two pieces, in which a message is taken from the kernel's sockets."""
 
-_LIBRARIES = ("IPython", "ipykernel", "nbtrain", "tornado", "tqdm", "zmq", "_pydevd_bundle")
-"""Whose threads import nothing: those of a kernel, a progress bar and a debugger."""
-
 
 class IdleImports:
     """The idle moments of one shell, until `stop`."""
@@ -88,13 +85,8 @@ def _is_idle() -> bool:
     A kernel ignores interrupts between two messages (seen in ipykernel 6.17 to 7.4); one that came
     in an import would break the module.
     """
+    from ..engines.process.lost_threads import is_the_kernels
+
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         return False
-    return all(map(_is_harmless, threading.enumerate()))
-
-
-def _is_harmless(thread: threading.Thread) -> bool:
-    target = getattr(thread, "_target", None)  # private: where it is not there, nothing is imported
-    own = target if type(thread) is threading.Thread else type(thread)
-    package = str(getattr(own, "__module__", "")).partition(".")[0]
-    return package in _LIBRARIES or thread is threading.main_thread()
+    return all(map(is_the_kernels, threading.enumerate()))

@@ -24,6 +24,7 @@ from .process import kernel_detach
 from .process.children import ChildRanks
 from .process.finish_process import finish_process
 from .process.forking import fork_process, ready_to_fork
+from .process.lost_threads import lost_in_a_fork
 
 
 class ForkEngine(Engine):
@@ -56,7 +57,7 @@ class ForkEngine(Engine):
         import torch  # noqa: F401  (once, here: the ranks share what it costs)
 
         fingerprints.factors()
-        job, listener = self.place(job)
+        job, listener = self.place(replace(job, lost=lost_in_a_fork()))
         ranks = ChildRanks(job.scratch)
         state = random.getstate()
         try:

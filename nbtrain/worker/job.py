@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..planning.plan import Plan
@@ -37,4 +38,7 @@ class Job:
     """Whether `folder` is copied to the notebook's host as it grows, and deleted then."""
     keeps_checkpoints: bool = True
     """Whether all ranks see the run's folder, where `nbtrain.checkpoint` saves."""
+    lost: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """What a forked rank has none of: the notebook's ``threads``, by their names, and those of
+    ``libraries``, their packages."""
     shared_classes: frozenset[type] = field(default_factory=frozenset)

@@ -68,6 +68,7 @@ def main(job: Job, rank: int, call: Callable[[Task], Any] | None = None) -> int:
     """
     global job_of_process
     job_of_process = job
+    stack_dumps.lost = job.lost
     os.environ.update(rank_environment(job, rank, os.environ))
     if os.environ.get("USE_TORCH_XLA") == "0":
         torch_xla.leave_alone()

@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -46,6 +46,9 @@ _GROUP_THREADS = 4
 _answering: tuple[int, Path] | None = None
 """The process that has registered for the signal, and its file; a rank inherits its kernel's, or a
 rank's."""
+
+lost: Mapping[str, Sequence[str]] = {}
+"""What this process lost in the fork: see `Job.lost`."""
 
 _groups: dict[str, tuple[int, ...]] = {}
 """The members of the process groups that this process is in, for the runs to come."""
@@ -150,9 +153,10 @@ def _answers_there(lasting: RunFolder, folder: RunFolder, rank: int) -> bool:
 def _register(path: Path) -> None:
     """Register for the signal; the file appears once it is safe to send it.
 
-    Its first line of JSON has the process and the signal to ask with, and the line that a whole
-    answer ends with: the outermost frame, which stays. `system.files.write_atomically` is no help
-    here, because `faulthandler` goes on writing to the descriptor after the file was renamed.
+    Its first line of JSON has the process and the signal to ask with, what was lost in the fork,
+    and the line that a whole answer ends with: the outermost frame, which stays.
+    `system.files.write_atomically` is no help here, because `faulthandler` goes on writing to the
+    descriptor after the file was renamed.
     """
     number = signal_number()
     partial = path.with_name(path.name + ".partial")
@@ -171,7 +175,8 @@ def _register(path: Path) -> None:
     if older is not None:
         os.close(older)
     identity = {"pid": os.getpid(), "process": process_identity(os.getpid())}
-    head = {**identity, "signal": number, "gentle": gentle, "last": _outermost_frame()}
+    signals = {"signal": number, "gentle": gentle}
+    head = {**identity, **signals, "lost": lost, "last": _outermost_frame()}
     os.write(descriptor, (json.dumps(head) + "\n").encode())
     partial.rename(path)
 

@@ -12,11 +12,13 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 from ...system.files import FilePosition, file_positions, separate
 from ...transport import process_state
+from . import thread_pools
 from .finish_process import run_to_end
 
 _KEPT_POOLS: set[str] = set()
@@ -99,14 +101,17 @@ def _fork(child: Callable[[], int]) -> int:
         # Python 3.12 warns of forking with threads, jax too; leave_kernel is the answer to both.
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", RuntimeWarning)
-        positions = file_positions()
+        positions, pools = file_positions(), thread_pools.used_pools()
         pid = os.fork()
     # Nothing may ever return into the kernel's own code.
-    return pid or run_to_end(partial(_with_own_positions, positions, child))
+    return pid or run_to_end(partial(_on_its_own, positions, pools, child))
 
 
-def _with_own_positions(positions: list[FilePosition], child: Callable[[], int]) -> int:
+def _on_its_own(
+    positions: list[FilePosition], pools: list[ThreadPoolExecutor], child: Callable[[], int]
+) -> int:
     separate(positions)
+    thread_pools.renew(pools)
     return child()
 
 

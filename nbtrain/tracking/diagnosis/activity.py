@@ -35,6 +35,8 @@ class Activity:
         self._bytes: dict[int, int] = {}
         self._seconds: dict[int, float] = {}
         self._asked = self._begun = 0.0
+        self._spent: dict[int, float] = {}
+        self._looked = 0.0
 
     def observe(self, event: ev.Resources, now: float) -> None:
         """Take note of a measurement."""
@@ -61,6 +63,21 @@ class Activity:
         if not calm or any(gpu[-1] for gpu in (state.host.gpus if state.host else ())):
             self._bytes, self._begun = used, now
         return now - self._begun >= CALM
+
+    def have_worked(self, ranks: Sequence[RankState], now: float, every: float) -> bool:
+        """Whether one of the ranks used the CPU since the last look, `every` s before; no between.
+
+        Of a rank on another host that is known by what is measured there.
+        """
+        since = self._looked
+        if now - since < every:
+            return False
+        before, self._looked = self._spent, now
+        self._spent = _seconds_used({r.rank: r.pid for r in ranks if r.pid and not r.node})
+        least = IDLE * (now - since)
+        return any(self._busy.get(r.rank, 0.0) > since for r in ranks) or any(
+            seconds - before.get(rank, seconds) >= least for rank, seconds in self._spent.items()
+        )
 
     def forget(self) -> None:
         """Begin again: the ranks moved."""
@@ -92,6 +109,6 @@ def _seconds_used(pids: Mapping[int, int]) -> dict[int, float]:
             ancestor = processes[ancestor].info["ppid"]
         if ancestor in rank_of:
             with contextlib.suppress(psutil.Error):  # it has just ended
-                times = process.cpu_times()
-                used[rank_of[ancestor]] += times.user + times.system
+                # With those of children that have ended: a compiler may be started for each file.
+                used[rank_of[ancestor]] += sum(process.cpu_times()[:4])
     return used

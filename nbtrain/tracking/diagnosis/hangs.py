@@ -14,6 +14,9 @@ from .stacks import RankStack
 PLACES = 4
 """Places that a sentence names; the others are counted."""
 
+NAMES = 3
+"""Threads that it names."""
+
 SAME = (
     "Every rank has to call the same collectives in the same order: look for an `if` that only "
     "some ranks enter, or a loop that ends earlier on one"
@@ -68,6 +71,36 @@ class HangReport:
 
 def explain(seen: Observation) -> HangReport:
     """Say what is known of why ranks make no progress; accuse none where it is not known."""
+    report = _explain(seen)
+    advice = _missed(seen, [rank for rank in seen.stalled if rank not in report.waiting])
+    return replace(report, text=". ".join([report.text, *advice])) if advice else report
+
+
+def _missed(seen: Observation, ranks: Iterable[int]) -> list[str]:
+    """Say what ranks that wait lost in the fork: threads of the notebook, or of a library."""
+    waiting: dict[tuple[str, ...], list[int]] = {}
+    libraries: dict[str, None] = {}
+    for rank in ranks:
+        stack = seen.stacks.get(rank, RankStack(rank))
+        if (threads := tuple(stack.lost.get("threads", ()))) and stack.waits_for_a_thread:
+            waiting.setdefault(threads, []).append(rank)
+        libraries |= dict.fromkeys(filter(stack.is_in, stack.lost.get("libraries", ())))
+    texts = []
+    for threads, there in waiting.items():
+        names = ", ".join([*threads[:NAMES], *(["…"] if len(threads) > NAMES else [])])
+        texts.append(
+            f"A fork copies no threads, so a rank has none of the notebook's ({names}). If "
+            f"{format_ranks(there)} {'waits' if len(there) == 1 else 'wait'} for one, make it and "
+            "its queue, pool or lock in the function"
+        )
+    return texts + [
+        f"A fork copies no threads, so {name}, which was used in the notebook before, has none in "
+        f"a rank. Use --engine spawn, or restart the kernel and use {name} in the ranks only"
+        for name in libraries
+    ]
+
+
+def _explain(seen: Observation) -> HangReport:
     if seen.silent and seen.silent.keys() <= seen.over.keys():
         return _lingering(seen)
     waits = _waits(seen)
@@ -117,7 +150,7 @@ def deadlock(seen: Observation) -> HangReport | None:
         return HangReport(mismatch, waiting=tuple(sorted(waits)))
     whole = {rank: wait for rank, wait in waits.items() if wait.needs_all}
     if any(set(seen.members(wait.group)) & seen.over.keys() for wait in whole.values()):
-        report = explain(replace(seen, recorded={rank: seen.recorded[rank] for rank in whole}))
+        report = _explain(replace(seen, recorded={rank: seen.recorded[rank] for rank in whole}))
         return replace(report, text=f"{report.text}, and can never continue")
     if circle := _circle(seen, waits):
         waiting = _waiting({rank: waits[rank] for rank in circle}, "")

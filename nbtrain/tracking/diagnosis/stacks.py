@@ -17,8 +17,8 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from pathlib import Path
 from traceback import walk_stack
@@ -44,6 +44,10 @@ WORKERS = 16
 
 _SLEEPS_IN_CPP = re.compile("(230|115) 0x0 0x0 ")
 """How `/proc` shows C++'s ``sleep_for`` on x86-64 and ARM; a sleep of Python's is another."""
+
+_LOCKS = re.compile(r"\.get\(\)|\.acquire\(|^with [\w.]+:")
+"""The lines in which Python waits in C for a thread: of a `SimpleQueue` or a lock. Others are
+calls of Python's own `threading`, as those of `queue` and `concurrent.futures` are."""
 
 _LINE = re.compile(r", line \d+ in ")
 _LOADER = "/torch/utils/data/dataloader.py"
@@ -92,6 +96,9 @@ class RankStack:
     """Of the main threads of its DataLoader's processes, where it waits for these."""
     trouble: str = ""
     """Why there are no stacks."""
+    lost: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """What it has none of, as it was forked: ``threads`` of the notebook, by their names, and those
+    of ``libraries``, their packages."""
 
     @property
     def location(self) -> StackFrame | None:
@@ -110,6 +117,20 @@ class RankStack:
         busy = next((f for f in inner if f != frame), None)  # an idle one has but the rank's lines
         return frame.place + (f"; a DataLoader worker is at {busy.place}" if busy else "")
 
+    @property
+    def waits_for_a_thread(self) -> bool:
+        """Whether only another thread of this process could end its wait, and none will."""
+        inner = next(iter(self.frames), None)
+        if inner is None:
+            return False
+        in_c = not inner.is_library and _LOCKS.search(inner.source) is not None
+        waits = in_c or inner.file.endswith("/threading.py")
+        return waits and all(map(_answers_nothing, self.threads))
+
+    def is_in(self, package: str) -> bool:
+        """Whether the rank is in the code of an installed package, or in C that it calls."""
+        return any(frame.is_library and f"/{package}/" in frame.file for frame in self.frames[:1])
+
     def __str__(self) -> str:
         head = f"rank {self.rank}" + (f" (pid {self.pid})" if self.pid else "")
         if self.trouble:
@@ -120,6 +141,12 @@ class RankStack:
         for number, frames in enumerate(self.workers):
             lines += [f"  DataLoader worker {number}:", *(f"    {frame}" for frame in frames)]
         return "\n".join(lines)
+
+
+def _answers_nothing(thread: tuple[StackFrame, ...]) -> bool:
+    """Whether a thread is one of nbtrain or of tqdm, or of a pool that waits for work."""
+    is_idle = thread[0].function == "_worker" and thread[0].file.endswith("/futures/thread.py")
+    return is_idle or any(is_own(f.file) or f.file.endswith("/tqdm/_monitor.py") for f in thread)
 
 
 class Stacks(tuple[RankStack, ...]):
@@ -143,6 +170,7 @@ class _Asked:
     signal: int
     gentle: int = 0
     """The signal that Python answers. `signal` is for a rank whose main thread is busy in C."""
+    lost: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def answer(self) -> str:
         with open_regular(self.path) as file:
@@ -287,7 +315,8 @@ def send(folder: RunFolder, rank: int, *, is_remote: bool = False) -> _Asked | R
         if pid and not _catches(pid, number):
             return RankStack(rank, pid, trouble=f"does not listen to signal {number} any more")
         gentle = int(head.get("gentle", 0))  # none in the file of an older version
-        asked = _Asked(rank, pid, path, size, str(head["last"]), number, gentle)
+        lost = head.get("lost", {})
+        asked = _Asked(rank, pid, path, size, str(head["last"]), number, gentle, lost)
         if pid:
             _ask_process(asked)
     except FileNotFoundError:
@@ -304,7 +333,8 @@ def _rank_stack(asked: _Asked, text: str, cells: Mapping[str, str]) -> RankStack
     if not threads:
         return RankStack(asked.rank, asked.pid, trouble=_silence(asked.pid))
     main, *others = (_named(thread, cells) for thread in threads)
-    return RankStack(asked.rank, asked.pid, _own_part(main), tuple(others))
+    own = _own_part(main)
+    return RankStack(asked.rank, asked.pid, own, tuple(others), lost=asked.lost)
 
 
 def _silence(pid: int) -> str:

@@ -41,6 +41,9 @@ SURE = 2.0
 NOTED = 60.0
 """Seconds after which ranks that all do nothing are reported, before a hang is due to be."""
 
+LOOK = 10.0
+"""Seconds between two looks whether a rank that compiles uses the CPU, at most."""
+
 _TALKING = ("ssl.py", "socket.py", "subprocess.py", "selectors.py")
 """Where a rank waits for somebody who is none of the ranks."""
 
@@ -124,7 +127,7 @@ class HangWatchdog:
         if not running:  # their functions have returned, but a process may not end
             running = [r for r in state.ranks if r.status == "done" and r.returncode is None]
         # The others may wait for it, rightly.
-        if any(r.phase == "compiling" or r.debugger for r in running):
+        if any(r.debugger for r in running) or self._compile(running, now, self._after):
             self._last = dict.fromkeys(self._last, now)
         silent = {r.rank: now - self._last[r.rank] for r in running}
         over = {r.rank: r.status for r in state.ranks if r.is_over}
@@ -142,6 +145,14 @@ class HangWatchdog:
             self._about, self._asked_at = stalled, now
             self._start(self._ask, stalled, replace(seen, after=self._limit))
         return events
+
+    def _compile(self, running: Iterable[RankState], now: float, after: float) -> bool:
+        """Whether ranks compile, which takes long and shows nothing, and use the CPU for it.
+
+        One that does not is no exception: it may wait for a thread that is not there.
+        """
+        compiling = [rank for rank in running if rank.phase == "compiling"]
+        return bool(compiling) and self._activity.have_worked(compiling, now, min(LOOK, after / 4))
 
     def _look_early(
         self, running: list[RankState], state: RunState, seen: hangs.Observation, now: float

@@ -40,6 +40,49 @@ def seen(ranks: int, *, at: dict[int, StackFrame] | None = None, **known: Any) -
 REDUCES = recorded("all_reduce")
 SILENT_RANK_1 = {0: 0.1, 1: 300.0}
 IN_TORCH = RankStack(0, frames=(TORCH, REDUCING))
+
+
+WAITING = StackFrame("/usr/lib/python3.11/threading.py", 327, "wait")
+GETTING = StackFrame("In[5]", 7, "train", "replies.get()")
+LOCKING = StackFrame("In[5]", 8, "train", "with lock:")
+ASKING = StackFrame("In[5]", 9, "train", "store.get('rank')")
+IN_POLARS = StackFrame("/x/site-packages/polars/lazyframe/engine.py", 410, "collect")
+WORKS = StackFrame("/usr/lib/python3.11/concurrent/futures/thread.py", 58, "run")
+RESTS = StackFrame("/usr/lib/python3.11/concurrent/futures/thread.py", 81, "_worker")
+
+
+def forked(
+    *frames: StackFrame, beside: StackFrame | None = None, threads: Any = ("feeder",)
+) -> dict[int, RankStack]:
+    """Return where rank 0 is, which was forked from a notebook with threads."""
+    others = ((beside, WAITING),) if beside else ()
+    lost = {"threads": threads, "libraries": ("polars",)}
+    return {0: RankStack(0, frames=frames, threads=others, lost=lost)}
+
+
+@pytest.mark.parametrize(
+    ("stacks", "advice"),
+    [
+        (forked(WAITING, SLEEPING), "none of the notebook's (feeder). If rank 0 waits for one"),
+        (forked(GETTING), "(feeder)"),
+        (forked(LOCKING, threads=[*"abcd"]), "(a, b, c, …)"),
+        (forked(WAITING, SLEEPING, beside=RESTS), "(feeder)"),
+        (forked(IN_POLARS, REDUCING), "so polars, which was used in the notebook before, has none"),
+        (forked(WAITING, SLEEPING, beside=WORKS), ""),
+        (forked(WAITING, SLEEPING, threads=()), ""),
+        (forked(SLEEPING), ""),
+        (forked(ASKING), ""),
+        (forked(WAITING, TORCH, REDUCING), ""),
+    ],
+)
+def test_a_rank_misses_the_notebooks_threads_where_nothing_else_can_end_its_wait(
+    stacks: dict[int, RankStack], advice: str
+) -> None:
+    text = hangs.explain(seen(1, stacks=stacks)).text
+    assert advice in text
+    assert ("A fork copies no threads" in text) == bool(advice)
+
+
 CASES: dict[str, tuple[hangs.Observation, str, tuple[int, ...], tuple[int, ...]]] = {
     "one never joined": (
         seen(

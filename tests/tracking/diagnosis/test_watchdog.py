@@ -224,12 +224,13 @@ def compiles(gate: Path) -> None:
     if nbtrain.rank() == 0:
         writer.write(ev.Phase(time.time(), 0, "compiling"))
         while not gate.exists():
-            time.sleep(0.01)
-        writer.write(ev.Phase(time.time(), 0, ""))
+            pass
     time.sleep(600)
 
 
-def test_compiling_is_no_hang_and_neither_is_waiting_for_it(tmp_path: Path) -> None:
+def test_compiling_is_no_hang_and_nor_is_waiting_for_it_but_a_compiler_at_rest_is(
+    tmp_path: Path,
+) -> None:
     gate = tmp_path / "gate"
     with launched(compiles, gate, hang_after=0.5) as run:
         wait_until(lambda: run.state.ranks[0].phase == "compiling")
@@ -238,6 +239,33 @@ def test_compiling_is_no_hang_and_neither_is_waiting_for_it(tmp_path: Path) -> N
         assert verdicts(run) == []
         gate.touch()
         assert first_verdict(run, saying="ranks 0–1 are at")
+        assert run.state.ranks[0].phase == "compiling"
+
+
+COMPILES = """%%distributed -n 2 --view html --hang-after 2 --on-hang stop
+import threading
+def compiler(graph, inputs):
+    until = time.process_time() + 4
+    while LIMIT:
+        pass
+    return graph
+def train():
+    return int(torch.compile(lambda x: x.sum() + 1, backend=compiler)(torch.ones(3)))
+"""
+
+
+def test_a_compiler_that_waits_for_ever_is_a_hang_and_one_that_computes_for_long_is_none(
+    notebook: Notebook,
+) -> None:
+    out = notebook.run(COMPILES.replace("LIMIT", "not threading.Event().wait()"))
+    assert out.ename == "RunTimeout"
+    assert "was stopped because of a hang" in out.evalue
+    assert re.search(r"ranks 0–1 are at In\[\d+\], line 5: while not threading", out.evalue)
+    assert any("compiling" in update["text/plain"] for update in out.updates)
+    out = notebook.run(COMPILES.replace("LIMIT", "time.process_time() < until"))
+    assert out.ename == ""
+    assert notebook.value("nbtrain.last_run().results") == [4, 4]
+    assert "no sign of progress" not in str(out.updates)
 
 
 def test_it_can_be_switched_off() -> None:

@@ -1,0 +1,61 @@
+"""Names the threads that a forked child will miss, as a fork copies the calling one alone.
+
+Nothing is wrong with that until a rank waits for one: then the report of its hang can say so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import FrameType
+
+_LIBRARIES = ("IPython", "ipykernel", "nbtrain", "tornado", "tqdm", "zmq", "_pydevd_bundle")
+"""Whose threads do nothing for the notebook: those of a kernel, a progress bar and a debugger."""
+
+
+def is_the_kernels(thread: threading.Thread) -> bool:
+    """Whether a thread is the main one, or of a library that does nothing for the notebook."""
+    target = getattr(thread, "_target", None)  # private: where it is not there, it is the user's
+    own = target if type(thread) is threading.Thread else type(thread)
+    package = str(getattr(own, "__module__", "")).partition(".")[0]
+    return package in _LIBRARIES or thread is threading.main_thread()
+
+
+def lost_in_a_fork() -> dict[str, tuple[str, ...]]:
+    """Return the threads, and the libraries with threads, that a forked rank has none of."""
+    return {"threads": _threads(), "libraries": _libraries()}
+
+
+def _threads() -> tuple[str, ...]:
+    """Return the names of the notebook's threads, but for pools' idle ones, which are renewed."""
+    frames = sys._current_frames()
+    here = threading.current_thread()
+    return tuple(
+        thread.name
+        for thread in threading.enumerate()
+        if not (thread is here or is_the_kernels(thread))
+        and not _is_idle(frames.get(thread.ident or 0))
+    )
+
+
+def _is_idle(frame: FrameType | None) -> bool:
+    """Whether a thread of a `ThreadPoolExecutor` waits for work, in C."""
+    return (
+        frame is not None
+        and frame.f_code.co_name == "_worker"
+        and frame.f_globals.get("__name__") == ThreadPoolExecutor.__module__
+    )
+
+
+def _libraries() -> tuple[str, ...]:
+    """Return the packages with native threads here that are named after them: ``polars-0``."""
+    known = {thread.native_id for thread in threading.enumerate()}
+    names = set[str]()
+    for task in Path("/proc/self/task").glob("*"):  # on Linux
+        with contextlib.suppress(OSError):  # it has just ended
+            if int(task.name) not in known:
+                names.add((task / "comm").read_text().strip().partition("-")[0])
+    return tuple(sorted(names & sys.modules.keys()))

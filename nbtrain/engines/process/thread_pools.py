@@ -1,0 +1,49 @@
+"""Makes pools of threads anew in a forked child, which has none of its parent's threads.
+
+A `ThreadPoolExecutor` that was used counts its threads, so in the child it starts none, and what is
+submitted waits for ever. Some outlive their use: a notebook's own, and the one in which
+torch.compile has kernels for the CPU built (`AsyncCompile.pool`, cached for the process; torch 2.13
+makes only its pool of processes anew after a fork).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+_PARTS: dict[str, Callable[[], object]] = {
+    "_threads": set,
+    "_work_queue": queue.SimpleQueue,
+    "_idle_semaphore": partial(threading.Semaphore, 0),
+    "_shutdown_lock": threading.Lock,
+}
+"""What a pool has of its threads: private, seen in Python 3.10 to 3.14."""
+
+
+def used_pools() -> list[ThreadPoolExecutor]:
+    """Return the pools that have threads; to be asked before a fork, as a child forgets them.
+
+    A thread has a weak reference to its pool among its arguments (private, too). A pool that is
+    not found, or is of another make, is left as it is.
+    """
+    pools: dict[int, ThreadPoolExecutor] = {}
+    for thread in threading.enumerate():
+        for argument in getattr(thread, "_args", None) or ():
+            pool = argument() if isinstance(argument, weakref.ref) else None
+            if isinstance(pool, ThreadPoolExecutor) and _PARTS.keys() <= vars(pool).keys():
+                pools[id(pool)] = pool
+    return list(pools.values())
+
+
+def renew(pools: Iterable[ThreadPoolExecutor]) -> None:
+    """Have pools begin again, without threads, in a child.
+
+    What waits in them is their parent's: a child that did it, too, would do it twice.
+    """
+    for pool in pools:
+        for name, make in _PARTS.items():
+            setattr(pool, name, make())

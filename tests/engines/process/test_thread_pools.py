@@ -1,0 +1,91 @@
+"""Pools of threads that the notebook has used work in a rank, which has none of their threads."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from nbtrain.engines.process import thread_pools
+from nbtrain.engines.process.forking import fork_process
+from tests.support.kernel import Notebook
+
+POOLS = {
+    "the notebook's own": """
+from concurrent.futures import ThreadPoolExecutor
+pool = ThreadPoolExecutor(2, thread_name_prefix="reader")
+""",
+    "that in which torch.compile has kernels built": """
+from torch._inductor import config
+from torch._inductor.async_compile import AsyncCompile
+config.compile_threads = 2
+pool = AsyncCompile.pool()
+""",
+}
+
+
+@pytest.mark.parametrize("made", POOLS.values(), ids=POOLS)
+def test_a_pool_that_the_notebook_has_used_works_in_the_ranks_and_goes_on_in_the_notebook(
+    made: str, notebook: Notebook
+) -> None:
+    notebook.run(f"{made}\nfirst = pool.submit(sum, [1, 2])\nassert first.result() == 3")
+    cell = (
+        "%%distributed -n 2 --hang-after 20 --on-hang stop\n"
+        "def train():\n"
+        "    later = pool.submit(pow, 2, nbtrain.rank() + 3).result()\n"
+        "    return first.result(), *pool.map(len, ['a', 'bc']), later\n"
+    )
+    assert notebook.run(cell).ename == ""
+    assert notebook.value("nbtrain.last_run().results") == [(3, 1, 2, 8), (3, 1, 2, 16)]
+    assert notebook.value("pool.submit(sum, [3, 4]).result()") == 7
+
+
+def test_a_function_that_the_notebook_compiled_is_compiled_for_another_shape_in_the_ranks(
+    start_kernel: Callable[..., Notebook],
+) -> None:
+    notebook = start_kernel(environment={"TORCHINDUCTOR_COMPILE_THREADS": "2"})
+    notebook.run("%load_ext nbtrain\nimport os, nbtrain, torch")
+    out = notebook.run(
+        "os.environ['TORCHINDUCTOR_CACHE_DIR'] = os.path.abspath('compiled')\n"
+        "compiled = torch.compile(lambda x: (x.sin() * 0 + 1).sum())\n"
+        "assert compiled(torch.ones(32)) == 32"
+    )
+    assert out.ename == ""
+    cell = (
+        "%%distributed -n 2 --hang-after 60 --on-hang stop\n"
+        "def train():\n"
+        "    return int(compiled(torch.ones(70, 70)))\n"
+    )
+    assert notebook.run(cell, timeout=120).ename == ""
+    assert notebook.value("nbtrain.last_run().results") == [4900, 4900]
+
+
+# Without a kernel
+
+
+def test_a_child_begins_with_an_empty_pool_while_its_parent_has_work_in_it() -> None:
+    gate, begun = threading.Event(), threading.Event()
+
+    def work() -> int:
+        begun.set()
+        gate.wait()
+        return 1
+
+    with ThreadPoolExecutor(1) as pool:
+        busy, waits = pool.submit(work), pool.submit(os.getpid)
+        begun.wait()
+        child = fork_process(lambda: pool.submit(pow, 2, 3).result(10) + waits.done())
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        gate.set()
+        assert code == 8
+        assert (busy.result(), waits.result()) == (1, os.getpid())
+
+
+def test_a_pool_of_another_make_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+        monkeypatch.setitem(thread_pools._PARTS, "_part_of_another_version", list)
+        assert pool not in thread_pools.used_pools()
