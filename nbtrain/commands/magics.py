@@ -286,6 +286,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
     ) -> Plan:
         from ..planning import cell as reading
         from ..planning.plan import OPTIONS, Plan
+        from ..planning.source_names import bound_names
 
         if not source.strip():
             raise PlanError("%distributed has nothing to run: give it a cell or an expression")
@@ -296,6 +297,8 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         flags = self.shell.compile.flags & PyCF_MASK  # the notebook's ``__future__`` imports
         cell = reading.read_cell(transformed, filename, self.shell.user_ns, flags)
         cell = replace(cell, number=number)
+        names = bound_names(transformed) if not there else ()  # live ranks keep what they define
+        self.cell_watch.defined_in_ranks |= dict.fromkeys(names, number)
         reading.check_parameters(replace(cell, namespace={**there, **cell.namespace}))
         fields = {option.field: getattr(options, option.field) for option in OPTIONS}
         return Plan(cell, options.title or reading.title(cell), **fields)

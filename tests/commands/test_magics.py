@@ -135,7 +135,7 @@ def test_names_the_cell_itself_binds_fill_parameters(notebook: Notebook) -> None
 def test_bad_options_are_one_clear_line_and_start_nothing(notebook: Notebook) -> None:
     before = notebook.value(LAST_FOLDER)
     for options, words in [
-        ("-n 0", "--num-processes must be a whole number ≥ 1 or auto, not 0"),
+        ("-n -1", "--num-processes must be a whole number ≥ 1 or auto, not -1"),
         ("-n two", "must be a whole number ≥ 1 or auto, not 'two'"),
         ("--procs 2", "--procs"),
         ("-e thread", "thread"),
@@ -328,3 +328,16 @@ def test_a_tpu_that_is_in_use_is_not_helped_by_fresh_processes(
     out = kernel.run("%nbtrain guard")
     assert "Ranks cannot use XLA. Restart the kernel." in out.stdout
     assert "spawn" not in out.stdout
+
+
+def test_a_name_that_only_ranks_have_is_explained_where_it_is_missed(notebook: Notebook) -> None:
+    notebook.run("%%distributed -n 2\ndef only_there(x): return x\nbest_there, both_there = 3, 4")
+    number = notebook.value("len(In) - 2")
+    for cell in ("only_there(1)", "%%distributed -n 2\nprint(best_there)"):
+        name = "only_there" if "only" in cell else "best_there"
+        out = notebook.run(cell)
+        assert out.ename == "NameError", (cell, out)
+        assert f"`{name}` was defined by In[{number}] in its ranks only. Define it" in out.stdout
+    assert "was defined by" not in notebook.run("unknown + 1").stdout
+    notebook.run("both_there = 5")
+    assert "was defined by" not in notebook.run("both_there + elsewhere").stdout
