@@ -23,10 +23,12 @@ from .tensor_kinds import (
     has_no_bytes,
     is_block,
     is_finite,
+    is_lazy,
     is_strided,
     shape_of,
     size_of,
     stored_kind,
+    without_repeats,
 )
 from .weight_file import WeightFile, WeightReader
 
@@ -43,15 +45,12 @@ class PartlyLoaded(NbtrainError):
 
 
 def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers by all their names; without wrappers' parts of a name.
-
-    Not those that were expanded: they cannot be written to, so no training has.
-    """
+    """Return parameters and buffers by all their names; without wrappers' parts of a name."""
     every = (
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
     )
-    return {plain_name(name): t for name, t in every if not _is_expanded(t)}
+    return {plain_name(name): tensor for name, tensor in every}
 
 
 def plain_name(name: str) -> str:
@@ -59,12 +58,6 @@ def plain_name(name: str) -> str:
     for part in _WRAPPED:
         name = name.replace(part, "")
     return name
-
-
-def _is_expanded(tensor: torch.Tensor) -> bool:
-    if has_no_bytes(tensor) or not is_strided(tensor):
-        return False
-    return any(n > 1 and not s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def transient_names(module: torch.nn.Module) -> set[str]:
@@ -314,7 +307,7 @@ def _loading_module(
         raise NbtrainError(trouble[0] + more)
     wanted: dict[str, list[torch.Tensor]] = {}
     for name, tensor in targets.items():
-        if name in saved and _kind(tensor) == saved[name]:
+        if name in saved and _kind(tensor, saved[name]) == saved[name]:
             same = wanted.setdefault(tied.get(name, name), [])
             if not any(t is tensor for t in same):
                 same.append(tensor)
@@ -346,11 +339,18 @@ def _write(file: WeightReader, wanted: Mapping[str, list[torch.Tensor]]) -> None
 
 
 def _write_tensor(target: torch.Tensor, value: torch.Tensor) -> None:
+    if is_lazy(target):
+        target.materialize(value.shape)  # type: ignore[attr-defined]  # as torch's own loading does
     there = value.to(target.device)
     if not is_block(target) or not is_block(value):
         assign(target, there)
     elif not same_bits(target.detach().to(there.dtype), there):
-        target.copy_(there)
+        once = without_repeats(target.detach())
+        first = there[tuple(map(slice, once.shape))]
+        if once.shape == there.shape or same_bits(first.expand_as(there), there):
+            once.copy_(first)
+        else:  # an expanded tensor, and the rank's is none any more
+            target.data = there.to(target.dtype, copy=True)
 
 
 _Kind = tuple[tuple[int, ...], str]
@@ -366,8 +366,9 @@ def _kind_of(shape: tuple[int, ...], stored: str) -> _Kind:
     return shape, f"{layout} {kinds.get(kind, kind)}".strip()
 
 
-def _kind(tensor: torch.Tensor) -> _Kind:
-    return _kind_of(shape_of(tensor), stored_kind(tensor))
+def _kind(tensor: torch.Tensor, saved: _Kind) -> _Kind:
+    """Return the kind of a tensor, which takes the `saved` one's shape if it has none yet."""
+    return _kind_of(saved[0] if is_lazy(tensor) else shape_of(tensor), stored_kind(tensor))
 
 
 def _only_in_rank(name: str) -> str:
@@ -379,14 +380,14 @@ def _differences(
 ) -> Iterator[str]:
     """Yield each difference for which a file cannot be loaded."""
     for name, tensor in targets.items():
-        if has_no_bytes(tensor) or tensor.is_inference():
+        if tensor.is_meta or (not is_lazy(tensor) and tensor.is_inference()):
             yield f"`{name}` has no memory in the notebook that could be written to"
         elif name in optional:
             continue
         elif name not in saved:
             yield f"the rank did not save `{name}`"
         else:
-            (shape, kind), (shape_here, kind_here) = saved[name], _kind(tensor)
+            (shape, kind), (shape_here, kind_here) = saved[name], _kind(tensor, saved[name])
             if shape != shape_here:
                 yield f"`{name}` is {list(shape)} in the rank, {list(shape_here)} in the notebook"
             elif kind != kind_here:
@@ -413,7 +414,8 @@ def _spoiled(file: WeightReader, module: torch.nn.Module) -> Iterator[str]:
     """Yield a parameter that is finite in the notebook, and is not in the rank."""
     parameters = {plain_name(name): p for name, p in module.named_parameters()}
     for name in file.about["not_finite"]:
-        if name in parameters and is_finite(parameters[name]):
+        here = parameters.get(name)
+        if here is not None and not is_lazy(here) and is_finite(here):
             yield _not_finite(name, "model")
             return
 
