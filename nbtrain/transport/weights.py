@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import NbtrainError
 from ..planning.task_values import is_optimizer, is_scheduler
+from .adapters import insert, undone
 from .fingerprints import fingerprint, fingerprints, on_cpu, same_bits
 from .tensor_kinds import (
     assign,
@@ -287,6 +288,33 @@ def prepared_load(
 
 
 def _loading_module(
+    file: WeightReader, module: torch.nn.Module, is_handed_over: bool
+) -> Callable[[], None]:
+    """Return what loads a model's tensors, and first adds adapters that these have no place for."""
+    try:
+        return _loading_tensors(file, module, is_handed_over)
+    except NbtrainError:
+        if not file.about.get("adapters"):
+            raise
+
+    def load() -> None:
+        before = {id(tensor) for tensor in named_tensors(module).values()}
+        insert(module, file.about["adapters"])
+        for name, tensor in named_tensors(module).items():
+            if id(tensor) not in before and name in file.names():
+                kind = file.shape_and_kind(name)[1]
+                tensor.data = tensor.data.to(getattr(torch, kind, tensor.dtype))
+        return _loading_tensors(file, module, is_handed_over)()
+
+    import torch
+
+    with undone(module):
+        insert(module, file.about["adapters"])
+        _loading_tensors(file, module, is_handed_over)
+    return load
+
+
+def _loading_tensors(
     file: WeightReader, module: torch.nn.Module, is_handed_over: bool
 ) -> Callable[[], None]:
     tied, unchanged = file.about["tied"], file.about["unchanged"]

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import pickle
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..errors import NbtrainError
@@ -29,6 +31,7 @@ from ..tracking import clock
 from ..tracking import events as ev
 from ..tracking.event_log import EventWriter
 from ..transport import result_pickler, weights
+from ..transport.adapters import adapters, identity
 from ..transport.fingerprints import fingerprints
 from ..transport.tensor_kinds import size_of
 from ..transport.weight_file import WeightFile, save, stamp
@@ -79,6 +82,7 @@ class ResultSender:
         # In the kernel, the notebook has them already.
         self._objects = {} if job.in_kernel else self._returned
         self._before = {name: self._mark(value) for name, value in self._objects.items()}
+        self._at_start = {n: _Start(v) for n, v in self._objects.items() if is_model(v)}
         self._flattened: list[tuple[Any, Any]] = []
         self._ready: dict[str, WeightFile | None] = {}
         self._unasked = {
@@ -145,7 +149,7 @@ class ResultSender:
                     state = weights.of_optimizer(value, keep=self._rank == 0)
                     self._ready[name] = None if self._rank else state
                 elif gathered := self._gathered(value):
-                    self._ready[name] = weights.changes(value, gathered, self._before[name])
+                    self._ready[name] = self._changes(name, gathered)
 
     def send(self, result: Any = None) -> None:
         """Save in the run folder what is returned, but for the task's `result`, which is there.
@@ -159,12 +163,22 @@ class ResultSender:
                 elif name in self._ready:
                     ready = self._ready.pop(name)
                 else:  # it is whole in this rank
-                    ready = weights.changes(value, weights.named_tensors(value), self._before[name])
+                    ready = self._changes(name, weights.named_tensors(value))
                 if ready is not None:
                     self._write(name, ready)
                 else:  # an attempt that failed may have left some
                     self._folder.weights_of(name).unlink(missing_ok=True)
         self._send_values()
+
+    def _changes(
+        self, name: str, tensors: Mapping[str, Any], *, entire: bool = False
+    ) -> WeightFile | None:
+        """Return what is sent of a model; None for nothing."""
+        model, start = self._objects[name], self._at_start[name]
+        before = start.renamed(self._before[name], weights.named_tensors(model))
+        ready = weights.changes(model, tensors, before, entire=entire)
+        new = [each for each in adapters(model) if identity(each) not in start.adapters]
+        return ready and replace(ready, about={**ready.about, "adapters": new})
 
     def _unasked_state(self, name: str, value: Any) -> WeightFile | None:
         """Return what changed of an optimizer or a scheduler; None for nothing, or if it stays."""
@@ -208,7 +222,7 @@ class ResultSender:
                 tensors = weights.named_tensors(value)
                 if sum(map(size_of, tensors.values())) <= QUICK:
                     # All of them: it may be another model that they are loaded into.
-                    ready = weights.changes(value, tensors, self._before[name], entire=True)
+                    ready = self._changes(name, tensors, entire=True)
                     if ready is not None:
                         self._write(name, ready)
 
@@ -241,10 +255,11 @@ class ResultSender:
             raise _NotWritten(error.strerror or str(error)) from error
         kind, count = ready.about["kind"], ready.about.get("parameters", 0)
         size, value = path.stat().st_size, self._objects[name]
+        new = ", ".join(f"`{each['name']}`" for each in ready.about.get("adapters", ()))
         known = {weights.plain_name(n) for n, _ in value.named_parameters()} if count else set()
         spoiled = next((n for n in not_finite if n in known), "")  # a mask, a buffer, may be -inf
         about = {"what": kind, "parameters": count, "size": size, "stamp": stamp(path)}
-        self._report(name, **about, not_finite=spoiled)
+        self._report(name, **about, not_finite=spoiled, adapters=new)
 
     def _is_sharded(self, module: Any) -> bool:
         flat = self._flat_root(module) is not None
@@ -356,6 +371,25 @@ class ResultSender:
             f"there is no variable `{name}`. Local variables of a function are gone when it "
             f"returns. The run assigned: {', '.join(new[-8:]) or 'none'}"
         )
+
+
+class _Start:
+    """What a model was when the task began. Keeps none of its tensors alive."""
+
+    def __init__(self, model: Any) -> None:
+        self.adapters = [*map(identity, adapters(model))]
+        self._tensors = {n: weakref.ref(t) for n, t in weights.named_tensors(model).items()}
+
+    def renamed(self, before: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fingerprints of `before` by the names that the `tensors` have now.
+
+        A layer that is put into another one has the same tensors as before.
+        """
+        old = {id(t): name for name, ref in self._tensors.items() if (t := ref()) is not None}
+        names = {new: old[id(t)] for new, t in tensors.items() if id(t) in old}
+        moved = {old_name for new, old_name in names.items() if new not in before}
+        rest = {name: mark for name, mark in before.items() if name not in moved}
+        return rest | {n: before[o] for n, o in names.items() if n not in before and o in before}
 
 
 def _settings(value: Any) -> str:
