@@ -143,7 +143,29 @@ def of_module(
     buffers = {plain_name(name) for name, _ in module.named_buffers()}
     count = sum(t.numel() for name, t in unique.items() if name not in buffers)
     about = {"parameters": count, "tied": tied, "transient": transient, "unchanged": left_out}
-    return WeightFile(unique, {"kind": "model", **about})
+    packed = {
+        path: _to_json(dict(part.state_dict()), _PACKED + path, unique)
+        for path, part in _packed_parts(module).items()
+    }
+    return WeightFile(unique, {"kind": "model", "packed": packed, **about})
+
+
+_PACKED = "torch.ao:"
+"""What the names of tensors begin with that are no parameters or buffers, but packed into one."""
+
+
+def _packed_parts(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the parts that torch has quantized: their weights are in no parameter or buffer."""
+    found: dict[str, torch.nn.Module] = {}
+    for path, part in module.named_modules():
+        is_packed = type(part).__module__.startswith("torch.ao.nn.")
+        if (
+            is_packed
+            and hasattr(part, "_packed_params")
+            and plain_name(path.rpartition(".")[0]) not in found
+        ):
+            found[plain_name(path)] = part
+    return found
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer, *, keep: bool = True) -> WeightFile:
@@ -164,7 +186,19 @@ def of_scheduler(scheduler: LRScheduler) -> WeightFile:
     return WeightFile(tensors, {"kind": "scheduler", "state": state})
 
 
-_KINDS: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "dict": dict, "counter": Counter}
+def _dtype(name: str) -> torch.dtype:
+    import torch
+
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+_KINDS: dict[str, Callable[[Any], Any]] = {
+    "tuple": tuple,
+    "dict": dict,
+    "counter": Counter,
+    "dtype": _dtype,
+}
 """How JSON has what it knows only as a list: the kind, and what makes such a value again."""
 
 
@@ -186,6 +220,8 @@ def _to_json(value: Any, place: str, tensors: dict[str, torch.Tensor], keep: boo
     if isinstance(value, (list, tuple)):
         items = [inner(item, i) for i, item in enumerate(value)]
         return {"tuple": items} if isinstance(value, tuple) else items
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
     try:
         json.dumps(value)
     except (TypeError, ValueError):
@@ -296,6 +332,7 @@ def _loading_module(
     except NbtrainError:
         if not file.about.get("adapters"):
             raise
+    import torch
 
     def load() -> None:
         before = {id(tensor) for tensor in named_tensors(module).values()}
@@ -305,8 +342,6 @@ def _loading_module(
                 kind = file.shape_and_kind(name)[1]
                 tensor.data = tensor.data.to(getattr(torch, kind, tensor.dtype))
         return _loading_tensors(file, module, is_handed_over)()
-
-    import torch
 
     with undone(module):
         insert(module, file.about["adapters"])
@@ -320,10 +355,14 @@ def _loading_tensors(
     tied, unchanged = file.about["tied"], file.about["unchanged"]
     tensors = named_tensors(module)
     optional = {*file.about["transient"], *transient_names(module)}
-    kinds = {name: _kind_of(*file.shape_and_kind(name)) for name in file.names()}
+    names = [name for name in file.names() if not name.startswith(_PACKED)]
+    kinds = {name: _kind_of(*file.shape_and_kind(name)) for name in names}
+    parts, packed = _packed_parts(module), file.about.get("packed", {})
     saved = {**kinds, **{name: kinds[source] for name, source in tied.items()}}
     targets = {name: tensor for name, tensor in tensors.items() if name not in unchanged}
     trouble = [
+        *(f"`{n}` is quantized in the rank, not in the notebook" for n in packed if n not in parts),
+        *(f"`{n}` is quantized in the notebook, not in the rank" for n in parts if n not in packed),
         *_differences(targets, saved, optional),
         *(_only_in_rank(name) for name in unchanged if name not in {*tensors, *optional}),
         *(() if is_handed_over else _changed_since(tensors, unchanged, optional)),
@@ -332,7 +371,8 @@ def _loading_tensors(
         trouble = [*_spoiled(file, module)]
     if trouble:
         more = f"; {len(trouble) - 1} more differ" if len(trouble) > 1 else ""
-        raise NbtrainError(trouble[0] + more)
+        remedy = file.about.get("remedy")
+        raise NbtrainError(trouble[0] + more + (f". {remedy}".rstrip(".") if remedy else ""))
     wanted: dict[str, list[torch.Tensor]] = {}
     for name, tensor in targets.items():
         if name in saved and _kind(tensor, saved[name]) == saved[name]:
@@ -340,10 +380,14 @@ def _loading_tensors(
             if not any(t is tensor for t in same):
                 same.append(tensor)
     _check_still_tied(file, wanted, {id(tensors[n]): n for n in unchanged if n in tensors})
-    return functools.partial(_write, file, wanted)
+    return functools.partial(_write, file, wanted, {n: (parts[n], packed[n]) for n in packed})
 
 
-def _write(file: WeightReader, wanted: Mapping[str, list[torch.Tensor]]) -> None:
+def _write(
+    file: WeightReader,
+    wanted: Mapping[str, list[torch.Tensor]],
+    packed: Mapping[str, tuple[torch.nn.Module, Any]],
+) -> None:
     """Write into the tensors what differs there.
 
     Nothing else: a buffer may be in memory that is read-only. And a model that a rank has only
@@ -358,6 +402,12 @@ def _write(file: WeightReader, wanted: Mapping[str, list[torch.Tensor]]) -> None
                 for target in wanted[name]:
                     _write_tensor(target, value)
                     written += 1
+            inside = [name for name in file.names() if name.startswith(_PACKED)] if packed else []
+            tensors = {name: value.clone() for name, value in file.tensors(inside)}
+            for part, state in packed.values():
+                known = part.state_dict()  # with the version of its format
+                known.update(_from_json(state, tensors))
+                part.load_state_dict(known)
     except Exception as error:  # the file system failed, or the device's memory is full
         count = sum(map(len, wanted.values()))
         raise PartlyLoaded(

@@ -26,16 +26,17 @@ from ..planning.task_values import (
     returned,
 )
 from ..system.files import write_atomically
-from ..system.instrumentation import patch
+from ..system.instrumentation import patch, undo_later, when_imported
 from ..tracking import clock
 from ..tracking import events as ev
 from ..tracking.event_log import EventWriter
 from ..transport import result_pickler, weights
-from ..transport.adapters import adapters, identity
 from ..transport.fingerprints import fingerprints
 from ..transport.tensor_kinds import size_of
 from ..transport.weight_file import WeightFile, save, stamp
 from .job import Job
+from .telemetry.evidence.model_changes import ModelAtStart
+from .telemetry.safe_hooks import guarded
 
 QUICK = 512 << 20
 """Bytes of weights that are saved after a failure or an interrupt: there is little time."""
@@ -82,7 +83,11 @@ class ResultSender:
         # In the kernel, the notebook has them already.
         self._objects = {} if job.in_kernel else self._returned
         self._before = {name: self._mark(value) for name, value in self._objects.items()}
-        self._at_start = {n: _Start(v) for n, v in self._objects.items() if is_model(v)}
+        self._at_start: dict[str, ModelAtStart] = {}
+        self._asked = weakref.WeakSet[Any]()
+        """Optimizers that have made a step: what they train is as it will be."""
+        if rank == 0:
+            self._look_at_models()
         self._flattened: list[tuple[Any, Any]] = []
         self._ready: dict[str, WeightFile | None] = {}
         self._unasked = {
@@ -119,6 +124,35 @@ class ResultSender:
             if self._rank == 0 and is_model(value) and not self._is_live:
                 return fingerprints(weights.named_tensors(value))
         return {}
+
+    def _look_at_models(self) -> None:
+        """Look at what the notebook has, and again when an optimizer begins to train it."""
+        variables = {n: v for n, v in namespace(self._plan.task).items() if n[:1] != "_"}
+        for name, value in self._objects.items():
+            if is_model(value):
+                known = [n for n, v in variables.items() if v is value]
+                variable = name if name in known else next(iter(known), name)
+                with contextlib.suppress(Exception):  # as in `_mark`
+                    self._at_start[name] = ModelAtStart(value, variable)
+        if self._at_start:
+            when_imported(
+                "torch.optim.optimizer",
+                lambda m: undo_later(m.register_optimizer_step_post_hook(self._on_step).remove),
+            )
+
+    @guarded("looking for models that the notebook's have no place for")
+    def _on_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if optimizer in self._asked:
+            return
+        self._asked.add(optimizer)
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name, start in self._at_start.items():
+            model = self._objects[name]
+            if trained.isdisjoint(map(id, model.parameters())) or self._is_in_parts(model):
+                continue
+            change = start.change(model)
+            if change is not None:
+                self._writer.write(ev.RunNote.of(change))
 
     def _fsdp_init(self, original: Any, wrapper: Any, module: Any, *args: Any, **rest: Any) -> None:
         """Keep each FSDP (version 1) of a returned model: nothing else can put it together."""
@@ -174,11 +208,17 @@ class ResultSender:
         self, name: str, tensors: Mapping[str, Any], *, entire: bool = False
     ) -> WeightFile | None:
         """Return what is sent of a model; None for nothing."""
-        model, start = self._objects[name], self._at_start[name]
-        before = start.renamed(self._before[name], weights.named_tensors(model))
+        model, start = self._objects[name], self._at_start.get(name)
+        if start is None:  # of a kind that cannot be asked
+            return weights.changes(model, tensors, self._before[name], entire=entire)
+        before = start.renamed(self._before[name], model)
         ready = weights.changes(model, tensors, before, entire=entire)
-        new = [each for each in adapters(model) if identity(each) not in start.adapters]
-        return ready and replace(ready, about={**ready.about, "adapters": new})
+        remedy = ""
+        with contextlib.suppress(Exception):  # of a kind that nobody knows: nothing is advised
+            if not self._is_in_parts(model) and (change := start.change(model)) is not None:
+                remedy = change.remedy
+        about = {"adapters": start.new_adapters(model), "remedy": remedy}
+        return ready and replace(ready, about={**ready.about, **about})
 
     def _unasked_state(self, name: str, value: Any) -> WeightFile | None:
         """Return what changed of an optimizer or a scheduler; None for nothing, or if it stays."""
@@ -371,25 +411,6 @@ class ResultSender:
             f"there is no variable `{name}`. Local variables of a function are gone when it "
             f"returns. The run assigned: {', '.join(new[-8:]) or 'none'}"
         )
-
-
-class _Start:
-    """What a model was when the task began. Keeps none of its tensors alive."""
-
-    def __init__(self, model: Any) -> None:
-        self.adapters = [*map(identity, adapters(model))]
-        self._tensors = {n: weakref.ref(t) for n, t in weights.named_tensors(model).items()}
-
-    def renamed(self, before: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fingerprints of `before` by the names that the `tensors` have now.
-
-        A layer that is put into another one has the same tensors as before.
-        """
-        old = {id(t): name for name, ref in self._tensors.items() if (t := ref()) is not None}
-        names = {new: old[id(t)] for new, t in tensors.items() if id(t) in old}
-        moved = {old_name for new, old_name in names.items() if new not in before}
-        rest = {name: mark for name, mark in before.items() if name not in moved}
-        return rest | {n: before[o] for n, o in names.items() if n not in before and o in before}
 
 
 def _settings(value: Any) -> str:

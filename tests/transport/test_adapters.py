@@ -149,3 +149,17 @@ def test_where_the_adapter_cannot_be_added_nothing_changes() -> None:
     assert bits(other) == before
     assert [*other.named_modules()] == kept
     assert not hasattr(other, "peft_config")
+
+
+def wrap_a_part(net: Any) -> Any:
+    net.body = peft.get_peft_model(net.body, peft.LoraConfig(r=2, target_modules=["0"]))
+    return net
+
+
+def test_what_is_wrapped_otherwise_arrives_in_a_model_that_is_wrapped_alike() -> None:
+    net = Net()
+    with pytest.warns(UserWarning, match="change the notebook's `net` in the same way"):
+        run = nbtrain.launch(train, net, wrap_a_part, num_processes=1, view="none")
+    assert [finding.code for finding in run.state.findings].count("changed-model") == 1
+    run.load(wrap_a_part(net))
+    assert bits(net) == run.value[0]
