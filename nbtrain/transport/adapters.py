@@ -27,8 +27,9 @@ Adapter = Mapping[str, Any]
 
 
 def adapters(module: torch.nn.Module) -> list[Adapter]:
-    """Return the adapters whose layers are in a module, but for those of no known kind."""
+    """Return the adapters whose layers are in a module, but for those that `insert` cannot add."""
     peft: Any = sys.modules.get("peft.tuners.tuners_utils")
+    tuners: Any = getattr(sys.modules.get("peft.mapping"), "PEFT_TYPE_TO_TUNER_MAPPING", {})
     found = list[Adapter]()
     for path, part in module.named_modules() if peft is not None else ():
         configs = vars(part).get("peft_config")
@@ -41,6 +42,8 @@ def adapters(module: torch.nn.Module) -> list[Adapter]:
             "enabled": not layers[0].disable_adapters,
         }
         for name, config in configs.items():
+            if getattr(tuners.get(config.peft_type), "uses_shared_state", False):
+                continue
             with contextlib.suppress(Exception):  # a config of the user's own
                 text = json.dumps(config.to_dict(), default=sorted)  # JSON has no sets
                 found.append({"path": path, "name": name, "config": json.loads(text), **state})

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import NbtrainError
+from ..findings import Finding
 from ..planning.option_types import OF_ALL
 from ..planning.task_values import (
     by_name,
@@ -111,6 +112,8 @@ class ResultSender:
             # `pipeline` makes begin here. Without it, rank 0's layers would pass for the model.
             stage = "torch.distributed.pipelining.stage:_PipelineStageBase"
             patch(stage, "__init__", self._stage_init)
+            if rank == 0:
+                patch("peft.peft_model:PeftModel", "__init__", self._peft_init)
 
     def _watch(self, name: str, optimizer: Any) -> None:
         def stepped(optimizer: Any, *_: Any) -> None:
@@ -133,7 +136,7 @@ class ResultSender:
                 known = [n for n, v in variables.items() if v is value]
                 variable = name if name in known else next(iter(known), name)
                 with contextlib.suppress(Exception):  # as in `_mark`
-                    self._at_start[name] = ModelAtStart(value, variable)
+                    self._at_start[name] = ModelAtStart(value, variable, self._is_live)
         if self._at_start:
             when_imported(
                 "torch.optim.optimizer",
@@ -163,6 +166,23 @@ class ResultSender:
     def _stage_init(self, original: Any, stage: Any, *args: Any, **kwargs: Any) -> None:
         original(stage, *args, **kwargs)
         self._stages.append(stage)
+
+    def _peft_init(self, original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None:
+        """Name prompts that are to be trained: of all adapters, they are no part of the model."""
+        original(wrapper, *args, **kwargs)
+        with contextlib.suppress(Exception):  # names of PEFT's (seen in 0.21)
+            config, model = wrapper.active_peft_config, wrapper.base_model
+            name = next((n for n, v in self._objects.items() if v is model), "")
+            if name and config.is_prompt_learning and not config.inference_mode:
+                text = (
+                    f"The prompts that PEFT trains for `{name}` are no part of it: they end with "
+                    "the ranks."
+                )
+                remedy = (
+                    "Return `peft.get_peft_model_state_dict(...)` of PEFT's model from the "
+                    "function; `peft.set_peft_model_state_dict` takes it in the notebook."
+                )
+                self._writer.write(ev.RunNote.of(Finding("not-copied-back", text, remedy)))
 
     def gather(self) -> None:
         """Put together what is in parts. Every rank has to call it, before it leaves the group.
@@ -295,7 +315,8 @@ class ResultSender:
             raise _NotWritten(error.strerror or str(error)) from error
         kind, count = ready.about["kind"], ready.about.get("parameters", 0)
         size, value = path.stat().st_size, self._objects[name]
-        new = ", ".join(f"`{each['name']}`" for each in ready.about.get("adapters", ()))
+        found = () if self._is_live else ready.about.get("adapters", ())
+        new = ", ".join(f"`{each['name']}`" for each in found)
         known = {weights.plain_name(n) for n, _ in value.named_parameters()} if count else set()
         spoiled = next((n for n in not_finite if n in known), "")  # a mask, a buffer, may be -inf
         about = {"what": kind, "parameters": count, "size": size, "stamp": stamp(path)}

@@ -203,6 +203,20 @@ def test_by_a_call_the_line_names_the_notebooks_variable(notebook: Notebook) -> 
     assert notebook.value("bits(net) == nbtrain.last_run().results[0]")
 
 
+def test_an_adapter_of_live_ranks_is_pulled(notebook: Notebook) -> None:
+    pytest.importorskip("peft")
+    pytest.importorskip("transformers")
+    notebook.run(f"{PREPARE}{GPT}\nmodel = small()\n%nbtrain start -n 2")
+    try:
+        out = notebook.run(f"%%distributed\ndef train(model):{LORA}    return 1")
+        assert not out.ename, out.traceback
+        assert not notebook.run("%%distributed\ntheirs = bits(model)").ename
+        assert not notebook.run("%nbtrain pull theirs model").ename
+        assert notebook.value("bits(model) == theirs and 'lora_A' in str([*theirs])")
+    finally:
+        notebook.run("%nbtrain stop")
+
+
 def test_what_no_line_can_make_is_made_alike_by_the_user(notebook: Notebook) -> None:
     head = "model[1] = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 5))"
     change = Change(STAYS["a new head"].model, f"{head}; steps(model, 2, 3)")

@@ -18,11 +18,14 @@ from ....transport.tensor_kinds import is_lazy, shape_of
 
 
 class ModelAtStart:
-    """What a model was when the task began. Keeps none of its tensors alive."""
+    """What a model was when the task began. Keeps none of its tensors alive.
 
-    def __init__(self, model: Any, variable: str) -> None:
+    Of a live rank's model, nobody knows which adapters the notebook's has.
+    """
+
+    def __init__(self, model: Any, variable: str, is_live: bool = False) -> None:
         self._variable = variable
-        self._adapters = [*map(identity, adapters(model))]
+        self._adapters = [] if is_live else [*map(identity, adapters(model))]
         tensors = weights.named_tensors(model)
         self._tensors = {name: weakref.ref(tensor) for name, tensor in tensors.items()}
         self._kinds = {name: (_shape(t), t.dtype) for name, t in tensors.items()}
