@@ -380,6 +380,8 @@ class ArtifactSaved(Event, kind="saved"):
     """Whether the run's folder could not take it: it is nowhere any more."""
     stamp: str = ""
     """Of a file of weights, when the rank closed it: it changes once somebody writes to it."""
+    adapters: str = ""
+    """Names of PEFT's adapters that the rank has put into the model."""
 
 
 @dataclass(frozen=True)

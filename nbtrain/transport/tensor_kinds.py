@@ -43,6 +43,14 @@ def is_strided(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
+def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of what is in memory: of an expanded dimension, which repeats it, the first."""
+    for dim in range(tensor.dim() if is_strided(tensor) else 0):
+        if tensor.size(dim) > 1 and not tensor.stride(dim):
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
 def is_block(tensor: torch.Tensor) -> bool:
     """Whether a strided tensor's bytes are its numbers; not if they are conjugated when read."""
     return is_strided(tensor) and not tensor.is_conj() and not tensor.is_neg()

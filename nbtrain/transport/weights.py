@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import NbtrainError
 from ..planning.task_values import is_optimizer, is_scheduler
+from .adapters import insert, undone
 from .fingerprints import fingerprint, fingerprints, on_cpu, same_bits
 from .tensor_kinds import (
     assign,
@@ -23,10 +24,12 @@ from .tensor_kinds import (
     has_no_bytes,
     is_block,
     is_finite,
+    is_lazy,
     is_strided,
     shape_of,
     size_of,
     stored_kind,
+    without_repeats,
 )
 from .weight_file import WeightFile, WeightReader
 
@@ -43,15 +46,12 @@ class PartlyLoaded(NbtrainError):
 
 
 def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers by all their names; without wrappers' parts of a name.
-
-    Not those that were expanded: they cannot be written to, so no training has.
-    """
+    """Return parameters and buffers by all their names; without wrappers' parts of a name."""
     every = (
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
     )
-    return {plain_name(name): t for name, t in every if not _is_expanded(t)}
+    return {plain_name(name): tensor for name, tensor in every}
 
 
 def plain_name(name: str) -> str:
@@ -59,12 +59,6 @@ def plain_name(name: str) -> str:
     for part in _WRAPPED:
         name = name.replace(part, "")
     return name
-
-
-def _is_expanded(tensor: torch.Tensor) -> bool:
-    if has_no_bytes(tensor) or not is_strided(tensor):
-        return False
-    return any(n > 1 and not s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def transient_names(module: torch.nn.Module) -> set[str]:
@@ -149,7 +143,29 @@ def of_module(
     buffers = {plain_name(name) for name, _ in module.named_buffers()}
     count = sum(t.numel() for name, t in unique.items() if name not in buffers)
     about = {"parameters": count, "tied": tied, "transient": transient, "unchanged": left_out}
-    return WeightFile(unique, {"kind": "model", **about})
+    packed = {
+        path: _to_json(dict(part.state_dict()), _PACKED + path, unique)
+        for path, part in _packed_parts(module).items()
+    }
+    return WeightFile(unique, {"kind": "model", "packed": packed, **about})
+
+
+_PACKED = "torch.ao:"
+"""What the names of tensors begin with that are no parameters or buffers, but packed into one."""
+
+
+def _packed_parts(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the parts that torch has quantized: their weights are in no parameter or buffer."""
+    found: dict[str, torch.nn.Module] = {}
+    for path, part in module.named_modules():
+        is_packed = type(part).__module__.startswith("torch.ao.nn.")
+        if (
+            is_packed
+            and hasattr(part, "_packed_params")
+            and plain_name(path.rpartition(".")[0]) not in found
+        ):
+            found[plain_name(path)] = part
+    return found
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer, *, keep: bool = True) -> WeightFile:
@@ -170,7 +186,19 @@ def of_scheduler(scheduler: LRScheduler) -> WeightFile:
     return WeightFile(tensors, {"kind": "scheduler", "state": state})
 
 
-_KINDS: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "dict": dict, "counter": Counter}
+def _dtype(name: str) -> torch.dtype:
+    import torch
+
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+_KINDS: dict[str, Callable[[Any], Any]] = {
+    "tuple": tuple,
+    "dict": dict,
+    "counter": Counter,
+    "dtype": _dtype,
+}
 """How JSON has what it knows only as a list: the kind, and what makes such a value again."""
 
 
@@ -192,6 +220,8 @@ def _to_json(value: Any, place: str, tensors: dict[str, torch.Tensor], keep: boo
     if isinstance(value, (list, tuple)):
         items = [inner(item, i) for i, item in enumerate(value)]
         return {"tuple": items} if isinstance(value, tuple) else items
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
     try:
         json.dumps(value)
     except (TypeError, ValueError):
@@ -296,13 +326,43 @@ def prepared_load(
 def _loading_module(
     file: WeightReader, module: torch.nn.Module, is_handed_over: bool
 ) -> Callable[[], None]:
+    """Return what loads a model's tensors, and first adds adapters that these have no place for."""
+    try:
+        return _loading_tensors(file, module, is_handed_over)
+    except NbtrainError:
+        if not file.about.get("adapters"):
+            raise
+    import torch
+
+    def load() -> None:
+        before = {id(tensor) for tensor in named_tensors(module).values()}
+        insert(module, file.about["adapters"])
+        for name, tensor in named_tensors(module).items():
+            if id(tensor) not in before and name in file.names():
+                kind = file.shape_and_kind(name)[1]
+                tensor.data = tensor.data.to(getattr(torch, kind, tensor.dtype))
+        return _loading_tensors(file, module, is_handed_over)()
+
+    with undone(module):
+        insert(module, file.about["adapters"])
+        _loading_tensors(file, module, is_handed_over)
+    return load
+
+
+def _loading_tensors(
+    file: WeightReader, module: torch.nn.Module, is_handed_over: bool
+) -> Callable[[], None]:
     tied, unchanged = file.about["tied"], file.about["unchanged"]
     tensors = named_tensors(module)
     optional = {*file.about["transient"], *transient_names(module)}
-    kinds = {name: _kind_of(*file.shape_and_kind(name)) for name in file.names()}
+    names = [name for name in file.names() if not name.startswith(_PACKED)]
+    kinds = {name: _kind_of(*file.shape_and_kind(name)) for name in names}
+    parts, packed = _packed_parts(module), file.about.get("packed", {})
     saved = {**kinds, **{name: kinds[source] for name, source in tied.items()}}
     targets = {name: tensor for name, tensor in tensors.items() if name not in unchanged}
     trouble = [
+        *(f"`{n}` is quantized in the rank, not in the notebook" for n in packed if n not in parts),
+        *(f"`{n}` is quantized in the notebook, not in the rank" for n in parts if n not in packed),
         *_differences(targets, saved, optional),
         *(_only_in_rank(name) for name in unchanged if name not in {*tensors, *optional}),
         *(() if is_handed_over else _changed_since(tensors, unchanged, optional)),
@@ -311,18 +371,23 @@ def _loading_module(
         trouble = [*_spoiled(file, module)]
     if trouble:
         more = f"; {len(trouble) - 1} more differ" if len(trouble) > 1 else ""
-        raise NbtrainError(trouble[0] + more)
+        remedy = file.about.get("remedy")
+        raise NbtrainError(trouble[0] + more + (f". {remedy}".rstrip(".") if remedy else ""))
     wanted: dict[str, list[torch.Tensor]] = {}
     for name, tensor in targets.items():
-        if name in saved and _kind(tensor) == saved[name]:
+        if name in saved and _kind(tensor, saved[name]) == saved[name]:
             same = wanted.setdefault(tied.get(name, name), [])
             if not any(t is tensor for t in same):
                 same.append(tensor)
     _check_still_tied(file, wanted, {id(tensors[n]): n for n in unchanged if n in tensors})
-    return functools.partial(_write, file, wanted)
+    return functools.partial(_write, file, wanted, {n: (parts[n], packed[n]) for n in packed})
 
 
-def _write(file: WeightReader, wanted: Mapping[str, list[torch.Tensor]]) -> None:
+def _write(
+    file: WeightReader,
+    wanted: Mapping[str, list[torch.Tensor]],
+    packed: Mapping[str, tuple[torch.nn.Module, Any]],
+) -> None:
     """Write into the tensors what differs there.
 
     Nothing else: a buffer may be in memory that is read-only. And a model that a rank has only
@@ -337,6 +402,12 @@ def _write(file: WeightReader, wanted: Mapping[str, list[torch.Tensor]]) -> None
                 for target in wanted[name]:
                     _write_tensor(target, value)
                     written += 1
+            inside = [name for name in file.names() if name.startswith(_PACKED)] if packed else []
+            tensors = {name: value.clone() for name, value in file.tensors(inside)}
+            for part, state in packed.values():
+                known = part.state_dict()  # with the version of its format
+                known.update(_from_json(state, tensors))
+                part.load_state_dict(known)
     except Exception as error:  # the file system failed, or the device's memory is full
         count = sum(map(len, wanted.values()))
         raise PartlyLoaded(
@@ -346,11 +417,18 @@ def _write(file: WeightReader, wanted: Mapping[str, list[torch.Tensor]]) -> None
 
 
 def _write_tensor(target: torch.Tensor, value: torch.Tensor) -> None:
+    if is_lazy(target):
+        target.materialize(value.shape)  # type: ignore[attr-defined]  # as torch's own loading does
     there = value.to(target.device)
     if not is_block(target) or not is_block(value):
         assign(target, there)
     elif not same_bits(target.detach().to(there.dtype), there):
-        target.copy_(there)
+        once = without_repeats(target.detach())
+        first = there[tuple(map(slice, once.shape))]
+        if once.shape == there.shape or same_bits(first.expand_as(there), there):
+            once.copy_(first)
+        else:  # an expanded tensor, and the rank's is none any more
+            target.data = there.to(target.dtype, copy=True)
 
 
 _Kind = tuple[tuple[int, ...], str]
@@ -366,8 +444,9 @@ def _kind_of(shape: tuple[int, ...], stored: str) -> _Kind:
     return shape, f"{layout} {kinds.get(kind, kind)}".strip()
 
 
-def _kind(tensor: torch.Tensor) -> _Kind:
-    return _kind_of(shape_of(tensor), stored_kind(tensor))
+def _kind(tensor: torch.Tensor, saved: _Kind) -> _Kind:
+    """Return the kind of a tensor, which takes the `saved` one's shape if it has none yet."""
+    return _kind_of(saved[0] if is_lazy(tensor) else shape_of(tensor), stored_kind(tensor))
 
 
 def _only_in_rank(name: str) -> str:
@@ -379,14 +458,14 @@ def _differences(
 ) -> Iterator[str]:
     """Yield each difference for which a file cannot be loaded."""
     for name, tensor in targets.items():
-        if has_no_bytes(tensor) or tensor.is_inference():
+        if tensor.is_meta or (not is_lazy(tensor) and tensor.is_inference()):
             yield f"`{name}` has no memory in the notebook that could be written to"
         elif name in optional:
             continue
         elif name not in saved:
             yield f"the rank did not save `{name}`"
         else:
-            (shape, kind), (shape_here, kind_here) = saved[name], _kind(tensor)
+            (shape, kind), (shape_here, kind_here) = saved[name], _kind(tensor, saved[name])
             if shape != shape_here:
                 yield f"`{name}` is {list(shape)} in the rank, {list(shape_here)} in the notebook"
             elif kind != kind_here:
@@ -413,7 +492,8 @@ def _spoiled(file: WeightReader, module: torch.nn.Module) -> Iterator[str]:
     """Yield a parameter that is finite in the notebook, and is not in the rank."""
     parameters = {plain_name(name): p for name, p in module.named_parameters()}
     for name in file.about["not_finite"]:
-        if name in parameters and is_finite(parameters[name]):
+        here = parameters.get(name)
+        if here is not None and not is_lazy(here) and is_finite(here):
             yield _not_finite(name, "model")
             return
 

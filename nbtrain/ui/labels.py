@@ -454,6 +454,8 @@ def artifact_lines(state: RunState) -> list[str]:
         content = {"model": f"{format_count(saved.parameters)} parameters", "value": "value"}
         label = f"{name}: {content.get(saved.what, 'state')}"
         if name in state.loaded:
+            if saved.adapters:
+                label = label.replace(": ", f": PEFT's adapter {saved.adapters} added, ", 1)
             lines.append(f"{label}{'' if is_value else ' updated'} from {ranks} ({size})")
         elif state.status == "succeeded":
             call = "run.wait()" if is_value else "run.wait(), or run.load(model)"

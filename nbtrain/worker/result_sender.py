@@ -11,10 +11,13 @@ import contextlib
 import errno
 import pickle
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..errors import NbtrainError
+from ..findings import Finding
 from ..planning.option_types import OF_ALL
 from ..planning.task_values import (
     by_name,
@@ -25,7 +28,7 @@ from ..planning.task_values import (
     returned,
 )
 from ..system.files import write_atomically
-from ..system.instrumentation import patch
+from ..system.instrumentation import patch, undo_later, when_imported
 from ..tracking import clock
 from ..tracking import events as ev
 from ..tracking.event_log import EventWriter
@@ -35,6 +38,8 @@ from ..transport.parts import unwrapped
 from ..transport.tensor_kinds import size_of
 from ..transport.weight_file import WeightFile, save, stamp
 from .job import Job
+from .telemetry.evidence.model_changes import ModelAtStart
+from .telemetry.safe_hooks import guarded
 
 QUICK = 512 << 20
 """Bytes of weights that are saved after a failure or an interrupt: there is little time."""
@@ -62,6 +67,11 @@ class ResultSender:
         # In the kernel, the notebook has them already.
         self._objects = {} if job.in_kernel else self._returned
         self._before = {name: self._mark(value) for name, value in self._objects.items()}
+        self._at_start: dict[str, ModelAtStart] = {}
+        self._asked = weakref.WeakSet[Any]()
+        """Optimizers that have made a step: what they train is as it will be."""
+        if rank == 0:
+            self._look_at_models()
         self._flattened: list[tuple[Any, Any]] = []
         self._ready: dict[str, WeightFile | None] = {}
         self._unasked = {
@@ -85,6 +95,8 @@ class ResultSender:
             # `pipeline` makes begin here. Without it, rank 0's layers would pass for the model.
             stage = "torch.distributed.pipelining.stage:_PipelineStageBase"
             patch(stage, "__init__", self._stage_init)
+            if rank == 0:
+                patch("peft.peft_model:PeftModel", "__init__", self._peft_init)
 
     def _watch(self, name: str, optimizer: Any) -> None:
         def stepped(optimizer: Any, *_: Any) -> None:
@@ -99,6 +111,35 @@ class ResultSender:
                 return fingerprints(weights.named_tensors(value))
         return {}
 
+    def _look_at_models(self) -> None:
+        """Look at what the notebook has, and again when an optimizer begins to train it."""
+        variables = {n: v for n, v in namespace(self._plan.task).items() if n[:1] != "_"}
+        for name, value in self._objects.items():
+            if is_model(value):
+                known = [n for n, v in variables.items() if v is value]
+                variable = name if name in known else next(iter(known), name)
+                with contextlib.suppress(Exception):  # as in `_mark`
+                    self._at_start[name] = ModelAtStart(value, variable, self._is_live)
+        if self._at_start:
+            when_imported(
+                "torch.optim.optimizer",
+                lambda m: undo_later(m.register_optimizer_step_post_hook(self._on_step).remove),
+            )
+
+    @guarded("looking for models that the notebook's have no place for")
+    def _on_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if optimizer in self._asked:
+            return
+        self._asked.add(optimizer)
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name, start in self._at_start.items():
+            model = self._objects[name]
+            if trained.isdisjoint(map(id, model.parameters())) or self._is_in_parts(model):
+                continue
+            change = start.change(model)
+            if change is not None:
+                self._writer.write(ev.RunNote.of(change))
+
     def _fsdp_init(self, original: Any, wrapper: Any, module: Any, *args: Any, **rest: Any) -> None:
         """Keep each FSDP (version 1) of a returned model: nothing else can put it together."""
         models = [value for value in self._objects.values() if value is module]
@@ -108,6 +149,23 @@ class ResultSender:
     def _stage_init(self, original: Any, stage: Any, *args: Any, **kwargs: Any) -> None:
         original(stage, *args, **kwargs)
         self._stages.append(stage)
+
+    def _peft_init(self, original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None:
+        """Name prompts that are to be trained: of all adapters, they are no part of the model."""
+        original(wrapper, *args, **kwargs)
+        with contextlib.suppress(Exception):  # names of PEFT's (seen in 0.21)
+            config, model = wrapper.active_peft_config, wrapper.base_model
+            name = next((n for n, v in self._objects.items() if v is model), "")
+            if name and config.is_prompt_learning and not config.inference_mode:
+                text = (
+                    f"The prompts that PEFT trains for `{name}` are no part of it: they end with "
+                    "the ranks."
+                )
+                remedy = (
+                    "Return `peft.get_peft_model_state_dict(...)` of PEFT's model from the "
+                    "function; `peft.set_peft_model_state_dict` takes it in the notebook."
+                )
+                self._writer.write(ev.RunNote.of(Finding("not-copied-back", text, remedy)))
 
     def gather(self) -> None:
         """Put together what is in parts. Every rank has to call it, before it leaves the group.
@@ -128,7 +186,7 @@ class ResultSender:
                     state = weights.of_optimizer(value, keep=self._rank == 0)
                     self._ready[name] = None if self._rank else state
                 elif gathered := self._gathered(value):
-                    self._ready[name] = weights.changes(value, gathered, self._before[name])
+                    self._ready[name] = self._changes(name, gathered)
 
     def send(self, result: Any = None) -> None:
         """Save in the run folder what is returned, but for the task's `result`, which is there.
@@ -142,12 +200,28 @@ class ResultSender:
                 elif name in self._ready:
                     ready = self._ready.pop(name)
                 else:  # it is whole in this rank
-                    ready = weights.changes(value, weights.named_tensors(value), self._before[name])
+                    ready = self._changes(name, weights.named_tensors(value))
                 if ready is not None:
                     self._write(name, ready)
                 else:  # an attempt that failed may have left some
                     self._folder.weights_of(name).unlink(missing_ok=True)
         self._send_values()
+
+    def _changes(
+        self, name: str, tensors: Mapping[str, Any], *, entire: bool = False
+    ) -> WeightFile | None:
+        """Return what is sent of a model; None for nothing."""
+        model, start = self._objects[name], self._at_start.get(name)
+        if start is None:  # of a kind that cannot be asked
+            return weights.changes(model, tensors, self._before[name], entire=entire)
+        before = start.renamed(self._before[name], model)
+        ready = weights.changes(model, tensors, before, entire=entire)
+        remedy = ""
+        with contextlib.suppress(Exception):  # of a kind that nobody knows: nothing is advised
+            if not self._is_in_parts(model) and (change := start.change(model)) is not None:
+                remedy = change.remedy
+        about = {"adapters": start.new_adapters(model), "remedy": remedy}
+        return ready and replace(ready, about={**ready.about, **about})
 
     def _unasked_state(self, name: str, value: Any) -> WeightFile | None:
         """Return what changed of an optimizer or a scheduler; None for nothing, or if it stays."""
@@ -191,7 +265,7 @@ class ResultSender:
                 tensors = weights.named_tensors(value)
                 if sum(map(size_of, tensors.values())) <= QUICK:
                     # All of them: it may be another model that they are loaded into.
-                    ready = weights.changes(value, tensors, self._before[name], entire=True)
+                    ready = self._changes(name, tensors, entire=True)
                     if ready is not None:
                         self._write(name, ready)
 
@@ -224,10 +298,12 @@ class ResultSender:
             raise _NotWritten(error) from error
         kind, count = ready.about["kind"], ready.about.get("parameters", 0)
         size, value = path.stat().st_size, self._objects[name]
+        found = () if self._is_live else ready.about.get("adapters", ())
+        new = ", ".join(f"`{each['name']}`" for each in found)
         known = {weights.plain_name(n) for n, _ in value.named_parameters()} if count else set()
         spoiled = next((n for n in not_finite if n in known), "")  # a mask, a buffer, may be -inf
         about = {"what": kind, "parameters": count, "size": size, "stamp": stamp(path)}
-        self._report(name, **about, not_finite=spoiled)
+        self._report(name, **about, not_finite=spoiled, adapters=new)
 
     def _is_sharded(self, module: Any) -> bool:
         flat = self._flat_root(module) is not None

@@ -163,7 +163,7 @@ def test_only_what_changed_is_sent(path: Path) -> None:
 
 def test_a_model_that_changed_for_the_most_part_is_sent_whole(path: Path) -> None:
     theirs, mine = Net(), Net()
-    parcel = _trained(theirs, theirs.embed.weight)
+    parcel = _trained(theirs, theirs.embed.weight, *theirs.norm.parameters(), theirs.cache)
     assert parcel is not None
     weight_file.save(parcel, path)
     load(path, mine)
@@ -250,7 +250,7 @@ def _without_memory() -> torch.nn.Module:
         ),
         (_deeper, "the rank did not save `more.weight`; 1 more differ"),
         (_without_memory, "`norm.weight` has no memory in the notebook"),
-        (lambda: torch.nn.LazyLinear(3), "`weight` has no memory in the notebook"),
+        (lambda: torch.nn.LazyLinear(3), "the rank did not save `weight`"),
     ],
 )
 def test_what_does_not_fit_is_named_and_nothing_is_changed(
@@ -263,6 +263,40 @@ def test_what_does_not_fit_is_named_and_nothing_is_changed(
         load(path, mine)
     now = [t for t in weights.named_tensors(mine).values() if not is_lazy(t)]
     assert all(a.is_meta or torch.equal(a, b) for a, b in zip(before, now, strict=True))
+
+
+def _lazy() -> torch.nn.Sequential:
+    return torch.nn.Sequential(torch.nn.LazyLinear(4), torch.nn.LazyBatchNorm1d())
+
+
+def test_lazy_parameters_take_the_shape_that_they_have_in_the_rank(path: Path) -> None:
+    mine, theirs = _lazy(), _lazy()
+    batch = torch.rand(5, 3)
+    theirs(batch)
+    save(theirs, path)
+    before = {name: id(tensor) for name, tensor in weights.named_tensors(mine).items()}
+    load(path, mine)
+    assert same(mine, theirs)
+    assert {name: id(tensor) for name, tensor in weights.named_tensors(mine).items()} == before
+    assert torch.equal(mine.eval()(batch), theirs.eval()(batch))
+    assert type(mine[0]) is torch.nn.Linear  # the first batch makes it one, as it always does
+    assert same(mine, theirs)
+
+
+def test_an_expanded_buffer_is_written_where_it_is_in_memory(path: Path) -> None:
+    theirs, mine = Net(), Net()
+    row = mine.row
+    theirs.row = torch.tensor([7, 8, 9]).expand(4, -1)
+    save(theirs, path)
+    load(path, mine)
+    assert mine.row is row
+    assert row.stride() == (0, 1)
+    assert torch.equal(row, theirs.row)
+    theirs.row = torch.arange(12).reshape(4, 3)  # which no expanded one could hold
+    save(theirs, path)
+    load(path, mine)
+    assert mine.row is row
+    assert torch.equal(row, theirs.row)
 
 
 def test_one_tensor_that_was_two_in_the_rank_is_refused(path: Path) -> None:

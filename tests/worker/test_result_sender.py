@@ -116,6 +116,18 @@ def flattened(model: Net) -> Any:
         return copied(model)
 
 
+def flattened_by_name(model: Net) -> Any:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    torch.distributed.init_process_group("gloo")
+    warnings.simplefilter("ignore")
+    cpu = torch.device("cpu")
+    wrapped = FullyShardedDataParallel(model, device_id=cpu, use_orig_params=True)
+    steps(wrapped, torch.optim.AdamW(wrapped.parameters()))
+    with FullyShardedDataParallel.summon_full_params(wrapped, writeback=False):
+        return copied(model)
+
+
 def flattened_in_part(model: Net) -> Any:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -139,6 +151,7 @@ def flattened_in_part(model: Net) -> Any:
         pytest.param(fully_sharded, marks=FULLY_SHARD),
         flattened_in_part,
         flattened,
+        flattened_by_name,
     ],
 )
 def test_a_model_comes_home_trained(train: Callable[[Net], Any]) -> None:
@@ -152,6 +165,7 @@ def test_a_model_comes_home_trained(train: Callable[[Net], Any]) -> None:
     assert model.head.weight is model.embed.weight
     assert model.embed.weight.requires_grad
     assert "model: 32 parameters updated from rank 0" in text_summary.summary(done.state, 0)
+    assert not {f.code for f in done.state.findings} & {"changed-model", "rounded-model"}
 
 
 def test_a_model_that_was_only_looked_at_is_not_sent() -> None:

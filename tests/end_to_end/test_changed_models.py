@@ -1,0 +1,244 @@
+"""A model that the ranks change, and not only train: the notebook has it, bit by bit."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+
+from tests.support.kernel import Notebook
+
+PREPARE = """
+def bits(model):
+    every = [*model.named_parameters(), *model.named_buffers()]
+    for part in model.modules():
+        if isinstance(part, torch.ao.nn.quantized.dynamic.Linear):
+            weight = part.weight()
+            every += [("w", weight.int_repr()), ("scale", weight.q_scale()), ("b", part.bias())]
+    return {
+        name.replace("_orig_mod.", ""): (str(t.dtype), t.tolist()) if hasattr(t, "dtype") else t
+        for name, t in every
+    }
+
+def steps(model, *shape, x=None, loss=lambda out: out.square().sum()):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        loss(model(torch.rand(shape) if x is None else x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+class Masked(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+        self.register_buffer("mask", torch.ones(1, 3).expand(2, 3))
+
+    def forward(self, x):
+        return self.linear(x) + self.mask
+"""
+
+
+class Change(NamedTuple):
+    """A model of the notebook, and what the function does with it."""
+
+    model: str
+    train: str
+    needs: tuple[str, ...] = ()
+
+
+GPT = """
+import os
+os.environ["HF_HUB_OFFLINE"] = "1"
+from transformers import GPT2Config, GPT2LMHeadModel
+def small():
+    return GPT2LMHeadModel(GPT2Config(bos_token_id=1, eos_token_id=1,
+        vocab_size=10, n_positions=16, n_embd=16, n_layer=2, n_head=2
+    ))
+ids = torch.arange(8).view(2, 4)
+"""
+SFT = """
+    from datasets import Dataset
+    from peft import LoraConfig
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+    words = ["<pad>", "<eos>", "<unk>", "the", "cat", "dog", "saw", "a", "bird", "and"]
+    made = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    arguments = SFTConfig(
+        output_dir="sft", max_steps=3, max_length=8, save_strategy="no", report_to="none",
+        bf16=False, dataloader_pin_memory=False, ddp_find_unused_parameters=False,
+    )
+    SFTTrainer(
+        model, arguments, processing_class=tokenizer,
+        train_dataset=Dataset.from_dict({"text": ["the cat saw a bird"] * 32}),
+        peft_config=LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True),
+    ).train()
+"""
+LORA = """
+    from peft import LoraConfig, get_peft_model
+    wrapped = get_peft_model(model, LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
+    optimizer = torch.optim.AdamW((p for p in wrapped.parameters() if p.requires_grad), lr=0.1)
+    for _ in range(3):
+        wrapped(ids, labels=ids).loss.backward()
+        optimizer.step()
+"""
+
+ARRIVES = {
+    "LoRA by TRL": Change("small()", SFT, ("trl", "peft", "datasets")),
+    "LoRA by PEFT": Change("small()", LORA, ("transformers", "peft")),
+    "lazy": Change(
+        "torch.nn.Sequential(torch.nn.LazyLinear(4), torch.nn.LazyBatchNorm1d())",
+        "model(torch.rand(2, 3)); steps(model, 2, 3)",
+    ),
+    "compiled": Change(
+        "torch.nn.Linear(3, 3)", "steps(torch.compile(model, backend='eager'), 2, 3)"
+    ),
+    "compiled in part": Change(
+        "torch.nn.Sequential(torch.nn.Linear(3, 3))",
+        "model[0] = torch.compile(model[0], backend='eager'); steps(model, 2, 3)",
+    ),
+    "an expanded buffer, replaced": Change(
+        "Masked()", "model.mask = torch.full((1, 3), 7.0).expand(2, 3); steps(model, 2, 3)"
+    ),
+    "an expanded buffer, filled": Change(
+        "Masked()", "model.mask = torch.rand(2, 3); steps(model, 2, 3)"
+    ),
+}
+
+
+def launch(kernel: Notebook, change: Change) -> str:
+    """Train in two ranks; return the board."""
+    for module in change.needs:
+        pytest.importorskip(module)
+    more = GPT if change.needs else ""
+    out = kernel.run(f"{PREPARE}{more}\nmodel = {change.model}\nbefore = model")
+    assert not out.ename, out.traceback
+    out = kernel.run(
+        f"%%distributed -n 2\ndef train(model):\n    {change.train}\n"
+        "    report = open(os.environ['NBTRAIN_RUN'] + '/rank-0000.jsonl').read()\n"
+        "    return bits(model), 'changed-model' in report or 'rounded-model' in report"
+    )
+    assert not out.ename, out.traceback
+    return out.board
+
+
+@pytest.mark.parametrize("name", ARRIVES)
+def test_a_changed_model_arrives_bit_by_bit(notebook: Notebook, name: str) -> None:
+    board = launch(notebook, ARRIVES[name])
+    assert "not updated" not in board
+    assert notebook.value("(bits(model), False) == nbtrain.last_run().value and model is before")
+    assert ("model: PEFT's adapter `default` added, " in board) == ("LoRA" in name)
+    assert not notebook.run("model.eval()" + "(ids).logits" * ("LoRA" in name)).ename
+
+
+STAYS = {
+    "resized embeddings": Change(
+        "small()",
+        "model.resize_token_embeddings(13); "
+        "steps(model, x=ids, loss=lambda out: out.logits.square().sum())",
+        ("transformers",),
+    ),
+    "resized embeddings, and a LoRA": Change(
+        "small()", f"model.resize_token_embeddings(13)\n{LORA}", ("transformers", "peft")
+    ),
+    "a new head": Change(
+        "torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))",
+        "model[1] = torch.nn.Linear(3, 5); steps(model, 2, 3)",
+    ),
+    "a new head, frozen layers": Change(
+        "Masked()",
+        "model.linear.weight.requires_grad_(False); model.linear = torch.nn.Linear(3, 3, False); "
+        "steps(model, 2, 3)",
+    ),
+    "one more layer": Change(
+        "Masked()",
+        "model.extra = torch.nn.Linear(3, 4); model.forward = lambda x: model.extra(x); "
+        "steps(model, 2, 3)",
+    ),
+    "another dtype": Change(
+        "torch.nn.Linear(3, 3)",
+        "model.double(); steps(model, x=torch.rand(2, 3, dtype=torch.float64))",
+    ),
+    "quantized": Change(
+        "torch.nn.Sequential(torch.nn.Linear(3, 3))",
+        "steps(model, 2, 3); "
+        "torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, inplace=True)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_what_does_not_arrive_is_named_as_training_begins_with_the_line_that_brings_it(
+    notebook: Notebook, name: str
+) -> None:
+    board = launch(notebook, STAYS[name])
+    line = board.partition("After the run, `")[2].partition("` loads the trained weights")[0]
+    assert line.startswith(("model", "torch")), board
+    assert line.endswith("; nbtrain.last_run().load(model)")
+    if name != "quantized":  # after the training
+        assert notebook.value("nbtrain.last_run().value[1]")
+    assert not notebook.value("bits(model) == nbtrain.last_run().value[0]")
+    out = notebook.run(line)
+    assert not out.ename, out.traceback
+    assert notebook.value("bits(model) == nbtrain.last_run().value[0]")
+
+
+def test_by_a_call_the_line_names_the_notebooks_variable(notebook: Notebook) -> None:
+    change = STAYS["a new head"]
+    notebook.run(f"{PREPARE}\nnet = {change.model}")
+    out = notebook.run(
+        f"def train(model):\n    {change.train}\n    return bits(model)\n"
+        "theirs = nbtrain.notebook_launcher(train, (net,), num_processes=2)"
+    )
+    line = (
+        "net[1] = torch.nn.Linear(in_features=3, out_features=5, bias=True); "
+        "nbtrain.last_run().load(net)"
+    )
+    assert f"After the run, `{line}` loads the trained weights" in out.board
+    assert not notebook.run(line).ename
+    assert notebook.value("bits(net) == nbtrain.last_run().results[0]")
+
+
+def test_an_adapter_of_live_ranks_is_pulled(notebook: Notebook) -> None:
+    pytest.importorskip("peft")
+    pytest.importorskip("transformers")
+    notebook.run(f"{PREPARE}{GPT}\nmodel = small()\n%nbtrain start -n 2")
+    try:
+        out = notebook.run(f"%%distributed\ndef train(model):{LORA}    return 1")
+        assert not out.ename, out.traceback
+        assert not notebook.run("%%distributed\ntheirs = bits(model)").ename
+        assert not notebook.run("%nbtrain pull theirs model").ename
+        assert notebook.value("bits(model) == theirs and 'lora_A' in str([*theirs])")
+    finally:
+        notebook.run("%nbtrain stop")
+
+
+def test_what_no_line_can_make_is_made_alike_by_the_user(notebook: Notebook) -> None:
+    head = "model[1] = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 5))"
+    change = Change(STAYS["a new head"].model, f"{head}; steps(model, 2, 3)")
+    board = launch(notebook, change)
+    assert "is changed, and not only trained: it has no `1.weight` any more in the ranks" in board
+    assert "A run that ends so leaves the notebook's `model` as it was." in board
+    line = "nbtrain.last_run().load(model)"
+    assert f"change the notebook's `model` in the same way: `{line}` then loads" in board
+    assert notebook.run(line).ename == "NbtrainError"
+    assert not notebook.run(f"{head}; {line}").ename
+    assert notebook.value("(bits(model), True) == nbtrain.last_run().value")
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        "model.bfloat16(); steps(model, x=torch.rand(2, 3).bfloat16())",
+        "model.mask = torch.rand(1, 3).expand(2, 3); steps(model, 2, 3)",
+    ],
+)
+def test_nothing_is_said_of_a_model_that_arrives(notebook: Notebook, train: str) -> None:
+    board = launch(notebook, Change("Masked()", train))
+    assert "is changed" not in board
+    assert "rounded" not in board
+    assert "12 parameters updated from rank 0" in board
