@@ -35,8 +35,8 @@ from ..planning.accelerate_objects import is_shared_state, shared_state
 from ..planning.plan import Call, Cell, Plan, Task
 from ..planning.task_values import arguments, owner_name, variables
 from . import process_state, result_pickler
-from .code_pickler import CodePickler
 from .parts import Part, find
+from .result_pickler import CodePickler
 
 STATES = "_nbtrain_states"
 """The name under which the states come of what a process has already: see `pack_values`."""

@@ -18,13 +18,18 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any
 
+import cloudpickle
+
 from ..errors import ResultNotPicklable
 from ..planning.task_values import is_class, module_of, qualname_of
 from ..system.text import format_bytes
-from .code_pickler import CodePickler
 
 TRIED = 16 << 20
 """Bytes of a result that is unpickled in the rank, to see that the notebook can."""
+
+
+_FILENAME = 10
+"""The place of the file's name among the arguments of `types.CodeType` (Python 3.8 to 3.14)."""
 
 
 def notebook_classes() -> frozenset[type]:
@@ -40,6 +45,22 @@ def _class_of_main(name: str) -> Any:
         return vars(sys.modules["__main__"])[name]
     except KeyError:
         raise AttributeError(f"the notebook has no class {name} any more") from None
+
+
+class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """A cloudpickle whose functions still know where their source is.
+
+    Since 3.1.3, cloudpickle writes "<dynamic-code>" in place of the file's name, so that equal
+    functions are equal bytes. With that, a traceback has no line of a function of the notebook,
+    `inspect.getsource` fails, and a debugger shows nothing.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is types.CodeType:
+            make, arguments = self.dispatch_table[types.CodeType](obj)
+            named = (*arguments[:_FILENAME], obj.co_filename, *arguments[_FILENAME + 1 :])
+            return make, named
+        return super().reducer_override(obj)
 
 
 class ResultPickler(CodePickler):

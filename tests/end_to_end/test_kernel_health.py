@@ -22,7 +22,7 @@ CASES = [
     ("sigkill", "%%distributed -n 2\nif nbtrain.rank(): os.kill(os.getpid(), 9)\ntime.sleep(60)",
      "RankDied"),
     ("unpicklable", "%distributed -n 2 __import__('threading').Lock()", "ResultNotPicklable"),
-    ("refused", "%distributed -n 0 1", "PlanError"),
+    ("refused", "%distributed -n -1 1", "PlanError"),
     ("hostile", "%%distributed -n 2\nos.environ['X'] = '1'; os.chdir('/'); torch.manual_seed(7)\n"
                 "signal.signal(signal.SIGTERM, signal.SIG_IGN); torch.set_num_threads(1)\n"
                 "import logging; logging.basicConfig(); logging.getLogger().addHandler("

@@ -45,7 +45,7 @@ def test_one_process_is_forked_too_and_none_means_auto() -> None:
     ("options", "words"),
     [
         ({"max_restarts": -1}, "restarts"),
-        ({"num_processes": 0}, "≥ 1"),
+        ({"num_processes": -1}, "≥ 1"),
         ({"num_processes": 2.5}, "≥ 1"),
         ({"mixed_precision": "fp4"}, "fp4"),
         ({"use_port": "http"}, "http"),
