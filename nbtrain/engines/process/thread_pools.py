@@ -21,7 +21,7 @@ _PARTS: dict[str, Callable[[], object]] = {
     "_idle_semaphore": partial(threading.Semaphore, 0),
     "_shutdown_lock": threading.Lock,
 }
-"""What a pool has of its threads: private, seen in Python 3.10 to 3.14."""
+"""What a pool has of its threads: private, seen in Python 3.10 to 3.13."""
 
 
 def used_pools() -> list[ThreadPoolExecutor]:
