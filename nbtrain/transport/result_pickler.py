@@ -27,7 +27,6 @@ from ..system.text import format_bytes
 TRIED = 16 << 20
 """Bytes of a result that is unpickled in the rank, to see that the notebook can."""
 
-
 _FILENAME = 10
 """The place of the file's name among the arguments of `types.CodeType` (Python 3.8 to 3.14)."""
 
