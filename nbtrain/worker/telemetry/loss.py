@@ -37,10 +37,15 @@ class _Moment:
     """The id of the first optimizer that stepped then."""
     value: float | None = None
     """The loss, once it is known."""
+    divisor: int = 1
+    """The whole number that the user's code divided it by, before backward."""
 
 
 _UNSCALED = "_nbtrain_unscaled"
 """The attribute of a scaled loss that holds the loss; a tensor computed from it has none."""
+
+_DIVISOR = "_nbtrain_divisor"
+"""The attribute of a detached loss with what it was divided by."""
 
 
 class LossMeter:
@@ -78,6 +83,9 @@ class LossMeter:
         self._value: float | None = None
         self._reported: float | None = None
         self._on_device: Any = None  # the last one on a GPU or TPU, detached: for the end
+        self._shares = 0  # backwards since the last step
+        self._accumulation: int | None = None  # the most backwards that one step had
+        self._held: list[tuple[_Moment, float]] = []  # until that is known
         self._due = 0.0
         self._is_paused = False  # while a library scales the loss and goes backward
         self._is_scaling = False  # a loss was scaled since the last step
@@ -116,6 +124,7 @@ class LossMeter:
 
     def settle(self) -> None:
         """Take it that a loop without an optimizer of torch's makes its own steps."""
+        self._take_held()
         if self._suspect is not None and not self._steps:
             self._suspect.has_led_to_step = True
             self._judge(self._suspect)
@@ -123,6 +132,9 @@ class LossMeter:
     def stepped(self, optimizer: Any, steps: int) -> None:
         """Note a step, and forget that a loss was scaled: another training may follow."""
         self._is_scaling = False
+        self._accumulation = max(self._accumulation or 0, self._shares)
+        self._shares = 0
+        self._take_held()
         self._steps = steps
         self.before_step = self.total, self.count
         if not self._moment.optimizer:
@@ -133,6 +145,12 @@ class LossMeter:
             self._moment.has_led_to_step = True
         if self._suspect is not None:
             self._judge(self._suspect)
+
+    def _take_held(self) -> None:
+        self._accumulation = self._accumulation or 0
+        held, self._held = self._held, []
+        for moment, value in held:
+            self._take(value, moment)
 
     def _own(self, optimizer: Any) -> None:
         """Note whose the last loss is; optimizers that take turns have a curve each."""
@@ -222,7 +240,9 @@ class LossMeter:
         if isinstance(losses, (list, tuple)):  # an iterator's products do not exist yet
             for loss, product in zip(losses, products, strict=True):
                 if hasattr(product, "detach"):  # not a list within the list
-                    setattr(product, _UNSCALED, getattr(loss, _UNSCALED, loss).detach())
+                    whole = getattr(loss, _UNSCALED, loss).detach()
+                    setattr(whole, _DIVISOR, _divisor(loss))
+                    setattr(product, _UNSCALED, whole)
 
     @telemetry
     def _observe_backward(self, tensor: Any) -> None:
@@ -239,7 +259,8 @@ class LossMeter:
         ordinary = type(loss) in (torch.Tensor, torch.nn.Parameter) and loss.is_floating_point()
         if not ordinary or loss.ndim:
             return
-        self._moment = _Moment(self._steps)
+        self._moment = _Moment(self._steps, divisor=_divisor(loss))
+        self._shares += 1
         self._on_loss(loss)
         if loss.device.type == "cpu":
             self._take(loss.item(), self._moment)
@@ -261,6 +282,12 @@ class LossMeter:
             self._take(float(values["loss"]), moment)
 
     def _take(self, value: float, moment: _Moment) -> None:
+        if moment.divisor > 1:
+            if self._accumulation is None and len(self._held) < FIRST_STEPS:
+                self._held.append((moment, value))
+                return
+            # A share of an accumulation, and not a mean that the user writes as a quotient.
+            value *= moment.divisor if moment.divisor == self._accumulation else 1
         moment.value = value
         if not self._takes_turns or moment.optimizer == next(iter(self._names)):
             self._value = value
@@ -290,3 +317,16 @@ class LossMeter:
         self.has_diverged = self.has_diverged or moment.has_led_to_step
         if self._not_finite >= SKIPPED or (self.has_diverged and not self._has_scaler):
             self._on_diverged(*self._first)
+
+
+def _divisor(loss: Any) -> int:
+    """Return the whole number that a loss was divided by last, as ``loss / steps`` does; 1: none.
+
+    Its node in the graph has it (private, seen in torch 2.4 to 2.13).
+    """
+    node = getattr(loss, "grad_fn", None)
+    if node is None or node.name() != "DivBackward0":
+        return int(getattr(loss, _DIVISOR, 1))
+    other = node._saved_other
+    is_whole = other.ndim == 0 and other.device.type == "cpu" and not other.is_floating_point()
+    return int(other) if is_whole and other.dtype.is_signed else 1

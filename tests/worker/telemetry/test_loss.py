@@ -112,6 +112,38 @@ def transformers_that_accumulates(batches: int) -> None:
     assert trainer.train().training_loss == pytest.approx(3.0)
 
 
+SHARE: dict[str, Callable[..., Any]] = {
+    "divided": lambda amp, loss, n: (loss / n).backward(),
+    "in place": lambda amp, loss, n: loss.div_(n).backward(),
+    "and scaled": lambda amp, loss, n: amp.scale(loss / n).backward(),
+    "of two sums": lambda amp, loss, n: ((loss + loss - loss) / n).backward(),
+}
+
+
+@TABLE.row("divided", 4, loss=3.0)
+@TABLE.row("in place", 4, loss=3.0)
+@TABLE.row("and scaled", 4, loss=3.0)
+@TABLE.row("of two sums", 4, loss=3.0)
+@TABLE.row("divided", 1, loss=3.0)
+def an_accumulation_by_hand(how: str, shares: int) -> None:
+    w, optimizer = one_weight()
+    amp = scaler()
+    for _ in range(3):
+        for _ in range(shares):
+            SHARE[how](amp, w.sum(), shares)
+        optimizer.step()
+
+
+@TABLE.row(1, loss=1.0)
+@TABLE.row(2, loss=1.0)
+def a_mean_that_is_written_as_a_quotient(backwards: int) -> None:
+    w, optimizer = one_weight()
+    for _ in range(3):
+        for _ in range(backwards):
+            (w.sum() / 3).backward()
+        optimizer.step()
+
+
 @pytest.mark.parametrize(("loop", "expected"), TABLE.rows)
 def test_the_loss_is_the_one_before_anything_scales_it(
     loop: Callable[[], Any], expected: dict[str, Any], request: pytest.FixtureRequest
