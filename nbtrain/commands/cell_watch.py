@@ -110,6 +110,11 @@ class CellWatch:
         cell = self._stack[-1]
         cell.number = max(1, len(self._shell.history_manager.input_hist_parsed) - 1)
         cell.parsed = source
+        for line, call in _trains_before(tree) if "launch" in source else ():
+            print(
+                f"nbtrain: line {line} calls `{call}()`, which trains in this kernel, before any "
+                f"rank starts. Pass the function itself: `{call}` without the parentheses."
+            )
         if len(tree.body) == 1:
             cell.lines = [tree.body[0].lineno]
         # Another extension's transformers must find the statements where they look for them.
@@ -199,6 +204,20 @@ def _with_marks(statements: list[ast.stmt]) -> tuple[list[ast.stmt], list[int]]:
             block = [ast.If(ast.Constant(True, **place), marks, [], **place)]
         marked += block
     return [*marked, statements[-1]], [*lines, statements[-1].lineno]
+
+
+def _trains_before(tree: ast.Module) -> list[tuple[int, str]]:
+    """Return each ``notebook_launcher(trainer.train(), …)``: its line, and what it calls."""
+    found = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(
+                func=ast.Name(id="notebook_launcher" | "launch")
+                | ast.Attribute(attr="notebook_launcher" | "launch"),
+                args=[ast.Call(func=ast.Attribute(attr="train" | "fit") as called, args=[]), *_],
+            ):
+                found.append((node.lineno, ast.unparse(called)))
+    return found
 
 
 _FIXED = (ast.Constant, ast.Name, ast.UnaryOp)

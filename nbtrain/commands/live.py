@@ -66,10 +66,14 @@ def _start(name: str, text: str, namespace: dict[str, Any]) -> str:
     given_options = {o.argument: getattr(options, o.field) for o in _start_options()}
     ranks = live_ranks.start(**given_options, idle_timeout=options.idle_timeout)
     _last_options = given
-    namespace["ranks"] = ranks
+    known = namespace.get("ranks")
+    is_free = known is None or type(known) is live_ranks.LiveRanks
+    if is_free:
+        namespace["ranks"] = ranks
+    held = "holds them" if is_free else "is a variable of yours, and stays so"
     return (
         f"{plural(ranks.world_size, 'rank')} live ({ranks.engine}, {ranks.device}): "
-        "%%distributed runs on them, and what a cell defines stays there. `ranks` holds them; "
+        f"%%distributed runs on them, and what a cell defines stays there. `ranks` {held}; "
         "%nbtrain stop ends them"
     )
 
@@ -125,7 +129,10 @@ def read_ranks(text: str, world_size: int) -> list[int]:
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if match is None:
             raise PlanError(f"{text!r} does not name ranks: write 0, or 0,2-3")
-        ranks += range(int(match[1]), int(match[2] or match[1]) + 1)
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise PlanError(f"{part!r} names no ranks: write {last}-{first}")
+        ranks += range(first, last + 1)
     beyond = [rank for rank in ranks if rank >= world_size]
     if beyond:
         raise PlanError(f"there is no rank {beyond[0]}: the live ranks are 0 to {world_size - 1}")

@@ -201,7 +201,11 @@ def notebook_launcher(
         PreflightError, RankDied, KeyboardInterrupt, Exception: see `launch`.
     """
     if not callable(function):
-        raise PlanError(f"notebook_launcher needs a function, not a {type(function).__name__}")
+        raise PlanError(
+            f"notebook_launcher needs a function, not a {type(function).__name__}. If this is what "
+            "a training returned, it ran in this kernel, without ranks: pass the function itself, "
+            "as in notebook_launcher(trainer.train, num_processes=2)"
+        )
     if not isinstance(args, (tuple, list)):
         raise PlanError(
             f"args must be a tuple of the function's arguments, not a {type(args).__name__}: write "

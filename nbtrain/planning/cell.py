@@ -64,7 +64,7 @@ def check_parameters(cell: Cell) -> None:
 
 def with_lookalikes(name: str, known: Iterable[str]) -> str:
     """Return a name for a message, with those that are known and look like it."""
-    public = {k.lower(): k for k in known if not k.startswith("_")}
+    public = {k.lower(): k for k in known if type(k) is str and not k.startswith("_")}
     alike = [public[k] for k in difflib.get_close_matches(name.lower(), public, n=3, cutoff=0.6)]
     return f"`{name}`" + (f" (there is {' and '.join(f'`{a}`' for a in alike)})" if alike else "")
 

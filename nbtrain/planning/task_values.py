@@ -203,9 +203,16 @@ def namespace(task: Task) -> dict[str, Any]:
     return functions[-1].__globals__ if functions else {}
 
 
+def public(namespace: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the variables whose names have no underscore; a namespace may have any keys."""
+    items = list(namespace.items())
+    return {name: value for name, value in items if type(name) is str and name[:1] != "_"}
+
+
 def by_name(task: Task) -> dict[str, Any]:
     """Return all that a task's variables are, and what its function is given, by name."""
-    return {**namespace(task), **arguments(task)}
+    known = {**namespace(task), **arguments(task)}
+    return {name: value for name, value in known.items() if type(name) is str}
 
 
 def visible(function: FunctionType) -> Mapping[str, Any]:
@@ -345,8 +352,8 @@ def owner_name(call: Call) -> str:
     if call.owner or owner is None:
         return call.owner
     for known in (vars(sys.modules["__main__"]), namespace(call)):
-        for name, value in list(known.items()):
-            if value is owner and not name.startswith("_"):
+        for name, value in public(known).items():
+            if value is owner:
                 return name
     return ""
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import NbtrainError
-from ..planning.task_values import is_model, is_optimizer, is_scheduler
+from ..planning.task_values import is_model, is_optimizer, is_scheduler, public
 from . import weights
 
 Part = tuple[str, str, str]
@@ -40,7 +40,7 @@ def unwrapped(value: Any, *, but: str = "") -> Any:
 def with_state(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the models, optimizers and schedulers among variables, by name."""
     kinds = (is_model, is_optimizer, is_scheduler)
-    return {n: v for n, v in list(values.items()) if n[:1] != "_" and any(k(v) for k in kinds)}
+    return {n: v for n, v in public(values).items() if any(is_kind(v) for is_kind in kinds)}
 
 
 def parts(values: Mapping[str, Any]) -> dict[int, Part]:

@@ -25,6 +25,7 @@ from ..planning.task_values import (
     is_optimizer,
     is_scheduler,
     namespace,
+    public,
     returned,
 )
 from ..system.files import write_atomically
@@ -113,7 +114,7 @@ class ResultSender:
 
     def _look_at_models(self) -> None:
         """Look at what the notebook has, and again when an optimizer begins to train it."""
-        variables = {n: v for n, v in namespace(self._plan.task).items() if n[:1] != "_"}
+        variables = public(namespace(self._plan.task))
         for name, value in self._objects.items():
             if is_model(value):
                 known = [n for n, v in variables.items() if v is value]
@@ -397,8 +398,8 @@ class ResultSender:
 
     def _absent(self, name: str) -> str:
         """Say that a variable does not exist, and which do."""
-        variables = namespace(self._plan.task)
-        new = [n for n, v in variables.items() if self._names.get(n) != id(v) and n[0] != "_"]
+        variables = public(namespace(self._plan.task))
+        new = [n for n, v in variables.items() if self._names.get(n) != id(v)]
         return (
             f"there is no variable `{name}`. Local variables of a function are gone when it "
             f"returns. The run assigned: {', '.join(new[-8:]) or 'none'}"

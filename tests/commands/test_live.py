@@ -8,6 +8,7 @@ import pytest
 
 from nbtrain.commands import live
 from nbtrain.errors import PlanError
+from tests.support.kernel import Notebook
 
 
 @pytest.mark.parametrize(
@@ -51,3 +52,21 @@ def test_the_table_shows_shape_and_size() -> None:
     line = live.variables({0: [tensor()]}).splitlines()[1]
     assert line.split() == ["w", "Tensor", "2×3", "float32", "cpu", "24", "B", "same"]
     assert live.variables({0: [], 1: []}) == "the ranks have no variables"
+
+
+def test_odd_names_and_numbers_of_ranks_break_nothing(notebook: Notebook) -> None:
+    notebook.run("ranks, net = 'mine', torch.nn.Linear(2, 1)\nglobals()[3] = globals()[None] = 4")
+    assert not notebook.run("%distributed -n 2 net.weight.sum()").ename
+    try:
+        out = notebook.run("%nbtrain start -n 2")
+        assert "`ranks` is a variable of yours, and stays so" in out.stdout
+        assert notebook.value("ranks") == "mine"
+        out = notebook.run("%%rank 1-0\n1")
+        assert (out.ename, out.evalue) == ("PlanError", "'1-0' names no ranks: write 0-1")
+        assert "[rank 1] 1" in notebook.run("%%rank 1-1\n1").stdout
+        out = notebook.run("%nbtrain vars")
+        assert "net" in out.stdout
+        assert not notebook.run("%nbtrain push net").ename
+        assert not notebook.run("%nbtrain pull net").ename
+    finally:
+        notebook.run("%nbtrain stop\ndel globals()[3], globals()[None], ranks")

@@ -341,3 +341,20 @@ def test_a_name_that_only_ranks_have_is_explained_where_it_is_missed(notebook: N
     assert "was defined by" not in notebook.run("unknown + 1").stdout
     notebook.run("both_there = 5")
     assert "was defined by" not in notebook.run("both_there + elsewhere").stdout
+
+
+def test_a_training_that_is_called_in_place_of_passed_is_named_before_it_runs(
+    notebook: Notebook,
+) -> None:
+    notebook.run(
+        "class Trainer:\n    def train(self): print('trains'); return {'loss': 1.0}\n"
+        "trainer = Trainer()"
+    )
+    first = "from nbtrain import notebook_launcher\n"
+    for line, call in ((1, "nbtrain.notebook_launcher"), (2, f"{first}notebook_launcher")):
+        out = notebook.run(f"{call}(trainer.train(), num_processes=2)")
+        told = f"line {line} calls `trainer.train()`, which trains in this kernel"
+        assert out.stdout.index(told) < out.stdout.index("trains\n")
+        assert "needs a function, not a dict. If this is what a training returned" in out.evalue
+    out = notebook.run("nbtrain.notebook_launcher(trainer.train, num_processes=2)")
+    assert "calls `trainer" not in out.stdout

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ...planning.plan import Plan
+from ...planning.task_values import public
 from ...system import instrumentation
 from ...tracking.run_folder import RunFolder, mark_stopping
 from ...transport import parts, payload
@@ -252,7 +253,7 @@ class LiveRank:
 
     def new_names(self) -> Message:
         """Return which variables there are that the notebook has not heard of, and which went."""
-        names = {name for name in self._namespace.copy() if name[:1] != "_"}
+        names = set(public(self._namespace))
         new, deleted = sorted(names - self._known), sorted(self._known - names)
         self._known = names
         return {"new": new, "deleted": deleted}

@@ -10,7 +10,7 @@ from types import FunctionType, ModuleType
 from typing import IO, Any
 
 from ...errors import NbtrainError
-from ...planning.task_values import is_model, is_optimizer, is_scheduler
+from ...planning.task_values import is_model, is_optimizer, is_scheduler, public
 from ...system.text import short_repr
 from ...transport import parts, result_pickler
 from ...transport.channel import written
@@ -69,8 +69,8 @@ def _order(value: Any) -> int:
 def described(namespace: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return name, type, shape, dtype, device, bytes and a checksum of each variable."""
     found = []
-    for name, value in list(namespace.items()):
-        if name[:1] != "_" and name not in _SHELL and not issubclass(type(value), _DULL):
+    for name, value in public(namespace).items():
+        if name not in _SHELL and not issubclass(type(value), _DULL):
             found.append({"name": name, **_about(value)})
     return found
 

@@ -20,6 +20,7 @@ from ....planning.task_values import (
     is_model,
     namespace,
     not_returned,
+    public,
     returned,
 )
 from ....system.instrumentation import undo_later, when_imported
@@ -40,7 +41,7 @@ class UnsyncedModels:
         self._others = weakref.WeakValueDictionary(not_returned(plan))
         self._namespace = namespace(plan.task) if plan.sync else {}
         self._out = {name.removesuffix(OF_ALL) for name in plan.out}
-        known = {name: value for name, value in self._namespace.items() if name[:1] != "_"}
+        known = public(self._namespace)
         self._before = {name: weakref.ref(v) for name, v in known.items() if is_model(v)}
 
     def install(self) -> None:
