@@ -68,10 +68,14 @@ def bar_positions(rank: RankState) -> str:
     return " › ".join(map(_bar_position, [*outer[:3], inner], [True] * len(outer[:3]) + [False]))
 
 
+_AT_REST = ("stuck?", "waiting")
+"""Of a hang: ranks that go no way on."""
+
+
 def rate(rank: RankState) -> str:
     """Return how fast the shown bar moves: ``12.3 it/s``, or ``2.0 s/it``."""
     bar = rank.bar
-    if bar is None or not bar.rate or rank.hang in ("stuck?", "waiting"):
+    if bar is None or not bar.rate or rank.hang in _AT_REST:
         return ""
     if bar.closed and not rank.is_over:  # what the rank does now is another thing
         return ""
@@ -86,11 +90,11 @@ def format_rate(value: float) -> str:
 
 
 def pace(rank: RankState) -> str:
-    """Return how fast a rank trains, in the run's unit, ``12.3 steps/s``; else its bar's rate."""
-    steps = rank.progress.step_rate if rank.progress is not None else None
-    if not steps or rank.hang in ("stuck?", "waiting"):
+    """Return how fast a rank trains, ``12.3 steps/s``; before it does, its bar's rate."""
+    if rank.progress is None or not rank.progress.steps:
         return rate(rank)
-    return f"{format_rate(steps)} steps/s"
+    steps = rank.progress.step_rate
+    return f"{format_rate(steps)} steps/s" if steps and rank.hang not in _AT_REST else ""
 
 
 def left(rank: RankState) -> str:
@@ -98,7 +102,7 @@ def left(rank: RankState) -> str:
     bar = rank.bar
     if bar is None or not bar.remaining or rank.is_over or bar.remaining > LONGEST:
         return ""
-    if rank.hang in ("stuck?", "waiting"):
+    if rank.hang in _AT_REST:
         return ""
     return format_duration(bar.remaining)
 

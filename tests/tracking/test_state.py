@@ -13,7 +13,7 @@ from nbtrain.tracking.overview import run_progress
 from nbtrain.tracking.reducers import LOG_LINES, METRICS, SAVED, fold
 from nbtrain.tracking.state import ProgressBar, RankState, RunState
 from nbtrain.ui import eta, host_status, labels, text_summary
-from nbtrain.ui.board import board, log_panel, theme
+from nbtrain.ui.board import board, header, log_panel, theme
 from tests.support.runs import picture
 
 GIB = 1 << 30
@@ -85,6 +85,34 @@ def test_bars_that_an_exception_ends_tell_where_it_was() -> None:
     assert (
         labels.bar_positions(fold(picture(), after).ranks[0]) == "batch: 30/60"
     )  # a break, no nest
+
+
+def test_a_bar_that_has_ended_is_not_the_work_that_goes_on() -> None:
+    prepared = ev.Progress(8.0, 0, bar=0, n=60, total=60, elapsed=7.0, description="map")
+    begun = [ev.Started(1.0, 0, 8), prepared, replace(prepared, closed=True)]
+    state = fold(picture(1), begun)
+    assert eta.fraction(state.ranks[0]) is None
+    assert not {f.name for f in header.figures(state, 9.0)} & {"done", "left"}
+    assert eta.fraction(fold(state, [ev.Ended(9.0, 0, result="1")]).ranks[0]) == 1.0
+    trained = fold(state, [replace(EPOCH, bar=3, time=9.0)])
+    assert eta.fraction(trained.ranks[0]) == 1 / 4
+
+
+def test_a_rank_that_trains_has_the_rate_of_its_steps_and_no_bars() -> None:
+    mapped = ev.Progress(2.0, 0, bar=0, n=90_000, total=180_000, elapsed=1.0, unit="examples")
+    state = fold(picture(1), [ev.Started(1.0, 0, 8), mapped])
+    assert labels.pace(state.ranks[0]) == "90,000 examples/s"
+    counts = [ev.TrainingUpdate(3.0 + i, 0, steps=1 + 10 * i, elapsed=1.0 + i) for i in range(3)]
+    assert labels.pace(fold(state, counts).ranks[0]).endswith(" steps/s")
+
+
+def test_the_slowest_bar_is_found_by_its_number_not_its_text() -> None:
+    bars = [
+        ev.Progress(2.0, r, bar=0, n=n, total=100, elapsed=1.0) for r, n in ((0, 10.2), (1, 8.29))
+    ]
+    state = fold(picture(2), [*(ev.Started(1.0, r, 8) for r in (0, 1)), *bars])
+    (shown,) = [f for f in header.figures(state, 2.5) if f.name == "throughput"]
+    assert shown.value == "8.29 it/s"
 
 
 def test_a_bar_does_not_go_back_between_its_parts() -> None:

@@ -37,7 +37,7 @@ from ...tracking import clock
 from ...tracking.run_folder import RunFolder
 from ...transport import payload, result_pickler
 from ...transport.channel import Channel, Listener
-from ...transport.parts import Part, find, layout, parts, state, with_state
+from ...transport.parts import Part, find, layout, load_state, parts, state, with_state
 from ...ui.displays import prompt
 from ...worker.debugging.hooks import look_again
 from ...worker.live.server import serve
@@ -771,23 +771,34 @@ class LiveRanks:
         """
         notebook = _notebook()
         self._check_rank(rank)
-        known = list(with_state({name: notebook.get(name) for name in names}))
-        if known and rank:
-            raise PlanError(
-                f"`{known[0]}` is pulled from rank 0 only, into the notebook's. "
-                f"ranks[{known[0]!r}][{rank}] is a copy of that of rank {rank}, if it is small"
-            )
-        if known:
-            self._pull_in_place(known, notebook)
-            self._snapshot.take(known, notebook)
+        known = with_state({name: notebook.get(name) for name in names})
+        if known and not rank and not self.dead():
+            self._pull_in_place(list(known), notebook)
+        elif known:
+            for name, value in self._sent(known, rank).items():
+                if layout(value) is None or layout(value) != layout(known[name]):
+                    raise NbtrainError(f"the `{name}` of rank {rank} has another layout")
+                load_state(known[name], state(value))
+        self._snapshot.take(known, notebook)
         rest = [name for name in names if name not in known]
         if rest:
-            fetched = self._fetch(rest, None, [rank], known, notebook)[rank]
-            for name, value in fetched.items():
-                if isinstance(value, Unsent):
-                    raise NbtrainError(f"`{name}` of rank {rank} cannot be sent: {value.reason}")
+            fetched = self._sent(rest, rank, list(known), notebook)
             notebook.update(fetched)
             self._snapshot.take(fetched, fetched)
+
+    def _sent(
+        self,
+        names: Iterable[str],
+        rank: int,
+        pulled: Sequence[str] = (),
+        notebook: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return variables of a rank. Raises `NbtrainError` for one that cannot be sent."""
+        fetched = self._fetch(list(names), None, [rank], pulled, notebook)[rank]
+        for name, value in fetched.items():
+            if isinstance(value, Unsent):
+                raise NbtrainError(f"`{name}` of rank {rank} cannot be sent: {value.reason}")
+        return fetched
 
     @_in_use
     def _pull_in_place(self, names: Sequence[str], notebook: dict[str, Any]) -> None:

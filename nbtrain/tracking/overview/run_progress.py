@@ -92,7 +92,8 @@ def fraction(rank: RankState) -> float | None:
     """Return the share of a rank's work that is done.
 
     The loops around the steps tell, else the bars that move, from the outermost in. A bar of a part
-    of the work alone, as a bar of an epoch where nobody knows how many there are, tells nothing.
+    of the work alone, as a bar of an epoch where nobody knows how many there are, tells nothing;
+    nor does one that has ended while the function goes on, as that of a preparation.
     """
     loops = rank.progress.loops if rank.progress is not None else ()
     if loops:
@@ -101,6 +102,8 @@ def fraction(rank: RankState) -> float | None:
             share = min(1.0, (done + share) / max(1, total))
         return share
     bars = of_bars(rank)
+    if not rank.is_over and all(bar.closed and bar.fraction == 1 for bar in rank.nest):
+        return None
     if bars is not None and not is_of_epoch(rank):
         return bars
     return 1.0 if rank.status == "done" and bars is None and rank.progress is None else None

@@ -426,8 +426,9 @@ def _throughput(state: RunState) -> Figure | None:
         return Figure("throughput", per_step, (when,) if when else ())
     if _phase(state):
         return None
-    shown = {labels.rate(rank) for rank in state.ranks if labels.rate(rank)}
-    return Figure("throughput", min(shown), ("of a rank",)) if shown else None
+    moving = [(rank.bar.rate, labels.rate(rank)) for rank in state.ranks if rank.bar is not None]
+    shown = [text for _, text in sorted((r, text) for r, text in moving if r and text)]
+    return Figure("throughput", shown[0], ("of a rank",)) if shown else None
 
 
 def _gpu(state: RunState) -> Figure | None:
