@@ -153,7 +153,8 @@ class Supervisor:
             state,
             plan.timeout,
             plan.hang_after,
-            on_hang=plan.on_hang,
+            # Of the ranks of other nodes nothing is known here: no deadlock is certain.
+            on_hang="report" if plan.nodes and plan.on_hang == "deadlock" else plan.on_hang,
             sees_training="steps" in plan.telemetry,
             ranks_stay=ranks_stay,
             failures_end=not plan.is_live,

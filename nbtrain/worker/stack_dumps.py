@@ -96,6 +96,8 @@ def install(
                 if not _keep:
                     _keep.append(_start_recorder(lasting.recorder(rank), ranks, writer))
                 _size, in_group, members, _backend, _store, group = args[:6]
+                if not members:  # the default group: numbers begin again, under the same names
+                    os.utime(lasting.recorder(rank))  # see `collectives.parse`, `since`
                 if members and in_group >= 0:
                     name, of = str(group), tuple(members)
                     _groups[name] = of

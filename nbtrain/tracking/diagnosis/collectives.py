@@ -36,6 +36,8 @@ class Collective:
     """Seconds since the epoch."""
     point: bool = False
     """Whether it is between two ranks alone."""
+    timeout: float = math.inf
+    """Seconds after which it ends with an error."""
 
     @property
     def label(self) -> str:
@@ -86,7 +88,8 @@ class FlightRecord:
 def parse(text: str | bytes, since: float = 0.0) -> FlightRecord | None:
     """Read a dump (``version`` 2.x, as torch 2.13 writes it); None for what is none.
 
-    What was recorded before `since` is not the rank's: it inherited it with the kernel's memory.
+    What was recorded before `since` is not the rank's: it inherited it with the kernel's memory, or
+    it is of a default group that was left, which is named as the new one is.
     """
     try:
         dump = json.loads(text)
@@ -119,6 +122,7 @@ def _collective(entry: Mapping[str, Any]) -> Collective:
         pending=not entry["retired"],
         began=int(entry["time_created_ns"]) / 1e9,
         point=point,
+        timeout=int(entry.get("timeout_ms") or 0) / 1000 or math.inf,
     )
 
 

@@ -25,6 +25,10 @@ SAME = (
 SHAPES = "Every rank has to give it a tensor of the same shape"
 PADDED = f"{SHAPES}: write x = accelerator.pad_across_processes(x, dim=…) before a gather"
 
+PATIENT = 300.0
+"""Seconds of a process group's timeout from which waiting in it is no plan of the user's: one that
+is short ends a wait by itself, with an error that the code may expect."""
+
 SETTLED = 1.0
 """Seconds that a rank must be in a collective to be waiting in it, rather than passing through."""
 
@@ -143,9 +147,11 @@ def deadlock(seen: Observation) -> HangReport | None:
     Without stacks it is a suspicion: whether a rank is in a collective, or only began one and goes
     on, is seen from its stack.
     """
-    if report := _nobody_sends(seen):
-        return report
-    waits = {rank: wait for rank, wait in _waits(seen).items() if wait.number and not wait.point}
+    waits = {
+        rank: wait
+        for rank, wait in _waits(seen).items()
+        if wait.number and not wait.point and wait.timeout >= PATIENT
+    }
     if mismatch := _mismatch(seen, waits):
         return HangReport(mismatch, waiting=tuple(sorted(waits)))
     whole = {rank: wait for rank, wait in waits.items() if wait.needs_all}
@@ -157,23 +163,6 @@ def deadlock(seen: Observation) -> HangReport | None:
         text = f"{waiting}: each waits for another of them, so none can continue"
         return HangReport(text, waiting=tuple(circle))
     return None
-
-
-def _nobody_sends(seen: Observation) -> HangReport | None:
-    """Say that ranks wait for a message, and those that could send it have ended.
-
-    Gloo names the peer that is gone, except to a `recv` from any rank. No recorder has messages.
-    """
-    known = [seen.stacks[rank] for rank in seen.silent if rank in seen.stacks]
-    if not seen.over or (seen.stacks and len(known) < len(seen.silent)):
-        return None
-    threads = chain.from_iterable(chain.from_iterable(stack.threads for stack in known))
-    receive = all(_waiting_call(stack).startswith("recv") for stack in known)
-    if not receive or any(not frame.is_library for frame in threads):  # a thread may send yet
-        return None
-    parts = [*_places(seen, seen.silent), *_absent(seen, seen.over)]
-    text = f"{'; '.join(parts)}: nobody is left who sends what is received there, so it never ends"
-    return HangReport(text, waiting=tuple(seen.silent))
 
 
 def _absent(seen: Observation, ranks: Iterable[int]) -> list[str]:
@@ -288,6 +277,7 @@ def _without_cause(seen: Observation, waits: Mapping[int, Collective]) -> HangRe
     parts = _places(seen, [rank for rank in stalled if rank not in waits])
     if waits:
         parts.append(_waiting(waits, ""))
+        parts += _absent(seen, seen.over)
     rest = [seconds for rank, seconds in seen.silent.items() if rank not in (*stalled, *waits)]
     going = "; the other ranks continue" if rest and max(rest) < seen.after / 2 else ""
     text = f"no sign of progress: {'; '.join(parts)}{going}"
