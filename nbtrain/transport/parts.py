@@ -7,12 +7,13 @@ model there. By value it would bring a copy of its own, and step parameters that
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import NbtrainError
 from ..planning.task_values import is_model, is_optimizer, is_scheduler, public
 from . import weights
+from .tensor_kinds import is_lazy, is_strided
 
 Part = tuple[str, str, str]
 """The name of a variable; "", "optimizer", "module", "tensor" or "parameter"; and which one."""
@@ -69,9 +70,12 @@ def _parts_of(value: Any) -> Iterator[tuple[Any, str, str]]:
         yield from ((p, "parameter", str(i)) for i, p in enumerate(_parameters(value)))
 
 
-def find(part: Part, values: Mapping[str, Any]) -> Any:
+def find(part: Sequence[str], values: Mapping[str, Any]) -> Any:
     """Return the part of that name among these values. Raises `NbtrainError` if there is none."""
-    name, kind, path = part
+    name, *rest = part
+    kind, path = (
+        rest if len(rest) == 2 else ("tensor" if rest[0] else "", rest[0])
+    )  # of nbtrain 0.2
     try:
         value = unwrapped(values[name])
         if kind == "module":
@@ -95,25 +99,70 @@ def _parameters(value: Any) -> list[Any]:
     return [parameter for group in groups for parameter in group["params"]]
 
 
-def layout(value: Any) -> list[Any] | None:
-    """Return what two models, or optimizers, have in common that can take each other's state."""
+def shapes(value: Any) -> list[Any] | None:
+    """Return the names and shapes of a model's tensors, None for what is none, or has no shapes."""
     value = unwrapped(value)
-    if is_model(value):
-        tensors = weights.named_tensors(value)
-        if any(map(weights.is_sharded, tensors.values())):
-            return None
-        return [[name, list(t.shape), str(t.dtype)] for name, t in tensors.items()]
+    if not is_model(value):
+        return None
+    tensors = weights.named_tensors(value)
+    if any(map(is_lazy, tensors.values())):
+        return None
+    return [[name, list(t.shape), str(t.dtype)] for name, t in tensors.items()]
+
+
+def layout(value: Any, models: Mapping[str, Any]) -> list[Any] | None:
+    """Return what two models, or optimizers, have in common if one can take the other's state.
+
+    Of an optimizer, that is whose parameters it steps: those of `models`. None where a state is not
+    all of it: of packed weights, of a scheduler with a function of the user's.
+    """
+    value = unwrapped(value)
     if is_optimizer(value):
-        return [type(value).__name__, [len(group["params"]) for group in value.param_groups]]
-    return [type(value).__name__] if is_scheduler(value) else None
+        known = parts(models)
+        steps = [known.get(id(parameter)) for parameter in _parameters(value)]
+        return None if None in steps else [_class(value), [list(part) for part in steps if part]]
+    known_shapes = shapes(value)
+    if known_shapes is None:
+        return None
+    tensors = weights.named_tensors(value)
+    if not all(map(_is_plain, tensors.values())) or value.state_dict().keys() - tensors.keys():
+        return None
+    modules = [[path, _class(m), m.extra_repr(), _plain(m)] for path, m in value.named_modules()]
+    gradients = [p.requires_grad for p in value.parameters()]
+    return [known_shapes, modules, gradients]
+
+
+def classes(value: Any) -> set[type]:
+    """Return the classes of a model's modules, or of an optimizer."""
+    value = unwrapped(value)
+    return {type(part) for part in (value.modules() if is_model(value) else (value,))}
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Whether `copy_` can fill a tensor, as it can none that is sharded or expanded."""
+    return is_strided(tensor) and not weights.is_sharded(tensor) and 0 not in tensor.stride()
+
+
+def _class(value: Any) -> list[str]:
+    return [type(value).__module__, type(value).__qualname__]
+
+
+def _plain(module: Any) -> str:
+    """Return the settings of a module that are no tensors, as a text."""
+    own = sorted(vars(module).items())
+    return repr([(k, v) for k, v in own if type(v) in _PLAIN and k != "training"])
+
+
+_PLAIN = (type(None), bool, int, float, str)
 
 
 def state(value: Any) -> dict[str, Any]:
-    """Return the state of a model, an optimizer or a scheduler, for `load_state`."""
+    """Return the state of a model or an optimizer, for `load_state`."""
     if not is_model(value):
         return dict(value.state_dict())
     # Detached, they are no parts of it for who pickles them.
-    return {name: tensor.detach() for name, tensor in weights.named_tensors(value).items()}
+    tensors = {name: tensor.detach() for name, tensor in weights.named_tensors(value).items()}
+    return {**tensors, "": {path: module.training for path, module in value.named_modules()}}
 
 
 def load_state(value: Any, loaded: Mapping[str, Any]) -> None:
@@ -127,3 +176,5 @@ def load_state(value: Any, loaded: Mapping[str, Any]) -> None:
     with torch.no_grad():
         for name, tensor in weights.named_tensors(value).items():
             tensor.copy_(loaded[name])
+    for path, module in value.named_modules():
+        module.training = loaded[""][path]

@@ -37,7 +37,17 @@ from ...tracking import clock
 from ...tracking.run_folder import RunFolder
 from ...transport import payload, result_pickler
 from ...transport.channel import Channel, Listener
-from ...transport.parts import Part, find, layout, load_state, parts, state, with_state
+from ...transport.parts import (
+    Part,
+    classes,
+    find,
+    layout,
+    load_state,
+    parts,
+    shapes,
+    state,
+    with_state,
+)
 from ...ui.displays import prompt
 from ...worker.debugging.hooks import look_again
 from ...worker.live.server import serve
@@ -693,7 +703,7 @@ class LiveRanks:
         notebook: Mapping[str, Any] | None = None,
     ) -> dict[int, dict[str, Any]]:
         """Return variables of ranks; what they refer to of what is `pulled` is the `notebook`'s."""
-        has = list(with_state(notebook or {}))
+        has = {name: shapes(value) for name, value in with_state(notebook or {}).items()}
         message = {"do": "get", "names": names, "limit": limit, "has": has, "pulled": pulled}
         answers = self._ask(ranks, message)
         fetched = {}
@@ -723,22 +733,39 @@ class LiveRanks:
         states = {name: state(value) for name, value in alike.items()}
         packed = payload.pack_values(new, states, self.parts_there(new, alike))
         try:
-            self._ask(self._channels, {"do": "put", "sent": list(new)}, packed.descriptors[0])
+            message = {"do": "put", "sent": list(new)}
+            answers = self._ask(self._channels, message, packed.descriptors[0])
         finally:
             packed.close()
         self._snapshot.take(sent, sent)
+        stale = dict.fromkeys(n for a in answers.values() for n in a["stale"])
+        if stale:
+            left, them = ", ".join(f"`{n}`" for n in stale), ", ".join([*new, *stale])
+            print(
+                f"nbtrain: {left} of the ranks still belongs to what was replaced. "
+                f"%nbtrain push {them} replaces all of it."
+            )
 
     def _alike(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return those of the notebook's models and optimizers that all ranks can load in place."""
-        known = {n: value for n, value in with_state(values).items() if self._has(n)}
+        known = {
+            name: value
+            for name, value in with_state(values).items()
+            if self._has(name) and all(map(self._know_class, classes(value)))
+        }
         if not known:
             return {}
         answers = self._ask(self._channels, {"do": "layouts", "names": list(known)}).values()
+        models = {n: v for n, v in {**_notebook(), **values}.items() if is_model(v)}
         return {
             name: value
             for name, value in known.items()
-            if (mine := layout(value)) and all(a["layouts"][name] == mine for a in answers)
+            if (mine := layout(value, models)) and all(a["layouts"][name] == mine for a in answers)
         }
+
+    def _know_class(self, cls: type) -> bool:
+        """Whether the ranks have a class as it is: a cell may have defined it anew."""
+        return cls.__module__ != "__main__" or self._snapshot.is_same(cls.__qualname__, cls)
 
     def _has(self, name: str) -> bool:
         return all(name in names for names in self._names.values())
@@ -775,9 +802,14 @@ class LiveRanks:
         if known and not rank and not self.dead():
             self._pull_in_place(list(known), notebook)
         elif known:
-            for name, value in self._sent(known, rank).items():
-                if layout(value) is None or layout(value) != layout(known[name]):
-                    raise NbtrainError(f"the `{name}` of rank {rank} has another layout")
+            fetched = self._sent(known, rank)
+            for name, value in fetched.items():
+                mine = layout(known[name], known)
+                if mine is None or layout(value, fetched) != mine:
+                    raise NbtrainError(
+                        f"`{name}` of rank {rank} has not the layout of the notebook's, or has "
+                        f"more than tensors. ranks[{name!r}][{rank}] is a copy, if it is small"
+                    )
                 load_state(known[name], state(value))
         self._snapshot.take(known, notebook)
         rest = [name for name in names if name not in known]

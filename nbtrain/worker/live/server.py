@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ...planning.plan import Plan
-from ...planning.task_values import public
+from ...planning.task_values import is_model, public
 from ...system import instrumentation
 from ...tracking.run_folder import RunFolder, mark_stopping
 from ...transport import parts, payload
@@ -239,14 +239,24 @@ class LiveRank:
 
     def _put(self, message: Message, data: int | None) -> Message:
         assert data is not None
+        known = parts.with_state(self._namespace)
+        replaced = parts.parts({n: known[n] for n in message["sent"] if n in known})
+        others = {n: value for n, value in known.items() if n not in message["sent"]}
+        stale = [
+            n for n, v in others.items() if not replaced.keys().isdisjoint(parts.parts({n: v}))
+        ]
         self._plan(message, data)
         for name, state in self._namespace.pop(payload.STATES, {}).items():
             parts.load_state(self._namespace[name], state)
-        return self.new_names()
+        return {"stale": stale, **self.new_names()}
 
     def _layouts(self, message: Message, _data: int | None) -> Message:
-        known = {name: self._namespace[name] for name in message["names"]}
-        return {"layouts": {name: parts.layout(value) for name, value in known.items()}}
+        known = parts.with_state(self._namespace)
+        models = {name: value for name, value in known.items() if is_model(value)}
+        layouts = {
+            n: parts.layout(known[n], models) if n in known else None for n in message["names"]
+        }
+        return {"layouts": layouts}
 
     def _describe(self, _message: Message, _data: int | None) -> Message:
         return {"variables": values.described(self._namespace)}

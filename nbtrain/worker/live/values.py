@@ -26,7 +26,7 @@ def packed(
     namespace: Mapping[str, Any],
     names: Sequence[str],
     limit: int | None,
-    has: Sequence[str] = (),
+    has: Mapping[str, Any],
     pulled: Sequence[str] = (),
 ) -> IO[bytes]:
     """Return a file with the pickled value of each name, or the reason why there is none.
@@ -41,12 +41,18 @@ def packed(
         raise NbtrainError(f"there is no variable `{missing[0]}`")
     values: dict[str, tuple[bytes | None, str]] = {}
     known = parts.parts({name: namespace[name] for name in pulled})
-    there = parts.parts({name: namespace[name] for name in has if name in namespace})
+    own = parts.with_state(namespace)
+    same = {n: own[n] for n, known in has.items() if n in own and parts.shapes(own[n]) == known}
+    there, every = parts.parts(same), parts.parts(own)
     for name in sorted(names, key=lambda name: _order(unwrapped(namespace[name]))):
         try:
             value = unwrapped(namespace[name])
             refers = {**there, **known} if _order(value) in (1, 2) else known
             refers = {i: part for i, part in refers.items() if part[0] != name}
+            if limit is None and _order(value) in (1, 2):
+                mine = parts.parts({name: value})
+                if lost := [every[i][0] for i in mine if _is_lost(i, refers, every)]:
+                    raise NbtrainError(f"it steps `{lost[0]}`: pull that one, too")
             if any(map(is_sharded, [value, *(value.parameters() if is_model(value) else ())])):
                 raise NbtrainError(
                     "it is sharded over the ranks; %nbtrain pull puts a model together"
@@ -58,6 +64,11 @@ def packed(
             kind = (about["type"], about.get("shape", ""), about.get("dtype", ""))
             values[name] = (None, f"{' '.join(filter(None, map(str, kind)))}: {error}")
     return written(lambda file: pickle.dump(values, file, protocol=5))
+
+
+def _is_lost(key: int, refers: Mapping[int, parts.Part], every: Mapping[int, parts.Part]) -> bool:
+    """Whether a part belongs to a model of the rank's that the notebook has not got."""
+    return key not in refers and every[key][1] == "tensor"
 
 
 def _order(value: Any) -> int:

@@ -203,6 +203,82 @@ def test_a_model_that_is_pushed_goes_on_in_what_the_ranks_made_of_it(live: Noteb
     assert "('AcceleratedOptimizer', 0.25)" in live.run(f"%distributed {group}").stdout
 
 
+def test_a_push_of_another_kind_of_model_replaces_it_and_names_what_is_left(live: Notebook) -> None:
+    live.run(TRAIN)
+    live.run("class Net(torch.nn.Linear):\n    def forward(self, x): return super().forward(x) * 2")
+    live.run("model = Net(4, 1)")
+    out = live.run("%nbtrain push model")
+    assert "`optimizer` of the ranks still belongs to what was replaced" in out.stdout
+    assert "%nbtrain push model, optimizer replaces all of it" in out.stdout
+    assert "'Net'" in live.run("%distributed type(model).__name__").stdout
+
+
+CHANGES = {
+    "a class that is defined anew": (
+        "class Net(torch.nn.Linear):\n    def forward(self, x): return 5 + 0 * x.sum()",
+        "net = Net(4, 1)",
+        "net(torch.ones(1, 4)).item() == 5",
+    ),
+    "what needs no gradient": ("1", "net.bias.requires_grad_(False)", "not net.bias.requires_grad"),
+    "a setting": ("1", "net.scale = 3.0", "net.scale == 3.0"),
+    "the mode": ("1", "net.eval()", "not net.training"),
+    "an expanded buffer": (
+        "1",
+        "net.register_buffer('mask', torch.full((1,), 7.0).expand(3))",
+        "net.mask.tolist() == [7.0] * 3",
+    ),
+    "lazy parameters": ("1", "net = torch.nn.LazyLinear(2)", "net(torch.ones(1, 3)).shape[1] == 2"),
+    "packed weights": (
+        "1",
+        "net = torch.ao.quantization.quantize_dynamic(\n"
+        "    torch.nn.Sequential(torch.nn.Linear(4, 1)), {torch.nn.Linear}).eval()\n"
+        "x = net(torch.ones(1, 4)).item()",
+        "net(torch.ones(1, 4)).item() == x",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("change", CHANGES)
+def test_all_of_a_model_arrives_that_is_pushed(live: Notebook, change: str) -> None:
+    first, second, check = CHANGES[change]
+    live.run("class Net(torch.nn.Linear): pass\nnet = Net(4, 1)")
+    assert not live.run("%nbtrain push net").ename
+    live.run(f"{first}\n{second}")
+    out = live.run("%nbtrain push net, x" if "x = " in second else "%nbtrain push net")
+    assert not out.ename, out.evalue
+    assert live.run(f"%distributed {check}").stdout == "[ranks 0–1] True\n"
+
+
+def test_an_optimizer_of_other_parameters_is_not_loaded_into_the_ranks_own(live: Notebook) -> None:
+    live.run("pair = torch.nn.ModuleDict({n: torch.nn.Linear(2, 2) for n in 'ab'})")
+    live.run("opt = torch.optim.SGD(pair.a.parameters(), lr=1.0)")
+    live.run("%nbtrain push pair, opt")
+    live.run("opt = torch.optim.SGD(pair.b.parameters(), lr=1.0)")
+    assert not live.run("%nbtrain push opt").ename
+    steps = "opt.param_groups[0]['params'][0] is pair.b.weight"
+    assert live.run(f"%distributed {steps}").stdout == "[ranks 0–1] True\n"
+    live.run("plan = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0)\n")
+    live.run("%nbtrain push plan")
+    live.run("plan = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.5)\n")
+    live.run("%nbtrain push plan")
+    check = "plan.lr_lambdas[0](1), plan.optimizer is opt"
+    assert live.run(f"%distributed {check}").stdout == "[ranks 0–1] (0.5, True)\n"
+
+
+def test_an_optimizer_is_not_pulled_without_its_model(live: Notebook) -> None:
+    live.run(
+        "%%distributed\nnet = torch.nn.Linear(3, 3)\n"
+        "opt = torch.optim.SGD(net.parameters(), lr=1.0)"
+    )
+    out = live.run("%nbtrain pull opt")
+    assert "it steps `net`: pull that one, too" in out.evalue
+    assert not live.run("%nbtrain pull opt net").ename
+    assert live.value("opt.param_groups[0]['params'][0] is net.weight")
+    live.run("%%distributed\nxs = torch.zeros(2, requires_grad=True)\nown = torch.optim.SGD([xs])")
+    assert not live.run("%nbtrain pull own").ename  # of no model
+
+
 def test_an_optimizer_of_another_model_than_the_ranks_have_is_not_sent_alone(
     live: Notebook,
 ) -> None:
