@@ -254,6 +254,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         from ..lifecycle.run import last_folder, last_run
         from ..planning.option_parser import parse_options, split_line
         from ..planning.plan import Cell
+        from ..planning.source_names import bound_names
 
         before = last_folder()
         options = parse_options(split_line(_expanded(self.shell, options_text)))
@@ -276,7 +277,13 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
             failures = self.cell_watch.failures
             print(f"nbtrain: {export.save(plan.task, raw, history, failures, options)}")
         try:
-            return run_plan(plan) if live is None else _run_live(live, plan, options)
+            if live is not None:  # they keep what a cell defines
+                return _run_live(live, plan, options)
+            run = run_plan(plan)
+            if isinstance(plan.task, Cell) and plan.task.number is not None:
+                names = dict.fromkeys(bound_names(plan.task.source), plan.task.number)
+                self.cell_watch.defined_in_ranks |= names
+            return run
         finally:
             if options.bind is not None and last_folder() != before:
                 self.shell.user_ns[options.bind] = last_run()
@@ -286,7 +293,6 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
     ) -> Plan:
         from ..planning import cell as reading
         from ..planning.plan import OPTIONS, Plan
-        from ..planning.source_names import bound_names
 
         if not source.strip():
             raise PlanError("%distributed has nothing to run: give it a cell or an expression")
@@ -297,8 +303,6 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         flags = self.shell.compile.flags & PyCF_MASK  # the notebook's ``__future__`` imports
         cell = reading.read_cell(transformed, filename, self.shell.user_ns, flags)
         cell = replace(cell, number=number)
-        names = bound_names(transformed) if not there else ()  # live ranks keep what they define
-        self.cell_watch.defined_in_ranks |= dict.fromkeys(names, number)
         reading.check_parameters(replace(cell, namespace={**there, **cell.namespace}))
         fields = {option.field: getattr(options, option.field) for option in OPTIONS}
         return Plan(cell, options.title or reading.title(cell), **fields)

@@ -77,6 +77,13 @@ def is_set() -> bool:
     return module is not None and bool(module.PartialState._shared_state)
 
 
+def precision() -> str:
+    """Return the mixed precision of this process's state; "" for none."""
+    module: Any = sys.modules.get("accelerate.state")
+    state = module.AcceleratorState._shared_state if module is not None else {}
+    return str(state.get("_mixed_precision", ""))
+
+
 def forget() -> None:
     """Clear the state: what asks for it next sees the world as it is then (Accelerate 1.15)."""
     module: Any = sys.modules["accelerate.state"]

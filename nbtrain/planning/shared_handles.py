@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from .plan import Task
-from .task_values import held, module_of, references
+from .task_values import DEPTH, held, module_of, references
 
 Kind = Literal["pipe", "database", "connection"]
 
@@ -35,9 +35,9 @@ def find(task: Task) -> list[SharedHandle]:
     """Return what ranks that are forked share, each once."""
     found: dict[int, SharedHandle] = {}
     for reference in references(task):
-        for name, value in ((reference.name, reference.value), *_of_data(reference)):
-            # Closed, detached, of another thread: whatever an object of the user's raises.
-            with contextlib.suppress(Exception):
+        # Closed, detached, of another thread: whatever an object of the user's raises.
+        with contextlib.suppress(Exception):
+            for name, value in ((reference.name, reference.value), *_of_data(reference)):
                 if (kind := _kind(value)) is not None:
                     found.setdefault(id(value), SharedHandle(name, kind))
     return list(found.values())
@@ -46,7 +46,9 @@ def find(task: Task) -> list[SharedHandle]:
 def _of_data(reference: Any) -> Iterator[tuple[str, Any]]:
     """Yield what the data set of a loader holds: a task's walk does not look into torch's own."""
     name, value = reference.name, reference.value
-    while module_of(type(value)).startswith(_DATA) and "dataset" in vars(value):
+    for _ in range(DEPTH):
+        if not module_of(type(value)).startswith(_DATA) or "dataset" not in vars(value):
+            return
         name, value = f"{name}.dataset", vars(value)["dataset"]
         yield name, value
         yield from ((name + path, part) for path, part in held(value).items())
@@ -57,7 +59,9 @@ def _kind(value: Any) -> Kind | None:
     cls, sqlite = type(value), sys.modules.get("sqlite3")
     if sqlite is not None and issubclass(cls, sqlite.Connection):
         # A database in memory is copied by the fork.
-        has_file = any(path for _, _, path in value.execute("PRAGMA database_list"))
+        cursor = value.cursor()
+        cursor.row_factory = None  # the user's may make anything of a row
+        has_file = any(path for _, _, path in cursor.execute("PRAGMA database_list"))
         return "database" if has_file else None
     if issubclass(cls, socket.socket):
         is_remote = value.family in (socket.AF_INET, socket.AF_INET6)

@@ -22,6 +22,9 @@ from ..errors import NbtrainError
 if TYPE_CHECKING:
     import torch
 
+_OF_TRANSFORMERS = "_hf_peft_config_loaded"
+"""Private: how transformers (4.38 to 5) knows that a model has adapters by its `add_adapter`."""
+
 Adapter = Mapping[str, Any]
 """An adapter as JSON: the ``path`` of what it is in, its ``name``, ``config`` and state."""
 
@@ -40,11 +43,12 @@ def adapters(module: torch.nn.Module) -> list[Adapter]:
             "active": [*layers[0].active_adapters],
             "merged": [*layers[0].merged_adapters],
             "enabled": not layers[0].disable_adapters,
+            "of_transformers": bool(vars(part).get(_OF_TRANSFORMERS)),
         }
         for name, config in configs.items():
-            if getattr(tuners.get(config.peft_type), "uses_shared_state", False):
-                continue
             with contextlib.suppress(Exception):  # a config of the user's own
+                if getattr(tuners.get(config.peft_type), "uses_shared_state", False):
+                    continue
                 text = json.dumps(config.to_dict(), default=sorted)  # JSON has no sets
                 found.append({"path": path, "name": name, "config": json.loads(text), **state})
     return found
@@ -85,6 +89,8 @@ def insert(module: torch.nn.Module, new: Collection[Adapter]) -> None:
                     layer.merged_adapters = [*adapter["merged"]]
                     if not adapter["enabled"]:
                         layer.enable_adapters(False)
+            if adapter.get("of_transformers"):
+                setattr(module.get_submodule(adapter["path"]), _OF_TRANSFORMERS, True)
     except Exception as error:  # whatever PEFT raises for a model that it cannot change
         reason = f"{type(error).__name__}: {error}"
         raise NbtrainError(f"PEFT cannot put the run's adapter into it ({reason})") from error
@@ -94,23 +100,28 @@ def insert(module: torch.nn.Module, new: Collection[Adapter]) -> None:
 
 
 @contextlib.contextmanager
-def undone(module: torch.nn.Module) -> Iterator[None]:
-    """Undo at the end what happens to the parts of a module, and to which tensors they have."""
+def undone(module: torch.nn.Module, *, is_trial: bool) -> Iterator[None]:
+    """Undo what happens to the parts of a module, and to which tensors they have.
+
+    That is at the end of a trial, else where an exception ends it.
+    """
     parts = [(part, type(part), dict(vars(part))) for part in module.modules()]
     inside = {id(v): v for _, _, own in parts for v in own.values() if type(v) in _CONTAINERS}
     copies = [(value, value.copy()) for value in inside.values()]
     tensors = [(p, p.data, p.requires_grad) for p in module.parameters()]
+    has_failed = True
     try:
         yield
+        has_failed = False
     finally:
-        for part, cls, own in parts:
+        for part, cls, own in parts if is_trial or has_failed else ():
             part.__class__ = cls
             vars(part).clear()
             vars(part).update(own)
-        for value, copy in copies:
+        for value, copy in copies if is_trial or has_failed else ():
             value.clear()
             value.extend(copy) if type(value) is list else value.update(copy)
-        for parameter, data, requires_grad in tensors:
+        for parameter, data, requires_grad in tensors if is_trial or has_failed else ():
             parameter.data = data
             parameter.requires_grad_(requires_grad)
 

@@ -336,14 +336,15 @@ def _loading_module(
 
     def load() -> None:
         before = {id(tensor) for tensor in named_tensors(module).values()}
-        insert(module, file.about["adapters"])
-        for name, tensor in named_tensors(module).items():
-            if id(tensor) not in before and name in file.names():
-                kind = file.shape_and_kind(name)[1]
-                tensor.data = tensor.data.to(getattr(torch, kind, tensor.dtype))
-        return _loading_tensors(file, module, is_handed_over)()
+        with undone(module, is_trial=False):
+            insert(module, file.about["adapters"])
+            for name, tensor in named_tensors(module).items():
+                if id(tensor) not in before and name in file.names():
+                    kind = file.shape_and_kind(name)[1]
+                    tensor.data = tensor.data.to(getattr(torch, kind, tensor.dtype))
+            _loading_tensors(file, module, is_handed_over)()
 
-    with undone(module):
+    with undone(module, is_trial=True):
         insert(module, file.about["adapters"])
         _loading_tensors(file, module, is_handed_over)
     return load

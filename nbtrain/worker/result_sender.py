@@ -88,6 +88,8 @@ class ResultSender:
                 with contextlib.suppress(Exception):  # one that only looks like torch's
                     self._watch(name, self._objects[name])
         self._names = {n: id(v) for n, v in namespace(plan.task).items()} if plan.out else {}
+        known = parts.parts(self._returned) if plan.out and rank == 0 else {}
+        self._parts = {part: key for key, part in known.items()}
         self._stages: list[Any] = []
         if self._objects:
             fsdp = "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel"
@@ -357,8 +359,10 @@ class ResultSender:
         wanted = [n for n in self._plan.out if n.endswith(OF_ALL) or self._rank == 0]
         pickled: dict[str, bytes] = {}
         variables = by_name(self._plan.task)
-        # A new optimizer refers to the notebook's model. Those of other ranks may differ.
-        known = parts.parts(self._returned) if wanted and self._rank == 0 else {}
+        # A new optimizer refers to the notebook's model, but not to a layer that took the place of
+        # one that the notebook has. The models of other ranks may differ.
+        own = parts.parts(self._returned) if wanted and self._rank == 0 else {}
+        known = {key: part for key, part in own.items() if self._parts.get(part, key) == key}
         for asked in wanted:
             name = asked.removesuffix(OF_ALL)
             with self._reporting(name):

@@ -339,6 +339,8 @@ def test_a_name_that_only_ranks_have_is_explained_where_it_is_missed(notebook: N
         assert out.ename == "NameError", (cell, out)
         assert f"`{name}` was defined by In[{number}] in its ranks only. Define it" in out.stdout
     assert "was defined by" not in notebook.run("unknown + 1").stdout
+    out = notebook.run("%%distributed -n 2\nprint(early)\nearly = 1")
+    assert (out.ename, "was defined by" in out.stdout) == ("NameError", False)
     notebook.run("both_there = 5")
     assert "was defined by" not in notebook.run("both_there + elsewhere").stdout
 

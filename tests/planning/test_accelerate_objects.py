@@ -138,6 +138,8 @@ def test_one_rank_may_use_what_the_notebooks_accelerator_prepared(
         assert results(with_state) == "[(1, 1, 3)]"
         assert with_state.value("not torch.equal(net.weight, before)")
     assert "made for one process" in with_state.run(launch.format(2)).evalue
+    bf16 = launch.format(1).replace("num_processes", "mixed_precision='bf16', num_processes")
+    assert "made for one process" in with_state.run(bf16).evalue  # it was not made for that
 
 
 def test_one_rank_may_train_with_a_trainer_of_the_notebook(with_state: Notebook) -> None:

@@ -14,9 +14,9 @@ class Rows(torch.utils.data.Dataset):
     def __init__(self, file): self.database = sqlite3.connect(file)
     def __len__(self): return 4
     def __getitem__(self, i):
-        (row,) = self.database.execute('select count(*) from sqlite_master')
-        return row[0]
+        return len(self.database.execute('select * from sqlite_master').fetchall())
 disk, memory = Rows(path), Rows(':memory:')
+memory.database.row_factory = lambda cursor, row: dict(zip((c[0] for c in cursor.description), row))
 disk.database.execute('create table numbers (x)')
 loader = torch.utils.data.DataLoader(torch.utils.data.Subset(disk, [0, 1]))
 child = subprocess.Popen([sys.executable, '-c', 'print(1)'], stdout=subprocess.PIPE)

@@ -630,6 +630,18 @@ def test_a_variable_that_cannot_be_unpickled_takes_no_other_with_it() -> None:
 
 
 @pytest.mark.usefixtures("variables")
+def test_a_layer_that_took_the_place_of_the_notebooks_is_returned_as_it_is() -> None:
+    def train(model: Any) -> None:
+        global found
+        found = model.norm = torch.nn.Linear(7, 2)
+
+    model = Net()
+    with pytest.warns(UserWarning, match="model was not updated"):
+        run(train, model, out="found")
+    assert tuple(found.weight.shape) == (2, 7)  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("variables")
 def test_a_new_optimizer_is_one_of_the_notebooks_model() -> None:
     def train(model: Any) -> None:
         global found

@@ -57,5 +57,5 @@ def _libraries() -> tuple[str, ...]:
     for task in Path("/proc/self/task").glob("*"):  # on Linux
         with contextlib.suppress(OSError):  # it has just ended
             if int(task.name) not in known:
-                names.add((task / "comm").read_text().strip().partition("-")[0])
+                names.add((task / "comm").read_text(errors="replace").strip().partition("-")[0])
     return tuple(sorted(names & sys.modules.keys()))

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 _PARTS: dict[str, Callable[[], object]] = {
     "_threads": set,
@@ -32,11 +33,17 @@ def used_pools() -> list[ThreadPoolExecutor]:
     """
     pools: dict[int, ThreadPoolExecutor] = {}
     for thread in threading.enumerate():
-        for argument in getattr(thread, "_args", None) or ():
-            pool = argument() if isinstance(argument, weakref.ref) else None
-            if isinstance(pool, ThreadPoolExecutor) and _PARTS.keys() <= vars(pool).keys():
+        arguments = vars(thread).get("_args")  # a class of the user's may call anything so
+        for argument in arguments if type(arguments) is tuple else ():
+            pool: Any = argument() if type(argument) is weakref.ref else None
+            if issubclass(type(pool), ThreadPoolExecutor) and _is_usual(pool):
                 pools[id(pool)] = pool
     return list(pools.values())
+
+
+def _is_usual(pool: Any) -> bool:
+    own = vars(pool)
+    return _PARTS.keys() <= own.keys() and type(own["_work_queue"]) is queue.SimpleQueue
 
 
 def renew(pools: Iterable[ThreadPoolExecutor]) -> None:

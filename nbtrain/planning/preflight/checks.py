@@ -59,7 +59,7 @@ def initialized(facts: Facts) -> Iterator[Finding]:
 
 def accelerator_state(facts: Facts) -> Iterator[Finding]:
     """An Accelerator of the notebook knows of one process: with it, each rank would train alone."""
-    for held in facts.accelerate_held if facts.forks and not facts.is_alone else ():
+    for held in facts.accelerate_held if facts.forks else ():
         place = f" ({held.place})" if held.place else ""
         article = "an" if held.kind[0] in "AEIOU" else "a"
         message = f"`{held.name}` is {article} {held.kind} of the notebook, made for one process"

@@ -79,11 +79,6 @@ class Facts:
         return self.plan.num_processes or 1
 
     @property
-    def is_alone(self) -> bool:
-        """Whether the world has one rank."""
-        return self.ranks == 1 and self.plan.nodes is None
-
-    @property
     def on_cpu(self) -> bool:
         """Whether the ranks train on the CPU, for want of an accelerator or by choice."""
         asked = self.env.get("ACCELERATE_USE_CPU", "").lower()
@@ -118,7 +113,7 @@ def gather(plan: Plan, device: str, engine: EngineTraits) -> Facts:
             accelerator_guard.first_cause(name) for name in sorted(accelerator_guard.initialized())
         ),
         accelerate_held=tuple(accelerate_objects.made_for_one(plan.task))
-        if accelerate_objects.is_set()
+        if accelerate_objects.is_set() and not _may_stay(plan)
         else (),
         shared_handles=tuple(shared_handles.find(plan.task)) if engine.forks_kernel else (),
         in_process_group=bool(dist and dist.is_available() and dist.is_initialized()),
@@ -143,6 +138,13 @@ def gather(plan: Plan, device: str, engine: EngineTraits) -> Facts:
         port_trouble=trouble or "",
         port_listener=processes.port_listener(port) if trouble else "",
     )
+
+
+def _may_stay(plan: Plan) -> bool:
+    """Whether one rank, alone, can go on with an Accelerator that the notebook made."""
+    wanted = plan.mixed_precision or "no"
+    is_alone = plan.num_processes == 1 and plan.nodes is None
+    return is_alone and wanted in ("no", accelerate_objects.precision())
 
 
 def _visible(device: str, env: Mapping[str, str]) -> tuple[int, tuple[Gpu, ...]]:

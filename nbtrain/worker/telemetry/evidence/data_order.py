@@ -12,6 +12,9 @@ from .work_sample import digest
 
 _harmless = guarded("looking at the order of the data")
 
+PASSES = 3
+"""Passes in one order that are a fault: an epoch may go over its data twice."""
+
 _SAME_ORDER = Finding(
     "set-epoch",
     "a DistributedSampler gives its data in the same order in each epoch.",
@@ -36,7 +39,7 @@ class DataOrder:
     def __init__(self) -> None:
         self._found: list[Finding] = []
         self._known: set[str] = set()  # the codes of what was found
-        self._epochs = weakref.WeakKeyDictionary[Any, int]()
+        self._epochs = weakref.WeakKeyDictionary[Any, tuple[int, int]]()
         self._first: tuple[int, list[str]] = 0, []  # of a stream's pass: its number, its batches
 
     @_harmless
@@ -49,9 +52,11 @@ class DataOrder:
         )
         if not isinstance(sampler, cls) or not sampler.shuffle:
             return
-        if self._epochs.get(sampler) == sampler.epoch:
+        epoch, passes = self._epochs.get(sampler, (None, 0))
+        passes = passes + 1 if epoch == sampler.epoch else 1
+        self._epochs[sampler] = sampler.epoch, passes
+        if passes == PASSES:
             self._find(_SAME_ORDER)
-        self._epochs[sampler] = sampler.epoch
 
     @_harmless
     def see_batch(self, iterator: Any, number: int, batch: Any) -> None:

@@ -47,6 +47,10 @@ RIGHT = {
     "not shuffled": {"shuffle": False},
     "one worker": {"source": "Stream(False)", "options": "num_workers=1"},
     "split": {"source": "Stream(True)", "options": "num_workers=2"},
+    "two passes an epoch": {
+        "begin": "sampler.set_epoch(epoch)\n        for (x,) in loader: model(x).sum().backward(); "
+        "optimizer.step()"
+    },
     "a new sampler": {
         "begin": "loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data))"
     },
