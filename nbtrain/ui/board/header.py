@@ -326,7 +326,8 @@ def _done(state: RunState) -> Figure | None:
             remarks.append(f"{int(100 * done)} % done")
         return Figure("took", took, tuple(remarks))
     if done is None:
-        return Figure("at", where, (more,) if more else ()) if where else None
+        places = tuple(filter(None, [where, more]))
+        return Figure("at", places[0], places[1:]) if places else None
     return Figure("done", f"{int(100 * done)} %", (more or where,))
 
 
