@@ -430,7 +430,7 @@ def test_a_model_that_is_gone_is_reported() -> None:
 BEHIND = """%%distributed -n 2 --background --out found,losses {options}
 import os, time
 loss = model(torch.ones(1, 3)).square().sum()
-loss.backward(); opt.step(); sched.step()
+loss.backward(); opt.step(); sched.step()  # nbtrain: ignore[migrate]
 found, losses = "the run's", [loss.item()]
 while not os.path.exists("go"): time.sleep(0.02)
 """
