@@ -454,7 +454,7 @@ class LiveRanks:
     def _run_now(self, plan: Plan, targets: Sequence[int]) -> Run:
         try:
             run = self._launched(plan, targets)
-        except BaseException as error:
+        except BaseException as error:  # an interrupt too: `debug` asks for what was raised last
             self.error = error
             self._failed = _cause(last_run())
             raise
@@ -478,7 +478,7 @@ class LiveRanks:
         try:
             self._behind = self._launched(plan, targets)
             self._behind_on = targets
-        except BaseException:
+        except BaseException:  # an interrupt too: nobody else would set it
             self._is_free.set()
             raise
         return self._behind

@@ -159,6 +159,14 @@ def test_the_ranks_that_stay_can_be_used_after_the_debugger_was_left(live: Noteb
     assert live.value("ranks['x']") == [0, 1]
 
 
+@pytest.mark.parametrize("other", ["raise ValueError('planted')", "time.sleep(600)"])
+def test_quitting_ends_the_cell_whatever_the_other_rank_does(live: Notebook, other: str) -> None:
+    cell = f"%%distributed\nimport time\nif nbtrain.rank():\n    {other}\nelse:\n    breakpoint()"
+    out = live.run(cell, answers=["p 'here'", "q"], timeout=60)
+    assert out.ename == ("ValueError" if "raise" in other else "KeyboardInterrupt"), out
+    assert live.run("%distributed 1 + 1").stdout == "[ranks 0–1] 2\n"
+
+
 def test_debug_opens_on_the_rank_that_failed(live: Notebook) -> None:
     assert live.run(f"%%distributed\n{FAILS}").ename == "ValueError"
     out = live.run("%debug", answers=["p 'value is', value", "u", "q"])

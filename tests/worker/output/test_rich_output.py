@@ -123,7 +123,9 @@ def test_without_a_page_a_display_is_its_text(notebook: Notebook) -> None:
 def test_a_widget_that_a_rank_changes_is_noted_once(notebook: Notebook, made: str) -> None:
     notebook.run("from ipywidgets import Label\nlabel = Label('before')")
     out = notebook.run(f"%%distributed -n 2\n{made}for n in 'ab': label.value = n")
-    note = "a widget (Label) was changed in a rank, which shows nowhere. Print the value, log it,"
+    note = (
+        "a rank changed a widget (Label); the notebook does not show that. Print the value, log it,"
+    )
     assert out.board.count(note) == 1
     assert notebook.value("label.value") == "before"
     out = notebook.run("%%distributed -n 2\nfrom tqdm.notebook import tqdm\nlist(tqdm(range(3)))")
