@@ -31,7 +31,7 @@ from ..planning.plan import Call, Plan
 from ..planning.world import Rendezvous
 from ..system import gpus, host
 from ..system.source_files import cell_name
-from ..system.text import plural
+from ..system.text import plural, with_article
 from ..tracking import clock, launch_log, run_folder
 from ..tracking.diagnosis import stacks
 from ..tracking.launch_log import LOGGER
@@ -158,7 +158,9 @@ def launch(
     """
     given = locals()
     if not callable(function):
-        raise PlanError(f"launch needs a function to call, not a {type(function).__name__}")
+        raise PlanError(
+            f"launch needs a function to call, not {with_article(type(function).__name__)}"
+        )
     kwargs, given, notes = shared_out(function, args, kwargs, given)
     check_rank_argument(function, args, kwargs)
     call = Call(function, args, kwargs)
@@ -200,16 +202,18 @@ def notebook_launcher(
         LaunchError: the ranks could not be started, or the nodes did not meet.
         PreflightError, RankDied, KeyboardInterrupt, Exception: see `launch`.
     """
+    given = with_article(type(function).__name__)
     if not callable(function):
         raise PlanError(
-            f"notebook_launcher needs a function, not a {type(function).__name__}. If this is what "
-            "a training returned, it ran in this kernel, without ranks: pass the function itself, "
-            "as in notebook_launcher(trainer.train, num_processes=2)"
+            f"notebook_launcher needs a function, not {given}. If this is what a training "
+            "returned, it ran in this kernel, without ranks: pass the function itself, as in "
+            "notebook_launcher(trainer.train, num_processes=2)"
         )
     if not isinstance(args, (tuple, list)):
+        given = with_article(type(args).__name__)
         raise PlanError(
-            f"args must be a tuple of the function's arguments, not a {type(args).__name__}: write "
-            "args=(x,), with the comma, for one argument x"
+            f"args must be a tuple of the function's arguments, not {given}: write args=(x,), with "
+            "the comma, for one argument x"
         )
     nodes = None
     if (num_nodes, node_rank) != (1, 0):

@@ -28,7 +28,10 @@ class Call:
     @property
     def name(self) -> str:
         """What to call a run of the function, which may be any callable."""
-        return str(getattr(self.function, "__name__", type(self.function).__name__))
+        function: Any = self.function
+        while type(function) is partial:
+            function = function.func
+        return str(getattr(function, "__name__", type(function).__name__)).strip("<>")
 
 
 @dataclass(frozen=True)

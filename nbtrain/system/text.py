@@ -65,6 +65,11 @@ def format_duration(seconds: float) -> str:
     return f"{hours}:{minutes_left:02d}:{rest:02d} h" if hours else f"{minutes}:{rest:02d} min"
 
 
+def with_article(noun: str) -> str:
+    """Return a noun with its article: ``an int``, ``a str``."""
+    return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"
+
+
 def plural(count: int, noun: str) -> str:
     """Write a number of things: ``1 rank``, ``2 ranks``, ``12,000 lines``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

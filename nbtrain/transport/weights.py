@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import NbtrainError
 from ..planning.task_values import is_optimizer, is_scheduler
+from ..system.text import with_article
 from .adapters import insert, undone
 from .fingerprints import fingerprint, fingerprints, on_cpu, same_bits
 from .tensor_kinds import (
@@ -307,8 +308,7 @@ def prepared_load(
     """
     kind, saved = kind_of(target), file.about["kind"]
     if saved != kind:
-        articles = {"optimizer": "an"}
-        here, there = (f"{articles.get(each, 'a')} {each}" for each in (kind, saved))
+        here, there = map(with_article, (kind, saved))
         raise NbtrainError(f"{file.path.name} holds {there}, not {here}")
     file.check()
     if kind == "model":

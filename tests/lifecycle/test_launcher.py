@@ -39,6 +39,9 @@ def test_one_process_is_forked_too_and_none_means_auto() -> None:
 
     assert nbtrain.notebook_launcher(os.getpid, (), 1).value != os.getpid()
     assert len(nbtrain.notebook_launcher(lambda: 1).results) == 2
+    named = functools.partial(functools.partial(max, 2), 3)
+    assert nbtrain.launch(named, num_processes=1, view="none").state.name == "max"
+    assert nbtrain.launch(lambda: 1, num_processes=1, view="none").state.name == "lambda"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from ...planning.cell import with_lookalikes
 from ...planning.option_parser import checked, parser, plan_fields, split_line, split_options
 from ...planning.plan import Call, Plan
 from ...system.host import usable_cpus
-from ...system.text import plural, shorten
+from ...system.text import plural, shorten, with_article
 from .report import ScalingReport, Size
 from .timed_function import timed
 
@@ -125,7 +125,7 @@ def _measure(plan: Plan, ranks: tuple[int, ...], repeat: int) -> ScalingReport:
     """Run the plan with each number of ranks; see `scaling`."""
     if not callable(plan.task.function):
         kind = type(plan.task.function).__name__
-        raise PlanError(f"scaling needs a function to call, not a {kind}")
+        raise PlanError(f"scaling needs a function to call, not {with_article(kind)}")
     if not ranks or any(type(number) is not int or number < 1 for number in (*ranks, repeat)):
         problem = f"ranks and repeat must be whole numbers ≥ 1, not {ranks!r} and {repeat!r}"
         raise PlanError(f"scaling: {problem}")

@@ -32,7 +32,7 @@ from ...planning import task_values
 from ...planning.option_parser import IDLE_TIMEOUT, plan_fields
 from ...planning.plan import Call, Cell, Plan
 from ...planning.task_values import is_model
-from ...system.text import format_duration, format_ranks, plural
+from ...system.text import format_duration, format_ranks, plural, with_article
 from ...tracking import clock
 from ...tracking.run_folder import RunFolder
 from ...transport import payload, result_pickler
@@ -436,7 +436,9 @@ class LiveRanks:
         updated, and the causing rank's own exception is raised.
         """
         if not callable(function):
-            raise PlanError(f"run needs a function to call, not a {type(function).__name__}")
+            raise PlanError(
+                f"run needs a function to call, not {with_article(type(function).__name__)}"
+            )
         call = Call(function, args, kwargs)
         return self.run_plan(Plan(call, call.name))
 

@@ -11,7 +11,7 @@ from ...findings import Finding
 from ...system import tpu
 from ...system.accelerator_guard import OF_ONE_PROCESS
 from ...system.gpus import Holder
-from ...system.text import format_bytes, format_bytes_of, plural
+from ...system.text import format_bytes, format_bytes_of, plural, with_article
 from ...system.torch_xla import INSTALL
 from ..shared_handles import Kind
 from .facts import Facts, Question
@@ -61,8 +61,9 @@ def accelerator_state(facts: Facts) -> Iterator[Finding]:
     """An Accelerator of the notebook knows of one process: with it, each rank would train alone."""
     for held in facts.accelerate_held if facts.forks else ():
         place = f" ({held.place})" if held.place else ""
-        article = "an" if held.kind[0] in "AEIOU" else "a"
-        message = f"`{held.name}` is {article} {held.kind} of the notebook, made for one process"
+        message = (
+            f"`{held.name}` is {with_article(held.kind)} of the notebook, made for one process"
+        )
         if held.is_trainer:
             remedy = f"Make the {held.kind} and its TrainingArguments inside the training function."
         elif held.kind == "Accelerator":

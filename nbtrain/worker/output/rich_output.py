@@ -99,7 +99,8 @@ class RichOutput:
         """Report, once, that a widget was changed here: no message of it leaves a rank."""
         if not self._has_noted_widget and api.active is not None and api.active.rank == 0:
             self._has_noted_widget = True
-            text = f"a rank changed a widget ({type(widget).__name__}); the notebook does not show that."
+            name = type(widget).__name__
+            text = f"a rank changed a widget ({name}); the notebook does not show that."
             remedy = "Print the value, log it, or return it and change the widget in the notebook."
             api.active.writer.write(ev.RunNote.of(Finding("widget", text, remedy)))
 
