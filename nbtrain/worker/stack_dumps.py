@@ -97,7 +97,7 @@ def install(
                     _keep.append(_start_recorder(lasting.recorder(rank), ranks, writer))
                 _size, in_group, members, _backend, _store, group = args[:6]
                 if not members:  # the default group: numbers begin again, under the same names
-                    os.utime(lasting.recorder(rank))  # see `collectives.parse`, `since`
+                    _date(lasting.recorder(rank), _end_of_recorded())
                 if members and in_group >= 0:
                     name, of = str(group), tuple(members)
                     _groups[name] = of
@@ -208,22 +208,27 @@ def _server(path: Path) -> object:
     """Start the server. Nothing may fail once it is there: its destructor can wait for ever."""
     from torch._C._distributed_c10d import _WorkerServer
 
-    inherited = _end_of_inherited()  # raises where torch is too old for it, as 2.4 is
+    inherited = _end_of_recorded()  # raises where torch is too old for it, as 2.4 is
     # A socket's name has room for some 107 bytes: it is given through the folder's descriptor.
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         short = f"/proc/self/fd/{folder}/{path.name}" if sys.platform == "linux" else str(path)
         with _quiet_stderr():  # it announces itself as a warning
             server: object = _WorkerServer(short, -1)
-        with contextlib.suppress(OSError):
-            os.utime(short, ns=(0, inherited))
+        _date(short, inherited)
         return server
     finally:
         os.close(folder)
 
 
-def _end_of_inherited() -> int:
-    """Return the time, in ns, after all that the recorder inherited with the kernel's memory.
+def _date(socket: str | Path, recorded: int) -> None:
+    """Note, at a recorder's socket, the time in ns before which nothing counts."""
+    with contextlib.suppress(OSError):
+        os.utime(socket, ns=(0, recorded))
+
+
+def _end_of_recorded() -> int:
+    """Return the time, in ns, after all that the recorder has: inherited, or of a group before.
 
     0 if that is nothing: then no clock that is set back hides what the rank itself does.
     """
