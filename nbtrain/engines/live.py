@@ -46,7 +46,7 @@ class Members(Protocol):
     def new_task(self, folder: RunFolder | None = None) -> int: ...
     def end(self, how: str) -> None: ...
     def occupied(self) -> contextlib.AbstractContextManager[None]: ...
-    def parts_there(self, sent: Mapping[str, Any]) -> Mapping[int, Part]: ...
+    def parts_there(self, sent: Mapping[str, Any], ranks: Sequence[int]) -> Mapping[int, Part]: ...
 
 
 class LiveEngine(Engine):
@@ -76,7 +76,7 @@ class LiveEngine(Engine):
             missing = {name: value for name, value in needed.items() if name not in has}
             self.sent = list(missing)
             self.notes = _sent_note(missing)
-            there = dict(self._members.parts_there(missing))
+            there = dict(self._members.parts_there(missing, self._targets))
             plan = replace(plan, task=replace(task, namespace=missing))
         self._parcel = payload.pack(plan, is_fresh=False, there=there)
 

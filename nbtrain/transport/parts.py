@@ -113,8 +113,8 @@ def shapes(value: Any) -> list[Any] | None:
 def layout(value: Any, models: Mapping[str, Any]) -> list[Any] | None:
     """Return what two models, or optimizers, have in common if one can take the other's state.
 
-    Of an optimizer, that is whose parameters it steps: those of `models`. None where a state is not
-    all of it: of packed weights, of a scheduler with a function of the user's.
+    Of an optimizer, that is whose parameters it steps: those of `models`. None where a state may
+    not be all of it: of a model with packed weights, and of any scheduler.
     """
     value = unwrapped(value)
     if is_optimizer(value):

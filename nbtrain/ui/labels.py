@@ -69,7 +69,7 @@ def bar_positions(rank: RankState) -> str:
 
 
 _AT_REST = ("stuck?", "waiting")
-"""Of a hang: ranks that go no way on."""
+"""The marks of ranks that make no progress in a hang."""
 
 
 def rate(rank: RankState) -> str:

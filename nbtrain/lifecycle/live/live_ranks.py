@@ -722,8 +722,8 @@ class LiveRanks:
     def push(self, *names: str, **values: Any) -> None:
         """Send variables of the notebook, by name, or other values, to every rank.
 
-        A model, an optimizer or a scheduler is loaded into one of the same layout that they have,
-        in place: what they have put around it, or made of it, goes on with it.
+        A model or an optimizer is loaded into one of the same layout that they have, in place:
+        what they have put around it, or made of it, goes on with it.
         """
         notebook = _notebook()
         missing = [name for name in names if name not in notebook]
@@ -733,7 +733,8 @@ class LiveRanks:
         alike = self._alike(sent)
         new = {name: value for name, value in sent.items() if name not in alike}
         states = {name: state(value) for name, value in alike.items()}
-        packed = payload.pack_values(new, states, self.parts_there(new, alike))
+        there = self.parts_there(new, list(self._names), alike)
+        packed = payload.pack_values(new, states, there)
         try:
             message = {"do": "put", "sent": list(new)}
             answers = self._ask(self._channels, message, packed.descriptors[0])
@@ -753,7 +754,7 @@ class LiveRanks:
         known = {
             name: value
             for name, value in with_state(values).items()
-            if self._has(name) and all(map(self._know_class, classes(value)))
+            if self._have(name, self._names) and all(map(self._know_class, classes(value)))
         }
         if not known:
             return {}
@@ -762,24 +763,25 @@ class LiveRanks:
         return {
             name: value
             for name, value in known.items()
-            if (mine := layout(value, models)) and all(a["layouts"][name] == mine for a in answers)
+            if (own := layout(value, models)) and all(a["layouts"][name] == own for a in answers)
         }
 
     def _know_class(self, cls: type) -> bool:
         """Whether the ranks have a class as it is: a cell may have defined it anew."""
         return cls.__module__ != "__main__" or self._snapshot.is_same(cls.__qualname__, cls)
 
-    def _has(self, name: str) -> bool:
-        return all(name in names for names in self._names.values())
+    def _have(self, name: str, ranks: Iterable[int]) -> bool:
+        return all(name in self._names[rank] for rank in ranks)
 
     def parts_there(
-        self, sent: Mapping[str, Any], alike: Mapping[str, Any] | None = None
+        self, sent: Mapping[str, Any], ranks: Sequence[int], alike: Mapping[str, Any] | None = None
     ) -> dict[int, Part]:
-        """Return the parts of the notebook's models that the ranks have, for what is `sent`.
+        """Return the parts of the notebook's models that `ranks` have, for what is `sent` to them.
 
         Those of `alike` become the same. Raises `PlanError` for an optimizer of another model.
         """
-        has = {n: v for n, v in with_state(_notebook()).items() if self._has(n) and n not in sent}
+        known = {n: v for n, v in with_state(_notebook()).items() if n not in sent}
+        has = {n: v for n, v in known.items() if self._have(n, ranks)}
         same = {n: v for n, v in has.items() if n in (alike or ()) or self._snapshot.is_same(n, v)}
         there = parts({**same, **(alike or {})})
         others = parts({name: value for name, value in has.items() if name not in same})
@@ -805,13 +807,15 @@ class LiveRanks:
             self._pull_in_place(list(known), notebook)
         elif known:
             fetched = self._sent(known, rank)
-            for name, value in fetched.items():
-                mine = layout(known[name], known)
-                if mine is None or layout(value, fetched) != mine:
+            for name, value in fetched.items():  # all, before any of the notebook's is changed
+                own_layout = layout(known[name], known)
+                if own_layout is None or layout(value, fetched) != own_layout:
                     raise NbtrainError(
-                        f"`{name}` of rank {rank} has not the layout of the notebook's, or has "
-                        f"more than tensors. ranks[{name!r}][{rank}] is a copy, if it is small"
+                        f"`{name}` of rank {rank} differs from the notebook's in more than its "
+                        "values, so it cannot be loaded into that one. "
+                        f"ranks[{name!r}][{rank}] is a copy, if it is small"
                     )
+            for name, value in fetched.items():
                 load_state(known[name], state(value))
         self._snapshot.take(known, notebook)
         rest = [name for name in names if name not in known]

@@ -85,7 +85,7 @@ _SHARED: dict[Kind, tuple[str, str]] = {
         "Read it in a cell above, and give what was read to the training function.",
     ),
     "database": (
-        "is a connection to an SQLite database. SQLite forbids to use it in forked processes: "
+        "is a connection to an SQLite database. SQLite forbids using it in forked processes: "
         "ranks may read wrong data, and damage the database",
         "Connect inside the training function, or where the data set first reads.",
     ),

@@ -50,8 +50,8 @@ def packed(
             refers = {**there, **known} if _order(value) in (1, 2) else known
             refers = {i: part for i, part in refers.items() if part[0] != name}
             if limit is None and _order(value) in (1, 2):
-                mine = parts.parts({name: value})
-                if lost := [every[i][0] for i in mine if _is_lost(i, refers, every)]:
+                steps = parts.parts({name: value})
+                if lost := [every[i][0] for i in steps if _is_lost(i, refers, every)]:
                     raise NbtrainError(f"it steps `{lost[0]}`: pull that one, too")
             if any(map(is_sharded, [value, *(value.parameters() if is_model(value) else ())])):
                 raise NbtrainError(

@@ -188,6 +188,22 @@ def test_a_model_and_its_optimizer_are_one_thing_in_whichever_cells_they_are_rea
     assert "(True, True)" in live.run(f"%distributed {tied}").stdout
 
 
+def test_a_model_and_its_optimizer_are_one_thing_on_a_rank_of_its_own(live: Notebook) -> None:
+    live.run("net = torch.nn.Linear(4, 1)\nopt = torch.optim.AdamW(net.parameters())")
+    live.run("%%rank 0\n_ = net")
+    out = live.run("%%rank 0\nopt.param_groups[0]['params'][0] is net.weight")
+    assert "[rank 0] True" in out.stdout
+
+
+def test_a_pull_that_fails_changes_nothing(live: Notebook) -> None:
+    live.run("first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)")
+    live.run("%nbtrain push first, second")
+    live.run("%%distributed\n_ = first.weight.data.zero_()\nsecond = torch.nn.Linear(3, 3)")
+    out = live.run("%nbtrain pull first second --rank 1")
+    assert "`second` of rank 1 differs from the notebook's in more than its values" in out.evalue
+    assert live.value("bool(first.weight.abs().sum() > 0)")
+
+
 def test_a_model_that_is_pushed_goes_on_in_what_the_ranks_made_of_it(live: Notebook) -> None:
     live.run(TRAIN)
     live.run("torch.nn.init.constant_(model.weight, 7.0)")
