@@ -124,7 +124,11 @@ def _fork_ranks(
         received["parcel"] = f"/proc/self/fd/{parcel[0]}"
     for number, order in enumerate(request["ranks"]):
         body = partial(_be_rank, {**order, **received}, number, gate, connection, os.getpid())
-        fork_process(body)
+        try:
+            fork_process(body)
+        except OSError as error:  # else the kernel would wait for the rank
+            _say(connection, unfit=f"only {number} ranks could be forked ({error.strerror})")
+            return 1
     return 0
 
 

@@ -11,6 +11,7 @@ and libuv reads from many at once (in the kernel, that would leave a pair of des
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -91,8 +92,8 @@ class StoreProcess:
         if self.pid is None or not self._has_ended():
             return ""
         with open(os.dup(self._trouble), "rb") as file:
-            reason = file.read().decode("utf-8", "replace")
-        return f"the store in which the ranks meet has ended: {reason or 'it was killed'}"
+            reason = file.read().decode("utf-8", "replace").rstrip(".") or "it was killed"
+        return f"the store in which the ranks meet has ended: {reason}"
 
     def _has_ended(self) -> bool:
         assert self.pid is not None
@@ -164,5 +165,6 @@ def serve(listener: socket.socket) -> Any:
                 raise
             return store(use_libuv=False)
     except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        raise LaunchError(f"the ranks' store could not be served: {reason} {_LIMIT}") from error
+        reason = str(error).partition("\n")[0].rstrip(".")
+        limit = _LIMIT_OF_PROCESSES if os.strerror(errno.EAGAIN) in reason else _LIMIT
+        raise LaunchError(f"the ranks' store could not be served: {reason}. {limit}") from error

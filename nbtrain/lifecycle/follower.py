@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+from ..errors import LaunchError
 from ..tracking import clock
 from ..tracking import events as ev
 from ..tracking.event_log import new_events
@@ -51,8 +52,14 @@ class Follower:
         self._thread = threading.Thread(target=self._follow, name="nbtrain-follow", daemon=True)
 
     def start(self) -> None:
-        """Begin to follow."""
-        self._thread.start()
+        """Begin to follow. Raises `LaunchError` where this process can start no more threads."""
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise LaunchError(
+                f"no thread could be started to follow the run ({error}). "
+                "Raise the limit of processes and threads (ulimit -u)."
+            ) from error
 
     def wait_for_ranks(self, patience: float) -> bool:
         """Wait until the ranks were started; False if they will not be. Before `start`."""

@@ -443,7 +443,11 @@ def _start_in_background(
         printed = launch_log.printed_in(job.folder.launcher_log)
         raise LaunchError(". ".join(filter(None, (follower.state.explanation, printed))))
     draw_live(run, plan.view)
-    follower.start()
+    try:
+        follower.start()
+    except LaunchError:  # a run that the notebook cannot see is not left behind
+        follower.request_stop("because its kernel could not follow it")
+        raise
     return run
 
 

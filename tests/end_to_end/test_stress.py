@@ -36,6 +36,7 @@ from nbtrain.tracking.event_log import EventWriter, Reader, read_events
 from nbtrain.tracking.run_folder import RunFolder
 from tests.support.kernel import Notebook, Outputs
 from tests.support.waiting import is_gone, wait_until
+from tests.tools.faults import Unavailable, entering, pids_cgroup
 
 slow = pytest.mark.slow
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
@@ -176,6 +177,8 @@ def limited(real):
             raise BlockingIOError(errno.EAGAIN, 'Resource temporarily unavailable')
         return real(*args)
     return start
+from nbtrain.engines.process import fork_server
+fork_server.begin = lambda *_: None  # ranks by interpreters: the server's are shown below
 os.fork = limited(os.fork)
 subprocess._fork_exec = limited(subprocess._fork_exec)
 try:
@@ -205,6 +208,58 @@ def test_running_out_of_processes_names_how_many_started_and_leaves_none(
     assert out.stdout.startswith("LaunchError"), out.stderr
     assert said in out.stdout
     assert out.stdout.endswith("[]\n")
+
+
+LATE_LIMIT = """
+import os, pathlib, psutil, sys, time, nbtrain
+from nbtrain.engines import rendezvous
+from nbtrain.engines.process import fork_server
+fork_server.PATIENCE = 1000.0  # nobody waits for a rank that could not be forked
+limit = pathlib.Path(sys.argv[1]) / "pids.max"
+engine, allowed, where = sys.argv[2:]
+bind = rendezvous.bind
+def others_begin(*args):  # after the launch has looked how many may be started
+    rendezvous.bind = bind
+    limit.write_text(str(int((limit.parent / "pids.current").read_text()) + int(allowed)))
+    return bind(*args)
+options = {"engine": engine, "view": "none"}
+nbtrain.launch(lambda: None, num_processes=3, **options)
+before = set(psutil.Process().children())
+rendezvous.bind = others_begin
+try:
+    nbtrain.launch(lambda: time.sleep(60), num_processes=3, background=where == "background",
+                   **options)
+except nbtrain.NbtrainError as error:
+    print(type(error).__name__, error)
+for child in set(psutil.Process().children()) - before:
+    child.wait(60)  # whoever watched a run in the background ends its ranks
+print(nbtrain.Run.open(nbtrain.last_run().folder).state.status)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("engine", "allowed", "where", "told"),
+    [
+        ("spawn", 1, "foreground", "of 3 processes could be started"),
+        ("spawn", 4, "background", "no thread could be started to follow the run"),
+        ("fork", 2, "foreground", "only 2 of 3 processes could be forked"),
+        ("fork", 3, "foreground", "Raise the limit of processes"),
+    ],
+)
+def test_a_container_that_fills_up_during_a_launch_ends_it(
+    engine: str, allowed: int, where: str, told: str
+) -> None:
+    try:
+        with pids_cgroup(500) as group:
+            code = f"import os; {entering(group)}\n{LATE_LIMIT}"
+            command = [sys.executable, "-c", code, str(group), engine, str(allowed), where]
+            out = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    assert out.stdout.startswith("LaunchError"), out
+    assert told in out.stdout
+    assert out.stdout.split()[-1] in ("failed", "interrupted")
 
 
 @pytest.fixture

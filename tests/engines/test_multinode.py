@@ -25,6 +25,7 @@ from nbtrain.tracking.run_folder import RunFolder
 from nbtrain.worker.job import Job
 from nbtrain.worker.rank_environment import rank_environment
 from tests.support.kernel import Notebook, Outputs
+from tests.support.ports import free_port
 from tests.support.strangers import HALF_A_MESSAGE, Strangers
 from tests.support.waiting import wait_until
 
@@ -65,12 +66,6 @@ def kernel():
 """
 
 
-def _free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
-
-
 def _of_node(cell: str, node: int, port: int) -> str:
     return cell.replace("NODE", str(node)).replace("PORT", str(port))
 
@@ -84,7 +79,7 @@ class Pair:
 
     def both(self, cell: str, **options: Any) -> list[Outputs]:
         """Run a cell in each; ``NODE`` and ``PORT`` stand for what they say."""
-        port = _free_port()
+        port = free_port()
 
         def one(node: int) -> Outputs:
             more = options if node == 0 else {}
@@ -162,14 +157,14 @@ def test_an_interrupt_of_one_node_ends_the_ranks_of_the_other(pair: Pair) -> Non
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_node_that_waits_says_so_and_hears_an_interrupt(pair: Pair, node: int) -> None:
     kernel = pair.kernels[node]
-    cell = _of_node(f"notebook_launcher(train, (model,), {LAUNCH})", node, _free_port())
+    cell = _of_node(f"notebook_launcher(train, (model,), {LAUNCH})", node, free_port())
     out = kernel.run(cell, interrupt_on="waiting for the other nodes", timeout=25)
     assert out.ename == "KeyboardInterrupt"
     assert kernel.value("[a == b for a, b in zip(before, kernel())]") == [True] * 4
 
 
 def test_an_interrupt_is_heard_by_a_node_whose_port_strangers_hold(pair: Pair) -> None:
-    port, strangers = _free_port(), list[Strangers]()
+    port, strangers = free_port(), list[Strangers]()
 
     def come(outputs: Outputs) -> None:
         if "node 1 has not come" in str(outputs) and not strangers:
@@ -188,7 +183,7 @@ def test_an_interrupt_is_heard_by_a_node_whose_port_strangers_hold(pair: Pair) -
 
 @pytest.mark.slow
 def test_where_a_kernel_was_killed_the_ranks_of_the_other_node_end(pair: Pair) -> None:
-    port, cell = _free_port(), f"notebook_launcher(forever, (), {LAUNCH})"
+    port, cell = free_port(), f"notebook_launcher(forever, (), {LAUNCH})"
     left, lost = pair.kernels
     lost.client.execute(_of_node(cell, 1, port))
 
@@ -218,7 +213,7 @@ def _as_node(node: int, port: int, ranks: int = 1, seconds: float = 1) -> Any:
 )
 def test_a_node_that_does_not_come_is_waited_for_so_long(node: int, words: str) -> None:
     with pytest.raises(LaunchError, match=f"node {node} of 2 waited 1 s for the others: {words}"):
-        _as_node(node, _free_port())
+        _as_node(node, free_port())
 
 
 @pytest.mark.parametrize(

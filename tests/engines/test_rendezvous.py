@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import struct
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from nbtrain.errors import LaunchError, NbtrainError, RankDied
 from nbtrain.lifecycle import launcher
 from nbtrain.planning.plan import Call, Plan
 from tests.support.kernel import Notebook
+from tests.support.ports import free_port
 from tests.support.strangers import HALF_A_MESSAGE, Strangers
 from tests.support.waiting import is_gone, wait_until
 
@@ -29,8 +29,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="the store has a proc
 
 @pytest.fixture
 def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import http.cookiejar
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -26,6 +25,7 @@ import psutil
 import pytest
 
 from tests.support.kernel import Outputs, record
+from tests.support.ports import free_port
 from tests.support.waiting import is_gone, wait_until
 
 PROXY = shutil.which("configurable-http-proxy")
@@ -204,7 +204,7 @@ def leaves_no_process() -> None:
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
     folder: Path = tmp_path_factory.mktemp("hub")
-    page, api, inner = _free_ports(3)
+    page, api, inner = (free_port() for _ in range(3))
     paths = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
     variables = {
         "PYTHONPATH": paths,
@@ -252,16 +252,6 @@ def _ended_with_all_below(
             if not is_gone(left):
                 left.kill()
         wait_until(lambda: all(map(is_gone, below)), timeout=30)
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -16,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.support.ports import free_port
 from tests.support.waiting import is_gone, wait_until
 
 pytest.importorskip("marimo", reason="needs marimo: pip install -r tests/requirements/hosts.txt")
@@ -119,7 +119,7 @@ def opened(folder: Path, mode: str = "edit") -> Iterator[Page]:
     """Start marimo's server with the notebook, or with it as an app, and a page of it."""
     from websockets.sync.client import connect
 
-    path, port = folder / "notebook.py", _free_port()
+    path, port = folder / "notebook.py", free_port()
     path.write_text(NOTEBOOK.format(go=folder / "go"))
     command = (sys.executable, "-m", "marimo", "--quiet", mode, str(path), "--headless")
     options = ["--no-token", "--port", str(port)]
@@ -149,12 +149,6 @@ def opened(folder: Path, mode: str = "edit") -> Iterator[Page]:
             server.kill()
             server.wait()
         wait_until(lambda: all(map(is_gone, everyone)), timeout=30)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _answers(address: str) -> bool:

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tarfile
@@ -22,6 +21,7 @@ import psutil
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
 SHOTS = ROOT / "artifacts" / "browser"
@@ -162,14 +162,8 @@ class Server:
         return path
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _start(kind: str, folder: Path) -> tuple[subprocess.Popen[bytes], Server]:
-    root, port = folder / "notebooks", _free_port()
+    root, port = folder / "notebooks", free_port()
     root.mkdir()
     settings = folder / "settings" / "@jupyterlab" / "apputils-extension"
     settings.mkdir(parents=True)
