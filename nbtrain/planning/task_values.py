@@ -511,12 +511,16 @@ def returned(plan: Plan) -> dict[str, Any]:
     return {name: value for name, value in values.items() if first[id(value)] == name}
 
 
-def not_returned(plan: Plan) -> dict[str, Any]:
-    """Return the other models that the notebook has variables for, or in objects, by name."""
+def not_returned(plan: Plan, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the other models that the notebook has variables for, or in objects, by name.
+
+    `known` are those of `returned` when the task began, if that was earlier.
+    """
     if not plan.sync:
         return {}
     asked_for = {name.removesuffix(OF_ALL) for name in plan.out}
-    walk = _Walk([namespace(plan.task), *returned(plan).values()], follows=False)
+    closed = returned(plan) if known is None else known
+    walk = _Walk([namespace(plan.task), *closed.values()], follows=False)
     for name, value in {**models(plan.task), **by_name(plan.task)}.items():
         variable = re.split(r"[.[]", name)[0]
         if variable not in (*asked_for, "In", "Out") and not variable.startswith("_"):

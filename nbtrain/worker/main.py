@@ -98,7 +98,7 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
     task_values.keep_references(job.plan.task)
     first, size = (world.first - world.begin, world.size) if world else (0, job.world_size)
     api.activate(api.Reporter(writer, rank, size, first))
-    telemetry.install(job.plan.telemetry, job.plan)
+    telemetry.install(job.plan.telemetry, job.plan, ranks_stay=job.is_live)
     nested_launches.refuse()
     shown_errors.install()
     if not job.in_kernel:

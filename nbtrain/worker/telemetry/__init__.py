@@ -19,10 +19,13 @@ from .training_meter import TrainingMeter
 _meter: TrainingMeter | None = None
 
 
-def install(sources: Collection[str] = SOURCES, plan: Plan | None = None) -> None:
+def install(
+    sources: Collection[str] = SOURCES, plan: Plan | None = None, *, ranks_stay: bool = False
+) -> None:
     """Watch this rank's training, whether its libraries are imported already or later.
 
-    `plan` is what the rank runs, where it is known: its task names the notebook's models.
+    `plan` is what the rank runs, where it is known: its task names the notebook's models. Where
+    the `ranks_stay`, so do the models that they make.
     """
     global _meter
     reporter = api.active
@@ -37,7 +40,7 @@ def install(sources: Collection[str] = SOURCES, plan: Plan | None = None) -> Non
         _meter = TrainingMeter(reporter, plan)
         _meter.install(sources)
     if "steps" in sources and plan is not None and reporter.rank == 0:
-        UnsyncedModels(plan, reporter.writer).install()
+        UnsyncedModels(plan, reporter.writer, ranks_stay).install()
     if "trainer" in sources:
         integrations.watch_trainer()
     if "tracker" in sources:

@@ -1,14 +1,17 @@
 """Names the models that are trained in the ranks and stay there.
 
 A model that the cell makes and assigns to a variable of the notebook's is trained in the rank, and
-the notebook's variable keeps the old one. A model that the task does not refer to
+the notebook's variable keeps the old one; one that the cell assigns to a new variable, or to an
+attribute of the notebook's object, is nowhere else. A model that the task does not refer to
 (`nbtrain.planning.task_values`), such as a global of an imported module, is trained like any other,
 but only in the rank's copy, which ends with the rank. After the run it is too late to ask for the
-model, so both are named at an optimizer's first step.
+model, so each is named at an optimizer's first step.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
 import re
 import weakref
 from typing import Any
@@ -22,18 +25,24 @@ from ....planning.task_values import (
     not_returned,
     public,
     returned,
+    source_lines,
 )
 from ....system.instrumentation import undo_later, when_imported
+from ....system.text import plural
 from ....tracking import events as ev
 from ....tracking.event_log import EventWriter
 from ..safe_hooks import guarded
+
+_SAVES = re.compile(r"save|export|push_to_hub|state_dict|^\s*return\b")
+"""What a line says where the task itself takes care of what it has trained."""
 
 
 class UnsyncedModels:
     """Names the models that an optimizer trains and that stay in the ranks. Keeps nothing alive."""
 
-    def __init__(self, plan: Plan, writer: EventWriter) -> None:
+    def __init__(self, plan: Plan, writer: EventWriter, ranks_stay: bool = False) -> None:
         self._writer, self._task_is_cell = writer, isinstance(plan.task, Cell)
+        self._plan, self._ranks_stay = plan, ranks_stay
         self._seen = weakref.WeakSet[Any]()  # not ids: those of the dead come again
         self._named: set[str] = set()
         models = {name: value for name, value in returned(plan).items() if is_model(value)}
@@ -45,12 +54,11 @@ class UnsyncedModels:
         self._before = {name: weakref.ref(v) for name, v in known.items() if is_model(v)}
 
     def install(self) -> None:
-        """Watch what optimizers train, if there is anything to lose."""
-        if self._others or self._before:
-            when_imported(
-                "torch.optim.optimizer",
-                lambda m: undo_later(m.register_optimizer_step_post_hook(self._on_step).remove),
-            )
+        """Watch what optimizers train."""
+        when_imported(
+            "torch.optim.optimizer",
+            lambda m: undo_later(m.register_optimizer_step_post_hook(self._on_step).remove),
+        )
 
     @guarded("looking for models that are not copied back")
     def _on_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
@@ -74,6 +82,10 @@ class UnsyncedModels:
             self._writer.write(
                 ev.RunNote.of(Finding("replaced", _replaced(name, self._task_is_cell)))
             )
+        for name, model in self._new(trained).items():
+            self._named.add(name)
+            text = _only_there(name, model, self._task_is_cell)
+            self._writer.write(ev.RunNote.of(Finding("only-in-ranks", text)))
 
     def _replaced(self, trained: set[int]) -> list[str]:
         """Return the notebook's variables that are another model now, which is trained."""
@@ -85,6 +97,28 @@ class UnsyncedModels:
             and now is not (before := ref())
             and trained & (_parameters(now) - _parameters(before))
         ]
+
+    def _new(self, trained: set[int]) -> dict[str, Any]:
+        """Return the models that the task has made and trains, and keeps in a variable."""
+        if not trained or self._ranks_stay or self._takes_care:
+            return {}
+        known = {id(model) for model in self._others.values()}
+        new: dict[str, Any] = {}
+        for name, model in not_returned(self._plan, self._returned).items():
+            parameters = trained & _parameters(model)
+            trained = trained - parameters
+            if parameters and id(model) not in known and name not in self._named:
+                new[name] = model
+        return new
+
+    @functools.cached_property
+    def _takes_care(self) -> bool:
+        """Whether the task seems to save or to return what it trains."""
+        task = self._plan.task
+        match ast.parse(task.source).body if isinstance(task, Cell) else []:
+            case [*_, ast.Expr(value=ast.Name() | ast.Tuple() | ast.List() | ast.Dict())]:
+                return True
+        return any(map(_SAVES.search, source_lines(task)))
 
 
 def _text(names: list[str], is_cell: bool) -> str:
@@ -103,6 +137,18 @@ def _replaced(name: str, is_cell: bool) -> str:
     return (
         f"the {code} makes a new `{name}` and trains it, and the notebook's `{name}` stays as it "
         f"was. Add {option} to get the trained one, or {none} if you do not need it"
+    )
+
+
+def _only_there(name: str, model: Any, is_cell: bool) -> str:
+    variable = re.split(r"[.[ ]", name)[0]
+    option, none = (
+        (f"--out {variable}", "--no-sync") if is_cell else (f'out="{variable}"', "sync=False")
+    )
+    size = plural(sum(p.numel() for p in model.parameters()), "parameter")
+    return (
+        f"`{name}` ({size}) is trained in the ranks only, and is gone when the run ends. Add "
+        f"{option} to get it, or {none} if you do not need it"
     )
 
 

@@ -113,10 +113,64 @@ def test_a_cell_that_makes_a_new_model_says_that_the_notebook_keeps_the_old_one(
     assert not notebook.value("id(model) == before")
 
 
-def test_a_cell_that_wraps_the_notebooks_model_or_makes_its_own_shows_no_note(
+def test_a_cell_that_wraps_the_notebooks_model_shows_no_note(
     notebook: Notebook,
 ) -> None:
     notebook.run("model = torch.nn.Linear(2, 2)")
     wraps = REBINDS.format("").replace("torch.nn.Linear(2, 2)", "torch.nn.Sequential(model)")
     assert "⚠" not in notebook.run(wraps).board
-    assert "⚠" not in notebook.run(REBINDS.format("").replace("model", "net")).board
+
+
+LEARNER = """
+class Learner:
+    def fit(self):
+        self.net = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.net(torch.ones(1, 2)).sum().backward(); optimizer.step()
+learner = Learner()
+
+def makes_a_global():
+    global made
+    made = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    made(torch.ones(1, 2)).sum().backward(); optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("cell", "name", "option"),
+    [
+        (REBINDS.format("").replace("model", "net"), "net", "--out net"),
+        ("%%distributed -n 1\nlearner.fit()", "learner.net", "--out learner"),
+        ("nbtrain.launch(learner.fit, num_processes=1)", "learner.net", 'out="learner"'),
+        ("%%distributed -n 1\nmakes_a_global()", "made", "--out made"),
+    ],
+)
+def test_a_model_that_only_ranks_have_is_named_with_the_way_to_get_it(
+    notebook: Notebook, cell: str, name: str, option: str
+) -> None:
+    notebook.run(LEARNER)
+    board = notebook.run(cell).board
+    assert f"`{name}` (6 parameters) is trained in the ranks only, and is gone when" in board
+    assert f"Add {option} to get it, or" in board
+    assert board.count("is trained in the ranks only") == 1
+    if "--out" in option:
+        notebook.run(cell.replace("-n 1", f"-n 1 {option}"))
+        assert notebook.value(f"{name}.weight.numel()") == 4
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        REBINDS.format(" --out net").replace("model", "net"),
+        REBINDS.format(" --no-sync").replace("model", "net"),
+        REBINDS.format("").replace("model", "net") + "\ntorch.save(net, '/dev/null')",
+        REBINDS.format("").replace("model", "net") + "\nnet.state_dict()",
+        REBINDS.format("").replace("model", "net") + "\nnet",
+        "%%distributed -n 1\ndef train():\n    net = torch.nn.Linear(2, 2)\n"
+        "    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+        "    net(torch.ones(1, 2)).sum().backward(); optimizer.step()",
+    ],
+)
+def test_a_model_that_comes_back_or_is_saved_is_not_missed(notebook: Notebook, cell: str) -> None:
+    assert "in the ranks only" not in notebook.run(cell).board
