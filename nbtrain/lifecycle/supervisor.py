@@ -126,7 +126,7 @@ class Supervisor:
         self._disk = DiskWatch(folder, self._writer)
         self._hang_after = hang_after
         self._watchdog = HangWatchdog(folder, state.world_size, hang_after)
-        self._work = WorkComparison(state.world_size, self._cells)
+        self._work = WorkComparison(state.world_size, folder.cells)
         # Monotonic, as all times here: a clock that is set, or a laptop that slept, ends no run.
         self._stop = StopController(
             time.monotonic(),
@@ -395,11 +395,6 @@ class Supervisor:
             if running and not self._reader.is_slow and not self._folder.questions.exists():
                 return hangs.places(stacks.ask(self._folder, running, ANSWER))
         return ""
-
-    def _cells(self) -> dict[str, str]:
-        with contextlib.suppress(OSError, NbtrainError):  # deleted meanwhile
-            return dict(self._folder.read_manifest().get("cells", {}))
-        return {}
 
     def _is_pressed(self, interrupts: Interrupts) -> bool:
         """Whether ■ was pressed since the last question."""

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from .text import shorten
@@ -19,6 +19,7 @@ RANK_BODY = (str(PACKAGE / "worker" / "main.py"), str(PACKAGE / "worker" / "task
 """The files that call the user's task: what is above them in a stack is the launcher's."""
 
 _OWN = str(PACKAGE) + os.sep
+_CALL = re.compile(r'  File "([^"]+)", line \d+ in ')
 _LIBRARIES = tuple(
     {
         sysconfig.get_path(name) + os.sep
@@ -46,10 +47,37 @@ def is_library(filename: str) -> bool:
     )
 
 
+def without_launcher(lines: Iterable[str]) -> Iterator[str]:
+    """Yield lines of output without nbtrain's calls in the stacks that `faulthandler` lists.
+
+    Below the call of the user's task are those of the launcher, and in a forked rank the kernel's.
+    """
+    is_below = False
+    for line in lines:
+        call = _CALL.match(line)
+        is_below = call is not None and (is_below or call[1] in RANK_BODY)
+        if not is_below and not (call is not None and is_own(call[1])):
+            yield line
+
+
+_recorded: Callable[[], Mapping[str, str]] = dict
+
+
+def use_recorded_cells(names: Callable[[], Mapping[str, str]]) -> None:
+    """Have `cell_name` ask for names by files: this process may lack the notebook's cells."""
+    global _recorded
+    _recorded = names
+
+
 def cell_name(filename: str) -> str | None:
     """Return ``In[3]`` for the file name of a cell."""
     number = cell_numbers().get(filename)
-    return None if number is None else f"In[{number}]"
+    return _recorded().get(filename) if number is None else f"In[{number}]"
+
+
+def short_name(filename: str) -> str:
+    """Return a cell's name, or the last part of a file's."""
+    return cell_name(filename) or os.path.basename(filename)
 
 
 def cell_numbers() -> Mapping[str, int]:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..findings import Finding
+from ..system.source_files import without_launcher
 from ..system.text import strip_escapes, strip_escapes_by_line, without_rank
 from . import events as ev
 from .curves import CurvesDraft
@@ -242,8 +243,9 @@ def _phase(rank: Draft, event: ev.Phase) -> Draft:
 
 def _output(rank: Draft, event: ev.Output) -> Draft:
     number = event.rank
-    lines = tuple(without_rank(strip_escapes(ln), number) for ln in event.lines[-LOG_LINES:])
-    count = rank["log_count"] + event.passed + len(event.lines)
+    shown = [*without_launcher(event.lines)]
+    lines = tuple(without_rank(strip_escapes(ln), number) for ln in shown[-LOG_LINES:])
+    count = rank["log_count"] + event.passed + len(shown)
     return {"log": (rank["log"] + lines)[-LOG_LINES:], "log_count": count}
 
 

@@ -133,6 +133,12 @@ class RunFolder:
             return manifest
         raise NbtrainError(f"{self.manifest} is not the manifest of a run: {manifest!r:.40}")
 
+    def cells(self) -> dict[str, str]:
+        """Return the names of cells (``In[3]``) by their files; none where nobody knows them."""
+        with contextlib.suppress(OSError, NbtrainError):  # deleted meanwhile
+            return dict(self.read_manifest().get("cells", {}))
+        return {}
+
     def check_trust(self) -> None:
         """Raise `NbtrainError` for the folder of another user's, or that one can write to.
 

@@ -184,7 +184,7 @@ def _tried(error: BaseException, form: Any, shared: frozenset[type]) -> bytes | 
             if isinstance(rebuilt, BaseException) and _without_addresses(rebuilt) == text
             else None
         )
-    except (Exception, SystemExit):  # a user's exception may refuse pickling in any way
+    except Exception:  # a user's exception may refuse pickling in any way
         return None
 
 
@@ -192,7 +192,7 @@ def _is_portable(value: Any, shared: frozenset[type]) -> bool:
     try:
         result_pickler.loads(result_pickler.dumps(value, shared, limit=LARGEST))
         return True
-    except (Exception, SystemExit):  # whatever its reducer raises
+    except Exception:  # whatever its reducer raises
         return False
 
 
@@ -253,7 +253,7 @@ def _instance(captured: CapturedException) -> BaseException:
             error = _rebuilt(result_pickler.loads(captured.pickled))
             if isinstance(error, BaseException):
                 return error
-        except (Exception, SystemExit):
+        except Exception:
             pass  # a kernel that lacks the class; a class that can be built in a rank alone
     return RankError(f"{captured.type_name}: {captured.text}", type_name=captured.type_name)
 

@@ -54,6 +54,12 @@ class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]
     `inspect.getsource` fails, and a debugger shows nothing.
     """
 
+    def dump(self, obj: Any) -> None:
+        try:
+            super().dump(obj)
+        except SystemExit as error:  # of a user's __reduce__: nobody asked this process to end
+            raise pickle.PicklingError(f"it calls sys.exit({error.code!r})") from error
+
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is types.CodeType:
             make, arguments = self.dispatch_table[types.CodeType](obj)
@@ -177,7 +183,10 @@ def loads(data: bytes, find: Callable[[Any], Any] | None = None) -> Any:
 
 def load(file: IO[bytes], find: Callable[[Any], Any] | None = None) -> Any:
     """Rebuild a value from a file, as `loads` does."""
-    return (pickle.Unpickler(file) if find is None else _FindingUnpickler(file, find)).load()
+    try:
+        return (pickle.Unpickler(file) if find is None else _FindingUnpickler(file, find)).load()
+    except SystemExit as error:  # as in `CodePickler.dump`
+        raise RuntimeError(f"it calls sys.exit({error.code!r})") from error
 
 
 def dump_result(value: Any, shared: frozenset[type] = frozenset()) -> bytes:
@@ -203,7 +212,7 @@ def reading_trouble(data: bytes) -> str:
     try:
         if len(data) <= TRIED:
             loads(data)
-    except (Exception, SystemExit) as error:  # whatever the classes of its parts raise
+    except Exception as error:  # whatever the classes of its parts raise
         return f"{type(error).__name__}: {error}"
     return ""
 

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from ..system import host, instrumentation
-from ..system.source_files import cell_name, is_library, is_own
+from ..system.source_files import is_library, is_own, short_name
 from ..system.text import format_bytes
 from ..tracking import clock
 from ..tracking import events as ev
@@ -229,4 +229,4 @@ def _caller(frame: FrameType) -> FrameType:
 
 
 def _named(filename: str, line: int) -> str:
-    return f" at {cell_name(filename) or Path(filename).name}, line {line}"
+    return f" at {short_name(filename)}, line {line}"

@@ -20,7 +20,7 @@ from ..planning.plan import Task
 from ..system import torch_xla
 from ..system.files import Spare, separate_in_children, write_atomically
 from ..system.instrumentation import warn_where_users_call
-from ..system.source_files import is_own
+from ..system.source_files import is_own, use_recorded_cells
 from ..system.text import short_repr
 from ..tracking import clock
 from ..tracking import events as ev
@@ -86,6 +86,7 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
     """Run the plan's task in a process that is a rank already; see `main`."""
     os.environ["NBTRAIN_RUN"] = str(job.folder.path)
     stopping.activate(job.folder.stopping_file)
+    use_recorded_cells(job.folder.cells)
     writer = EventWriter(job.folder.events(rank))
     failure_evidence.report_os_exit(rank, writer)
     if not job.keeps_checkpoints:

@@ -68,3 +68,45 @@ def test_words_are_kept() -> None:
     run = nbtrain.last_run()
     assert run is not None
     assert run.logs(0) == "these words"
+
+
+def test_the_cell_of_an_exit_is_named_where_the_rank_does_not_have_it(notebook: Notebook) -> None:
+    notebook.run("import sys\ndef leaves():\n    sys.exit(3)")
+    number = notebook.value("len(In) - 2")
+    out = notebook.run("nbtrain.launch(leaves, num_processes=1, engine='spawn')")
+    assert f"(sys.exit(3) at In[{number}], line 3)" in out.evalue
+    assert not notebook.run("%nbtrain start -n 1").ename
+    try:
+        out = notebook.run("%%distributed\nimport sys\nsys.exit(4)")
+        number = notebook.value("len(In) - 2")
+        assert out.evalue == f"sys.exit(4) at In[{number}], line 3: live ranks stay"
+    finally:
+        notebook.run("%nbtrain stop")
+
+
+EXITS = """
+import sys
+class ExitsHere:
+    def __reduce__(self): sys.exit(4)
+def leave(): sys.exit(5)
+class ExitsThere:
+    def __reduce__(self): return (leave, ())
+"""
+
+
+@pytest.mark.parametrize(("kind", "code"), [("ExitsHere", 4), ("ExitsThere", 5)])
+def test_a_value_that_exits_when_it_is_copied_costs_itself_alone(
+    notebook: Notebook, kind: str, code: int
+) -> None:
+    notebook.run(EXITS)
+    out = notebook.run(f"%%distributed -n 2 --out x,y\nx = {kind}(); y = {code}")
+    assert not out.ename
+    assert "x was not updated: " in out.board
+    assert f"it calls sys.exit({code})" in out.board
+    assert notebook.value("y") == code
+    out = notebook.run(f"nbtrain.launch({kind}, num_processes=1)")
+    assert f"it calls sys.exit({code})" in out.board + out.evalue
+    if kind == "ExitsHere":
+        out = notebook.run("bad = ExitsHere()\nnbtrain.launch(lambda: bad, engine='spawn')")
+        assert out.ename == "PlanError"
+        assert "cannot be sent to a fresh process (it calls sys.exit(4))" in out.evalue

@@ -74,6 +74,11 @@ def test_a_death_is_told_with_the_ranks_last_words(
     assert "rank 0 was stopped" in out.traceback
     if "string_at" in code:  # faulthandler's Python stack of the moment
         assert "Fatal Python error: Segmentation fault" in out.traceback
+        assert f"In[{notebook.value('len(In) - 2')}], line 5 in train" in out.traceback
+        log = notebook.value("[line for r in nbtrain.last_run().state.ranks for line in r.log]")
+        for shown in (out.evalue, "\n".join(log)):
+            assert "/nbtrain/worker/" not in shown
+            assert "/IPython/" not in shown
     if "sorry" in code:
         assert "sorry" in out.traceback
 

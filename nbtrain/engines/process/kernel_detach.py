@@ -37,7 +37,7 @@ _LOST = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE}
 
 _NO_INPUT = (
     "nobody can type an answer for a rank. Ask in a separate cell and pass the answer to the "
-    "function; a debugger works with --engine inline"
+    "function. breakpoint() and pdb.post_mortem() open a debugger that asks the notebook"
 )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...errors import RankDied
+from ...system.source_files import cell_name
 from ...transport.exceptions import CapturedException, restore, set_notes
 
 _ECHOING = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
@@ -100,12 +102,21 @@ def describe_returncode(returncode: int | None) -> str:
     return f"was killed by {name}{hint}"
 
 
+_CALL = re.compile(r'^  File "([^"]+)"(?=, line \d+ in )', re.M)
+
+
+def _named(call: re.Match[str]) -> str:
+    """Name a cell as the notebook does, in a call that `faulthandler` has listed."""
+    name = cell_name(call[1])
+    return call[0] if name is None else f"  {name}"
+
+
 def to_exception(failure: Failure, note: str) -> BaseException:
     """Return what the notebook raises: the rank's own exception, or `RankDied`."""
     if failure.error is not None:
         error = restore(failure.error)
     else:
-        log, code = failure.log.rstrip(), failure.returncode
+        log, code = _CALL.sub(_named, failure.log.rstrip()), failure.returncode
         printed = f"Its last output:\n{log}" if log else "It had printed nothing."
         error = RankDied(
             f"rank {failure.rank} {failure.summary}. {printed}",

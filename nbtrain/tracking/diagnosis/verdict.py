@@ -14,7 +14,7 @@ from typing import Any
 
 from ...findings import Finding
 from ...system import tpu
-from ...system.source_files import is_library
+from ...system.source_files import is_library, without_launcher
 from ...system.text import format_bytes, format_bytes_of, format_duration, format_ranks
 from ...transport.exceptions import CapturedException, TracebackFrame
 from .. import events as ev
@@ -360,7 +360,8 @@ def final_lines(lines: list[str], count: int = 12) -> list[str]:
     crash = [i for i, line in enumerate(lines) if line.startswith("Fatal Python error:")]
     if not crash:
         return lines[-count:]
-    stacks = lines[crash[-1] + 1 :]
+    stacks = [*without_launcher(lines[crash[-1] + 1 :])]
+    stacks = [line for line in stacks if not line.startswith("Extension modules: ")]
     own = [i for i, line in enumerate(stacks) if line.startswith("Current thread ")]
     shown = [*lines[max(0, crash[-1] - 4) : crash[-1] + 1], *stacks[own[0] if own else 0 :]]
     files = [re.match(r'  File "(.*)", line \d+ in ', line) for line in shown]

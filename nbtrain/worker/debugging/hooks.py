@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import traceback
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 from ...errors import NbtrainError
 from ...system import instrumentation
-from ...system.source_files import cell_name, is_own
+from ...system.source_files import is_own
 from ...tracking import clock
 from ...tracking import events as ev
 from ...tracking.event_log import EventWriter
@@ -38,6 +39,7 @@ def install(job: Job, rank: int, writer: EventWriter, scratch: str) -> None:
     instrumentation.replace(sys, "breakpointhook", _active.stop_here)
     for module in ("pdb", "IPython.core.debugger"):
         instrumentation.patch(module, "set_trace", _active.set_trace)
+    instrumentation.patch("pdb", "post_mortem", _active.post_mortem)
     if job.plan.debug or job.is_live:
         instrumentation.patch(
             "torch.distributed.distributed_c10d", "_get_default_timeout", _wait_for_ever
@@ -72,45 +74,51 @@ class Debugging:
     """The debugger of one task of a rank; it costs nothing until it is opened."""
 
     def __init__(self, job: Job, rank: int, writer: EventWriter, scratch: str) -> None:
-        self._unanswered, self._folder = job.unanswered, job.folder
+        self._unanswered = job.unanswered
         self._rank, self._writer = rank, writer
         self._process = os.getpid()
         name = f"debugger-{rank}"
-        self._file = NotebookFile(Path(scratch), name, self._report, self._name_of)
-        self._debugger: Any = None
+        self._file = NotebookFile(Path(scratch), name, self._report)
+        self._debuggers = threading.local()  # what one traces is of one thread
 
     def _report(self, address: str, place: str) -> None:
         self._writer.write(ev.Debugger(clock.now(), self._rank, address=address, place=place))
-
-    def _name_of(self, filename: str) -> str:
-        """Return a cell's name, or the last part of a file's: a fresh process has no cells."""
-        known = cell_name(filename)
-        if known is None:
-            with contextlib.suppress(OSError, NbtrainError):  # deleted meanwhile
-                known = dict(self._folder.read_manifest().get("cells", {})).get(filename)
-        return known or os.path.basename(filename)
 
     def set_trace(self, _original: Any, *_args: Any, **_options: Any) -> None:
         """Do what ``pdb.set_trace()`` does."""
         self.stop_here()
 
+    def post_mortem(self, original: Any, error: Any = None, *_args: Any) -> None:
+        """Do what ``pdb.post_mortem()`` does: open the debugger where an exception was raised."""
+        error = error or sys.exc_info()[1] or sys.exc_info()[2]
+        if isinstance(error, TracebackType):
+            error = Exception("from a traceback").with_traceback(error)
+        if error is None:
+            original()  # which raises what it raises everywhere
+        self._check("pdb.post_mortem()")
+        self.look_into(error)
+
     def stop_here(self, *_args: Any, **_options: Any) -> None:
         """Open the debugger at the caller. Raises `NbtrainError` where nobody can answer."""
         if os.environ.get("PYTHONBREAKPOINT") == "0":
             return
+        self._check("breakpoint()")
+        if not hasattr(self._debuggers, "own"):
+            self._debuggers.own = make_debugger(self._file)
+        self._debuggers.own.set_trace(_caller())
+
+    def _check(self, call: str) -> None:
+        """Raise `NbtrainError` where nobody can answer."""
         if os.getpid() != self._process:
             raise NbtrainError(
-                "breakpoint() works in a rank itself, not in a process that it has started. For a "
+                f"{call} works in a rank itself, not in a process that it has started. For a "
                 "worker of a DataLoader, use num_workers=0 meanwhile"
             )
         if self._unanswered:
             raise NbtrainError(
-                f"breakpoint() needs somebody who answers. Here {self._unanswered}. Delete it, or "
+                f"{call} needs somebody who answers. Here {self._unanswered}. Delete it, or "
                 "run the cell in the foreground of a notebook or a terminal, on this host"
             )
-        if self._debugger is None:
-            self._debugger = make_debugger(self._file)
-        self._debugger.set_trace(_caller())
 
     def look_into(self, error: BaseException) -> None:
         """Open the debugger at the frame that raised, until it is left."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from ...system.source_files import RANK_BODY, is_own
+from ...system.source_files import RANK_BODY, is_own, short_name
 from ...transport.channel import Channel, Listener
 from .. import stopping
 
@@ -33,11 +33,8 @@ class NotebookFile:
 
     encoding = "utf-8"
 
-    def __init__(
-        self, folder: Path, name: str, report: Report, name_of: Callable[[str], str]
-    ) -> None:
+    def __init__(self, folder: Path, name: str, report: Report) -> None:
         self._folder, self._name, self._report = folder, name, report
-        self._name_of = name_of
         self._listener: Listener | None = None
         self._channel: Channel | None = None
         self._text: list[str] = []
@@ -56,7 +53,7 @@ class NotebookFile:
         """Call for someone to answer, and begin with the place in the code."""
         if self._listener is None:
             self._listener = Listener(self._folder, self._name)
-        self._place = f"{self._name_of(filename)}, line {line}"
+        self._place = f"{short_name(filename)}, line {line}"
         if stopping.active is not None:  # an interrupt is seen below: a debugger swallows it
             self._asks, stopping.active.is_asked = stopping.active.is_asked, True
         self._report(str(self._listener.address), self._place)
@@ -174,6 +171,14 @@ def make_debugger(file: NotebookFile, *, is_over: bool = False) -> Any:
                     file.leave(comes_back=not is_over and self.stoplineno != -1)
             if file.has_ended and not is_over:
                 _stop()
+
+        def stop_here(self, frame: FrameType) -> bool:
+            return bool(super().stop_here(frame)) and not is_own(frame.f_code.co_filename)
+
+        def user_return(self, frame: FrameType, value: Any) -> None:
+            super().user_return(frame, value)
+            if frame.f_back is not None and frame.f_back.f_code.co_filename in RANK_BODY:
+                self.set_continue()  # the task is over: "next" would go through what called it
 
         def do_interact(self, _arg: str) -> None:
             self.message("There is no interact here: type statements one by one, as !x = 3.")

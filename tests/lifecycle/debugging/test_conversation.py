@@ -83,6 +83,57 @@ def test_a_breakpoint_opens_a_prompt_for_each_rank(notebook: Notebook, engine: s
     assert notebook.value("nbtrain.last_run().results") == [1, 11]
 
 
+def test_next_at_the_end_of_the_code_goes_on_and_shows_no_code_of_ours(
+    notebook: Notebook,
+) -> None:
+    cell = "def train():\n    x = 1\n    breakpoint()\n    y = 2\ntrain()\nz = 3"
+    out = notebook.run(f"%%distributed -n 1\n{cell}", answers=["n"] * 9)
+    assert not out.ename
+    assert len(out.prompts) == 4  # y = 2, its return, z = 3, its return
+    assert "nbtrain/worker" not in plain(out)
+    returns = notebook.run(f"%%distributed -n 1\n{STOPS}", answers=["r", "s", "s", "s"])
+    assert not returns.ename
+    assert len(returns.prompts) == 2
+
+
+def test_two_threads_are_in_the_debugger_one_after_the_other(notebook: Notebook) -> None:
+    cell = (
+        "import threading\n"
+        "def train():\n"
+        "    def work(n):\n"
+        "        v = n * 10\n"
+        "        breakpoint()\n"
+        "        results.append(v + 1)\n"
+        "    results = []\n"
+        "    threads = [threading.Thread(target=work, args=(n,)) for n in (1, 2)]\n"
+        "    [t.start() for t in threads]; [t.join() for t in threads]\n"
+        "    return sorted(results)"
+    )
+    out = notebook.run(f"%%distributed -n 1\n{cell}", answers=["p 'v is', v", "c"] * 2)
+    assert not out.ename, out
+    assert {*re.findall(r"'v is', (\d+)", plain(out))} == {"10", "20"}
+    assert notebook.value("nbtrain.last_run().value") == [11, 21]
+
+
+@pytest.mark.parametrize("given", ["", "error", "error.__traceback__"])
+def test_post_mortem_opens_the_debugger_where_it_was_raised(notebook: Notebook, given: str) -> None:
+    cell = (
+        "import pdb\n"
+        "def train():\n"
+        "    try:\n"
+        "        q = 5\n"
+        "        1 / 0\n"
+        "    except ZeroDivisionError as error:\n"
+        f"        pdb.post_mortem({given})\n"
+        "    return 7"
+    )
+    out = notebook.run(f"%%distributed -n 1\n{cell}", answers=["p 'q is', q", "q"])
+    assert not out.ename, out
+    assert "'q is', 5" in plain(out)
+    assert re.search(r"rank 0 stopped at In\[\d+\], line 6", plain(out))
+    assert notebook.value("nbtrain.last_run().value") == 7
+
+
 def test_quitting_ends_the_run_as_an_interrupt_does(notebook: Notebook) -> None:
     out = notebook.run(f"%%distributed -n 2\n{STOPS}", answers=["q"])
     assert out.ename == "KeyboardInterrupt"
