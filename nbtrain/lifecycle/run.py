@@ -275,13 +275,15 @@ class Run:
 
         Columns are epoch, steps (optimizer steps since the start), seconds (with the validation), a
         column for each loss and metric, and best. Each is the mean over ranks of what was seen, or
-        logged last, in the epoch.
+        logged last, in the epoch. Where a function trains more than once, as for folds, the column
+        training says which it is, and each has a best.
 
         Raises `MissingExtra` where pandas is not installed.
         """
         table = epoch_table(self.state)
         rows = (
             {
+                **({"training": r.training} if table.has_trainings else {}),
                 "epoch": r.epoch,
                 "steps": r.steps,
                 "seconds": r.seconds,
@@ -290,7 +292,8 @@ class Run:
             }
             for r in table.rows
         )
-        return past.table(list(rows), "run.epochs", ("epoch", "steps", "seconds"))
+        first = ("training",) if table.has_trainings else ()
+        return past.table(list(rows), "run.epochs", (*first, "epoch", "steps", "seconds"))
 
     def card(self) -> Card:
         """Return a picture of the run to share, 600 pixels wide; it draws itself.

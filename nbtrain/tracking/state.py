@@ -206,6 +206,8 @@ class EpochRow:
     """The last values logged from its first step to the next epoch's."""
     ended: float = 0.0
     """Seconds since the epoch; with its validation."""
+    training: int = 1
+    """Of a loop over folds, which fold; a training begins where the loop counts epochs anew."""
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from ..tracking import events as ev
 from ..tracking.curves import Series
 from ..tracking.diagnosis import verdict
 from ..tracking.overview.epochs import better as better
+from ..tracking.overview.epochs import present_training as present_training
 from ..tracking.overview.epochs import validation_of as validation_of
 from ..tracking.overview.run_progress import LONGEST, is_of_epoch, of_bars
 from ..tracking.reducers import METRICS

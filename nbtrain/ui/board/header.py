@@ -358,7 +358,7 @@ def _loss(state: RunState) -> Figure | None:
     if series.last is None:
         return Figure(name, "nan", ("not finite",))
     value, spread = format_number(series.last), tuple(filter(None, [labels.spread_of(series)]))
-    now, before, steps = trend(series)
+    now, before, steps = trend(series.since(labels.present_training(state)[1]))
     change = (now - before) / abs(before) if before else 0.0
     if not steps or not math.isfinite(change):
         return Figure(name, value, spread)
@@ -376,6 +376,8 @@ def trend(series: Series) -> tuple[float, float, int]:
     chance: by three standard errors of their difference.
     """
     band = series.band
+    if not band:
+        return 0.0, 0.0, 0
     last, span = band[-1].x, band[-1].x - band[0].x
     for part in (span / 8, span / 4):
         new = [each for each in band if each.x > last - part]
@@ -397,13 +399,14 @@ def _mean(band: Sequence[Bin]) -> tuple[float, float]:
 
 
 def _best(state: RunState) -> Figure | None:
-    """Return the best value of a metric of the validation."""
-    for name, series in state.curves.logged.items():
+    """Return the best value of a metric of the validation, of the last training."""
+    training, begins = labels.present_training(state)
+    for name, whole in state.curves.logged.items():
+        series = whole.since(begins)
         if series.bins and (direction := labels.better(name)) and name != "loss":
             at = labels.best(series, direction)
-            return Figure(
-                f"best {shorten(name, 24)}", format_number(at[1]), (f"at {_step(at[0])}",)
-            )
+            remarks = [f"at {_step(at[0])}", *([f"of training {training}"] if training > 1 else [])]
+            return Figure(f"best {shorten(name, 24)}", format_number(at[1]), tuple(remarks))
     return None
 
 
