@@ -379,7 +379,7 @@ class Run:
     def __repr__(self) -> str:
         state = self.state
         return (
-            f"<Run {state.name}: {state.outcome}, {plural(state.world_size, 'rank')}, "
+            f"<Run {state.title}: {state.outcome}, {plural(state.world_size, 'rank')}, "
             f"{state.elapsed(clock.now(state.clock_offset)):.1f} s>"
         )
 
@@ -504,7 +504,7 @@ def _remember_curve(run: Run) -> None:
     points = smoothed(curves[metric].band) if metric is not None else []
     if metric is None or len(points) < 8:
         return
-    title = state.name if state.number is None else f"{state.name} #{state.number}"
+    title = state.title if state.number is None else f"{state.title} #{state.number}"
     rounded = [(x, float(f"{y:.5g}")) for x, y in evenly(points, MOST_POINTS - 1)]
     _outlines.pop(state.name, None)
     _outlines[state.name] = {"title": title, "metric": metric, "points": rounded}
