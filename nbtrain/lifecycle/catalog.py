@@ -43,7 +43,7 @@ def page(infos: list[RunInfo]) -> str:
     skipped = [f"{name} {reason}: skipped" for name, reason in folders.foreign().items()]
     if not infos:
         return "\n".join([f"No run is kept in {folders.root()}.", *skipped])
-    head = ("", "run", "status", "when", "ranks", "took", "last", "", "result")
+    head = ("", "run", "title", "status", "when", "ranks", "took", "last", "", "result")
     lines = text_table([head, *(_row(info) for info in infos)], "<" * len(head))
     hint = "%nbtrain show RUN displays a run, %nbtrain stop RUN ends it (RUN: its number)."
     return "\n".join([*lines, "", *skipped, hint])
@@ -58,6 +58,7 @@ def _row(info: RunInfo) -> tuple[str, ...]:
     return (
         "" if info.number is None else f"#{info.number}",
         info.name,
+        shorten(info.title, 32),
         info.status,
         time.strftime("%a %d %b %H:%M", time.localtime(info.created)),
         plural(info.ranks, "rank"),

@@ -275,13 +275,15 @@ class Run:
 
         Columns are epoch, steps (optimizer steps since the start), seconds (with the validation), a
         column for each loss and metric, and best. Each is the mean over ranks of what was seen, or
-        logged last, in the epoch.
+        logged last, in the epoch. Where a function trains more than once, as for folds, the column
+        training says which it is, and each has a best.
 
         Raises `MissingExtra` where pandas is not installed.
         """
         table = epoch_table(self.state)
         rows = (
             {
+                **({"training": r.training} if table.has_trainings else {}),
                 "epoch": r.epoch,
                 "steps": r.steps,
                 "seconds": r.seconds,
@@ -290,7 +292,8 @@ class Run:
             }
             for r in table.rows
         )
-        return past.table(list(rows), "run.epochs", ("epoch", "steps", "seconds"))
+        first = ("training",) if table.has_trainings else ()
+        return past.table(list(rows), "run.epochs", (*first, "epoch", "steps", "seconds"))
 
     def card(self) -> Card:
         """Return a picture of the run to share, 600 pixels wide; it draws itself.
@@ -376,7 +379,7 @@ class Run:
     def __repr__(self) -> str:
         state = self.state
         return (
-            f"<Run {state.name}: {state.outcome}, {plural(state.world_size, 'rank')}, "
+            f"<Run {state.title}: {state.outcome}, {plural(state.world_size, 'rank')}, "
             f"{state.elapsed(clock.now(state.clock_offset)):.1f} s>"
         )
 
@@ -501,7 +504,7 @@ def _remember_curve(run: Run) -> None:
     points = smoothed(curves[metric].band) if metric is not None else []
     if metric is None or len(points) < 8:
         return
-    title = state.name if state.number is None else f"{state.name} #{state.number}"
+    title = state.title if state.number is None else f"{state.title} #{state.number}"
     rounded = [(x, float(f"{y:.5g}")) for x, y in evenly(points, MOST_POINTS - 1)]
     _outlines.pop(state.name, None)
     _outlines[state.name] = {"title": title, "metric": metric, "points": rounded}

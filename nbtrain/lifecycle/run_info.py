@@ -13,6 +13,7 @@ from typing import Any
 
 from ..findings import Finding
 from ..planning import build_estimate
+from ..planning.cell import number_of_untitled
 from ..planning.plan import Cell, Plan, Task
 from ..planning.secrets import is_secret
 from ..planning.task_values import arguments, returned
@@ -110,7 +111,7 @@ def run_info(folder: RunFolder) -> RunInfo:
         given if isinstance(given, dict) else {},
         metrics,
         state.number,
-        state.name,
+        state.full_title,
         strip_escapes(results[-1], 80) if results and results[-1] != "None" else "",
         tuple(float(value) for value in lately if math.isfinite(value)),
         state.clock_offset,
@@ -130,6 +131,7 @@ def manifest(
 
     return {
         "name": plan.name,
+        "cell": number_of_untitled(plan.task, plan.name),
         "created": clock.now(),
         "clock": clock.offset(),
         "engine": plan.engine,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import difflib
+import re
 from collections.abc import Iterable
 from typing import Any
 
 from ..errors import PlanError
 from ..system.text import shorten
 from .option_parser import rank_call
-from .plan import Cell, Parameter
+from .plan import Cell, Parameter, Task
 from .source_names import bound_names
 
 
@@ -72,12 +73,30 @@ def with_lookalikes(name: str, known: Iterable[str]) -> str:
 def title(cell: Cell) -> str:
     """Return a name for the run: the function with its numbers, or a line of the cell."""
     if cell.function is None:
+        if script := _script(cell):
+            return shorten(script, 60)
         lines = [line for line in cell.source.splitlines() if line.strip()]
         dull = ("#", "import ", "from ", "%", "!")
         telling = (line for line in lines if not line.lstrip().startswith(dull))
         return shorten(next(telling, lines[0]).strip().rstrip(" :"), 60)
     shown = (_filled(p, cell.namespace) for p in cell.parameters)
     return f"{cell.function}({', '.join(shown)})"
+
+
+def number_of_untitled(task: Task, name: str) -> int | None:
+    """Return the number of a cell that has neither a function, nor a script, nor a name given."""
+    if not isinstance(task, Cell) or task.function is not None or _script(task):
+        return None
+    return task.number if name == title(task) else None
+
+
+_RUN = re.compile(r"^get_ipython\(\)\.run_line_magic\('run', '(?:-\S+ (?:\d+ )?)*([^ '\"]+)", re.M)
+
+
+def _script(cell: Cell) -> str:
+    """Return the file that a cell runs by ``%run train.py --epochs 3``; "" for other cells."""
+    found = _RUN.search(cell.source)
+    return found[1].rpartition("/")[2] if found else ""
 
 
 def _filled(parameter: Parameter, namespace: dict[str, Any]) -> str:

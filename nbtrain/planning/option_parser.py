@@ -16,6 +16,7 @@ from ..findings import Finding
 from ..system.text import did_you_mean
 from .option_types import SECONDS, Option, is_variable
 from .plan import OPTIONS, Call, Task
+from .task_values import expression_of
 
 MAGIC_ONLY = (
     Option(
@@ -196,13 +197,27 @@ def check_rank_argument(function: Callable[..., Any], args: Sequence[Any], given
     except ValueError:
         return
     except TypeError:
-        name = getattr(function, "__name__", "function")
+        call = Call(function, tuple(args), given)
         needed = [p for p in parameters.values() if p.default is p.empty]
-        if call := rank_call(name, [p.name for p in needed if p.kind in _POSITIONAL]):
+        names = [p.name for p in needed if p.kind in _POSITIONAL]
+        if rank_call(call.name, names):
             raise PlanError(
-                f"{name}() takes its rank first, as for mp.spawn. "
-                f"Write `nbtrain.launch(lambda: {call})`."
+                f"{call.name}() takes its rank first, as for mp.spawn. {_rank_remedy(call, names)}"
             ) from None
+
+
+def _rank_remedy(call: Call, parameters: Sequence[str]) -> str:
+    """Return what to pass in place of a function that takes its rank: a line that runs as it is."""
+    name = expression_of(call)
+    if not name:
+        return f"Take `{parameters[0]}` out of its parameters, and use `nbtrain.rank()` in it."
+    with suppress(TypeError):  # what is given fits behind the rank
+        inspect.signature(call.function).bind(0, *call.args, **call.kwargs)
+        stars = [*(["*args"] if call.args else []), *(["**kwargs"] if call.kwargs else [])]
+        if stars:
+            rest = ", ".join(stars)
+            return f"Pass `lambda {rest}: {name}(nbtrain.rank(), {rest})` in its place."
+    return f"Pass `lambda: {rank_call(name, parameters)}` in its place."
 
 
 def rank_call(name: str, parameters: Sequence[str]) -> str:

@@ -358,6 +358,19 @@ def owner_name(call: Call) -> str:
     return ""
 
 
+def expression_of(call: Call) -> str:
+    """Return how the notebook can write a call's function: by its name or a variable; or ""."""
+    function: Any = call.function
+    name = getattr(function, "__name__", "")
+    if type(function) is FunctionType and name.isidentifier():
+        return str(name)
+    if type(function) is MethodType:
+        owner = owner_name(call)
+        return f"{owner}.{name}" if owner else ""
+    known = public(vars(sys.modules["__main__"]))
+    return next((name for name, value in known.items() if value is function), "")
+
+
 class _Walk:
     """Goes over values and what they hold, breadth first, so that short names win."""
 

@@ -6,6 +6,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterable
+from html import unescape
 from typing import Any
 
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
@@ -93,6 +94,16 @@ def without_controls(text: str) -> str:
     """
     lines = (line.rstrip("\r").rsplit("\r", 1)[-1] for line in _ANSI.sub("", text).split("\n"))
     return "\n".join(_CONTROL.sub("", line) for line in lines)
+
+
+def text_of_html(html: str) -> str:
+    """Return the words of a page, a row of a table in a line, without tags."""
+    html = re.sub(r"<(style|script)\b.*?(?:</\1\s*>|\Z)|<!--.*?-->", "", html, flags=re.S | re.I)
+    html = re.sub(r"\s+", " ", html)
+    html = re.sub(r"</(?:tr|p|div|li|h\d)\s*>|<(?:br|p)\b[^>]*>", "\n", html, flags=re.I)
+    html = re.sub(r"</t[dh]\s*>", "  ", html, flags=re.I)
+    lines = unescape(re.sub(r"</?[a-z][^>]*>", "", html, flags=re.I)).split("\n")
+    return "\n".join(filter(None, map(str.strip, lines)))
 
 
 def strip_escapes_by_line(text: str | None) -> str | None:

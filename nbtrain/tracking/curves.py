@@ -167,6 +167,19 @@ class Series:
         groups = groupby(rest, lambda each: min(most, int((each.x - begin) / width)))
         return [*first, *(reduce(joined, group) for _, group in groups)]
 
+    def since(self, step: float) -> Series:
+        """Return the curve behind a step; of one that counts anew, no more than the present count.
+
+        Minus infinity is the whole.
+        """
+        if step == -math.inf:
+            return self
+        begins = [end.first for end in self.ends.values() if end.shift]
+        bins = {
+            k: b for k, b in self.bins.items() if (b.x >= min(begins) if begins else b.x > step)
+        }
+        return replace(self, bins=bins)
+
     @property
     def bounds(self) -> tuple[float, float]:
         """The lowest and the highest value there was."""

@@ -352,6 +352,9 @@ class Ended(Event):
 NO_VARIABLE = "no-variable"
 """The code of a value of ``--out`` that was not returned, as there was no variable."""
 
+NOT_HELD = "not-held"
+"""The code of a model that was updated, and that the notebook has no way to."""
+
 IN_PART = "in-part"
 """The code of weights that were loaded only in part."""
 
@@ -392,7 +395,7 @@ class ArtifactLoaded(Event, kind="loaded"):
     trouble: str = ""
     """Why it could not be loaded."""
     code: str = ""
-    """Of the trouble: `NO_VARIABLE`, `IN_PART`, or ""."""
+    """Of the trouble: `NO_VARIABLE`, `IN_PART`, or ""; without a trouble `NOT_HELD`, or ""."""
 
 
 @dataclass(frozen=True)

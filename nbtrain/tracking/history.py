@@ -99,4 +99,10 @@ def table(rows: Sequence[Row], name: str, first: Sequence[str]) -> Any:
             f'{name} is a DataFrame and needs pandas: pip install "nbtrain[history]"'
         ) from error
     columns = dict.fromkeys([*first, *(name for row in rows for name in row)])
-    return pd.DataFrame({name: [row.get(name) for row in rows] for name in columns})
+    return pd.DataFrame({_valid(n): [_valid(row.get(n)) for row in rows] for n in columns})
+
+
+def _valid(value: Any) -> Any:
+    """Return a value that Arrow can hold: a text with its lone surrogates written as escapes."""
+    text = isinstance(value, str)
+    return value.encode("utf-8", "backslashreplace").decode() if text else value

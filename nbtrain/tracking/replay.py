@@ -125,6 +125,7 @@ def initial_state(manifest: Mapping[str, Any], place: Path | str = "the manifest
         if_killed=_texts(manifest.get("if_killed")),
         attempts=1 + (restarts if type(restarts) is int else 0),
         number=number if type(number := manifest.get("number")) is int else None,
+        cell=cell if type(cell := manifest.get("cell")) is int else None,
         earlier=_earlier(manifest.get("earlier")),
         clock_offset=_clock_offset(manifest),
     )

@@ -206,6 +206,8 @@ class EpochRow:
     """The last values logged from its first step to the next epoch's."""
     ended: float = 0.0
     """Seconds since the epoch; with its validation."""
+    training: int = 1
+    """Of a loop over folds, which fold; a training begins where the loop counts epochs anew."""
 
 
 @dataclass(frozen=True)
@@ -398,6 +400,8 @@ class RunState:
     """The first loss of any rank that was not finite."""
     number: int | None = None
     """By which people call it: ``train #12``."""
+    cell: int | None = None
+    """The number of the cell that runs, where it has no function: `name` is a line of it."""
     earlier: EarlierRun | None = None
     clock_offset: float | None = None
     """Of the launcher's `clock`, which dates the events; None if it is of another host or boot."""
@@ -405,6 +409,16 @@ class RunState:
     @property
     def is_over(self) -> bool:
         return self.ended is not None
+
+    @property
+    def title(self) -> str:
+        """What people call it in short: ``train(model)``, ``cell [12]``."""
+        return self.name if self.cell is None else f"cell [{self.cell}]"
+
+    @property
+    def full_title(self) -> str:
+        """The title, that of a cell with its first telling line."""
+        return self.name if self.cell is None else f"{self.title} {self.name}"
 
     @property
     def explanation(self) -> str:

@@ -92,11 +92,16 @@ def _head(state: RunState, now: float) -> tuple[str, int]:
         + _text(width / 2, 16, f"{sign} {status}", 13, f' fill="{ink}" text-anchor="middle"')
     )
     number = "" if state.number is None else f" #{state.number}"
-    name = shorten(state.name, max(12, int((_INNER - width) / 9.4) - len(number))) + number
-    mono = ' font-family="ui-monospace,Menlo,Consolas,monospace" font-weight="600"'
+    room = int((_INNER - width) / 9.4)
+    name = shorten(state.title, max(12, room - len(number))) + number
+    mono = ' font-family="ui-monospace,Menlo,Consolas,monospace"'
     day = time.strftime("%-d %b %Y", time.localtime(state.created))
     facts = shorten(f"{labels.facts(state, now, brief=True)} · {day}", 92)
-    pill += _text(width + 10, 17, name, 15, mono)
+    pill += _text(width + 10, 17, name, 15, f'{mono} font-weight="600"')
+    if state.cell is not None and room > len(name) + 12:
+        line = shorten(state.name, room - len(name) - 2)
+        x = width + 10 + 9.4 * (len(name) + 1)
+        pill += _text(x, 17, line, 13, f'{mono} fill="{_SOFT}"')
     return pill + _text(0, 42, facts, 12, f' fill="{_SOFT}"'), 44
 
 

@@ -25,6 +25,7 @@ from ..tracking import events as ev
 from ..tracking.curves import Series
 from ..tracking.diagnosis import verdict
 from ..tracking.overview.epochs import better as better
+from ..tracking.overview.epochs import present_training as present_training
 from ..tracking.overview.epochs import validation_of as validation_of
 from ..tracking.overview.run_progress import LONGEST, is_of_epoch, of_bars
 from ..tracking.reducers import METRICS
@@ -457,7 +458,13 @@ def artifact_lines(state: RunState) -> list[str]:
         ranks, size = format_ranks([r for r, _ in sent]), format_bytes(sum(s.size for _, s in sent))
         content = {"model": f"{format_count(saved.parameters)} parameters", "value": "value"}
         label = f"{name}: {content.get(saved.what, 'state')}"
-        if name in state.loaded:
+        if loaded is not None and loaded.code == ev.NOT_HELD:
+            kind = "model" if saved.what == "model" else "optimizer"
+            lines.append(
+                f"{label} from {ranks} ({size}), in no variable of the notebook: "
+                f"run.load({kind}, {name!r}) loads it into one that you have"
+            )
+        elif name in state.loaded:
             if saved.adapters:
                 label = label.replace(": ", f": PEFT's adapter {saved.adapters} added, ", 1)
             lines.append(f"{label}{'' if is_value else ' updated'} from {ranks} ({size})")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..tracking.diagnosis import stragglers, verdict
-from ..tracking.diagnosis.remedies import remedies
+from ..tracking.diagnosis.remedies import remedies, remedies_of_rank
 from ..tracking.state import RankState, RunState
 from . import labels
 
@@ -50,7 +50,7 @@ def next_step(state: RunState) -> str:
     if labels.is_stuck(state):
         return _STUCK
     if culprit is not None:
-        return _after_failure(culprit)
+        return _after_failure(culprit, state)
     if state.status == "lost":
         return _LOST
     if state.status == "timed out":
@@ -66,10 +66,10 @@ def next_step(state: RunState) -> str:
     return _FASTER if stragglers.are_short_of_data(state) else ""
 
 
-def _after_failure(rank: RankState) -> str:
+def _after_failure(rank: RankState, state: RunState) -> str:
     """Return the remedy of a known error, else of its kind, else the line to change."""
     kind, line = verdict.kind_and_line(rank)
-    known = remedies(f"{line}\n{rank.error or ''}")
+    known = remedies(f"{line}\n{rank.error or ''}") or remedies_of_rank(rank, state)
     if known:
         return known[0]
     if text := _OF_KIND.get(kind):

@@ -22,7 +22,7 @@ def summary(state: RunState, now: float) -> str:
     """Return the whole run in a few lines, its notes first."""
     state = labels.with_badges(stragglers.with_slow_ranks_marked(state))
     mark = {"succeeded": "✓", "failed": "✗"}.get(state.outcome, "⚠" if state.flaw else "●")
-    head = f"{mark} {state.name[:200]}: {state.outcome} · {labels.facts(state, now)}"
+    head = f"{mark} {state.full_title[:200]}: {state.outcome} · {labels.facts(state, now)}"
     returned = [f"  {each.arrow}{each.text[:_RESULT]}" for each in labels.results(state)]
     returned += [f"  {line}" for line in labels.artifact_lines(state)]
     message = [f"  {state.explanation[:_RESULT]}"] if state.message else []

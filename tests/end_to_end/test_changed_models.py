@@ -242,3 +242,70 @@ def test_nothing_is_said_of_a_model_that_arrives(notebook: Notebook, train: str)
     assert "is changed" not in board
     assert "rounded" not in board
     assert "12 parameters updated from rank 0" in board
+
+
+HELD = """
+import copy, functools
+net, nets = torch.nn.Linear(3, 3), [torch.nn.Linear(3, 3)]
+class Holder:
+    def __init__(self):
+        self.net = torch.nn.Linear(3, 3)
+    def train(self):
+        fit(self.net)
+def fit(model):
+    steps(model, 2, 3)
+def closed_over():
+    inner = torch.nn.Linear(3, 3)
+    return lambda: fit(inner)
+def within():
+    local = torch.nn.Linear(3, 3)
+    nbtrain.launch(fit, local)
+    return local
+holder, kept, parent = Holder(), closed_over(), torch.nn.Sequential(torch.nn.Linear(3, 3))
+"""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "nbtrain.notebook_launcher(fit, (copy.deepcopy(net),), 2)",
+        "nbtrain.notebook_launcher(fit, args=[torch.nn.Linear(3, 3)], num_processes=2)",
+        "nbtrain.launch(functools.partial(fit, copy.deepcopy(net)))",
+        "nbtrain.launch(closed_over())",
+        "nbtrain.launch(lambda model=copy.deepcopy(net): fit(model))",
+        "nbtrain.launch(Holder().train)",
+    ],
+)
+def test_a_model_that_the_notebook_does_not_hold_is_not_said_to_be_updated(
+    notebook: Notebook, call: str
+) -> None:
+    notebook.run(f"{PREPARE}{HELD}")
+    out = notebook.run(f"run = {call}")
+    assert not out.ename, out.traceback
+    assert "updated" not in out.board
+    assert "12 parameters from rank 0 (656 B), in no variable of the notebook: " in out.board
+    line = out.board.partition("in no variable of the notebook: ")[2].partition(" loads it")[0]
+    loaded = notebook.run(f"model, before = net, bits(net)\n{line}\nassert bits(net) != before")
+    assert not loaded.ename, loaded.traceback
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "nbtrain.launch(fit, nets[0])",
+        "nbtrain.launch(fit, holder.net)",
+        "nbtrain.launch(holder.train)",
+        "nbtrain.launch(kept)",
+        "nbtrain.launch(fit, parent[0])",
+        "nbtrain.launch(lambda: fit(net))",
+        "within()",
+    ],
+)
+def test_a_model_that_the_notebook_holds_somewhere_is_updated(
+    notebook: Notebook, call: str
+) -> None:
+    notebook.run(f"{PREPARE}{HELD}")
+    out = notebook.run(f"result = {call}")
+    assert not out.ename, out.traceback
+    assert "12 parameters updated from rank 0" in out.board
+    assert "in no variable" not in out.board

@@ -110,7 +110,7 @@ WRONG = {
     ),
     "a function of mp.spawn": Case(
         "nbtrain.launch(demo, num_processes=2)",
-        ("Write `nbtrain.launch(lambda: demo(nbtrain.rank(), nbtrain.world_size()))`",),
+        ("Pass `lambda: demo(nbtrain.rank(), nbtrain.world_size())` in its place",),
         setup="def demo(rank, world_size):\n    return rank, world_size",
     ),
     "a device that all ranks use": Case(

@@ -33,7 +33,8 @@ def test_the_list_tells_of_each_run_in_a_line(runs: list[nbtrain.Run]) -> None:
     assert [(b.status, b.ranks) for b in briefs] == [("succeeded", 1), ("failed", 2)]
     assert all(b.seconds is not None for b in briefs)
     lines = catalog.page(briefs).splitlines()
-    assert lines[0].split() == ["run", "status", "when", "ranks", "took", "last", "result"]
+    head = ["run", "title", "status", "when", "ranks", "took", "last", "result"]
+    assert lines[0].split() == head
     assert "succeeded" in lines[1]
     assert "1 rank " in lines[1]
     assert "2 ranks" in lines[2]

@@ -169,3 +169,15 @@ def test_lines_that_make_no_sense_leave_the_rest_of_the_history() -> None:
     assert len(history) == 2 * 3 + 3
     assert list(history["lr"].dropna()) == [0.5]
     assert nbtrain.Run.open(run.folder)._repr_html_()
+
+
+def test_a_text_that_is_no_valid_unicode_is_in_every_table() -> None:
+    def train(name: str = "x\ud800") -> None:
+        nbtrain.log(**{"note": "a\ud800b", "who\udfff": "c", "loss": 1.0})
+
+    run = nbtrain.launch(train, num_processes=1, view="none")
+    for table in (run.history, nbtrain.runs()):
+        texts = [*table.columns, *(v for name in table for v in table[name] if type(v) is str)]
+        assert "".join(texts).encode()  # pandas 3 with pyarrow raises as it is made
+    assert list(run.history["note"]) == ["a\\ud800b"]
+    assert "who\\udfff" in run.history

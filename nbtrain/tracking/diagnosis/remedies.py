@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from ..state import RankState, RunState
+
 _WRAPPERS = "DistributedDataParallel|FullyShardedDataParallel|DataParallel|DeepSpeedEngine"
 _UNUSED = (
     "If some parameters rightly get no gradient: "
@@ -48,11 +50,35 @@ _KNOWN = {
         "`%nbtrain memory` shows what a model takes for training, by part; use a smaller batch, or "
         "mixed precision."
     ),
+    "Expected more than 1 value per channel when training": (
+        "A batch of one sample came to a BatchNorm, as the last batch of an epoch may be: "
+        "DataLoader(…, drop_last=True) leaves that batch out."
+    ),
     r"os\._exit\(": (
         "os._exit ends a process at once: nothing of the rank comes back. To end it early, return "
         "from the function, or raise an exception."
     ),
 }
+
+
+_UNFINISHED = re.compile(
+    r"^FileNotFoundError|^\w*BadZipFile|^EOFError: Ran out of input|^\w*SafetensorError|"
+    r"PytorchStreamReader failed|unexpected EOF|^UnpicklingError|pickle data was truncated|"
+    r"^JSONDecodeError|^EmptyDataError|invalid load key"
+)
+"""What is raised for a file that is not there yet, or in part."""
+
+_WAIT = (
+    "If another rank writes the file, it may not be done: call accelerator.wait_for_everyone(), or "
+    "torch.distributed.barrier(), on every rank between writing and reading."
+)
+
+
+def remedies_of_rank(rank: RankState, state: RunState) -> tuple[str, ...]:
+    """Return what to change where a rank failed at a file, and rank 0 did not."""
+    first = state.ranks[0]
+    alone = rank.rank > 0 and (not first.error or first.has_lost_peers)
+    return (_WAIT,) if alone and _UNFINISHED.search(rank.error or "") else ()
 
 
 def remedies(text: str) -> tuple[str, ...]:

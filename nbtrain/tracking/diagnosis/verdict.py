@@ -28,7 +28,7 @@ from .failures import (
     describe_returncode,
     headline,
 )
-from .remedies import remedies
+from .remedies import remedies, remedies_of_rank
 
 HANG = Finding("hang", "a hang (--on-hang stop)")
 DEADLOCK = Finding("deadlock", "a deadlock")
@@ -133,6 +133,7 @@ def _of_rank(cause: Failure, failures: Sequence[Failure], state: RunState) -> Fa
     frames = reversed(cause.error.frames) if cause.error is not None else ()
     stack = [f'  File "{f.filename}", line {f.line} in {f.function}' for f in frames]
     known = remedies("\n".join((cause.summary, details, *stack)))
+    known += remedies_of_rank(rank, state)
     if cause.is_secondary:
         kind, text = "communication", lost(state, text)
     memory = _growth(rank, state) if "memory" in kind + cause.summary else ""

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from statistics import fmean
 
 from .. import events as ev
@@ -19,8 +19,11 @@ TRAIN_LOSS = "train loss"
 """The column of the loss that was seen, where the user logs none of the training."""
 
 
-_ASIDE = re.compile(r"^epoch$|runtime|_per_second|flos$|_time$", re.I)
+_ASIDE = re.compile(r"^(epoch|(global_)?steps?)$|runtime|_per_second|flos$|_time$", re.I)
 """Names of numbers that say nothing of a model."""
+
+OWN = ("training", "epoch", "step", "steps", "time", "seconds", "best")
+"""Names of columns that each table has; a metric of such a name is ``time (logged)``."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,10 @@ class Epoch:
     seconds: float
     values: Mapping[str, float]
     """By column."""
+    training: int = 1
+    """As in `EpochRow`."""
     is_best: bool = False
+    """Of its training."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,11 @@ class EpochTable:
     rows: tuple[Epoch, ...] = ()
     best_by: str = ""
     """The column that tells which is best; "" where none does."""
+
+    @property
+    def has_trainings(self) -> bool:
+        """Whether there is more than one training, as of folds."""
+        return len({row.training for row in self.rows}) > 1
 
 
 def epoch_table(state: RunState) -> EpochTable:
@@ -59,11 +70,13 @@ def epoch_table(state: RunState) -> EpochTable:
     if not best_by:  # without a validation, the training's own loss, over whole epochs
         losses = (name for name in columns if name == TRAIN_LOSS or ev.is_training_loss(name))
         best_by = next(losses, "")
-    best = _best(rows, best_by)
-    marked = []
-    for at, row in enumerate(rows):
-        values = {name: row.values[name] for name in columns if name in row.values}
-        marked.append(replace(row, values=values, is_best=at == best))
+    marked: list[Epoch] = []
+    for _, training in groupby(rows, lambda row: row.training):
+        some = list(training)
+        best = _best(some, best_by)
+        for at, row in enumerate(some):
+            values = {name: row.values[name] for name in columns if name in row.values}
+            marked.append(replace(row, values=values, is_best=at == best))
     return EpochTable(tuple(columns), tuple(marked), best_by)
 
 
@@ -74,12 +87,32 @@ def _row(some: list[EpochRow], restarts: Sequence[tuple[float, float]]) -> Epoch
             values.setdefault(TRAIN_LOSS, []).append(row.loss)
         for name, value in row.metrics.items():
             if isinstance(value, (int, float)) and not _ASIDE.search(name):
-                values.setdefault(name, []).append(float(value))
+                column = f"{name} (logged)" if name in OWN else name
+                values.setdefault(column, []).append(float(value))
     means = {name: fmean(each) for name, each in values.items()}
-    first = some[0]
-    # The ranks of a later attempt count anew; the curves go on from where those before had come.
-    before = max((round(reached) for at, reached in restarts if at < first.ended), default=0)
-    return Epoch(first.epoch, before + first.steps, max(row.seconds for row in some), means)
+    first, seconds = some[0], max(row.seconds for row in some)
+    return Epoch(first.epoch, _steps(first, restarts), seconds, means, first.training)
+
+
+def _steps(row: EpochRow, restarts: Sequence[tuple[float, float]]) -> int:
+    """Return the steps since the start, with those of earlier attempts, as the curves have them."""
+    return row.steps + max(
+        (round(reached) for at, reached in restarts if at < row.ended), default=0
+    )
+
+
+def present_training(state: RunState) -> tuple[int, float]:
+    """Return which training runs, or ran last, and behind which step; minus infinity: the first."""
+    rank = next((rank for rank in state.ranks if rank.epochs), None)
+    if rank is None:
+        return 1, -math.inf
+    last, now = rank.epochs[-1], rank.progress
+    number = last.training
+    # A library may count on at the end of an epoch's first step only.
+    if now is not None and now.epoch is not None and now.time > last.ended:
+        number += now.epoch <= last.epoch and now.steps > last.steps + 1
+    before = [row for row in rank.epochs if row.training < number]
+    return number, _steps(before[-1], state.restarts) if before else -math.inf
 
 
 def _order(name: str) -> int:

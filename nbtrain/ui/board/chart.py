@@ -76,6 +76,8 @@ class Chart:
     """The steps of the large chart: those that count alike have the same axis."""
     restarts: tuple[float, ...] = ()
     """How far the curves were when each attempt but the first began."""
+    begins: float = -math.inf
+    """The step before the present training, as of a fold: its best is marked."""
     earlier: EarlierRun | None = None
     """The run to compare with, which is drawn behind."""
     stands: bool = False
@@ -276,9 +278,10 @@ def _chosen(
     state: RunState, large: str | None, log: bool | None
 ) -> tuple[list[Chart], list[Chart]]:
     """Return the charts to draw, the large first, the throughput last; and what is left out."""
+    _, begins = labels.present_training(state)
     last_step, restarts = eta.last_step(state), tuple(x for _, x in state.restarts)
     known = {
-        name: Chart(name, series, log=log, last_step=last_step, restarts=restarts)
+        name: Chart(name, series, log=log, last_step=last_step, restarts=restarts, begins=begins)
         for name, series in state.curves.all.items()
     }
     main = known.pop(large, None) if large is not None else None
@@ -526,7 +529,7 @@ class _Pen:
         self.per_x = frame.width / (self.x.high - self.x.low)
         self.per_y = self.floor / (high - self.low)
         self.left = -self.per_x * self.x.low
-        self.restarts = chart.restarts
+        self.restarts, self.begins = chart.restarts, chart.begins
 
     @property
     def values(self) -> list[tuple[float, str]]:
@@ -569,7 +572,7 @@ class _Pen:
 
     def best(self, name: str, series: Series, colour: str) -> str:
         """Draw a halo around the best point of a metric whose name says what is better."""
-        direction = labels.better(name)
+        direction, series = labels.better(name), series.since(self.begins)
         if not direction or len(series.bins) < 2:
             return ""
         at = labels.best(series, direction)

@@ -33,11 +33,13 @@ def draw(state: RunState) -> str:
 
 def _table(rows: Sequence[Epoch], table: EpochTable) -> str:
     names = [shorten(name, 24) for name in table.columns]
-    lines: list[list[str | Cell]] = [["epoch", "", *names, "time", "step"]]
+    which = ["training"] if table.has_trainings else []
+    lines: list[list[str | Cell]] = [[*which, "epoch", "", *names, "time", "step"]]
     for row in rows:
         values = [format_number(row.values[n]) if n in row.values else "" for n in table.columns]
         mark = Cell("<b>★ best</b>") if row.is_best else ""
         time, step = format_duration(row.seconds), format_number(row.steps)
-        lines.append([str(row.epoch), mark, *values, time, step])
-    styles = [f"{RIGHT};width:1%", LEFT, *[RIGHT] * (len(names) + 2)]
+        which = [str(row.training)] if table.has_trainings else []
+        lines.append([*which, str(row.epoch), mark, *values, time, step])
+    styles = [*[f"{RIGHT};width:1%"] * (len(which) + 1), LEFT, *[RIGHT] * (len(names) + 2)]
     return html_table(lines, styles, head=True, is_wide=True)

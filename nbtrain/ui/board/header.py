@@ -61,9 +61,9 @@ def look(state: RunState) -> str:
 def sentence(state: RunState, now: float) -> str:
     """Say how the run is in a sentence, as a screen reader reads it now and then."""
     done, left = eta.of_run(state), eta.remaining(state, now)
-    parts = [f"{state.name} {status(state)}"]
+    parts = [f"{state.title} {status(state)}"]
     if labels.is_stuck(state):
-        parts = [f"{state.name} has been stuck for {_clock(stuck_for(state, now))}"]
+        parts = [f"{state.title} has been stuck for {_clock(stuck_for(state, now))}"]
     elif not state.is_over:
         parts += [f"{100 * done:.0f} percent done"] if done is not None else []
         parts += [left] if left and status(state) != "failing" else []
@@ -86,6 +86,9 @@ def title(state: RunState, now: float) -> str:
     )
     facts = escape(labels.facts(state, now, brief=True))
     number = "" if state.number is None else f'<span style="{theme.SOFT}"> #{state.number}</span>'
+    line = ""
+    if state.cell is not None:
+        line = f'<span style="{theme.MONO};{theme.SOFT}">{escape(shorten(state.name, 120))}</span>'
     slow = [rank.rank for rank in state.ranks if rank.hang == "slow?"]
     word, text = look(state), status(state)
     if word == "stuck":
@@ -97,7 +100,7 @@ def title(state: RunState, now: float) -> str:
         '<div style="display:flex;flex-wrap:wrap;gap:2px 10px;align-items:baseline">'
         f"{theme.pill(word, text, large=True)}"
         f'<b style="{theme.MONO};font-size:14px;font-weight:600">'
-        f"{escape(shorten(state.name, 120))}{number}</b>"
+        f"{escape(shorten(state.title, 120))}{number}</b>{line}"
         f'<span style="{theme.SOFT}">{facts}</span></div>{below}'
     )
 
@@ -247,7 +250,7 @@ def card(tones: theme.Tones, inner: str) -> str:
 def _bar(state: RunState) -> str:
     """Draw the one bar of the run, with a tick for each epoch; hatched where no total is known."""
     done, fill = eta.of_run(state), theme.tones(look(state)).bar
-    name = escape(shorten(state.name, 120), quote=True)
+    name = escape(shorten(state.title, 120), quote=True)
     ends = state.is_over and state.status == "succeeded"
     if done is None and state.is_over:  # no hatch, which looks busy
         inside = f'<div style="height:100%;background:{theme.GREY};opacity:.35"></div>'
@@ -358,7 +361,7 @@ def _loss(state: RunState) -> Figure | None:
     if series.last is None:
         return Figure(name, "nan", ("not finite",))
     value, spread = format_number(series.last), tuple(filter(None, [labels.spread_of(series)]))
-    now, before, steps = trend(series)
+    now, before, steps = trend(series.since(labels.present_training(state)[1]))
     change = (now - before) / abs(before) if before else 0.0
     if not steps or not math.isfinite(change):
         return Figure(name, value, spread)
@@ -376,6 +379,8 @@ def trend(series: Series) -> tuple[float, float, int]:
     chance: by three standard errors of their difference.
     """
     band = series.band
+    if not band:
+        return 0.0, 0.0, 0
     last, span = band[-1].x, band[-1].x - band[0].x
     for part in (span / 8, span / 4):
         new = [each for each in band if each.x > last - part]
@@ -397,13 +402,14 @@ def _mean(band: Sequence[Bin]) -> tuple[float, float]:
 
 
 def _best(state: RunState) -> Figure | None:
-    """Return the best value of a metric of the validation."""
-    for name, series in state.curves.logged.items():
+    """Return the best value of a metric of the validation, of the last training."""
+    training, begins = labels.present_training(state)
+    for name, whole in state.curves.logged.items():
+        series = whole.since(begins)
         if series.bins and (direction := labels.better(name)) and name != "loss":
             at = labels.best(series, direction)
-            return Figure(
-                f"best {shorten(name, 24)}", format_number(at[1]), (f"at {_step(at[0])}",)
-            )
+            remarks = [f"at {_step(at[0])}", *([f"of training {training}"] if training > 1 else [])]
+            return Figure(f"best {shorten(name, 24)}", format_number(at[1]), tuple(remarks))
     return None
 
 

@@ -48,7 +48,7 @@ class TextDisplay(Display):
             _print([f"⚠ {state.hang}" if state.hang else "● the run goes on again"])
         if self._due is None:
             self._due = now + TEXT_INTERVAL
-            _print([f"● {state.name}: {labels.facts(state, now)}"])
+            _print([f"● {state.full_title}: {labels.facts(state, now)}"])
         elif not 0 < self._due - now <= TEXT_INTERVAL:  # reached, or the clock was set
             self._due = now + TEXT_INTERVAL
             _print(self._progress(state))

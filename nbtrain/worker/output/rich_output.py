@@ -11,6 +11,7 @@ import base64
 import contextlib
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -19,7 +20,7 @@ from typing import Any
 from ...findings import Finding
 from ...planning.plan import Cell, Task
 from ...system.instrumentation import patch, replace, when_imported
-from ...system.text import format_bytes, plural
+from ...system.text import format_bytes, plural, shorten, text_of_html
 from ...tracking import clock
 from ...tracking import events as ev
 from ...transport import result_pickler
@@ -40,6 +41,9 @@ ROOM = 16_000_000
 LIGHT = 1 << 20
 """Bytes up to which the value of a cell's last expression is sent beside what it looks like."""
 
+WORDS = 4000
+"""Characters of the words of HTML that the log has."""
+
 _KINDS = ("text/html", "image/png", "image/svg+xml", "image/jpeg", "text/latex", "text/markdown")
 _LEFT_OUT = "nbtrain: left out"
 """The name of the display that says how many were left out."""
@@ -58,6 +62,7 @@ class RichOutput:
         self._clears = False
         self._has_figures = _has_figures()
         self._has_noted_widget = False
+        self._updated: dict[str, str] = {}  # texts of displays in the place of others, by name
 
     def install(self, *, in_notebook: bool = False) -> None:
         """Have ``display(x)``, ``plt.show()`` and the like send what they show.
@@ -92,6 +97,9 @@ class RichOutput:
                 with contextlib.suppress(Exception):  # figures that were drawn and not shown
                     sys.modules["matplotlib_inline.backend_inline"].flush_figures()
         finally:
+            for text in filter(None, self._updated.values()):
+                print(text)
+            self._updated.clear()
             self._send_last()
         return value
 
@@ -132,9 +140,9 @@ class RichOutput:
     ) -> None:
         if not isinstance(data, dict) or (reporter := api.active) is None:
             return
-        text = data.get("text/plain")
-        if not self._shows_values and text:
-            print(text)
+        name = str((transient or {}).get("display_id") or "")
+        if not self._shows_values:
+            self._print(_words(data), name if update else "")
         forms = {kind: _text_of(data[kind]) for kind in (*_KINDS, "text/plain") if kind in data}
         bundle = {kind: form for kind, form in forms.items() if form is not None}
         if not bundle or not (self._shows_values or set(bundle) - {"text/plain"}):
@@ -143,12 +151,21 @@ class RichOutput:
         if size > LARGEST:
             text = bundle.get("text/plain", "")[: LARGEST // 8]  # a character has six bytes at most
             bundle = {"text/plain": f"{text} ({format_bytes(size)} are too much to display)"}
-        name = str((transient or {}).get("display_id") or "")
         event = ev.Displayed(clock.now(), reporter.rank, bundle, name, self._clears)
         if self._clears:
             self._names.clear()
         self._clears = False
         self._send(event, room=ROOM if reporter.rank == 0 else ROOM // reporter.world_size)
+
+    def _print(self, text: str, name: str) -> None:
+        """Log the text of a display; one in the `name` of another overwrites, and ends the log."""
+        if not name:
+            if text:
+                print(text)
+            return
+        if text and "\n" not in text:
+            print(text, end="\r", flush=True)
+        self._updated[name] = text
 
     def _send(self, event: ev.Displayed, room: int) -> None:
         size = _size(event.data)
@@ -178,6 +195,18 @@ class RichOutput:
     def _write(self, event: ev.Displayed) -> None:
         if api.active is not None:
             api.active.writer.write(event)
+
+
+def _words(data: Mapping[str, Any]) -> str:
+    """Return the text of a display for the log: of HTML without a text form, its words."""
+    text, html = data.get("text/plain"), data.get("text/html")
+    if type(text) is str and not text.lstrip().startswith("<"):
+        return text
+    if type(html) is not str and type(text) is str and re.search(r"</[a-zA-Z]+>", text):
+        html = text
+    if type(html) is not str:
+        return str(text or "")
+    return shorten(text_of_html(html[:LARGEST]), WORDS)
 
 
 def _text_of(form: Any) -> str | None:

@@ -54,17 +54,24 @@ def _watch_trainer(module: Any) -> None:
     replace(module, "DEFAULT_PROGRESS_CALLBACK", module.ProgressCallback)
 
     class ReportLogs(module.TrainerCallback):  # type: ignore[misc]
-        first = 0  # the step at which it began: not 0 after a restart
+        first = epoch = 0  # the step and the epoch at which it began: not 0 after a restart
 
         def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-            self.first = int(state.global_step)
-            training_place.trainer_moved(state, first=self.first)
+            self.first, self.epoch = int(state.global_step), int(state.epoch or 0)
+            self._moved(state)
+
+        def on_epoch_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+            self.epoch += 1
+            self._moved(state)
 
         def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-            training_place.trainer_moved(state, first=self.first)
+            self._moved(state)
 
         def on_train_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-            training_place.trainer_moved(state, first=self.first, is_over=True)
+            self._moved(state, is_over=True)
+
+        def _moved(self, state: Any, is_over: bool = False) -> None:
+            training_place.trainer_moved(state, first=self.first, epoch=self.epoch, is_over=is_over)
 
         def on_log(self, _args: Any, state: Any, _control: Any, logs: Any = None, **_: Any) -> None:
             numbers = {k: v for k, v in (logs or {}).items() if isinstance(v, (int, float))}

@@ -1,6 +1,6 @@
-"""Every tqdm bar of a rank, reported without any code of the user's.
+"""Every bar of tqdm and fastprogress in a rank, reported without any code of the user's.
 
-tqdm counts as it always does. Only its drawing is replaced, so an iteration costs what it costs
+They count as they always do. Only its drawing is replaced, so an iteration costs what it costs
 anywhere. A rank keeps these patches for its life. (The inline engine, whose rank is the kernel,
 does not install them.)
 """
@@ -21,6 +21,7 @@ from ...system.instrumentation import patch, replace, when_imported
 from ...tracking import clock
 from ...tracking import events as ev
 from .. import api
+from .safe_hooks import telemetry
 
 INTERVAL = 0.1
 """Seconds between two reports of a bar, at least; its end is always reported."""
@@ -45,6 +46,7 @@ def install() -> None:
     when_imported("tqdm.std", _report_bars)
     when_imported("tqdm.notebook", lambda module: _draw_plainly(module.tqdm_notebook))
     when_imported("tqdm.rich", lambda module: _draw_plainly(module.tqdm_rich))
+    when_imported("fastprogress.fastprogress", _report_fastprogress)
 
 
 def _report_bars(module: Any) -> None:
@@ -122,6 +124,17 @@ def _seconds(bar: Any) -> float:
 
 
 def _report(bar: Any, *, closed: bool) -> None:
+    _send(
+        bar,
+        closed=closed,
+        n=bar.n,
+        description=str(bar.desc or "").removesuffix(": "),
+        unit=str(bar.unit),
+        kept=bool(bar.leave) or (bar.leave is None and bar.pos == 0),
+    )
+
+
+def _send(bar: Any, *, closed: bool, n: Any, **texts: Any) -> None:
     reporter = api.active
     if reporter is None:
         return
@@ -137,13 +150,11 @@ def _report(bar: Any, *, closed: bool) -> None:
             now,
             reporter.rank,
             bar=bar._nbtrain_id,
-            n=_plain(bar.n),
+            n=_plain(n),
             total=None if bar.total is None else _plain(bar.total),
             elapsed=_seconds(bar),
-            description=str(bar.desc or "").removesuffix(": "),
-            unit=str(bar.unit),
             closed=closed,
-            kept=bool(bar.leave) or (bar.leave is None and bar.pos == 0),
+            **texts,
         )
     except (TypeError, ValueError, RuntimeError):  # a count that is no number: tqdm's concern
         return
@@ -167,3 +178,68 @@ def _draw_plainly(cls: Any) -> None:
         super(cls, self).__init__(*args, **kwargs)
 
     replace(cls, "__init__", init)
+
+
+def _report_fastprogress(module: Any) -> None:
+    """Report fastai's bars; the table beside them stays a display. Seen in 1.0.3 and 1.1.6."""
+    bar, master = module.ProgressBar, module.NBMasterBar
+    patch(bar, "update_bar", _update_bar)
+    for cls in (module.NBProgressBar, module.ConsoleProgressBar):
+        for name in ("on_iter_begin", "on_update", "on_iter_end"):
+            replace(cls, name, getattr(bar, name))
+    replace(module.ConsoleProgressBar, "fill", "")  # a first bar of one character
+    replace(master, "on_iter_begin", _begin_table)
+    patch(master, "__init__", _init_table)
+    patch(master, "write", _write_row)
+    patch(master, "show", _show_table)
+    patch(master, "on_iter_end", _end_table)
+
+
+def _update_bar(original: Any, bar: Any, val: Any) -> None:
+    is_drawn = bar.display or bar.parent is not None or bar.master is not None
+    if is_drawn and bar.total != 0:
+        _report_fastprogress_bar(bar, val)
+    else:  # it warns of nothing to iterate over
+        original(bar, val)
+
+
+@telemetry
+def _report_fastprogress_bar(bar: Any, val: Any) -> None:
+    is_over = bar.total is not None and val >= bar.total
+    comment = str(getattr(bar, "comment", "") or "")
+    _send(bar, closed=is_over, n=val, description=comment, kept=bool(bar.leave))
+
+
+def _init_table(original: Any, master: Any, *args: Any, **kwargs: Any) -> None:
+    original(master, *args, **kwargs)
+    master.order = ["text"]  # without the bars
+
+
+def _begin_table(master: Any) -> None:
+    from IPython.display import DisplayHandle
+
+    handle: Any = DisplayHandle
+    master.out = handle()  # of nothing, before the first row
+    if getattr(master, "hdrs", None) is not None:
+        master.write(master.hdrs, table=True)
+
+
+def _write_row(original: Any, master: Any, *args: Any, **kwargs: Any) -> None:
+    original(master, *args, **kwargs)
+    if hasattr(master, "text"):  # up to 1.0, the next step of a bar would show it
+        master.show()
+
+
+def _has_rows(master: Any) -> bool:
+    return bool(getattr(master, "text", "") or getattr(master, "text_parts", ()))
+
+
+def _show_table(original: Any, master: Any) -> None:
+    if _has_rows(master):
+        original(master)
+
+
+def _end_table(original: Any, master: Any) -> None:
+    if not _has_rows(master):
+        vars(master).pop("out", None)
+    original(master)

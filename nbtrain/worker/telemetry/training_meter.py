@@ -153,8 +153,10 @@ class TrainingMeter:
     def _look(self, now: float) -> None:
         looked, passes = self._looked
         fed = self._loading.fed_passes
+        is_due = now >= looked + (INTERVAL if passes == fed else NEXT_LOOK)
+        is_due = is_due or (passes != fed and self._place.is_beyond(self._steps, fed))
         # Not in the first step, for which the user waits: to read source takes 10 ms in a fork.
-        if self._steps > 1 and now >= looked + (INTERVAL if passes == fed else NEXT_LOOK):
+        if self._steps > 1 and is_due:
             self._looked = now, fed
             self._place.look(self._steps, fed)
 
@@ -164,8 +166,6 @@ class TrainingMeter:
         self._passes = self._loading.fed_passes
         position = self._loading.position()
         epoch = self._place.report(self._steps, self._passes, **position).epoch or self._passes
-        if self._place.is_in_library and self._epoch is not None:
-            epoch = self._epoch[0] + 1  # it counts on at the end of the step
         self._epoch = epoch, now, *self._loss.before_step
 
     def _end_epoch(self, now: float, steps: int) -> None:

@@ -115,8 +115,48 @@ def test_without_a_page_a_display_is_its_text(notebook: Notebook) -> None:
     out = notebook.run(
         "%%distributed -n 1\nfrom IPython.display import HTML\ndisplay(HTML('<b>x</b>'))"
     )
-    assert "[rank 0] <IPython.core.display.HTML object>" in out.stdout
+    assert "[rank 0] x\n" in out.stdout
+    assert "HTML object" not in out.stdout
     assert "<b>x</b>" in forms(out, "text/html")  # which is what the saved notebook shows
+
+
+HTML = "<style>p {{}}</style><p>state&nbsp;<b>{}</b></p><table><tr><td>1</td><td>2</td></tr>"
+
+
+@pytest.mark.parametrize(
+    ("show", "update"),
+    [
+        ("handle = display(HTML(TEXT.format(-1)), display_id=True)", "handle.update(HTML(text))"),
+        (
+            "display(HTML(TEXT.format(-1)), display_id='a')",
+            "update_display(HTML(text), 'a')".replace("'a'", "display_id='a'"),
+        ),
+        (
+            "display({'text/plain': TEXT.format(-1)}, raw=True, display_id='a')",
+            "update_display({'text/plain': text}, raw=True, display_id='a')",
+        ),
+    ],
+    ids=["a handle", "a name", "HTML as text"],
+)
+def test_an_updated_display_has_one_line_of_words_in_the_log(
+    notebook: Notebook, show: str, update: str
+) -> None:
+    out = notebook.run(
+        "%%distributed -n 1\n"
+        "from IPython.display import HTML, update_display\n"
+        f"TEXT = {HTML!r}\n{show}\n"
+        f"for n in range(100):\n    text = TEXT.format(n)\n    {update}\n"
+        "print('printed')\n"
+    )
+    assert not out.ename, out.traceback
+    lines = notebook.value("nbtrain.last_run().logs(0)").splitlines()
+    assert [line.strip() for line in lines if "nbtrain" not in line] == [
+        "state\xa0-1",
+        "1  2",
+        "printed",
+        "state\xa099",
+        "1  2",
+    ]
 
 
 @pytest.mark.parametrize("made", ["", "label = Label('made here')\n"])

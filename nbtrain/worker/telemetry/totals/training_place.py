@@ -32,9 +32,17 @@ class LibraryPlace:
     """Where a library that trains says that it stands: transformers' Trainer, Lightning's."""
 
     last: Place = field(default_factory=Place)
-    is_over: bool = False
+    has_ended: bool = False
     fit_loop: weakref.ref[Any] | None = None
     """Lightning's loop, which is asked each time."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a step that is made now is none of the library's."""
+        if self.fit_loop is None:
+            return self.has_ended
+        fit_loop = self.fit_loop()
+        return fit_loop is None or not fit_loop.trainer.training
 
     def read(self) -> Place:
         """Return where the training stands now."""
@@ -77,14 +85,17 @@ def _of_lightning(fit_loop: Any) -> Place:
     return Place(rounds, min(epoch + 1, epochs or epoch + 1), epochs)
 
 
-def trainer_moved(state: Any, *, first: int, is_over: bool = False) -> None:
-    """Take note of where transformers' Trainer stands, which began at step `first`."""
+def trainer_moved(state: Any, *, first: int, epoch: int, is_over: bool = False) -> None:
+    """Take note of where transformers' Trainer stands, which began at step `first`.
+
+    Its own count of epochs goes on at the end of a step, and that of a stream at another place.
+    """
     global _library
     done, total = int(state.global_step), int(state.max_steps)
     place = _library.last if _library is not None else Place()
     if total > 0:
         epochs = math.ceil(state.num_train_epochs) if state.num_train_epochs else None
-        epoch = min(max(1, math.ceil(state.epoch or 0)), epochs or sys.maxsize)
+        epoch = min(max(1, epoch), epochs or sys.maxsize)
         rounds = (("step", max(0, done - first), max(1, total - first), first + 1),)
         place = Place(rounds, epoch, epochs)
     _library = LibraryPlace(place, is_over)
@@ -100,11 +111,6 @@ class TrainingPlace:
         self._loops: Loops | None = None
         self._at: tuple[int, int] = 0, 0  # rounds that were begun, and steps or passes, at the look
         self._pace = 1.0  # rounds for each step or pass
-
-    @property
-    def is_in_library(self) -> bool:
-        """Whether a library tells, rather than the loops."""
-        return _library is not None
 
     def look(self, steps: int, passes: int) -> None:
         """Look at the loops around the step that runs: so many `steps` and `passes` have begun."""
@@ -125,6 +131,20 @@ class TrainingPlace:
             self._pace = (rounds - before) / (count - count_before)
         self._loops, self._at = loops, (rounds, count)
 
+    def is_beyond(self, steps: int, passes: int) -> bool:
+        """Return whether more rounds have begun than the loops have: other loops run."""
+        if self._loops is None or not self._loops.known:
+            return False
+        begun, most = self._begun(self._loops, steps, passes)
+        return begun > most
+
+    def _begun(self, loops: Loops, steps: int, passes: int) -> tuple[int, int]:
+        """Return how many rounds have begun by the present counts, and how many there are."""
+        rounds, count = self._at
+        now = passes if loops.has_inner else steps
+        begun = rounds + int(self._pace * max(0, now - count))
+        return begun, math.prod(loop.rounds for loop in loops.known)
+
     def report(
         self, steps: int, passes: int, epoch: int | None, batch: int | None, batches: int | None
     ) -> Place:
@@ -140,11 +160,8 @@ class TrainingPlace:
         inner: Rounds = (("batch", batch, batches, 1),) if batch and batches else ()
         if not loops.known:
             return Place(inner if loops.has_inner and passes <= 1 else (), epoch)
-        rounds, count = self._at
-        now = passes if loops.has_inner else steps
-        begun = rounds + int(self._pace * max(0, now - count))
-        begun = min(math.prod(loop.rounds for loop in loops.known), begun)
-        indices = _digits(begun - 1, loops.known)
+        begun, most = self._begun(loops, steps, passes)
+        indices = _digits(min(most, begun) - 1, loops.known)
         done = [
             (loop.name or "round", index, loop.rounds, loop.first)
             for loop, index in zip(loops.known, indices, strict=True)

@@ -1,0 +1,120 @@
+"""A function that trains several times, as for folds: each training has a table and a best."""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+
+import pytest
+
+from tests.support.kernel import Notebook
+
+PREPARE = """
+from torch import nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
+DATA = TensorDataset(torch.randn(64, 4))
+
+def fit(data, epochs, start):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    step = 0
+    for epoch in range(epochs):
+        for (x,) in DataLoader(data, batch_size=4):
+            step += 1
+            loss = model(x).mean() * 0 + start / step
+            optimizer.zero_grad()
+            loss.backward()  # nbtrain: ignore[migrate]
+            optimizer.step()
+        nbtrain.log(val_loss=start / step, step=epoch)
+"""
+
+KFOLD = """
+from sklearn.model_selection import KFold
+for fold, (train, _) in enumerate(KFold(2).split(range(64))):
+    fit(Subset(DATA, train), 3, 1 + fold)
+"""
+RATES = "for start in (1, 2):\n    fit(Subset(DATA, range(32)), 3, start)"
+TWICE = "fit(Subset(DATA, range(32)), 3, 1)\nfit(Subset(DATA, range(32)), 3, 2)"
+TRAINER = """
+from transformers import Trainer, TrainingArguments
+class Model(nn.Module):
+    def __init__(self, start):
+        super().__init__()
+        self.layer, self.start, self.steps = nn.Linear(4, 1), start, 0
+    def forward(self, x):
+        self.steps += self.training
+        return {"loss": self.layer(x).mean() * 0 + self.start / max(1, self.steps)}
+rows = [{"x": torch.randn(4)} for _ in range(64)]
+for fold in range(2):
+    arguments = TrainingArguments(
+        output_dir="folds", per_device_train_batch_size=4, num_train_epochs=3, report_to="none",
+        eval_strategy="epoch", logging_strategy="epoch", save_strategy="no", disable_tqdm=True,
+        dataloader_pin_memory=False, remove_unused_columns=False, prediction_loss_only=True,
+    )
+    Trainer(Model(1 + fold), arguments, train_dataset=rows, eval_dataset=rows).train()
+"""
+LIGHTNING = """
+import lightning
+class Model(lightning.LightningModule):
+    def __init__(self, start):
+        super().__init__()
+        self.layer, self.start = nn.Linear(4, 1), start
+    def training_step(self, batch, _index):
+        return self.layer(batch[0]).mean() * 0 + self.start / (1 + self.global_step)
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-9)
+for fold in range(2):
+    lightning.Trainer(
+        max_epochs=3, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    ).fit(Model(1 + fold), DataLoader(Subset(DATA, range(32)), batch_size=4))
+"""
+
+
+def shown(notebook: Notebook, cell: str) -> str:
+    """Return the text of a run's page."""
+    assert not notebook.run(PREPARE).ename
+    out = notebook.run(cell, timeout=120)
+    assert not out.ename, out.traceback
+    page = re.sub(
+        r"<(style|svg)[^>]*>.*?</\1>",
+        " ",
+        (out.updates or out.displays)[-1]["text/html"],
+        flags=re.S,
+    )
+    return " ".join(unescape(re.sub(r"<[^>]*>", " ", page)).split())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [KFOLD, RATES, TWICE, TRAINER, LIGHTNING],
+    ids=["k-fold", "rates", "twice", "Trainer", "Lightning"],
+)
+@pytest.mark.parametrize("is_function", [True, False], ids=["function", "cell"])
+def test_each_fold_has_its_best_epoch(notebook: Notebook, body: str, is_function: bool) -> None:
+    cell = "def train():\n    " + body.replace("\n", "\n    ") if is_function else body
+    page = shown(notebook, f"%%distributed -n 1\n{cell}")
+    assert "training epoch " in page
+    assert page.count("★ best") == 2
+    columns = "[[int(n) for n in frame[c]] for c in ('training', 'epoch', 'best')]"
+    notebook.run("frame = nbtrain.last_run().epochs")
+    training, epoch, best = notebook.value(columns)
+    assert (training, epoch) == ([1, 1, 1, 2, 2, 2], [1, 2, 3, 1, 2, 3])
+    assert [sum(best[:3]), sum(best[3:])] == [1, 1]
+    assert "↗" not in page  # each training's loss falls; the second begins above the first's end
+    if body in (KFOLD, RATES, TWICE):
+        assert "of training 2" in page
+
+
+@pytest.mark.parametrize("name", ["step", "epoch", "global_step"])
+def test_a_count_that_is_logged_has_no_column(notebook: Notebook, name: str) -> None:
+    loop = "model = nn.Linear(4, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    loop += "for epoch in range(2):\n    for (x,) in DataLoader(DATA, batch_size=4):\n"
+    loop += "        model(x).square().mean().backward(); optimizer.step(); optimizer.zero_grad()\n"
+    more = f"    nbtrain.log(val_loss=0.5, time=3.0, {name}=epoch)"
+    page = shown(notebook, f"%%distributed -n 1\n{loop}{more}")
+    head = page.partition(" epoch train loss ")[2].partition(" 1 ")[0]
+    assert head.split() == ["val_loss", "time", "(logged)", "time", "step"], page
+    assert "training epoch" not in page
+    columns = ["epoch", "steps", "seconds", "train loss", "val_loss", "time (logged)", "best"]
+    assert notebook.value("list(nbtrain.last_run().epochs)") == columns

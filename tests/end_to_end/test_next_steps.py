@@ -1,0 +1,56 @@
+"""What a failure that is a kind of its own says to do next, in a real kernel."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.kernel import Notebook
+
+READS = {
+    "a file that is not there": "open('weights.bin')",
+    "weights in part": "open('w.pt', 'wb').write(b'PK\\x03\\x04' + b'0' * 50); torch.load('w.pt')",
+    "a pickle in part": "import pickle; pickle.loads(pickle.dumps([1, 2, 3] * 99)[:50])",
+    "JSON in part": "import json; json.loads('{\"step\": 1, ')",
+    "tensors in part": (
+        "from safetensors.torch import load, save; load(save({'a': torch.ones(99)})[:50])"
+    ),
+}
+WAIT = "call accelerator.wait_for_everyone(), or torch.distributed.barrier(), on every rank"
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_file_that_another_rank_still_writes_is_to_be_waited_for(
+    notebook: Notebook, name: str
+) -> None:
+    cell = f"    if nbtrain.rank() == 1:\n        {READS[name]}\n    time.sleep(60)\n"
+    out = notebook.run(f"%%distributed -n 2\ndef train():\n{cell}")
+    assert out.ename not in ("", "KeyboardInterrupt")
+    assert WAIT in out.traceback
+    page = (out.updates or out.displays)[-1]["text/html"]
+    assert "wait_for_everyone()" in page
+
+
+def test_a_file_that_rank_0_does_not_find_is_missing(notebook: Notebook) -> None:
+    cell = "    if nbtrain.rank() == 0:\n        open('weights.bin')\n    time.sleep(60)\n"
+    out = notebook.run(f"%%distributed -n 2\ndef train():\n{cell}")
+    assert out.ename == "FileNotFoundError"
+    assert "wait_for_everyone" not in out.traceback
+
+
+@pytest.mark.parametrize(
+    "layers",
+    ["nn.Linear(4, 3), nn.BatchNorm1d(3)", "nn.Unflatten(1, (4, 1, 1)), nn.BatchNorm2d(4)"],
+    ids=["1d", "2d"],
+)
+def test_a_last_batch_of_one_under_batch_norm_is_left_out(notebook: Notebook, layers: str) -> None:
+    cell = (
+        "%%distributed -n 2\nfrom torch import nn\nfrom torch.utils.data import DataLoader\n"
+        "def train():\n"
+        f"    model = nn.Sequential({layers})\n"
+        "    for x in DataLoader(torch.rand(9, 4), batch_size=4):\n        model(x)"
+    )
+    out = notebook.run(cell)
+    assert out.ename == "ValueError", out.traceback
+    assert "DataLoader(…, drop_last=True) leaves that batch out." in out.traceback
+    assert "drop_last=True" in (out.updates or out.displays)[-1]["text/html"]
+    assert not notebook.run(cell.replace("batch_size=4", "batch_size=4, drop_last=True")).ename

@@ -1,0 +1,82 @@
+"""What a run is called, by what ran it."""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+
+import pytest
+
+from tests.support.kernel import Notebook
+
+LINE = "scale = 2"
+CELL = f"# why\nimport os\n{LINE}\nprint(scale)"
+
+
+def words(html: str) -> str:
+    """Return the text of a page."""
+    return " ".join(unescape(re.sub(r"<[^>]*>", " ", html)).split())
+
+
+def titles(notebook: Notebook, cell: str) -> tuple[str, str, str, str]:
+    """Run a cell; return its board, its text form, its card, and its row in the catalog."""
+    out = notebook.run(cell)
+    assert not out.ename, out.traceback
+    board = words((out.updates or out.displays)[-1]["text/html"])
+    card = words(notebook.value("nbtrain.last_run().card().svg"))
+    listing = notebook.run("%nbtrain runs").stdout
+    number = notebook.value("nbtrain.last_run().state.number")
+    row = next(line for line in listing.splitlines() if line.startswith(f"#{number} "))
+    return board, out.board, card, row
+
+
+@pytest.mark.parametrize("options", ["", " -e spawn"])
+def test_a_cell_without_a_function_is_called_by_its_number(
+    notebook: Notebook, options: str
+) -> None:
+    before = notebook.value("len(In)")
+    board, text, card, row = titles(notebook, f"%%distributed -n 2{options}\n{CELL}")
+    name = f"cell [{before}]"
+    assert re.search(rf"succeeded {re.escape(name)} #\d+ {LINE} 2 ranks", board)
+    assert f"✓ {name} {LINE}: succeeded" in text
+    assert re.search(rf"succeeded {re.escape(name)} #\d+ {LINE} 2 ranks", card)
+    assert re.search(rf"  {re.escape(name)} {LINE} +succeeded", row)
+    assert notebook.value("repr(nbtrain.last_run())").startswith(f"<Run {name}: succeeded")
+
+
+def test_in_live_ranks_too(notebook: Notebook) -> None:
+    notebook.run("%nbtrain start -n 2")
+    try:
+        before = notebook.value("len(In)")
+        assert not notebook.run(f"%%distributed\n{CELL}").ename
+        assert notebook.value("nbtrain.last_run().state.full_title") == f"cell [{before}] {LINE}"
+    finally:
+        notebook.run("%nbtrain stop")
+
+
+@pytest.mark.parametrize(
+    "line", ["%run {}", "%run -i {} --epochs 3", "import os\n%run -i folder/../{}"]
+)
+def test_a_script_that_a_cell_runs_is_called_by_its_file(notebook: Notebook, line: str) -> None:
+    notebook.run("os.makedirs('folder', exist_ok=True); open('train.py', 'w').write('x = 1')")
+    board, text, card, row = titles(notebook, f"%%distributed -n 2\n{line.format('train.py')}")
+    for shown in (board, card):
+        assert re.search(r"succeeded train\.py #\d+ 2 ranks", shown)
+    assert "✓ train.py: succeeded" in text
+    assert re.search(r"  train\.py +succeeded", row)
+    assert "cell [" not in board + text + card + row
+
+
+@pytest.mark.parametrize("cell", [f"%%distributed -n 1 --name mine\n{CELL}", "%distributed 1 + 1"])
+def test_a_name_that_is_given_stays(notebook: Notebook, cell: str) -> None:
+    board, text, *_ = titles(notebook, cell)
+    assert ("cell [" in board + text) == ("mine" not in cell)
+    assert "mine" in board or "1 + 1" in board
+
+
+def test_a_cell_that_runs_again_is_compared_with_its_last_run(notebook: Notebook) -> None:
+    cell = "%%distributed -n 1\nfor n in range(20): nbtrain.log(loss=1 / (1 + n), step=n)"
+    notebook.run(cell)
+    titled = notebook.value("nbtrain.last_run().state.title")
+    out = notebook.run(cell)
+    assert f" {titled} #" in words((out.updates or out.displays)[-1]["text/html"])

@@ -1,0 +1,57 @@
+"""Functions written for `mp.spawn`: the line that a refusal names runs when it is copied."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.kernel import Notebook
+
+KINDS = """
+import functools
+from nbtrain import notebook_launcher
+class Train:
+    def __call__(self, rank, lr=1.0):
+        return rank, nbtrain.world_size(), lr
+    def run(self, rank, lr):
+        return rank, nbtrain.world_size(), lr
+train = Train()
+bound = functools.partial(train.run)
+by_lambda = lambda rank, lr: (rank, nbtrain.world_size(), lr)
+def function(rank, lr):
+    return rank, nbtrain.world_size(), lr
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        ("train", ()),
+        ("train.run", (1.0,)),
+        ("bound", (1.0,)),
+        ("by_lambda", (1.0,)),
+        ("function", (1.0,)),
+    ],
+)
+@pytest.mark.parametrize("launcher", ["notebook_launcher({}, {}, 3)", "nbtrain.launch({}, *{})"])
+def test_the_line_runs_in_place_of_the_function(
+    notebook: Notebook, launcher: str, function: str, args: tuple[float, ...]
+) -> None:
+    notebook.run(KINDS)
+    out = notebook.run(launcher.format(function, args))
+    assert out.ename == "PlanError"
+    assert "takes its rank first, as for mp.spawn. Pass `lambda" in out.evalue
+    line = out.evalue.partition("Pass `")[2].partition("`")[0]
+    out = notebook.run(launcher.format(line, args))
+    assert not out.ename, out.traceback
+    size = 3 if "3" in launcher else 2
+    assert notebook.value("nbtrain.last_run().results") == [(r, size, 1.0) for r in range(size)]
+
+
+@pytest.mark.parametrize("function", ["Train()", "Train().run", "lambda rank: rank"])
+def test_where_no_line_would_run_none_is_named(notebook: Notebook, function: str) -> None:
+    notebook.run(KINDS)
+    out = notebook.run(f"notebook_launcher({function}, num_processes=2)")
+    assert out.ename == "PlanError"
+    remedy = "Take `rank` out of its parameters, and use `nbtrain.rank()` in it."
+    assert out.evalue.endswith(remedy)
+    assert "<lambda>" not in out.evalue
