@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import pickle
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from types import FrameType, ModuleType
 from typing import Any
 
 from ..errors import NbtrainError
@@ -19,16 +16,14 @@ from ..findings import Finding
 from ..planning.option_types import OF_ALL
 from ..planning.plan import Plan
 from ..planning.task_values import (
-    is_class,
     is_model,
     is_optimizer,
+    is_reachable,
     is_scheduler,
-    module_of,
     namespace,
     returned,
 )
 from ..system.files import read_regular
-from ..system.source_files import is_library
 from ..tracking import clock
 from ..tracking import events as ev
 from ..tracking.event_log import EventWriter
@@ -40,9 +35,6 @@ from ..transport.parts import unwrapped
 from ..transport.weight_file import WeightReader
 from ..ui.labels import not_updated
 from ..worker.result_sender import QUICK
-
-HOLDERS = 8
-"""Steps from a model up to what holds it, at most."""
 
 
 class ResultReceiver:
@@ -114,7 +106,7 @@ class ResultReceiver:
         troubles |= launch.assigned_anew(values, self._namespace)
         self._namespace.update({n: v for n, v in values.items() if n not in troubles})
         fine = {
-            name: Finding("" if _is_held(value, self._namespace) else ev.NOT_HELD, "")
+            name: Finding("" if is_reachable(value, self._namespace) else ev.NOT_HELD, "")
             for name, value in self.objects().items()
             if name in names and name not in troubles
         }
@@ -124,46 +116,6 @@ class ResultReceiver:
             for name in dict.fromkeys([*(sent.name for sent in saved), *troubles])
             for trouble in [troubles.get(name) or fine.get(name, unknown)]
         ]
-
-
-def _is_held(value: Any, namespace: Mapping[str, Any]) -> bool:
-    """Return whether the notebook has a way to a value, and not this launch alone.
-
-    Goes from what holds it up to a module or a class, or to a variable of a function that runs.
-    """
-    if any(each is value for each in list(namespace.values())):
-        return True
-    known = new = [value]
-    for _ in range(HOLDERS):  # each looks at all objects that there are: 50 ms
-        new = _holders(new, known)
-        if not new:
-            break
-        if any(map(_is_lasting, new)):
-            return True
-        known = [*known, *new]
-    else:  # nobody knows
-        return True
-    ids, frame = set(map(id, known)), sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if not is_library(frame.f_code.co_filename) and ids & set(map(id, frame.f_locals.values())):
-            return True
-    return False
-
-
-def _holders(some: Sequence[Any], known: Sequence[Any]) -> list[Any]:
-    """Return what holds some values, but for what is known, and what is of this launch."""
-    ids = {id(some), id(known), *map(id, known)}
-    return [each for each in gc.get_referrers(*some) if id(each) not in ids and _is_users(each)]
-
-
-def _is_lasting(holder: Any) -> bool:
-    is_namespace = type(holder) is dict and "__name__" in holder
-    return is_namespace or is_class(holder) or type(holder) is ModuleType
-
-
-def _is_users(holder: Any) -> bool:
-    return type(holder) is not FrameType and not module_of(type(holder)).startswith("nbtrain")
 
 
 class _Launch:

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
+from traceback import walk_stack
 from types import (
     CodeType,
     FunctionType,
@@ -341,6 +342,24 @@ def _find(task: Task) -> list[Reference]:
         called = _invocation_of(task)
         walk.follow(called, "", travels_by_value(task.function), owner_name(task))
     return walk.run()
+
+
+def is_reachable(value: Any, namespace: Mapping[Any, Any]) -> bool:
+    """Whether variables lead to a value: the notebook's, or those of a function that runs now.
+
+    Also where there are too many to look at.
+    """
+    frames = (frame for frame, _ in walk_stack(sys._getframe(1)))
+    users = [frame.f_locals for frame in frames if not is_library(frame.f_code.co_filename)]
+    places = [public(namespace), *map(public, users)]
+    if any(each is value for place in places for each in place.values()):
+        return True
+    walk = _Walk([namespace])
+    for name, each in (item for place in places for item in place.items()):
+        walk.add(name, each)
+    known = [reference.value for reference in walk.run()]
+    parts = (part for each in known if is_model(each) for part in each.modules())
+    return len(known) >= VALUES or any(each is value for each in (*known, *parts))
 
 
 def owner_name(call: Call) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import multiprocessing
 import os
 import re
 import signal
@@ -29,6 +30,7 @@ from ..tracking import events as ev
 from ..tracking.diagnosis.failures import (
     DISK_FULL,
     FORK_REFUSED,
+    FRESH_WORKER,
     LOADER_WORKER,
     NO_GRADIENT,
     describe_returncode,
@@ -105,11 +107,19 @@ def _loader_workers(error: BaseException) -> Iterator[tuple[str, str]]:
         "DataLoader worker" in message or isinstance(error, (ConnectionError, EOFError))
     ):
         return
+    codes = set()
     for worker in workers:
         worker.join(0.2)  # it has ended, or will in a moment
+        codes.add(worker.exitcode or 0)
         if worker.exitcode:
             ending = describe_returncode(worker.exitcode)
             yield LOADER_WORKER, f"a DataLoader worker (pid {worker.pid}) {ending}"
+    chosen = getattr(workers[0], "_start_method", None) if workers else "fork"
+    method = chosen or multiprocessing.get_start_method()
+    if 1 in codes and method != "fork":
+        fresh = "and such a process has nothing of the notebook"
+        yield FRESH_WORKER, f"multiprocessing starts workers by {method!r} here, {fresh}"
+        return
     room = host.shared_memory()
     if room is not None:
         free, size = format_bytes(room.free), format_bytes(room.size)

@@ -33,6 +33,9 @@ _ECHOES = (
 NO_GRADIENT = "no gradient"
 """The code of the evidence that names parameters, where the exception has their numbers alone."""
 
+FRESH_WORKER = "fresh worker"
+"""The code of evidence that a DataLoader's worker had nothing of the notebook."""
+
 LOADER_WORKER, DISK_FULL, FORK_REFUSED = "data loader worker", "disk full", "fork refused"
 """The codes of evidence that says what a failure is; kinds of `FailureReport`."""
 

@@ -22,6 +22,7 @@ from ..state import RankState, RunState
 from .failures import (
     DISK_FULL,
     FORK_REFUSED,
+    FRESH_WORKER,
     LOADER_WORKER,
     NO_GRADIENT,
     Failure,
@@ -53,7 +54,12 @@ _ADVICE = {
     LOADER_WORKER: (
         "Try num_workers=0: data is then loaded in the rank and its error is shown. Fewer workers "
         "or smaller batches use less /dev/shm.",
-    )
+    ),
+    FRESH_WORKER: (
+        "A worker that is not forked has nothing of the notebook. Call "
+        "multiprocessing.set_start_method('fork', force=True) before the loader is used (or leave "
+        "out its multiprocessing_context), or define the data set in a .py file.",
+    ),
 }
 
 
@@ -154,7 +160,11 @@ def _advice(kind: str, rank: RankState, state: RunState) -> tuple[str, ...]:
     killed = killed and rank.cause_code != ev.NOT_MEMORY
     killed = killed or kind == "out of memory"
     killed = killed or (kind == "segfault" and state.device in tpu.ENGINES.values())
-    return (*_ADVICE.get(kind, ()), *(state.if_killed if killed else ()))
+    is_fresh = any(seen.code == FRESH_WORKER for seen in rank.evidence)
+    return (
+        *_ADVICE.get(FRESH_WORKER if is_fresh else kind, ()),
+        *(state.if_killed if killed else ()),
+    )
 
 
 def diagnose(
