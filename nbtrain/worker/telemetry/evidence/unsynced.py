@@ -23,9 +23,9 @@ from ....planning.task_values import (
     public,
     returned,
 )
-from ....system.instrumentation import undo_later, when_imported
 from ....tracking import events as ev
 from ....tracking.event_log import EventWriter
+from ..fastai import after_each_step
 from ..safe_hooks import guarded
 
 
@@ -47,10 +47,7 @@ class UnsyncedModels:
     def install(self) -> None:
         """Watch what optimizers train, if there is anything to lose."""
         if self._others or self._before:
-            when_imported(
-                "torch.optim.optimizer",
-                lambda m: undo_later(m.register_optimizer_step_post_hook(self._on_step).remove),
-            )
+            after_each_step(self._on_step)
 
     @guarded("looking for models that are not copied back")
     def _on_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
