@@ -399,6 +399,7 @@ tests -m "slow or not slow" tests/lifecycle/forwarding -rs
         """
 enter slow
 install "torch==2.13.*" -e ".[test]" -r tests/requirements/recipes.txt
+install --no-deps "fastai==2.8.*"
 tests -n 4 -m "slow and not xla" --ignore=tests/end_to_end/test_host_notebooks.py
 """,
         needs=("uv",),

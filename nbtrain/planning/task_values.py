@@ -231,12 +231,13 @@ def visible(function: FunctionType) -> Mapping[str, Any]:
 def _looked_up(function: FunctionType) -> dict[str, Any]:
     """Return what a function names: those of its globals that cloudpickle sends with it, too."""
     known, code = visible(function), function.__code__
-    names = (*code.co_freevars, *_global_names(code))
+    names = (*code.co_freevars, *global_names(code))
     return {name: known[name] for name in names if name in known}
 
 
 @functools.lru_cache(maxsize=1 << 10)  # also for forked ranks, which ask the same again
-def _global_names(code: CodeType) -> tuple[str, ...]:
+def global_names(code: CodeType) -> tuple[str, ...]:
+    """Return the global names that a function looks up, and those of functions within it."""
     return tuple(
         step.argval
         for part in code_within(code)

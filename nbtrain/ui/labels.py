@@ -49,7 +49,7 @@ def metrics(rank: RankState, limit: int = 6, *, but: Collection[str] = ()) -> st
 def position(rank: RankState) -> str:
     """Return where a rank stands: ``epoch: 2/3 › batch: 20/45 · 12.3 it/s · 2.1 s left``."""
     time_left = f"{left(rank)} left" if left(rank) else ""
-    return " · ".join(filter(None, [bar_positions(rank), rate(rank), time_left]))
+    return " · ".join(filter(None, [bar_positions(rank), pace(rank), time_left]))
 
 
 def bar_positions(rank: RankState) -> str:
@@ -80,9 +80,14 @@ def rate(rank: RankState) -> str:
         return ""
     if bar.closed and not rank.is_over:  # what the rank does now is another thing
         return ""
-    if bar.rate < 1:
-        return f"{format_duration(1 / bar.rate)}/{bar.unit}"
-    return f"{format_rate(bar.rate)} {bar.unit}/s"
+    return _speed(bar.rate, bar.unit)
+
+
+def _speed(rate: float, unit: str, units: str = "") -> str:
+    """Write how many of a unit there are in a second: ``12.3 it/s``, or ``2.0 s/it``."""
+    if rate < 1:
+        return f"{format_duration(1 / rate)}/{unit}"
+    return f"{format_rate(rate)} {units or unit}/s"
 
 
 def format_rate(value: float) -> str:
@@ -91,11 +96,14 @@ def format_rate(value: float) -> str:
 
 
 def pace(rank: RankState) -> str:
-    """Return how fast a rank trains, ``12.3 steps/s``; before it does, its bar's rate."""
+    """Return how fast a rank trains, ``12.3 steps/s``; before it does, its bar's rate.
+
+    A bar may be one of files, of a validation or of epochs, and differ from rank to rank.
+    """
     if rank.progress is None or not rank.progress.steps:
         return rate(rank)
     steps = rank.progress.step_rate
-    return f"{format_rate(steps)} steps/s" if steps and rank.hang not in _AT_REST else ""
+    return _speed(steps, "step", "steps") if steps and rank.hang not in _AT_REST else ""
 
 
 def left(rank: RankState) -> str:

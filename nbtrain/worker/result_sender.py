@@ -29,7 +29,7 @@ from ..planning.task_values import (
     returned,
 )
 from ..system.files import write_atomically
-from ..system.instrumentation import patch, undo_later, when_imported
+from ..system.instrumentation import patch
 from ..tracking import clock
 from ..tracking import events as ev
 from ..tracking.event_log import EventWriter
@@ -40,6 +40,7 @@ from ..transport.tensor_kinds import size_of
 from ..transport.weight_file import WeightFile, save, stamp
 from .job import Job
 from .telemetry.evidence.model_changes import ModelAtStart
+from .telemetry.fastai import after_each_step
 from .telemetry.safe_hooks import guarded
 
 QUICK = 512 << 20
@@ -124,10 +125,7 @@ class ResultSender:
                 with contextlib.suppress(Exception):  # as in `_mark`
                     self._at_start[name] = ModelAtStart(value, variable, self._is_live)
         if self._at_start:
-            when_imported(
-                "torch.optim.optimizer",
-                lambda m: undo_later(m.register_optimizer_step_post_hook(self._on_step).remove),
-            )
+            after_each_step(self._on_step)
 
     @guarded("looking for models that the notebook's have no place for")
     def _on_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:

@@ -103,7 +103,9 @@ def test_a_rank_that_trains_has_the_rate_of_its_steps_and_no_bars() -> None:
     state = fold(picture(1), [ev.Started(1.0, 0, 8), mapped])
     assert labels.pace(state.ranks[0]) == "90,000 examples/s"
     counts = [ev.TrainingUpdate(3.0 + i, 0, steps=1 + 10 * i, elapsed=1.0 + i) for i in range(3)]
-    assert labels.pace(fold(state, counts).ranks[0]).endswith(" steps/s")
+    trained = fold(state, counts)
+    assert labels.pace(trained.ranks[0]).endswith(" steps/s")
+    assert "examples/s" not in text_summary.summary(trained, 9.0)
 
 
 def test_the_slowest_bar_is_found_by_its_number_not_its_text() -> None:
@@ -227,11 +229,11 @@ def test_a_run_without_any_bar_has_one_from_its_training() -> None:
     bar = state.ranks[0].bar
     assert bar is not None
     assert (bar.description, bar.n, bar.total, bar.rate) == ("epoch 2", 10, 50, 10.0)
-    assert labels.position(state.ranks[0]).startswith("epoch 2: 10/50 · 10.0 batch/s")
+    assert labels.position(state.ranks[0]).startswith("epoch 2: 10/50 · 10.0 steps/s")
     own = fold(state, [ev.Progress(7, 0, n=3, total=9, description="mine")])
     assert own.ranks[0].bar == ProgressBar(3, 9, 0.0, "mine")
     unknown = fold(picture(), [trained(steps=7, elapsed=1.0)])
-    assert labels.position(unknown.ranks[0]) == "7 step · 7.00 step/s"
+    assert labels.position(unknown.ranks[0]) == "7 step · 7.00 steps/s"
 
 
 def test_rates_and_waiting_are_averaged_over_the_last_seconds() -> None:

@@ -12,7 +12,7 @@ from ...planning.option_types import SOURCES
 from ...planning.plan import Plan
 from .. import api
 from ..device_scalars import captures
-from . import integrations, progress_bars, safe_hooks
+from . import fastai, integrations, progress_bars, safe_hooks
 from .evidence.unsynced import UnsyncedModels
 from .training_meter import TrainingMeter
 
@@ -43,6 +43,7 @@ def install(
         UnsyncedModels(plan, reporter.writer, ranks_stay).install()
     if "trainer" in sources:
         integrations.watch_trainer()
+        fastai.watch_recorder()
     if "tracker" in sources:
         integrations.offer_tracker()
         integrations.watch_accelerate()

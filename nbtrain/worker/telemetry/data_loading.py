@@ -17,6 +17,7 @@ from ...system.instrumentation import patch
 from .. import stopping
 from .evidence.data_order import DataOrder
 from .evidence.metric_shares import MetricShares
+from .fastai import loader_of
 from .safe_hooks import telemetry
 
 ENDLESS = 1_000_000_000
@@ -228,7 +229,8 @@ _ACCELERATES = os.path.join("accelerate", "data_loader.py")
 def _length(iterator: Any) -> int | None:
     """Return how many batches a loader will give; None where that is unknown."""
     try:
-        length = len(iterator) if iterator._dataset_kind == 0 else None
+        loader = iterator if iterator._dataset_kind == 0 else loader_of(iterator)
+        length = len(loader) if loader is not None else None
         return length if length is not None and length < ENDLESS else None
     except Exception:  # a sampler without a length, or with an unusual one
         return None
@@ -240,11 +242,14 @@ def _batch_size(it: Any, batch: Any) -> int | None:
     torch's own collating puts them in the first dimension. A user's may do anything, but every
     batch except the last is made of as many samples as were asked for.
     """
+    sizes = (tensor.shape[0] for tensor in tensors(batch) if len(tensor.shape))
+    if loader_of(it) is not None:  # fastai itself counts by the first dimension, or a table's rows
+        is_nest = isinstance(batch, (list, tuple, Mapping)) or not hasattr(batch, "__len__")
+        return next(sizes, None) if is_nest else len(batch)
     if not it._auto_collation:  # the data set makes the batches, if any
         return None
     from torch.utils.data import default_collate
 
-    sizes = (tensor.shape[0] for tensor in tensors(batch) if len(tensor.shape))
     if it._collate_fn is default_collate:
         return next(sizes, None)
     wanted = getattr(it._index_sampler, "batch_size", None)

@@ -186,9 +186,11 @@ class LossMeter:
     def _backward(self, original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if stopping.active is not None:
             stopping.active.before_next(fetch=False)
-        if not self._is_paused:
-            self._observe_backward(tensor)
-        return original(tensor, *args, **kwargs)
+        if self._is_paused:
+            return original(tensor, *args, **kwargs)
+        self._observe_backward(tensor)
+        # A subclass's backward comes here again, from its `__torch_function__`.
+        return self._paused(True, original, tensor, *args, **kwargs)
 
     def _library_backward(
         self, original: Any, engine: Any, loss: Any, *args: Any, **kwargs: Any
@@ -256,8 +258,16 @@ class LossMeter:
     def _keep(self, loss: Any) -> None:
         """Take a loss: its value at once, since its owner may change it in place."""
         torch: Any = sys.modules["torch"]
-        ordinary = type(loss) in (torch.Tensor, torch.nn.Parameter) and loss.is_floating_point()
-        if not ordinary or loss.ndim:
+        if not isinstance(loss, torch.Tensor):
+            return
+        # A subclass that only has methods of its own (fastai's, MONAI's) holds a value as a tensor
+        # does. One that computes in its own way (DTensor) may have to ask other ranks for it.
+        if type(loss).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+            with torch._C.DisableTorchFunctionSubclass():
+                self._keep_value(loss, torch)
+
+    def _keep_value(self, loss: Any, torch: Any) -> None:
+        if not loss.is_floating_point() or loss.ndim:
             return
         self._moment = _Moment(self._steps, divisor=_divisor(loss))
         self._shares += 1
@@ -325,6 +335,8 @@ def _divisor(loss: Any) -> int:
     Its node in the graph has it (private, seen in torch 2.4 to 2.13).
     """
     node = getattr(loss, "grad_fn", None)
+    if node is not None and node.name() == "AliasBackward0":  # made a subclass of tensors, again
+        node = node.next_functions[0][0]
     if node is None or node.name() != "DivBackward0":
         return int(getattr(loss, _DIVISOR, 1))
     other = node._saved_other

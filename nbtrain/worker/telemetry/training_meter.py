@@ -18,7 +18,7 @@ from typing import Any
 
 from ...findings import Finding
 from ...planning.plan import Plan
-from ...system.instrumentation import patch, undo_later, when_imported
+from ...system.instrumentation import patch, when_imported
 from ...tracking import clock
 from ...tracking import events as ev
 from .. import api, stopping
@@ -26,6 +26,7 @@ from ..api import Reporter
 from ..device_scalars import captures
 from .data_loading import DataLoadingMeter
 from .evidence.work_sample import WorkSampler
+from .fastai import after_each_step
 from .loss import LossMeter
 from .phases import PhaseMeter
 from .precision import PrecisionMeter
@@ -78,11 +79,9 @@ class TrainingMeter:
     def install(self, sources: Collection[str]) -> None:
         """Watch torch, now or when it is imported."""
         if "steps" in sources:
-            when_imported(
-                "torch.optim.optimizer",
-                lambda m: undo_later(m.register_optimizer_step_post_hook(self._on_step).remove),
-            )
-            patch("torch.optim.optimizer:Optimizer", "__init__", self._optimizer_init)
+            after_each_step(self._on_step)
+            for owner in ("torch.optim.optimizer", "fastai.optimizer"):
+                patch(f"{owner}:Optimizer", "__init__", self._optimizer_init)
             self._memory.install()
             self._precision.install()
             self._work.install()
@@ -159,14 +158,19 @@ class TrainingMeter:
         if self._steps > 1 and is_due:
             self._looked = now, fed
             self._place.look(self._steps, fed)
+            if self._epoch is not None and looked < 0 and fed == self._passes:
+                self._epoch = self._number_of_epoch(), *self._epoch[1:]  # it began unlooked at
 
     def _begin_epoch(self, now: float) -> None:
         """Report the epoch that is over: a loader's next pass has led to a step."""
         self._end_epoch(now, self._steps - 1)
         self._passes = self._loading.fed_passes
-        position = self._loading.position()
-        epoch = self._place.report(self._steps, self._passes, **position).epoch or self._passes
+        epoch = self._number_of_epoch()
         self._epoch = epoch, now, *self._loss.before_step
+
+    def _number_of_epoch(self) -> int:
+        position = self._loading.position()
+        return self._place.report(self._steps, self._passes, **position).epoch or self._passes
 
     def _end_epoch(self, now: float, steps: int) -> None:
         if self._epoch is None or steps <= 0:

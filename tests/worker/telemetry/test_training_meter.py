@@ -107,6 +107,23 @@ def data_without_an_end() -> None:
         pass
 
 
+def trained_and_evaluated(number: int, w: nn.Parameter, model: nn.Module) -> None:
+    optimizer = torch.optim.SGD([w], lr=0.0)
+    for _ in range(number):
+        model.train()
+        for (x,) in DataLoader(TensorDataset(torch.ones(20, 3)), batch_size=4):
+            (x @ w).sum().backward()
+            optimizer.step()
+        model.eval()  # has the name of a function that shows a loop's variables
+        for _ in DataLoader(TensorDataset(torch.ones(30, 4)), batch_size=5):
+            pass
+
+
+@TABLE.row(steps=15, epoch=3, epochs=3)
+def an_evaluation_by_a_models_own_eval_in_each_epoch() -> None:
+    trained_and_evaluated(3, one_weight()[0], nn.Linear(1, 1))
+
+
 @TABLE.row(steps=5, batch=5, batches=5, epoch=1)
 def an_evaluation_after_the_training() -> None:
     w, optimizer = one_weight()
@@ -130,6 +147,18 @@ def test_steps_and_the_place_are_those_of_the_loop(
     loop: Callable[[], Any], expected: dict[str, Any]
 ) -> None:
     check(loop, expected)
+
+
+def test_a_training_that_goes_on_names_its_first_epoch_as_the_loop_does() -> None:
+    def resumed() -> None:
+        w, optimizer = one_weight()
+        for _epoch in range(2, 4):
+            for (x,) in DataLoader(TensorDataset(torch.ones(20, 3)), batch_size=4):
+                (x @ w).sum().backward()
+                optimizer.step()
+
+    run = launch(resumed)
+    assert [e.epoch for e in events(run) if isinstance(e, ev.EpochEnd)] == [3, 4]
 
 
 def accelerated(log_with: Any = None) -> tuple[float, int]:

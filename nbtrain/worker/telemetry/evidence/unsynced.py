@@ -27,10 +27,10 @@ from ....planning.task_values import (
     returned,
     source_lines,
 )
-from ....system.instrumentation import undo_later, when_imported
 from ....system.text import plural
 from ....tracking import events as ev
 from ....tracking.event_log import EventWriter
+from ..fastai import after_each_step
 from ..safe_hooks import guarded
 
 _SAVES = re.compile(r"save|export|push_to_hub|state_dict|^\s*return\b")
@@ -55,10 +55,7 @@ class UnsyncedModels:
 
     def install(self) -> None:
         """Watch what optimizers train."""
-        when_imported(
-            "torch.optim.optimizer",
-            lambda m: undo_later(m.register_optimizer_step_post_hook(self._on_step).remove),
-        )
+        after_each_step(self._on_step)
 
     @guarded("looking for models that are not copied back")
     def _on_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:

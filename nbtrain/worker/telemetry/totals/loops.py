@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+from ....planning.task_values import global_names
 from ....system.source_files import RANK_BODY, is_own
 
 _DEEPEST = 60
@@ -29,8 +30,11 @@ _NO_LOOPS = ("torch.", "accelerate.", "tqdm.", "contextlib", "functools", "threa
 """Modules whose frames are between a training's loop and what it calls, and loop over other
 things."""
 
-_SEEN_ELSEWHERE = {"locals", "vars", "eval", "exec", "dir", "_getframe", "currentframe"}
-"""Names in a function that may hold the dictionary of its variables, which a look would change."""
+_SEEN_ELSEWHERE = {"locals", "vars", "eval", "exec", "dir"}
+"""What may hold the dictionary of a function's variables, which a look would change."""
+
+_FRAMES = {"_getframe", "currentframe"}
+"""What gives a frame, and with it that dictionary."""
 
 
 class Loop(NamedTuple):
@@ -155,7 +159,7 @@ def _variables(frame: FrameType) -> Iterator[ChainMap[str, Any]]:
     """Yield the variables of a frame, and after them those of its module; hold none of them."""
     # Until 3.13 they are a copy that the frame keeps: a tensor in it would stay alive.
     is_copy = sys.version_info < (3, 13) and bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
-    if is_copy and not _SEEN_ELSEWHERE.isdisjoint(frame.f_code.co_names):
+    if is_copy and _may_hold_variables(frame.f_code):
         yield ChainMap()
         return
     local = frame.f_locals
@@ -164,6 +168,14 @@ def _variables(frame: FrameType) -> Iterator[ChainMap[str, Any]]:
     finally:
         if is_copy:
             local.clear()
+
+
+def _may_hold_variables(code: CodeType) -> bool:
+    if not _FRAMES.isdisjoint(code.co_names):
+        return True
+    # ``model.eval()`` has the name, too, but is no `eval`.
+    called = _SEEN_ELSEWHERE.intersection(code.co_names)
+    return not called.isdisjoint(global_names(code))
 
 
 def _is_over_words(statement: Statement) -> bool:
