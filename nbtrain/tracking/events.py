@@ -217,6 +217,8 @@ class WorkSample(Event, kind="work"):
     shares: tuple[tuple[str, float, int, str], ...] = ()
     """Metrics that a tracker got, each of this rank's samples alone: its name, its value, how many
     samples, and the checksum of the first batch of them."""
+    noise: str = ""
+    """Numpy's generator, where the data set has drawn from it as it was when the task began."""
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def _together(samples: list[ev.WorkSample]) -> Finding | None:
     if finding := _not_gathered(samples):
         return finding
     if not (_have_same_losses(samples) and _have_same_batches(samples)):
-        return None
+        return _equal_noise(samples)
     count = len(samples)
     if all(sample.is_wrapped == "whole" for sample in samples):
         return Finding(
@@ -134,6 +134,20 @@ def _together(samples: list[ev.WorkSample]) -> Finding | None:
             flaw="each rank trained alone",
         )
     return None
+
+
+def _equal_noise(samples: list[ev.WorkSample]) -> Finding | None:
+    """Find ranks that change different samples by the same random numbers."""
+    states, batches = {s.noise for s in samples}, {s.batches for s in samples}
+    if states == {""} or len(states) > 1 or len(batches) < len(samples):
+        return None
+    return Finding(
+        "equal-noise",
+        f"all {len(samples)} ranks draw the same random numbers from numpy for their data: a "
+        "forked rank has the notebook's generator.",
+        "At the start of the function, write `np.random.seed(nbtrain.rank())`, with a seed of "
+        "yours added.",
+    )
 
 
 def _not_gathered(samples: list[ev.WorkSample]) -> Finding | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...system.instrumentation import patch
 from .. import stopping
-from .evidence.data_order import DataOrder
+from .evidence.data_order import DataOrder, NumpyNoise
 from .evidence.metric_shares import MetricShares
 from .fastai import loader_of
 from .safe_hooks import telemetry
@@ -65,7 +65,7 @@ class DataLoadingMeter:
     def __init__(self, tick: Callable[[float, float], None]) -> None:
         self._tick = tick
         self.metrics = MetricShares(self._samples_of_pass)
-        self.order = DataOrder()
+        self.order, self.noise = DataOrder(), NumpyNoise()
         self.waited = 0.0
         self.samples: int | None = None
         self.fed_passes = 0
@@ -139,6 +139,7 @@ class DataLoadingMeter:
         self._thread.is_loading = True
         try:
             batch = original(it)
+            self.noise.after_batch()
         except StopIteration:
             self._end_pass(it)
             raise
@@ -150,6 +151,7 @@ class DataLoadingMeter:
     def _next_index(self, original: Callable[[Any], Any], it: Any) -> Any:
         index = original(it)
         self._remember_size(it, index)
+        self.noise.before_batch()
         return index
 
     @telemetry

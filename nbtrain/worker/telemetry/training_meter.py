@@ -117,7 +117,8 @@ class TrainingMeter:
         self._end_epoch(now, self._steps)
         self._epoch = None
         if wait:
-            self._work.finish(self._steps, self._loss.last(), self._loading.metrics.shares)
+            data = self._loading
+            self._work.finish(self._steps, self._loss.last(), data.metrics.shares, data.noise.drawn)
 
     # Called by torch
 

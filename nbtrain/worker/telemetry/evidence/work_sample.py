@@ -58,6 +58,7 @@ class WorkSampler:
         self._wraps: set[str] = set()
         self._excuse = False
         self._shares: tuple[tuple[str, float, int, str], ...] = ()
+        self._noise = ""
         self._place: tuple[str, int] | None = None
         """The line of the user's code that steps: a file and a number."""
         self._library = ""
@@ -114,10 +115,17 @@ class WorkSampler:
 
     @_harmless
     def finish(
-        self, steps: int, loss: float | None, shares: tuple[tuple[str, float, int, str], ...]
+        self,
+        steps: int,
+        loss: float | None,
+        shares: tuple[tuple[str, float, int, str], ...],
+        noise: str,
     ) -> None:
-        """Report all that is known at the end of the training; `shares` is of logged metrics."""
-        self._shares = shares
+        """Report all that is known at the end of the training; `shares` is of logged metrics.
+
+        `noise` is the state of numpy's generator where the data set has used it.
+        """
+        self._shares, self._noise = shares, noise
         if self._world_size > 1:
             self._steps, self.is_sampling = steps, False
             self._look_at_group()
@@ -144,6 +152,7 @@ class WorkSampler:
             asks_rank=asks,
             is_excused=self._excuse or ignores,
             shares=self._shares,
+            noise=self._noise,
             file=file,
             line=line,
             library=self._library,
