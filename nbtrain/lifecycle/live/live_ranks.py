@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import functools
 import os
-import pickle
 import secrets
 import select
 import shutil
@@ -31,23 +30,11 @@ from ...findings import Finding
 from ...planning import task_values
 from ...planning.option_parser import IDLE_TIMEOUT, plan_fields
 from ...planning.plan import Call, Cell, Plan
-from ...planning.task_values import is_model
 from ...system.text import format_duration, format_ranks, plural, with_article
 from ...tracking import clock
 from ...tracking.run_folder import RunFolder
-from ...transport import payload, result_pickler
 from ...transport.channel import Channel, Listener
-from ...transport.parts import (
-    Part,
-    classes,
-    find,
-    layout,
-    load_state,
-    parts,
-    shapes,
-    state,
-    with_state,
-)
+from ...transport.parts import Part
 from ...ui.displays import prompt
 from ...worker.debugging.hooks import look_again
 from ...worker.live.server import serve
@@ -56,6 +43,7 @@ from ..restarts import room_for_sockets
 from ..run import NotRemembered, Run, last_run
 from ..supervisor import Interrupts
 from .snapshot import Snapshot
+from .variables import Variables, notebook
 
 _NAME = "live ranks"
 """What the run of live ranks is called."""
@@ -125,7 +113,7 @@ def start(
     try:
         with contextlib.closing(_listener(plan, folder)) as listener:
             plan = replace(plan, task=Call(serve, (listener.address, secret)))
-            snapshot = Snapshot(_notebook())
+            snapshot = Snapshot(notebook())
             with NotRemembered():
                 run = launcher.run_plan(plan)
             ranks = _connected(run, listener, secret, snapshot)
@@ -244,10 +232,6 @@ def _cause(run: Run | None) -> int:
     return 0 if first is None else first.rank
 
 
-def _notebook() -> dict[str, Any]:
-    return vars(sys.modules["__main__"])
-
-
 class LiveRanks:
     """Ranks that stay between cells; `start` makes them. ``with`` ends them behind its block."""
 
@@ -259,7 +243,7 @@ class LiveRanks:
         snapshot: Snapshot,
     ) -> None:
         self._run, self._channels = run, channels
-        self._names, self._snapshot = names, snapshot
+        self.variables = Variables(self._ask, names, snapshot)
         self._are_far = not all(channel.passes_files for channel in channels.values())
         self._tasks = 0
         self._task_folder: RunFolder | None = None
@@ -324,7 +308,11 @@ class LiveRanks:
     @property
     def names(self) -> Mapping[int, Collection[str]]:
         """The variables of each rank."""
-        return self._names
+        return self.variables.names
+
+    def parts_there(self, sent: Mapping[str, Any], ranks: Sequence[int]) -> Mapping[int, Part]:
+        """Return the parts of the notebook's models that ranks have, for what is sent to them."""
+        return self.variables.parts_there(sent, ranks)
 
     @property
     def pids(self) -> Mapping[int, int]:
@@ -389,8 +377,8 @@ class LiveRanks:
             return {}
         if message["done"] != self._tasks:  # an answer that nobody waits for any more
             _drop_data(message)
-        self._names[rank] |= set(message.get("new", ()))
-        self._names[rank] -= set(message.get("deleted", ()))
+        self.variables.names[rank] |= set(message.get("new", ()))
+        self.variables.names[rank] -= set(message.get("deleted", ()))
         if "groups" in message:
             self._groups[rank] = message["groups"]
         return message
@@ -493,11 +481,11 @@ class LiveRanks:
         engine, noticed = LiveEngine(self, targets), list[Finding]()
         sent: dict[str, Any] = {}
         if isinstance(plan.task, Cell):
-            has = set.intersection(*(self._names[rank] for rank in targets))
+            has = set.intersection(*(self.variables.names[rank] for rank in targets))
             task_values.keep_references(plan.task)
             read = task_values.looked_up(plan.task)
             sent = {name: value for name, value in read.items() if name not in has}
-            if changed := [n for n in read if n in has and self._snapshot.differs(n, read[n])]:
+            if changed := self.variables.changed(read, has):
                 names = ", ".join(f"`{name}`" for name in changed)
                 text = f"the notebook's {names} changed since the ranks got it."
                 noticed = [
@@ -507,7 +495,7 @@ class LiveRanks:
         try:
             return launcher.run_plan(plan, noticed, engine=engine)
         finally:
-            self._snapshot.take(sent, sent)
+            self.variables.snapshot.take(sent, sent)
 
     @contextlib.contextmanager
     def occupied(self) -> Iterator[None]:
@@ -694,30 +682,8 @@ class LiveRanks:
 
     def __getitem__(self, name: str) -> list[Any]:
         """Return a variable of every rank, as a list; of a large one, what it is."""
-        return [values[name] for values in self._fetch([name], LARGE, self._channels).values()]
-
-    def _fetch(
-        self,
-        names: Sequence[str],
-        limit: int | None,
-        ranks: Iterable[int],
-        pulled: Sequence[str] = (),
-        notebook: Mapping[str, Any] | None = None,
-    ) -> dict[int, dict[str, Any]]:
-        """Return variables of ranks; what they refer to of what is `pulled` is the `notebook`'s."""
-        has = {name: shapes(value) for name, value in with_state(notebook or {}).items()}
-        message = {"do": "get", "names": names, "limit": limit, "has": has, "pulled": pulled}
-        answers = self._ask(ranks, message)
-        fetched = {}
-        for rank, answer in sorted(answers.items()):
-            with open(answer.pop("data"), "rb") as file:
-                file.seek(0)
-                packed = pickle.load(file)
-            fetched[rank] = known = dict(notebook or {})
-            for name, (data, reason) in packed.items():
-                known[name] = _value(data, reason, functools.partial(find, values=known))
-            fetched[rank] = {name: known[name] for name in names}
-        return fetched
+        values = self.variables.fetch([name], LARGE, self._channels).values()
+        return [of_rank[name] for of_rank in values]
 
     def push(self, *names: str, **values: Any) -> None:
         """Send variables of the notebook, by name, or other values, to every rank.
@@ -725,118 +691,16 @@ class LiveRanks:
         A model or an optimizer is loaded into one of the same layout that they have, in place:
         what they have put around it, or made of it, goes on with it.
         """
-        notebook = _notebook()
-        missing = [name for name in names if name not in notebook]
-        if missing:
-            raise PlanError(f"the notebook has no variable `{missing[0]}`")
-        sent = {**{name: notebook[name] for name in names}, **values}
-        alike = self._alike(sent)
-        new = {name: value for name, value in sent.items() if name not in alike}
-        states = {name: state(value) for name, value in alike.items()}
-        there = self.parts_there(new, list(self._names), alike)
-        packed = payload.pack_values(new, states, there)
-        try:
-            message = {"do": "put", "sent": list(new)}
-            answers = self._ask(self._channels, message, packed.descriptors[0])
-        finally:
-            packed.close()
-        self._snapshot.take(sent, sent)
-        stale = dict.fromkeys(n for a in answers.values() for n in a["stale"])
-        if stale:
-            left, them = ", ".join(f"`{n}`" for n in stale), ", ".join([*new, *stale])
-            print(
-                f"nbtrain: {left} of the ranks still belongs to what was replaced. "
-                f"%nbtrain push {them} replaces all of it."
-            )
-
-    def _alike(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return those of the notebook's models and optimizers that all ranks can load in place."""
-        known = {
-            name: value
-            for name, value in with_state(values).items()
-            if self._have(name, self._names) and all(map(self._know_class, classes(value)))
-        }
-        if not known:
-            return {}
-        answers = self._ask(self._channels, {"do": "layouts", "names": list(known)}).values()
-        models = {n: v for n, v in {**_notebook(), **values}.items() if is_model(v)}
-        return {
-            name: value
-            for name, value in known.items()
-            if (own := layout(value, models)) and all(a["layouts"][name] == own for a in answers)
-        }
-
-    def _know_class(self, cls: type) -> bool:
-        """Whether the ranks have a class as it is: a cell may have defined it anew."""
-        return cls.__module__ != "__main__" or self._snapshot.is_same(cls.__qualname__, cls)
-
-    def _have(self, name: str, ranks: Iterable[int]) -> bool:
-        return all(name in self._names[rank] for rank in ranks)
-
-    def parts_there(
-        self, sent: Mapping[str, Any], ranks: Sequence[int], alike: Mapping[str, Any] | None = None
-    ) -> dict[int, Part]:
-        """Return the parts of the notebook's models that `ranks` have, for what is `sent` to them.
-
-        Those of `alike` become the same. Raises `PlanError` for an optimizer of another model.
-        """
-        known = {n: v for n, v in with_state(_notebook()).items() if n not in sent}
-        has = {n: v for n, v in known.items() if self._have(n, ranks)}
-        same = {n: v for n, v in has.items() if n in (alike or ()) or self._snapshot.is_same(n, v)}
-        there = parts({**same, **(alike or {})})
-        others = parts({name: value for name, value in has.items() if name not in same})
-        for name, value in sent.items():
-            for part in parts({name: value} if not is_model(value) else {}):
-                if part in others and part not in there:
-                    model = others[part][0]
-                    raise PlanError(
-                        f"`{name}` belongs to the notebook's `{model}`, and the ranks have another "
-                        f"`{model}`. `%nbtrain push {model}, {name}` sends both"
-                    )
-        return there
+        self.variables.push(names, values, self._channels)
 
     def pull(self, *names: str, rank: int = 0) -> None:
         """Bring variables of a rank into the notebook.
 
         A model, an optimizer or a scheduler comes into the one of that name there, in place.
         """
-        notebook = _notebook()
         self._check_rank(rank)
-        known = with_state({name: notebook.get(name) for name in names})
-        if known and not rank and not self.dead():
-            self._pull_in_place(list(known), notebook)
-        elif known:
-            fetched = self._sent(known, rank)
-            for name, value in fetched.items():  # all, before any of the notebook's is changed
-                own_layout = layout(known[name], known)
-                if own_layout is None or layout(value, fetched) != own_layout:
-                    raise NbtrainError(
-                        f"`{name}` of rank {rank} differs from the notebook's in more than its "
-                        "values, so it cannot be loaded into that one. "
-                        f"ranks[{name!r}][{rank}] is a copy, if it is small"
-                    )
-            for name, value in fetched.items():
-                load_state(known[name], state(value))
-        self._snapshot.take(known, notebook)
-        rest = [name for name in names if name not in known]
-        if rest:
-            fetched = self._sent(rest, rank, list(known), notebook)
-            notebook.update(fetched)
-            self._snapshot.take(fetched, fetched)
-
-    def _sent(
-        self,
-        names: Iterable[str],
-        rank: int,
-        pulled: Sequence[str] = (),
-        notebook: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Return variables of a rank. Raises `NbtrainError` for one that cannot be sent."""
-        fetched = self._fetch(list(names), None, [rank], pulled, notebook)[rank]
-        for name, value in fetched.items():
-            if isinstance(value, Unsent):
-                raise NbtrainError(f"`{name}` of rank {rank} cannot be sent: {value.reason}")
-        return fetched
+        is_whole = not rank and not self.dead()
+        self.variables.pull(names, rank, self._pull_in_place if is_whole else None)
 
     @_in_use
     def _pull_in_place(self, names: Sequence[str], notebook: dict[str, Any]) -> None:
@@ -885,23 +749,3 @@ class LiveRanks:
         if not self._run.state.is_over:
             self._run.stop(how)
         atexit.unregister(self.stop)
-
-
-def _value(data: bytes | None, reason: str, find: Callable[[Part], Any]) -> Any:
-    """Return what a rank sent, or why there is nothing."""
-    if data is None:
-        return Unsent(reason)
-    try:
-        return result_pickler.loads(data, find)
-    except Exception as error:  # a class that only the ranks have
-        return Unsent(f"it cannot be read here: {type(error).__name__}: {error}")
-
-
-class Unsent:
-    """Stands for a value that was not sent, and says why."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-
-    def __repr__(self) -> str:
-        return f"<not sent: {self.reason}>"
