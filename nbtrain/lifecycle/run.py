@@ -207,7 +207,8 @@ class Run:
             return kind(state.explanation)
         cause = headline(failures)
         note = verdict.note(cause, state, report)
-        return to_exception(replace(cause, description=report.headline), note)
+        cause = replace(cause, description=report.headline)
+        return to_exception(cause, note, self._folder.cells())
 
     @property
     def failure(self) -> verdict.FailureReport | None:

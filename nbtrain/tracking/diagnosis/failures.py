@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from ...errors import RankDied
-from ...system.source_files import cell_name
 from ...transport.exceptions import CapturedException, restore, set_notes
 
 _ECHOING = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
@@ -108,18 +108,21 @@ def describe_returncode(returncode: int | None) -> str:
 _CALL = re.compile(r'^  File "([^"]+)"(?=, line \d+ in )', re.M)
 
 
-def _named(call: re.Match[str]) -> str:
-    """Name a cell as the notebook does, in a call that `faulthandler` has listed."""
-    name = cell_name(call[1])
-    return call[0] if name is None else f"  {name}"
+def to_exception(
+    failure: Failure, note: str, cells: Mapping[str, str] = MappingProxyType({})
+) -> BaseException:
+    """Return what the notebook raises: the rank's own exception, or `RankDied`.
 
+    `cells` are the names of cells by their files, for the calls that `faulthandler` has listed.
+    """
 
-def to_exception(failure: Failure, note: str) -> BaseException:
-    """Return what the notebook raises: the rank's own exception, or `RankDied`."""
+    def name(call: re.Match[str]) -> str:
+        return f"  {cells[call[1]]}" if call[1] in cells else call[0]
+
     if failure.error is not None:
         error = restore(failure.error)
     else:
-        log, code = _CALL.sub(_named, failure.log.rstrip()), failure.returncode
+        log, code = _CALL.sub(name, failure.log.rstrip()), failure.returncode
         printed = f"Its last output:\n{log}" if log else "It had printed nothing."
         error = RankDied(
             f"rank {failure.rank} {failure.summary}. {printed}",
