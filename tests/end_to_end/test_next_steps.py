@@ -54,3 +54,27 @@ def test_a_last_batch_of_one_under_batch_norm_is_left_out(notebook: Notebook, la
     assert "DataLoader(…, drop_last=True) leaves that batch out." in out.traceback
     assert "drop_last=True" in (out.updates or out.displays)[-1]["text/html"]
     assert not notebook.run(cell.replace("batch_size=4", "batch_size=4, drop_last=True")).ename
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("spawn", ""), ("fork", ', multiprocessing_context="forkserver"')],
+)
+def test_workers_that_have_nothing_of_the_notebook_are_to_be_forked(
+    notebook: Notebook, method: str, options: str
+) -> None:
+    notebook.run(
+        "import multiprocessing\nfrom torch.utils.data import DataLoader, Dataset\n"
+        "class Own(Dataset):\n"
+        "    def __len__(self): return 8\n    def __getitem__(self, i): return torch.zeros(2)"
+    )
+    notebook.run(f"multiprocessing.set_start_method({method!r}, force=True)")
+    cell = f"for x in DataLoader(Own(), num_workers=1{options}): pass"
+    out = notebook.run(f"%%distributed -n 1\n{cell}")
+    assert out.ename == "RuntimeError", out.traceback
+    assert "A worker that is not forked has nothing of the notebook. Call" in out.traceback
+    assert "/dev/shm" not in out.traceback
+    notebook.run("multiprocessing.set_start_method('fork', force=True)")
+    assert not notebook.run(
+        "%%distributed -n 1\nfor x in DataLoader(Own(), num_workers=1): pass"
+    ).ename
