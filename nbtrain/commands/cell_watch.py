@@ -19,7 +19,7 @@ from ..system import accelerator_guard, accelerator_hooks
 from ..system.instrumentation import patch
 from ..system.text import shorten
 
-_UNKNOWN = re.compile(r"^name '(\w+)' is not defined|has no attribute '(\w+)'")
+_UNKNOWN = re.compile(r"^name '(\w+)' is not defined")
 _MARK = "__nbtrain_look__"
 _LOAD = ast.Load()
 
@@ -62,7 +62,7 @@ class CellWatch:
         self.failures: dict[int, int] = {}
         """By the number of a cell that failed: the line at which it did."""
         self.defined_in_ranks: dict[str, int] = {}
-        """By the name, or the ``.attribute``, that a cell of ranks binds: the cell's number."""
+        """By the name that a cell of ranks binds: the cell's number."""
         self._shell = shell
         self._expecting = False
         self._stack: list[_Running] = []  # a cell may run another one
@@ -154,18 +154,14 @@ class CellWatch:
     def _explain_name(self, error: BaseException | None) -> None:
         """Say where a name is that only ranks have: what their cell defines, they keep."""
         # Not `error.name`: an exception that comes from a rank has none.
-        known = isinstance(error, (NameError, AttributeError))
-        found = _UNKNOWN.search(str(error)) if known else None
-        name = (found[1] or f".{found[2]}") if found is not None else ""
-        number = self.defined_in_ranks.get(name)
-        if number is None or name in self._shell.user_ns:
-            return
-        variable = "NAME" if name.startswith(".") else name
-        print(
-            f"nbtrain: `{name}` was defined by In[{number}] in its ranks only. Define it "
-            "in a cell without %%distributed, which ranks and notebook both have, or bring a "
-            f"value back with `%%distributed --out {variable}`."
-        )
+        found = _UNKNOWN.search(str(error)) if isinstance(error, NameError) else None
+        number = self.defined_in_ranks.get(found[1]) if found is not None else None
+        if found is not None and number is not None and found[1] not in self._shell.user_ns:
+            print(
+                f"nbtrain: `{found[1]}` was defined by In[{number}] in its ranks only. Define it "
+                "in a cell without %%distributed, which ranks and notebook both have, or bring a "
+                f"value back with `%%distributed --out {found[1]}`."
+            )
 
     def _line_of_failure(self, error: BaseException | None) -> int:
         """Return the line of a cell that an error came from; 1 if it is not known."""

@@ -254,7 +254,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         from ..lifecycle.run import last_folder, last_run
         from ..planning.option_parser import parse_options, split_line
         from ..planning.plan import Cell
-        from ..planning.source_names import bound_names, set_attributes
+        from ..planning.source_names import bound_names
 
         before = last_folder()
         options = parse_options(split_line(_expanded(self.shell, options_text)))
@@ -281,9 +281,8 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                 return _run_live(live, plan, options)
             run = run_plan(plan)
             if isinstance(plan.task, Cell) and plan.task.number is not None:
-                source = plan.task.source
-                names = {*bound_names(source), *(f".{name}" for name in set_attributes(source))}
-                self.cell_watch.defined_in_ranks |= dict.fromkeys(names, plan.task.number)
+                names = dict.fromkeys(bound_names(plan.task.source), plan.task.number)
+                self.cell_watch.defined_in_ranks |= names
             return run
         finally:
             if options.bind is not None and last_folder() != before:

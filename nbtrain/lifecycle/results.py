@@ -15,14 +15,7 @@ from ..errors import NbtrainError
 from ..findings import Finding
 from ..planning.option_types import OF_ALL
 from ..planning.plan import Plan
-from ..planning.task_values import (
-    is_model,
-    is_optimizer,
-    is_reachable,
-    is_scheduler,
-    namespace,
-    returned,
-)
+from ..planning.task_values import is_model, is_optimizer, is_scheduler, namespace, returned
 from ..system.files import read_regular
 from ..tracking import clock
 from ..tracking import events as ev
@@ -106,9 +99,10 @@ class ResultReceiver:
         troubles |= launch.assigned_anew(values, self._namespace)
         self._namespace.update({n: v for n, v in values.items() if n not in troubles})
         fine = {
-            name: Finding("" if is_reachable(value, self._namespace) else ev.NOT_HELD, "")
+            name: Finding(ev.OTHER_VARIABLE, "")
             for name, value in self.objects().items()
-            if name in names and name not in troubles
+            if is_model(value) and is_model(own := unwrapped(self._namespace.get(name)))
+            if own is not value
         }
         now, unknown = clock.now(), Finding("", "")
         return [

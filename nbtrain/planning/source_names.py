@@ -27,12 +27,6 @@ def bound_names(source: str, filename: str = "<cell>") -> set[str]:
     return names
 
 
-def set_attributes(source: str) -> set[str]:
-    """Return the attributes that a source assigns, of whatever object."""
-    nodes = ast.walk(ast.parse(source))
-    return {n.attr for n in nodes if isinstance(n, ast.Attribute) and type(n.ctx) is ast.Store}
-
-
 def names_read(source: str, filename: str = "<cell>") -> set[str]:
     """Return the names a cell may take from the notebook, those of its functions included.
 

@@ -25,7 +25,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from traceback import walk_stack
 from types import (
     CodeType,
     FunctionType,
@@ -345,24 +344,6 @@ def _find(task: Task) -> list[Reference]:
     return walk.run()
 
 
-def is_reachable(value: Any, namespace: Mapping[Any, Any]) -> bool:
-    """Whether variables lead to a value: the notebook's, or those of a function that runs now.
-
-    Also where there are too many to look at.
-    """
-    frames = (frame for frame, _ in walk_stack(sys._getframe(1)))
-    users = [frame.f_locals for frame in frames if not is_library(frame.f_code.co_filename)]
-    places = [public(namespace), *map(public, users)]
-    if any(each is value for place in places for each in place.values()):
-        return True
-    walk = _Walk([namespace])
-    for name, each in (item for place in places for item in place.items()):
-        walk.add(name, each)
-    known = [reference.value for reference in walk.run()]
-    parts = (part for each in known if is_model(each) for part in each.modules())
-    return len(known) >= VALUES or any(each is value for each in (*known, *parts))
-
-
 def owner_name(call: Call) -> str:
     """Return the notebook's name for the object of a bound method, "" for none.
 
@@ -544,16 +525,12 @@ def returned(plan: Plan) -> dict[str, Any]:
     return {name: value for name, value in values.items() if first[id(value)] == name}
 
 
-def not_returned(plan: Plan, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the other models that the notebook has variables for, or in objects, by name.
-
-    `known` are those of `returned` when the task began, if that was earlier.
-    """
+def not_returned(plan: Plan) -> dict[str, Any]:
+    """Return the other models that the notebook has variables for, or in objects, by name."""
     if not plan.sync:
         return {}
     asked_for = {name.removesuffix(OF_ALL) for name in plan.out}
-    closed = returned(plan) if known is None else known
-    walk = _Walk([namespace(plan.task), *closed.values()], follows=False)
+    walk = _Walk([namespace(plan.task), *returned(plan).values()], follows=False)
     for name, value in {**models(plan.task), **by_name(plan.task)}.items():
         variable = re.split(r"[.[]", name)[0]
         if variable not in (*asked_for, "In", "Out") and not variable.startswith("_"):

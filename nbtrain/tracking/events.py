@@ -354,8 +354,8 @@ class Ended(Event):
 NO_VARIABLE = "no-variable"
 """The code of a value of ``--out`` that was not returned, as there was no variable."""
 
-NOT_HELD = "not-held"
-"""The code of a model that was updated, and that the notebook has no way to."""
+OTHER_VARIABLE = "other-variable"
+"""The code of an argument that was updated, where a variable of its name is another model."""
 
 IN_PART = "in-part"
 """The code of weights that were loaded only in part."""
@@ -397,7 +397,7 @@ class ArtifactLoaded(Event, kind="loaded"):
     trouble: str = ""
     """Why it could not be loaded."""
     code: str = ""
-    """Of the trouble: `NO_VARIABLE`, `IN_PART`, or ""; without a trouble `NOT_HELD`, or ""."""
+    """`NO_VARIABLE`, `IN_PART` or "" of a trouble; without one `OTHER_VARIABLE` or ""."""
 
 
 @dataclass(frozen=True)

@@ -466,16 +466,16 @@ def artifact_lines(state: RunState) -> list[str]:
         ranks, size = format_ranks([r for r, _ in sent]), format_bytes(sum(s.size for _, s in sent))
         content = {"model": f"{format_count(saved.parameters)} parameters", "value": "value"}
         label = f"{name}: {content.get(saved.what, 'state')}"
-        if loaded is not None and loaded.code == ev.NOT_HELD:
-            kind = "model" if saved.what == "model" else "optimizer"
-            lines.append(
-                f"{label} from {ranks} ({size}), in no variable of the notebook: "
-                f"run.load({kind}, {name!r}) loads it into one that you have"
-            )
-        elif name in state.loaded:
+        if loaded is not None:
             if saved.adapters:
                 label = label.replace(": ", f": PEFT's adapter {saved.adapters} added, ", 1)
-            lines.append(f"{label}{'' if is_value else ' updated'} from {ranks} ({size})")
+            line = f"{label}{'' if is_value else ' updated'} from {ranks} ({size})"
+            if loaded.code == ev.OTHER_VARIABLE:
+                line += (
+                    f", in what was passed: the notebook's `{name}` is another model, into which "
+                    f"run.load({name}, {name!r}) loads the weights"
+                )
+            lines.append(line)
         elif state.status == "succeeded":
             call = "run.wait()" if is_value else "run.wait(), or run.load(model)"
             lines.append(f"{label} of {ranks} ({size}), not in the notebook yet: call {call}")

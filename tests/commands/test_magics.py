@@ -341,11 +341,6 @@ def test_a_name_that_only_ranks_have_is_explained_where_it_is_missed(notebook: N
     assert "was defined by" not in notebook.run("unknown + 1").stdout
     out = notebook.run("%%distributed -n 2\nprint(early)\nearly = 1")
     assert (out.ename, "was defined by" in out.stdout) == ("NameError", False)
-    notebook.run("class Holder: pass\nholder = Holder()")
-    notebook.run("%%distributed -n 2\nholder.fitted_there = 1")
-    number = notebook.value("len(In) - 2")
-    out = notebook.run("holder.fitted_there")
-    assert f"`.fitted_there` was defined by In[{number}] in its ranks only." in out.stdout
     notebook.run("both_there = 5")
     assert "was defined by" not in notebook.run("both_there + elsewhere").stdout
 

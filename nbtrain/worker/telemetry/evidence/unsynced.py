@@ -20,7 +20,9 @@ from ....findings import Finding
 from ....planning.option_types import OF_ALL
 from ....planning.plan import Cell, Plan
 from ....planning.task_values import (
+    held,
     is_model,
+    module_of,
     namespace,
     not_returned,
     public,
@@ -33,8 +35,8 @@ from ....tracking.event_log import EventWriter
 from ..fastai import after_each_step
 from ..safe_hooks import guarded
 
-_SAVES = re.compile(r"save|export|push_to_hub|state_dict|^\s*return\b")
-"""What a line says where the task itself takes care of what it has trained."""
+_SAVES = re.compile(r"save|dump|export|checkpoint|log_model|push_to_hub|state_dict|Trainer\b")
+"""What a line says where the task keeps what it has trained; a Trainer saves by itself."""
 
 
 class UnsyncedModels:
@@ -52,6 +54,7 @@ class UnsyncedModels:
         self._out = {name.removesuffix(OF_ALL) for name in plan.out}
         known = public(self._namespace)
         self._before = {name: weakref.ref(v) for name, v in known.items() if is_model(v)}
+        self._known = frozenset(self._variables())
 
     def install(self) -> None:
         """Watch what optimizers train."""
@@ -96,20 +99,28 @@ class UnsyncedModels:
         ]
 
     def _new(self, trained: set[int]) -> dict[str, Any]:
-        """Return the models that the task has made and trains, and keeps in a variable."""
-        if not trained or self._ranks_stay or self._takes_care:
+        """Return the models that the task has made and trains, by the variables that have them.
+
+        None where it asks for some variables, and so knows of the rest, or seems to save models.
+        """
+        if not trained or self._plan.out or self._ranks_stay or self._saves:
             return {}
-        known = {id(model) for model in self._others.values()}
         new: dict[str, Any] = {}
-        for name, model in not_returned(self._plan, self._returned).items():
-            parameters = trained & _parameters(model)
-            trained = trained - parameters
-            if parameters and id(model) not in known and name not in self._named:
-                new[name] = model
+        for name, value in self._variables().items():
+            if name not in self._known and is_model(value) and trained & _parameters(value):
+                trained = trained - _parameters(value)
+                new[name] = value
         return new
 
+    def _variables(self) -> dict[str, Any]:
+        """Return the notebook's variables, and what objects of its own classes have."""
+        known = public(self._namespace)
+        own = {name: v for name, v in known.items() if module_of(type(v)) == "__main__"}
+        parts = {name + path: part for name, v in own.items() for path, part in held(v).items()}
+        return known | parts
+
     @functools.cached_property
-    def _takes_care(self) -> bool:
+    def _saves(self) -> bool:
         """Whether the task seems to save or to return what it trains."""
         task = self._plan.task
         match ast.parse(task.source).body if isinstance(task, Cell) else []:
@@ -144,7 +155,7 @@ def _only_there(name: str, model: Any, is_cell: bool) -> str:
     )
     size = plural(sum(p.numel() for p in model.parameters()), "parameter")
     return (
-        f"`{name}` ({size}) is trained in the ranks only, and is gone when the run ends. Add "
+        f"`{name}` ({size}) is trained in the ranks only: the notebook does not get it. Add "
         f"{option} to get it, or {none} if you do not need it"
     )
 

@@ -129,6 +129,10 @@ class Learner:
         self.net(torch.ones(1, 2)).sum().backward(); optimizer.step()
 learner = Learner()
 
+class Own(torch.nn.Linear):
+    def __init__(self): super().__init__(2, 2)
+    def forward(self, x): return super().forward(x)
+
 def makes_a_global():
     global made
     made = torch.nn.Linear(2, 2)
@@ -141,6 +145,13 @@ def makes_a_global():
     ("cell", "name", "option"),
     [
         (REBINDS.format("").replace("model", "net"), "net", "--out net"),
+        (
+            REBINDS.format("")
+            .replace("model = torch.nn.Linear(2, 2)", "own = Own()")
+            .replace("model", "own"),
+            "own",
+            "--out own",
+        ),
         ("%%distributed -n 1\nlearner.fit()", "learner.net", "--out learner"),
         ("nbtrain.launch(learner.fit, num_processes=1)", "learner.net", 'out="learner"'),
         ("%%distributed -n 1\nmakes_a_global()", "made", "--out made"),
@@ -151,7 +162,7 @@ def test_a_model_that_only_ranks_have_is_named_with_the_way_to_get_it(
 ) -> None:
     notebook.run(LEARNER)
     board = notebook.run(cell).board
-    assert f"`{name}` (6 parameters) is trained in the ranks only, and is gone when" in board
+    assert f"`{name}` (6 parameters) is trained in the ranks only: the notebook does not" in board
     assert f"Add {option} to get it, or" in board
     assert board.count("is trained in the ranks only") == 1
     if "--out" in option:
@@ -166,6 +177,8 @@ def test_a_model_that_only_ranks_have_is_named_with_the_way_to_get_it(
         REBINDS.format(" --no-sync").replace("model", "net"),
         REBINDS.format("").replace("model", "net") + "\ntorch.save(net, '/dev/null')",
         REBINDS.format("").replace("model", "net") + "\nnet.state_dict()",
+        REBINDS.format("").replace("model", "net") + "\nimport pickle; pickle.dumps(net)",
+        REBINDS.format(" --out holder").replace("model", "net") + "\nholder = [net]",
         REBINDS.format("").replace("model", "net") + "\nnet",
         "%%distributed -n 1\ndef train():\n    net = torch.nn.Linear(2, 2)\n"
         "    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
