@@ -170,7 +170,7 @@ class Series:
     def since(self, step: float) -> Series:
         """Return the curve behind a step; of one that counts anew, no more than the present count.
 
-        Minus infinity is the whole.
+        The whole where nothing is behind it: a metric may be logged at steps of another count.
         """
         if step == -math.inf:
             return self
@@ -178,7 +178,7 @@ class Series:
         bins = {
             k: b for k, b in self.bins.items() if (b.x >= min(begins) if begins else b.x > step)
         }
-        return replace(self, bins=bins)
+        return replace(self, bins=bins) if bins else self
 
     @property
     def bounds(self) -> tuple[float, float]:

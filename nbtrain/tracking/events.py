@@ -111,6 +111,8 @@ class TrainingCounts:
     that are done, of how many, and the number of the first. Empty where that is not all known."""
     epochs: int | None = None
     """The number of the last epoch."""
+    training: int = 1
+    """As in `EpochEnd`."""
     losses: tuple[tuple[int, Measured, str], ...] = ()
     """Losses since the last report, each with its step: of the first steps, and where several
     optimizers step in turn, which the third member then names."""
@@ -136,6 +138,8 @@ class EpochEnd(Event, kind="epoch"):
     """With its validation."""
     loss: Measured | None = None
     """The mean of its losses; on a GPU, of those that were read."""
+    training: int = 1
+    """Which one of the function's it is of: a fold trains another model, from its first epoch."""
 
 
 JOINING = "joining"

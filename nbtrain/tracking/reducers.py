@@ -214,16 +214,8 @@ def _metrics(rank: Draft, event: ev.Metrics) -> Draft:
 def _epoch_end(rank: Draft, event: ev.EpochEnd) -> Draft:
     metrics = {name: value for name, value in rank["metrics"].items() if name in rank["fresh"]}
     values = event.loss, MappingProxyType(metrics), event.time
-    training = _training_of(event, rank["epochs"], rank["started"] or 0.0)
-    row = EpochRow(event.epoch, event.steps, event.seconds, *values, training)
+    row = EpochRow(event.epoch, event.steps, event.seconds, *values, event.training)
     return {"epochs": (*rank["epochs"], row)[-EPOCHS:], "fresh": frozenset()}
-
-
-def _training_of(event: ev.EpochEnd, rows: tuple[EpochRow, ...], started: float) -> int:
-    """Return which training an epoch is of. An attempt that starts again is no new one."""
-    if not rows:
-        return 1
-    return rows[-1].training + (event.epoch <= rows[-1].epoch and rows[-1].ended >= started)
 
 
 def _trained(rank: Draft, event: ev.TrainingUpdate) -> Draft:

@@ -207,7 +207,7 @@ class EpochRow:
     ended: float = 0.0
     """Seconds since the epoch; with its validation."""
     training: int = 1
-    """Of a loop over folds, which fold; a training begins where the loop counts epochs anew."""
+    """As in `events.EpochEnd`."""
 
 
 @dataclass(frozen=True)

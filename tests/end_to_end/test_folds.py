@@ -118,3 +118,46 @@ def test_a_count_that_is_logged_has_no_column(notebook: Notebook, name: str) -> 
     assert "training epoch" not in page
     columns = ["epoch", "steps", "seconds", "train loss", "val_loss", "time (logged)", "best"]
     assert notebook.value("list(nbtrain.last_run().epochs)") == columns
+
+
+ONE_TRAINING = {
+    "two loaders an epoch": """
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+first, second = (DataLoader(DATA, batch_size=16) for _ in range(2))
+for epoch in range(3):
+    for loader in (first, second):
+        for (x,) in loader:
+            model(x).mean().backward(); optimizer.step(); optimizer.zero_grad()
+    nbtrain.log(accuracy=[0.1, 0.9, 0.2][epoch])
+""",
+    "rounds of epochs": """
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+loader = DataLoader(DATA, batch_size=16)
+for update in range(3):
+    for epoch in range(2):
+        for (x,) in loader:
+            model(x).mean().backward(); optimizer.step(); optimizer.zero_grad()
+    nbtrain.log(accuracy=[0.1, 0.9, 0.2][update])
+""",
+    "stages with optimizers of their own": """
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+loader = DataLoader(DATA, batch_size=16)
+for stage, trained in enumerate((model[1], model)):
+    optimizer = torch.optim.SGD(trained.parameters(), lr=1e-3)
+    for epoch in range(3):
+        for (x,) in loader:
+            model(x).mean().backward(); optimizer.step(); optimizer.zero_grad()
+        nbtrain.log(accuracy=[0.1, 0.9, 0.2][epoch] - stage / 10, step=stage * 3 + epoch)
+""",
+}
+
+
+@pytest.mark.parametrize("name", ONE_TRAINING)
+def test_one_model_that_is_trained_on_is_one_training(notebook: Notebook, name: str) -> None:
+    page = shown(notebook, f"%%distributed -n 1\n{ONE_TRAINING[name]}")
+    assert "training epoch" not in page
+    assert page.count("★ best") == 1
+    assert "best accuracy 0.9" in page
+    assert "training" not in notebook.value("list(nbtrain.last_run().epochs)")

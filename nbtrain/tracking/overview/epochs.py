@@ -106,11 +106,7 @@ def present_training(state: RunState) -> tuple[int, float]:
     rank = next((rank for rank in state.ranks if rank.epochs), None)
     if rank is None:
         return 1, -math.inf
-    last, now = rank.epochs[-1], rank.progress
-    number = last.training
-    # A library may count on at the end of an epoch's first step only.
-    if now is not None and now.epoch is not None and now.time > last.ended:
-        number += now.epoch <= last.epoch and now.steps > last.steps + 1
+    number = max(rank.epochs[-1].training, rank.progress.training if rank.progress else 1)
     before = [row for row in rank.epochs if row.training < number]
     return number, _steps(before[-1], state.restarts) if before else -math.inf
 

@@ -33,6 +33,7 @@ from .precision import PrecisionMeter
 from .safe_hooks import telemetry
 from .tensor_memory import TensorMemoryMeter
 from .totals.training_place import TrainingPlace
+from .totals.trainings import TrainingCount
 from .xla_compilation import CompilationMeter
 
 INTERVAL = 0.5
@@ -60,7 +61,7 @@ class TrainingMeter:
         self._precision = PrecisionMeter()
         self._phases = PhaseMeter(writer, rank)
         self._compilation = CompilationMeter(writer, rank, self._phases.report)
-        self._place = TrainingPlace()
+        self._place, self._trainings = TrainingPlace(), TrainingCount()
         self._steps = 0  # rounds of all optimizers: a GAN has two, a new fold a new one
         self._round: set[int] = set()  # ids of the optimizers that stepped in it
         self._known: set[int] = set()  # ids of those that ever did
@@ -143,6 +144,7 @@ class TrainingMeter:
         self._look(now)
         if self._loading.fed_passes != self._passes:
             self._begin_epoch(now)
+        self._trainings.stepped(optimizer)
         self._loss.stepped(optimizer, self._steps)
         self._work.stepped(optimizer, self._steps)
         self._tick(now, now)
@@ -179,7 +181,8 @@ class TrainingMeter:
         epoch, began, total, count = self._epoch
         total, count = self._loss.before_step[0] - total, self._loss.before_step[1] - count
         loss = total / count if count else None
-        self._writer.write(ev.EpochEnd(clock.now(), self._rank, epoch, steps, now - began, loss))
+        values = (epoch, steps, now - began, loss, self._trainings.end_epoch(epoch))
+        self._writer.write(ev.EpochEnd(clock.now(), self._rank, *values))
 
     def _optimizer_init(self, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """End the round: what is made after a step belongs to another training, or fold."""
@@ -237,6 +240,7 @@ class TrainingMeter:
             loops=place.loops,
             epoch=place.epoch,
             epochs=place.epochs,
+            training=self._trainings.number(place.epoch or self._passes),
             **_gpu_memory(self._gpu),
         )
         self._writer.write(update)
