@@ -90,12 +90,14 @@ def number_of_untitled(task: Task, name: str) -> int | None:
     return task.number if name == title(task) else None
 
 
-_RUN = re.compile(r"^get_ipython\(\)\.run_line_magic\('run', '(?:-\S+ (?:\d+ )?)*([^ '\"]+)", re.M)
+_RUN = re.compile(r"^get_ipython\(\)\.run_line_magic\('run', '(?:-\S+ (?:\d+ )?)*([^ '\"]+)")
 
 
 def _script(cell: Cell) -> str:
-    """Return the file that a cell runs by ``%run train.py --epochs 3``; "" for other cells."""
-    found = _RUN.search(cell.source)
+    """Return the file that a cell runs by ``%run train.py``, and does no more; "" for others."""
+    lines = [line for line in cell.source.splitlines() if line.strip()]
+    does = [line for line in lines if not line.startswith(("import ", "from ", "#"))]
+    found = _RUN.match(does[0]) if len(does) == 1 else None
     return found[1].rpartition("/")[2] if found else ""
 
 

@@ -96,13 +96,18 @@ def without_controls(text: str) -> str:
     return "\n".join(_CONTROL.sub("", line) for line in lines)
 
 
+_PAGE = 1 << 14
+"""Characters of HTML whose words are shown."""
+
+
 def text_of_html(html: str) -> str:
-    """Return the words of a page, a row of a table in a line, without tags."""
+    """Return the words of the beginning of a page, a row of a table in a line, without tags."""
+    html = html[:_PAGE]  # some patterns take the square of its length
     html = re.sub(r"<(style|script)\b.*?(?:</\1\s*>|\Z)|<!--.*?-->", "", html, flags=re.S | re.I)
     html = re.sub(r"\s+", " ", html)
-    html = re.sub(r"</(?:tr|p|div|li|h\d)\s*>|<(?:br|p)\b[^>]*>", "\n", html, flags=re.I)
+    html = re.sub(r"</(?:tr|p|div|li|h\d)\s*>|<(?:br|p|tr)\b[^<>]*>", "\n", html, flags=re.I)
     html = re.sub(r"</t[dh]\s*>", "  ", html, flags=re.I)
-    lines = unescape(re.sub(r"</?[a-z][^>]*>", "", html, flags=re.I)).split("\n")
+    lines = unescape(re.sub(r"</?[a-z][^<>]*>", "", html, flags=re.I)).split("\n")
     return "\n".join(filter(None, map(str.strip, lines)))
 
 

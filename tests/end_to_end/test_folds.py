@@ -121,7 +121,7 @@ def test_a_count_that_is_logged_has_no_column(notebook: Notebook, name: str) -> 
 
 
 ONE_TRAINING = {
-    "two loaders an epoch": """
+    "two loaders an epoch": """# nbtrain: ignore[migrate]
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 first, second = (DataLoader(DATA, batch_size=16) for _ in range(2))
@@ -131,7 +131,7 @@ for epoch in range(3):
             model(x).mean().backward(); optimizer.step(); optimizer.zero_grad()
     nbtrain.log(accuracy=[0.1, 0.9, 0.2][epoch])
 """,
-    "rounds of epochs": """
+    "rounds of epochs": """# nbtrain: ignore[migrate]
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 loader = DataLoader(DATA, batch_size=16)
@@ -141,7 +141,7 @@ for update in range(3):
             model(x).mean().backward(); optimizer.step(); optimizer.zero_grad()
     nbtrain.log(accuracy=[0.1, 0.9, 0.2][update])
 """,
-    "stages with optimizers of their own": """
+    "stages with optimizers of their own": """# nbtrain: ignore[migrate]
 model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
 loader = DataLoader(DATA, batch_size=16)
 for stage, trained in enumerate((model[1], model)):

@@ -177,11 +177,10 @@ class Conversation:
         open_ones = set(ranks)
         while open_ones and time.monotonic() < deadline:
             self._listen()
-            for rank in sorted(open_ones):
-                if rank in self._said or rank not in self._channels:
-                    open_ones.discard(rank)
-                    self._show_of(rank)
-            time.sleep(TICK)
+            open_ones = {r for r in open_ones if r in self._channels and r not in self._said}
+            time.sleep(TICK if open_ones else 0.0)
+        for rank in ranks:  # in their order, whoever answered first
+            self._show_of(rank)
         for rank in sorted(open_ones):
             print(f"[rank {rank}] is at work, and answers when you turn to it: rank {rank}")
         self._current = current if current in self._waiting else None

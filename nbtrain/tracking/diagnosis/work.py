@@ -143,10 +143,9 @@ def _equal_noise(samples: list[ev.WorkSample]) -> Finding | None:
         return None
     return Finding(
         "equal-noise",
-        f"all {len(samples)} ranks draw the same random numbers from numpy for their data: a "
-        "forked rank has the notebook's generator.",
-        "At the start of the function, write `np.random.seed(nbtrain.rank())`, with a seed of "
-        "yours added.",
+        f"all {len(samples)} ranks draw the same random numbers from numpy for their data.",
+        "Before the loop, write `np.random.seed(seed + nbtrain.rank())`: a forked rank has the "
+        "generator of the notebook.",
     )
 
 

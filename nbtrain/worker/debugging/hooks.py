@@ -88,21 +88,22 @@ class Debugging:
         """Do what ``pdb.set_trace()`` does."""
         self.stop_here()
 
-    def post_mortem(self, original: Any, error: Any = None, *_args: Any) -> None:
+    def post_mortem(self, original: Any, t: Any = None) -> None:
         """Do what ``pdb.post_mortem()`` does: open the debugger where an exception was raised."""
-        error = error or sys.exc_info()[1] or sys.exc_info()[2]
+        error = sys.exc_info()[1] if t is None else t
         if isinstance(error, TracebackType):
             error = Exception("from a traceback").with_traceback(error)
-        if error is None:
-            original()  # which raises what it raises everywhere
-        self._check("pdb.post_mortem()")
+        if not isinstance(error, BaseException) or error.__traceback__ is None:
+            original(t)  # which raises what it raises everywhere
+            return
+        self._check("pdb.post_mortem")
         self.look_into(error)
 
     def stop_here(self, *_args: Any, **_options: Any) -> None:
         """Open the debugger at the caller. Raises `NbtrainError` where nobody can answer."""
         if os.environ.get("PYTHONBREAKPOINT") == "0":
             return
-        self._check("breakpoint()")
+        self._check("breakpoint")
         if not hasattr(self._debuggers, "own"):
             self._debuggers.own = make_debugger(self._file)
         self._debuggers.own.set_trace(_caller())
@@ -111,12 +112,12 @@ class Debugging:
         """Raise `NbtrainError` where nobody can answer."""
         if os.getpid() != self._process:
             raise NbtrainError(
-                f"{call} works in a rank itself, not in a process that it has started. For a "
+                f"{call}() works in a rank itself, not in a process that it has started. For a "
                 "worker of a DataLoader, use num_workers=0 meanwhile"
             )
         if self._unanswered:
             raise NbtrainError(
-                f"{call} needs somebody who answers. Here {self._unanswered}. Delete it, or "
+                f"{call}() needs somebody who answers: here {self._unanswered}. Delete it, or "
                 "run the cell in the foreground of a notebook or a terminal, on this host"
             )
 

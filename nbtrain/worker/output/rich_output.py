@@ -158,14 +158,11 @@ class RichOutput:
         self._send(event, room=ROOM if reporter.rank == 0 else ROOM // reporter.world_size)
 
     def _print(self, text: str, name: str) -> None:
-        """Log the text of a display; one in the `name` of another overwrites, and ends the log."""
-        if not name:
-            if text:
-                print(text)
-            return
-        if text and "\n" not in text:
-            print(text, end="\r", flush=True)
-        self._updated[name] = text
+        """Log the text of a display; of those that update one of a `name`, the last at the end."""
+        if name:
+            self._updated[name] = text
+        elif text:
+            print(text)
 
     def _send(self, event: ev.Displayed, room: int) -> None:
         size = _size(event.data)

@@ -190,7 +190,8 @@ class LossMeter:
             return original(tensor, *args, **kwargs)
         self._observe_backward(tensor)
         # A subclass's backward comes here again, from its `__torch_function__`.
-        return self._paused(True, original, tensor, *args, **kwargs)
+        is_subclass = type(tensor) is not sys.modules["torch"].Tensor
+        return self._paused(is_subclass, original, tensor, *args, **kwargs)
 
     def _library_backward(
         self, original: Any, engine: Any, loss: Any, *args: Any, **kwargs: Any
