@@ -161,3 +161,22 @@ def test_one_model_that_is_trained_on_is_one_training(notebook: Notebook, name: 
     assert page.count("★ best") == 1
     assert "best accuracy 0.9" in page
     assert "training" not in notebook.value("list(nbtrain.last_run().epochs)")
+
+
+def test_a_data_set_at_the_place_of_one_that_is_gone_begins_its_epochs(notebook: Notebook) -> None:
+    cell = """%%distributed -n 1
+place = None
+for start in iter((1, 2)):
+    train, others = Subset(DATA, range(32)), []
+    while place not in (None, id(train)) and len(others) < 1000:
+        others.append(train)
+        train = Subset(DATA, range(32))
+    same, place = place == id(train), id(train)
+    fit(train, 3, start)
+    del train
+same
+"""
+    shown(notebook, cell)
+    assert notebook.value("nbtrain.last_run().value"), "no data set came to that place"
+    epochs = notebook.value("[int(n) for n in nbtrain.last_run().epochs['epoch']]")
+    assert epochs == [1, 2, 3, 1, 2, 3]

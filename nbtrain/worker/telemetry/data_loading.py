@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -78,6 +79,7 @@ class DataLoadingMeter:
         self._last: LoaderPass | None = None  # that gave a batch
         self._fed: LoaderPass | None = None  # that gave a batch before a step
         self._epochs: dict[int, tuple[int, int]] = {}  # by data set: passes that fed, the last
+        self._datasets: dict[int, weakref.ref[Any]] = {}  # by id, which another may get
         self._has_stepped = False
         self._empty = 0  # samples of a loader that gave no batch
         self._pending: dict[LoaderPass, int] = {}  # samples since the last step
@@ -174,6 +176,7 @@ class DataLoadingMeter:
             number = self._newest.number + 1 if self._newest is not None else 1
             passed = LoaderPass(weakref.ref(it), id(it._dataset), number, _length(it))
             self._newest = it._nbtrain_pass = passed
+            self._remember_dataset(it._dataset)
             self.metrics.begin_pass(batch)
         passed.batch = count - is_ahead
         self._last = passed
@@ -186,6 +189,14 @@ class DataLoadingMeter:
         for see in self.batch_listeners:
             see(batch)
         self._tick(start, now)
+
+    def _remember_dataset(self, dataset: Any) -> None:
+        """Count anew for a data set that has the id of one that is gone, as of an earlier fold."""
+        known = self._datasets.get(id(dataset))
+        if known is not None and known() is not dataset:
+            self._epochs.pop(id(dataset), None)
+        with contextlib.suppress(TypeError):  # a list: nobody can tell
+            self._datasets[id(dataset)] = weakref.ref(dataset)
 
     def _count_samples(self, passed: LoaderPass, size: int | None) -> None:
         with self._lock:
