@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,15 @@ import pexpect
 import pytest
 
 from nbtrain.ui.displays.terminal import can_redraw
+from tests.support.waiting import wait_until
+
+
+def _end(child: pexpect.spawn) -> None:
+    """End a child, however busy the machine is: pexpect gives it a tenth of a second."""
+    if child.isalive():
+        child.kill(signal.SIGKILL)
+    wait_until(lambda: not child.isalive(), 60)
+    child.close()
 
 
 @pytest.fixture
@@ -27,7 +37,7 @@ def terminal(tmp_path: Path) -> Iterator[pexpect.spawn]:
     child.setecho(False)
     child.expect("In ?\\[1\\]:")
     yield child
-    child.close(force=True)
+    _end(child)
 
 
 @pytest.mark.host(
@@ -97,7 +107,7 @@ def test_jupyter_console_shows_lines_and_the_summary_but_no_board(tmp_path: Path
         console.sendline("exit")
         console.expect(pexpect.EOF)
     finally:
-        console.close(force=True)
+        _end(console)
 
 
 def test_a_terminal_that_can_move_its_cursor_gets_a_table_in_place(tmp_path: Path) -> None:
@@ -117,7 +127,7 @@ def test_a_terminal_that_can_move_its_cursor_gets_a_table_in_place(tmp_path: Pat
     try:
         child.expect(pexpect.EOF, timeout=60)
     finally:
-        child.close(force=True)
+        _end(child)
     lines = _screen(child.before)
     assert [line for line in lines if "said by a rank" in line] == [
         "[rank 0] said by a rank 0",
