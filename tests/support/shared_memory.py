@@ -9,11 +9,15 @@ import psutil
 
 
 def names() -> set[str]:
-    """Return what this user has in /dev/shm now."""
+    """Return what this user has in /dev/shm now.
+
+    Without the semaphores of processes that `multiprocessing` spawns: a tracker of their own
+    deletes them, behind their owner's end and held by nobody.
+    """
     found = set()
     for entry in os.scandir("/dev/shm") if os.path.isdir("/dev/shm") else ():
         with contextlib.suppress(OSError):
-            if entry.stat().st_uid == os.getuid():
+            if entry.stat().st_uid == os.getuid() and not entry.name.startswith("sem.mp-"):
                 found.add(entry.name)
     return found
 
