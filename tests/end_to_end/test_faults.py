@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import subprocess
 import sys
@@ -167,6 +168,7 @@ def test_every_door_stops_a_run(door: str, deaf: bool, unharmed: None) -> None:
 def test_sockets_of_killed_workers_go_with_their_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    importlib.import_module("torch.distributed.nn.jit.instantiator")  # which makes one for itself
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     faults.launched(Row("DataLoader worker killed", "mid-run", "data loader worker"))
     assert list(tmp_path.iterdir()) == []
