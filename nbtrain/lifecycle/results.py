@@ -101,8 +101,8 @@ class ResultReceiver:
         fine = {
             name: Finding(ev.OTHER_VARIABLE, "")
             for name, value in self.objects().items()
-            if is_model(value) and is_model(own := unwrapped(self._namespace.get(name)))
-            if own is not value
+            if is_model(value) and is_model(own := self._namespace.get(name))
+            if not _ids(own) & _ids(value)  # neither in a wrapper, nor a part of it
         }
         now, unknown = clock.now(), Finding("", "")
         return [

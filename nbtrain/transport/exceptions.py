@@ -253,8 +253,8 @@ def _instance(captured: CapturedException) -> BaseException:
             error = _rebuilt(result_pickler.loads(captured.pickled))
             if isinstance(error, BaseException):
                 return error
-        except Exception:
-            pass  # a kernel that lacks the class; a class that can be built in a rank alone
+        except Exception:  # a kernel that lacks the class; a class that a rank alone can build
+            pass
     return RankError(f"{captured.type_name}: {captured.text}", type_name=captured.type_name)
 
 

@@ -296,12 +296,15 @@ def test_an_argument_is_not_taken_for_the_variable_of_its_name(
         "nbtrain.launch(kept)",
         "nbtrain.launch(fit, parent[0])",
         "nbtrain.launch(lambda: fit(net))",
+        "nbtrain.launch(fit, (model := torch.nn.Sequential(torch.nn.Linear(3, 3)))[0])",
+        "nbtrain.launch(fit, model := torch.nn.parallel.DataParallel(copy.deepcopy(net)))",
         "nbtrain.launch(fit, copy.deepcopy(net))",
         "within()",
     ],
 )
 def test_a_model_is_updated_wherever_the_notebook_holds_it(notebook: Notebook, call: str) -> None:
     notebook.run(f"{PREPARE}{HELD}")
+    notebook.run("globals().pop('model', None)")
     out = notebook.run(f"result = {call}")
     assert not out.ename, out.traceback
     assert "12 parameters updated from rank 0" in out.board
