@@ -181,7 +181,7 @@ def test_the_exceptions_page_draws_every_exception() -> None:
 
 
 def test_the_docstrings_page_has_all_that_is_public() -> None:
-    page = reference("api")
+    page = reference("python-api")
     shown = {*re.findall(r"auto(?:function|class):: nbtrain\.(\w+)", page)}
     assert {*nbtrain.__all__} - shown == {"NbtrainError", "RankDied"}
     assert "automodule:: nbtrain.errors" in page
@@ -240,7 +240,7 @@ def test_the_messages_that_one_looks_up_are_those_of_nbtrain() -> None:
 
 @pytest.mark.parametrize("kind", events.KINDS)
 def test_the_events_page_lists_every_kind_with_its_fields(kind: str) -> None:
-    (row,) = re.findall(rf"^\| `{kind}` \|.*$", reference("events"), re.M)
+    (row,) = re.findall(rf"^\| `{kind}` \|.*$", reference("run-folder"), re.M)
     for name in {f.name for f in dataclasses.fields(events.KINDS[kind])} - {"time", "rank"}:
         assert f"`{name}`" in row, name
 
