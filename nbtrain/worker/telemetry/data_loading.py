@@ -40,6 +40,8 @@ class LoaderPass:
     """The last one that may have been used, from 1."""
     fed: int = 0
     """The last batch before a step."""
+    epoch: int | None = None
+    """Which of the passes over its data set that fed steps; None before its first step."""
     ahead: int | None = 0
     """The samples of a batch that Accelerate has read ahead; None where they are unknown."""
     feeds: bool = False
@@ -102,6 +104,7 @@ class DataLoadingMeter:
             passes, newest = self._epochs.get(last.dataset, (0, -1))
             if last.number > newest:
                 self._epochs[last.dataset] = passes + 1, last.number
+                last.epoch = passes + 1
                 self.fed_passes += 1
                 self.order.see_feeding_pass(last.iterator())
 
@@ -125,8 +128,7 @@ class DataLoadingMeter:
         at = self._fed or self._last
         if at is None:
             return {"epoch": None, "batch": None, "batches": None}
-        epoch = self._epochs.get(at.dataset, (None,))[0]
-        return {"epoch": epoch, "batch": at.fed or at.batch, "batches": at.batches}
+        return {"epoch": at.epoch, "batch": at.fed or at.batch, "batches": at.batches}
 
     def _samples_of_pass(self) -> int:
         """Return how many samples the newest pass has given since the last step."""

@@ -134,6 +134,23 @@ def an_evaluation_after_the_training() -> None:
         pass
 
 
+@TABLE.row(steps=5, batch=5, batches=5, epoch=1)
+def an_evaluation_data_set_at_the_place_of_the_first() -> None:
+    w, optimizer = one_weight()
+    data = TensorDataset(torch.ones(20, 3))
+    for (x,) in DataLoader(data, batch_size=4):
+        (x @ w).sum().backward()
+        optimizer.step()
+    place, others = id(data), [data]
+    del data
+    others.clear()
+    while id(data := TensorDataset(torch.ones(30, 4))) != place and len(others) < 1000:
+        others.append(data)
+    assert id(data) == place
+    for _ in DataLoader(data, batch_size=1):
+        pass
+
+
 @TABLE.row(loss=0.0)
 def a_loss_that_ends_at_zero() -> None:
     w, optimizer = one_weight(lr=1.0)
