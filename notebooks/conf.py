@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
 import nbtrain
 
 project = "nbtrain"
@@ -36,3 +41,26 @@ html_extra_path = ["llms.txt"]
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_theme_options = {"navigation_with_keys": True}
+
+
+def setup(app: Any) -> None:
+    """Write the text of all pages into one file, for language models."""
+    app.connect("build-finished", _write_full_text)
+
+
+def _write_full_text(app: Any, error: Exception | None) -> None:
+    if error is None:
+        names = ["index", *(n for toc in app.env.toctree_includes.values() for n in toc)]
+        texts = [_text(Path(app.env.doc2path(name))) for name in names]
+        (Path(app.outdir) / "llms-full.txt").write_text("\n\n".join(texts))
+
+
+def _text(page: Path) -> str:
+    """Return the text of a page; of a notebook, without outputs."""
+    if page.suffix != ".ipynb":
+        return page.read_text()
+    cells = nbformat.read(page, as_version=4).cells
+    sources = [
+        c.source if c.cell_type == "markdown" else f"```python\n{c.source}\n```" for c in cells
+    ]
+    return "\n\n".join(sources)

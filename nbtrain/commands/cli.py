@@ -30,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (NbtrainError, FileNotFoundError, IndexError) as error:
         print(f"nbtrain: {without_controls(str(error))}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     except BrokenPipeError:  # the reader has closed the pipe, as ``head`` does
         sys.stderr.close()
         return 0
@@ -44,6 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="store_true", help="print nbtrain's version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    command = commands.add_parser("demo", help="train a small model here, and show what happens")
+    text = "how many processes train (by default one per GPU, or 2 without a GPU)"
+    command.add_argument("-n", "--num-processes", type=int, metavar="N", help=text)
     text = "describe this host and list what would hinder a launch; exit with 1 if it is refused"
     command = commands.add_parser("doctor", help=text)
     command.add_argument("--json", action="store_true", help=_JSON)
@@ -78,6 +83,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _do(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     match options.command:
+        case "demo":
+            from .demo import demo  # it imports torch and Accelerate
+
+            demo(options.num_processes)
         case "doctor":
             return _examine(options)
         case "runs" if options.json:
@@ -120,10 +129,7 @@ def _examine(options: argparse.Namespace) -> int:
 def _show_run(run: Run, options: argparse.Namespace) -> int:
     """Print a run as it stands, or in the end; followed, the code says whether it succeeded."""
     if options.follow:
-        try:
-            run.wait()
-        except KeyboardInterrupt:  # it ends the waiting alone
-            return 130
+        run.wait()  # Ctrl-C ends the waiting alone
     state = run.state
     now = clock.now(state.clock_offset)
     if options.json:

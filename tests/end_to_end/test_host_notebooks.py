@@ -26,13 +26,12 @@ VARIABLES = {
 @pytest.mark.parametrize("host", VARIABLES)
 def test_it_installs_nbtrain_and_trains_the_model(host: str, tmp_path: Path) -> None:
     notebook = nbformat.read(NOTEBOOKS / f"{host}.ipynb", as_version=4)
-    install, choice = (
-        c for c in notebook.cells if c.cell_type == "code" and c.source[:2] in ("WH", "AC")
-    )
-    placeholder = re.search(r'WHEEL = "(https://example.org/[^"]+)"', install.source)
-    assert placeholder is not None
+    install, choice = (c for c in notebook.cells if re.match("from glob|ACCELERATOR", c.source))
+    uploads = re.search(r"/(?:kaggle/input|content)(?=/)", install.source)
+    assert uploads is not None
     assert choice.source.startswith("ACCELERATOR = ")
-    install.source = install.source.replace(placeholder[1], WHEEL) if WHEEL else ""
+    folder = str(Path(WHEEL).parent)
+    install.source = install.source.replace(uploads[0], folder) if WHEEL else ""
     choice.source = re.sub(r'^ACCELERATOR = "[^"]+"', 'ACCELERATOR = "CPU"', choice.source)
     execute(notebook, tmp_path, **VARIABLES[host])
     outputs = [o for c in notebook.cells for o in c.get("outputs", ())]
@@ -43,3 +42,7 @@ def test_it_installs_nbtrain_and_trains_the_model(host: str, tmp_path: Path) -> 
     assert accuracy is not None
     assert float(accuracy[1]) > 0.9
     assert (tmp_path / "model.pt").exists()
+    losses = re.search(r"of each process: \[([\d.]+), ([\d.]+)\]", printed)
+    assert losses is not None
+    assert float(losses[1]) == float(losses[2]) < 0.3
+    assert (tmp_path / "classifier").is_dir()

@@ -1,0 +1,49 @@
+"""``nbtrain demo``, as a newcomer runs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from nbtrain.commands.demo import SOURCE
+from tests.support.paths import ROOT
+
+COMMAND = [sys.executable, "-u", "-m", "nbtrain", "demo", "-n", "2"]
+
+
+def test_it_shows_the_loop_the_board_the_results_and_what_comes_next(tmp_path: Path) -> None:
+    environment = {**os.environ, "NBTRAIN_HOME": str(tmp_path)}
+    out = subprocess.run(COMMAND, capture_output=True, text=True, timeout=120, env=environment)
+    assert out.returncode == 0, out.stderr
+    shown = out.stdout
+    parts = ["def train(model, epochs", "rank 1: ", "succeeded", "results: [", "accuracy: "]
+    parts += ["run folder: ", "%load_ext nbtrain", "%%distributed"]
+    assert [part for part in parts if part not in shown] == []
+    assert sorted(parts, key=shown.index) == parts
+    before, after = map(int, re.findall(r"(\d+)%", shown.partition("accuracy: ")[2])[:2])
+    assert after > 90 > before
+    (folder,) = re.findall(r"run folder: (\S+)", shown)
+    assert (Path(folder) / "weights").is_dir()
+
+
+def test_ctrl_c_ends_it_with_its_ranks() -> None:
+    with subprocess.Popen(COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if b"rank 1: running" in line:
+                break
+        ranks = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, b"")
+    assert not any(rank.is_running() for rank in ranks)
+
+
+def test_it_trains_the_loop_of_the_readme() -> None:
+    assert f"%%distributed -n 2\n{SOURCE}```" in (ROOT / "README.md").read_text()

@@ -1,0 +1,166 @@
+"""Make the moving picture of the README from a real run in JupyterLab and Chromium.
+
+    python tests/tools/moving_picture.py [FILE.gif]
+
+Needs the extras test, lab and browser, and Chromium; writes notebooks/demo.gif (under 3 MB). A cell
+trains on two ranks and fails at a misspelt name, the name is corrected, and the cell runs again.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from playwright.sync_api import sync_playwright
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.support.paths import NOTEBOOKS
+from tests.support.waiting import wait_until
+from tests.ui.browser.conftest import FLAGS, Page, _chromium, _end, _start
+
+WINDOW = {"width": 1000, "height": 1000}
+FRAME_S = 0.125
+COLOURS = 64
+MOST_BYTES = 3_000_000
+
+PREPARE = """\
+%load_ext nbtrain
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, TensorDataset
+
+x = torch.randn(30_000, 20)
+y = (x.sum(1) > 0).long()
+model = torch.nn.Linear(20, 2)"""
+
+TRAIN = """\
+%%distributed -n 2
+def train(model, epochs=3, lr=0.01):
+    accelerator = Accelerator()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    loader = DataLoader(TensorDataset(x, y), batch_size=32, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for epoch in range(epochs):
+        for inputs, labels in loader:
+            loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        accuracy = (model(x).argmax(1) == labls).float().mean()
+    return accuracy.item()"""
+
+LOOK = "(model(x).argmax(1) == y).float().mean()"
+
+
+TO_THE_TOP = "cell => cell.scrollIntoView({block: 'start'})"
+
+
+class Film:
+    """Frames of a page, each with the seconds for which it is shown."""
+
+    def __init__(self, page: Any) -> None:
+        self.page = page
+        self.clip = page.locator(".jp-NotebookPanel-notebook").bounding_box()
+        self.frames: list[Image.Image] = []
+        self.seconds: list[float] = []
+
+    def take(self, seconds: float = FRAME_S) -> None:
+        """Take a frame; one that equals the last prolongs it."""
+        shot = Image.open(io.BytesIO(self.page.screenshot(clip=self.clip))).convert("RGB")
+        if self.frames and shot.tobytes() == self.frames[-1].tobytes():
+            self.seconds[-1] += seconds
+        else:
+            self.frames.append(shot)
+            self.seconds.append(seconds)
+
+    def until(self, text: str, limit: float = 60) -> None:
+        """Take frames until the page shows a text, as fast as it was."""
+        end = time.monotonic() + limit
+        while not self.page.get_by_text(text).first.is_visible():
+            began = time.monotonic()
+            assert began < end, text
+            self.take()
+            self.seconds[-1] += min(0.2, time.monotonic() - began) - FRAME_S
+            time.sleep(max(0, FRAME_S - (time.monotonic() - began)))
+
+    def save(self, path: Path) -> None:
+        """Write the GIF, with one palette for all frames."""
+        width, height = self.frames[0].size
+        sample = Image.new("RGB", (width, height * 4))
+        for place in range(4):
+            index = (len(self.frames) - 1) * (place + 1) // 4
+            sample.paste(self.frames[index], (0, height * place))
+        palette = sample.quantize(COLOURS, dither=Image.Dither.NONE)
+        drawn = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in self.frames]
+        times = [max(20, round(1000 * seconds)) for seconds in self.seconds]
+        drawn[0].save(path, save_all=True, append_images=drawn[1:], duration=times, loop=0)
+        size = path.stat().st_size
+        print(f"{path.name}: {sum(times) / 1000:.1f} s, {len(drawn)} frames, {size:,} bytes")
+        assert size < MOST_BYTES
+
+
+def perform(notebook: Page) -> Film:
+    """Run the cells as a person would, and film it."""
+    page, film = notebook.page, Film(notebook.page)
+    notebook.wait_for_kernel()
+    for place in ("left", "right"):
+        notebook.command("application:toggle-side-tabbar", side=place)
+    cells = page.locator(".jp-CodeCell")
+    cells.nth(0).locator(".cm-content").click()
+    page.keyboard.press("Shift+Enter")
+    wait_until(lambda: "[1]" in cells.nth(0).inner_text(), timeout=60)
+    time.sleep(4)  # torch's modules are imported while the kernel is idle, as for whoever reads on
+    film.take(1)
+    page.keyboard.press("Shift+Enter")
+    cells.nth(1).evaluate(TO_THE_TOP)
+    film.until("NameError: name 'labls' is not defined")
+    film.take(2.5)
+    word = cells.nth(1).locator(".cm-line", has_text="labls").get_by_text("labls").last
+    word.scroll_into_view_if_needed()
+    word.dblclick()
+    film.take(0.5)
+    page.keyboard.type("y")
+    film.take(0.8)
+    page.keyboard.press("Shift+Enter")
+    cells.nth(1).evaluate(TO_THE_TOP)
+    film.until("succeeded")
+    film.take(1.5)
+    cells.nth(2).locator(".cm-content").click()
+    page.keyboard.press("Shift+Enter")
+    film.until("tensor(0.9")
+    film.take(2.5)
+    return film
+
+
+def main(path: Path) -> None:
+    """Start a server and a browser, film, and end both."""
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        process, server = _start("lab", Path(folder))
+        try:
+            wait_until(lambda: _answers(server), timeout=60)
+            server.write("demo.ipynb", [PREPARE, TRAIN, LOOK])
+            browser = playwright.chromium.launch(executable_path=_chromium(), args=FLAGS)
+            page = Page(browser.new_page(viewport=WINDOW), server, "demo.ipynb")
+            page.page.set_default_timeout(60_000)
+            page.open()
+            perform(page).save(path)
+            browser.close()
+        finally:
+            _end(process)
+
+
+def _answers(server: Any) -> bool:
+    try:
+        return bool(server.ask("api/status"))
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if sys.argv[1:] else NOTEBOOKS / "demo.gif")
