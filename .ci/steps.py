@@ -207,6 +207,7 @@ python "$script"
 enter all
 rm -rf artifacts/site
 python -m sphinx -q -W --keep-going notebooks artifacts/site
+python tests/tools/check_site.py artifacts/site
 """,
         needs=("environment",),
     ),

@@ -24,6 +24,7 @@ extensions = [
 exclude_patterns = ["conf.py"]
 nb_execution_mode = "off"  # outputs are those that are kept with the notebooks
 nb_merge_streams = True
+nb_render_markdown_format = "myst"  # for tables that a cell displays
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"

@@ -1,0 +1,39 @@
+"""Look for markup that a built page shows as text: python tests/tools/check_site.py SITE."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from bs4 import BeautifulSoup
+
+RAW = re.compile(r"^\||\|\s*$|\*\*|\]\(|```|:::|\{(?:doc|ref|eval-rst)\}|^#{1,4} ", re.M)
+
+
+def shown_markup(html: str) -> list[str]:
+    """Return the lines of a page's article that contain markup, without code and outputs."""
+    article = BeautifulSoup(html, "html.parser").find("article")
+    if article is None:
+        return []
+    for code in article.select("pre, code, script, style, svg, dt.sig"):
+        code.decompose()
+    return [
+        line
+        for line in article.get_text("\n").splitlines()
+        if RAW.search(line) and line.strip() != "|"
+    ]
+
+
+def main(site: Path) -> int:
+    """Print what was found, by page; the exit code says whether anything was."""
+    pages = sorted(page for page in site.rglob("*.html") if "_static" not in page.parts)
+    found = {page: lines for page in pages if (lines := shown_markup(page.read_text()))}
+    for page, lines in found.items():
+        print(f"{page.relative_to(site)}:", *lines, sep="\n  ")
+    print(f"{len(pages)} pages, {len(found)} with markup that is shown as text")
+    return int(bool(found) or len(pages) < 40)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
