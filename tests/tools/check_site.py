@@ -18,11 +18,8 @@ def shown_markup(html: str) -> list[str]:
         return []
     for code in article.select("pre, code, script, style, svg, dt.sig"):
         code.decompose()
-    return [
-        line
-        for line in article.get_text("\n").splitlines()
-        if RAW.search(line) and line.strip() != "|"
-    ]
+    lines = (line.strip() for line in article.get_text("\n").splitlines())
+    return [line for line in lines if line != "|" and RAW.search(line)]
 
 
 def main(site: Path) -> int:
