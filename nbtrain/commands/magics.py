@@ -40,7 +40,7 @@ _COMMANDS = (
     "guard, doctor or migrate"
 )
 
-_HELP = """Run this cell, or an expression, on several ranks, which are copies of the kernel.
+_HELP = """Run this cell, or an expression, on several ranks (training processes).
 
     %%distributed [options]
     def train(model, epochs=3):
@@ -50,10 +50,10 @@ _HELP = """Run this cell, or an expression, on several ranks, which are copies o
     %distributed [options] EXPRESSION
 
 If the last statement of the cell is a `def`, every rank runs the cell and calls that function. Each
-parameter gets the notebook variable of its name, or its default. Any other cell is run as it is,
-and a trailing expression is the rank's result. The ranks see the notebook's variables, imports and
-functions. When the run succeeds, the notebook gets the result, the trained weights of the models
-that the cell mentions, and the variables that --out names:
+parameter gets the value of the notebook variable with its name, or its default. Otherwise every
+rank runs the cell, and the value of its last expression is the result. The ranks see the notebook's
+variables, imports and functions. When the run succeeds, the notebook gets the result, the trained
+weights of the models that the cell mentions, and the variables that --out names:
 
     run = nbtrain.last_run();  run.value;  run.results;  run.logs(rank)
 
@@ -261,9 +261,9 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         live = None if options.new else live_now()
         if live is None and not options.new and (lost := lost_now()) is not None:
             raise PlanError(
-                f"{lost.end_reason}. So this cell was not run. `%nbtrain restart` starts new live "
-                "ranks; after `%nbtrain stop`, each cell starts ranks of its own, with the "
-                "notebook's variables (--new: this cell alone)"
+                f"{lost.end_reason}. This cell was not run. `%nbtrain restart` starts new live "
+                "ranks. After `%nbtrain stop`, each cell starts new ranks with the notebook's "
+                "variables; --new does that for this cell alone"
             )
         if options.ranks is not None and live is None:
             raise PlanError("--ranks is for live ranks: %nbtrain start -n 2 starts two")
@@ -367,8 +367,8 @@ def _debug(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 _HAS_ENDED = (
-    "This exception was raised in a rank, which has ended. Run the cell with --debug: then the "
-    "debugger opens in the rank before it ends."
+    "This exception was raised in a rank, which has ended. Run the cell with --debug: the "
+    "debugger then opens in the rank before it ends."
 )
 
 

@@ -47,7 +47,7 @@ class SpawnEngine(Engine):
         """Pack what the ranks will need. Raises `PlanError` naming what cannot be sent."""
         if not hasattr(os, "fork"):  # Windows, where ranks could be neither stopped nor watched
             raise PlanError(
-                "this system cannot run ranks as processes of their own. "
+                "this system cannot run ranks as separate processes. "
                 "Use --engine inline (one rank, in the kernel), or Linux or macOS."
             )
         self._parcel = payload.pack(plan)

@@ -60,7 +60,8 @@ SPARED = 8
 
 _NOBODY_DEBUGS = Finding(
     "no-debugger",
-    "--debug has no effect here: the debugger needs somebody who can type, and ranks on this host.",
+    "--debug has no effect here: the debugger needs ranks on this host, and a notebook or a "
+    "terminal in which you can type.",
 )
 
 START_PATIENCE = 20.0
@@ -221,8 +222,8 @@ def notebook_launcher(
         nodes = Rendezvous(num_nodes, node_rank, meet_at, rdzv_backend, rdzv_conf or {}, rdzv_id)
         if max_restarts:
             raise PlanError(
-                "max_restarts is for one node: nothing starts the ranks of several nodes again "
-                "together. Save checkpoints, and run the cell again on every node"
+                "max_restarts works on one node only. Save checkpoints, and after a failure run "
+                "the cell again on every node"
             )
     check_rank_argument(function, tuple(args), {})
     call = Call(function, tuple(args))
@@ -299,7 +300,7 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
         task_values.forget_references()
     error = run.exception
     if error is None and interrupts.count and run.state.status == "succeeded":
-        error = KeyboardInterrupt("the interrupt came when the run had ended")
+        error = KeyboardInterrupt("the interrupt came after the run had ended")
     if error is not None:
         raise show_from_the_rank(error)
     return run
@@ -320,8 +321,8 @@ def _counted(plan: Plan) -> tuple[Plan, list[Finding]]:
         return plan, []
     if gpus.gpu_count({**os.environ, **plan.env}):
         raise PlanError("num_processes must be a whole number ≥ 1, not 0")
-    text = "num_processes is 0, as torch.cuda.device_count() is without a GPU"
-    remedy = "So it counts as not given."
+    text = "num_processes is 0, which is torch.cuda.device_count() on a host without a GPU"
+    remedy = "nbtrain uses the default instead."
     return replace(plan, num_processes=None), [Finding("no-gpus", f"{text}.", remedy)]
 
 
@@ -398,12 +399,12 @@ def _check_alone(plan: Plan, device: str) -> list[Finding]:
         return []
     other = f"Run {others[-1].folder.name} of this notebook is still running in the background"
     if others[-1].state.is_live:
-        other = "Live ranks (%nbtrain start) are there"
+        other = "Live ranks (%nbtrain start) are running"
     if device == "cpu" or (device == "cuda" and "CUDA_VISIBLE_DEVICES" in plan.env):
-        return [Finding("run-in-background", f"{other}; the new run shares this host with it.")]
+        return [Finding("run-in-background", f"{other}. The new run shares this host with it.")]
     devices, share = "TPU", "."
     if device == "cuda":
-        devices, share = "GPUs", ", or give each run its own: --env CUDA_VISIBLE_DEVICES=0,1"
+        devices, share = "GPUs", ", or give each run different ones: --env CUDA_VISIBLE_DEVICES=0,1"
     if others[-1].state.is_live:
         raise PreflightError(f"{other}, on the same {devices}. %nbtrain stop ends them{share}")
     raise PreflightError(

@@ -104,7 +104,7 @@ class Reader:
         tails = {self.launcher: launcher, **dict(zip(self.ranks, ranks, strict=True))}
         for tail, place in tails.items():
             if not tail.begins_a_line(place):
-                raise ValueError("a file was written anew")
+                raise ValueError("a file was written again")
             tail.skip_to(place)
 
     @property

@@ -87,7 +87,7 @@ def find(part: Sequence[str], values: Mapping[str, Any]) -> Any:
         return _optimizer(value) if kind else value
     except (AttributeError, IndexError, KeyError):
         what = f"`{name}` ({path})" if kind in ("module", "tensor") else f"`{name}`"
-        raise NbtrainError(f"it refers to {what}, which is not there any more") from None
+        raise NbtrainError(f"it refers to {what}, which no longer exists") from None
 
 
 def _optimizer(value: Any) -> Any:

@@ -43,7 +43,7 @@ def _class_of_main(name: str) -> Any:
     try:
         return vars(sys.modules["__main__"])[name]
     except KeyError:
-        raise AttributeError(f"the notebook has no class {name} any more") from None
+        raise AttributeError(f"the notebook no longer has the class {name}") from None
 
 
 class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]

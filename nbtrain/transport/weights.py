@@ -460,7 +460,7 @@ def _differences(
     """Yield each difference for which a file cannot be loaded."""
     for name, tensor in targets.items():
         if tensor.is_meta or (not is_lazy(tensor) and tensor.is_inference()):
-            yield f"`{name}` has no memory in the notebook that could be written to"
+            yield f"`{name}` has no memory in the notebook to write to"
         elif name in optional:
             continue
         elif name not in saved:

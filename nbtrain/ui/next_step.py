@@ -17,7 +17,7 @@ _SAME_COLLECTIVES = (
 )
 _OF_KIND = {
     "cuda out of memory": (
-        "`%nbtrain memory` shows by part what the model takes; use a smaller batch, gradient "
+        "`%nbtrain memory` shows what each part of the model takes; use a smaller batch, gradient "
         "checkpointing or `-p bf16`."
     ),
     "out of memory": (

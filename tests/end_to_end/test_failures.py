@@ -117,7 +117,7 @@ def test_a_question_to_a_rank_is_refused_with_the_way_out(
 ) -> None:
     out = notebook.run(f"%%distributed -n 1\n{question}\nprint('asked')")
     assert out.ename == "StdinNotImplementedError"
-    assert "nobody can type an answer for a rank" in out.evalue
+    assert "a rank cannot read what you type" in out.evalue
     assert "pass the answer to the function" in out.evalue
     assert notebook.value("input.__self__ is get_ipython().kernel")
 

@@ -113,7 +113,7 @@ def _call(expression: str, namespace: Mapping[str, Any]) -> Call:
             "defines stays in its ranks: define it in an ordinary cell"
         ) from None
     except Exception as error:  # the user's own expressions
-        problem = f"{expression!r} is no call such as train(model): {_line(error)}"
+        problem = f"{expression!r} is not a call such as train(model): {_line(error)}"
         raise PlanError(f"%nbtrain scaling: {problem}\n{USAGE}") from error
 
 
@@ -182,7 +182,7 @@ def _add(size: Size, run: Run, notes: dict[str, None]) -> None:
     if any(world_size != size.ranks for _, world_size in run.results):
         notes[f"{at} the ranks did not join one process group: each trained alone."] = None
     if run.state.device == "cpu" and size.ranks > usable_cpus():
-        notes[f"{at} the ranks share CPU cores: this does not predict other hardware."] = None
+        notes[f"{at} the ranks share CPU cores, so this does not predict other hardware."] = None
 
 
 def _doubts(sizes: list[Size]) -> list[str]:
@@ -195,8 +195,8 @@ def _doubts(sizes: list[Size]) -> list[str]:
         )
     if len(measured) > 1 and None in [size.batch for size in measured]:
         notes.append(
-            "No batches were seen (they come from no DataLoader): the speed-up assumes that each "
-            "rank has a batch of the same size."
+            "nbtrain saw no batches, because none came from a DataLoader. The speed-up assumes "
+            "that each rank has a batch of the same size."
         )
     elif len(measured) > 1 and len({round(size.batch or 0) for size in measured}) == 1:
         notes.append(

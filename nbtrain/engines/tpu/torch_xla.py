@@ -48,8 +48,8 @@ class XlaEngine(ForkEngine):
         found = tpu.find(env={**os.environ, **plan.env})
         if plan.is_live and found is not None and found.devices > found.chips:
             raise PlanError(
-                f"each process of this host ({found.label}) drives two devices, in two threads, "
-                "and live ranks have one thread each. Run the cell without live ranks"
+                f"each process of this host ({found.label}) drives two devices in two threads, but "
+                "a live rank has one thread. Run the cell without live ranks"
             )
         torch_xla.load()
         if torch_xla.device_type() == "CPU" and "PJRT_DEVICE" not in plan.env:

@@ -49,8 +49,8 @@ LONGEST = 120.0
 """Seconds after which the process gives up what it could not send by then."""
 
 _GONE = (
-    "the process that reports this run to trackers and by messages ended. The training goes on; "
-    "nothing more of this run is sent."
+    "the process that sends this run to trackers and sends messages has ended. The training "
+    "continues; nothing more of this run is sent."
 )
 _NO_APPRISE = '--notify needs the package apprise: pip install "nbtrain[notify]"'
 
@@ -243,7 +243,7 @@ class _Thread(threading.Thread):
 
     def _reason(self, error: BaseException) -> str:
         text = getattr(self.receiver, "explain", str)(error)
-        return f"{text}. The training goes on; nothing more of this run is sent there."
+        return f"{text}. The training continues; nothing more of this run is sent there."
 
 
 def without_addresses(plan: Plan) -> Plan:

@@ -67,8 +67,8 @@ LARGE = 1 << 20
 """Bytes of a value that ``ranks["x"]`` brings; of a larger one, a description."""
 
 _TPU_CUT_OFF = (
-    "A rank was stopped while it waited. If it waited for another one on the TPU, their "
-    "collectives fail from now on: then %nbtrain pull what you need, and %nbtrain restart"
+    "A rank was stopped while it waited. If it waited for another rank on the TPU, collectives "
+    "fail from now on: copy what you need with %nbtrain pull, then %nbtrain restart"
 )
 
 _live: LiveRanks | None = None
@@ -100,11 +100,11 @@ def start(
     unknown = sorted(options.keys() - _OPTIONS)
     if unknown:
         raise PlanError(
-            f"nbtrain.start has no option {unknown[0]!r}; there are {', '.join(_OPTIONS)}"
+            f"nbtrain.start has no option {unknown[0]!r}; its options are {', '.join(_OPTIONS)}"
         )
     IDLE_TIMEOUT.check(idle_timeout, "idle_timeout")
     if current() is not None:
-        raise PlanError("live ranks are there already. End them first: %nbtrain stop")
+        raise PlanError("live ranks are already running. End them first: %nbtrain stop")
     secret = secrets.token_hex(16)
     fields = plan_fields({"num_processes": num_processes, **options})
     fields |= {"background": True, "view": "none", "telemetry": (), "hang_after": None}
@@ -127,7 +127,7 @@ def start(
 def _listener(plan: Plan, folder: Path) -> Listener:
     """Listen where the ranks of a plan can connect. Raises `PlanError` where none could."""
     if sys.platform != "linux":
-        raise PlanError("live ranks need Linux so far")
+        raise PlanError("live ranks work on Linux only")
     engine = engines.choose(plan)
     if not engine.can_stay:
         raise PlanError(f"ranks of the {engine.name} engine cannot live between cells")
@@ -296,7 +296,7 @@ class LiveRanks:
         if self.was_stopped:
             return "these ranks were stopped"
         return self._ended_by_idleness or (
-            "The live ranks have ended; variables that only they had are gone"
+            "The live ranks have ended; variables that only they had are lost"
         )
 
     def dead(self) -> list[int]:
@@ -487,9 +487,9 @@ class LiveRanks:
             sent = {name: value for name, value in read.items() if name not in has}
             if changed := self.variables.changed(read, has):
                 names = ", ".join(f"`{name}`" for name in changed)
-                text = f"the notebook's {names} changed since the ranks got it."
+                text = f"the notebook's {names} changed after the ranks got it."
                 noticed = [
-                    Finding("changed", text, f"%nbtrain push {', '.join(changed)} sends it.")
+                    Finding("changed", text, f"%nbtrain push {', '.join(changed)} sends it again.")
                 ]
         self.error = None
         try:
@@ -528,7 +528,7 @@ class LiveRanks:
         """Wait until the ranks are free, and say so first. An interrupt ends the waiting only."""
         if threading.current_thread() is threading.main_thread():
             if (busy := self._busy_with()) and self._behind is not None:
-                print(f"The ranks are busy with {busy} in the background. This waits for its end.")
+                print(f"The ranks are busy with {busy} in the background. Waiting until it ends.")
                 self._behind.wait()
                 self._is_free.wait()
             self._say_news()
@@ -546,9 +546,11 @@ class LiveRanks:
         Raises `PlanError` where nobody can type, or no task has failed.
         """
         if self._are_far:
-            raise PlanError("the debugger looks at ranks on this host, and these are on a cluster")
+            raise PlanError(
+                "the debugger works on this host only, and these ranks are on a cluster"
+            )
         if prompt.find() is None:
-            raise PlanError("the debugger needs somebody who answers: nobody can type here")
+            raise PlanError("the debugger needs a notebook or a terminal in which you can type")
         if self._behind is not None and self._behind is last_run():
             self.error, self._failed = self._behind.exception, _cause(self._behind)
         if self.error is None:
@@ -571,11 +573,11 @@ class LiveRanks:
         """Raise `RankDied` if a rank has ended."""
         dead = self.dead()
         if self.has_ended:
-            raise NbtrainError(f"{self.end_reason}. %nbtrain restart starts new ones")
+            raise NbtrainError(f"{self.end_reason}. %nbtrain restart starts new ranks")
         if dead:
             raise RankDied(
                 f"{format_ranks(dead)} of the live ranks ended. The others still have their "
-                "variables: fetch what you need with %nbtrain pull, then %nbtrain restart"
+                "variables: copy what you need with %nbtrain pull, then %nbtrain restart"
             )
         if self._trouble:
             raise NbtrainError(f"{self._trouble}. %nbtrain restart starts new ranks")
@@ -595,13 +597,13 @@ class LiveRanks:
         try:
             answers = self._ask(self._channels, message, may_stop=False)
         except NbtrainError as error:  # the cell's own error is the one to raise
-            self._trouble = f"the ranks could not form their process group again: {error}"
+            self._trouble = f"the ranks could not form a new process group: {error}"
             return
         self._groups.clear()
         lost = sorted({name for answer in answers.values() for name in answer["lost"]})
         names = ", ".join(f"`{name}`" for name in lost)
         rest = f"; {names} must be sharded again" if lost else ", and their variables are kept"
-        self._news = f"The ranks formed their process group anew{rest}." if states else ""
+        self._news = f"The ranks formed a new process group{rest}." if states else ""
         if was_cut_off and self.device == "xla":
             self._news = f"{self._news} {_TPU_CUT_OFF}".lstrip()
 
@@ -677,7 +679,7 @@ class LiveRanks:
             _drop_data(answer)
         text = f"{format_ranks(silent)} did not answer within {ANSWER:g} s"
         if len(late) < len(silent):
-            self._trouble = f"{text}, nor hear an interrupt"
+            self._trouble = f"{text}, and did not react to an interrupt"
         raise NbtrainError(text)
 
     def __getitem__(self, name: str) -> list[Any]:
@@ -728,7 +730,7 @@ class LiveRanks:
                     continue
                 self._ended_by_idleness = (
                     f"The live ranks ended themselves after {seconds:g} s without a cell, as "
-                    "--idle-timeout asks; variables that only they had are gone"
+                    "--idle-timeout asks; variables that only they had are lost"
                 )
                 self._stop("because they were idle")
 

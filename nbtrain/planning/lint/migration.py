@@ -39,7 +39,7 @@ _UNWRAPPED = frozenset({"state_dict", "save_pretrained", "generate", "config"})
 _MEASURED = re.compile(
     r"loss|acc|best|patience|metric|val|score|nan|stop|err|counter", re.IGNORECASE
 )
-_ALONE = "each rank would train a model of its own"
+_ALONE = "each rank would train a separate model"
 _COMMAND = "`%%nbtrain migrate` on top of its cell shows what to change, as a diff"
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 _CLIPPED = frozenset({"parameters", "max_norm", "norm_type", "clip_value"})

@@ -155,7 +155,7 @@ def unprepared(program: Program) -> Iterator[Finding]:
                 yield unit.finding(
                     use,
                     "prepare",
-                    f"the {kind} `{use.id}` is used without `accelerator.prepare`, so that "
+                    f"the {kind} `{use.id}` is used without `accelerator.prepare`, so "
                     f"{reason}; write `{use.id} = accelerator.prepare({use.id})` before the loop",
                 )
 

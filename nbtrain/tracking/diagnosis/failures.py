@@ -100,7 +100,7 @@ def describe_returncode(returncode: int | None) -> str:
         "SIGKILL": " (often the system's answer to too little memory)",
         "SIGSEGV": " (a crash in native code)",
         "SIGBUS": " (often too little shared memory in /dev/shm)",
-        "SIGABRT": " (native code gave up)",
+        "SIGABRT": " (native code ended the process)",
     }.get(name, "")
     return f"was killed by {name}{hint}"
 

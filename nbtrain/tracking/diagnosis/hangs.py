@@ -124,11 +124,11 @@ def _lingering(seen: Observation) -> HangReport:
     """Say what holds up processes whose functions have returned."""
     ranks = sorted(seen.silent)
     since = format_duration(min(seen.silent.values()))
-    whose = "its process does" if len(ranks) == 1 else "their processes do"
+    whose = "its process has" if len(ranks) == 1 else "their processes have"
     holders = dict.fromkeys(filter(None, (_holder(seen.stacks.get(rank)) for rank in ranks)))
     at = f": {'; '.join(list(holders)[:PLACES])}" if holders else ""
-    text = f"{format_ranks(ranks)} returned {since} ago, and {whose} not end{at}"
-    advice = "Look for an exit handler, or a thread that is no daemon"
+    text = f"{format_ranks(ranks)} returned {since} ago, and {whose} not ended{at}"
+    advice = "Look for an exit handler, or a thread that is not a daemon"
     return HangReport(f"{text}. {advice}", tuple(ranks))
 
 

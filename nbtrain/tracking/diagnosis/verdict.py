@@ -52,11 +52,11 @@ _NAMED_BY_EVIDENCE = (LOADER_WORKER, DISK_FULL, FORK_REFUSED)
 _STACK = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 _ADVICE = {
     LOADER_WORKER: (
-        "Try num_workers=0: data is then loaded in the rank and its error is shown. Fewer workers "
+        "Try num_workers=0: the rank then loads the data, and shows its error. Fewer workers "
         "or smaller batches use less /dev/shm.",
     ),
     FRESH_WORKER: (
-        "A worker that is not forked has nothing of the notebook. Call "
+        "A worker that is not forked has none of the notebook's variables. Call "
         "multiprocessing.set_start_method('fork', force=True) before the loader is used (or leave "
         "out its multiprocessing_context), or define the data set in a .py file.",
     ),

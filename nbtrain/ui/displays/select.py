@@ -138,7 +138,7 @@ class GuardedDisplay:
                 reason = f"{type(error).__name__}: {error}"
                 with contextlib.suppress(RuntimeWarning):  # even if warnings are errors
                     warnings.warn(
-                        f"nbtrain: the display failed ({reason}); the run goes on",
+                        f"nbtrain: the display failed ({reason}); the run continues",
                         RuntimeWarning,
                         stacklevel=3,
                     )

@@ -21,8 +21,8 @@ SPEAK_EVERY = 15.0
 """Seconds between two sentences for a screen reader, while nothing changes but numbers."""
 
 _NO_WIDGETS = (
-    '<div style="opacity:.7;font-size:12px">This is how the run began: this page shows no '
-    "widgets. <code>--view html</code> updates the board without widgets.</div>"
+    '<div style="opacity:.7;font-size:12px">This board shows how the run began, because this '
+    "page shows no widgets. <code>--view html</code> updates the board without widgets.</div>"
 )
 """Part of the HTML form, which a page without a renderer for widgets shows."""
 

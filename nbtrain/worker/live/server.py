@@ -37,7 +37,7 @@ PATIENCE = 0.3
 
 _NO_CHECKPOINTS = (
     "live ranks on a cluster keep no checkpoints: their folders end with the cell. "
-    "%nbtrain pull brings a model to the notebook; %%distributed --new runs with checkpoints"
+    "%nbtrain pull copies a model to the notebook; %%distributed --new runs with checkpoints"
 )
 
 Message = dict[str, Any]

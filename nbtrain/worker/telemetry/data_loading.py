@@ -224,9 +224,9 @@ class DataLoadingMeter:
         if not self._empty or self._newest is not None:
             return ""
         return (
-            f"no batch came from a loader of {self._empty:,} samples, so that nothing was trained: "
-            "each rank's part of them is smaller than a batch. Make `batch_size` smaller, or leave "
-            "out `drop_last=True`"
+            f"a loader of {self._empty:,} samples gave no batch, so nothing was trained: each "
+            "rank's part of the samples is smaller than a batch. Make `batch_size` smaller, or "
+            "leave out `drop_last=True`"
         )
 
 
