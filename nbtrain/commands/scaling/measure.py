@@ -47,20 +47,26 @@ def scaling(
     view: str = "auto",
     **kwargs: Any,
 ) -> ScalingReport:
-    """Run ``function(*args, **kwargs)`` at each number of ranks and report how it scales.
+    """Run ``function(*args, **kwargs)`` with each number of ranks and report the speed-up.
 
     Each is an ordinary run with its own folder, and all start from the same state: no weights are
-    copied back. A size that fails is a row with its error; an interrupt keeps what was measured
-    until then. Optimizer steps are measured, without the first fifth.
+    copied back. A size that fails is a row with its error. An interrupt keeps what was measured
+    until then. nbtrain times the optimizer steps, without the first fifth.
 
     Args:
-        ranks: the sizes; all are compared with the smallest that was measured.
+        function: what every rank calls.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        ranks: the numbers of ranks; all are compared with the smallest that was measured.
         repeat: how often to run each size, in rounds that go up and down; the median counts.
         engine, mixed_precision, config, env, timeout: as for `launch`, for each run.
-        view: 'none' prints nothing meanwhile; else one line per run.
+        view: 'none' prints nothing; any other value prints one line per run.
+
+    Returns:
+        A report that a notebook draws; `table` is a DataFrame, `svg` the curve.
 
     Raises:
-        PlanError: an argument makes no sense; nothing was started.
+        PlanError: an argument cannot be used as written; nothing was started.
         KeyboardInterrupt: the run was interrupted before any size was measured.
         Exception: no size could be measured; this is what the first one raised.
     """

@@ -81,19 +81,20 @@ _T = TypeVar("_T")
 def start(
     num_processes: int | None = None, *, idle_timeout: float | None = None, **options: Any
 ) -> LiveRanks:
-    """Start ranks that stay until `LiveRanks.stop`, or to the kernel's end; return them.
+    """Start live ranks, which stay until `LiveRanks.stop` or the kernel's end, and return them.
 
     While they live, ``%%distributed`` and ``%distributed`` run on them, and what a cell defines
-    stays in the ranks for the next one. Forked ranks begin with the notebook's variables.
+    stays in the ranks for the next cell. Forked ranks begin with the notebook's variables.
 
     Args:
-        num_processes: how many ranks; None: one per GPU, or 2 on a host without any.
+        num_processes: the number of ranks; None: one per GPU, or 2 on a host without any.
         idle_timeout: end the ranks after this many seconds without a task; None: never.
         options: `engine`, `mixed_precision`, `downcast_bf16`, `config` and `env`, and for a Ray
             cluster `address`, `nodes`, `resources` and `wait_for_nodes`, as for `nbtrain.launch`.
 
     Raises:
-        PlanError: an option that makes no sense, or ranks live already; nothing was started.
+        PlanError: an option cannot be used as written, or there are live ranks already; nothing
+            was started.
         PreflightError: the state of this process forbids the launch; nothing was started.
         LaunchError: the ranks could not be started.
     """
@@ -233,7 +234,16 @@ def _cause(run: Run | None) -> int:
 
 
 class LiveRanks:
-    """Ranks that stay between cells; `start` makes them. ``with`` ends them behind its block."""
+    """Live ranks: training processes that keep their variables between cells.
+
+    `nbtrain.start`, or ``%nbtrain start``, makes them. A ``with`` block ends them when it is left.
+
+    Example::
+
+        with nbtrain.start(2) as ranks:
+            ranks.push(learning_rate=1e-3)
+            run = ranks.run(train, model)
+    """
 
     def __init__(
         self,
@@ -420,8 +430,8 @@ class LiveRanks:
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
         """Run ``function(*args, **kwargs)`` on every rank, and return the finished `Run`.
 
-        As `nbtrain.launch`: return values are in ``run.results``, models among the arguments are
-        updated, and the causing rank's own exception is raised.
+        It does what `nbtrain.launch` does: ``run.results`` has the return values, models among the
+        arguments are updated, and it raises what the rank that failed first raised.
         """
         if not callable(function):
             raise PlanError(
@@ -541,9 +551,13 @@ class LiveRanks:
 
     @_in_use
     def debug(self, rank: int | None = None) -> None:
-        """Open the debugger where the last task failed: on its cause, or on a rank of your choice.
+        """Open the debugger at the line where the last task failed.
 
-        Raises `PlanError` where nobody can type, or no task has failed.
+        Args:
+            rank: the rank to look at; None: the one that failed first.
+
+        Raises:
+            PlanError: there is no notebook or terminal to type in, or no task has failed.
         """
         if self._are_far:
             raise PlanError(
@@ -683,22 +697,30 @@ class LiveRanks:
         raise NbtrainError(text)
 
     def __getitem__(self, name: str) -> list[Any]:
-        """Return a variable of every rank, as a list; of a large one, what it is."""
+        """Return the variable `name` of every rank, as a list; one over 1 MiB is only described."""
         values = self.variables.fetch([name], LARGE, self._channels).values()
         return [of_rank[name] for of_rank in values]
 
     def push(self, *names: str, **values: Any) -> None:
-        """Send variables of the notebook, by name, or other values, to every rank.
+        """Send variables of the notebook, and other values by name, to every rank.
 
-        A model or an optimizer is loaded into one of the same layout that they have, in place:
-        what they have put around it, or made of it, goes on with it.
+        A model or an optimizer is loaded in place if the ranks have one with the same layout: what
+        they built around it, such as DDP or an optimizer, continues to use it.
+
+        Args:
+            names: names of the notebook's variables.
+            values: other values, as ``name=value``.
         """
         self.variables.push(names, values, self._channels)
 
     def pull(self, *names: str, rank: int = 0) -> None:
-        """Bring variables of a rank into the notebook.
+        """Copy variables of a rank into the notebook, under the same names.
 
-        A model, an optimizer or a scheduler comes into the one of that name there, in place.
+        A model, an optimizer or a scheduler is loaded in place into the notebook's one.
+
+        Args:
+            names: names of the rank's variables.
+            rank: the rank to copy from.
         """
         self._check_rank(rank)
         is_whole = not rank and not self.dead()
