@@ -1,4 +1,4 @@
-"""Find the cell that initialises an accelerator, by looking before and after every cell.
+"""Finds the cell that initialises an accelerator, by looking before and after every cell.
 
 Marks between the top-level statements of a cell find the statement too, whichever library it
 called. IPython's events and its parser are hooked for this; `stop` restores them.

@@ -1,4 +1,4 @@
-"""The command ``nbtrain``. Thin."""
+"""The command ``nbtrain``: reads its arguments and calls what does the work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What nbtrain sees of this process and host: a page to paste into a report, or JSON for a program.
+"""Describes this process and host, as a page for a bug report or as JSON for a program.
 
 `examine` looks; it starts, initialises and changes nothing.
 """

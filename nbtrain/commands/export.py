@@ -1,4 +1,4 @@
-"""A notebook's training cell, after the cells before it, as a script for `torchrun`.
+"""Writes a notebook's training cell, and the cells before it, as a script for `torchrun`.
 
 Statements stay as they were typed. One that a script cannot run becomes a comment with the reason.
 """

@@ -1,4 +1,4 @@
-"""``%nbtrain start`` and what goes with it: live ranks, as the user types them."""
+"""The commands for live ranks, ``%nbtrain start`` and the others, as the user types them."""
 
 from __future__ import annotations
 

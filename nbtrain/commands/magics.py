@@ -1,4 +1,4 @@
-"""``%%distributed`` and ``%distributed``: from what the user typed to a plan. Thin."""
+"""The magics ``%%distributed``, ``%distributed`` and ``%nbtrain``: from a typed line to a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How ranks come to life: one module per engine, one row here.
+"""The engines, which start and end ranks: one module per engine, and one row here.
 
 Another package adds an engine by an entry point of the group ``nbtrain.engines``: a name, and the
 `Engine` class that it stands for.

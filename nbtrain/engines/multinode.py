@@ -1,4 +1,4 @@
-"""The ranks of one node of several: forked and watched as on one node, numbered by arithmetic.
+"""Runs the ranks of one node of several, forked and watched as on a single node.
 
 Each node is a notebook that calls ``notebook_launcher(num_nodes=...)`` with its own `node_rank`.
 Node 0 serves the store in which the ranks of all nodes meet, and nothing else connects the

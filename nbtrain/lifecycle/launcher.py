@@ -1,4 +1,4 @@
-"""From a plan to a finished run: resolve, check, prepare, execute, raise.
+"""Turns a plan into a finished run: resolve, check, prepare, execute, raise.
 
 `run_plan` has the five steps; `execute` starts the ranks and watches them to their end.
 """

@@ -1,4 +1,4 @@
-"""From the start of the ranks to their end, and again where another attempt may go better."""
+"""Watches the ranks from their start to their end, and starts them again after a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user holds of a run: its values, logs, failure and picture, now or later."""
+"""`Run`: what the user holds of a run, with its values, logs, failure and state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run took and what came of it, in numbers: `run.summary()`. Pure."""
+"""Sums up a run in numbers, its times, speed and results: `run.summary()`. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read a file of ``accelerate config``, by Accelerate's own code, into the fields of a plan.
+"""Reads a file of ``accelerate config``, with Accelerate's own code, into a plan's fields.
 
 What ``accelerate launch --config_file`` would put into the environment of its processes becomes
 that of the ranks; the user's own options win. The kernel's environment does not change.

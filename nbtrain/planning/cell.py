@@ -1,4 +1,4 @@
-"""A cell's source, read into what the ranks will run."""
+"""Reads a cell's source into what the ranks will run."""
 
 from __future__ import annotations
 

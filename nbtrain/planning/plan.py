@@ -1,4 +1,4 @@
-"""What to run, on how many ranks, by which engine, within which limits: frozen values."""
+"""`Plan`: what to run, on how many ranks, with which engine and limits, as frozen values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several nodes as one world: the options of a launch on them, and the place of each node."""
+"""Joins several nodes into one world: the options of a launch on them, and each node's place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of events: lines of JSON that one process appends and any process reads.
+"""Writes and reads the files of events: one process appends lines of JSON, any process reads.
 
 Each rank has its own file, the launcher another. A line is written with a single ``write(2)`` to a
 descriptor in append mode, so a line survives a SIGKILL of its writer, and a reader never waits for

@@ -1,4 +1,4 @@
-"""The run folder: which files it has, where folders live, and which of them stay.
+"""The run folder: which files it has, where folders are, and which of them stay.
 
 What each file holds is in notebooks/reference/run-folder.md.
 """

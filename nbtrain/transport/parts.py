@@ -1,4 +1,4 @@
-"""The parts of models and optimizers, by name.
+"""Names the parts of models and optimizers.
 
 What is sent to a process that has the model already, an optimizer above all, must refer to the
 model there. By value it would bring a copy of its own, and step parameters that nobody uses.

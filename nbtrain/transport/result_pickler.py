@@ -1,4 +1,4 @@
-"""Values on their way from a rank to the notebook.
+"""Pickles values that a rank returns to the notebook.
 
 Three things plain cloudpickle does not do. A class that the notebook had before the ranks were
 forked arrives as that very class (so ``except MyError`` and ``isinstance`` hold). A tensor on an

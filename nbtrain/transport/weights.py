@@ -1,4 +1,4 @@
-"""What a model, an optimizer or a scheduler holds, in a safetensors file; and back, in place.
+"""Saves a model, an optimizer or a scheduler to a safetensors file, and loads it in place.
 
 A file has each tensor once, under its first name. The rest is in the header, as JSON: names of the
 same tensor (tied weights), buffers that no state_dict has, numbers of an optimizer or a scheduler,

@@ -1,4 +1,4 @@
-"""A run as one picture to share: what ran, how it went, its curve and its strips. Pure.
+"""Draws a run as one picture to share: what ran, the result, its curve and its strips. Pure.
 
 It is SVG, which every front draws, and it has a ground of its own: it is to be read in a chat, on
 any page, at 600 pixels. In a page it stands as an image, which browsers copy as one.

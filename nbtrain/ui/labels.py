@@ -1,4 +1,4 @@
-"""What every view says of ranks and runs: states, positions, memory, results. Pure."""
+"""Describes ranks and runs for every view: states, positions, memory, results. Pure."""
 
 from __future__ import annotations
 

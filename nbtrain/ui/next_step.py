@@ -1,4 +1,4 @@
-"""What to do about a run that is not well, in a sentence. Pure."""
+"""Returns in a sentence what to do about a run that has a problem. Pure."""
 
 from __future__ import annotations
 

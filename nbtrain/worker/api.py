@@ -1,4 +1,4 @@
-"""What user code calls in its training: `log`, `progress`, `rank`, `world_size`.
+"""The functions that training code calls: `log`, `progress`, `rank`, `world_size`.
 
 Inside a rank these append events to the rank's own file. Outside a run they do the harmless
 thing, so that the same function runs under ``torchrun`` or in plain Python.

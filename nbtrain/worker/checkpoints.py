@@ -1,4 +1,4 @@
-"""Gives a training folders for its checkpoints, and finds the last whole one.
+"""Gives a training folders for its checkpoints, and finds the last complete one.
 
 A checkpoint is a folder that all ranks may write into. It counts once every rank has left it: a
 rank that dies while it saves leaves one that is never taken for whole.

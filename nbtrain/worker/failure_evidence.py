@@ -1,4 +1,4 @@
-"""Collects what only the failing rank can see of its failure, and only at that moment.
+"""Collects the facts about a failure that only the failing rank can see, when it happens.
 
 How a DataLoader's workers ended, the room left on a full disk, the limits of descriptors and
 processes: a line each, stored in the rank's last event. The first line names what happened. And

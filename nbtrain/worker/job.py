@@ -1,4 +1,4 @@
-"""One run, ready to start: the plan with nothing left to decide."""
+"""`Job`: a run that is ready to start, with all decisions made."""
 
 from __future__ import annotations
 

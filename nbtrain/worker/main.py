@@ -1,4 +1,4 @@
-"""The body of a rank: environment, threads, the call, the outcome. Knows nothing of IPython.
+"""Runs in a rank: environment, threads, the call, the outcome. Does not use IPython.
 
 Whatever engine brought the process to life calls `main` in it, with everything a rank needs in a
 `Job`; what the rank reports goes into the run folder.

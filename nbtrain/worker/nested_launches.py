@@ -1,4 +1,4 @@
-"""Refuses launchers in a rank: each rank would start ranks of its own, under the same names."""
+"""Refuses launchers in a rank: each rank would start more ranks, under the same names."""
 
 from __future__ import annotations
 

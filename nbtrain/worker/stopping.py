@@ -1,4 +1,4 @@
-"""How a rank is asked to stop: by `should_stop`, then by KeyboardInterrupt.
+"""Asks a rank to stop: with `should_stop`, then with KeyboardInterrupt.
 
 The launcher sends SIGINT up to three times. At the first, a training whose optimizer steps are
 seen goes on to the end of its step, and of what it does after it (a scheduler, a counter): up to

@@ -1,4 +1,4 @@
-"""`memory_needed`, ``%nbtrain memory``: what training takes on each rank, and whether it fits."""
+"""Estimates what a training takes on each rank: `memory_needed` and ``%nbtrain memory``."""
 
 from __future__ import annotations
 

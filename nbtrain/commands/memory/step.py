@@ -1,4 +1,4 @@
-"""A training step without memory, counted by PyTorch's own memory tracker.
+"""Runs a training step without memory, and counts it with PyTorch's own memory tracker.
 
 The step runs on tensors that have shapes and types, but no numbers. All of them are on the CPU: to
 make one for a GPU initialises CUDA. Two parts of this are private to torch, `FakeTensorMode` and

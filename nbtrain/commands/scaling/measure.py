@@ -1,4 +1,4 @@
-"""`scaling` and ``%nbtrain scaling``: the same function with each number of ranks, run by run."""
+"""Runs a function with each number of ranks: `scaling` and ``%nbtrain scaling``."""
 
 from __future__ import annotations
 

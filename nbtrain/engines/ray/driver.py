@@ -1,4 +1,4 @@
-"""The process that speaks with Ray for a run: no thread, socket or handler of Ray's is in a kernel.
+"""The process that talks to Ray for a run, so that the kernel has no thread or socket of Ray.
 
 It does what the launcher's `DriverClient` requests, copies what the nodes' ranks write into the run
 folder, and ends with the launcher. Whatever is left of the run on the cluster ends with it.

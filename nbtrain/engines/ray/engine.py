@@ -1,6 +1,6 @@
-"""The ray engine: ranks on the nodes of a Ray cluster.
+"""The ray engine: it runs ranks on the nodes of a Ray cluster.
 
-A process of its own (`driver`) speaks with Ray. One actor per node (`node_actor`, `node_ranks`)
+A separate process (`driver`) talks to Ray. One actor per node (`node_actor`, `node_ranks`)
 starts ranks there as the spawn engine does here, and what they write is copied into the run folder
 (`transport.file_sync`), so that for everything else in nbtrain it is a run like any other.
 """

@@ -1,4 +1,4 @@
-"""Part of a Ray cluster, for one run: finds nodes, reserves them, and checks what they have.
+"""Reserves a part of a Ray cluster for one run: finds nodes, and checks what they have.
 
 Only the driver's process runs this: its calls of Ray are synchronous, except where it waits.
 """

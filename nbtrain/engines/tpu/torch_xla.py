@@ -1,4 +1,4 @@
-"""The xla engine: the fork engine on a TPU, one process per chip.
+"""The xla engine: it forks ranks on a TPU, one process per chip.
 
 The ranks do what ``torch_xla``'s own ``xmp.spawn`` does in its workers, and are otherwise like all
 others: nothing is pickled, the notebook's model is shared until a rank writes to it, and a rank

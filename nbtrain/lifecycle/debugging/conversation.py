@@ -1,4 +1,4 @@
-"""Has the user talk with the debuggers that wait in ranks: one prompt for all of them."""
+"""Connects the user with the debuggers that wait in ranks: one prompt for all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tells trackers and people of a run, from a process of its own beside the launcher.
+"""Sends a run to trackers and messages to people, from a process next to the launcher.
 
 It reads the run's folder, as any follower does. In a process of its own, a tracker that fails,
 hangs or starts threads disturbs neither the kernel nor the forks of ranks. It is nobody's child,

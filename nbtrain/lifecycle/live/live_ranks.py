@@ -1,4 +1,4 @@
-"""Ranks that stay: `start` returns them, `LiveRanks.run` has them do something.
+"""Starts live ranks and runs tasks on them: `start` and `LiveRanks`.
 
 The ranks are a run in the background, whose function takes tasks (`nbtrain.worker.live.server`):
 what watches, ends and reaps them is what does so for every such run. Each task is a run of its own.

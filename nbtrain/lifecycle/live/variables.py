@@ -1,4 +1,4 @@
-"""The variables of live ranks, and their way between the ranks and the notebook."""
+"""Sends variables between the notebook and the live ranks."""
 
 from __future__ import annotations
 

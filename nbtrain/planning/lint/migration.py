@@ -1,4 +1,4 @@
-"""A plain PyTorch loop on several ranks: each would train alone. What to change, line by line.
+"""Finds a plain PyTorch loop, and what to change, line by line, so that all ranks train together.
 
 The edits are those of Accelerate's migration guide (huggingface.co/docs/accelerate,
 basic_tutorials/migration), and given only where their effect is certain: one function with

@@ -1,4 +1,4 @@
-"""A training loop with all that it trains with; and the rule about what never was prepared."""
+"""Finds a training loop and what it trains with; and the rule about what is not prepared."""
 
 from __future__ import annotations
 

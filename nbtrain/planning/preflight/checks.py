@@ -1,4 +1,4 @@
-"""The questions of preflight, each answered from `Facts` alone: could these ranks work at all?
+"""The checks of preflight, each from `Facts` alone: could these ranks work at all?
 
 About this process and the options; about accelerators; about what this host has left.
 """

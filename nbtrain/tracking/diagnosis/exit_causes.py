@@ -1,4 +1,4 @@
-"""Why a rank ended, where its return code misleads and its host knows more."""
+"""Finds out why a rank ended when its return code misleads and its host knows more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a rank ended, as a value, and which of several failures is the cause of a run's end."""
+"""Describes how a rank ended, and finds the failure that caused the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank hangs, and which wait for it: from stacks and collectives to a sentence. Pure."""
+"""Reports which rank hangs, and which wait for it, from stacks and collectives. Pure."""
 
 from __future__ import annotations
 

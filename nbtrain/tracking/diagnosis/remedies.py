@@ -1,4 +1,4 @@
-"""What to change in the code after an error whose text is known. Pure."""
+"""Returns what to change in the code after an error whose text is known. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where ranks are now: their Python stacks, asked by a signal and read from their files.
+"""Reads where ranks are now: a signal makes each rank write its Python stacks to a file.
 
 Needs nothing of the kernel that launched the run, and nothing of the rank's Python: a rank that
 spins with the GIL held, or waits in C, answers too. First each rank gets a signal that its Python

@@ -1,4 +1,4 @@
-"""Why a run failed, as a value: which rank, of what kind, in a line, and the evidence.
+"""Explains why a run failed: which rank, what kind, in a line, and the evidence.
 
 Pure: made from the picture and from what ranks left, so it is the same live and reopened.
 """

@@ -1,4 +1,4 @@
-"""Finds ranks that do the same work, or that train alone, by what each reported of its own.
+"""Finds ranks that do the same work, or train alone, from what each rank reports.
 
 In doubt it says nothing: tensor parallelism wants the same data on every rank, and ranks may train
 alone on purpose.

@@ -1,4 +1,4 @@
-"""Choosing the display of a run: by ``--view``, and by what the notebook can show."""
+"""Chooses the display of a run, by ``--view`` and by what the notebook can show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run in a terminal: lines that stay, or a table that is redrawn if the cursor can move."""
+"""Shows a run in a terminal: as lines, or as a table that is redrawn if the cursor can move."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The board with its controls: widgets while the run goes on, static HTML afterwards."""
+"""Shows the board with its controls: widgets during the run, static HTML afterwards."""
 
 from __future__ import annotations
 

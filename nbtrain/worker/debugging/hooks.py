@@ -1,4 +1,4 @@
-"""When a rank's debugger opens: at ``breakpoint()``, after a failure, and when it is asked to."""
+"""Opens a rank's debugger: at ``breakpoint()``, after a failure, and on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a live rank tells of its variables: their values, or what they are."""
+"""Sends the variables of a live rank to the notebook, or descriptions of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures, tables and other rich displays of a rank, on their way to the notebook.
+"""Sends a rank's figures, tables and other rich displays to the notebook.
 
 Each is an event; of what is too much, the last one is sent at the end of the task, with the number
 of those before it. In ordinary runs the text form is in the rank's log, too: that is what a

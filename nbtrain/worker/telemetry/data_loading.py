@@ -1,4 +1,4 @@
-"""What feeds a training: where its loaders stand, the samples they gave, the time they took."""
+"""Watches the loaders of a training: their position, their samples, and the time they took."""
 
 from __future__ import annotations
 

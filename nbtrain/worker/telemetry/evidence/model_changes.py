@@ -1,4 +1,4 @@
-"""What a task makes of a model that the notebook's cannot take over, and the line that helps.
+"""Finds changes of a model that the notebook's model cannot take, and the line that helps.
 
 The notebook's model has the tensors that the rank's had when the task began. The tensors of another
 head or of resized embeddings have no place there, whatever was trained. A model that has been
