@@ -502,7 +502,7 @@ def _spoiled(file: WeightReader, module: torch.nn.Module) -> Iterator[str]:
 def _not_finite(name: str, kind: str) -> str:
     return (
         f"`{name}` is not finite (nan or inf) in the rank. `nbtrain.last_run().load({kind})` loads "
-        f"the rank's {kind} all the same"
+        f"the rank's {kind} anyway"
     )
 
 

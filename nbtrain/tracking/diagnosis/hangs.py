@@ -18,11 +18,11 @@ NAMES = 3
 """Threads that it names."""
 
 SAME = (
-    "Every rank has to call the same collectives in the same order: look for an `if` that only "
+    "Every rank must call the same collectives in the same order: look for an `if` that only "
     "some ranks enter, or a loop that ends earlier on one"
 )
 
-SHAPES = "Every rank has to give it a tensor of the same shape"
+SHAPES = "Every rank must give it a tensor of the same shape"
 PADDED = f"{SHAPES}: write x = accelerator.pad_across_processes(x, dim=…) before a gather"
 
 PATIENT = 300.0
@@ -93,7 +93,7 @@ def _missed(seen: Observation, ranks: Iterable[int]) -> list[str]:
     for threads, there in waiting.items():
         names = ", ".join([*threads[:NAMES], *(["…"] if len(threads) > NAMES else [])])
         texts.append(
-            f"A fork copies no threads, so a rank has none of the notebook's ({names}). If "
+            f"A fork copies no threads, so a rank has none of the notebook's threads ({names}). If "
             f"{format_ranks(there)} {'waits' if len(there) == 1 else 'wait'} for one, make it and "
             "its queue, pool or lock in the function"
         )

@@ -313,7 +313,7 @@ def send(folder: RunFolder, rank: int, *, is_remote: bool = False) -> _Asked | R
         if pid and process_identity(pid) != head["process"]:
             return RankStack(rank, pid, trouble="has ended")
         if pid and not _catches(pid, number):
-            return RankStack(rank, pid, trouble=f"does not listen to signal {number} any more")
+            return RankStack(rank, pid, trouble=f"no longer listens to signal {number}")
         gentle = int(head.get("gentle", 0))  # none in the file of an older version
         lost = head.get("lost", {})
         asked = _Asked(rank, pid, path, size, str(head["last"]), number, gentle, lost)

@@ -156,7 +156,7 @@ def test_a_debugged_run_stops_where_it_fails_and_then_fails(notebook: Notebook) 
     text = plain(out)
     assert "rank 1 stopped at" in text
     assert "AssertionError: odd" in text
-    assert "u: up to the caller" in text
+    assert "u: go up to the caller" in text
     assert "('x is', 1)" in text
     assert "failed" in out.board
 

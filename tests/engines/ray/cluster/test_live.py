@@ -61,7 +61,7 @@ def test_a_rank_that_does_not_hear_an_interrupt_is_named_with_its_line(
 def test_what_does_not_work_on_a_cluster_is_refused(live: Notebook) -> None:
     out = live.run("%%distributed\nwith nbtrain.checkpoint(1) as path: pass")
     assert "live ranks on a cluster keep no checkpoints" in out.evalue
-    assert "these are on a cluster" in live.run("%nbtrain debug").evalue
+    assert "these ranks are on a cluster" in live.run("%nbtrain debug").evalue
     assert "cannot ask you here" in live.run("%%distributed\nbreakpoint()").evalue
 
 
