@@ -225,7 +225,7 @@ def test_what_no_line_can_make_is_made_alike_by_the_user(notebook: Notebook) -> 
         "the run changes more than the values of `model`: it no longer has `1.weight` in the ranks"
         in board
     )
-    assert "If it ends like this, the notebook's `model` is not updated." in board
+    assert "If the run ends like this, the notebook's `model` is not updated." in board
     line = "nbtrain.last_run().load(model)"
     assert f"change the notebook's `model` in the same way: `{line}` then loads" in board
     assert notebook.run(line).ename == "NbtrainError"

@@ -72,8 +72,8 @@ class ModelAtStart:
             return self._rounding(both)
         text = (
             f"the run changes more than the values of `{self._variable}`: "
-            f"{self._difference(names[0], tensors)}. If it ends like this, the notebook's "
-            f"`{self._variable}` is not updated."
+            f"{self._difference(names[0], tensors)}. If the run ends like this, the "
+            f"notebook's `{self._variable}` is not updated."
         )
         steps = (
             _resizing(model, names, self._variable)
