@@ -30,7 +30,7 @@ _HOW = (
 
 @dataclass(frozen=True, repr=False)
 class Card:
-    """A picture of a run that draws itself as the value of a cell. `svg` is its text."""
+    """A picture of a run, which a notebook displays. `svg` is its source, `save` writes it."""
 
     svg: str
     title: str

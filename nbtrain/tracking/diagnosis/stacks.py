@@ -150,7 +150,7 @@ def _answers_nothing(thread: tuple[StackFrame, ...]) -> bool:
 
 
 class Stacks(tuple[RankStack, ...]):
-    """One `RankStack` per rank; printed, all of them."""
+    """The stacks of all ranks, one `RankStack` per rank. Print it to read them."""
 
     def __str__(self) -> str:
         return "\n\n".join(map(str, self))

@@ -65,21 +65,23 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Why a run failed."""
+    """Why a run failed: `run.failure`. Print it to read it."""
 
     kind: str
     """One of: exception, exit, signal, segfault, out of memory, cuda out of memory, communication,
     data loader worker, disk full, fork refused, results lost, timeout, launch."""
     rank: int
-    """-1 where no rank caused it."""
+    """The rank that caused the failure; -1 if no rank did."""
     headline: str
+    """What happened, in a line."""
     evidence: tuple[str, ...] = ()
+    """What nbtrain knows about the cause, one fact per line."""
     others: str = ""
     """How the other ranks ended."""
     advice: tuple[str, ...] = ()
-    """What to do about it, where that is known."""
+    """What to do about it, if that is known."""
     memory: str = ""
-    """Which rank used how much memory for what, where memory ran out."""
+    """If memory ran out: which rank used how much memory for what."""
 
     def __str__(self) -> str:
         label = f"rank {self.rank}: " if self.rank >= 0 else ""
