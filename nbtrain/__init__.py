@@ -1,7 +1,7 @@
 """nbtrain: train on many devices from a notebook.
 
 ``%load_ext nbtrain`` adds ``%%distributed``; `launch` and `notebook_launcher` do the same from
-Python. Importing this touches no device, installs no handler and starts no thread.
+Python. Importing nbtrain uses no device, installs no handler and starts no thread.
 """
 
 from __future__ import annotations

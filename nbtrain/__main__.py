@@ -1,4 +1,4 @@
-"""``python -m nbtrain``: the command ``nbtrain``, where that is not on the PATH."""
+"""Runs the command ``nbtrain`` as ``python -m nbtrain``, for when it is not on the PATH."""
 
 from __future__ import annotations
 

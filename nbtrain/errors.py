@@ -1,4 +1,4 @@
-"""The exceptions nbtrain raises, all under one base.
+"""The exceptions that nbtrain raises, all under one base.
 
 NbtrainError
 ├── PlanError (ValueError)            an option, a cell or an argument that cannot be run as written
@@ -6,15 +6,15 @@ NbtrainError
 ├── PreflightError (RuntimeError)     the kernel's state forbids this launch
 │   └── AcceleratorInitializedError   it has initialised an accelerator: no fork can use that
 ├── AcceleratorBlockedError (RuntimeError)  ``%nbtrain guard block`` kept it from doing so
-├── MissingExtra (ImportError)        what was asked for needs an optional package; says which
+├── MissingExtra (ImportError)        an optional package is not installed; the message names it
 ├── LaunchError (RuntimeError)        the ranks could not be started
 ├── RankDied (RuntimeError)           a rank ended by a signal or an exit code
 ├── ResultsLost (RuntimeError)        the ranks ended well, but what they trained could not be saved
-├── RankError (RuntimeError)          stands for a rank's exception that could not travel
-├── ResultNotPicklable (TypeError)    a rank's return value that could not travel
+├── RankError (RuntimeError)          stands for a rank's exception that could not be copied
+├── ResultNotPicklable (TypeError)    a rank's return value that could not be copied
 └── RunTimeout (TimeoutError)         the run exceeded its ``--timeout``
 
-A rank's own exception is none of these: it is raised in the notebook with its own type.
+An exception of the training function is raised in the notebook with its own type.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any
 
 
 class NbtrainError(Exception):
-    """Base of everything nbtrain raises of its own; `nbtrain.errors` draws what is below it.
+    """The base of all exceptions of nbtrain; `nbtrain.errors` shows them as a tree.
 
-    What a rank's code raises is none of these: it comes with its own type.
+    An exception of your training function keeps its own type.
     """
 
     # Every field of a subclass has a default, so that ``cls(*args)`` followed by ``__dict__``
@@ -38,7 +38,7 @@ class NbtrainError(Exception):
 
 
 class PlanError(NbtrainError, ValueError):
-    """What was asked for cannot be run as written; nothing was started."""
+    """An option, a cell or an argument cannot be used as written; nothing was started."""
 
 
 class CellSyntaxError(PlanError):
@@ -77,9 +77,9 @@ class MissingExtra(NbtrainError, ImportError):
 
 
 class LaunchError(NbtrainError, RuntimeError):
-    """The ranks could not be started; those that were have been ended.
+    """The ranks could not be started; those that had started were ended.
 
-    `code` is 'fork refused' where the system gave no process.
+    `code` is 'fork refused' if the system refused a new process.
     """
 
     def __init__(self, message: str = "", *, code: str = "") -> None:
@@ -88,9 +88,9 @@ class LaunchError(NbtrainError, RuntimeError):
 
 
 class RankDied(NbtrainError, RuntimeError):
-    """A rank ended without an exception of its own: by a signal or with an exit code.
+    """A rank's process ended without an exception: by a signal, or with an exit code.
 
-    `rank` says which, `signal` or `exitcode` by what, `log` what it had printed last.
+    `rank` is its number, `signal` or `exitcode` how it ended, and `log` what it printed last.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class RankDied(NbtrainError, RuntimeError):
 
 
 class ResultsLost(NbtrainError, RuntimeError):
-    """The ranks ended well, but the disk could not take what they trained; says what is left."""
+    """The ranks ended well, but what they trained could not be saved; the message says the rest."""
 
 
 class RankError(NbtrainError, RuntimeError):
@@ -122,7 +122,7 @@ class RankError(NbtrainError, RuntimeError):
 
 
 class ResultNotPicklable(NbtrainError, TypeError):
-    """A rank returned a value that cannot travel between processes."""
+    """A rank returned a value that cannot be copied to the notebook."""
 
 
 class RunTimeout(NbtrainError, TimeoutError):

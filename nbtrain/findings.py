@@ -1,4 +1,4 @@
-"""What nbtrain notices before, during and after a run: one type, whoever noticed it.
+"""`Finding`: what nbtrain noticed before, during or after a run, and what to do about it.
 
 Code compares `Finding.code`; people read the texts, which anybody may rewrite.
 """

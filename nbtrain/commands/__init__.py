@@ -1,1 +1,1 @@
-"""What a user types: magics, the command line, the doctor, estimates, export."""
+"""The commands that a user types: magics, the command line, the doctor, estimates, export."""

@@ -1,4 +1,4 @@
-"""Find the cell that initialises an accelerator, by looking before and after every cell.
+"""Finds the cell that initialises an accelerator, by looking before and after every cell.
 
 Marks between the top-level statements of a cell find the statement too, whichever library it
 called. IPython's events and its parser are hooked for this; `stop` restores them.
@@ -158,8 +158,8 @@ class CellWatch:
         number = self.defined_in_ranks.get(found[1]) if found is not None else None
         if found is not None and number is not None and found[1] not in self._shell.user_ns:
             print(
-                f"nbtrain: `{found[1]}` was defined by In[{number}] in its ranks only. Define it "
-                "in a cell without %%distributed, which ranks and notebook both have, or bring a "
+                f"nbtrain: In[{number}] defined `{found[1]}` in its ranks only. Define it in a "
+                "cell without %%distributed: then the notebook and the ranks have it. Or copy its "
                 f"value back with `%%distributed --out {found[1]}`."
             )
 
@@ -175,7 +175,7 @@ class CellWatch:
 
     def _warn(self, touches: list[accelerator_guard.AcceleratorInit]) -> None:
         for touch in touches if self.mode != "off" else ():
-            place = touch.place if touch.cell is not None else "something between two cells"
+            place = touch.place if touch.cell is not None else "code that ran between two cells"
             remedy = f"Restart the kernel and use {touch.name} only inside the training function"
             on_tpu = touch.name in accelerator_guard.OF_ONE_PROCESS
             users = "ranks" if on_tpu else "forked ranks"

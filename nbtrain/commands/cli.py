@@ -1,4 +1,4 @@
-"""The command ``nbtrain``. Thin."""
+"""The command ``nbtrain``: reads its arguments and calls what does the work."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("demo", help="train a small model here, and show what happens")
     text = "how many processes train (by default one per GPU, or 2 without a GPU)"
     command.add_argument("-n", "--num-processes", type=int, metavar="N", help=text)
-    text = "describe this host and list what would hinder a launch; exit with 1 if it is refused"
+    text = (
+        "describe this host and list what would stop a launch; exit with 1 if one would be refused"
+    )
     command = commands.add_parser("doctor", help=text)
     command.add_argument("--json", action="store_true", help=_JSON)
     command = commands.add_parser("runs", help="list the runs that are kept")
@@ -57,17 +59,17 @@ def _parser() -> argparse.ArgumentParser:
     text = "write a notebook's %%%%distributed cell as a script, without running anything"
     command = commands.add_parser("export", help=text)
     command.add_argument("notebook", type=Path, metavar="NOTEBOOK.ipynb")
-    text = "the script to write (by default NOTEBOOK.py, beside the notebook)"
+    text = "the script to write (by default NOTEBOOK.py, next to the notebook)"
     command.add_argument("-o", "--output", type=Path, metavar="FILE.py", help=text)
     text = "use the N-th %%%%distributed cell, if there are several"
     command.add_argument("--cell", type=int, metavar="N", help=text)
     for name, purpose in (
         ("show", "show the present state of a run"),
         ("logs", "print the output of a run's ranks"),
-        ("stop", "stop a run of this host (of a notebook, too) and wait until it has ended"),
+        ("stop", "stop a run on this host (a notebook's run, too) and wait until it has ended"),
     ):
         command = commands.add_parser(name, help=purpose)
-        text = "the name of a run, or how it begins (by default the last run)"
+        text = "the name of a run, or the start of it (by default the last run)"
         command.add_argument("run", nargs="?", default="", metavar="RUN", help=text)
         if name in ("show", "logs"):
             command.add_argument("--json", action="store_true", help=_JSON)
@@ -150,7 +152,7 @@ def _stop(run: Run) -> int:
     try:
         run.stop(how="by `nbtrain stop`")
     except KeyboardInterrupt:  # Ctrl-C ends the waiting, and the run still stops
-        print(f"{run.folder.name} was asked to stop, but has not ended yet", file=sys.stderr)
+        print(f"{run.folder.name} was asked to stop and has not ended yet", file=sys.stderr)
         return 130
     _show(f"{run.folder.name}: {run.state.outcome} {run.state.explanation}")
     return 0

@@ -1,4 +1,4 @@
-"""What nbtrain sees of this process and host: a page to paste into a report, or JSON for a program.
+"""Describes this process and host, as a page for a bug report or as JSON for a program.
 
 `examine` looks; it starts, initialises and changes nothing.
 """
@@ -384,7 +384,8 @@ def _imports() -> Iterator[Row]:
     yield (
         "imports",
         f"ahead of time, while the kernel is idle or as a launch begins: "
-        f"{', '.join(imports_ahead.NAMES)} ({len(names)} of {len(imports_ahead.NAMES)} are there)",
+        f"{', '.join(imports_ahead.NAMES)} ({len(names)} of {len(imports_ahead.NAMES)} are "
+        "imported)",
     )
 
 
@@ -404,4 +405,4 @@ def launch(engine: str, findings: Sequence[Finding], trouble: str = "") -> Itera
         verb = "refused" if finding.level == "refuse" else "warned"
         yield "", f"{engine} {verb}: {finding.shown}"
     if not (trouble or findings):
-        yield "", f"{engine}: nothing hinders a launch"
+        yield "", f"{engine}: a launch can start"

@@ -1,4 +1,4 @@
-"""A notebook's training cell, after the cells before it, as a script for `torchrun`.
+"""Writes a notebook's training cell, and the cells before it, as a script for `torchrun`.
 
 Statements stay as they were typed. One that a script cannot run becomes a comment with the reason.
 """
@@ -130,7 +130,7 @@ def _write(
         write_atomically(path, f"{text.rstrip()}\n".encode())
     except SyntaxError as error:
         line = text.splitlines()[(error.lineno or 1) - 1].strip()
-        raise PlanError(f"a script cannot have `{line}`: {error.msg}") from error
+        raise PlanError(f"a script cannot contain `{line}`: {error.msg}") from error
     except OSError as error:
         raise PlanError(f"the script cannot be written: {error}") from error
     count = source.count(_LEFT_OUT) - source.count(_LEFT_OUT + _IPYTHON)
@@ -153,7 +153,7 @@ def _header(place: str, options: Namespace, name: str, secrets: set[str]) -> str
     flags += [f"--mixed_precision {options.mixed_precision}" if options.mixed_precision else ""]
     commands += [" ".join(["accelerate launch", *filter(None, flags), file])]
     head = f"{_HEADER} from {place}, {date.today()}."
-    text = "# nbtrain overwrites this file while the line above is its first. To run it:"
+    text = "# nbtrain may overwrite this file as long as it begins with the line above. To run it:"
     notes = [f"# Set {name} in the environment first: it is a secret." for name in sorted(secrets)]
     return "\n".join([head, text, *(f"#     {command}" for command in commands), *notes])
 

@@ -1,6 +1,6 @@
-"""Gives a kernel's idle moments to imports that the next launch would otherwise wait for.
+"""Imports in a kernel's idle moments what the next launch would otherwise wait for.
 
-They are made by the kernel's own event loop, in its main thread, where cells run too. So no code of
+The kernel's event loop makes the imports, in its main thread, where cells run too. So no code of
 the notebook runs beside an import, and a cell that comes meanwhile waits for the piece under way.
 A thread was tried instead: where a cell and a thread entered torch's circle of imports from two
 sides, each got half of the modules.

@@ -1,4 +1,4 @@
-"""``%nbtrain start`` and what goes with it: live ranks, as the user types them."""
+"""The commands for live ranks, ``%nbtrain start`` and the others, as the user types them."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def command(name: str, text: str, namespace: dict[str, Any]) -> str:
     ranks, lost = live_ranks.current(), live_ranks.lost()
     if name == "stop" and lost is not None:
         lost.stop()
-        return "The live ranks had ended already"
+        return "The live ranks have already ended"
     if ranks is None:
-        why = lost.end_reason if lost is not None else f"%nbtrain {name}: no ranks live here"
+        why = lost.end_reason if lost is not None else f"%nbtrain {name}: there are no live ranks"
         raise PlanError(f"{why}. %nbtrain start -n 2 starts two")
     if name == "stop":
         ranks.stop()
@@ -70,10 +70,10 @@ def _start(name: str, text: str, namespace: dict[str, Any]) -> str:
     is_free = known is None or type(known) is live_ranks.LiveRanks
     if is_free:
         namespace["ranks"] = ranks
-    held = "holds them" if is_free else "is a variable of yours, and stays so"
+    held = "holds them" if is_free else "keeps the value that you gave it"
     return (
         f"{plural(ranks.world_size, 'rank')} live ({ranks.engine}, {ranks.device}): "
-        f"%%distributed runs on them, and what a cell defines stays there. `ranks` {held}; "
+        f"%%distributed cells run on them, and what a cell defines stays there. `ranks` {held}. "
         "%nbtrain stop ends them"
     )
 
@@ -90,7 +90,7 @@ def _names(name: str, text: str) -> tuple[list[str], dict[str, str]]:
     if name == "pull" and "--rank" in words:
         index = words.index("--rank")
         if not words[index + 1 : index + 2] or not words[index + 1].isdecimal():
-            raise PlanError("%nbtrain pull: --rank needs a rank: %nbtrain pull loss --rank 1")
+            raise PlanError("%nbtrain pull: --rank needs a number: %nbtrain pull loss --rank 1")
         options["--rank"] = words[index + 1]
         del words[index : index + 2]
     wrong = [word for word in words if not word.isidentifier()]
@@ -103,7 +103,7 @@ def _rank_of(text: str) -> int | None:
     """Read ``--rank 1``, or nothing. Raises `PlanError`."""
     match = re.fullmatch(r"(?:(?:--rank|-r)?[ =]*(\d+))?", text.strip())
     if match is None:
-        raise PlanError("%nbtrain debug takes a rank, or nothing: %nbtrain debug --rank 1")
+        raise PlanError("%nbtrain debug takes only a rank: %nbtrain debug --rank 1")
     return None if match[1] is None else int(match[1])
 
 
@@ -115,11 +115,11 @@ def check_options(options: Namespace) -> None:
         flag = option.flags.split()[-1] if option.flags else ""
         if option.field in START:
             raise PlanError(
-                f"{flag} is decided when the ranks start. Leave it out to run on the live ranks, "
-                "add --new to run on new ones, or %nbtrain restart with it"
+                f"{flag} takes effect only when ranks start. Leave it out to run on the live "
+                "ranks, add --new to run on new ranks, or give it to %nbtrain restart"
             )
         if option.field in _NOT_LIVE:
-            raise PlanError(f"{flag} does not work on live ranks: add --new to run on new ones")
+            raise PlanError(f"{flag} does not work on live ranks: add --new to run on new ranks")
 
 
 def read_ranks(text: str, world_size: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""``%%distributed`` and ``%distributed``: from what the user typed to a plan. Thin."""
+"""The magics ``%%distributed``, ``%distributed`` and ``%nbtrain``: from a typed line to a plan."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _COMMANDS = (
     "guard, doctor or migrate"
 )
 
-_HELP = """Run this cell, or an expression, on several ranks, which are copies of the kernel.
+_HELP = """Run this cell, or an expression, on several ranks (training processes).
 
     %%distributed [options]
     def train(model, epochs=3):
@@ -50,10 +50,10 @@ _HELP = """Run this cell, or an expression, on several ranks, which are copies o
     %distributed [options] EXPRESSION
 
 If the last statement of the cell is a `def`, every rank runs the cell and calls that function. Each
-parameter gets the notebook variable of its name, or its default. Any other cell is run as it is,
-and a trailing expression is the rank's result. The ranks see the notebook's variables, imports and
-functions. When the run succeeds, the notebook gets the result, the trained weights of the models
-that the cell mentions, and the variables that --out names:
+parameter gets the value of the notebook variable with its name, or its default. Otherwise every
+rank runs the cell, and the value of its last expression is the result. The ranks see the notebook's
+variables, imports and functions. When the run succeeds, the notebook gets the result, the trained
+weights of the models that the cell mentions, and the variables that --out names:
 
     run = nbtrain.last_run();  run.value;  run.results;  run.logs(rank)
 
@@ -78,7 +78,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
     @no_var_expand
     @line_cell_magic
     def distributed(self, line: str, cell: str | None = None) -> Run | None:
-        """Run this cell, or an expression, on several ranks; `_distributed_help` says how."""
+        """Run this cell, or an expression, on several ranks (see `_distributed_help`)."""
         if line.split() in (["--help"], ["-h"]):
             from ..planning.option_parser import parser
 
@@ -109,29 +109,29 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
     def nbtrain(
         self, line: str, cell: str | None = None
     ) -> memory.MemoryAnatomy | scaling.ScalingReport | None:
-        """Ask nbtrain about this kernel, its runs, or a cell.
+        """Show and control live ranks, runs and this kernel, and estimate or change a training.
 
         %nbtrain guard         show whether an accelerator is initialised here, and by which cell
         %nbtrain guard warn    warn at the cell that initialises one (the default)
         %nbtrain guard block   prevent it: raise before torch or Accelerate initialises one
-        %nbtrain guard off     remember the cell, and say nothing
+        %nbtrain guard off     only remember the cell
         %nbtrain doctor        describe this host and kernel on a page, also for a bug report
                                (--json: as JSON, for a program)
-        %nbtrain start -n N    start ranks that stay: %%distributed then runs on them, cell after
-                               cell, and their variables stay (-e, -p, --config, --env as there;
-                               --idle-timeout SECONDS: they end when they had no cell so long)
+        %nbtrain start -n N    start live ranks: %%distributed cells then run on them, and their
+                               variables stay (-e, -p, --config, --env as for %%distributed;
+                               --idle-timeout SECONDS: end them after so long without a cell)
         %nbtrain status        show the live ranks; %nbtrain stop ends them
-        %nbtrain vars          show the ranks' variables, and where the ranks differ
+        %nbtrain vars          show the live ranks' variables, and which differ between ranks
         %nbtrain push NAMES    send variables of the notebook to the ranks
-        %nbtrain pull NAMES    bring variables of rank 0 (--rank R) here; a model in place
+        %nbtrain pull NAMES    copy variables of rank 0 (--rank R) here; a model in place
         %nbtrain debug         open the debugger where the last cell on live ranks failed (--rank R:
                                on another rank); %debug does the same
         %nbtrain restart       end the live ranks, and start new ones
         %nbtrain runs          list the runs that are kept
         %nbtrain show [RUN]    draw a run here, running or not: RUN is its number, as in 12 or
-                               train #12, or how its name begins
+                               train #12, or the start of its name
         %nbtrain stop [RUN]    end a run, also one of another kernel
-        %nbtrain stacks [RUN]  show where each rank of a run is now, line by line
+        %nbtrain stacks [RUN]  show the line that each rank of a run is at now
         %nbtrain memory MODEL --batch 8x512 [options]
                                estimate the memory of training per rank, and whether it fits:
             --optimizer NAME            adamw (the default), sgd, …, a variable, none: inference
@@ -140,7 +140,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
             --batch-from NAME           a variable with a batch of the same shape, not --batch
         MODEL is a variable, or an expression that builds one: no memory is allocated for it.
         %nbtrain scaling --ranks 1,2,4 [options] train(model, steps=50)
-                               run that at each size, and show the speed-up:
+                               run this with each number of ranks, and show the speed-up:
             --repeat N                  run each size N times (by default 3); the median counts
             -e, -p, --downcast-bf16, --config, --env, --timeout, --hang-after, --as
                                         as for %%distributed; --as assigns the report
@@ -261,9 +261,9 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         live = None if options.new else live_now()
         if live is None and not options.new and (lost := lost_now()) is not None:
             raise PlanError(
-                f"{lost.end_reason}. So this cell was not run. `%nbtrain restart` starts new live "
-                "ranks; after `%nbtrain stop`, each cell starts ranks of its own, with the "
-                "notebook's variables (--new: this cell alone)"
+                f"{lost.end_reason}. This cell was not run. `%nbtrain restart` starts new live "
+                "ranks. After `%nbtrain stop`, each cell starts new ranks with the notebook's "
+                "variables; --new does that for this cell alone"
             )
         if options.ranks is not None and live is None:
             raise PlanError("--ranks is for live ranks: %nbtrain start -n 2 starts two")
@@ -367,8 +367,8 @@ def _debug(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 _HAS_ENDED = (
-    "This exception was raised in a rank, which has ended. Run the cell with --debug: then the "
-    "debugger opens in the rank before it ends."
+    "This exception was raised in a rank, which has ended. Run the cell with --debug: the "
+    "debugger then opens in the rank before it ends."
 )
 
 

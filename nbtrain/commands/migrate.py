@@ -1,4 +1,4 @@
-"""``%%nbtrain migrate``: show, or make, the changes by which a plain loop trains on all ranks."""
+"""Shows or makes the changes that let a plain loop train on all ranks: ``%%nbtrain migrate``."""
 
 from __future__ import annotations
 

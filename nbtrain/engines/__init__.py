@@ -1,4 +1,4 @@
-"""How ranks come to life: one module per engine, one row here.
+"""The engines, which start and end ranks: one module per engine, and one row here.
 
 Another package adds an engine by an entry point of the group ``nbtrain.engines``: a name, and the
 `Engine` class that it stands for.
@@ -74,7 +74,7 @@ def choose(plan: Plan) -> Engine:
         return MultinodeEngine(plan.nodes)
     if name == "tpu":
         raise PlanError(
-            f"nothing is installed that drives a TPU: {torch_xla.INSTALL}, or {host_tpu.INSTALL}"
+            f"a TPU needs torch_xla or torch_tpu: {torch_xla.INSTALL}, or {host_tpu.INSTALL}"
         )
     engine = get(name)
     engine.notes = notes
@@ -95,5 +95,5 @@ def _initialized_for_one(plan: Plan, env: Mapping[str, str]) -> Finding | None:
         return None
     name = min(names)
     place = accelerator_guard.first_cause(name).place
-    text = f"{name} is initialised in this kernel ({place}): the one rank trains in it, too."
+    text = f"{name} is initialised in this kernel ({place}), so the one rank trains in the kernel."
     return Finding("in-kernel", text)

@@ -1,4 +1,4 @@
-"""What an engine is: something that turns a `Job` into running ranks and can end them."""
+"""Defines an engine: a class that starts the ranks of a `Job` and can end them."""
 
 from __future__ import annotations
 

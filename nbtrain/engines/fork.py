@@ -1,4 +1,4 @@
-"""The fork engine: ranks are forked from the kernel, so they see the notebook as it is."""
+"""The fork engine: it forks ranks from the kernel, so they see the notebook's variables."""
 
 from __future__ import annotations
 

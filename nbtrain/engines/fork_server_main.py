@@ -1,4 +1,4 @@
-"""What runs in the process from which the spawn engine's ranks are forked: `main`.
+"""Runs in the process from which the spawn engine forks its ranks: `main`.
 
 It has one thread and no code of the notebook; see `nbtrain.engines.process.fork_server`.
 """

@@ -1,4 +1,4 @@
-"""The inline engine: one rank, in the kernel itself, for a debugger and for tests.
+"""The inline engine: it runs one rank in the kernel itself, for a debugger and for tests.
 
 Breakpoints, ``print`` and ``%debug`` work as in any cell. The price is the one the other engines
 exist to avoid: what the function does to the kernel (a device, a seed, a process group) stays.

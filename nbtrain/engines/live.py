@@ -1,4 +1,4 @@
-"""The engine of a task on live ranks: it starts no process and ends none."""
+"""The engine of a task on live ranks: it uses ranks that already run."""
 
 from __future__ import annotations
 

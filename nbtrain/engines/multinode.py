@@ -1,4 +1,4 @@
-"""The ranks of one node of several: forked and watched as on one node, numbered by arithmetic.
+"""Runs the ranks of one node of several, forked and watched as on a single node.
 
 Each node is a notebook that calls ``notebook_launcher(num_nodes=...)`` with its own `node_rank`.
 Node 0 serves the store in which the ranks of all nodes meet, and nothing else connects the
@@ -146,8 +146,8 @@ def _bind(nodes: Rendezvous) -> socket.socket:
 
 def _name_this_node(error: Exception, nodes: Rendezvous) -> None:
     text = (
-        f"nbtrain: this is node {nodes.node} of {nodes.count}, and this notebook sees no other. If "
-        "no rank here failed first, the notebook of another node shows the reason."
+        f"nbtrain: this is node {nodes.node} of {nodes.count}, and this notebook sees this node "
+        "only. If no rank here failed first, the notebook of another node shows the reason."
     )
     set_notes(error, [*getattr(error, "__notes__", []), text])
 
@@ -186,14 +186,14 @@ class Meeting:
                 if isinstance(error, LaunchError):
                     raise
                 reason = str(error).partition("\n")[0][:200]
-                store, missing = None, f"no store at {nodes.host} port {nodes.port} ({reason})"
+                store, missing = None, f"{nodes.host} port {nodes.port} does not answer ({reason})"
             if not missing:
                 break
             if now >= ends:
                 raise LaunchError(
                     f"{nodes} waited {nodes.timeout:g} s for the others: {missing}. All nodes need "
-                    "the same master_addr, use_port and num_nodes, and each its own node_rank; "
-                    'node 0 must be running. rdzv_conf={"timeout": SECONDS} sets the time.'
+                    "the same master_addr, use_port and num_nodes, and a different node_rank each. "
+                    'Node 0 must be running. rdzv_conf={"timeout": SECONDS} sets the time.'
                 )
             if self._rank == 0 and missing != shown:
                 shown = missing

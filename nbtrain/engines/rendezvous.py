@@ -1,4 +1,4 @@
-"""Where the ranks meet: torch's store, on a loopback port of its own, in a process of its own.
+"""Serves torch's store, where the ranks meet, from a separate process on a loopback port.
 
 The port is bound before the ranks are started and never let go, so nobody can take it in between;
 it listens on the loopback interface only. Still every process of this host can connect to it, and

@@ -1,6 +1,6 @@
-"""The spawn engine: ranks are fresh interpreters, for a kernel that cannot be forked any more.
+"""The spawn engine: it starts ranks as fresh interpreters, if the kernel cannot be forked.
 
-They get the cell and what it refers to (see `nbtrain.transport.payload`); everything else of the
+Ranks get the cell and what it refers to (see `nbtrain.transport.payload`); everything else of the
 notebook is not there. What they import takes seconds: where it can be, they are forked from a clean
 process that has imported it once (`nbtrain.engines.process.fork_server`).
 """
@@ -47,7 +47,7 @@ class SpawnEngine(Engine):
         """Pack what the ranks will need. Raises `PlanError` naming what cannot be sent."""
         if not hasattr(os, "fork"):  # Windows, where ranks could be neither stopped nor watched
             raise PlanError(
-                "this system cannot run ranks as processes of their own. "
+                "this system cannot run ranks as separate processes. "
                 "Use --engine inline (one rank, in the kernel), or Linux or macOS."
             )
         self._parcel = payload.pack(plan)

@@ -1,4 +1,4 @@
-"""What runs in a fresh interpreter before it is a rank: `main`, called by the spawn engine."""
+"""Runs in a fresh interpreter before it becomes a rank: the spawn engine calls `main`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The background supervisor: a process that watches a run which the cell does not wait for.
+"""Watches a run that the cell does not wait for, from a separate process.
 
 It is forked from the kernel and forks (or spawns) the ranks itself, so it is their parent: what the
 kernel does next, or that it dies, is nothing to it. The kernel follows the run's folder

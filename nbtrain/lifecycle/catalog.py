@@ -27,13 +27,13 @@ def run_infos() -> list[RunInfo]:
 
 
 def runs() -> Any:
-    """Return the kept runs as a pandas DataFrame, a row each, the newest last.
+    """Return the runs that nbtrain keeps as a pandas DataFrame with one row per run, newest last.
 
-    Columns are run, status, created (UTC), seconds, ranks, engine, mixed_precision, then a column
+    Its columns are run, status, created (UTC), seconds, ranks, engine, mixed_precision, then one
     for each plain argument of the training functions (``config.lr`` for those in a dict), and one
     for each metric: the mean over ranks of its last value.
 
-    Raises `MissingExtra` where pandas is not installed.
+    Raises `MissingExtra` if pandas is not installed.
     """
     return frame(run_infos())
 

@@ -1,4 +1,4 @@
-"""Follows a run that another process watches, by what that writes into the run's folder."""
+"""Follows a run that another process watches, by reading the files of the run's folder."""
 
 from __future__ import annotations
 

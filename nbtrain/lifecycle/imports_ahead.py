@@ -1,4 +1,4 @@
-"""Imports in the kernel, once, what the first optimizer step of every rank would import by itself.
+"""Imports in the kernel, once, what every rank would otherwise import at its first step.
 
 The first step of torch 2.13 imports 800 modules: a second or two of CPU in each rank of each run.
 Forked ranks have what their kernel has imported. `NAMES` is a fixed list, of torch and of two

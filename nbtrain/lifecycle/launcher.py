@@ -1,4 +1,4 @@
-"""From a plan to a finished run: resolve, check, prepare, execute, raise.
+"""Turns a plan into a finished run: resolve, check, prepare, execute, raise.
 
 `run_plan` has the five steps; `execute` starts the ranks and watches them to their end.
 """
@@ -60,7 +60,8 @@ SPARED = 8
 
 _NOBODY_DEBUGS = Finding(
     "no-debugger",
-    "--debug has no effect here: the debugger needs somebody who can type, and ranks on this host.",
+    "--debug has no effect here: the debugger needs ranks on this host, and a notebook or a "
+    "terminal in which you can type.",
 )
 
 START_PATIENCE = 20.0
@@ -96,35 +97,48 @@ def launch(
     wait_for_nodes: float = 0.0,
     **kwargs: Any,
 ) -> Run:
-    """Run ``function(*args, **kwargs)`` on several ranks (processes); return the finished `Run`.
+    """Run ``function(*args, **kwargs)`` on several ranks (training processes); return the `Run`.
 
-    With `background`, the run is returned at once, and the ranks' errors are not raised: call
-    ``run.wait()``, then read ``run.exception`` and ``run.results``.
+    Example::
 
-    The function may be a lambda or a closure; the fork engine pickles nothing of it. Each rank is a
-    process of its own. Its return value is copied back, and so are the trained weights of the
-    models that the function is given. If the function has an argument of the same name as an option
-    below, a value that cannot be the option's is the function's; else pass it by position, or with
-    ``functools.partial``.
+        def train(model, epochs=3):
+            ...
+            return accuracy
+
+        run = nbtrain.launch(train, model, epochs=5, num_processes=2)
+        run.value  # what rank 0 returned
+
+    The call returns when the run has ended. With `background`, it returns when the ranks have
+    started, and it does not raise the ranks' errors: call ``run.wait()``, then read
+    ``run.exception`` and ``run.results``.
+
+    The function may be a lambda or a closure: the fork engine does not pickle it. nbtrain copies
+    back what each rank returns, and the trained weights of the models among the arguments. If the
+    function has an argument with the same name as an option below, nbtrain takes the value, and
+    the function gets it only if it does not fit the option. To pass it to the function in any case,
+    give it by position, or with ``functools.partial``.
 
     Args:
-        num_processes: how many ranks; None: one per GPU or TPU chip, or 2 on a host without any; on
-            Ray one per GPU of each node, or one per node.
+        function: what every rank calls.
+        args: its positional arguments.
+        kwargs: its keyword arguments: all that are not options of nbtrain.
+        num_processes: the number of ranks. None: one per GPU or TPU chip, or 2 on a host without
+            any; on Ray one per GPU of each node, or one per node.
         engine: 'auto', 'fork', 'spawn' (fresh processes, which get what the function refers to),
             'tpu' ('xla', forked, or 'torch_tpu', fresh processes, whichever is installed), 'ray'
             (on the nodes of a Ray cluster) or 'inline' (one rank in this process, for debugging).
-        mixed_precision: 'no' (None), 'fp16', 'bf16' or 'fp8', for a plain ``Accelerator()``; on a
+        mixed_precision: 'no' (None), 'fp16', 'bf16' or 'fp8', for a plain ``Accelerator()``. On a
             TPU, bf16 applies to every float.
         downcast_bf16: on a TPU with bf16, torch.float becomes bf16, torch.double a 32-bit float.
-        config: an ``accelerate config`` file, 'default' for Accelerate's default file. It decides
+        config: an ``accelerate config`` file, or 'default' for Accelerate's default file. It sets
             what is None here, and FSDP, DeepSpeed, dynamo and the like.
         env: environment variables of the ranks.
-        timeout: seconds after which the run is stopped, restarts included.
-        max_restarts: how often all ranks start again after one failed, unless the failure is a
-            mistake that would only repeat itself; see `nbtrain.last_checkpoint`.
-        background: return the run as soon as its ranks were started; it ends with the kernel.
-        detach: the same, but the run survives the kernel; ``%nbtrain show`` displays it in another.
-        view: 'auto', 'widget', 'html', 'text' or 'none'.
+        timeout: seconds after which nbtrain stops the run, restarts included.
+        max_restarts: how often nbtrain starts all ranks again after one failed, unless the failure
+            is a mistake that would only repeat itself; see `nbtrain.last_checkpoint`.
+        background: return the run when its ranks have started; it ends with the kernel.
+        detach: the same, but the run survives the kernel: ``%nbtrain show`` displays it in another.
+        view: how progress is shown: 'auto', 'widget', 'html', 'text' or 'none'.
         telemetry: what the ranks report by themselves, of
             `nbtrain.planning.option_types.SOURCES`: names, or a text as for ``%%distributed``
             ('all', 'none', 'bars,steps', '-loss').
@@ -136,25 +150,28 @@ def launch(
             'mlflow', 'wandb', 'trackio' or another that Accelerate has (``NAME@all``: the metrics
             of each rank, too).
         notify: addresses of apprise that get a message when the run ends, fails or hangs.
-        debug: where a rank raises, open the debugger there before the run ends.
+        debug: when a rank raises, open the debugger at that line before the run ends.
         out: names of variables of rank 0 to copy back (``NAME@all``: of every rank, as a list):
-            arguments, or global variables of the function's module, where they are then assigned.
-        sync: load the trained weights into the models that the function is given, if it succeeds.
-        address: of the Ray cluster: 'auto' (None: the one that this host is a node of), 'local'
+            arguments, or global variables of the function's module. They are assigned there.
+        sync: if the run succeeds, load the trained weights into the models among the arguments.
+        address: the Ray cluster: 'auto' (None: the one that this host is a node of), 'local'
             (start one here, to try it out) or 'HOST:PORT'.
-        nodes: how many nodes of the cluster share the ranks equally, one by default; (least,
+        nodes: how many nodes of the cluster share the ranks equally, one by default. (least,
             most): a restart continues with as few as `least`.
         resources: what each rank reserves on its node, by Ray's names ('CPU', 'GPU', …).
         wait_for_nodes: seconds to wait until the cluster has room.
 
+    Returns:
+        The run: `Run.value` is what rank 0 returned, `Run.results` what each rank returned.
+
     Raises:
-        PlanError: an argument that makes no sense; nothing was started.
+        PlanError: an argument cannot be used as written; nothing was started.
         PreflightError: the state of this process forbids the launch; nothing was started.
         LaunchError: the ranks could not be started.
         RankDied: a rank was killed or exited.
         RunTimeout: the timeout was exceeded, or the run hung (see `on_hang`).
         KeyboardInterrupt: the run was interrupted; all ranks have ended.
-        Exception: what the causing rank raised, with its own type.
+        Exception: what the rank that failed first raised, with its own type.
     """
     given = locals()
     if not callable(function):
@@ -186,19 +203,20 @@ def notebook_launcher(
 ) -> Run:
     """Do what ``accelerate.notebook_launcher`` does, with its exact signature; return the `Run`.
 
-    Differences: the precision takes effect; CPU ranks form one world; `num_processes` None means
-    one per GPU (2 without any); one process is forked like several, so that the kernel stays clean;
-    a rank's own exception is raised; return values are in ``run.results``, and models among `args`
-    are updated in place. The default port means a free one; any other is used or refused.
+    It differs in this: the precision takes effect, CPU ranks form one world, and `num_processes`
+    None means one rank per GPU (2 without any). One process is forked like several, so that the
+    kernel stays clean. It raises a rank's own exception. ``run.results`` has the return values, and
+    models among `args` are updated in place. The default port means a free one; any other is used
+    or refused.
 
-    With `num_nodes` > 1, call it on every node, each with its own `node_rank` and with the address
-    and port of node 0: the ranks of all nodes form one world. Each notebook shows its own ranks; if
-    one of them fails or is stopped, the ranks of the other nodes fail in their next collective.
-    ``rdzv_conf={"timeout": 60}`` sets how long the nodes wait for each other (15 min);
-    `monitor_interval` and `log_line_prefix_template` have no effect.
+    With `num_nodes` > 1, call it on every node, with a different `node_rank` on each and with the
+    address and port of node 0: the ranks of all nodes form one world. Each notebook shows the ranks
+    of its node. If one of them fails or is stopped, the ranks of the other nodes fail in their next
+    collective. ``rdzv_conf={"timeout": 60}`` sets how many seconds the nodes wait for each other
+    (900 by default). `monitor_interval` and `log_line_prefix_template` have no effect.
 
     Raises:
-        PlanError: an argument that makes no sense; nothing was started.
+        PlanError: an argument cannot be used as written; nothing was started.
         LaunchError: the ranks could not be started, or the nodes did not meet.
         PreflightError, RankDied, KeyboardInterrupt, Exception: see `launch`.
     """
@@ -221,8 +239,8 @@ def notebook_launcher(
         nodes = Rendezvous(num_nodes, node_rank, meet_at, rdzv_backend, rdzv_conf or {}, rdzv_id)
         if max_restarts:
             raise PlanError(
-                "max_restarts is for one node: nothing starts the ranks of several nodes again "
-                "together. Save checkpoints, and run the cell again on every node"
+                "max_restarts works on one node only. Save checkpoints, and after a failure run "
+                "the cell again on every node"
             )
     check_rank_argument(function, tuple(args), {})
     call = Call(function, tuple(args))
@@ -299,7 +317,7 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
         task_values.forget_references()
     error = run.exception
     if error is None and interrupts.count and run.state.status == "succeeded":
-        error = KeyboardInterrupt("the interrupt came when the run had ended")
+        error = KeyboardInterrupt("the interrupt came after the run had ended")
     if error is not None:
         raise show_from_the_rank(error)
     return run
@@ -320,8 +338,8 @@ def _counted(plan: Plan) -> tuple[Plan, list[Finding]]:
         return plan, []
     if gpus.gpu_count({**os.environ, **plan.env}):
         raise PlanError("num_processes must be a whole number ≥ 1, not 0")
-    text = "num_processes is 0, as torch.cuda.device_count() is without a GPU"
-    remedy = "So it counts as not given."
+    text = "num_processes is 0, which is torch.cuda.device_count() on a host without a GPU"
+    remedy = "nbtrain uses the default instead."
     return replace(plan, num_processes=None), [Finding("no-gpus", f"{text}.", remedy)]
 
 
@@ -398,12 +416,12 @@ def _check_alone(plan: Plan, device: str) -> list[Finding]:
         return []
     other = f"Run {others[-1].folder.name} of this notebook is still running in the background"
     if others[-1].state.is_live:
-        other = "Live ranks (%nbtrain start) are there"
+        other = "Live ranks (%nbtrain start) are running"
     if device == "cpu" or (device == "cuda" and "CUDA_VISIBLE_DEVICES" in plan.env):
-        return [Finding("run-in-background", f"{other}; the new run shares this host with it.")]
+        return [Finding("run-in-background", f"{other}. The new run shares this host with it.")]
     devices, share = "TPU", "."
     if device == "cuda":
-        devices, share = "GPUs", ", or give each run its own: --env CUDA_VISIBLE_DEVICES=0,1"
+        devices, share = "GPUs", ", or give each run different ones: --env CUDA_VISIBLE_DEVICES=0,1"
     if others[-1].state.is_live:
         raise PreflightError(f"{other}, on the same {devices}. %nbtrain stop ends them{share}")
     raise PreflightError(

@@ -1,4 +1,4 @@
-"""From the start of the ranks to their end, and again where another attempt may go better."""
+"""Watches the ranks from their start to their end, and starts them again after a failure."""
 
 from __future__ import annotations
 
@@ -132,9 +132,9 @@ def _import_ahead(engine: Engine, job: Job, supervisor: Supervisor, interrupts: 
         supervisor.note(
             Finding(
                 "import",
-                f"{', '.join(changed)} changed after nbtrain had imported what reads it, so the "
-                "ranks may not see the change. If it matters, restart the kernel and set it by "
-                "%env before torch is imported.",
+                f"{', '.join(changed)} changed after nbtrain had imported a package that reads it, "
+                "so the ranks may not see the change. If it matters, restart the kernel and set it "
+                "with %env before torch is imported.",
             )
         )
     return True

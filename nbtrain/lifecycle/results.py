@@ -142,15 +142,14 @@ class _Launch:
         kind = weights.kind_of(value)
         alone = next((n for n in changed if n in file.about.get("unchanged", ())), None)
         if alone is None:
-            remedy = f"run.load({kind}) loads the run's"
+            remedy = f"run.load({kind}) loads what the run saved"
         else:
             remedy = (
-                f"The run's file does not have `{alone}`, which the run left as it was. Make the "
-                f"{kind} as it was at the launch, and run.load({kind}, {name!r}) loads the run's"
+                f"The run did not change `{alone}`, so its file does not have it. Make the {kind} "
+                f"as it was at the launch, then call run.load({kind}, {name!r})"
             )
         raise NbtrainError(
-            "the notebook changed it after the launch, so it stays as the notebook has it. "
-            f"{remedy}"
+            f"the notebook changed it after the launch, so it keeps the notebook's values. {remedy}"
         )
 
     def bound_anew(
@@ -166,8 +165,8 @@ class _Launch:
                 continue
             kind = weights.kind_of(old)
             text = (
-                f"`{name}` is another {kind} now than at the launch. The run updated that earlier "
-                f"one; run.load({kind}, {name!r}) loads the weights into another {kind}"
+                f"`{name}` is another {kind} now than at the launch. The run updated the earlier "
+                f"one; run.load({kind}, {name!r}) loads the weights into the new one"
             )
             troubles[name] = Finding("", text)
         return troubles
@@ -177,8 +176,8 @@ class _Launch:
     ) -> dict[str, Finding]:
         """Return which variables the notebook has assigned since, or changed."""
         text = (
-            "the notebook changed it after the launch, so it stays as the notebook has it. "
-            "run.out[{!r}] is the run's"
+            "the notebook changed it after the launch, so it keeps the notebook's value. "
+            "run.out[{!r}] is the run's value"
         )
         return {
             name: Finding("", text.format(name))
@@ -237,7 +236,7 @@ def _take_weights(
         for name in [each for each in objects if each in ready.keys() - troubles.keys()]:
             try:
                 if held := _held_back(objects[name], objects, troubles):
-                    raise NbtrainError(f"`{held}`, which it belongs to, was not")
+                    raise NbtrainError(f"it belongs to `{held}`, which was not updated")
                 with _as_nbtrain_error():
                     ready[name]()
             except NbtrainError as error:
@@ -292,7 +291,7 @@ def _loading(
     """
     if target is None:
         raise NbtrainError(
-            "the notebook's object does not exist any more. "
+            "the notebook's object no longer exists. "
             f"run.load(model, {name!r}) loads the weights into another model or optimizer"
         )
     with _as_nbtrain_error():
@@ -378,7 +377,7 @@ def load(
     if not saved or is_unsaved:
         missing = name or next(iter(targets), None)
         what = f"no weights of `{missing}`" if missing else "no weights"
-        rest = f"; there are {_listed(saved)}" if saved else ""
+        rest = f"; it saved {_listed(saved)}" if saved else ""
         raise NbtrainError(
             f"this run saved {what}{rest}. A run saves the models that its function or cell "
             "refers to and that changed, unless it has sync=False (--no-sync). Return the "

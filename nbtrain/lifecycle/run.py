@@ -1,4 +1,4 @@
-"""What the user holds of a run: its values, logs, failure and picture, now or later."""
+"""`Run`: what the user holds of a run, with its values, logs, failure and state."""
 
 from __future__ import annotations
 
@@ -61,10 +61,17 @@ _behind: list[Run] = []
 
 
 class Run:
-    """A run on several ranks (its processes): `value`, `results`, `logs`, `history`, `failure`, …
+    """A run on several ranks: its results, logs, metrics and failure, during the run and later.
 
-    Made by `%%distributed`, `launch` and `notebook_launcher`; ``Run.open(folder)`` reopens one,
-    also in another kernel.
+    `%%distributed`, `nbtrain.launch` and `nbtrain.notebook_launcher` make one. ``Run.open(folder)``
+    reopens one, also in another kernel.
+
+    Example::
+
+        run = nbtrain.last_run()
+        run.value    # what rank 0 returned
+        run.logs(1)  # what rank 1 printed
+        run.history  # every metric, as a DataFrame
     """
 
     def __init__(
@@ -89,12 +96,14 @@ class Run:
 
     @classmethod
     def open(cls, folder: str | Path) -> Run:
-        """Reopen a run from its folder, or by its name in `nbtrain.runs()`, as it stands now.
+        """Reopen a run from its folder, or by its name in `nbtrain.runs()`, in its present state.
 
-        The beginning of the name is enough where no other run's begins so.
+        The start of a name is enough if no other run's name begins with it; "#12" is a number.
 
-        Raises `FileNotFoundError` for a path where there is none, `NbtrainError` for a damaged one,
-        `PlanError` for a name that is no run's or that of several.
+        Raises:
+            FileNotFoundError: the path does not exist.
+            NbtrainError: the folder is damaged.
+            PlanError: no run, or more than one, has this name.
         """
         path = Path(folder).expanduser()
         is_name = str(folder) == path.name and not path.exists()
@@ -103,20 +112,20 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """The run's folder: one log and one event file per rank."""
+        """The run's folder, with one log and one event file per rank."""
         return self._folder.path
 
     @property
     def state(self) -> RunState:
-        """The present picture: `status`, `ranks`, `elapsed(now)`. Immutable."""
+        """The present state: `status`, `ranks`, `elapsed(now)` and more. It is immutable."""
         watcher = self._watcher  # another thread may let go of it
         return watcher.state if watcher is not None else self._state
 
     @property
     def results(self) -> list[Any]:
-        """What each rank returned, by rank; None for one that returned nothing or did not end.
+        """What each rank returned, as a list; None for a rank that returned nothing or did not end.
 
-        Raises `NbtrainError` where the run's folder was deleted meanwhile.
+        Raises `NbtrainError` if the run's folder was deleted.
         """
         return [self._result(rank) for rank in range(self.state.world_size)]
 
@@ -161,15 +170,19 @@ class Run:
 
     @property
     def out(self) -> dict[str, Any]:
-        """The variables that came back (``--out``), by name."""
+        """The variables that ``--out`` (`out`) copied back, by name."""
         self._folder.check_it_is_there()
         return home.values(self._folder, self._home)
 
     def load(self, model: Any = None, name: str | None = None) -> None:
-        """Load the weights that the run saved last into a model, in place: all, or nothing.
+        """Load the weights that the run saved last into a model, in place: all of them, or none.
 
-        `model` may be an optimizer; None: what was handed to the function. `name` is what that
-        called it, where more than one was saved. Raises `NbtrainError` for what does not fit.
+        Args:
+            model: a model or an optimizer; None: all models and optimizers that the run was given.
+            name: the name under which the run saved it, if it saved more than one.
+
+        Raises:
+            NbtrainError: the run saved no such weights, or they do not fit. Nothing is changed.
         """
         with _whole():
             home.load(self._folder, self.state, self._home, model, name)
@@ -187,7 +200,7 @@ class Run:
 
     @property
     def exception(self) -> BaseException | None:
-        """What the cell raised: the causing rank's own exception, or None after a success."""
+        """What the cell raised, such as the exception of a rank; None after a success."""
         if self._error is None and self.state.is_over:
             self._error = self._find_error()
         return self._error
@@ -212,7 +225,7 @@ class Run:
 
     @property
     def failure(self) -> verdict.FailureReport | None:
-        """Why the run failed: kind, rank, headline, evidence; None if it did not (yet)."""
+        """Why the run failed: `kind`, `rank`, `headline`, `evidence`; None if it did not fail."""
         state = self.state
         return verdict.explain(
             state, [self._failure(r) for r in state.ranks if r.status == "failed"]
@@ -230,11 +243,14 @@ class Run:
         return Failure(rank.rank, failed_at, captured)
 
     def logs(self, rank: int | None = None, tail: int | None = None) -> str:
-        """Return what a rank printed, or all ranks, each line with its rank.
+        """Return what a rank printed, or what all ranks printed, with the rank before each line.
 
         Args:
-            rank: the rank; None for all, one after the other.
-            tail: only the last `tail` lines of each (at most the last MiB).
+            rank: the rank; None: all ranks, one after the other.
+            tail: only the last `tail` lines of each rank (at most the last MiB).
+
+        Raises:
+            IndexError: the run has no such rank.
         """
         size = self.state.world_size
         if rank is None:
@@ -258,28 +274,28 @@ class Run:
 
     @property
     def history(self) -> Any:
-        """Everything logged and seen so far, as a tidy pandas DataFrame.
+        """All metrics that were logged or seen so far, as a pandas DataFrame.
 
-        Columns are step, rank, time (seconds since the epoch) and one per metric; rows are in the
-        order of time. What a rank did not log in a row is missing there.
+        Its columns are step, rank, time (seconds since 1970) and one per metric. The rows are in
+        the order of time. A metric that a rank did not log in a row is missing there.
 
         Raises:
             MissingExtra: pandas is not installed.
-            NbtrainError: the run's folder was deleted meanwhile.
+            NbtrainError: the run's folder was deleted.
         """
         self._folder.check_it_is_there()
         return past.frame(past.rows(self._folder, self.state.world_size))
 
     @property
     def epochs(self) -> Any:
-        """The epochs that are over, as a pandas DataFrame with a row each.
+        """The epochs that are over, as a pandas DataFrame with one row per epoch.
 
-        Columns are epoch, steps (optimizer steps since the start), seconds (with the validation), a
-        column for each loss and metric, and best. Each is the mean over ranks of what was seen, or
-        logged last, in the epoch. Where a function trains more than once, as for folds, the column
-        training says which it is, and each has a best.
+        Its columns are epoch, steps (optimizer steps since the start), seconds (with the
+        validation), one for each loss and metric, and best. A metric is the mean over ranks of the
+        last value in the epoch. If a function trains more than once, as for folds, the column
+        training has the number of the training, and each training has a best epoch.
 
-        Raises `MissingExtra` where pandas is not installed.
+        Raises `MissingExtra` if pandas is not installed.
         """
         table = epoch_table(self.state)
         rows = (
@@ -297,24 +313,26 @@ class Run:
         return past.table(list(rows), "run.epochs", (*first, "epoch", "steps", "seconds"))
 
     def card(self) -> Card:
-        """Return a picture of the run to share, 600 pixels wide; it draws itself.
+        """Return a picture of the run to share, 600 pixels wide. A notebook displays it.
 
-        It has the run's name, ranks, time, best metric, speed and result, the curve of the loss,
-        and what each rank did over time. ``card.save("card.svg")`` writes it to a file.
+        It shows the run's name, ranks, time, best metric, speed and result, the curve of the loss,
+        and what each rank did over time. ``run.card().save("card.svg")`` writes it to a file.
         """
         self._follow()
         return card(self.state, clock.now(self.state.clock_offset))
 
     def compare(self, *others: Run | str) -> Any:
-        """Return the arguments and outcomes of runs side by side: a column per run.
+        """Return the arguments and outcomes of runs side by side, as a pandas DataFrame.
 
-        Others are runs, or their names as `open` takes them. The result is a pandas DataFrame with
-        the rows of `nbtrain.runs`.
+        It has one column per run, and the columns of `nbtrain.runs` as its rows.
+
+        Args:
+            others: runs, or names of runs as for `open`.
 
         Raises:
             MissingExtra: pandas is not installed.
-            NbtrainError: the folder of one of the runs was deleted meanwhile.
-            PlanError: a name that is no run's or that of several.
+            NbtrainError: the folder of one of the runs was deleted.
+            PlanError: no run, or more than one, has this name.
         """
         runs = [Run.open(run) if isinstance(run, str) else run for run in (self, *others)]
         for run in runs:
@@ -322,9 +340,10 @@ class Run:
         return frame([run_info(run._folder) for run in runs]).set_index("run").T
 
     def wait(self) -> Run:
-        """Wait until every rank is gone; return the run. Does not raise what a rank raised.
+        """Wait until the run has ended, copy its results back, and return the run.
 
-        An interrupt ends the waiting for a run in the background, not the run.
+        It does not raise what a rank raised; `exception` has that. An interrupt ends the waiting
+        for a run in the background, not the run.
         """
         self._follow()
         watcher = self._watcher  # another thread may let go of it
@@ -345,10 +364,13 @@ class Run:
             self._watcher = following(self._folder)
 
     def stop(self, how: str = "by run.stop()") -> None:
-        """End the run as an interrupt would, and wait until it has ended. May be repeated.
+        """End the run as an interrupt does, and wait until it has ended.
 
-        It need not be one of this kernel. In the thread that watches the run (a signal handler, a
-        button's callback) it only asks. `how` is kept with the run, and shown.
+        It also ends a run of another kernel. In the thread that watches the run (a signal handler,
+        a button's callback), it requests the end and does not wait.
+
+        Args:
+            how: who or what ended the run; the board shows it.
         """
         self._follow()
         watcher = self._watcher  # another thread may let go of it
@@ -358,21 +380,21 @@ class Run:
                 self.wait()
 
     def stacks(self) -> stacks.Stacks:
-        """Return where each rank is now: its Python stacks, also of one that hangs.
+        """Return the Python stacks of each rank as they are now, also of a rank that hangs.
 
-        Takes milliseconds; up to half a second where a rank cannot answer. Works for a run of
-        another kernel on this host, too. Print it to read it.
+        Print the result to read it. It takes milliseconds, or up to half a second if a rank cannot
+        answer. It also works for a run of another kernel on this host.
         """
         self._folder.check_it_is_there()
         return stacks.ask(self._folder, range(self.state.world_size))
 
     def summary(self) -> Summary:
-        """Return what it took and what came of it, in numbers: so far, or in the end."""
+        """Return the run in numbers, so far or at its end: times, speed, metrics and memory."""
         self._follow()
         return summary(self.state, clock.now(self.state.clock_offset))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the summary, and where each rank stands, in what JSON has."""
+        """Return the summary and the state of each rank, as a dictionary that fits into JSON."""
         self._follow()
         folder = {"run": self.folder.name, "folder": str(self.folder)}
         return folder | as_dict(self.state, clock.now(self.state.clock_offset))
@@ -393,9 +415,15 @@ class Run:
         self.show()
 
     def show(self, rank: int | None = None) -> None:
-        """Draw the run in the present cell; one that goes on in the background is drawn live.
+        """Draw the run's board in the present cell. A run in the background is drawn live.
 
-        What ranks displayed is below it, once the run is over: what `rank` did, or rank 0.
+        When the run is over, the figures that one rank displayed are shown below.
+
+        Args:
+            rank: the rank whose figures are shown; None: rank 0.
+
+        Raises:
+            IndexError: the run has no such rank.
         """
         self._follow()
         if rank is not None and not 0 <= rank < self.state.world_size:
@@ -451,7 +479,7 @@ def let_go(newest: RunFolder, is_over: Callable[[], bool], *, spared: int = 0) -
 
 
 def last_run() -> Run | None:
-    """Return the last run launched from this process, however it ended; None before the first."""
+    """Return the last run that this process launched, also if it failed; None before the first."""
     return _last if _last_pid == os.getpid() else None  # a rank inherits the notebook's
 
 

@@ -1,4 +1,4 @@
-"""A run at a glance: its manifest, written before it starts, and its digest, read later."""
+"""Reads a run at a glance: its manifest from before the start, and its digest from the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decides when a run is to stop and which ranks are sent what: no clock, no file, no process.
+"""Decides when a run stops, and which ranks get which signal. No clock, file or process.
 
 The supervisor asks at each turn, with the time and the present picture, and carries out the answer.
 """

@@ -1,4 +1,4 @@
-"""What a run took and what came of it, in numbers: `run.summary()`. Pure."""
+"""Sums up a run in numbers, its times, speed and results: `run.summary()`. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ METRICS = 8
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """A part of a rank's memory, as weights or gradients."""
+    """A part of a rank's memory, such as weights or gradients."""
 
     name: str
     bytes: int
@@ -62,7 +62,7 @@ class Card:
 
 @dataclass(frozen=True, repr=False)
 class Summary:
-    """What a run took and what came of it; what is not known (yet) is None, or empty."""
+    """A run in numbers. A number that is not known (yet) is None, or empty."""
 
     name: str
     status: str
@@ -88,10 +88,10 @@ class Summary:
     """Seconds from there to the last event of training, in the slowest rank."""
 
     steps: int | None = None
-    """Optimizer steps of the rank that made most."""
+    """Optimizer steps of the rank that made the most."""
 
     samples: int | None = None
-    """Samples of all ranks; of one, where all train on the same ones."""
+    """Samples of all ranks together; of one rank if all train on the same samples."""
 
     steps_per_second: float | None = None
     samples_per_second: float | None = None
@@ -102,11 +102,11 @@ class Summary:
     """The mean over ranks of each metric's last value."""
 
     memory_bytes: int | None = None
-    """Bytes that a rank takes at most, of its GPU or else of the host's memory."""
+    """The largest number of bytes that a rank takes of its GPU, or of the host without one."""
 
     memory_ranks: tuple[int, ...] = ()
     memory_parts: tuple[MemoryPart, ...] = ()
-    """What the memory holds, each part at its most."""
+    """What the memory holds, each part at its largest."""
 
     cards: tuple[Card, ...] = ()
 

@@ -62,14 +62,14 @@ RESERVED = 1 << 16
 """Bytes that are kept free for the launcher's own events."""
 
 _LOST = (
-    "Until there is room again, what the ranks print and report is lost, and their results may be "
-    "lost; the training continues."
+    "The training continues. What the ranks print and report is lost until there is room again, "
+    "and their results may be lost."
 )
 _RECREATED = Finding(
     "folder-deleted",
     "This run's folder was deleted during the run, and nbtrain made it again. What the ranks had "
-    "printed, reported and saved there is lost, and so is what they print from now on; their "
-    "results are not lost.",
+    "printed, reported and saved there is lost, and what they print from now on is lost, too. "
+    "Their results are not lost.",
 )
 
 
@@ -238,8 +238,10 @@ class Supervisor:
             are_far = self._folder.questions.exists()
             where = hangs.places(stacks.ask(self._folder, running, None if are_far else ANSWER))
             where = f"{where[:1].upper()}{where[1:]}"
-            text = f"{format_ranks(running)} did not hear the interrupt so far. {where}".rstrip()
-            remedy = "A second interrupt ends the ranks, and their variables"
+            text = (
+                f"{format_ranks(running)} did not react to the interrupt so far. {where}".rstrip()
+            )
+            remedy = "A second interrupt ends the ranks, and their variables are lost"
             self.note(Finding("deaf", f"{text}.", remedy))
 
     @property

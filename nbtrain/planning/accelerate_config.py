@@ -1,4 +1,4 @@
-"""Read a file of ``accelerate config``, by Accelerate's own code, into the fields of a plan.
+"""Reads a file of ``accelerate config``, with Accelerate's own code, into a plan's fields.
 
 What ``accelerate launch --config_file`` would put into the environment of its processes becomes
 that of the ranks; the user's own options win. The kernel's environment does not change.
@@ -63,7 +63,7 @@ def applied(plan: Plan) -> tuple[Plan, list[Finding]]:
     findings = [
         Finding(
             "config-overridden",
-            f"{option}: {asked} is used, as asked for, and not {value} from {name}.",
+            f"{option}: nbtrain uses {asked}, as you asked, instead of {value} from {name}.",
         )
         for option, asked, value in (
             ("Number of processes", plan.num_processes, config.num_processes),
@@ -82,12 +82,12 @@ def applied(plan: Plan) -> tuple[Plan, list[Finding]]:
     if not config.on_tpu:
         return filled, findings
     if plan.engine not in ("auto", "tpu", *tpu.ENGINES):
-        ignored = f"Engine: {plan.engine} is used, as asked for, and not the TPU of {name}."
+        ignored = f"Engine: nbtrain uses {plan.engine}, as you asked, instead of the TPU of {name}."
         return filled, [*findings, Finding("config-ignored", ignored)]
     if config.unused:
         keys = ", ".join(config.unused)
         findings.append(
-            Finding("config-ignored", f"{name}: for a TPU pod only, and not used here: {keys}.")
+            Finding("config-ignored", f"{name}: nbtrain ignores what is for TPU pods only: {keys}.")
         )
     downcast = plan.downcast_bf16 or (config.downcast_bf16 and precision == "bf16")
     engine = "tpu" if plan.engine == "auto" else plan.engine
@@ -101,13 +101,13 @@ def check_device(plan: Plan, device: str) -> list[Finding]:
         return []
     if plan.env.get("FSDP_VERSION") != "2":
         raise PlanError(
-            f"{plan.config}: FSDP 1 needs GPUs, and the ranks are on the CPU; "
-            "with fsdp_version: 2 (Accelerate ≥ 1.6) they can do it too"
+            f"{plan.config}: FSDP 1 needs GPUs, and the ranks are on the CPU. "
+            "fsdp_version: 2 (Accelerate ≥ 1.6) works on the CPU, too"
         )
     return [
         Finding(
             "fsdp-on-cpu",
-            "The CPU ranks use FSDP, to try it out: Accelerate itself has it for GPUs only.",
+            "The ranks use FSDP on the CPU, to try it out: Accelerate supports it on GPUs only.",
         )
     ]
 
@@ -140,7 +140,9 @@ def read(name: str, num_processes: int | None = None) -> Config:
     precision = env.pop("ACCELERATE_MIXED_PRECISION", None) if settings.mixed_precision else None
     env.pop("ACCELERATE_MIXED_PRECISION", None)
     if precision is not None and precision not in PRECISIONS:
-        raise PlanError(f"the config {file} cannot be used: no mixed_precision {precision!r}")
+        raise PlanError(
+            f"the config {file} cannot be used: mixed_precision {precision!r} is not supported"
+        )
     if settings.use_cpu:
         env["CUDA_VISIBLE_DEVICES"] = ""
     processes = None if settings.num_processes == -1 else settings.num_processes
@@ -165,7 +167,7 @@ def _refuse(settings: Any, file: Path, num_processes: int | None) -> None:
     count = settings.num_processes
     if count == -1 and num_processes is None and not _is_for_tpu(settings):
         raise PlanError(
-            f"{file}: num_processes: -1 leaves the number open; add the number of ranks (-n 2)"
+            f"{file}: num_processes: -1 leaves the number open: add the number of ranks (-n 2)"
         )
     if type(count) is not int or (count < 1 and count != -1):
         raise PlanError(f"{file}: num_processes: {count!r} is not a whole number ≥ 1")

@@ -1,4 +1,4 @@
-"""Accelerate's state of a process, and what a task refers to that depends on the notebook's.
+"""Finds Accelerate's state of this process, and the objects of a task that depend on it.
 
 Accelerate keeps what it knows of the world in class attributes that all instances share. A forked
 rank inherits the notebook's, in which there is one process.

@@ -26,7 +26,7 @@ LARGE = 1 << 30
 """Bytes from which they are in any case."""
 
 ADVICE = (
-    "load the model once, in a cell above, and give it to the function as a parameter: then all "
+    "load the model once, in a cell above, and give it to the function as a parameter, so that all "
     "ranks share its memory"
 )
 
@@ -73,7 +73,7 @@ def advice(loaded: list[Load], ranks: int, available: int | None) -> tuple[str, 
     if ranks < 2 or not size or size < min(LARGE, SHARE * (available or LARGE)):
         return ()  # there is no evidence that they are what uses the memory
     place = max(loaded, key=lambda load: load.size).place
-    text = f"each of {ranks} ranks loads a model of its own ({place})"
+    text = f"each of {ranks} ranks loads a separate copy of the model ({place})"
     text += f": {ranks} x {format_bytes(size // ranks)} = {format_bytes(size)}"
     text += f", and {format_bytes(available)} were available" if available is not None else ""
     is_too_much = available is not None and size > available

@@ -1,4 +1,4 @@
-"""A cell's source, read into what the ranks will run."""
+"""Reads a cell's source into what the ranks will run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_parameters(cell: Cell) -> None:
     remedy = "Define it in a cell, or give the parameter a default."
     needed = [p.name for p in cell.parameters if p.default is None]
     if call := rank_call(str(cell.function), needed):
-        remedy = f"As it takes its rank, add `{call}` as the last line of the cell."
+        remedy = f"Its first parameter is the rank: add `{call}` as the last line of the cell."
     raise PlanError(
         f"{cell.function}() needs a value for {described}: the notebook has no such variable, and "
         f"there is no default. {remedy}"

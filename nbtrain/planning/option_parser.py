@@ -28,7 +28,7 @@ MAGIC_ONLY = (
     ),
     Option(
         "--name",
-        "what to call the run on its board, in %%nbtrain runs and in the name of its folder",
+        "the name of the run on its board, in %%nbtrain runs and in the name of its folder",
         field="title",
         metavar="NAME",
     ),
@@ -41,13 +41,13 @@ MAGIC_ONLY = (
     ),
     Option(
         "--new",
-        "start ranks for this cell alone, also while live ranks (%%nbtrain start) are there",
+        "start new ranks for this cell, even if live ranks (%%nbtrain start) are running",
         False,
         field="new",
     ),
     Option(
         "--ranks",
-        "which of the live ranks run the cell, all by default: 0 or 0,2-3",
+        "which of the live ranks run the cell: 0 or 0,2-3 (by default all)",
         field="ranks",
         metavar="RANKS",
     ),
@@ -83,7 +83,7 @@ def plan_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
         name, value = option.argument, arguments[option.argument]
         if option.types and value is not None and not isinstance(value, option.types):
             raise PlanError(
-                f"nbtrain takes `{name}` as its own option, and a value of type "
+                f"`{name}` is an option of nbtrain, and a value of type "
                 f"{type(value).__name__} does not fit it. To pass `{name}` to your function "
                 f"instead, give it by position, or with functools.partial(function, {name}=...)."
             )
@@ -122,7 +122,7 @@ def shared_out(
             notes.append(
                 Finding(
                     "shared-name",
-                    f"`{key}` is nbtrain's option here; {name}() keeps its own default.",
+                    f"`{key}` is nbtrain's option here; {name}() keeps its default.",
                     f"To change that, write functools.partial({name}, {key}=...).",
                 )
             )
@@ -210,14 +210,14 @@ def _rank_remedy(call: Call, parameters: Sequence[str]) -> str:
     """Return what to pass in place of a function that takes its rank: a line that runs as it is."""
     name = expression_of(call)
     if not name:
-        return f"Take `{parameters[0]}` out of its parameters, and use `nbtrain.rank()` in it."
+        return f"Remove its parameter `{parameters[0]}`, and call `nbtrain.rank()` in it instead."
     with suppress(TypeError):  # what is given fits behind the rank
         inspect.signature(call.function).bind(0, *call.args, **call.kwargs)
         stars = [*(["*args"] if call.args else []), *(["**kwargs"] if call.kwargs else [])]
         if stars:
             rest = ", ".join(stars)
-            return f"Pass `lambda {rest}: {name}(nbtrain.rank(), {rest})` in its place."
-    return f"Pass `lambda: {rank_call(name, parameters)}` in its place."
+            return f"Pass `lambda {rest}: {name}(nbtrain.rank(), {rest})` instead."
+    return f"Pass `lambda: {rank_call(name, parameters)}` instead."
 
 
 def rank_call(name: str, parameters: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""How an option of a launch is declared: its flags, default, values and help, all in one place.
+"""Declares an option of a launch: its flags, default, values and help, all in one place.
 
 The fields of `Plan` are the options (`option` declares each). The parser of ``%%distributed``, its
 help and the check of their values come from there. `nbtrain.launch` writes its keywords out,

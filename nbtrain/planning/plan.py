@@ -1,4 +1,4 @@
-"""What to run, on how many ranks, by which engine, within which limits: frozen values."""
+"""`Plan`: what to run, on how many ranks, with which engine and limits, as frozen values."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class Plan:
     )
     config: str | None = option(
         "--config",
-        "take options not given here from an `accelerate config` file: ranks, precision, FSDP, "
+        "take options that you leave out from an `accelerate config` file: ranks, precision, FSDP, "
         "DeepSpeed, dynamo; default: Accelerate's default file",
         metavar="FILE|default",
         types=(str, os.PathLike),
@@ -168,7 +168,7 @@ class Plan:
     resources: Mapping[str, float] = option(
         "--resources",
         "with -e ray: what each rank reserves on its node, by Ray's names (by default CPU=1, and "
-        "GPU=1 on a cluster that has GPUs)",
+        "GPU=1 if the cluster has GPUs)",
         {},
         metavar="NAME=AMOUNT,…",
         types=(Mapping,),
@@ -211,13 +211,13 @@ class Plan:
     detach: bool = option(
         "--detach",
         "like --background, but the run also survives the kernel: %%nbtrain show displays it in "
-        "another one",
+        "another kernel",
         False,
     )
     hang_after: float | None = option(
         "--hang-after",
         "report a hang: after this many seconds without progress (300), show which rank is "
-        "stuck, where, and who waits for it",
+        "stuck, where, and which ranks wait for it",
         options.HANG_AFTER,
         **options.SECONDS,
         metavar="SECONDS|off",
@@ -227,7 +227,7 @@ class Plan:
     on_hang: str = option(
         "--on-hang",
         "deadlock: end a run whose ranks can never continue, with the report as its error; stop: "
-        "end every run that hangs; report: end none, only show it on the board",
+        "end every run that hangs; report: only show the hang on the board",
         "deadlock",
         **options.one_of(("deadlock", "stop", "report")),
     )
@@ -267,7 +267,7 @@ class Plan:
     )
     debug: bool = option(
         "--debug",
-        "where a rank raises, open the debugger there before the run ends; the other ranks wait",
+        "when a rank raises, open the debugger at that line before the run ends; the others wait",
         False,
     )
     port: int | None = None

@@ -1,4 +1,4 @@
-"""Which of a user's values are secrets: by their names and by their shape. Pure.
+"""Finds out which of a user's values are secrets, by their names and their shape. Pure.
 
 One rule for all that nbtrain writes into a file or shows: a run's manifest, `nbtrain.runs()`,
 exported scripts. What is missed is a password in a file; what is wrongly taken for a secret is a

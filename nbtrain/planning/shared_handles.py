@@ -1,4 +1,4 @@
-"""What a task refers to that forked ranks share with the notebook, and must not use together.
+"""Finds what a task shares with the notebook after a fork, and must not use at the same time.
 
 A regular file is none of that: a forked rank gets a position of its own in one that is read, and
 what several write goes one after the other.

@@ -1,4 +1,4 @@
-"""The one answer to "which of the notebook's values does this task refer to?".
+"""Finds the values of the notebook that a task refers to.
 
 A task refers to what its function is given (arguments, those that `functools.partial` binds,
 defaults, the object of a bound method), to what its source looks up (a cell's variables, a

@@ -1,4 +1,4 @@
-"""Several nodes as one world: the options of a launch on them, and the place of each node."""
+"""Joins several nodes into one world: the options of a launch on them, and each node's place."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Rendezvous:
                 raise PlanError(f"{name} must be a whole number, not {value!r}")
         if not 0 <= self.node < self.count:
             raise PlanError(
-                f"node_rank {self.node} is none of {self.count} nodes: they are 0 to "
-                f"{self.count - 1}, one each"
+                f"node_rank must be from 0 to {self.count - 1}, different on each of the "
+                f"{self.count} nodes, not {self.node}"
             )
         host, _, port = self.endpoint.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -83,7 +83,9 @@ class Rendezvous:
             f"use_port={self.port})"
         )
         if is_loopback(self.host):
-            text += f". {self.host} is this host alone: other hosts need its address in master_addr"
+            text += (
+                f". {self.host} means this host only: other hosts need its address in master_addr"
+            )
         return text
 
 

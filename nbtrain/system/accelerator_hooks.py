@@ -80,8 +80,8 @@ def _notice(action: str, matters: Callable[..., bool], original: Any, *args: Any
     if matters(*args):
         if _blocking:
             raise AcceleratorBlockedError(
-                f"{action} in the notebook itself would keep it from forking ranks. Do that inside "
-                "the training function, or allow it here with `%nbtrain guard warn`."
+                f"{action} in the notebook would prevent it from forking ranks. Do that inside the "
+                "training function, or allow it in the notebook with `%nbtrain guard warn`."
             )
         accelerator_guard.note_calls(_calls())
     return original(*args, **kw)

@@ -220,7 +220,7 @@ def read_own(path: Path, most: int) -> bytes:
                 return data
     finally:
         os.close(descriptor)
-    raise NbtrainError(f"{path} is larger than any such file of nbtrain")
+    raise NbtrainError(f"{path} is too large for a file of nbtrain")
 
 
 def distrust(file: int | Path, *, is_folder: bool = False) -> str:
@@ -363,7 +363,7 @@ def reopen(position: FilePosition) -> int:
         os.lseek(own, position.offset, os.SEEK_SET)
         return own
     os.close(own)
-    raise OSError(errno.ESTALE, "it is another file by now", path)
+    raise OSError(errno.ESTALE, "the file was replaced", path)
 
 
 def separate(positions: Iterable[FilePosition]) -> None:

@@ -1,4 +1,4 @@
-"""Patching other people's libraries, and acting on a module when it is imported.
+"""Patches functions of other libraries, and acts when a module is imported.
 
 Every patch of nbtrain is made here, so that `patches` can list them (`%nbtrain doctor` shows them)
 and each can be undone. An owner may be named before it is imported: ``"torch:Tensor"`` is the class

@@ -1,4 +1,4 @@
-"""Whose a source file is: the user's, an installed package's, Python's own, or nbtrain's."""
+"""Finds out whose a source file is: the user's, a package's, Python's or nbtrain's."""
 
 from __future__ import annotations
 

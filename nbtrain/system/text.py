@@ -1,4 +1,4 @@
-"""Text for people: numbers with units, texts cut to a width, short reprs of values. Pure."""
+"""Formats text for people: numbers with units, cut texts, short reprs of values. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that nbtrain uses of torch_xla, most of it private: the same from 2.5 to 2.9.
+"""Everything that nbtrain uses of torch_xla, most of it private; the same from 2.5 to 2.9.
 
 `load` imports it and `join` initialises it: in a rank, never in the kernel. The other functions use
 a torch_xla that is imported already.

@@ -1,1 +1,1 @@
-"""What a run records in its folder, and the picture of it that is folded from that."""
+"""What a run records in its folder, and the state that is computed from it."""

@@ -1,4 +1,4 @@
-"""The time of day when this process, or its last launch, began, and counted on from there.
+"""The time of day, read once when the process or its last launch began, and counted from there.
 
 ``time.time()`` jumps when the clock is set (by NTP, by hand, by a host that resumes a virtual
 machine). The events of a run are ordered by their times and its duration is a difference of two, so

@@ -1,4 +1,4 @@
-"""Curves of a run's numbers, bounded whatever is logged: a band over all ranks, a line for few.
+"""Keeps curves of a run's numbers in bounded size: a band over all ranks, lines for few.
 
 A band is what the ranks reported in a bin of steps: lowest, highest, mean. A line is one rank's own
 newest value in each bin. Both halve their resolution when they are full, so a curve of a week takes

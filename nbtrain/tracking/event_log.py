@@ -1,4 +1,4 @@
-"""The files of events: lines of JSON that one process appends and any process reads.
+"""Writes and reads the files of events: one process appends lines of JSON, any process reads.
 
 Each rank has its own file, the launcher another. A line is written with a single ``write(2)`` to a
 descriptor in append mode, so a line survives a SIGKILL of its writer, and a reader never waits for
@@ -104,7 +104,7 @@ class Reader:
         tails = {self.launcher: launcher, **dict(zip(self.ranks, ranks, strict=True))}
         for tail, place in tails.items():
             if not tail.begins_a_line(place):
-                raise ValueError("a file was written anew")
+                raise ValueError("a file was written again")
             tail.skip_to(place)
 
     @property

@@ -1,4 +1,4 @@
-"""What happens in a run: the kinds of event, and the line of JSON that each of them is.
+"""Defines what happens in a run: each kind of event, and its line of JSON.
 
 What `from_line` returns has the types that its fields declare, so nobody checks an event again.
 """

@@ -1,4 +1,4 @@
-"""All that a run's ranks reported: rows read from its files, and as a table."""
+"""Reads all that a run's ranks reported, as rows and as a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""nbtrain's own log: what the launcher decides and why, so that a bug report says something.
+"""Writes nbtrain's log: what the launcher decides and why, for bug reports.
 
 Records go to the logger ``nbtrain.launcher``, and nowhere as long as nothing is launched. During a
 launch, those at INFO are kept in the run's ``launcher.log``; ``NBTRAIN_LOG=debug`` (or info,

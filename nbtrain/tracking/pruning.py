@@ -1,4 +1,4 @@
-"""Which run folders stay: the newest, those in use, and those still watched."""
+"""Decides which run folders stay: the newest, those in use, and those still watched."""
 
 from __future__ import annotations
 

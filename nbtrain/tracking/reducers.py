@@ -1,4 +1,4 @@
-"""What each kind of event changes in the picture of a run: two tables, by kind."""
+"""Applies events to the state of a run: one function per kind of event."""
 
 from __future__ import annotations
 

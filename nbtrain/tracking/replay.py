@@ -1,4 +1,4 @@
-"""The picture of a run from its files alone: as it stands, or stood when its kernel ended.
+"""Rebuilds the state of a run from its files, for a run that goes on or whose kernel ended.
 
 However much the ranks reported, little of it is in memory at a time: their events are read side
 by side and folded as they come.

@@ -1,4 +1,4 @@
-"""The memory and processor time of ranks and host, and what GPUs hold before and after a run.
+"""Measures memory and CPU time of ranks and host, and what GPUs hold before and after a run.
 
 Ranks are measured from outside: a rank does nothing for it. Reading the memory of a process with
 torch in it (USS) takes milliseconds, so ranks are measured in turn, and, once each was, no more

@@ -1,4 +1,4 @@
-"""The run folder: which files it has, where folders live, and which of them stay.
+"""The run folder: which files it has, where folders are, and which of them stay.
 
 What each file holds is in notebooks/reference/run-folder.md.
 """
@@ -149,15 +149,15 @@ class RunFolder:
         if reason:
             raise NbtrainError(
                 f"{self.path} {reason}, so nbtrain does not open it: what a run returned is "
-                "unpickled. If you trust it: copy it, and chmod -R go-w the copy"
+                "unpickled. If you trust it, copy it, and run chmod -R go-w on the copy"
             )
 
     def check_it_is_there(self) -> None:
         """Raise `NbtrainError` if the folder was deleted."""
         if not self.path.exists():
             raise NbtrainError(
-                f"the folder of this run was deleted ({self.path}); nbtrain itself deletes the "
-                "folders of all runs but the last ones"
+                f"the folder of this run was deleted ({self.path}). nbtrain keeps the folders of "
+                "the latest runs only"
             )
 
 

@@ -1,4 +1,4 @@
-"""The picture of a run: immutable, folded from its events by `nbtrain.tracking.reducers`."""
+"""`RunState`: the state of a run, immutable, computed from its events by the reducers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PEFT's adapters that a rank has put into a notebook's model: the notebook gets the same, by PEFT.
+"""Copies PEFT's adapters, which a rank put into a model, to the notebook's model.
 
 `get_peft_model`, and what calls it (TRL's `SFTTrainer(model, peft_config=...)`), replaces layers of
 the model that it is given, and gives tensors other names. In one process, that model would be so

@@ -1,4 +1,4 @@
-"""Messages between the notebook and a live rank: a line of JSON, and a file in memory beside it.
+"""Sends messages between the notebook and a live rank: a line of JSON, and a file in memory.
 
 On one host they go through a socket in a private folder, by whose permissions nobody else gets in,
 and data as an open file: a tensor of a gigabyte is mapped where it arrives. Between hosts they go

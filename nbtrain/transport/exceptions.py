@@ -1,4 +1,4 @@
-"""A rank's exception on its way to the notebook: its type, chain, notes and frames.
+"""Copies a rank's exception to the notebook: its type, chain, notes and frames.
 
 Pickling drops tracebacks and chains, so they travel beside the exception, and are rebuilt around
 small stand-in frames that carry the file, the line and the name of the real ones (the way of

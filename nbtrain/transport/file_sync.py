@@ -1,4 +1,4 @@
-"""Copies files that grow on one host to another, in order, and by offset, so that none comes twice.
+"""Copies growing files from one host to another, in order and by offset, each part once.
 
 The side that copies sends how much it has, and the other returns what follows. Whatever is lost on
 the way, an answer or a minute of the link, is simply requested again.

@@ -1,4 +1,4 @@
-"""Whether a tensor is as it was: fingerprints, of a few bytes, and the bits themselves."""
+"""Finds out whether a tensor has changed, by fingerprints of a few bytes or by its bits."""
 
 from __future__ import annotations
 

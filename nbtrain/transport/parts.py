@@ -1,4 +1,4 @@
-"""The parts of models and optimizers, by name.
+"""Names the parts of models and optimizers.
 
 What is sent to a process that has the model already, an optimizer above all, must refer to the
 model there. By value it would bring a copy of its own, and step parameters that nobody uses.
@@ -87,7 +87,7 @@ def find(part: Sequence[str], values: Mapping[str, Any]) -> Any:
         return _optimizer(value) if kind else value
     except (AttributeError, IndexError, KeyError):
         what = f"`{name}` ({path})" if kind in ("module", "tensor") else f"`{name}`"
-        raise NbtrainError(f"it refers to {what}, which is not there any more") from None
+        raise NbtrainError(f"it refers to {what}, which no longer exists") from None
 
 
 def _optimizer(value: Any) -> Any:

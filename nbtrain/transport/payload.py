@@ -404,7 +404,7 @@ def refuse_what_belongs_to_one_process(obj: Any) -> None:
     cls = type(obj)
     if cls.__module__.startswith("accelerate.") and not is_shared_state(obj):
         if cls.__module__.partition(".")[2] in _OF_ONE_PROCESS:
-            raise TypeError("it belongs to an Accelerator of the notebook's own process")
+            raise TypeError("it belongs to an Accelerator of the notebook")
     elif isinstance(obj, sys.modules["torch"].Tensor) and obj.device.type not in ("cpu", "meta"):
         raise TypeError(f"it is on {obj.device}; move it to the CPU (.cpu()) first")
 

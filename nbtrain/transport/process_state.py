@@ -1,4 +1,4 @@
-"""What a forked rank inherits implicitly: random states, settings, logging.
+"""Sets up what a forked rank inherits implicitly: random states, settings, logging.
 
 A fresh process gets the same, as plain values.
 """

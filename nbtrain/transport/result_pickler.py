@@ -1,4 +1,4 @@
-"""Values on their way from a rank to the notebook.
+"""Pickles values that a rank returns to the notebook.
 
 Three things plain cloudpickle does not do. A class that the notebook had before the ranks were
 forked arrives as that very class (so ``except MyError`` and ``isinstance`` hold). A tensor on an
@@ -43,7 +43,7 @@ def _class_of_main(name: str) -> Any:
     try:
         return vars(sys.modules["__main__"])[name]
     except KeyError:
-        raise AttributeError(f"the notebook has no class {name} any more") from None
+        raise AttributeError(f"the notebook no longer has the class {name}") from None
 
 
 class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]

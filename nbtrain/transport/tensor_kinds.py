@@ -1,4 +1,4 @@
-"""Tensors of every kind, as the plain tensors that a safetensors file holds.
+"""Stores tensors of every kind as the plain tensors that a safetensors file holds.
 
 A file holds strided tensors of the common dtypes. Another one that `torch.save` can write (sparse,
 nested, quantized, complex) is held as that function's bytes; `torch.load` reads them with

@@ -1,4 +1,4 @@
-"""A file of weights: safetensors' own format, with what is no tensor as JSON in its header.
+"""Writes and reads a file of weights: safetensors' format, with all else as JSON in its header.
 
 What a file cannot hold as it is (`tensor_kinds.encoded`) is in it as bytes. The header has a
 checksum of each tensor, so that a file is checked whole before any of it is used.

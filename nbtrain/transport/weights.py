@@ -1,4 +1,4 @@
-"""What a model, an optimizer or a scheduler holds, in a safetensors file; and back, in place.
+"""Saves a model, an optimizer or a scheduler to a safetensors file, and loads it in place.
 
 A file has each tensor once, under its first name. The rest is in the header, as JSON: names of the
 same tensor (tied weights), buffers that no state_dict has, numbers of an optimizer or a scheduler,
@@ -460,7 +460,7 @@ def _differences(
     """Yield each difference for which a file cannot be loaded."""
     for name, tensor in targets.items():
         if tensor.is_meta or (not is_lazy(tensor) and tensor.is_inference()):
-            yield f"`{name}` has no memory in the notebook that could be written to"
+            yield f"`{name}` has no memory in the notebook to write to"
         elif name in optional:
             continue
         elif name not in saved:
@@ -502,7 +502,7 @@ def _spoiled(file: WeightReader, module: torch.nn.Module) -> Iterator[str]:
 def _not_finite(name: str, kind: str) -> str:
     return (
         f"`{name}` is not finite (nan or inf) in the rank. `nbtrain.last_run().load({kind})` loads "
-        f"the rank's {kind} all the same"
+        f"the rank's {kind} anyway"
     )
 
 

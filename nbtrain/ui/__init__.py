@@ -1,1 +1,1 @@
-"""How a run is drawn: `board` and `text_summary` are pure; `displays` put it on a screen."""
+"""Draws a run: `board` and `text_summary` are pure, `displays` put it on a screen."""

@@ -1,4 +1,4 @@
-"""A run as one picture to share: what ran, how it went, its curve and its strips. Pure.
+"""Draws a run as one picture to share: what ran, the result, its curve and its strips. Pure.
 
 It is SVG, which every front draws, and it has a ground of its own: it is to be read in a chat, on
 any page, at 600 pixels. In a page it stands as an image, which browsers copy as one.
@@ -30,7 +30,7 @@ _HOW = (
 
 @dataclass(frozen=True, repr=False)
 class Card:
-    """A picture of a run that draws itself as the value of a cell. `svg` is its text."""
+    """A picture of a run, which a notebook displays. `svg` is its source, `save` writes it."""
 
     svg: str
     title: str

@@ -1,4 +1,4 @@
-"""How far a run is, and the time that is left in words. Pure."""
+"""Describes how far a run is, and the time that is left. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The devices and the free resources of the hosts that ranks run on. Pure."""
+"""Describes the devices and the free resources of the hosts that ranks run on. Pure."""
 
 from __future__ import annotations
 

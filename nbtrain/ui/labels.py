@@ -1,4 +1,4 @@
-"""What every view says of ranks and runs: states, positions, memory, results. Pure."""
+"""Describes ranks and runs for every view: states, positions, memory, results. Pure."""
 
 from __future__ import annotations
 
@@ -472,8 +472,8 @@ def artifact_lines(state: RunState) -> list[str]:
             line = f"{label}{'' if is_value else ' updated'} from {ranks} ({size})"
             if loaded.code == ev.OTHER_VARIABLE:
                 line += (
-                    f", in what was passed: the notebook's `{name}` is another model, into which "
-                    f"run.load({name}, {name!r}) loads the weights"
+                    f", in the model that was passed. The notebook's `{name}` is another model: "
+                    f"run.load({name}, {name!r}) loads the weights into it"
                 )
             lines.append(line)
         elif state.status == "succeeded":
@@ -483,7 +483,7 @@ def artifact_lines(state: RunState) -> list[str]:
             part = f"state ({size})"
             if saved.what == "model":
                 part = f"weights ({format_count(saved.parameters)} parameters, {size})"
-            lines.append(f"{name}: {ranks} left its {part}; run.load() copies it to the notebook")
+            lines.append(f"{name}: {ranks} saved its {part}; run.load() copies it to the notebook")
     return lines[:METRICS]
 
 

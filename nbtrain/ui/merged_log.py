@@ -1,4 +1,4 @@
-"""What several ranks print as one log: a line that several printed is there once. Pure.
+"""Merges what several ranks print: a line that several printed is there once. Pure.
 
 Logs carry no times. A line is placed once no rank has it further on.
 """

@@ -1,4 +1,4 @@
-"""What to do about a run that is not well, in a sentence. Pure."""
+"""Returns in a sentence what to do about a run that has a problem. Pure."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _SAME_COLLECTIVES = (
 )
 _OF_KIND = {
     "cuda out of memory": (
-        "`%nbtrain memory` shows by part what the model takes; use a smaller batch, gradient "
-        "checkpointing or `-p bf16`."
+        "`%nbtrain memory` estimates the memory of a training, by part; use a smaller batch, "
+        "gradient checkpointing or `-p bf16`."
     ),
     "out of memory": (
         "use a smaller batch, fewer ranks (`-n`) or fewer workers of the DataLoader; "

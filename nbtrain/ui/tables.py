@@ -1,4 +1,4 @@
-"""Tables as lines of text and as HTML. Pure.
+"""Draws tables as lines of text and as HTML. Pure.
 
 A row that has fewer cells than the table has columns ends in a cell that takes the rest: an error
 in place of numbers, a remark below a row.

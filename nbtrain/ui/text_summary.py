@@ -1,4 +1,4 @@
-"""A run as lines of text, for terminals, headless jobs and the text form of a display. Pure."""
+"""Draws a run as lines of text, for terminals, headless jobs and a display's text form. Pure."""
 
 from __future__ import annotations
 

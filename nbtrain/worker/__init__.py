@@ -1,1 +1,1 @@
-"""Inside a rank: its start, its task, what it reports, what it returns."""
+"""The code of a rank: its start, its task, what it reports, what it returns."""

@@ -1,4 +1,4 @@
-"""What user code calls in its training: `log`, `progress`, `rank`, `world_size`.
+"""The functions that training code calls: `log`, `progress`, `rank`, `world_size`.
 
 Inside a rank these append events to the rank's own file. Outside a run they do the harmless
 thing, so that the same function runs under ``torchrun`` or in plain Python.
@@ -55,24 +55,31 @@ def activate(reporter: Reporter | None) -> Reporter | None:
 
 
 def rank() -> int:
-    """Return this process's rank: 0 outside a run (``$RANK`` under another launcher)."""
+    """Return the rank of this process: 0 outside a run, ``$RANK`` under another launcher."""
     return active.first + active.rank if active is not None else int(os.environ.get("RANK", 0))
 
 
 def world_size() -> int:
-    """Return the number of ranks: 1 outside a run (``$WORLD_SIZE`` under another launcher)."""
+    """Return the number of ranks: 1 outside a run, ``$WORLD_SIZE`` under another launcher."""
     return active.world_size if active is not None else int(os.environ.get("WORLD_SIZE", 1))
 
 
 def log(step: int | None = None, **metrics: Any) -> None:
-    """Report metrics of this rank, e.g. ``nbtrain.log(step=i, loss=loss)``.
+    """Report metrics of this rank. The board shows them, and ``run.history`` keeps them.
 
-    A value is a number, a text or a tensor with one element; one on a GPU or TPU is read when
-    that has got there, and nobody waits for it. Outside a run the values go to the logger
-    ``nbtrain`` at level INFO.
+    Example::
+
+        nbtrain.log(step=step, loss=loss, lr=schedule.get_last_lr()[0])
+
+    The training does not wait for a tensor on a GPU or TPU: it is read when its value is there.
+    Outside a run, the values go to the logger ``nbtrain`` at level INFO.
+
+    Args:
+        step: the number of the step; None: the optimizer steps so far.
+        metrics: numbers, texts or tensors with one element, by name.
 
     Raises:
-        TypeError: for any other value, naming the metric.
+        TypeError: the step is not a whole number, or a metric is of another kind.
     """
     log_values(step, metrics)
 
@@ -169,10 +176,15 @@ def _step(step: Any) -> int:
 def progress(
     iterable: Iterable[T], total: float | None = None, description: str = "", unit: str = "it"
 ) -> Iterable[T]:
-    """Iterate with a progress bar: on the board inside a run, an ordinary tqdm bar outside.
+    """Iterate with a progress bar: on the board in a run, as an ordinary tqdm bar elsewhere.
 
-    `total` is how many there are, where the iterable cannot tell; `description` and `unit` (of what
-    is counted) are shown with it. It is a bar of tqdm's: every other one is on the board as well.
+    It is a bar of tqdm. The board also shows every other bar of tqdm in a rank.
+
+    Args:
+        iterable: what to iterate over.
+        total: the number of its items, if it has no length.
+        description: the name of the bar, such as "epoch".
+        unit: what is counted, such as "batch".
     """
     from tqdm.auto import tqdm  # which accelerate brings
 

@@ -1,4 +1,4 @@
-"""Gives a training folders for its checkpoints, and finds the last whole one.
+"""Gives a training folders for its checkpoints, and finds the last complete one.
 
 A checkpoint is a folder that all ranks may write into. It counts once every rank has left it: a
 rank that dies while it saves leaves one that is never taken for whole.
@@ -36,7 +36,10 @@ def attempt() -> int:
 def checkpoint_dir() -> Path:
     """Return the run's folder for checkpoints, the same for all its ranks and attempts.
 
-    It goes when the run's folder goes (the last 20 are kept). Outside a run: ``./checkpoints``.
+    It is deleted with the run's folder; nbtrain keeps the last 20. Outside a run, it is
+    ``./checkpoints``.
+
+    Raises `NbtrainError` if not all nodes of the run see the folder.
     """
     if refusal:
         raise NbtrainError(refusal)
@@ -52,11 +55,19 @@ def _dir() -> Path:
 
 @contextlib.contextmanager
 def checkpoint(step: int, keep: int | None = 2) -> Iterator[Path]:
-    """Give a folder to save `step` into: ``with nbtrain.checkpoint(step) as path: ...``.
+    """Give all ranks a folder to save a checkpoint into.
 
-    Every rank enters, whether it writes (``accelerator.save_state(path)``) or not: the checkpoint
-    is whole when all have left without an exception. Then rank 0 deletes older ones, but the
-    newest `keep` (None: all stay).
+    Example::
+
+        with nbtrain.checkpoint(step) as path:
+            accelerator.save_state(path)
+
+    Every rank must enter the block, also one that writes nothing. The checkpoint is complete when
+    all ranks have left the block without an exception.
+
+    Args:
+        step: the number of the step, which names the folder.
+        keep: how many complete checkpoints to keep: rank 0 deletes older ones. None: all.
 
     Raises:
         ValueError: `step` is negative, or `keep` is not positive.
@@ -77,11 +88,10 @@ def checkpoint(step: int, keep: int | None = 2) -> Iterator[Path]:
 
 
 def last_checkpoint() -> Path | None:
-    """Return the newest checkpoint that is whole; None where there is none.
+    """Return the folder of the newest complete checkpoint; None if there is none.
 
-    All ranks of an attempt see the same, as long as none of them has begun to save. Another number
-    of ranks may have saved it: an attempt on fewer nodes must be able to load, or leave, what more
-    saved.
+    All ranks of an attempt get the same folder if they ask before any of them saves again. After a
+    restart on fewer nodes, a larger number of ranks may have saved it.
     """
     return next(iter(whole(_dir())[-1:]), None)
 

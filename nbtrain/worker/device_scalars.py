@@ -1,4 +1,4 @@
-"""Scalars on a GPU or a TPU, read without anyone waiting for them.
+"""Reads scalars on a GPU or a TPU without making the training wait.
 
 ``loss.item()`` holds the training until the GPU has caught up. Here the value is copied to the CPU
 behind the work that makes it, and read when it has arrived.

@@ -1,4 +1,4 @@
-"""Collects what only the failing rank can see of its failure, and only at that moment.
+"""Collects the facts about a failure that only the failing rank can see, when it happens.
 
 How a DataLoader's workers ended, the room left on a full disk, the limits of descriptors and
 processes: a line each, stored in the rank's last event. The first line names what happened. And
@@ -117,7 +117,7 @@ def _loader_workers(error: BaseException) -> Iterator[tuple[str, str]]:
     chosen = getattr(workers[0], "_start_method", None) if workers else "fork"
     method = chosen or multiprocessing.get_start_method()
     if 1 in codes and method != "fork":
-        fresh = "and such a process has nothing of the notebook"
+        fresh = "and they have none of the notebook's variables"
         yield FRESH_WORKER, f"multiprocessing starts workers by {method!r} here, {fresh}"
         return
     room = host.shared_memory()
@@ -196,7 +196,7 @@ def _unused_parameters(error: BaseException) -> Iterator[tuple[str, str]]:
     ]
     unused = [names[int(index)] for index in indices[1].split()]
     more = f" and {len(unused) - NAMES} more" if len(unused) > NAMES else ""
-    yield NO_GRADIENT, f"no gradient came to {', '.join(unused[:NAMES])}{more}"
+    yield NO_GRADIENT, f"no gradient reached {', '.join(unused[:NAMES])}{more}"
 
 
 # Where a rank's code leaves its process

@@ -1,4 +1,4 @@
-"""One run, ready to start: the plan with nothing left to decide."""
+"""`Job`: a run that is ready to start, with all decisions made."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Job:
     in_kernel: bool = False
     in_notebook: bool = False
     """Whether a notebook is there to show figures, rather than a script or a terminal."""
-    unanswered: str = "nobody can: the run is in the background, on other hosts, or headless"
-    """Why nobody would answer a debugger; "": somebody would."""
+    unanswered: str = "the run is in the background, on other hosts, or headless"
+    """Why no user can answer a debugger; "" if one can."""
     is_live: bool = False
     """Whether the rank's process goes on after the task, with its variables and its groups."""
     is_mirrored: bool = False

@@ -1,4 +1,4 @@
-"""The body of a rank: environment, threads, the call, the outcome. Knows nothing of IPython.
+"""Runs in a rank: environment, threads, the call, the outcome. Does not use IPython.
 
 Whatever engine brought the process to life calls `main` in it, with everything a rank needs in a
 `Job`; what the rank reports goes into the run folder.
@@ -156,7 +156,9 @@ def run_and_report(
     except SystemExit as leaving:
         if not job.is_live:
             return _leave(rank, writer, leaving), None
-        error = RuntimeError(f"{failure_evidence.describe_sys_exit(leaving)}: live ranks stay")
+        error = RuntimeError(
+            f"{failure_evidence.describe_sys_exit(leaving)}, which does not end live ranks"
+        )
         _report_failure(job, rank, writer, spare, error.with_traceback(leaving.__traceback__))
         return FAILED, None
     except BaseException as error:  # whatever the user's code raised is this rank's outcome

@@ -1,4 +1,4 @@
-"""Refuses launchers in a rank: each rank would start ranks of its own, under the same names."""
+"""Refuses launchers in a rank: each rank would start more ranks, under the same names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _refuse_spawn(original: Any, fn: Any, args: tuple[Any, ...] = (), *_: Any, *
     if str(getattr(fn, "__module__", "")).startswith(("lightning", "pytorch_lightning")):
         raise LaunchError(
             f"Lightning would start ranks within rank {api.rank()} of this run. Write "
-            f'`strategy="ddp", devices={api.world_size()}`: the ranks are there already.'
+            f'`strategy="ddp", devices={api.world_size()}`: the ranks already exist.'
         )
     raise refusal("mp.spawn", fn, with_rank=True)
 
@@ -42,5 +42,5 @@ def refusal(launcher: str, function: Any, *, with_rank: bool = False) -> LaunchE
     arguments = "nbtrain.rank(), …" if with_rank else "…"
     return LaunchError(
         f"{launcher} would start ranks within rank {api.rank()} of this run. "
-        f"Call `{name}({arguments})` itself instead: every rank comes here."
+        f"Call `{name}({arguments})` itself instead: every rank runs this line."
     )

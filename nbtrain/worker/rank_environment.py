@@ -1,4 +1,4 @@
-"""What makes plain code distributed in a rank: environment variables, and FSDP on CPU ranks.
+"""Makes plain code distributed in a rank: environment variables, and FSDP on CPU ranks.
 
 torchrun, Accelerate, gloo, NCCL and torch_xla read the variables.
 """

@@ -159,12 +159,12 @@ class ResultSender:
             name = next((n for n, v in self._objects.items() if v is model), "")
             if name and config.is_prompt_learning and not config.inference_mode:
                 text = (
-                    f"The prompts that PEFT trains for `{name}` are no part of it: they end with "
-                    "the ranks."
+                    f"The prompts that PEFT trains for `{name}` are not part of it, so they are "
+                    "lost when the ranks end."
                 )
                 remedy = (
                     "Return `peft.get_peft_model_state_dict(...)` of PEFT's model from the "
-                    "function; `peft.set_peft_model_state_dict` takes it in the notebook."
+                    "function, and load it in the notebook with `peft.set_peft_model_state_dict`."
                 )
                 self._writer.write(ev.RunNote.of(Finding("not-copied-back", text, remedy)))
 
@@ -386,7 +386,7 @@ class ResultSender:
     def _check_is_whole(self, value: Any) -> None:
         models = filter(is_model, self._returned.values())
         if hasattr(value, "param_groups") and any(map(self._is_sharded, models)):
-            raise NbtrainError("its state is split over the ranks (sharded), as the model was")
+            raise NbtrainError("its state is sharded over the ranks, like the model")
 
     def _check_is_in_no_stage(self, value: Any) -> None:
         models = [value] if is_model(value) else []
@@ -403,7 +403,7 @@ class ResultSender:
         variables = public(namespace(self._plan.task))
         new = [n for n, v in variables.items() if self._names.get(n) != id(v)]
         return (
-            f"there is no variable `{name}`. Local variables of a function are gone when it "
+            f"there is no variable `{name}`. Local variables of a function end when it "
             f"returns. The run assigned: {', '.join(new[-8:]) or 'none'}"
         )
 

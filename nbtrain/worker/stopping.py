@@ -1,4 +1,4 @@
-"""How a rank is asked to stop: by `should_stop`, then by KeyboardInterrupt.
+"""Asks a rank to stop: with `should_stop`, then with KeyboardInterrupt.
 
 The launcher sends SIGINT up to three times. At the first, a training whose optimizer steps are
 seen goes on to the end of its step, and of what it does after it (a scheduler, a counter): up to
@@ -92,12 +92,12 @@ def activate(request: Path) -> None:
 
 
 def should_stop() -> bool:
-    """Whether this rank was asked to stop: by ■, the Stop button, a timeout, another terminal.
+    """Return whether this rank was asked to stop: by ■, the Stop button, a timeout or a command.
 
-    A loop that asks (once a step, say) is not interrupted: it has 1.5 s to see it, and may then
-    save and return, within the run's grace. Ranks hear it within milliseconds of each other, not
-    at the same step: where they step together, let all agree (an ``all_reduce`` of the answer).
-    Outside a run always False.
+    Call it in each step. A loop that does is not interrupted: it has 1.5 s to see the request, and
+    may then save and return, within the run's grace. The ranks see the request within milliseconds
+    of each other, perhaps not in the same step. If they step together, let them agree first, with
+    an ``all_reduce`` of the answer. Outside a run, it returns False.
     """
     if active is None:
         return False

@@ -57,7 +57,7 @@ def test_what_hinders_a_launch_is_shown_by_engine() -> None:
         ("", "fork refused: CUDA is already initialised in this kernel. Restart it."),
         ("", "fork warned: GPU 0 is in use. End it."),
     ]
-    assert list(doctor.launch("spawn", [])) == [("", "spawn: nothing hinders a launch")]
+    assert list(doctor.launch("spawn", [])) == [("", "spawn: a launch can start")]
     assert list(doctor.launch("fork", [], "torch is not installed")) == [
         ("", "fork refused: torch is not installed")
     ]
@@ -210,7 +210,7 @@ def test_a_notebook_asks_the_doctor(notebook: Notebook) -> None:
     assert first.startswith("nbtrain ")
     assert first.endswith("Jupyter kernel")
     assert "No accelerator is initialised in this kernel" in out.stdout
-    assert "fork: nothing hinders a launch" in out.stdout
+    assert "fork: a launch can start" in out.stdout
     assert max(map(len, out.stdout.splitlines())) <= 80
     seen = json.loads(notebook.run("%nbtrain doctor --json").stdout)
     assert (seen["frontend"], seen["initialized"], seen["ready"]) == ("Jupyter kernel", {}, True)

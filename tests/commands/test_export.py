@@ -301,7 +301,7 @@ def test_a_parameter_keeps_its_default_where_no_cell_is_certain_to_make_its_valu
 
 def test_a_secret_that_python_reads_in_two_parts_is_one_clear_error(tmp_path: Path) -> None:
     cells = ("token = 'hf_0123456789abcdefghij' 'xyz'", "%%distributed\ndef train(): pass")
-    with pytest.raises(PlanError, match=r"a script cannot have `token = os\.environ"):
+    with pytest.raises(PlanError, match=r"a script cannot contain `token = os\.environ"):
         _script(tmp_path, *cells)
 
 

@@ -59,7 +59,7 @@ def test_odd_names_and_numbers_of_ranks_break_nothing(notebook: Notebook) -> Non
     assert not notebook.run("%distributed -n 2 net.weight.sum()").ename
     try:
         out = notebook.run("%nbtrain start -n 2")
-        assert "`ranks` is a variable of yours, and stays so" in out.stdout
+        assert "`ranks` keeps the value that you gave it" in out.stdout
         assert notebook.value("ranks") == "mine"
         out = notebook.run("%%rank 1-0\n1")
         assert (out.ename, out.evalue) == ("PlanError", "'1-0' names no ranks: write 0-1")

@@ -301,7 +301,9 @@ def test_a_cell_whose_function_takes_its_rank_is_refused_with_its_last_line(
     cell = "def work(rank, world_size, epochs=2):\n    return rank, world_size"
     out = notebook.run(f"%%distributed\n{cell}")
     last = "work(nbtrain.rank(), nbtrain.world_size())"
-    assert f"As it takes its rank, add `{last}` as the last line of the cell." in out.evalue
+    assert (
+        f"Its first parameter is the rank: add `{last}` as the last line of the cell." in out.evalue
+    )
     notebook.run(f"%%distributed -n 2\n{cell}\n{last}")
     assert notebook.value("nbtrain.last_run().results") == [(0, 2), (1, 2)]
 
@@ -337,12 +339,12 @@ def test_a_name_that_only_ranks_have_is_explained_where_it_is_missed(notebook: N
         name = "only_there" if "only" in cell else "best_there"
         out = notebook.run(cell)
         assert out.ename == "NameError", (cell, out)
-        assert f"`{name}` was defined by In[{number}] in its ranks only. Define it" in out.stdout
-    assert "was defined by" not in notebook.run("unknown + 1").stdout
+        assert f"In[{number}] defined `{name}` in its ranks only. Define it" in out.stdout
+    assert "in its ranks only" not in notebook.run("unknown + 1").stdout
     out = notebook.run("%%distributed -n 2\nprint(early)\nearly = 1")
-    assert (out.ename, "was defined by" in out.stdout) == ("NameError", False)
+    assert (out.ename, "in its ranks only" in out.stdout) == ("NameError", False)
     notebook.run("both_there = 5")
-    assert "was defined by" not in notebook.run("both_there + elsewhere").stdout
+    assert "in its ranks only" not in notebook.run("both_there + elsewhere").stdout
 
 
 def test_a_training_that_is_called_in_place_of_passed_is_named_before_it_runs(

@@ -80,7 +80,7 @@ def test_the_cell_of_an_exit_is_named_where_the_rank_does_not_have_it(notebook: 
     try:
         out = notebook.run("%%distributed\nimport sys\nsys.exit(4)")
         number = notebook.value("len(In) - 2")
-        assert out.evalue == f"sys.exit(4) at In[{number}], line 3: live ranks stay"
+        assert out.evalue == f"sys.exit(4) at In[{number}], line 3, which does not end live ranks"
     finally:
         notebook.run("%nbtrain stop")
 

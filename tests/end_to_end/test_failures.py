@@ -117,7 +117,7 @@ def test_a_question_to_a_rank_is_refused_with_the_way_out(
 ) -> None:
     out = notebook.run(f"%%distributed -n 1\n{question}\nprint('asked')")
     assert out.ename == "StdinNotImplementedError"
-    assert "nobody can type an answer for a rank" in out.evalue
+    assert "a rank cannot read what you type" in out.evalue
     assert "pass the answer to the function" in out.evalue
     assert notebook.value("input.__self__ is get_ipython().kernel")
 
@@ -281,5 +281,5 @@ def test_ranks_that_wait_for_what_an_unequal_shape_leaves_out_are_reported_at_on
     assert out.ename == "RunTimeout", out.traceback
     assert "Rank 0 has left all_" in out.evalue
     assert "rank 1 is in all_" in out.evalue
-    assert "line 7): these do not match, so no rank can continue. Every rank has" in out.evalue
+    assert "line 7): these do not match, so no rank can continue. Every rank must" in out.evalue
     assert ("accelerator.pad_across_processes(x, dim=…)" in out.evalue) == (call == "nothing")

@@ -72,7 +72,7 @@ def test_workers_that_have_nothing_of_the_notebook_are_to_be_forked(
     cell = f"for x in DataLoader(Own(), num_workers=1{options}): pass"
     out = notebook.run(f"%%distributed -n 1\n{cell}")
     assert out.ename == "RuntimeError", out.traceback
-    assert "A worker that is not forked has nothing of the notebook. Call" in out.traceback
+    assert "A worker that is not forked has none of the notebook's variables. Call" in out.traceback
     assert "/dev/shm" not in out.traceback
     notebook.run("multiprocessing.set_start_method('fork', force=True)")
     assert not notebook.run(

@@ -74,7 +74,7 @@ WRONG = {
         "    winner = 3",
         (
             "⚠ train(): finished, but winner was not returned",
-            "Local variables of a function are gone when it returns",
+            "Local variables of a function end when it returns",
         ),
         "--out winner",
     ),
@@ -84,7 +84,7 @@ WRONG = {
         "    accelerator = Accelerator()\n"
         "    model, optimizer = accelerator.prepare(*parts()[:2])\n"
         "    fit(model, optimizer, DataLoader(Stream(), 8), accelerator.backward)",
-        ("all 2 ranks train on the same batches", "an `IterableDataset` has to skip the samples"),
+        ("all 2 ranks train on the same batches", "An `IterableDataset` has to skip the samples"),
     ),
     "a part that is run again and again": Case(
         "    from accelerate import DistributedDataParallelKwargs\n"
@@ -110,7 +110,7 @@ WRONG = {
     ),
     "a function of mp.spawn": Case(
         "nbtrain.launch(demo, num_processes=2)",
-        ("Pass `lambda: demo(nbtrain.rank(), nbtrain.world_size())` in its place",),
+        ("Pass `lambda: demo(nbtrain.rank(), nbtrain.world_size())` instead",),
         setup="def demo(rank, world_size):\n    return rank, world_size",
     ),
     "a device that all ranks use": Case(
@@ -225,7 +225,7 @@ def test_of_parameters_without_a_gradient_a_reader_meets_the_names_first(
         )
     )
     assert out.ename == "RuntimeError"
-    cause = "no gradient came to spare.weight, spare.bias"
+    cause = "no gradient reached spare.weight, spare.bias"
     assert f"{cause} (RuntimeError: Expected to have" in out.board.splitlines()[1]
     assert out.traceback.count(cause) == 1  # beside what to do
     remedy = "DistributedDataParallelKwargs(find_unused_parameters=True)"
@@ -396,7 +396,7 @@ def test_a_trainer_of_lightning_that_joins_nobody_is_reported(notebook: Notebook
     assert "finished, but each rank trained alone" in out.board
     out = notebook.run(fit.format("devices=2, strategy=['ddp_notebook'][0]"), timeout=120)
     assert "Lightning would start ranks within rank" in out.evalue
-    assert 'Write `strategy="ddp", devices=2`: the ranks are there already.' in out.evalue
+    assert 'Write `strategy="ddp", devices=2`: the ranks already exist.' in out.evalue
 
 
 @pytest.mark.slow

@@ -447,7 +447,7 @@ def test_an_interrupt_of_the_command_ends_its_waiting_in_a_line(
         interrupted = other.submit(interrupt)
         assert cli.main(["stop", run.folder.name]) == 130
         interrupted.result()
-    told = f"{run.folder.name} was asked to stop, but has not ended yet\n"
+    told = f"{run.folder.name} was asked to stop and has not ended yet\n"
     assert capsys.readouterr().err == told
     background.resume()
     assert run.wait().state.status == "interrupted"

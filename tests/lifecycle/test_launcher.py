@@ -89,9 +89,7 @@ def test_an_argument_that_is_called_as_an_option_is_shown_its_way(name: str) -> 
     class Own:
         pass
 
-    words = (
-        rf"`{name}` as its own option, and a value of type Own does not fit it.*functools.partial"
-    )
+    words = rf"`{name}` is an option of nbtrain, and a value of type Own .*functools.partial"
     with pytest.raises(PlanError, match=words):
         nbtrain.launch(train, view="none", **{name: Own()})  # type: ignore[arg-type]
     if name in ("config", "env"):

@@ -101,7 +101,7 @@ def test_fsdp_on_cpu_ranks_takes_effect(tmp_path: Path) -> None:
         "shards": "DTensor",
         "learns": True,
     }
-    assert any("CPU ranks use FSDP" in note for note in run.state.notes)
+    assert any("The ranks use FSDP on the CPU" in note for note in run.state.notes)
     assert dict(os.environ) == environment
     assert logging.getLogger().handlers == handlers
 
@@ -137,9 +137,9 @@ def test_what_is_asked_for_wins_with_a_note(tmp_path: Path) -> None:
     assert plan.env["FSDP_MIN_NUM_PARAMS"] == "7"
     assert plan.env["FSDP_STATE_DICT_TYPE"] == "SHARDED_STATE_DICT"
     assert texts(findings) == [
-        "Number of processes: 4 is used, as asked for, and not 2 from config.yaml.",
-        "Mixed precision: no is used, as asked for, and not bf16 from config.yaml.",
-        "$FSDP_MIN_NUM_PARAMS: 7 is used, as asked for, and not 10 from config.yaml.",
+        "Number of processes: nbtrain uses 4, as you asked, instead of 2 from config.yaml.",
+        "Mixed precision: nbtrain uses no, as you asked, instead of bf16 from config.yaml.",
+        "$FSDP_MIN_NUM_PARAMS: nbtrain uses 7, as you asked, instead of 10 from config.yaml.",
     ]
     assert accelerate_config.applied(_plan()) == (_plan(), [])
 
@@ -191,13 +191,13 @@ def test_a_file_for_a_tpu_brings_its_engine_processes_and_precision(tmp_path: Pa
     assert (plan.mixed_precision, plan.downcast_bf16) == ("bf16", True)
     assert plan.env["LIBTPU_INIT_ARGS"] == "--a=b"
     assert "CUDA_VISIBLE_DEVICES" not in plan.env
-    assert texts(findings) == ["config.yaml: for a TPU pod only, and not used here: tpu_name."]
+    assert texts(findings) == ["config.yaml: nbtrain ignores what is for TPU pods only: tpu_name."]
     plan, _ = accelerate_config.applied(_plan(config=file, mixed_precision="no", num_processes=1))
     assert (plan.num_processes, plan.downcast_bf16) == (1, False)
     plan, findings = accelerate_config.applied(_plan(config=file, engine="fork"))
     assert (plan.engine, plan.downcast_bf16) == ("fork", False)
     assert texts(findings) == [
-        "Engine: fork is used, as asked for, and not the TPU of config.yaml."
+        "Engine: nbtrain uses fork, as you asked, instead of the TPU of config.yaml."
     ]
     assert accelerate_config.applied(_plan(config=file, engine="xla"))[0].engine == "xla"
     plain = "distributed_type: XLA\nmixed_precision: bf16\ndowncast_bf16: 'no'\n"

@@ -66,7 +66,7 @@ def test_a_trainer_of_the_notebook_is_named_with_its_cell_and_line(with_state: N
     out = with_state.run("%%distributed\ndef train():\n    trainer.train()")
     assert out.ename == "PreflightError"
     assert (
-        f"`trainer` is a Trainer of the notebook, made for one process (In[{number}], line 2: "
+        f"`trainer` (a Trainer) was made in the notebook, for one process (In[{number}], line 2: "
         "`trainer = Trainer(model=model, args=args, train_dataset=data)`). Make the Trainer and "
         "its TrainingArguments inside the training function. The kernel needs no restart."
     ) in out.evalue
@@ -77,10 +77,10 @@ def test_a_trainer_of_the_notebook_is_named_with_its_cell_and_line(with_state: N
 def test_an_accelerator_and_what_it_prepared_are_named(with_state: Notebook) -> None:
     with_state.run("acc = Accelerator()\nloader = acc.prepare(torch.utils.data.DataLoader(data))")
     out = with_state.run("%%distributed\ndef train():\n    acc.print('ready')")
-    assert "`acc` is an Accelerator of the notebook, made for one process (In[" in out.evalue
-    assert "line 1: `acc = Accelerator()`). Make it inside the training function" in out.evalue
+    assert "`acc` (an Accelerator) was made in the notebook, for one process (In[" in out.evalue
+    assert "line 1: `acc = Accelerator()`). Create it inside the training function" in out.evalue
     out = with_state.run("%%distributed\ndef train():\n    return len(loader)")
-    assert "`loader` is a DataLoaderShard of the notebook, made for one process." in out.evalue
+    assert "`loader` (a DataLoaderShard) was made in the notebook, for one process." in out.evalue
     out = with_state.run(
         "%%distributed\ndef train():\n    acc = Accelerator()\n    return len(data)"
     )
@@ -137,9 +137,11 @@ def test_one_rank_may_use_what_the_notebooks_accelerator_prepared(
         assert "⚠" not in out.board
         assert results(with_state) == "[(1, 1, 3)]"
         assert with_state.value("not torch.equal(net.weight, before)")
-    assert "made for one process" in with_state.run(launch.format(2)).evalue
+    assert "made in the notebook, for one process" in with_state.run(launch.format(2)).evalue
     bf16 = launch.format(1).replace("num_processes", "mixed_precision='bf16', num_processes")
-    assert "made for one process" in with_state.run(bf16).evalue  # it was not made for that
+    assert (
+        "made in the notebook, for one process" in with_state.run(bf16).evalue
+    )  # it was not made for that
 
 
 def test_one_rank_may_train_with_a_trainer_of_the_notebook(with_state: Notebook) -> None:
@@ -158,7 +160,10 @@ def test_none_asked_for_is_no_number_where_there_is_no_gpu(with_state: Notebook)
     ):
         out = with_state.run(launch)
         assert out.ename == "", out.evalue
-        assert "num_processes is 0, as torch.cuda.device_count() is without a GPU" in out.board
+        assert (
+            "num_processes is 0, which is torch.cuda.device_count() on a host without a GPU"
+            in out.board
+        )
         assert results(with_state) == "[0, 1]"
     out = with_state.run("nbtrain.launch(nbtrain.rank, num_processes=-1)")
     assert "a whole number ≥ 1" in out.evalue
@@ -170,4 +175,7 @@ def test_an_accelerator_made_before_nbtrain_was_loaded_has_no_place(
     kernel = start_kernel()
     kernel.run("from accelerate import Accelerator\nacc = Accelerator(cpu=True)\n%load_ext nbtrain")
     out = kernel.run("%%distributed\ndef train():\n    acc.print('ready')")
-    assert "made for one process. Make it inside the training function" in out.evalue
+    assert (
+        "made in the notebook, for one process. Create it inside the training function"
+        in out.evalue
+    )

@@ -77,7 +77,7 @@ def test_what_ranks_load_is_reported_with_what_to_write_instead() -> None:
     loaded = [Load(Place("", 3, 1), SIZE), Load(Place("In[2]", 4, 1), 2)]
     total, available = SIZE + 2, 1 << 28
     assert build_estimate.advice(loaded, 8, available) == (
-        f"if memory ran out: each of 8 ranks loads a model of its own (line 3): "
+        f"if memory ran out: each of 8 ranks loads a separate copy of the model (line 3): "
         f"8 x {format_bytes(total)} = {format_bytes(8 * total)}, and {format_bytes(available)} "
         "were available",
         build_estimate.ADVICE,

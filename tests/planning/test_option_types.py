@@ -176,7 +176,7 @@ def test_a_value_that_cannot_be_the_options_is_the_functions() -> None:
     assert (own, left, notes) == ({"config": {"lr": 1}, "env": "CartPole"}, {}, [])
     own, left, (note,) = parsing.shared_out(train, (1,), {}, {"timeout": 20.0})
     assert (own, left) == ({}, {"timeout": 20.0})
-    assert note.text.startswith("`timeout` is nbtrain's option here; train() keeps its own default")
+    assert note.text.startswith("`timeout` is nbtrain's option here; train() keeps its default")
     assert parsing.shared_out(train, (1,), {}, {"timeout": None, "env": {"A": "1"}})[2] == []
     with pytest.raises(PlanError, match=r"functools.partial\(train, config=...\)"):
         parsing.shared_out(train, (), {}, {"config": "default"})
@@ -204,8 +204,8 @@ def test_a_misspelt_keyword_is_guessed_before_anything_starts() -> None:
 def test_a_function_that_takes_its_rank_is_refused_with_the_line_to_write() -> None:
     def work(rank: int, world_size: int, name: str, epochs: int = 2) -> None: ...
 
-    line = r"lambda: work\(nbtrain.rank\(\), nbtrain.world_size\(\), name\)` in its place"
-    with_args = r"`lambda \*args: work\(nbtrain.rank\(\), \*args\)` in its place"
+    line = r"lambda: work\(nbtrain.rank\(\), nbtrain.world_size\(\), name\)` instead"
+    with_args = r"`lambda \*args: work\(nbtrain.rank\(\), \*args\)` instead"
     for args in ((), (2,), (2, "name")):
         line = with_args if len(args) == 2 else line
         with pytest.raises(PlanError, match=f"work.* takes its rank first.*{line}"):

@@ -52,6 +52,6 @@ def test_where_no_line_would_run_none_is_named(notebook: Notebook, function: str
     notebook.run(KINDS)
     out = notebook.run(f"notebook_launcher({function}, num_processes=2)")
     assert out.ename == "PlanError"
-    remedy = "Take `rank` out of its parameters, and use `nbtrain.rank()` in it."
+    remedy = "Remove its parameter `rank`, and call `nbtrain.rank()` in it instead."
     assert out.evalue.endswith(remedy)
     assert "<lambda>" not in out.evalue

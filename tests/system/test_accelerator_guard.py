@@ -92,7 +92,7 @@ def test_one_rank_trains_in_a_kernel_that_has_initialised_cuda(
     assert out.ename == "", out.evalue
     assert kernel.value("nbtrain.last_run().value == os.getpid()")
     assert "CUDA is initialised in this kernel (In[" in out.board
-    assert "the one rank trains in it, too" in out.board
+    assert "so the one rank trains in the kernel" in out.board
     out = kernel.run("nbtrain.launch(os.getpid, num_processes=1, timeout=5)")
     assert out.ename == "AcceleratorInitializedError"  # a timeout needs a process of its own
     assert kernel.run("nbtrain.launch(os.getpid, num_processes=0)").ename == "PlanError"

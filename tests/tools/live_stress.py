@@ -91,7 +91,7 @@ def troubles(notebook: Notebook, kind: Kind, press: float) -> list[str]:
     timer = threading.Timer(press, notebook.manager.interrupt_kernel)
     if kind.presses:
         timer.start()
-    unheard = "did not hear the interrupt" if kind.presses > 1 else None
+    unheard = "did not react to the interrupt" if kind.presses > 1 else None
     out = notebook.run(kind.magic + kind.cell, timeout=90, interrupt_on=unheard)
     if kind.presses:
         timer.join()

@@ -71,7 +71,7 @@ def test_lightnings_launcher_in_a_loop_over_folds_is_named_with_the_strategy(
     )
     out = notebook.run(f"nbtrain.notebook_launcher(folds, ({strategy!r},), 2)", timeout=120)
     assert out.ename == "LaunchError", out.traceback
-    assert 'Write `strategy="ddp", devices=2`: the ranks are there already.' in out.evalue
+    assert 'Write `strategy="ddp", devices=2`: the ranks already exist.' in out.evalue
     assert "_wrapping_function" not in out.evalue
     out = notebook.run("nbtrain.notebook_launcher(folds, ('ddp',), 2).results", timeout=120)
     assert not out.ename, out.traceback

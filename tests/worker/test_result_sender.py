@@ -423,7 +423,7 @@ def test_a_run_in_the_background_changes_nothing_before_it_is_waited_for() -> No
 def test_a_model_that_is_gone_is_reported() -> None:
     done = run(fill, Net(), 4, background=True)
     gc.collect()
-    with pytest.warns(UserWarning, match="the notebook's object does not exist any more"):
+    with pytest.warns(UserWarning, match="the notebook's object no longer exists"):
         done.wait()
 
 
@@ -447,7 +447,7 @@ if os.path.exists("go"): os.remove("go")
 def bits(): return [p.tolist() for p in model.parameters()]
 before = bits()
 """
-STAYS = "was not updated: the notebook changed it after the launch, so it stays as the notebook"
+STAYS = "was not updated: the notebook changed it after the launch, so it keeps the notebook's"
 
 
 def behind(notebook: Notebook, meanwhile: str, options: str = "") -> str:
@@ -485,8 +485,8 @@ def test_a_model_that_the_notebook_changes_meanwhile_stays_and_the_run_has_its_o
     notebook: Notebook, meanwhile: str, options: str
 ) -> None:
     warned = behind(notebook, meanwhile, options)
-    assert f"model {STAYS} has it. run.load(model) loads the run's" in warned
-    assert "opt was not updated: `model`, which it belongs to, was not" in warned
+    assert f"model {STAYS} values. run.load(model) loads what the run saved" in warned
+    assert "opt was not updated: it belongs to `model`, which was not updated" in warned
     assert notebook.value("bits() == at_hand != before")
     assert notebook.value("found, opt.state == {}") == ("the run's", True)
     assert not notebook.run("model.float(); run.load(model); run.load(opt); run.load(sched)").ename
@@ -523,7 +523,7 @@ def test_what_else_the_notebook_changes_meanwhile_stays_too(
         ("pass", ""),
         ("model(torch.ones(1, 3)).sum().backward()", ""),
         ("model = torch.compile(model)", ""),
-        ("model = made()[0]", "the notebook's object does not exist any more"),
+        ("model = made()[0]", "the notebook's object no longer exists"),
         ("old = model; model = made()[0]", "`model` is another model now than at the launch"),
     ],
 )
@@ -534,7 +534,7 @@ def test_only_a_model_that_is_another_one_since_the_launch_has_to_be_loaded(
     assert warning in warned
     if warning:
         assert "model was not updated: " in warned
-        assert "run.load(model, 'model') loads the weights into another" in warned
+        assert "run.load(model, 'model') loads the weights into " in warned
         assert not notebook.run("run.load(model, 'model')").ename
     else:
         assert not warned
@@ -556,7 +556,9 @@ def test_what_a_run_did_not_change_and_the_notebook_did_is_named() -> None:
     fill(model, 1)
     done = run(train, model, background=True)
     fill(model, 2)
-    with pytest.warns(UserWarning, match="file does not have `embed.weight`, which the run left"):
+    with pytest.warns(
+        UserWarning, match="The run did not change `embed.weight`, so its file does not have it"
+    ):
         done.wait()
     assert (model.norm.bias == 2).all()
     again = Net()
@@ -915,7 +917,7 @@ def _spoils_both(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> No
 @pytest.mark.parametrize(
     ("train", "out", "reason"),
     [
-        (_spoils_the_model, "", "`model`, which it belongs to, was not"),
+        (_spoils_the_model, "", "it belongs to `model`, which was not updated"),
         (_spoils_both, "optimizer", "is not finite"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What training a model needs on each rank, estimated before anything is allocated."""
+"""Estimates the memory that a training needs on each rank, before anything is allocated."""
 
 from .estimate import memory_needed, read
 from .report import MemoryAnatomy

@@ -1,4 +1,4 @@
-"""Batches to run a model with: invented from its configuration, or shaped like a real one."""
+"""Makes batches to run a model with: from its configuration, or with a real one's shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`memory_needed`, ``%nbtrain memory``: what training takes on each rank, and whether it fits."""
+"""Estimates what a training takes on each rank: `memory_needed` and ``%nbtrain memory``."""
 
 from __future__ import annotations
 
@@ -48,24 +48,24 @@ def memory_needed(
     rows: int | None = None,
     loss: Callable[[Any], Any] | None = None,
 ) -> MemoryAnatomy:
-    """Estimate what a training step of a model needs on each rank, by part.
+    """Estimate the memory that a training step of a model needs on each rank, in bytes by part.
 
-    The step runs on tensors without memory: nothing is allocated, no device is touched, the model
-    stays as it is. Print the result, or leave it as a cell's last line.
+    The step runs on tensors without memory: it allocates nothing, uses no device and leaves the
+    model as it is. Print the result, or leave it as a cell's last line.
 
     Args:
-        model: a model, or a function that builds one (it is called on the meta device, so that
-            the model may be one that would not fit).
-        batch: a shape, ``"8x512"`` (rows × tokens for a text model, rows alone for images, else
-            the shape of the one input tensor), or a real batch, of which only shapes are read.
+        model: a model, or a function that builds one. The function is called on the meta device,
+            so the model may be too large for this host.
+        batch: a shape, ``"8x512"`` (rows × tokens for a text model, rows alone for images,
+            otherwise the shape of the one input tensor), or a real batch: only its shapes are read.
         optimizer: a name (adamw, sgd, …; none: inference), or an optimizer.
-        precision: autocast's, as under Accelerate: 'no', 'fp16' or 'bf16'.
-        ranks: how many train together; None: one per GPU of this host, 2 without GPUs, 1 with
-            `card`.
+        precision: the precision of autocast, as under Accelerate: 'no', 'fp16' or 'bf16'.
+        ranks: how many ranks train together; None: one per GPU of this host, 2 without GPUs, 1
+            with `card`.
         strategy: 'ddp', or 'fsdp', which shares weights, gradients and states among the ranks.
-        card: the memory of a GPU, ``"16GB"``; None: that of this host's GPUs, else of the host.
-        rows: rows to use in place of a real batch's own number.
-        loss: makes a number of the model's output; None: the output's ``loss``, else a sum.
+        card: the memory of a GPU, ``"16GB"``; None: the memory of this host's GPUs, or of the host.
+        rows: the number of rows to use, instead of a real batch's number.
+        loss: returns the loss from the model's output; None: the output's ``loss``, or a sum.
 
     Raises:
         PlanError: the model cannot be run in this way.

@@ -1,4 +1,4 @@
-"""What a model's training needs, as a table of memory in text and in HTML. Pure."""
+"""Shows what a model's training needs, as a table of memory in text and in HTML. Pure."""
 
 from __future__ import annotations
 

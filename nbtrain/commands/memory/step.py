@@ -1,4 +1,4 @@
-"""A training step without memory, counted by PyTorch's own memory tracker.
+"""Runs a training step without memory, and counts it with PyTorch's own memory tracker.
 
 The step runs on tensors that have shapes and types, but no numbers. All of them are on the CPU: to
 make one for a GPU initialises CUDA. Two parts of this are private to torch, `FakeTensorMode` and
@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...errors import PlanError
+from ...system.text import with_article
 from .batches import Example
 from .gpu_kernels import gpu_kernels
 from .report import PASSES, STEP, Parts
@@ -105,8 +106,8 @@ class Step:
                 errors.append(error)
         raise PlanError(
             f"the model does not run on this batch ({_describe(errors[0])}). Give a real batch: "
-            "--batch-from NAME, or batch=…. A forward pass that reads the values of tensors fails: "
-            "here, tensors have none."
+            "--batch-from NAME, or batch=…. A forward pass that reads the values of tensors cannot "
+            "run here, where tensors have no values."
         ) from errors[0]
 
     @contextlib.contextmanager
@@ -172,8 +173,8 @@ def _tracker() -> Any:
         from torch.distributed._tools.mem_tracker import MemTracker
     except ImportError as error:
         raise PlanError(
-            f"torch {torch.__version__} has no MemTracker, which counts the memory of a step (seen "
-            "in torch 2.4 to 2.13)"
+            f"torch {torch.__version__} has no MemTracker, which counts the memory of a step. Use "
+            "torch 2.4 to 2.13"
         ) from error
     return MemTracker()
 
@@ -294,7 +295,8 @@ def _loss_of(output: Any) -> torch.Tensor:
     tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
     sums = [t.float().sum() for t in tensors if t.is_floating_point()]
     if not sums:
-        raise PlanError(f"the model returned no tensor of floats, but a {type(output).__name__}")
+        kind = with_article(type(output).__name__)
+        raise PlanError(f"the model returned {kind} without a tensor of floats, so it has no loss")
     return sum(sums[1:], sums[0])
 
 

@@ -1,4 +1,4 @@
-"""What more ranks bring: the same function on 1, 2, 4, … of them."""
+"""Measures the speed-up of a function on 1, 2, 4, … ranks."""
 
 from .measure import ask, scaling
 from .report import ScalingReport

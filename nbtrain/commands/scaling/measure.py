@@ -1,4 +1,4 @@
-"""`scaling` and ``%nbtrain scaling``: the same function with each number of ranks, run by run."""
+"""Runs a function with each number of ranks: `scaling` and ``%nbtrain scaling``."""
 
 from __future__ import annotations
 
@@ -47,20 +47,26 @@ def scaling(
     view: str = "auto",
     **kwargs: Any,
 ) -> ScalingReport:
-    """Run ``function(*args, **kwargs)`` at each number of ranks and report how it scales.
+    """Run ``function(*args, **kwargs)`` with each number of ranks and report the speed-up.
 
     Each is an ordinary run with its own folder, and all start from the same state: no weights are
-    copied back. A size that fails is a row with its error; an interrupt keeps what was measured
-    until then. Optimizer steps are measured, without the first fifth.
+    copied back. A size that fails is a row with its error. An interrupt keeps what was measured
+    until then. nbtrain times the optimizer steps, without the first fifth.
 
     Args:
-        ranks: the sizes; all are compared with the smallest that was measured.
+        function: what every rank calls.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        ranks: the numbers of ranks; all are compared with the smallest that was measured.
         repeat: how often to run each size, in rounds that go up and down; the median counts.
         engine, mixed_precision, config, env, timeout: as for `launch`, for each run.
-        view: 'none' prints nothing meanwhile; else one line per run.
+        view: 'none' prints nothing; any other value prints one line per run.
+
+    Returns:
+        A report that a notebook draws; `table` is a DataFrame, `svg` the curve.
 
     Raises:
-        PlanError: an argument makes no sense; nothing was started.
+        PlanError: an argument cannot be used as written; nothing was started.
         KeyboardInterrupt: the run was interrupted before any size was measured.
         Exception: no size could be measured; this is what the first one raised.
     """
@@ -113,7 +119,7 @@ def _call(expression: str, namespace: Mapping[str, Any]) -> Call:
             "defines stays in its ranks: define it in an ordinary cell"
         ) from None
     except Exception as error:  # the user's own expressions
-        problem = f"{expression!r} is no call such as train(model): {_line(error)}"
+        problem = f"{expression!r} is not a call such as train(model): {_line(error)}"
         raise PlanError(f"%nbtrain scaling: {problem}\n{USAGE}") from error
 
 
@@ -182,7 +188,7 @@ def _add(size: Size, run: Run, notes: dict[str, None]) -> None:
     if any(world_size != size.ranks for _, world_size in run.results):
         notes[f"{at} the ranks did not join one process group: each trained alone."] = None
     if run.state.device == "cpu" and size.ranks > usable_cpus():
-        notes[f"{at} the ranks share CPU cores: this does not predict other hardware."] = None
+        notes[f"{at} the ranks share CPU cores, so this does not predict other hardware."] = None
 
 
 def _doubts(sizes: list[Size]) -> list[str]:
@@ -195,8 +201,8 @@ def _doubts(sizes: list[Size]) -> list[str]:
         )
     if len(measured) > 1 and None in [size.batch for size in measured]:
         notes.append(
-            "No batches were seen (they come from no DataLoader): the speed-up assumes that each "
-            "rank has a batch of the same size."
+            "nbtrain saw no batches, because none came from a DataLoader. The speed-up assumes "
+            "that each rank has a batch of the same size."
         )
     elif len(measured) > 1 and len({round(size.batch or 0) for size in measured}) == 1:
         notes.append(

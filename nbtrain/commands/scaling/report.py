@@ -1,4 +1,4 @@
-"""A scaling report: a curve of the speed-up, a table, and what limits its meaning. Pure."""
+"""Shows how a function scales: a curve of the speed-up, a table, and the doubts. Pure."""
 
 from __future__ import annotations
 

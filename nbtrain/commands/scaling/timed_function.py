@@ -1,4 +1,4 @@
-"""The training function of a scaling run, which returns when its optimizer steps ended."""
+"""Wraps the function of a scaling run, so that it returns when its optimizer steps ended."""
 
 from __future__ import annotations
 

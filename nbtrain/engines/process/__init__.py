@@ -1,1 +1,1 @@
-"""Ranks that are processes of this host: their start, their streams, their end."""
+"""Ranks that are processes of this host: how they start, print and end."""

@@ -1,4 +1,4 @@
-"""Ranks that are child processes of this one: waited for, signalled and reaped."""
+"""Waits for ranks that are child processes of this one, signals them and reaps them."""
 
 from __future__ import annotations
 

@@ -97,14 +97,14 @@ class _IdleAlarm:
         self._checked, self._spent = now, spent
         if now > min(self._busy + QUIET, self._begun + LONGEST):
             signal.setitimer(signal.ITIMER_REAL, 0)
-            print(f"nbtrain: stops waiting for {_still_running()}", flush=True)
+            print(f"nbtrain: no longer waiting for {_still_running()}", flush=True)
             raise _ThreadsAreIdle
 
 
 def _still_running() -> str:
     others = set(threading.enumerate()) - {threading.main_thread()}
     names = ", ".join(thread.name for thread in others if not thread.daemon)
-    return f"thread {names} (make it a daemon if it need not end)" if names else ""
+    return f"thread {names} (if it need not end, make it a daemon thread)" if names else ""
 
 
 def _leave_multiprocessing() -> None:

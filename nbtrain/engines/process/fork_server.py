@@ -1,4 +1,4 @@
-"""A clean process from which ranks are forked where the kernel itself cannot be.
+"""Keeps a clean process to fork ranks from, for a kernel that cannot be forked.
 
 A fresh interpreter imports torch and all that a training needs: seconds of CPU in each rank of each
 launch. This process imports it once. It holds nothing of the notebook, touches no accelerator, and

@@ -1,4 +1,4 @@
-"""The command of a fresh interpreter."""
+"""Returns the command that starts a fresh interpreter."""
 
 from __future__ import annotations
 

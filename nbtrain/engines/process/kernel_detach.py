@@ -36,8 +36,8 @@ _LOST = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE}
 """The errors of writing to a file that are no fault of the code that prints."""
 
 _NO_INPUT = (
-    "nobody can type an answer for a rank. Ask in a separate cell and pass the answer to the "
-    "function. breakpoint() and pdb.post_mortem() open a debugger that asks the notebook"
+    "a rank cannot read what you type. Ask in a separate cell and pass the answer to the "
+    "function. breakpoint() and pdb.post_mortem() open a debugger in the notebook"
 )
 
 

@@ -1,4 +1,4 @@
-"""Names the threads that a forked child will miss, as a fork copies the calling one alone.
+"""Names the threads that a forked child lacks: a fork copies only the calling thread.
 
 Nothing is wrong with that until a rank waits for one: then the report of its hang can say so.
 """

@@ -1,4 +1,4 @@
-"""Ends the processes that ranks started, also when the launcher was killed.
+"""Ends the processes that ranks started, also if the launcher was killed.
 
 A rank leads a session, and what it starts belongs to that. One helper in it is spared, the
 resource tracker of `multiprocessing`: it ends by itself, and deletes what the ranks left in

@@ -1,4 +1,4 @@
-"""Makes pools of threads anew in a forked child, which has none of its parent's threads.
+"""Replaces pools of threads in a forked child, which has none of its parent's threads.
 
 A `ThreadPoolExecutor` that was used counts its threads, so in the child it starts none, and what is
 submitted waits for ever. Some outlive their use: a notebook's own, and the one in which

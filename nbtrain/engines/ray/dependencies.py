@@ -1,4 +1,4 @@
-"""Which modules a task needs: those that every node must have, and those beside the notebook."""
+"""Lists the modules that a task needs: those that every node must have, and local ones."""
 
 from __future__ import annotations
 

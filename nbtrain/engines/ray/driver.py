@@ -1,4 +1,4 @@
-"""The process that speaks with Ray for a run: no thread, socket or handler of Ray's is in a kernel.
+"""The process that talks to Ray for a run, so that the kernel has no thread or socket of Ray.
 
 It does what the launcher's `DriverClient` requests, copies what the nodes' ranks write into the run
 folder, and ends with the launcher. Whatever is left of the run on the cluster ends with it.
@@ -193,7 +193,7 @@ class Driver:
 
     def _reserved(self) -> Reservation:
         if self._reservation is None:
-            raise LaunchError("the process that speaks with Ray is not connected to a cluster")
+            raise LaunchError("the process that talks to Ray is not connected to a cluster")
         return self._reservation
 
     async def _on_all(self, call: Callable[[Member], Awaitable[T]]) -> list[T]:
@@ -230,7 +230,7 @@ class Driver:
             except errors.ActorUnavailableError:
                 self._note_silence(member)
                 if await has_ended(member.node):
-                    raise errors.NodeDiedError("no process of Ray is left on it") from None
+                    raise errors.NodeDiedError("no process of Ray is left on this node") from None
                 await asyncio.sleep(0.5)
                 continue
             member.answered = time.monotonic()

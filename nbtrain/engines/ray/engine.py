@@ -1,6 +1,6 @@
-"""The ray engine: ranks on the nodes of a Ray cluster.
+"""The ray engine: it runs ranks on the nodes of a Ray cluster.
 
-A process of its own (`driver`) speaks with Ray. One actor per node (`node_actor`, `node_ranks`)
+A separate process (`driver`) talks to Ray. One actor per node (`node_actor`, `node_ranks`)
 starts ranks there as the spawn engine does here, and what they write is copied into the run folder
 (`transport.file_sync`), so that for everything else in nbtrain it is a run like any other.
 """
@@ -107,7 +107,7 @@ class DriverClient:
         while self._unanswered:
             messages = self.messages(patience)
             if not messages:
-                raise LaunchError("the process that speaks with Ray does not answer")
+                raise LaunchError("the process that talks to Ray does not answer")
             for message in messages:
                 if message[0] in _ANSWERS:  # the last of them counts
                     kind, answer = message
@@ -143,7 +143,7 @@ class DriverClient:
             output = os.pread(self._output.fileno(), 1 << 16, 0)
         lines = output.decode("utf-8", "replace").strip().splitlines()
         reason = lines[-1][:300] if lines else "it printed no reason"
-        return LaunchError(f"the process that speaks with Ray has ended ({reason})")
+        return LaunchError(f"the process that talks to Ray has ended ({reason})")
 
     def close(self) -> None:
         """Close this end."""

@@ -1,6 +1,6 @@
-"""The ranks of one node of a cluster: started, watched and signalled where they run.
+"""Starts, watches and signals the ranks of one node of a cluster, on that node.
 
-They are what the spawn engine starts, with a run folder of their own, which the driver copies into
+Ranks are what the spawn engine starts, with a run folder of their own, which the driver copies into
 the launcher's.
 """
 

@@ -1,4 +1,4 @@
-"""Part of a Ray cluster, for one run: finds nodes, reserves them, and checks what they have.
+"""Reserves a part of a Ray cluster for one run: finds nodes, and checks what they have.
 
 Only the driver's process runs this: its calls of Ray are synchronous, except where it waits.
 """
@@ -155,9 +155,9 @@ def cluster_address(address: str | None, environ: Mapping[str, str]) -> tuple[st
         return None, "auto"
     if str(address).startswith("ray://"):
         raise PlanError(
-            f"{label}: ray:// is the address of Ray's client, which carries no run folder, signal "
-            "or large model. Start the notebook on a node of the cluster (--address auto), "
-            "or make its host a node: ray start --address=HOST:6379"
+            f"{label}: ray:// is the address of Ray's client, which cannot carry the run's "
+            "files, signals or large models. Start the notebook on a node of the cluster "
+            "(--address auto), or make its host a node: ray start --address=HOST:6379"
         )
     return address, label
 

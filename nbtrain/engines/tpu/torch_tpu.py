@@ -1,4 +1,4 @@
-"""The torch_tpu engine: the spawn engine on a TPU, for torch_xla's successor.
+"""The torch_tpu engine: it spawns ranks on a TPU, for the successor of torch_xla.
 
 ``torch_tpu`` refuses to work in a forked process, and wants what all ranks must agree on (an
 address each, the mesh of the chips) in the environment before they start. Written from the

@@ -1,4 +1,4 @@
-"""The xla engine: the fork engine on a TPU, one process per chip.
+"""The xla engine: it forks ranks on a TPU, one process per chip.
 
 The ranks do what ``torch_xla``'s own ``xmp.spawn`` does in its workers, and are otherwise like all
 others: nothing is pickled, the notebook's model is shared until a rank writes to it, and a rank
@@ -48,8 +48,8 @@ class XlaEngine(ForkEngine):
         found = tpu.find(env={**os.environ, **plan.env})
         if plan.is_live and found is not None and found.devices > found.chips:
             raise PlanError(
-                f"each process of this host ({found.label}) drives two devices, in two threads, "
-                "and live ranks have one thread each. Run the cell without live ranks"
+                f"each process of this host ({found.label}) drives two devices in two threads, but "
+                "a live rank has one thread. Run the cell without live ranks"
             )
         torch_xla.load()
         if torch_xla.device_type() == "CPU" and "PJRT_DEVICE" not in plan.env:

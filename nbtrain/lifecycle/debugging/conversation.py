@@ -1,4 +1,4 @@
-"""Has the user talk with the debuggers that wait in ranks: one prompt for all of them."""
+"""Connects the user with the debuggers that wait in ranks: one prompt for all of them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ PATIENCE = 1.0
 TICK = 0.02
 """Seconds between two looks while somebody types."""
 
-HELP = "p x: show x · n: next line · c: go on · q: end the {what}"
-_AFTERWARDS = "p x: show x · u: up to the caller · d: down again · q: leave"
+HELP = "p x: show x · n: next line · c: continue · q: end the {what}"
+_AFTERWARDS = "p x: show x · u: go up to the caller · d: go down again · q: leave"
 _OTHERS = " · rank 1: look at rank 1 · all p x: ask every rank that waits"
 _LIMIT = (
-    "A rank that waits for this one in a collective gives up after 30 minutes (NCCL: 10); with "
-    "--debug it does not."
+    "A rank that waits for this one in a collective gives up after 30 minutes (NCCL: 10). With "
+    "--debug it keeps waiting."
 )
 
 _RANK = re.compile(r"rank\s+(\d+)")
@@ -182,7 +182,7 @@ class Conversation:
         for rank in ranks:  # in their order, whoever answered first
             self._show_of(rank)
         for rank in sorted(open_ones):
-            print(f"[rank {rank}] is at work, and answers when you turn to it: rank {rank}")
+            print(f"[rank {rank}] is busy. To see its answer later, type: rank {rank}")
         self._current = current if current in self._waiting else None
 
     def _show_of(self, rank: int) -> None:

@@ -1,1 +1,1 @@
-"""What a run tells others: trackers of experiments, and people who are away."""
+"""Sends a run to trackers of experiments, and messages to people."""

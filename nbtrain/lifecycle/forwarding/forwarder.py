@@ -1,4 +1,4 @@
-"""Tells trackers and people of a run, from a process of its own beside the launcher.
+"""Sends a run to trackers and messages to people, from a process next to the launcher.
 
 It reads the run's folder, as any follower does. In a process of its own, a tracker that fails,
 hangs or starts threads disturbs neither the kernel nor the forks of ranks. It is nobody's child,
@@ -49,8 +49,8 @@ LONGEST = 120.0
 """Seconds after which the process gives up what it could not send by then."""
 
 _GONE = (
-    "the process that reports this run to trackers and by messages ended. The training goes on; "
-    "nothing more of this run is sent."
+    "the process that sends this run to trackers and sends messages has ended. The training "
+    "continues; nothing more of this run is sent."
 )
 _NO_APPRISE = '--notify needs the package apprise: pip install "nbtrain[notify]"'
 
@@ -243,7 +243,7 @@ class _Thread(threading.Thread):
 
     def _reason(self, error: BaseException) -> str:
         text = getattr(self.receiver, "explain", str)(error)
-        return f"{text}. The training goes on; nothing more of this run is sent there."
+        return f"{text}. The training continues; nothing more of this run is sent there."
 
 
 def without_addresses(plan: Plan) -> Plan:

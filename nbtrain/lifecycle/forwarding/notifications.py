@@ -1,4 +1,4 @@
-"""Tells people of a run that ended, or hangs: the board's headline and three lines, by apprise.
+"""Sends a message when a run ends or hangs: the board's headline and three lines, by apprise.
 
 An address may hold a password: it is in no event, file, log or message of nbtrain's.
 """

@@ -1,1 +1,1 @@
-"""Live ranks, as the notebook has them: start, send tasks and values, ask, stop."""
+"""Live ranks, from the notebook's side: start, send tasks and values, ask, stop."""

@@ -1,4 +1,4 @@
-"""Ranks that stay: `start` returns them, `LiveRanks.run` has them do something.
+"""Starts live ranks and runs tasks on them: `start` and `LiveRanks`.
 
 The ranks are a run in the background, whose function takes tasks (`nbtrain.worker.live.server`):
 what watches, ends and reaps them is what does so for every such run. Each task is a run of its own.
@@ -67,8 +67,8 @@ LARGE = 1 << 20
 """Bytes of a value that ``ranks["x"]`` brings; of a larger one, a description."""
 
 _TPU_CUT_OFF = (
-    "A rank was stopped while it waited. If it waited for another one on the TPU, their "
-    "collectives fail from now on: then %nbtrain pull what you need, and %nbtrain restart"
+    "A rank was stopped while it waited. If it waited for another rank on the TPU, collectives "
+    "fail from now on: copy what you need with %nbtrain pull, then %nbtrain restart"
 )
 
 _live: LiveRanks | None = None
@@ -81,30 +81,31 @@ _T = TypeVar("_T")
 def start(
     num_processes: int | None = None, *, idle_timeout: float | None = None, **options: Any
 ) -> LiveRanks:
-    """Start ranks that stay until `LiveRanks.stop`, or to the kernel's end; return them.
+    """Start live ranks, which stay until `LiveRanks.stop` or the kernel's end, and return them.
 
     While they live, ``%%distributed`` and ``%distributed`` run on them, and what a cell defines
-    stays in the ranks for the next one. Forked ranks begin with the notebook's variables.
+    stays in the ranks for the next cell. Forked ranks begin with the notebook's variables.
 
     Args:
-        num_processes: how many ranks; None: one per GPU, or 2 on a host without any.
+        num_processes: the number of ranks; None: one per GPU, or 2 on a host without any.
         idle_timeout: end the ranks after this many seconds without a task; None: never.
         options: `engine`, `mixed_precision`, `downcast_bf16`, `config` and `env`, and for a Ray
             cluster `address`, `nodes`, `resources` and `wait_for_nodes`, as for `nbtrain.launch`.
 
     Raises:
-        PlanError: an option that makes no sense, or ranks live already; nothing was started.
+        PlanError: an option cannot be used as written, or there are live ranks already; nothing
+            was started.
         PreflightError: the state of this process forbids the launch; nothing was started.
         LaunchError: the ranks could not be started.
     """
     unknown = sorted(options.keys() - _OPTIONS)
     if unknown:
         raise PlanError(
-            f"nbtrain.start has no option {unknown[0]!r}; there are {', '.join(_OPTIONS)}"
+            f"nbtrain.start has no option {unknown[0]!r}; its options are {', '.join(_OPTIONS)}"
         )
     IDLE_TIMEOUT.check(idle_timeout, "idle_timeout")
     if current() is not None:
-        raise PlanError("live ranks are there already. End them first: %nbtrain stop")
+        raise PlanError("live ranks are already running. End them first: %nbtrain stop")
     secret = secrets.token_hex(16)
     fields = plan_fields({"num_processes": num_processes, **options})
     fields |= {"background": True, "view": "none", "telemetry": (), "hang_after": None}
@@ -127,7 +128,7 @@ def start(
 def _listener(plan: Plan, folder: Path) -> Listener:
     """Listen where the ranks of a plan can connect. Raises `PlanError` where none could."""
     if sys.platform != "linux":
-        raise PlanError("live ranks need Linux so far")
+        raise PlanError("live ranks work on Linux only")
     engine = engines.choose(plan)
     if not engine.can_stay:
         raise PlanError(f"ranks of the {engine.name} engine cannot live between cells")
@@ -233,7 +234,16 @@ def _cause(run: Run | None) -> int:
 
 
 class LiveRanks:
-    """Ranks that stay between cells; `start` makes them. ``with`` ends them behind its block."""
+    """Live ranks: training processes that keep their variables between cells.
+
+    `nbtrain.start`, or ``%nbtrain start``, makes them. A ``with`` block ends them when it is left.
+
+    Example::
+
+        with nbtrain.start(2) as ranks:
+            ranks.push(learning_rate=1e-3)
+            run = ranks.run(train, model)
+    """
 
     def __init__(
         self,
@@ -296,7 +306,7 @@ class LiveRanks:
         if self.was_stopped:
             return "these ranks were stopped"
         return self._ended_by_idleness or (
-            "The live ranks have ended; variables that only they had are gone"
+            "The live ranks have ended; variables that only they had are lost"
         )
 
     def dead(self) -> list[int]:
@@ -420,8 +430,8 @@ class LiveRanks:
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
         """Run ``function(*args, **kwargs)`` on every rank, and return the finished `Run`.
 
-        As `nbtrain.launch`: return values are in ``run.results``, models among the arguments are
-        updated, and the causing rank's own exception is raised.
+        It does what `nbtrain.launch` does: ``run.results`` has the return values, models among the
+        arguments are updated, and it raises what the rank that failed first raised.
         """
         if not callable(function):
             raise PlanError(
@@ -487,9 +497,9 @@ class LiveRanks:
             sent = {name: value for name, value in read.items() if name not in has}
             if changed := self.variables.changed(read, has):
                 names = ", ".join(f"`{name}`" for name in changed)
-                text = f"the notebook's {names} changed since the ranks got it."
+                text = f"the notebook's {names} changed after the ranks got it."
                 noticed = [
-                    Finding("changed", text, f"%nbtrain push {', '.join(changed)} sends it.")
+                    Finding("changed", text, f"%nbtrain push {', '.join(changed)} sends it again.")
                 ]
         self.error = None
         try:
@@ -528,7 +538,7 @@ class LiveRanks:
         """Wait until the ranks are free, and say so first. An interrupt ends the waiting only."""
         if threading.current_thread() is threading.main_thread():
             if (busy := self._busy_with()) and self._behind is not None:
-                print(f"The ranks are busy with {busy} in the background. This waits for its end.")
+                print(f"The ranks are busy with {busy} in the background. Waiting until it ends.")
                 self._behind.wait()
                 self._is_free.wait()
             self._say_news()
@@ -541,14 +551,20 @@ class LiveRanks:
 
     @_in_use
     def debug(self, rank: int | None = None) -> None:
-        """Open the debugger where the last task failed: on its cause, or on a rank of your choice.
+        """Open the debugger at the line where the last task failed.
 
-        Raises `PlanError` where nobody can type, or no task has failed.
+        Args:
+            rank: the rank to look at; None: the one that failed first.
+
+        Raises:
+            PlanError: there is no notebook or terminal to type in, or no task has failed.
         """
         if self._are_far:
-            raise PlanError("the debugger looks at ranks on this host, and these are on a cluster")
+            raise PlanError(
+                "the debugger works on this host only, and these ranks are on a cluster"
+            )
         if prompt.find() is None:
-            raise PlanError("the debugger needs somebody who answers: nobody can type here")
+            raise PlanError("the debugger needs a notebook or a terminal in which you can type")
         if self._behind is not None and self._behind is last_run():
             self.error, self._failed = self._behind.exception, _cause(self._behind)
         if self.error is None:
@@ -571,11 +587,11 @@ class LiveRanks:
         """Raise `RankDied` if a rank has ended."""
         dead = self.dead()
         if self.has_ended:
-            raise NbtrainError(f"{self.end_reason}. %nbtrain restart starts new ones")
+            raise NbtrainError(f"{self.end_reason}. %nbtrain restart starts new ranks")
         if dead:
             raise RankDied(
                 f"{format_ranks(dead)} of the live ranks ended. The others still have their "
-                "variables: fetch what you need with %nbtrain pull, then %nbtrain restart"
+                "variables: copy what you need with %nbtrain pull, then %nbtrain restart"
             )
         if self._trouble:
             raise NbtrainError(f"{self._trouble}. %nbtrain restart starts new ranks")
@@ -595,13 +611,13 @@ class LiveRanks:
         try:
             answers = self._ask(self._channels, message, may_stop=False)
         except NbtrainError as error:  # the cell's own error is the one to raise
-            self._trouble = f"the ranks could not form their process group again: {error}"
+            self._trouble = f"the ranks could not form a new process group: {error}"
             return
         self._groups.clear()
         lost = sorted({name for answer in answers.values() for name in answer["lost"]})
         names = ", ".join(f"`{name}`" for name in lost)
         rest = f"; {names} must be sharded again" if lost else ", and their variables are kept"
-        self._news = f"The ranks formed their process group anew{rest}." if states else ""
+        self._news = f"The ranks formed a new process group{rest}." if states else ""
         if was_cut_off and self.device == "xla":
             self._news = f"{self._news} {_TPU_CUT_OFF}".lstrip()
 
@@ -677,26 +693,34 @@ class LiveRanks:
             _drop_data(answer)
         text = f"{format_ranks(silent)} did not answer within {ANSWER:g} s"
         if len(late) < len(silent):
-            self._trouble = f"{text}, nor hear an interrupt"
+            self._trouble = f"{text}, and did not react to an interrupt"
         raise NbtrainError(text)
 
     def __getitem__(self, name: str) -> list[Any]:
-        """Return a variable of every rank, as a list; of a large one, what it is."""
+        """Return the variable `name` of every rank, as a list; one over 1 MiB is only described."""
         values = self.variables.fetch([name], LARGE, self._channels).values()
         return [of_rank[name] for of_rank in values]
 
     def push(self, *names: str, **values: Any) -> None:
-        """Send variables of the notebook, by name, or other values, to every rank.
+        """Send variables of the notebook, and other values by name, to every rank.
 
-        A model or an optimizer is loaded into one of the same layout that they have, in place:
-        what they have put around it, or made of it, goes on with it.
+        A model or an optimizer is loaded in place if the ranks have one with the same layout: what
+        they built around it, such as DDP or an optimizer, continues to use it.
+
+        Args:
+            names: names of the notebook's variables.
+            values: other values, as ``name=value``.
         """
         self.variables.push(names, values, self._channels)
 
     def pull(self, *names: str, rank: int = 0) -> None:
-        """Bring variables of a rank into the notebook.
+        """Copy variables of a rank into the notebook, under the same names.
 
-        A model, an optimizer or a scheduler comes into the one of that name there, in place.
+        A model, an optimizer or a scheduler is loaded in place into the notebook's one.
+
+        Args:
+            names: names of the rank's variables.
+            rank: the rank to copy from.
         """
         self._check_rank(rank)
         is_whole = not rank and not self.dead()
@@ -728,7 +752,7 @@ class LiveRanks:
                     continue
                 self._ended_by_idleness = (
                     f"The live ranks ended themselves after {seconds:g} s without a cell, as "
-                    "--idle-timeout asks; variables that only they had are gone"
+                    "--idle-timeout asks; variables that only they had are lost"
                 )
                 self._stop("because they were idle")
 

@@ -1,4 +1,4 @@
-"""Remembers what the notebook's variables were when the ranks got them."""
+"""Remembers the values of the notebook's variables when the ranks got them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The variables of live ranks, and their way between the ranks and the notebook."""
+"""Sends variables between the notebook and the live ranks."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ class Variables:
         if stale:
             left, them = ", ".join(f"`{n}`" for n in stale), ", ".join([*new, *stale])
             print(
-                f"nbtrain: {left} of the ranks still belongs to what was replaced. "
-                f"%nbtrain push {them} replaces all of it."
+                f"nbtrain: in the ranks, {left} still refers to what was replaced. "
+                f"%nbtrain push {them} replaces all of them."
             )
 
     def _alike(self, values: Mapping[str, Any], ranks: Iterable[int]) -> dict[str, Any]:
@@ -180,9 +180,9 @@ class Variables:
             own_layout = layout(known[name], known)
             if own_layout is None or layout(value, fetched) != own_layout:
                 raise NbtrainError(
-                    f"`{name}` of rank {rank} differs from the notebook's in more than its "
-                    "values, so it cannot be loaded into that one. "
-                    f"ranks[{name!r}][{rank}] is a copy, if it is small"
+                    f"`{name}` of rank {rank} and the notebook's `{name}` differ in more than "
+                    "their values, so one cannot be loaded into the other. "
+                    f"ranks[{name!r}][{rank}] returns a copy, if it is small"
                 )
         for name, value in fetched.items():
             load_state(known[name], state(value))

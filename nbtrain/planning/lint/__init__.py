@@ -1,4 +1,4 @@
-"""Lint: what a cell, and the functions it calls, will do wrong on several ranks.
+"""Lint: finds what a cell, and the functions that it calls, will do wrong on several ranks.
 
 By `ast` alone: nothing of the user's is imported, executed or evaluated. What is reported is
 certain; in doubt it stays quiet. It only advises, so that it reads little and gives up in time:

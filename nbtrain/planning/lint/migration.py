@@ -1,4 +1,4 @@
-"""A plain PyTorch loop on several ranks: each would train alone. What to change, line by line.
+"""Finds a plain PyTorch loop, and what to change, line by line, so that all ranks train together.
 
 The edits are those of Accelerate's migration guide (huggingface.co/docs/accelerate,
 basic_tutorials/migration), and given only where their effect is certain: one function with
@@ -39,7 +39,7 @@ _UNWRAPPED = frozenset({"state_dict", "save_pretrained", "generate", "config"})
 _MEASURED = re.compile(
     r"loss|acc|best|patience|metric|val|score|nan|stop|err|counter", re.IGNORECASE
 )
-_ALONE = "each rank would train a model of its own"
+_ALONE = "each rank would train a separate model"
 _COMMAND = "`%%nbtrain migrate` on top of its cell shows what to change, as a diff"
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 _CLIPPED = frozenset({"parameters", "max_norm", "norm_type", "clip_value"})

@@ -1,4 +1,4 @@
-"""All the source of one launch together: what its names stand for, and what a rank alone does."""
+"""Joins all the source of one launch: what names mean, and what only one rank runs."""
 
 from __future__ import annotations
 

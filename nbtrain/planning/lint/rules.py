@@ -81,7 +81,9 @@ def devices(program: Program, host: str) -> Iterator[Finding]:
         instead = f'f"cuda:{{{number}}}"'
     for unit, node, text in _pinned(program, host):
         if not program.skipped(node, unit):
-            text = f"{text} is hard-coded, so that every rank would use the same; write `{instead}`"
+            text = (
+                f"{text} is hard-coded, so every rank would use the same device; write `{instead}`"
+            )
             yield unit.finding(node, "device", text)
     reported: set[str] = set()
     for unit, name in ((u, name) for u in program.units for name in _placing_names(u)):
@@ -89,7 +91,9 @@ def devices(program: Program, host: str) -> Iterator[Finding]:
         on_cpu = kind == "cpu" and (host == "cpu" or "device" not in name.id.lower())
         if is_device and not on_cpu and name.id not in reported and not program.skipped(name, unit):
             reported.add(name.id)
-            text = f"`{name.id}` is a {kind} device of the notebook, the same for every rank"
+            text = (
+                f"`{name.id}` is a {kind} device of the notebook, so every rank would use the same"
+            )
             yield unit.finding(name, "device", f"{text}; use `{instead}`")
 
 

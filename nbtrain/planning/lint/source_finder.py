@@ -1,4 +1,4 @@
-"""Find what is read: the task's own source, and the notebook's functions that it calls directly.
+"""Finds the source to read: the task's, and the notebook's functions that it calls directly.
 
 Sources come from `linecache`, where IPython keeps cells; nothing is imported or executed. What
 another module defines is not read: a library that lies beside the notebook, and not where packages

@@ -1,4 +1,4 @@
-"""One piece of source, indexed once: its calls, names, parents, and what names hold.
+"""Indexes one piece of source, once: its calls, names, parents, and what names hold.
 
 Values of the user's are looked up, never used: only their exact type is asked, in ways that no
 class of theirs can hook into.

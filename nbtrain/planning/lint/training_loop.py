@@ -1,4 +1,4 @@
-"""A training loop with all that it trains with; and the rule about what never was prepared."""
+"""Finds a training loop and what it trains with; and the rule about what is not prepared."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def unprepared(program: Program) -> Iterator[Finding]:
                 yield unit.finding(
                     use,
                     "prepare",
-                    f"the {kind} `{use.id}` is used without `accelerator.prepare`, so that "
+                    f"the {kind} `{use.id}` is used without `accelerator.prepare`, so "
                     f"{reason}; write `{use.id} = accelerator.prepare({use.id})` before the loop",
                 )
 

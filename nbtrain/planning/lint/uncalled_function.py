@@ -56,7 +56,7 @@ def _behind_a_magic(unit: Unit) -> Iterator[Finding]:
                     yield unit.finding(
                         statement,
                         "not-called",
-                        f"`%%{magic}` runs the rest of the cell by itself, so that nothing calls "
+                        f"`%%{magic}` runs the rest of the cell by itself, so nothing calls "
                         f"{idle.name}(). Delete this line: the run shows its own times and output.",
                         level="refuse",
                     )

@@ -1,4 +1,4 @@
-"""What kind of thing a notebook variable is, told from its exact type alone.
+"""Finds out what kind of thing a notebook variable is, from its exact type alone.
 
 Nothing here can run a line of the user's: classes are read through `type`'s own descriptors, so
 that no metaclass, property or ``__getattr__`` is asked.

@@ -1,4 +1,4 @@
-"""May this plan start here? Findings, each with its remedy; nothing is changed.
+"""Checks whether a plan can start here: findings with remedies. It changes nothing.
 
 The questions are pure functions of `Facts`; `facts.gather` is the one place that looks.
 """

@@ -1,4 +1,4 @@
-"""The questions of preflight, each answered from `Facts` alone: could these ranks work at all?
+"""The checks of preflight, each from `Facts` alone: could these ranks work at all?
 
 About this process and the options; about accelerators; about what this host has left.
 """
@@ -47,7 +47,7 @@ def initialized(facts: Facts) -> Iterator[Finding]:
         if on_tpu and touch.name not in OF_ONE_PROCESS:
             continue
         called = f" Called from {touch.calls[-1]}." if touch.calls else ""
-        users = "ranks" if on_tpu else "ranks forked from it"
+        users = "ranks" if on_tpu else "ranks forked from the kernel"
         yield Finding(
             "accelerator-initialized",
             f"{touch.name} is already initialised in this kernel, so {users} cannot use it. "
@@ -62,12 +62,14 @@ def accelerator_state(facts: Facts) -> Iterator[Finding]:
     for held in facts.accelerate_held if facts.forks else ():
         place = f" ({held.place})" if held.place else ""
         message = (
-            f"`{held.name}` is {with_article(held.kind)} of the notebook, made for one process"
+            f"`{held.name}` ({with_article(held.kind)}) was made in the notebook, for one process"
         )
         if held.is_trainer:
-            remedy = f"Make the {held.kind} and its TrainingArguments inside the training function."
+            remedy = (
+                f"Create the {held.kind} and its TrainingArguments inside the training function."
+            )
         elif held.kind == "Accelerator":
-            remedy = "Make it inside the training function: every rank needs its own."
+            remedy = "Create it inside the training function, once in every rank."
         else:
             remedy = "Call `prepare` inside the training function, in every rank."
         yield Finding(
@@ -80,14 +82,13 @@ def accelerator_state(facts: Facts) -> Iterator[Finding]:
 
 _SHARED: dict[Kind, tuple[str, str]] = {
     "pipe": (
-        "is a pipe of the notebook. What comes through it goes to one of the ranks, and the others "
-        "miss it",
-        "Read it in a cell above, and give what was read to the training function.",
+        "is a pipe of the notebook. Each part of its data reaches one of the ranks only",
+        "Read it in a cell above, and give the data to the training function.",
     ),
     "database": (
         "is a connection to an SQLite database. SQLite forbids using it in forked processes: "
         "ranks may read wrong data, and damage the database",
-        "Connect inside the training function, or where the data set first reads.",
+        "Connect inside the training function, or when the data set first reads.",
     ),
     "connection": (
         "is a network connection of the notebook. It is closed in the ranks",
@@ -147,12 +148,12 @@ def enough(facts: Facts) -> Iterator[Finding]:
     hidden = next((n for n in _VISIBILITY if n in facts.env), None)
     seen += f" ({hidden}={facts.env[hidden]})" if hidden else ""
     if "gloo" in facts.source.lower():
-        remedy = f"For that to work, each rank must choose a GPU itself (its rank modulo {gpus})."
-        yield Finding("shared-gpus", f"{seen}: with gloo, the ranks share them.", remedy)
+        remedy = f"In the function, let each rank choose a GPU (its rank modulo {gpus})."
+        yield Finding("shared-gpus", f"{seen}. With gloo, ranks can share a GPU.", remedy)
         return
     yield Finding(
         "shared-gpus",
-        f"{seen}: NCCL refuses two ranks on one GPU.",
+        f"{seen}. NCCL refuses two ranks on one GPU.",
         f"Use -n {gpus} (num_processes={gpus}), or the gloo backend in the training function.",
         "refuse",
     )
@@ -333,7 +334,8 @@ def memory(facts: Facts) -> Iterator[Finding]:
         f"{plural(facts.ranks, 'rank')} may need {format_bytes(most)} of memory; "
         f"{format_bytes(available)} is available ({facts.memory.bound}). "
         f"Each rank {' and '.join(parts)}.",
-        f"{share}{fewer} a smaller model; without enough memory the system kills a rank (SIGKILL).",
+        f"{share}{fewer} a smaller model. Without enough memory, the system kills a rank "
+        "(SIGKILL).",
     )
 
 

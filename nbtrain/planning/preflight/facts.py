@@ -1,4 +1,4 @@
-"""Everything the questions are asked about, gathered once: the plan, this process, this host.
+"""Gathers the facts that the checks need, once: the plan, this process, this host.
 
 Gathering is cheap (it runs before every launch), imports nothing heavy that is not imported
 already, and initialises no accelerator.

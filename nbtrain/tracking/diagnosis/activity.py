@@ -1,4 +1,4 @@
-"""Whether ranks that report nothing work all the same: by their use of the CPU and of files."""
+"""Finds out whether ranks that report nothing are working, by their use of CPU and files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What PyTorch's flight recorder has of a rank: which collectives it is in, and was in."""
+"""Reads from PyTorch's flight recorder which collectives a rank is in, and was in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a rank ended, where its return code misleads and its host knows more."""
+"""Finds out why a rank ended when its return code misleads and its host knows more."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class OomKills:
                 return Cause(text, evidence, ev.NOT_MEMORY)
             # A limit further up, which a container does not show, may have been reached.
             above = "cannot be read" if of_host is None else "rose meanwhile"
-            evidence = f"{evidence}; that of the host {above}"
+            evidence = f"{evidence}; the count of the host {above}"
             return Cause(f"was killed by SIGKILL{place}", evidence)
         self._explained = before + 1
         evidence = f"the system's count of out-of-memory kills rose from {before} to {count}"

@@ -1,4 +1,4 @@
-"""How a rank ended, as a value, and which of several failures is the cause of a run's end."""
+"""Describes how a rank ended, and finds the failure that caused the others."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def describe_returncode(returncode: int | None) -> str:
         "SIGKILL": " (often the system's answer to too little memory)",
         "SIGSEGV": " (a crash in native code)",
         "SIGBUS": " (often too little shared memory in /dev/shm)",
-        "SIGABRT": " (native code gave up)",
+        "SIGABRT": " (native code ended the process)",
     }.get(name, "")
     return f"was killed by {name}{hint}"
 

@@ -1,4 +1,4 @@
-"""Which rank hangs, and which wait for it: from stacks and collectives to a sentence. Pure."""
+"""Reports which rank hangs, and which wait for it, from stacks and collectives. Pure."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ NAMES = 3
 """Threads that it names."""
 
 SAME = (
-    "Every rank has to call the same collectives in the same order: look for an `if` that only "
+    "Every rank must call the same collectives in the same order: look for an `if` that only "
     "some ranks enter, or a loop that ends earlier on one"
 )
 
-SHAPES = "Every rank has to give it a tensor of the same shape"
+SHAPES = "Every rank must give it a tensor of the same shape"
 PADDED = f"{SHAPES}: write x = accelerator.pad_across_processes(x, dim=…) before a gather"
 
 PATIENT = 300.0
@@ -93,7 +93,7 @@ def _missed(seen: Observation, ranks: Iterable[int]) -> list[str]:
     for threads, there in waiting.items():
         names = ", ".join([*threads[:NAMES], *(["…"] if len(threads) > NAMES else [])])
         texts.append(
-            f"A fork copies no threads, so a rank has none of the notebook's ({names}). If "
+            f"A fork copies no threads, so a rank has none of the notebook's threads ({names}). If "
             f"{format_ranks(there)} {'waits' if len(there) == 1 else 'wait'} for one, make it and "
             "its queue, pool or lock in the function"
         )
@@ -124,11 +124,11 @@ def _lingering(seen: Observation) -> HangReport:
     """Say what holds up processes whose functions have returned."""
     ranks = sorted(seen.silent)
     since = format_duration(min(seen.silent.values()))
-    whose = "its process does" if len(ranks) == 1 else "their processes do"
+    whose = "its process has" if len(ranks) == 1 else "their processes have"
     holders = dict.fromkeys(filter(None, (_holder(seen.stacks.get(rank)) for rank in ranks)))
     at = f": {'; '.join(list(holders)[:PLACES])}" if holders else ""
-    text = f"{format_ranks(ranks)} returned {since} ago, and {whose} not end{at}"
-    advice = "Look for an exit handler, or a thread that is no daemon"
+    text = f"{format_ranks(ranks)} returned {since} ago, and {whose} not ended{at}"
+    advice = "Look for an exit handler, or a thread that is not a daemon"
     return HangReport(f"{text}. {advice}", tuple(ranks))
 
 

@@ -1,4 +1,4 @@
-"""Whether a run whose ranks all ended well lost what it trained, and what to say of that. Pure."""
+"""Finds out whether a run whose ranks all ended well lost its results, and reports it. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to change in the code after an error whose text is known. Pure."""
+"""Returns what to change in the code after an error whose text is known. Pure."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ..state import RankState, RunState
 
 _WRAPPERS = "DistributedDataParallel|FullyShardedDataParallel|DataParallel|DeepSpeedEngine"
 _UNUSED = (
-    "If some parameters rightly get no gradient: "
+    "If it is right that some parameters get no gradient: "
     "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]), or "
-    "DistributedDataParallel(model, find_unused_parameters=True). Else use them in the loss, or "
-    "leave them out of the model."
+    "DistributedDataParallel(model, find_unused_parameters=True). Otherwise use them in the "
+    "loss, or remove them from the model."
 )
 _PARTED = (
     r"(?:collective mismatch|op\.preamble\.length|Connection (?:closed|reset) by peer|Broken pipe)"
@@ -29,7 +29,7 @@ _KNOWN = {
     ),
     "Default process group has not been initialized": (
         "Make an `Accelerator()` before this line, or call torch.distributed.init_process_group(): "
-        "it needs no address, nbtrain has set the environment for it."
+        "it needs no address, because nbtrain has set its environment variables."
     ),
     "Expected to mark a variable ready only once": (
         "Gradient checkpointing needs use_reentrant=False here: "
@@ -38,7 +38,7 @@ _KNOWN = {
     ),
     "Parameter indices which did not receive grad|parameters which did not receive grad": _UNUSED,
     rf"{_PARTED} in (?:all_gather|gather)": (
-        "Every rank must take part in a gather, with a tensor of the same shape. Where the shapes "
+        "Every rank must take part in a gather, with a tensor of the same shape. If the shapes "
         "differ, write x = accelerator.pad_across_processes(x, dim=…) before it, or gather "
         "objects: accelerator.gather_for_metrics(x, use_gather_object=True), or "
         "torch.distributed.all_gather_object."
@@ -51,11 +51,11 @@ _KNOWN = {
         "mixed precision."
     ),
     "Expected more than 1 value per channel when training": (
-        "A batch of one sample came to a BatchNorm, as the last batch of an epoch may be: "
+        "A BatchNorm got a batch of one sample, often the last batch of an epoch: "
         "DataLoader(…, drop_last=True) leaves that batch out."
     ),
     r"os\._exit\(": (
-        "os._exit ends a process at once: nothing of the rank comes back. To end it early, return "
+        "os._exit ends a process at once, so the rank returns nothing. To end it early, return "
         "from the function, or raise an exception."
     ),
 }
@@ -69,8 +69,9 @@ _UNFINISHED = re.compile(
 """What is raised for a file that is not there yet, or in part."""
 
 _WAIT = (
-    "If another rank writes the file, it may not be done: call accelerator.wait_for_everyone(), or "
-    "torch.distributed.barrier(), on every rank between writing and reading."
+    "If another rank writes the file, it may not have finished: call "
+    "accelerator.wait_for_everyone(), or torch.distributed.barrier(), on every rank between "
+    "writing and reading."
 )
 
 

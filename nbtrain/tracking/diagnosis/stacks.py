@@ -1,4 +1,4 @@
-"""Where ranks are now: their Python stacks, asked by a signal and read from their files.
+"""Reads where ranks are now: a signal makes each rank write its Python stacks to a file.
 
 Needs nothing of the kernel that launched the run, and nothing of the rank's Python: a rank that
 spins with the GIL held, or waits in C, answers too. First each rank gets a signal that its Python
@@ -150,7 +150,7 @@ def _answers_nothing(thread: tuple[StackFrame, ...]) -> bool:
 
 
 class Stacks(tuple[RankStack, ...]):
-    """One `RankStack` per rank; printed, all of them."""
+    """The stacks of all ranks, one `RankStack` per rank. Print it to read them."""
 
     def __str__(self) -> str:
         return "\n\n".join(map(str, self))
@@ -313,7 +313,7 @@ def send(folder: RunFolder, rank: int, *, is_remote: bool = False) -> _Asked | R
         if pid and process_identity(pid) != head["process"]:
             return RankStack(rank, pid, trouble="has ended")
         if pid and not _catches(pid, number):
-            return RankStack(rank, pid, trouble=f"does not listen to signal {number} any more")
+            return RankStack(rank, pid, trouble=f"no longer listens to signal {number}")
         gentle = int(head.get("gentle", 0))  # none in the file of an older version
         lost = head.get("lost", {})
         asked = _Asked(rank, pid, path, size, str(head["last"]), number, gentle, lost)

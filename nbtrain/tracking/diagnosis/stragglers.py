@@ -1,4 +1,4 @@
-"""Which ranks are steadily slower than the others, and what they lose it to. Pure.
+"""Finds ranks that are always slower than the others, and the reason. Pure.
 
 Ranks that step together have one rate: there the rank that the others wait for is the one that
 waits for its data. Only a large and lasting difference is reported: a false "slow" is worse than

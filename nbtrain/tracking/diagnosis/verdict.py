@@ -1,4 +1,4 @@
-"""Why a run failed, as a value: which rank, of what kind, in a line, and the evidence.
+"""Explains why a run failed: which rank, what kind, in a line, and the evidence.
 
 Pure: made from the picture and from what ranks left, so it is the same live and reopened.
 """
@@ -52,11 +52,11 @@ _NAMED_BY_EVIDENCE = (LOADER_WORKER, DISK_FULL, FORK_REFUSED)
 _STACK = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 _ADVICE = {
     LOADER_WORKER: (
-        "Try num_workers=0: data is then loaded in the rank and its error is shown. Fewer workers "
+        "Try num_workers=0: the rank then loads the data, and shows its error. Fewer workers "
         "or smaller batches use less /dev/shm.",
     ),
     FRESH_WORKER: (
-        "A worker that is not forked has nothing of the notebook. Call "
+        "A worker that is not forked has none of the notebook's variables. Call "
         "multiprocessing.set_start_method('fork', force=True) before the loader is used (or leave "
         "out its multiprocessing_context), or define the data set in a .py file.",
     ),
@@ -65,21 +65,23 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Why a run failed."""
+    """Why a run failed: `run.failure`. Print it to read it."""
 
     kind: str
     """One of: exception, exit, signal, segfault, out of memory, cuda out of memory, communication,
     data loader worker, disk full, fork refused, results lost, timeout, launch."""
     rank: int
-    """-1 where no rank caused it."""
+    """The rank that caused the failure; -1 if no rank did."""
     headline: str
+    """What happened, in a line."""
     evidence: tuple[str, ...] = ()
+    """What nbtrain knows about the cause, one fact per line."""
     others: str = ""
     """How the other ranks ended."""
     advice: tuple[str, ...] = ()
-    """What to do about it, where that is known."""
+    """What to do about it, if that is known."""
     memory: str = ""
-    """Which rank used how much memory for what, where memory ran out."""
+    """If memory ran out: which rank used how much memory for what."""
 
     def __str__(self) -> str:
         label = f"rank {self.rank}: " if self.rank >= 0 else ""

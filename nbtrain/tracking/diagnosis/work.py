@@ -1,4 +1,4 @@
-"""Finds ranks that do the same work, or that train alone, by what each reported of its own.
+"""Finds ranks that do the same work, or train alone, from what each rank reports.
 
 In doubt it says nothing: tensor parallelism wants the same data on every rank, and ranks may train
 alone on purpose.
@@ -97,7 +97,7 @@ def _alone(samples: list[ev.WorkSample]) -> Finding | None:
             f"the {count} ranks never join each other: each trains alone{PLACE}, on the same data"
         )
     elif not asks and all(sample.steps >= LOSSES for sample in samples):
-        what = f"the {count} ranks never join each other: each trains a model of its own{PLACE}"
+        what = f"the {count} ranks never join each other: each trains a separate model{PLACE}"
     else:
         return None
     if first.library == "lightning":
@@ -118,11 +118,11 @@ def _together(samples: list[ev.WorkSample]) -> Finding | None:
     if all(sample.is_wrapped == "whole" for sample in samples):
         return Finding(
             "same-batches",
-            f"all {count} ranks train on the same batches{PLACE}, so that they learn what one "
+            f"all {count} ranks train on the same batches{PLACE}, so they learn what one "
             "rank alone would learn.",
-            "Give each its own part: `loader = accelerator.prepare(loader)`, or a loader with "
-            "`sampler=DistributedSampler(dataset)`; an `IterableDataset` has to skip the samples "
-            "of the other ranks",
+            "Give each rank a different part: `loader = accelerator.prepare(loader)`, or a loader "
+            "with `sampler=DistributedSampler(dataset)`. An `IterableDataset` has to skip the "
+            "samples of the other ranks",
             flaw="all ranks trained on the same batches",
         )
     is_apart = not any(sample.has_exchanged or sample.is_wrapped for sample in samples)
@@ -144,8 +144,8 @@ def _equal_noise(samples: list[ev.WorkSample]) -> Finding | None:
     return Finding(
         "equal-noise",
         f"all {len(samples)} ranks draw the same random numbers from numpy for their data.",
-        "Before the loop, write `np.random.seed(seed + nbtrain.rank())`: a forked rank has the "
-        "generator of the notebook.",
+        "Before the loop, write `np.random.seed(seed + nbtrain.rank())`: forked ranks all begin "
+        "with the generator of the notebook.",
     )
 
 
@@ -163,7 +163,7 @@ def _not_gathered(samples: list[ev.WorkSample]) -> Finding | None:
             return Finding(
                 "not-gathered",
                 f"`{name}` {value:.4g}, as rank 0 logs it, counts only the {count:,} "
-                f"samples that rank 0 read; rank {rank} has {other:.4g} of its own.",
+                f"samples that rank 0 read; on rank {rank} it is {other:.4g}.",
                 "To count the samples of all ranks, gather what they predict before it is "
                 "compared: `predictions, y = accelerator.gather_for_metrics((predictions, y))`",
             )
@@ -178,8 +178,8 @@ def _read_only(samples: list[ev.WorkSample]) -> Finding | None:
     return Finding(
         "same-batches",
         f"all {len(samples)} ranks went over the same batches.",
-        "To give each its own part, write `loader = Accelerator().prepare(loader)`, or `with "
-        "PartialState().split_between_processes(items) as part:`",
+        "To give each rank a different part, write `loader = Accelerator().prepare(loader)`, or "
+        "`with PartialState().split_between_processes(items) as part:`",
     )
 
 

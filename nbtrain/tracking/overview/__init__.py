@@ -1,1 +1,1 @@
-"""What a run's picture means: how far it is, its epochs, what its ranks did over time. Pure."""
+"""Computes from a run's state how far it is, its epochs, and what ranks did over time. Pure."""

@@ -1,4 +1,4 @@
-"""A table of a run's epochs: losses, metrics and time, and which was best. Pure."""
+"""Makes the table of a run's epochs: losses, metrics, time, and the best one. Pure."""
 
 from __future__ import annotations
 

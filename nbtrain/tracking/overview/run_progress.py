@@ -1,4 +1,4 @@
-"""How much of a run is done, and how long the rest will take; what is not known is None. Pure."""
+"""Computes how much of a run is done, and how long the rest takes; None if not known. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank did over time, as a strip: bins of time, each with a letter. Pure.
+"""Computes what a rank did over time, as a strip: bins of time with a letter each. Pure.
 
 It knows what ranks report, no more: within a step nobody sees who waits for whom, so a wait for
 peers shows where ranks meet, where the run hangs, and after a failure.

@@ -1,1 +1,1 @@
-"""The board as HTML: a pure function of a run and the time."""
+"""Draws the board as HTML: a pure function of a run and the time."""

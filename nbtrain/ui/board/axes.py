@@ -1,4 +1,4 @@
-"""Axes with few, round ticks, and limits that stay while a curve grows. Pure."""
+"""Computes axes with few, round ticks, and limits that stay while a curve grows. Pure."""
 
 from __future__ import annotations
 

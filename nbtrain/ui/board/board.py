@@ -1,4 +1,4 @@
-"""A run as HTML, for notebooks. Pure: a picture in, a string out.
+"""Draws a run as HTML, for notebooks. Pure: a state in, a string out.
 
 Styles are inline and colours are mid-tones or inherited: that is what survives an untrusted
 notebook, GitHub and both themes. There is no script, no link and no font from elsewhere; the final

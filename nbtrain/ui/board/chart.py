@@ -1,4 +1,4 @@
-"""Curves as SVG: inline while a run goes on, as images in the final board. Pure.
+"""Draws curves as SVG: inline while a run continues, as images in the final board. Pure.
 
 An untrusted notebook and GitHub drop inline SVG and keep ``<img src="data:…">``. Such an image has
 no colours of the page, so a picture holds marks alone, in mid-tones that read on any ground; names,

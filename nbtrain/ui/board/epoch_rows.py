@@ -1,4 +1,4 @@
-"""The table of epochs: losses, metrics, time, and which was best. Pure."""
+"""Draws the table of epochs: losses, metrics, time, and the best one. Pure."""
 
 from __future__ import annotations
 

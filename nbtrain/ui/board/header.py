@@ -1,4 +1,4 @@
-"""The answer first: how the run is, how far, how long still, and its key figures. Pure.
+"""Draws the top of the board: the status, the progress, the time left and key figures. Pure.
 
 What is not known is drawn as not known: a loop that does not say how many epochs it will run has a
 bar of its epoch, hatched, and no percentage of the run.

@@ -1,4 +1,4 @@
-"""What ranks print, merged: lines that several ranks printed are one line. Pure."""
+"""Draws what ranks print as one log: a line that several ranks printed is there once. Pure."""
 
 from __future__ import annotations
 

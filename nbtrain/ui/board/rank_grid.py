@@ -1,4 +1,4 @@
-"""Many ranks as one small cell each, which progress fills and the state colours. Pure.
+"""Draws many ranks as one small cell each, filled by progress and coloured by status. Pure.
 
 A thousand cells as elements would be 100 KB five times per second. So cells are dashes of lines:
 neighbours that look the same are one stroke, and 1,024 ranks take a few KB.

@@ -1,4 +1,4 @@
-"""What sets ranks apart, in rows: those that are alike share one. Pure.
+"""Draws ranks as rows of a table: ranks that are alike share a row. Pure.
 
 A rank that differs has a row of its own, and the reason. Columns that are empty for all are left
 out. Numbers are set right, in digits of one width, in columns with room for more digits, so that

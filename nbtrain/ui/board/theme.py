@@ -1,4 +1,4 @@
-"""The board's fonts and colours, which read on white, on black and on Colab's grey.
+"""The board's fonts and colours, readable on white, on black and on Colab's grey.
 
 No colour has a contrast of 4.5 on all of them. So text has the page's own colour, or stands on a
 ground that it brings along: a status is a pair of tones, one light and one dark, of which at least

@@ -1,4 +1,4 @@
-"""What each rank did over time, a strip each: computing, waiting, saving, stalled. Pure.
+"""Draws what each rank did over time, one strip each: computing, waiting, saving. Pure.
 
 What a rank did differs in height and pattern as well as in hue, in mid-tones that stand out from
 any page; numbers and times are text of the page. Of many ranks, neighbours share a strip, which

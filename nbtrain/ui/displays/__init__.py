@@ -1,1 +1,1 @@
-"""Where a run is shown: widget, plain HTML, terminal."""
+"""Shows a run on a screen: as a widget, as plain HTML, or in a terminal."""

@@ -1,4 +1,4 @@
-"""What a task on live ranks shows: what a cell shows if it is short, and else the board."""
+"""Shows a task on live ranks: its output like a cell's if it is short, otherwise the board."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run as an output of a notebook, shown once and updated through its display id."""
+"""Shows a run as an output of a notebook, and updates it through its display id."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handling a button's click while the cell that shows the button still runs.
+"""Handles a button's click while the cell that shows the button still runs.
 
 While a cell runs, ipykernel leaves messages on its shell channel for later, clicks on widgets too.
 So the loop that watches a run reads that channel between two looks at the ranks. It handles the

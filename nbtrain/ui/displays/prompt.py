@@ -1,4 +1,4 @@
-"""Asking the user for a line without waiting for it: a run is watched meanwhile."""
+"""Asks the user for a line without blocking: the run is watched in the meantime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks display, below the board: each display is an output of the cell, as it is."""
+"""Shows what ranks displayed, below the board: each display is an output of the cell."""
 
 from __future__ import annotations
 

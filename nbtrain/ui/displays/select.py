@@ -1,4 +1,4 @@
-"""Choosing the display of a run: by ``--view``, and by what the notebook can show."""
+"""Chooses the display of a run, by ``--view`` and by what the notebook can show."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class GuardedDisplay:
                 reason = f"{type(error).__name__}: {error}"
                 with contextlib.suppress(RuntimeWarning):  # even if warnings are errors
                     warnings.warn(
-                        f"nbtrain: the display failed ({reason}); the run goes on",
+                        f"nbtrain: the display failed ({reason}); the run continues",
                         RuntimeWarning,
                         stacklevel=3,
                     )

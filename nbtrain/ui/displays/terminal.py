@@ -1,4 +1,4 @@
-"""A run in a terminal: lines that stay, or a table that is redrawn if the cursor can move."""
+"""Shows a run in a terminal: as lines, or as a table that is redrawn if the cursor can move."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TextDisplay(Display):
         _print(self._output.new(state))
         if state.hang != self._hang:
             self._hang = state.hang
-            _print([f"⚠ {state.hang}" if state.hang else "● the run goes on again"])
+            _print([f"⚠ {state.hang}" if state.hang else "● the run continues"])
         if self._due is None:
             self._due = now + TEXT_INTERVAL
             _print([f"● {state.full_title}: {labels.facts(state, now)}"])

@@ -1,4 +1,4 @@
-"""Showing a rank's exception in IPython with the rank's frames, without the launcher's."""
+"""Shows a rank's exception in IPython with the rank's frames, without the launcher's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The board with its controls: widgets while the run goes on, static HTML afterwards."""
+"""Shows the board with its controls: widgets during the run, static HTML afterwards."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SPEAK_EVERY = 15.0
 """Seconds between two sentences for a screen reader, while nothing changes but numbers."""
 
 _NO_WIDGETS = (
-    '<div style="opacity:.7;font-size:12px">This is how the run began: this page shows no '
-    "widgets. <code>--view html</code> updates the board without widgets.</div>"
+    '<div style="opacity:.7;font-size:12px">This board shows how the run began, because this '
+    "page shows no widgets. <code>--view html</code> updates the board without widgets.</div>"
 )
 """Part of the HTML form, which a page without a renderer for widgets shows."""
 

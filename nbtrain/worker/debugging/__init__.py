@@ -1,1 +1,1 @@
-"""A debugger in a rank, whose prompt is in the notebook."""
+"""A debugger in a rank, with its prompt in the notebook."""

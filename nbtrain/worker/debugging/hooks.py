@@ -1,4 +1,4 @@
-"""When a rank's debugger opens: at ``breakpoint()``, after a failure, and when it is asked to."""
+"""Opens a rank's debugger: at ``breakpoint()``, after a failure, and on request."""
 
 from __future__ import annotations
 
@@ -112,13 +112,13 @@ class Debugging:
         """Raise `NbtrainError` where nobody can answer."""
         if os.getpid() != self._process:
             raise NbtrainError(
-                f"{call}() works in a rank itself, not in a process that it has started. For a "
-                "worker of a DataLoader, use num_workers=0 meanwhile"
+                f"{call}() works in a rank itself, not in a process that it has started. To debug "
+                "a worker of a DataLoader, use num_workers=0"
             )
         if self._unanswered:
             raise NbtrainError(
-                f"{call}() needs somebody who answers: here {self._unanswered}. Delete it, or "
-                "run the cell in the foreground of a notebook or a terminal, on this host"
+                f"{call}() cannot ask you here: {self._unanswered}. Delete it, or run the cell in "
+                "the foreground of a notebook or a terminal, on this host"
             )
 
     def look_into(self, error: BaseException) -> None:

@@ -181,7 +181,7 @@ def make_debugger(file: NotebookFile, *, is_over: bool = False) -> Any:
                 self.set_continue()  # the task is over: "next" would go through what called it
 
         def do_interact(self, _arg: str) -> None:
-            self.message("There is no interact here: type statements one by one, as !x = 3.")
+            self.message("`interact` does not work here: type statements one by one, as in !x = 3.")
 
         def _cmdloop(self) -> None:
             file.prompt = self.prompt

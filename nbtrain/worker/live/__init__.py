@@ -1,1 +1,1 @@
-"""A rank that stays: it takes one task after the other, and its variables stay between them."""
+"""A live rank: it runs one task after the other, and keeps its variables between them."""

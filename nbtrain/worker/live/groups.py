@@ -1,4 +1,4 @@
-"""Ends the collectives of a live rank from another thread, and forms its process group anew.
+"""Ends the collectives of a live rank from another thread, and forms a new process group.
 
 A rank that waits in a collective for a peer which will not come hears no interrupt: it is in C++.
 gloo has nothing that ends the wait (`abort` and `shutdown` of its backend return at once and change

@@ -1,4 +1,4 @@
-"""The body of a live rank: `serve` runs the tasks that the notebook sends, until it hangs up.
+"""Runs in a live rank: `serve` runs the tasks that the notebook sends, until it disconnects.
 
 To its engine, `serve` is a task as any other, of a run that lasts as long as the ranks live. Each
 task is a run of its own, in a folder of its own: while it lasts, the rank's output and its reports
@@ -37,7 +37,7 @@ PATIENCE = 0.3
 
 _NO_CHECKPOINTS = (
     "live ranks on a cluster keep no checkpoints: their folders end with the cell. "
-    "%nbtrain pull brings a model to the notebook; %%distributed --new runs with checkpoints"
+    "%nbtrain pull copies a model to the notebook; %%distributed --new runs with checkpoints"
 )
 
 Message = dict[str, Any]

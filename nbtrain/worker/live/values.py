@@ -1,4 +1,4 @@
-"""What a live rank tells of its variables: their values, or what they are."""
+"""Sends the variables of a live rank to the notebook, or descriptions of them."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def packed(
             if limit is None and _order(value) in (1, 2):
                 steps = parts.parts({name: value})
                 if lost := [every[i][0] for i in steps if _is_lost(i, refers, every)]:
-                    raise NbtrainError(f"it steps `{lost[0]}`: pull that one, too")
+                    raise NbtrainError(f"it trains `{lost[0]}`: pull that, too")
             if any(map(is_sharded, [value, *(value.parameters() if is_model(value) else ())])):
                 raise NbtrainError(
-                    "it is sharded over the ranks; %nbtrain pull puts a model together"
+                    "it is sharded over the ranks; %nbtrain pull copies a whole model"
                 )
             values[name] = (result_pickler.dumps(value, known=refers, limit=limit), "")
             known = {**parts.parts({name: value}), **known}

@@ -1,1 +1,1 @@
-"""What a rank shows: displays, on their way to the notebook."""
+"""Sends what a rank displays to the notebook."""

@@ -1,4 +1,4 @@
-"""Figures, tables and other rich displays of a rank, on their way to the notebook.
+"""Sends a rank's figures, tables and other rich displays to the notebook.
 
 Each is an event; of what is too much, the last one is sent at the end of the task, with the number
 of those before it. In ordinary runs the text form is in the rank's log, too: that is what a
@@ -108,7 +108,7 @@ class RichOutput:
         if not self._has_noted_widget and api.active is not None and api.active.rank == 0:
             self._has_noted_widget = True
             name = type(widget).__name__
-            text = f"a rank changed a widget ({name}); the notebook does not show that."
+            text = f"a rank changed a widget ({name}), which the notebook does not show."
             remedy = "Print the value, log it, or return it and change the widget in the notebook."
             api.active.writer.write(ev.RunNote.of(Finding("widget", text, remedy)))
 
@@ -150,7 +150,7 @@ class RichOutput:
         size = _size(bundle)
         if size > LARGEST:
             text = bundle.get("text/plain", "")[: LARGEST // 8]  # a character has six bytes at most
-            bundle = {"text/plain": f"{text} ({format_bytes(size)} are too much to display)"}
+            bundle = {"text/plain": f"{text} ({format_bytes(size)} is too much to display)"}
         event = ev.Displayed(clock.now(), reporter.rank, bundle, name, self._clears)
         if self._clears:
             self._names.clear()
@@ -170,7 +170,7 @@ class RichOutput:
         if self._spent + size > room or (is_new and len(self._names) >= MOST):
             if not self._left_out:
                 much = f"{MOST} displays" if is_new and self._spent + size <= room else "so much"
-                text = f"… more than {much}: the next one that is shown is the last"
+                text = f"… more than {much}: only the last display is shown after this"
                 self._write(ev.Displayed(event.time, event.rank, {"text/plain": text}, _LEFT_OUT))
             self._left_out += 1
             self._last = event

@@ -1,4 +1,4 @@
-"""What a rank reports of its training without any code of the user's. Each source can be off.
+"""Reports a rank's training without any code of the user's. Each source can be turned off.
 
 `install` runs in the rank once the process has become one, and is not undone. The inline engine,
 whose rank is the kernel, offers the tracker only, and withdraws it.

@@ -1,4 +1,4 @@
-"""What feeds a training: where its loaders stand, the samples they gave, the time they took."""
+"""Watches the loaders of a training: their position, their samples, and the time they took."""
 
 from __future__ import annotations
 
@@ -226,9 +226,9 @@ class DataLoadingMeter:
         if not self._empty or self._newest is not None:
             return ""
         return (
-            f"no batch came from a loader of {self._empty:,} samples, so that nothing was trained: "
-            "each rank's part of them is smaller than a batch. Make `batch_size` smaller, or leave "
-            "out `drop_last=True`"
+            f"a loader of {self._empty:,} samples gave no batch, so nothing was trained: each "
+            "rank's part of the samples is smaller than a batch. Make `batch_size` smaller, or "
+            "leave out `drop_last=True`"
         )
 
 

@@ -1,4 +1,4 @@
-"""What a rank watches in fastai, which steps and loads data by classes of its own; seen in 2.8."""
+"""Watches a training of fastai, which has separate classes for steps and data; seen in 2.8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank changes in transformers, Lightning and Accelerate, so that it sees their logs."""
+"""Patches transformers, Lightning and Accelerate in a rank, so that it sees their logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss of a training: what backward is called on, before anything scales it."""
+"""Finds the loss of a training: the tensor on which backward is called, before any scaling."""
 
 from __future__ import annotations
 

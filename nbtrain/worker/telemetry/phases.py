@@ -1,4 +1,4 @@
-"""What a rank does beside its steps: it joins the others, compiles, or saves."""
+"""Reports what a rank does between steps: it joins the others, compiles, or saves."""
 
 from __future__ import annotations
 

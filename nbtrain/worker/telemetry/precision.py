@@ -1,4 +1,4 @@
-"""In which precision a rank really trains, whatever asked for it."""
+"""Finds out in which precision a rank really trains."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Every bar of tqdm and fastprogress in a rank, reported without any code of the user's.
+"""Reports every bar of tqdm and fastprogress in a rank, without any code of the user's.
 
-They count as they always do. Only its drawing is replaced, so an iteration costs what it costs
+Bars count as they always do. Only the drawing is replaced, so an iteration costs what it costs
 anywhere. A rank keeps these patches for its life. (The inline engine, whose rank is the kernel,
 does not install them.)
 """

@@ -1,4 +1,4 @@
-"""What keeps telemetry from harming the training that it watches."""
+"""Keeps telemetry from harming the training that it watches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank's training holds in memory, by part, counted from what tensors say of themselves.
+"""Counts what a rank's training holds in memory, by part, from the sizes of tensors.
 
 Sizes are known to the host: no tensor's data is touched, and nothing waits for a GPU. Going over
 a model takes milliseconds, so it is done after an optimizer's first step and then rarely.

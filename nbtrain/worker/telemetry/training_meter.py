@@ -1,4 +1,4 @@
-"""The progress of a rank's training: steps, loss, learning rate and batches, as torch does them.
+"""Measures a rank's training: steps, loss, learning rate and batches.
 
 The hot paths only count and keep a reference. Twice a second the counts are written as one
 `TrainingUpdate` event, and once more where nothing has counted on for a second: a rank that hangs

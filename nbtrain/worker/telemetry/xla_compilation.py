@@ -1,4 +1,4 @@
-"""torch_xla's compilations: reported while they last, counted and timed.
+"""Counts and times torch_xla's compilations, and reports them while they last.
 
 torch_xla compiles each new program in the middle of a step and offers no callback, but it counts
 programs before and after. A thread reads these counts.

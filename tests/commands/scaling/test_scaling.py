@@ -46,7 +46,7 @@ def test_what_limits_the_meaning_is_said() -> None:
     assert "n ranks train on n times the batch" in found
     assert "differ widely" in found
     assert "(" not in repr(report(Size(1, [0.01], batch=8)))
-    assert "No batches were seen" in repr(report(Size(1, [0.01]), Size(2, [0.01])))
+    assert "nbtrain saw no batches" in repr(report(Size(1, [0.01]), Size(2, [0.01])))
     assert report(ONE).notes == report(Size(2, [0.01], batch=8)).notes == ()
 
 
@@ -73,8 +73,8 @@ def refuse(*_: Any, **__: Any) -> None:
     ("line", "words"),
     [
         ("train", "it is not a call"),
-        ("", "in ''|'' is no call"),
-        ("train(", "'train\\(' is no call such as"),
+        ("", "in ''|'' is not a call"),
+        ("train(", "'train\\(' is not a call such as"),
         ("trainn(1)", "no `trainn` .there is `train`."),
         ("model(1)", "needs a function to call, not a str"),
         ("train(1 / 0)", "ZeroDivisionError"),

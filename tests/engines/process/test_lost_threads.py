@@ -22,7 +22,9 @@ def train():
     dist.init_process_group("gloo")
     {line}
 """
-LOST = "A fork copies no threads, so a rank has none of the notebook's ({}). If {}, make it and "
+LOST = (
+    "A fork copies no threads, so a rank has none of the notebook's threads ({}). If {}, make it "
+)
 
 
 @pytest.fixture

@@ -352,7 +352,7 @@ def test_an_attempt_that_cannot_start_has_failed_and_the_last_one_says_why(
     ranks = RemoteRanks(job_of(2, tmp_path, attempt=2), client, [])
     exits = ranks.wait(30.0)
     assert [(e.rank, e.verdict) for e in exits] == [(0, "failed"), (1, "failed")]
-    assert "could not be started again: the process that speaks with Ray" in exits[0].cause
+    assert "could not be started again: the process that talks to Ray" in exits[0].cause
     ranks.close()
     client.send(Driver.start, order(1))
     ranks = RemoteRanks(job_of(2, tmp_path, attempt=3), client, [])

@@ -88,7 +88,7 @@ if rank == 1: raise ValueError('planted')
 hashlib.pbkdf2_hmac('sha256', b'in C', b'hears no interrupt', 5_000_000)"""
     out = live.run(cell)
     assert (out.ename, out.evalue) == ("ValueError", "planted")
-    assert "If it waited for another one on the TPU" in out.stdout
+    assert "If it waited for another rank on the TPU" in out.stdout
     assert "TPU" not in live.run("%distributed 1").stdout  # it was said
     assert live.run(contract.SUM).stdout == "[ranks 0–1] tensor([2.])\n"
 

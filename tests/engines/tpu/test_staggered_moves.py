@@ -106,7 +106,10 @@ def test_a_crash_of_ranks_that_load_their_own_names_the_line_and_the_remedy(
     )
     assert out.ename == "RankDied"
     shown = out.traceback
-    assert "each of 4 ranks loads a model of its own (line 4): 4 x 1.0 GiB = 4.0 GiB" in shown
+    assert (
+        "each of 4 ranks loads a separate copy of the model (line 4): 4 x 1.0 GiB = 4.0 GiB"
+        in shown
+    )
     assert "load the model once, in a cell above" in shown
     assert "most recent call first" in shown
     assert "compiling.py" not in shown  # a thread that did not crash

@@ -56,7 +56,9 @@ def test_a_tpu_is_driven_by_what_is_installed_and_fits_torch(
 @pytest.mark.usefixtures("a_tpu")
 def test_without_either_a_tpu_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tpu, "engine", lambda _version: "")
-    with pytest.raises(PlanError, match=r"drives a TPU: .*torch_xla.*torch_tpu"):
+    with pytest.raises(
+        PlanError, match=r"a TPU needs torch_xla or torch_tpu: .*torch_xla.*torch_tpu"
+    ):
         nbtrain.launch(int, engine="tpu", view="none")
 
 

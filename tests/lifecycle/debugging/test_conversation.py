@@ -156,7 +156,7 @@ def test_a_debugged_run_stops_where_it_fails_and_then_fails(notebook: Notebook) 
     text = plain(out)
     assert "rank 1 stopped at" in text
     assert "AssertionError: odd" in text
-    assert "u: up to the caller" in text
+    assert "u: go up to the caller" in text
     assert "('x is', 1)" in text
     assert "failed" in out.board
 
@@ -183,13 +183,13 @@ def test_where_nobody_can_type_a_breakpoint_is_refused(tmp_path: Path) -> None:
     try:
         kernel.run("%load_ext nbtrain")
         out = kernel.run(f"%%distributed -n 1\n{STOPS}")
-        assert "breakpoint() needs somebody who answers" in out.evalue
+        assert "breakpoint() cannot ask you here" in out.evalue
         out = kernel.run("%%distributed -n 1 --debug\n1")
         assert "--debug has no effect here" in out.stdout
         assert "needs the foreground" in kernel.run("%%distributed --debug --background\n1").evalue
         started = kernel.run(f"%%distributed -n 1 --background --as run\n{STOPS}")
         assert not started.ename
-        assert "needs somebody" in kernel.value("(run.wait(), str(run.exception))[1]")
+        assert "cannot ask you here" in kernel.value("(run.wait(), str(run.exception))[1]")
     finally:
         kernel.close()
 
@@ -227,7 +227,7 @@ def test_debug_opens_on_the_rank_that_failed(live: Notebook) -> None:
     assert asked(out) == [0, 0, 0, 0]
     assert "('value is', 7)" in plain(out)
     assert "no rank 2" in live.run("%nbtrain debug --rank 2").evalue
-    assert "takes a rank" in live.run("%nbtrain debug here").evalue
+    assert "takes only a rank" in live.run("%nbtrain debug here").evalue
     assert "[ranks 0–1] tensor([2.])" in live.run(SUM).stdout
     assert "no cell has failed" in live.run("%nbtrain debug").evalue
 
@@ -269,7 +269,7 @@ def test_a_variable_may_be_called_rank_and_an_output_may_be_huge(notebook: Noteb
     assert "There is no rank 7. In the debugger: rank 0." in text
     assert "[rank 0] 7\n" in text
     assert "characters more" in text
-    assert "There is no interact here" in text
+    assert "`interact` does not work here" in text
     assert len(text) < 3_000_000
     assert notebook.value("nbtrain.last_run().value") == 7
 

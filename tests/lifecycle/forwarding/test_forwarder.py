@@ -56,7 +56,7 @@ def test_nothing_piles_up_for_a_receiver_that_failed(
     assert thread._calls.empty()
     (note,) = Forwarder(ours).notes()
     assert isinstance(note, ev.RunNote)
-    assert note.text.startswith("failing: no such tracker. The training goes on")
+    assert note.text.startswith("failing: no such tracker. The training continues")
 
 
 def test_the_end_of_the_process_is_noted_unless_the_run_is_over(

@@ -126,7 +126,7 @@ def test_a_dead_address_costs_one_note_that_does_not_show_it() -> None:
     assert run.state.status == "succeeded"
     assert run.state.notes == (
         "--notify: the message was not delivered: the service did not answer, or refused it. "
-        "The training goes on; nothing more of this run is sent there.",
+        "The training continues; nothing more of this run is sent there.",
     )
     assert has_secret(run.folder) == []
 

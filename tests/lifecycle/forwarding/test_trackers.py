@@ -162,7 +162,7 @@ def test_a_tracker_that_fails_leaves_the_run_alone_and_one_note(
     assert run.state.status == "succeeded"
     (note,) = run.state.notes
     assert note.startswith("tensorboard: the tracker failed (")
-    assert note.endswith("The training goes on; nothing more of this run is sent there.")
+    assert note.endswith("The training continues; nothing more of this run is sent there.")
 
 
 def test_the_kernel_s_process_imports_no_tracker() -> None:

@@ -686,7 +686,7 @@ def test_the_canonical_loop_takes_three_lines_and_changes_two() -> None:
     assert gone == [(16, "loss.backward()"), (7, 'model.to("cuda")')]
     assert (finding.place.line, finding.place.column) == (16, 13)
     assert finding.text == (
-        "this loop does not use the other ranks: each rank would train a model of its own, on all "
+        "this loop does not use the other ranks: each rank would train a separate model, on all "
         "of the data; `%%nbtrain migrate` on top of its cell shows what to change, as a diff"
     )
 

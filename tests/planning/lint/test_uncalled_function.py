@@ -29,7 +29,7 @@ def test_a_magic_above_the_function_is_refused(notebook: Notebook) -> None:
     out = notebook.run("%%distributed\n%%time\ndef train():\n    return 1")
     assert out.ename == "PlanError"
     assert (
-        "line 2, column 1: `%%time` runs the rest of the cell by itself, so that nothing calls "
+        "line 2, column 1: `%%time` runs the rest of the cell by itself, so nothing calls "
         "train(). Delete this line"
     ) in out.evalue
     out = notebook.run("%%distributed -n 1\n%%time\nprint('one', 'two')")

@@ -216,7 +216,7 @@ def test_a_rank_that_has_returned_and_does_not_end_is_no_silence(
 ) -> None:
     out = notebook.run(_RETURNS.format(holds))
     assert out.ename == "RunTimeout", out.traceback
-    assert re.search(r"Rank 1 returned \d\S* s ago, and its process does not end", out.evalue)
+    assert re.search(r"Rank 1 returned \d\S* s ago, and its process has not ended", out.evalue)
     number = notebook.value("len(In) - 2")
     assert f"does not end{place.format(number)}. Look for an exit handler" in out.evalue
     assert "✓" not in out.board

@@ -63,7 +63,10 @@ def forked(
 @pytest.mark.parametrize(
     ("stacks", "advice"),
     [
-        (forked(WAITING, SLEEPING), "none of the notebook's (feeder). If rank 0 waits for one"),
+        (
+            forked(WAITING, SLEEPING),
+            "none of the notebook's threads (feeder). If rank 0 waits for one",
+        ),
         (forked(GETTING), "(feeder)"),
         (forked(LOCKING, threads=[*"abcd"]), "(a, b, c, …)"),
         (forked(WAITING, SLEEPING, beside=RESTS), "(feeder)"),

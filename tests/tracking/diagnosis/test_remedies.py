@@ -53,7 +53,7 @@ def uses_no_group() -> None:
         (
             leaves_a_head_out,
             [
-                "no gradient came to spare.weight, spare.bias",
+                "no gradient reached spare.weight, spare.bias",
                 "DistributedDataParallelKwargs(find_unused_parameters=True)",
             ],
         ),

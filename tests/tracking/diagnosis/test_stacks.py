@@ -85,7 +85,7 @@ def test_a_process_that_would_die_of_the_signal_is_not_sent_it(tmp_path: Path) -
         process = psutil.Process(stranger.pid)
         assert "not started" in stacks.ask(folder, [0])[0].trouble
         folder.stacks(0).write_text(_head(process))
-        assert "does not listen" in stacks.ask(folder, [0])[0].trouble
+        assert "no longer listens" in stacks.ask(folder, [0])[0].trouble
         # The number went round: the rank's process is gone, and another has its number.
         folder.stacks(0).write_text(_head(process, process="that of another"))
         folder.stacks(1).write_text("no JSON at all\n")

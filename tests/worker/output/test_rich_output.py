@@ -105,9 +105,7 @@ def test_a_display_in_any_script_is_shown_or_its_size_is(notebook: Notebook) -> 
         "for size in 100_000, 500_000: display(HTML('界' * size))"  # six bytes each, as JSON
     )
     assert forms(out, "text/html") == ["界" * 100_000]
-    assert [each["text/plain"] for each in out.displays][-1].endswith(
-        "MiB are too much to display)"
-    )
+    assert [each["text/plain"] for each in out.displays][-1].endswith("MiB is too much to display)")
 
 
 def test_without_a_page_a_display_is_its_text(notebook: Notebook) -> None:
@@ -163,9 +161,7 @@ def test_an_updated_display_has_one_line_of_words_in_the_log(
 def test_a_widget_that_a_rank_changes_is_noted_once(notebook: Notebook, made: str) -> None:
     notebook.run("from ipywidgets import Label\nlabel = Label('before')")
     out = notebook.run(f"%%distributed -n 2\n{made}for n in 'ab': label.value = n")
-    note = (
-        "a rank changed a widget (Label); the notebook does not show that. Print the value, log it,"
-    )
+    note = "a rank changed a widget (Label), which the notebook does not show. Print the value, log"
     assert out.board.count(note) == 1
     assert notebook.value("label.value") == "before"
     out = notebook.run("%%distributed -n 2\nfrom tqdm.notebook import tqdm\nlist(tqdm(range(3)))")

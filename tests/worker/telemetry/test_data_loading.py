@@ -251,7 +251,7 @@ def test_a_loader_that_gives_no_batch_is_no_success() -> None:
     state = launch(trains_on, 16, True, n=2).state
     assert state.outcome == "finished, but no batch was read"
     (note,) = state.notes
-    assert note.startswith("no batch came from a loader of 16 samples, so that nothing was trained")
+    assert note.startswith("a loader of 16 samples gave no batch, so nothing was trained")
     assert "Make `batch_size` smaller, or leave out `drop_last=True`" in note
     for right in ((8, True), (16, False)):
         state = launch(trains_on, *right, n=2).state

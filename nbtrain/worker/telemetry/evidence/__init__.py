@@ -1,1 +1,1 @@
-"""What a rank sees of a training that goes wrong without an error, each time with its proof."""
+"""Finds in a rank what goes wrong in a training without an error, with the proof."""

@@ -31,7 +31,7 @@ _SAME_ORDER = Finding(
 def _repeated(workers: int) -> Finding:
     return Finding(
         "doubled-by-workers",
-        f"each of {workers} workers of a DataLoader reads the whole IterableDataset, so that every "
+        f"each of {workers} workers of a DataLoader reads the whole IterableDataset, so every "
         f"sample comes {workers} times.",
         "Let its `__iter__` skip the samples of the other workers "
         "(`torch.utils.data.get_worker_info()`), or use num_workers=1.",

@@ -1,4 +1,4 @@
-"""Metrics of a rank's own part of the data that are shown as if they were of all of it.
+"""Finds metrics of one rank's part of the data that are shown as if they were of all of it.
 
 `accelerator.log` hands on what rank 0 gives it, and drops the others' values. A number is known to
 be of the rank's own samples where it is a whole number of those that it has read since its last

@@ -1,4 +1,4 @@
-"""What a task makes of a model that the notebook's cannot take over, and the line that helps.
+"""Finds changes of a model that the notebook's model cannot take, and the line that helps.
 
 The notebook's model has the tensors that the rank's had when the task began. The tensors of another
 head or of resized embeddings have no place there, whatever was trained. A model that has been
@@ -71,9 +71,9 @@ class ModelAtStart:
         if not names:
             return self._rounding(both)
         text = (
-            f"`{self._variable}` is changed, and not only trained: "
-            f"{self._difference(names[0], tensors)}. A run that ends so leaves the notebook's "
-            f"`{self._variable}` as it was."
+            f"the run changes more than the values of `{self._variable}`: "
+            f"{self._difference(names[0], tensors)}. If the run ends like this, the "
+            f"notebook's `{self._variable}` is not updated."
         )
         steps = (
             _resizing(model, names, self._variable)
@@ -93,7 +93,7 @@ class ModelAtStart:
 
     def _difference(self, name: str, tensors: Mapping[str, Any]) -> str:
         if name not in tensors:
-            return f"it has no `{name}` any more in the ranks"
+            return f"it no longer has `{name}` in the ranks"
         if name not in self._kinds:
             return f"it has `{name}` in the ranks only"
         shape, dtype = self._kinds[name]
@@ -110,7 +110,7 @@ class ModelAtStart:
             return None
         text = (
             f"`{self._variable}` is trained in {floats[wider[0]]} and is {before[wider[0]]} in the "
-            "notebook, where its weights arrive rounded."
+            "notebook, so the notebook gets rounded weights."
         )
         one = len({*floats.values()}) == 1
         step = [f"{self._variable}.to({floats[wider[0]]})"] if one else []

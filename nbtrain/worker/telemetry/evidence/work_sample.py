@@ -1,4 +1,4 @@
-"""What a rank trains on and with whom: evidence of ranks that do the same work, or work alone.
+"""Reports what a rank trains on and with whom, to find ranks that repeat work or train alone.
 
 Each rank reports what its first batches and losses were, whether it joined the others, and whether
 anything was exchanged between its steps. The launcher compares (`nbtrain.tracking.diagnosis.work`):

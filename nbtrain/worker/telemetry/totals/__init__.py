@@ -1,1 +1,1 @@
-"""How far a training will go: from the loops around its steps, or the library that makes them."""
+"""Finds out how far a training will go, from the loops around its steps or from a library."""

@@ -1,4 +1,4 @@
-"""The loops around the code that runs, read from its source: which round of how many each is in.
+"""Reads the loops around the running code from its source: which round of how many each is in.
 
 Only what is certain counts: ``for epoch in range(start, args.epochs)``, a bar or `enumerate` around
 one, a list whose members differ, ``while step < steps``. Where any other loop is around, or source

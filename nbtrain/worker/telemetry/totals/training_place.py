@@ -1,4 +1,4 @@
-"""Where a training stands in all that it will do, as its reports say: see `TrainingPlace`."""
+"""Computes where a training stands in all that it will do: see `TrainingPlace`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts the trainings of a function, as of folds: each has its own model and its own epochs."""
+"""Counts the trainings of a function, such as folds, each with a separate model."""
 
 from __future__ import annotations
 

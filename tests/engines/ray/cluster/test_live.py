@@ -45,7 +45,7 @@ def test_a_rank_that_does_not_hear_an_interrupt_is_named_with_its_line(
         f"while not os.path.exists({str(door)!r}):\n"
         "    with contextlib.suppress(KeyboardInterrupt):\n        time.sleep(0.1)"
     )
-    unheard = "did not hear the interrupt so far"
+    unheard = "did not react to the interrupt so far"
     out = live.run(
         cell,
         interrupt_on="running",
@@ -61,8 +61,8 @@ def test_a_rank_that_does_not_hear_an_interrupt_is_named_with_its_line(
 def test_what_does_not_work_on_a_cluster_is_refused(live: Notebook) -> None:
     out = live.run("%%distributed\nwith nbtrain.checkpoint(1) as path: pass")
     assert "live ranks on a cluster keep no checkpoints" in out.evalue
-    assert "these are on a cluster" in live.run("%nbtrain debug").evalue
-    assert "somebody who answers" in live.run("%%distributed\nbreakpoint()").evalue
+    assert "these ranks are on a cluster" in live.run("%nbtrain debug").evalue
+    assert "cannot ask you here" in live.run("%%distributed\nbreakpoint()").evalue
 
 
 def test_a_node_that_is_lost_leaves_the_others_their_variables(
@@ -76,7 +76,7 @@ def test_a_node_that_is_lost_leaves_the_others_their_variables(
     live.run("%nbtrain pull kept")
     assert live.value("kept") == 3.0
     live.run("%nbtrain stop")
-    assert "no ranks live here" in live.run("%nbtrain status").evalue
+    assert "there are no live ranks" in live.run("%nbtrain status").evalue
 
 
 def test_nothing_is_left_on_the_nodes(notebook: Notebook, cluster: Simulated) -> None:

@@ -92,7 +92,7 @@ def test_only_a_metric_that_was_not_gathered_is_noted(kind: str) -> None:
         return
     (note,) = state.notes
     assert note.startswith("`accuracy` 0.")
-    assert "counts only the 48 samples that rank 0 read; rank 1 has 0.9" in note
+    assert "counts only the 48 samples that rank 0 read; on rank 1 it is 0.9" in note
     assert "accelerator.gather_for_metrics((predictions, y))" in note
 
 

@@ -221,7 +221,7 @@ SPLIT = "`loader = accelerator.prepare(loader)`"
     [
         (trains_alone, ("never join each other: each trains alone", "the same data", JOIN), ALONE),
         # Ranks that differ may be meant to, as by a seed of their own.
-        (trains_alone_and_shuffles_anew, ("each trains a model of its own", JOIN), "succeeded"),
+        (trains_alone_and_shuffles_anew, ("each trains a separate model", JOIN), "succeeded"),
         (without_prepare, ("the 2 ranks exchange no gradients: each trains alone",), ALONE),
         (ddp_on_all_data, ("all 2 ranks train on the same batches", SPLIT), SAME),
         (ddp_on_a_stream, ("all 2 ranks train on the same batches", SPLIT), SAME),
