@@ -290,6 +290,7 @@ def test_a_terminal_lists_shows_and_stops_what_a_kernel_runs(
     kernel.run(train("--detach", steps=100_000))
     run = kept(tmp_path / "home", monkeypatch)
     wait_until(lambda: "step 3" in run.logs(1), timeout=30)
+    wait_until(lambda: run.state.status == "running", timeout=30)
 
     def ask(*words: str) -> str:
         command = [str(Path(sys.executable).with_name("nbtrain")), *words]

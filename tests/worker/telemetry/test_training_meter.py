@@ -166,6 +166,16 @@ def test_steps_and_the_place_are_those_of_the_loop(
     check(loop, expected)
 
 
+def test_a_loop_that_is_read_in_its_last_round_is_known() -> None:
+    def loop(most: int = 2) -> None:  # it is read in the second step
+        (w, optimizer), step = one_weight(), 0
+        while step < most:
+            step += 1
+            step_on(w, optimizer)
+
+    assert last(launch(loop)).loops == (("step", 2, 2, 1),)
+
+
 def test_a_training_that_goes_on_names_its_first_epoch_as_the_loop_does() -> None:
     def resumed() -> None:
         w, optimizer = one_weight()

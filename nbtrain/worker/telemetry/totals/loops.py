@@ -210,7 +210,9 @@ def _while(statement: ast.While, variables: Mapping[str, Any]) -> Loop:
             ast.Name() | ast.Attribute() as left, [ast.Lt() | ast.LtE() as sign], [to]
         ):
             rounds = _whole(_value(to, variables)) + isinstance(sign, ast.LtE)
-            return Loop(_name(left), _whole(_value(left, variables)), rounds, 1)
+            at = _whole(_value(left, variables))
+            at -= at == rounds  # in the last round, of a body that begins with ``step += 1``
+            return Loop(_name(left), at, rounds, 1)
     raise _Unknown
 
 
