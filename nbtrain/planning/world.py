@@ -27,10 +27,11 @@ class Rendezvous:
         for name, value in (("num_nodes", self.count), ("node_rank", self.node)):
             if type(value) is not int:
                 raise PlanError(f"{name} must be a whole number, not {value!r}")
+        if self.count < 1:
+            raise PlanError(f"num_nodes must be at least 1, not {self.count}")
         if not 0 <= self.node < self.count:
             raise PlanError(
-                f"node_rank must be from 0 to {self.count - 1}, different on each of the "
-                f"{self.count} nodes, not {self.node}"
+                f"node_rank must be between 0 and num_nodes - 1 ({self.count - 1}), not {self.node}"
             )
         host, _, port = self.endpoint.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:

@@ -196,7 +196,7 @@ def test_an_accelerator_of_the_notebook_is_refused_where_it_is_used(notebook: No
     assert notebook.run("%%distributed -n 2\n1").ename == ""
     out = notebook.run("%%distributed -n 2\nmine.print(1)")
     assert out.ename == "PreflightError"
-    assert "`mine` is an Accelerator of the notebook" in out.evalue
+    assert "`mine` (an Accelerator) was made in the notebook" in out.evalue
 
 
 def test_output_of_ranks_is_kept_by_rank(notebook: Notebook) -> None:

@@ -260,10 +260,10 @@ def test_a_port_that_is_taken_on_node_0_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"num_nodes": 2, "node_rank": 2}, "node_rank 2 is none of 2 nodes"),
-        ({"node_rank": 1}, "node_rank 1 is none of 1 node"),
+        ({"num_nodes": 2, "node_rank": 2}, r"num_nodes - 1 \(1\), not 2"),
+        ({"node_rank": 1}, r"num_nodes - 1 \(0\), not 1"),
         ({"num_nodes": 2.5}, "whole number"),
-        ({"num_nodes": 0}, "is none of 0"),
+        ({"num_nodes": 0}, "at least 1, not 0"),
         ({"num_nodes": 2, "use_port": "http"}, "cannot meet at '127.0.0.1:http'"),
         ({"num_nodes": 2, "rdzv_endpoint": "head"}, "cannot meet at 'head'"),
         ({"num_nodes": 2, "rdzv_id": ""}, "rdzv_id"),

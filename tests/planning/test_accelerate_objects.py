@@ -67,11 +67,11 @@ def test_a_trainer_of_the_notebook_is_named_with_its_cell_and_line(with_state: N
     assert out.ename == "PreflightError"
     assert (
         f"`trainer` (a Trainer) was made in the notebook, for one process (In[{number}], line 2: "
-        "`trainer = Trainer(model=model, args=args, train_dataset=data)`). Make the Trainer and "
+        "`trainer = Trainer(model=model, args=args, train_dataset=data)`). Create the Trainer and "
         "its TrainingArguments inside the training function. The kernel needs no restart."
     ) in out.evalue
     out = with_state.run("nbtrain.launch(trainer.train)")
-    assert "`trainer` is a Trainer of the notebook" in out.evalue
+    assert "`trainer` (a Trainer) was made in the notebook" in out.evalue
 
 
 def test_an_accelerator_and_what_it_prepared_are_named(with_state: Notebook) -> None:

@@ -68,7 +68,7 @@ def test_ranks_that_load_more_than_there_is_are_warned_of_and_their_end_is_expla
     assert out.ename == "MemoryError"
     assert "2 ranks may need" in out.board
     assert "Each rank builds 4.0 TiB" in out.board
-    assert "too much for this host's memory: each of 2 ranks loads a model" in out.traceback
+    assert "too much for this host's memory: each of 2 ranks loads a separate copy" in out.traceback
     assert "(line 3): 2 x 4.0 TiB = 8.0 TiB" in out.traceback
     assert build_estimate.ADVICE in out.traceback
 

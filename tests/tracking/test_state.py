@@ -353,7 +353,7 @@ def test_what_comes_home_is_told_with_how_far_it_has_come() -> None:
     sent = "model: 87 M parameters"
     over = fold(state, [ev.Finished(102, -1, "interrupted")])
     assert told(over) == [
-        "model: rank 0 left its weights (87 M parameters, 330 MiB); "
+        "model: rank 0 saved its weights (87 M parameters, 330 MiB); "
         "run.load() copies it to the notebook"
     ]
     over = fold(state, [ev.Finished(102, -1, "succeeded")])

@@ -360,7 +360,7 @@ def test_after_a_failure_the_user_decides() -> None:
     done = nbtrain.last_run()
     assert done is not None
     assert not (model.embed.weight == 3).any()
-    assert "rank 0 left its weights" in text_summary.summary(done.state, 0)
+    assert "rank 0 saved its weights" in text_summary.summary(done.state, 0)
     nbtrain.Run.open(done.folder).load(other)
     assert (other.embed.weight == 3).all()
     assert not (model.embed.weight == 3).any()
@@ -370,7 +370,7 @@ def test_after_a_failure_the_user_decides() -> None:
         nbtrain.Run.open(done.folder).load()
     with pytest.raises(NbtrainError, match=r"nothing changed: the rank did not save `weight`"):
         done.load(torch.nn.Linear(2, 2))
-    with pytest.raises(NbtrainError, match="no weights of `net`; there are `model`"):
+    with pytest.raises(NbtrainError, match="no weights of `net`; it saved `model`"):
         done.load(other, "net")
 
 
@@ -783,7 +783,7 @@ def train(model):
         interrupt_on="ready",
     )
     assert out.ename == "KeyboardInterrupt"
-    assert "rank 0 left its weights" in out.board
+    assert "rank 0 saved its weights" in out.board
     assert notebook.value("bool((model.weight == 7).any())") is False
     notebook.run("nbtrain.last_run().load(model)")
     assert notebook.value("bool((model.weight == 7).all())") is True

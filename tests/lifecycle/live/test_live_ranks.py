@@ -228,7 +228,7 @@ def test_a_push_of_another_kind_of_model_replaces_it_and_names_what_is_left(live
     live.run("model = Net(4, 1)")
     out = live.run("%nbtrain push model")
     assert "in the ranks, `optimizer` still refers to what was replaced" in out.stdout
-    assert "%nbtrain push model, optimizer replaces all of it" in out.stdout
+    assert "%nbtrain push model, optimizer replaces all of them" in out.stdout
     assert "'Net'" in live.run("%distributed type(model).__name__").stdout
 
 

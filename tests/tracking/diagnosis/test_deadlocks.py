@@ -218,5 +218,5 @@ def test_a_rank_that_has_returned_and_does_not_end_is_no_silence(
     assert out.ename == "RunTimeout", out.traceback
     assert re.search(r"Rank 1 returned \d\S* s ago, and its process has not ended", out.evalue)
     number = notebook.value("len(In) - 2")
-    assert f"does not end{place.format(number)}. Look for an exit handler" in out.evalue
+    assert f"has not ended{place.format(number)}. Look for an exit handler" in out.evalue
     assert "✓" not in out.board
