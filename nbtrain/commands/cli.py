@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "how many processes train (by default one per GPU, or 2 without a GPU)"
     command.add_argument("-n", "--num-processes", type=int, metavar="N", help=text)
     text = (
-        "describe this host and list what would stop a launch; exit with 1 if one would be refused"
+        "describe this host and list what would stop a launch; exit with 1 if every engine refuses"
     )
     command = commands.add_parser("doctor", help=text)
     command.add_argument("--json", action="store_true", help=_JSON)
