@@ -35,7 +35,7 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
 
-x = torch.randn(30_000, 20)
+x = torch.randn(15_000, 20)
 y = (x.sum(1) > 0).long()
 model = torch.nn.Linear(20, 2)"""
 
@@ -58,21 +58,23 @@ def train(model, epochs=3, lr=0.01):
 LOOK = "(model(x).argmax(1) == y).float().mean()"
 
 
-TO_THE_TOP = "cell => cell.scrollIntoView({block: 'start'})"
-
-
 class Film:
     """Frames of a page, each with the seconds for which it is shown."""
 
     def __init__(self, page: Any) -> None:
         self.page = page
-        self.clip = page.locator(".jp-NotebookPanel-notebook").bounding_box()
+        self.notebook = page.locator(".jp-NotebookPanel-notebook")
+        self.top: Any = None
+        """The cell that stays at the top of the picture."""
         self.frames: list[Image.Image] = []
         self.seconds: list[float] = []
 
     def take(self, seconds: float = FRAME_S) -> None:
         """Take a frame; one that equals the last prolongs it."""
-        shot = Image.open(io.BytesIO(self.page.screenshot(clip=self.clip))).convert("RGB")
+        if self.top is not None:
+            self.top.evaluate("cell => cell.scrollIntoView({block: 'start'})")
+        clip = self.notebook.bounding_box()
+        shot = Image.open(io.BytesIO(self.page.screenshot(clip=clip))).convert("RGB")
         if self.frames and shot.tobytes() == self.frames[-1].tobytes():
             self.seconds[-1] += seconds
         else:
@@ -109,8 +111,8 @@ def perform(notebook: Page) -> Film:
     """Run the cells as a person would, and film it."""
     page, film = notebook.page, Film(notebook.page)
     notebook.wait_for_kernel()
-    for place in ("left", "right"):
-        notebook.command("application:toggle-side-tabbar", side=place)
+    notebook.command("application:toggle-left-area")
+    page.locator("#jp-left-stack").wait_for(state="hidden")
     # By their text: JupyterLab takes cells that are out of sight off the page.
     prepare, train = (page.locator(".jp-CodeCell", has_text=t) for t in ("%load_ext", "%%dis"))
     prepare.locator(".cm-content").click()
@@ -119,19 +121,21 @@ def perform(notebook: Page) -> Film:
     time.sleep(4)  # torch's modules are imported while the kernel is idle, as for whoever reads on
     film.take(1)
     page.keyboard.press("Shift+Enter")
-    train.evaluate(TO_THE_TOP)
+    film.top = train
     film.until("NameError: name 'labls' is not defined")
     film.take(2.5)
-    word = train.locator(".cm-line", has_text="labls").get_by_text("labls").last
-    word.scroll_into_view_if_needed()
-    word.dblclick()
+    line = train.locator(".cm-line", has_text="labls")
+    line.scroll_into_view_if_needed()
+    line.click()
+    for key in ("End", *["ArrowLeft"] * len(").float().mean()"), "Control+Shift+ArrowLeft"):
+        page.keyboard.press(key)
     film.take(0.5)
     page.keyboard.type("y")
     film.take(0.8)
     page.keyboard.press("Shift+Enter")
-    train.evaluate(TO_THE_TOP)
     film.until("succeeded")
     film.take(1.5)
+    film.top = None
     page.keyboard.press("Shift+Enter")
     film.until("tensor(0.9")
     film.take(2.5)
