@@ -45,6 +45,7 @@ from .rank_environment import (
     fork_child_processes,
     join_world_on_cpu,
     keep_process_groups,
+    prepare_models_anew,
     quiet_tokenizers,
     rank_environment,
     renew_accelerate_state,
@@ -115,6 +116,8 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
     serve_own_store(world.master_port if world else job.port)
     keep_process_groups()
     fork_child_processes()
+    if api.world_size() > 1:
+        prepare_models_anew()
     if job.device == "cpu":
         join_world_on_cpu()
         if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":

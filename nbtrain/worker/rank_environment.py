@@ -10,10 +10,11 @@ import multiprocessing
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from ..planning import accelerate_objects
+from ..planning import accelerate_objects, task_values
 from ..planning.plan import Plan
 from ..planning.world import Placement
 from ..system import tpu
@@ -108,6 +109,32 @@ def join_world_on_cpu() -> None:
 
 def _init_on_cpu(original: Any, state: Any, cpu: bool = False, *args: Any, **kwargs: Any) -> None:
     original(state, True, *args, **kwargs)
+
+
+def prepare_models_anew() -> None:
+    """Let `accelerator.prepare` wrap a model that the notebook has prepared for itself.
+
+    Accelerate (1.15) marks a model that it has prepared, and leaves a marked one as it is. In a
+    rank that had the mark from the notebook (as from a `Trainer` that evaluated it there), no
+    DistributedDataParallel came around the model, and each rank trained one of its own.
+    """
+    for name in ("prepare", "prepare_model"):
+        patch("accelerate.accelerator:Accelerator", name, _prepare_anew)
+
+
+_MARK = "_is_accelerate_prepared"
+_prepared = weakref.WeakSet[Any]()
+"""The models that were prepared in this process."""
+
+
+def _prepare_anew(original: Any, accelerator: Any, *values: Any, **named: Any) -> Any:
+    for value in (*values, *named.values()):
+        if task_values.is_model(value) and value not in _prepared:
+            vars(value).pop(_MARK, None)
+    made = original(accelerator, *values, **named)
+    models = filter(task_values.is_model, made if isinstance(made, (tuple, list)) else (made,))
+    _prepared.update(model for model in models if _MARK in vars(model))
+    return made
 
 
 def renew_accelerate_state(plan: Plan) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.support.kernel import Notebook
 from tests.support.runs import launch
 
 
@@ -154,3 +155,53 @@ def test_tokenizers_announce_nothing_in_the_workers_of_a_fresh_rank() -> None:
     """By the variable that they ask: those of 0.23 announce nothing anyway."""
     run = launch(forks_with_tokenizers, n=1, engine="spawn")
     assert run.results == [("false", None)]
+
+
+PREPARED = {
+    "accelerator": "Accelerator().prepare(model)",
+    "part": "class Holder: pass\nholder = Holder(); holder.model = Accelerator().prepare(model)",
+    "trainer": (
+        "from transformers import Trainer, TrainingArguments\n"
+        "arguments = TrainingArguments('trained', report_to='none', use_cpu=True)\n"
+        "Trainer(model, arguments, eval_dataset=[{'x': torch.ones(3)}]).evaluate()"
+    ),
+}
+"""What a notebook does with its model before it trains it on ranks."""
+
+TRAINS = """
+def train(model):
+    accelerator = Accelerator()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    again = accelerator.prepare(model)
+    torch.manual_seed(accelerator.process_index)
+    for _ in range(3):
+        accelerator.backward(model(torch.randn(4, 3))["loss"])
+        optimizer.step()
+        optimizer.zero_grad()
+    weight = accelerator.unwrap_model(model).weight
+    return type(model).__name__, again is model, weight.sum().item()
+"""
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("engine", ["fork", "spawn"])
+@pytest.mark.parametrize("how", PREPARED)
+def test_a_model_that_the_notebook_prepared_for_itself_is_synchronised_in_the_ranks(
+    notebook: Notebook, how: str, engine: str
+) -> None:
+    """Accelerate leaves a model that it has prepared as it is: each rank trained its own."""
+    notebook.run(
+        "import nbtrain, torch\nfrom accelerate import Accelerator\n"
+        "class Model(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        return {'loss': super().forward(x).square().mean()}\n"
+        "model = Model(3, 2)"
+    )
+    notebook.run(PREPARED[how])
+    notebook.run(TRAINS)
+    notebook.run(f"run = nbtrain.launch(train, model, num_processes=2, engine={engine!r})")
+    (kind, is_same, one), (_, _, other) = notebook.value("run.results")
+    assert (kind, is_same) == ("DistributedDataParallel", True)
+    assert one == other
+    assert notebook.value("model.weight.sum().item()") == pytest.approx(one)
