@@ -77,7 +77,7 @@ class Metrics(Event):
     step: int | None = None
     values: Values = field(default_factory=dict)
     at: int = 0
-    """The optimizer steps that were made then, where no step is given; 0: none was seen."""
+    """The optimizer steps that were made then; 0: none was seen."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class WorkSample(Event, kind="work"):
     has_exchanged: bool = True
     """Whether there were collectives between its steps, as far as that is known."""
     asks_rank: bool = False
-    """Whether the source asks for the rank; looked at only where it did not join."""
+    """Whether the source asks for the rank."""
     is_excused: bool = False
     """Whether ranks may share the training in another way, or the code asks for no notes."""
     file: str = ""
@@ -223,6 +223,8 @@ class WorkSample(Event, kind="work"):
     samples, and the checksum of the first batch of them."""
     noise: str = ""
     """Numpy's generator, where the data set has drawn from it as it was when the task began."""
+    weights: str = ""
+    """A checksum of some trained parameters; "" where they are parts of larger ones, or gone."""
 
 
 @dataclass(frozen=True)

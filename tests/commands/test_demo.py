@@ -32,8 +32,17 @@ def test_it_shows_the_loop_the_board_the_results_and_what_comes_next(tmp_path: P
     assert (Path(folder) / "weights").is_dir()
 
 
+WITHOUT_END = """
+import sys
+from nbtrain.commands import cli, demo
+demo.train.__defaults__ = (10**6, 0.05)
+sys.exit(cli.main(["demo", "-n", "2"]))
+"""
+
+
 def test_ctrl_c_ends_it_with_its_ranks() -> None:
-    with subprocess.Popen(COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    command = [sys.executable, "-u", "-c", WITHOUT_END]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if b"rank 1: running" in line:

@@ -110,7 +110,7 @@ def _alone(samples: list[ev.WorkSample]) -> Finding | None:
 
 def _together(samples: list[ev.WorkSample]) -> Finding | None:
     """Judge the ranks of a process group."""
-    if finding := _not_gathered(samples):
+    if finding := _not_gathered(samples) or _apart(samples):
         return finding
     if not (_have_same_losses(samples) and _have_same_batches(samples)):
         return _equal_noise(samples)
@@ -134,6 +134,22 @@ def _together(samples: list[ev.WorkSample]) -> Finding | None:
             flaw="each rank trained alone",
         )
     return None
+
+
+def _apart(samples: list[ev.WorkSample]) -> Finding | None:
+    """Find ranks of one group whose weights differ, though no code asks for its rank."""
+    weights = {sample.weights for sample in samples}
+    are_alike = len({(sample.steps, sample.is_last) for sample in samples}) == 1
+    is_meant = any(sample.asks_rank or sample.is_wrapped for sample in samples)
+    if "" in weights or len(weights) == 1 or not are_alike or is_meant:
+        return None
+    return Finding(
+        "apart",
+        f"the {len(samples)} ranks train different weights{PLACE}, and the notebook gets those "
+        "of rank 0: nothing averages their gradients.",
+        f"To train one model on all of them, {_PREPARE}. {_ALONE}",
+        flaw="each rank trained a model of its own",
+    )
 
 
 def _equal_noise(samples: list[ev.WorkSample]) -> Finding | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
+import weakref
 import zlib
 from collections.abc import Iterator, Mapping
 from types import FrameType
@@ -29,6 +30,9 @@ STEPS = 10
 
 FIRST = 8
 """Batches and losses that are compared, the first ones."""
+
+WEIGHTS = 8
+"""Parameters that are compared, from all over the model."""
 
 BYTES = 1 << 16
 """Bytes of a tensor that count, the first ones."""
@@ -59,6 +63,8 @@ class WorkSampler:
         self._excuse = False
         self._shares: tuple[tuple[str, float, int, str], ...] = ()
         self._noise = ""
+        self._trained: list[weakref.ref[Any]] = []
+        self._weights = ""  # a checksum of them, while they were there
         self._place: tuple[str, int] | None = None
         """The line of the user's code that steps: a file and a number."""
         self._library = ""
@@ -98,6 +104,8 @@ class WorkSampler:
         if self._place is None:
             self._place, self._library = _user_place()
             self._excuse |= _trains_otherwise(optimizer)
+            every = [p for group in optimizer.param_groups for p in group["params"]]
+            self._trained = [weakref.ref(p) for p in every[:: -(-len(every) // WEIGHTS) or 1]]
         self.look_at_exchange()
         torch: Any = sys.modules["torch"]
         is_capturing = torch.cuda.is_initialized() and captures.under_way(torch)
@@ -135,8 +143,8 @@ class WorkSampler:
         self._losses = [float(value) for value in self._losses]
         if not (self._steps or self._batches):
             return
-        alone = not self._has_joined
-        asks, ignores = _reads_rank(self._task) if alone else (False, False)
+        asks, ignores = _reads_rank(self._task)
+        self._weights = _checksum([ref() for ref in self._trained]) or self._weights
         file, line = self._place or ("", 0)
         sample = ev.WorkSample(
             clock.now(),
@@ -153,6 +161,7 @@ class WorkSampler:
             is_excused=self._excuse or ignores,
             shares=self._shares,
             noise=self._noise,
+            weights=self._weights,
             file=file,
             line=line,
             library=self._library,
@@ -173,6 +182,13 @@ class WorkSampler:
         mesh = getattr(getattr(wrapper, "mesh_info", None), "mesh", None)
         size = mesh.size() if mesh is not None else wrapper.process_group.size()
         self._wraps.add("whole" if size == self._world_size else "part")
+
+
+def _checksum(weights: list[Any]) -> str:
+    """Return a checksum of plain parameters; "" where one is sharded, or gone."""
+    plain = (sys.modules["torch"].nn.Parameter, sys.modules["torch"].Tensor)
+    is_plain = all(type(weight) in plain and weight.numel() for weight in weights)
+    return digest(weights) if weights and is_plain else ""
 
 
 def digest(batch: Any) -> str:

@@ -20,6 +20,7 @@ from tests.support.runs import launch
 
 DATA = TensorDataset(torch.randn(96, 4), torch.randn(96, 1))
 ALONE = "finished, but each rank trained alone"
+OWN = "finished, but each rank trained a model of its own"
 SAME = "finished, but all ranks trained on the same batches"
 
 
@@ -133,6 +134,30 @@ def one_batch_over_and_over() -> None:
     dist.destroy_process_group()
 
 
+def members_of_an_ensemble() -> None:
+    """Ranks of one group that train a model each, on purpose."""
+    from accelerate import Accelerator
+
+    accelerator, (model, _) = Accelerator(), parts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + accelerator.process_index))
+    for _ in range(2):
+        fit(model, optimizer, accelerator.prepare(batches()))
+
+
+def averages_by_hand() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    model, optimizer = parts()
+    loader = batches(sampler=DistributedSampler(DATA))
+    for x, y in [*loader, *loader]:
+        (model(x) - y).pow(2).mean().backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, dist.ReduceOp.SUM)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def sweep() -> None:
     model, _ = parts()
     lr = 0.1 * (1 + nbtrain.rank())
@@ -156,6 +181,7 @@ def only_one_trains() -> None:
 RIGHT = [
     *(ddp, accelerate, fsdp, tensor_parallel, trainer, inference),
     *(one_batch_over_and_over, sweep, late_sweep, only_one_trains),
+    *(members_of_an_ensemble, averages_by_hand),
 ]
 
 
@@ -183,6 +209,30 @@ def without_prepare() -> None:
 
     learner, accelerator = Learner(), Accelerator()
     fit(learner.model, learner.optimizer, batches(shuffle=True), accelerator.backward)
+
+
+def only_the_loader_is_prepared() -> None:
+    from accelerate import Accelerator
+
+    learner, accelerator = Learner(), Accelerator()
+    loader = accelerator.prepare(batches())
+    for _ in range(2):
+        fit(learner.model, learner.optimizer, loader, accelerator.backward)
+
+
+def averages_the_loss_alone() -> None:
+    """Something is exchanged in each step, and no gradients."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    model, optimizer = parts()
+    loader = batches(sampler=DistributedSampler(DATA))
+    for x, y in [*loader, *loader]:
+        loss = (model(x) - y).pow(2).mean()
+        loss.backward()
+        dist.all_reduce(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 class Stream(IterableDataset[Any]):
@@ -223,6 +273,8 @@ SPLIT = "`loader = accelerator.prepare(loader)`"
         # Ranks that differ may be meant to, as by a seed of their own.
         (trains_alone_and_shuffles_anew, ("each trains a separate model", JOIN), "succeeded"),
         (without_prepare, ("the 2 ranks exchange no gradients: each trains alone",), ALONE),
+        (only_the_loader_is_prepared, ("train different weights", JOIN), OWN),
+        (averages_the_loss_alone, ("the notebook gets those of rank 0", JOIN), OWN),
         (ddp_on_all_data, ("all 2 ranks train on the same batches", SPLIT), SAME),
         (ddp_on_a_stream, ("all 2 ranks train on the same batches", SPLIT), SAME),
         (predict, ("all 2 ranks went over the same batches",), "succeeded"),
