@@ -10,7 +10,7 @@ from ..errors import NbtrainError
 from ..system.text import format_duration, plural, shorten
 from ..tracking import clock
 from ..tracking import run_folder as folders
-from ..ui.labels import main_metric
+from ..tracking.overview.epochs import main_metric
 from ..ui.tables import text_table
 from ..ui.text_summary import ticks
 from .run import Run, going_on, last_run

@@ -26,7 +26,7 @@ from ..tracking.state import RunState
 from ..transport import parts, result_pickler, weights
 from ..transport.parts import unwrapped
 from ..transport.weight_file import WeightReader
-from ..ui.labels import not_updated
+from ..ui.outcomes import not_updated
 from ..worker.result_sender import QUICK
 
 

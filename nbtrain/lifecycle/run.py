@@ -22,7 +22,7 @@ from ..tracking.curves import RATES, evenly, smoothed
 from ..tracking.diagnosis import stacks, verdict
 from ..tracking.diagnosis.failures import Failure, headline, to_exception
 from ..tracking.diagnosis.lost_results import LOST
-from ..tracking.overview.epochs import epoch_table
+from ..tracking.overview.epochs import epoch_table, main_metric
 from ..tracking.pruning import Mark
 from ..tracking.replay import MOST_POINTS, TAIL_BYTES, read_state
 from ..tracking.run_folder import RunFolder, find
@@ -34,7 +34,6 @@ from ..ui.displays import html_display, kernel_comms, select
 from ..ui.displays.html_display import Display, execution_count
 from ..ui.displays.rank_outputs import RankOutputs
 from ..ui.displays.widget_board import listening_ids
-from ..ui.labels import main_metric
 from . import results as home
 from .follower import TICK, Follower, following
 from .results import ResultReceiver

@@ -24,10 +24,10 @@ from ..system.source_files import cell_numbers
 from ..system.text import strip_escapes
 from ..tracking import clock, history, launch_log
 from ..tracking import events as ev
+from ..tracking.overview.epochs import main_metric
 from ..tracking.replay import initial_state
 from ..tracking.run_folder import RunFolder, is_watched
 from ..tracking.state import outcome
-from ..ui.labels import main_metric
 
 CELLS = 1000
 """How many cells a run can name where its stacks are read, the last ones."""

@@ -16,9 +16,10 @@ from ..system.text import (
     format_ranks,
     plural,
 )
+from ..tracking.diagnosis import verdict
 from ..tracking.resource_sampler import SLACK
 from ..tracking.state import RankState, RunState, TrainingProgress
-from ..ui import host_status, labels
+from ..ui import run_texts
 from ..ui.board import theme
 from ..ui.board.board import cut, framed
 from ..ui.tables import LEFT, Cell, html_table, text_table
@@ -170,7 +171,7 @@ def summary(state: RunState, now: float) -> Summary:
         state.name,
         state.outcome,
         state.engine,
-        host_status.devices(state),
+        run_texts.devices(state),
         state.precision,
         state.world_size,
         state.attempt,
@@ -203,7 +204,7 @@ def steps_per_second(trained: Iterable[TrainingProgress]) -> float | None:
 
 def first_error(state: RunState) -> str:
     first = min(causes(state), key=lambda rank: rank.ended or math.inf, default=None)
-    return "" if first is None else f"rank {first.rank}: {labels.trouble(first, state)}"
+    return "" if first is None else f"rank {first.rank}: {verdict.trouble(first, state)}"
 
 
 def last_metrics(ranks: Iterable[RankState]) -> dict[str, float]:
@@ -268,8 +269,8 @@ def html(summary: Summary) -> str:
     wrapped = f"{LEFT};vertical-align:top;white-space:normal;overflow-wrap:anywhere"
     label_style = f"{LEFT};vertical-align:top;{theme.SOFT}"
     return framed(
-        f"<div>{theme.pill(summary.status, large=True)}"
-        f'<b style="margin:0 10px">{cut(summary.name, 120)}</b>'
+        f"<div>{theme.sign(summary.status)}&ensp;<b>{cut(summary.name, 120)}</b>&ensp;"
+        f'<b style="font-weight:600">{escape(summary.status)}</b>&ensp;'
         f'<span style="{theme.SOFT}">{escape(_facts(summary))}</span></div>'
         f"{html_table(drawn, [label_style, wrapped])}"
     )

@@ -52,6 +52,11 @@ def format_number(value: float | str) -> str:
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e6 else f"{value:.4g}"
 
 
+def format_rate(value: float) -> str:
+    """Write a rate with three digits, of a large one the whole part: ``12.0``, ``3,072``."""
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}"
+
+
 def format_duration(seconds: float) -> str:
     """Write a duration: ``0.4 s``, ``12 s``, ``3:07 min``, ``2:03:07 h``."""
     if not abs(seconds) < FOREVER:

@@ -1,8 +1,8 @@
-"""Keeps curves of a run's numbers in bounded size: a band over all ranks, lines for few.
+"""Keeps curves of a run's numbers in bounded size: a band over all ranks.
 
-A band is what the ranks reported in a bin of steps: lowest, highest, mean. A line is one rank's own
-newest value in each bin. Both halve their resolution when they are full, so a curve of a week takes
-as much as one of a minute, and is the same whether it was folded live or from files.
+A band is what the ranks reported in a bin of steps: lowest, highest, mean. It halves its resolution
+when it is full, so a curve of a week takes as much as one of a minute, and is the same whether it
+was folded live or from files.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 POINTS = 256
-"""Bins of a band, and points of a line, at most."""
-
-LINES = 16
-"""Ranks up to which each has a line of its own."""
+"""Bins of a band at most."""
 
 NAMES = 24
 """Metrics that have curves, the first that come; the files have all."""
@@ -80,10 +77,6 @@ class End(NamedTuple):
     """`x`, `shift` and `first` before it, as long as one value alone says that it began."""
 
 
-Line = dict[int, tuple[float, float]]
-"""One rank's newest point of each bin, by the bin's number. NaN is a gap."""
-
-
 _Point = TypeVar("_Point", Bin, tuple[float, float])
 
 
@@ -113,7 +106,6 @@ class Series:
 
     bins: dict[int, Bin] = field(default_factory=dict)
     width: float = 1.0
-    lines: dict[int, Line] = field(default_factory=dict)
     ends: dict[int, End] = field(default_factory=dict)
     nans: int = 0
     infinities: int = 0
@@ -205,11 +197,10 @@ class Series:
 
     def copy(self) -> Series:
         """Return a series that may be added to."""
-        lines = {rank: dict(line) for rank, line in self.lines.items()}
-        return replace(self, bins=dict(self.bins), lines=lines, ends=dict(self.ends))
+        return replace(self, bins=dict(self.bins), ends=dict(self.ends))
 
-    def add(self, rank: int, step: float | None, value: float, is_lined: bool) -> None:
-        """Add a rank's value, also to a line of the rank's own if `is_lined`."""
+    def add(self, rank: int, step: float | None, value: float) -> None:
+        """Add a rank's value."""
         try:
             value = float(value)
         except OverflowError:  # an integer beyond any float
@@ -226,10 +217,7 @@ class Series:
             self.nans += 1
         else:
             self.infinities += 1
-        line = self.lines.setdefault(rank, {}) if is_lined else {}
-        if is_lined and (key not in line or x >= line[key][0]):
-            line[key] = x, y
-        while len(self.bins) > POINTS or len(self.lines.get(rank, ())) > POINTS:
+        while len(self.bins) > POINTS:
             self._halve()
 
     def _halve(self) -> None:
@@ -239,8 +227,6 @@ class Series:
             key = int(half.x // self.width)
             known = self.bins.get(key)
             self.bins[key] = half if known is None else joined(known, half)
-        for rank, line in self.lines.items():
-            self.lines[rank] = {int(x // self.width): (x, y) for x, y in sorted(line.values())}
 
 
 def smoothed(band: list[Bin]) -> list[tuple[float, float]]:
@@ -306,9 +292,8 @@ class Curves:
 class CurvesDraft:
     """Curves that are being added to, within one fold."""
 
-    def __init__(self, curves: Curves, world_size: int) -> None:
+    def __init__(self, curves: Curves) -> None:
         self._curves = curves
-        self._is_lined = world_size <= LINES
         self._logged: dict[str, Series] = {}
         self._seen: dict[str, Series] = {}
         self._uncharted: set[int] = set()
@@ -319,13 +304,13 @@ class CurvesDraft:
             return
         known = self._curves.logged
         if name in self._logged or name in known or len({*known, *self._logged}) < NAMES:
-            _draft(self._logged, known, name).add(rank, step, value, self._is_lined)
+            _draft(self._logged, known, name).add(rank, step, value)
         elif len(self._uncharted) < UNCHARTED:
             self._uncharted.add(hash(name))
 
     def add_seen(self, rank: int, step: float, name: str, value: float) -> None:
         """Add a value that was seen unasked; their names are few."""
-        _draft(self._seen, self._curves.seen, name).add(rank, step, value, self._is_lined)
+        _draft(self._seen, self._curves.seen, name).add(rank, step, value)
 
     def freeze(self) -> Curves:
         """Return the curves as they are now; the draft is used up."""

@@ -67,7 +67,7 @@ def fold(state: RunState, events: Iterable[ev.Event]) -> RunState:
         return state
     size = len(state.ranks)
     drafts: dict[int, Draft] = {}
-    curves = CurvesDraft(state.curves, size)
+    curves = CurvesDraft(state.curves)
     for event in events:
         kind = type(event)
         if event.rank < 0:
@@ -75,7 +75,7 @@ def fold(state: RunState, events: Iterable[ev.Event]) -> RunState:
                 state, drafts = _with(state, drafts), {}
                 if kind is ev.Attempt:  # looks how far they are
                     state = replace(state, curves=curves.freeze())
-                    curves = CurvesDraft(state.curves, size)
+                    curves = CurvesDraft(state.curves)
                 state = replace(state, **RUN_REDUCERS[kind](state, event))
         elif event.rank < size and kind in RANK_REDUCERS:
             draft = drafts.get(event.rank)
@@ -110,7 +110,7 @@ def ended(state: RunState, status: str, at: float, message: str) -> RunState:
 def _hang(state: RunState, event: ev.Hang) -> Draft:
     roles = dict.fromkeys(event.waiting, "waiting") | dict.fromkeys(event.stuck, "stuck?")
     ranks = tuple(
-        replace(r, hang=role, weather=r.weather.hung(event.time, role))
+        replace(r, hang=role, timeline=r.timeline.hung(event.time, role))
         for r in state.ranks
         for role in [roles.get(r.rank, "")]
     )
@@ -118,6 +118,8 @@ def _hang(state: RunState, event: ev.Hang) -> Draft:
 
 
 def _attempt(state: RunState, event: ev.Attempt) -> Draft:
+    made = max((r.steps_before + r.progress.steps for r in state.ranks if r.progress), default=0)
+    made = max(made, *(r.steps_before for r in state.ranks))
     ranks = tuple(  # what they printed and logged before stays
         RankState(
             r.rank,
@@ -125,13 +127,15 @@ def _attempt(state: RunState, event: ev.Attempt) -> Draft:
             log=r.log,
             log_count=r.log_count,
             epochs=r.epochs,
-            weather=r.weather,
+            timeline=r.timeline,
+            steps_before=made,
         )
         for r in state.ranks
     )
     message = strip_escapes(event.reason)
     new = {"ranks": ranks, "attempt": event.number, "message": message, "status": "starting"}
-    reached = max((end.x for s in state.curves.all.values() for end in s.ends.values()), default=0)
+    ends = (end.x for series in state.curves.all.values() for end in series.ends.values())
+    reached = made or max(ends, default=0)
     new["restarts"] = (*state.restarts, (event.time, reached))[-RESTARTS:]
     return {**new, "hang": "", "not_finite": None, "flaws": ()}
 
@@ -222,9 +226,10 @@ def _trained(rank: Draft, event: ev.TrainingUpdate) -> Draft:
     old = rank["progress"]
     waited = event.waited - (old.waited if old else 0.0)
     seconds = event.elapsed - (old.elapsed if old else 0.0)
+    step = event.steps + rank["steps_before"]
     return {
         "progress": progress_after(old, event),
-        "weather": rank["weather"].trained(event.time, waited, seconds),
+        "timeline": rank["timeline"].trained(event.time, waited, seconds, step),
     }
 
 
@@ -235,7 +240,7 @@ def _name(key: str) -> str:
 
 def _phase(rank: Draft, event: ev.Phase) -> Draft:
     phase, trained = strip_escapes(event.phase, 20), rank["progress"]
-    new = {"phase": phase, "weather": rank["weather"].phase(event.time, event.phase)}
+    new = {"phase": phase, "timeline": rank["timeline"].phase(event.time, event.phase)}
     if trained is None or not trained.steps:
         new["phases"] = (*rank["phases"], (phase, event.time))[-PHASES:]
     return new
@@ -257,7 +262,7 @@ def _ended(rank: Draft, event: ev.Ended) -> Draft:
         "result": strip_escapes_by_line(event.result),
         "ended": event.time,
         "evidence": _evidence(event),
-        "weather": rank["weather"].ended(
+        "timeline": rank["timeline"].ended(
             event.time,
             has_failed=event.error is not None,
             has_lost_peers=is_secondary_failure(_error_type(event), event.error or ""),
@@ -288,7 +293,7 @@ def _exited(rank: Draft, event: ev.Exited) -> Draft:
         "returncode": event.returncode,
         "cause": strip_escapes(event.cause),
         "cause_code": strip_escapes(event.code, NAME),
-        "weather": rank["weather"].ended(event.time, has_failed=event.verdict == "failed"),
+        "timeline": rank["timeline"].ended(event.time, has_failed=event.verdict == "failed"),
         "evidence": (*rank["evidence"], *_evidence(event)),
         "error": None if event.verdict == "done" else rank["error"],
     }
@@ -312,7 +317,7 @@ RANK_REDUCERS: Mapping[type[ev.Event], Callable[[Draft, Any], Draft]] = {
         "status": "running",
         "pid": e.pid,
         "started": e.time,
-        "weather": rank["weather"].began(e.time),
+        "timeline": rank["timeline"].began(e.time),
     },
     ev.Metrics: _metrics,
     ev.TrainingUpdate: _trained,
@@ -340,20 +345,21 @@ RANK_REDUCERS: Mapping[type[ev.Event], Callable[[Draft, Any], Draft]] = {
 
 
 def _add_to_curves(curves: CurvesDraft, rank: Draft, event: ev.Event) -> None:
+    before = rank["steps_before"]
     if isinstance(event, ev.Metrics):
-        step = event.at or None if event.step is None else event.step
+        step = event.at + before if event.at else event.step
         for key, value in event.values.items():
             curves.add_logged(event.rank, step, _name(key[:400]), value)
     elif isinstance(event, ev.TrainingUpdate):
         progress = rank["progress"]
         for step, loss, name in event.losses:
-            curves.add_seen(event.rank, step, strip_escapes(name, NAME) or "loss", loss)
+            curves.add_seen(event.rank, before + step, strip_escapes(name, NAME) or "loss", loss)
         values = {"loss": None if event.losses else event.loss, "lr": event.lr}
         rates = {"steps/s": progress.step_rate, "samples/s": progress.sample_rate}
         moving = {name: rate for name, rate in rates.items() if rate}
         for name, value in {**values, **moving}.items():
             if value is not None:
-                curves.add_seen(event.rank, progress.steps, name, value)
+                curves.add_seen(event.rank, before + progress.steps, name, value)
 
 
 def _bars(bars: Mapping[int, ProgressBar], event: ev.Progress) -> dict[int, ProgressBar]:

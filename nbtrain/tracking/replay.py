@@ -222,7 +222,7 @@ class _PictureUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"a picture has no {module}.{name}")
 
 
-_PARTS = ("state", "curves", "events", "overview.weather")
+_PARTS = ("state", "curves", "events", "overview.timeline")
 """The modules of what a picture consists of."""
 
 

@@ -12,7 +12,7 @@ from ..system.text import strip_escapes
 from . import events as ev
 from .curves import Curves
 from .diagnosis.failures import is_secondary_failure
-from .overview.weather import Weather
+from .overview.timeline import Timeline
 
 IDLE = "idle"
 """The status of a live rank that a task does not run on."""
@@ -237,9 +237,11 @@ class RankState:
     """The names of metrics that were logged in the present epoch."""
     epochs: tuple[EpochRow, ...] = ()
     """The epochs that are over, at most `reducers.EPOCHS`."""
-    weather: Weather = field(default_factory=Weather)
+    timeline: Timeline = field(default_factory=Timeline)
     """What it did over time."""
     step: int | None = None
+    steps_before: int = 0
+    """Optimizer steps of the attempts before this one."""
     progress: TrainingProgress | None = None
     usage: ResourceUsage = field(default_factory=ResourceUsage)
     compiled: tuple[int, float] | None = None

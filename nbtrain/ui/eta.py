@@ -81,13 +81,13 @@ def remaining(state: RunState, now: float) -> str:
 
 def about(seconds: float) -> str:
     """Return a coarse duration as a sentence has it: about 25 s, a few seconds."""
-    return coarse(seconds) if seconds < 10 else f"about {coarse(seconds)}"
+    return "a few seconds" if seconds < 10 else f"about {coarse(seconds)}"
 
 
 def coarse(seconds: float) -> str:
-    """Return a duration that changes seldom: 25 s, 7 min, 1:20 h."""
+    """Return a duration that changes seldom: < 10 s, 25 s, 7 min, 1:20 h."""
     if seconds < 10:
-        return "a few seconds"
+        return "< 10 s"
     if seconds < 100:
         return f"{5 * round(seconds / 5)} s"
     if seconds < 3570:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..tracking.diagnosis import stragglers, verdict
 from ..tracking.diagnosis.remedies import remedies, remedies_of_rank
 from ..tracking.state import RankState, RunState
-from . import labels
+from . import run_texts
 
 _STUCK = (
     "press Stacks for the line of each rank, or Stop to end the run (`%nbtrain stacks` and "
@@ -38,7 +38,10 @@ _OF_KIND = {
     ),
     "exit": "to end a rank early, return from the function; then run the cell again.",
 }
-_LOST = "`run.load()` copies what the ranks saved to the notebook; run the cell again for the rest."
+_LOST = (
+    "`nbtrain.last_run().load()` copies what the ranks saved to the notebook; run the cell again "
+    "for the rest."
+)
 _LONGER = "raise `--timeout`, or save with `nbtrain.checkpoint` and run the cell again from there."
 _READ = "change what the note says, then run the cell again."
 _FASTER = "raise `num_workers` of the DataLoader, or do less for each sample."
@@ -46,8 +49,8 @@ _FASTER = "raise `num_workers` of the DataLoader, or do less for each sample."
 
 def next_step(state: RunState) -> str:
     """Return what to do next; "" where a run is well, or only its user knows."""
-    culprit = labels.culprit(state)
-    if labels.is_stuck(state):
+    culprit = verdict.culprit(state)
+    if run_texts.is_stuck(state):
         return _STUCK
     if culprit is not None:
         return _after_failure(culprit, state)
@@ -74,5 +77,8 @@ def _after_failure(rank: RankState, state: RunState) -> str:
         return known[0]
     if text := _OF_KIND.get(kind):
         return text
-    place = labels.line_of_failure(rank) or "the line that the log names"
-    return f"change {place}, then run it again; `--debug` opens the debugger where it fails."
+    place = verdict.line_of_failure(rank) or "the line that the log names"
+    return (
+        f"correct {place}, or the data that it uses, then run it again; `--debug` opens the "
+        "debugger where it fails."
+    )

@@ -59,7 +59,8 @@ def html_table(
 
 
 def _row(row: Sequence[str | Cell], styles: Sequence[str], tag: str) -> str:
-    heading = f";font-weight:400;{theme.SOFT}" if tag == "th" else ""
+    heading = f";font-weight:400;font-size:12px;{theme.SOFT}" if tag == "th" else ""
+    border = "1px solid rgba(128,128,128,.4)" if heading else "0"
     span = f' colspan="{len(styles) - len(row) + 1}"' if len(row) < len(styles) else ""
     cells = []
     for number, (cell, style) in enumerate(zip(row, styles, strict=False), 1):
@@ -68,8 +69,6 @@ def _row(row: Sequence[str | Cell], styles: Sequence[str], tag: str) -> str:
         rest = span if number == len(row) else ""
         scope = ' scope="col"' if heading and html else ""
         kind = tag if html else "td"  # a heading without a text names nothing
-        cells.append(
-            f'<{kind}{scope}{rest} style="padding:1px 10px 1px 0;border:0;{style}{more}">'
-            f"{html}</{kind}>"
-        )
+        look = f"padding:2px 10px 2px 0;border:0;border-bottom:{border};{style}{more}"
+        cells.append(f'<{kind}{scope}{rest} style="{look}">{html}</{kind}>')
     return f'<tr style="background:none;border:0">{"".join(cells)}</tr>'

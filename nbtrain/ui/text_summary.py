@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from ..system.text import format_number
 from ..tracking.curves import RATES, Series
-from ..tracking.diagnosis import stragglers
+from ..tracking.diagnosis import stragglers, verdict
+from ..tracking.overview.epochs import main_metric
 from ..tracking.state import RankState, RunState
-from . import labels
+from . import outcomes, rank_texts, run_texts
 from .eta import fraction
 
 _WIDTH = 20
@@ -20,51 +21,51 @@ _TICKS = "▁▂▃▄▅▆▇█"
 
 def summary(state: RunState, now: float) -> str:
     """Return the whole run in a few lines, its notes first."""
-    state = labels.with_badges(stragglers.with_slow_ranks_marked(state))
+    state = rank_texts.with_badges(stragglers.with_slow_ranks_marked(state))
     mark = {"succeeded": "✓", "failed": "✗"}.get(state.outcome, "⚠" if state.flaw else "●")
-    head = f"{mark} {state.full_title[:200]}: {state.outcome} · {labels.facts(state, now)}"
-    returned = [f"  {each.arrow}{each.text[:_RESULT]}" for each in labels.results(state)]
-    returned += [f"  {line}" for line in labels.artifact_lines(state)]
+    head = f"{mark} {state.full_title[:200]}: {state.outcome} · {run_texts.facts(state, now)}"
+    returned = [f"  {each.arrow}{each.text[:_RESULT]}" for each in outcomes.results(state)]
+    returned += [f"  {line}" for line in outcomes.artifact_lines(state)]
     message = [f"  {state.explanation[:_RESULT]}"] if state.message else []
     rows = [*_ranks(state), *_curve(state), *returned, *message]
-    hang = [f"  ⚠ {labels.hang(state)}"] if state.hang else []
-    return "\n".join([*labels.notes(state), head, *hang, *rows])
+    hang = [f"  ⚠ {run_texts.hang(state)}"] if state.hang else []
+    return "\n".join([*run_texts.notes(state), head, *hang, *rows])
 
 
 def _ranks(state: RunState) -> list[str]:
     if state.world_size <= _ROWS:
         return [rank_line(rank, state) for rank in state.ranks]
-    spread = [f"  {name}: {values}" for name, values in labels.spread(state)]
-    named = labels.outliers(state, _ROWS // 2)
+    spread = [f"  {name}: {values}" for name, values in rank_texts.spread(state)]
+    named = rank_texts.outliers(state, _ROWS // 2)
     rows = [rank_line(r, state) + (f"  ({reason})" if reason else "") for r, reason in named]
-    return [f"  {labels.statuses(state.ranks)}", *spread, *rows]
+    return [f"  {rank_texts.statuses(state.ranks)}", *spread, *rows]
 
 
 def rank_line(rank: RankState, state: RunState) -> str:
     """Return one rank's line: status, bar, metrics, error."""
     place = f" on {rank.node}" if rank.node else ""
-    parts = [f"  rank {rank.rank}{place}: {labels.badge(rank):<8}"]
+    parts = [f"  rank {rank.rank}{place}: {rank_texts.badge(rank):<8}"]
     if rank.bar is not None:
         share = fraction(rank)
         if share is not None:
             done = round(share * _WIDTH)
             parts.append(f"{'█' * done}{'·' * (_WIDTH - done)} {int(100 * share):3} %")
-        parts.append(labels.position(rank))
+        parts.append(rank_texts.position(rank))
     if rank.metrics:
         step = "" if rank.step is None else f"step {rank.step}: "
-        parts.append(step + labels.metrics(rank))
+        parts.append(step + rank_texts.metrics(rank))
     elif rank.loss is not None:
         parts.append(f"loss {format_number(rank.loss)}")
     if rank.compiled is not None:
-        parts.append(f"compiled {labels.compiled(rank)}")
-    parts.append(labels.trouble(rank, state))
+        parts.append(f"compiled {rank_texts.compiled(rank)}")
+    parts.append(verdict.trouble(rank, state))
     return "  ".join(filter(None, parts)).rstrip()
 
 
 def _curve(state: RunState) -> list[str]:
     """Return the main metric as a line of ticks: ``loss ▇▅▃▂▁▁ 2.3 → 0.02``."""
     curves = state.curves.all
-    name = labels.main_metric(n for n in curves if n not in RATES)
+    name = main_metric(n for n in curves if n not in RATES)
     if name is None or len(curves[name].band) < 3:
         return []
     series = curves[name]

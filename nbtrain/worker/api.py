@@ -107,8 +107,7 @@ def log_values(step: Any, metrics: dict[str, Any]) -> None:
 def _write(
     reporter: Reporter, now: float, step: int | None, values: dict[str, float | str]
 ) -> None:
-    at = optimizer_steps if step is None else 0
-    reporter.writer.write_metrics(now, reporter.rank, step, values, at)
+    reporter.writer.write_metrics(now, reporter.rank, step, values, optimizer_steps)
     # Whether one is nan or inf, asked the quickest way.
     bad = [name for name, v in values.items() if type(v) is float and v - v != 0.0]
     for name in bad:

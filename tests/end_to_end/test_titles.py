@@ -37,9 +37,9 @@ def test_a_cell_without_a_function_is_called_by_its_number(
     before = notebook.value("len(In)")
     board, text, card, row = titles(notebook, f"%%distributed -n 2{options}\n{CELL}")
     name = f"cell [{before}]"
-    assert re.search(rf"succeeded {re.escape(name)} #\d+ {LINE} 2 ranks", board)
+    assert re.search(rf"✓ {re.escape(name)} #\d+ {LINE} succeeded 2 ranks", board)
     assert f"✓ {name} {LINE}: succeeded" in text
-    assert re.search(rf"succeeded {re.escape(name)} #\d+ {LINE} 2 ranks", card)
+    assert re.search(rf"✓ {re.escape(name)} #\d+ succeeded", card)
     assert re.search(rf"  {re.escape(name)} {LINE} +succeeded", row)
     assert notebook.value("repr(nbtrain.last_run())").startswith(f"<Run {name}: succeeded")
 
@@ -61,7 +61,7 @@ def test_a_script_that_a_cell_runs_is_called_by_its_file(notebook: Notebook, lin
     notebook.run("os.makedirs('folder', exist_ok=True); open('train.py', 'w').write('x = 1')")
     board, text, card, row = titles(notebook, f"%%distributed -n 2\n{line.format('train.py')}")
     for shown in (board, card):
-        assert re.search(r"succeeded train\.py #\d+ 2 ranks", shown)
+        assert re.search(r"✓ train\.py #\d+ succeeded 2 ranks", shown)
     assert "✓ train.py: succeeded" in text
     assert re.search(r"  train\.py +succeeded", row)
     assert "cell [" not in board + text + card + row

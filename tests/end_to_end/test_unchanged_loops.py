@@ -164,15 +164,20 @@ def page(out: Outputs) -> str:
 def table(out: Outputs) -> dict[str, dict[str, str]]:
     """Return the cells of the page's table, by rank and by column."""
     _, state = out.widget("HTML")
+    drawn = state["value"].partition('aria-label="ranks"')[2].partition("</table>")[0]
     rows = [
         [
             html.unescape(re.sub("<[^>]*>", " ", cell)).strip()
             for cell in re.findall(r"<t[dh].*?</t[dh]>", row)
         ]
-        for row in re.findall(r"<tr.*?</tr>", state["value"].partition("</table>")[0])
+        for row in re.findall(r"<tr.*?</tr>", drawn)
     ]
     names, *ranks = rows
-    return {row[0]: dict(zip(names, row, strict=True)) for row in ranks if len(row) == len(names)}
+    return {
+        row[0].split()[0]: dict(zip(names, row, strict=True))
+        for row in ranks
+        if len(row) == len(names)
+    }
 
 
 def test_a_bar_that_has_ended_shows_no_rate_while_its_rank_goes_on(

@@ -28,6 +28,7 @@ from nbtrain.errors import PlanError, PreflightError, RankDied, RankError, Resul
 from nbtrain.lifecycle.run import Run
 from nbtrain.planning import option_types
 from nbtrain.system import files
+from nbtrain.ui import rank_texts
 from tests.support import shared_memory
 from tests.support.waiting import wait_until
 
@@ -813,9 +814,7 @@ def test_large_counts_are_shown_in_full() -> None:
         bar.update(1_234_567)
         bar.refresh()
 
-    from nbtrain.ui import labels
-
-    assert "1,234,567/2,000,000" in labels.position(launch("fork", train).state.ranks[0])
+    assert "1,234,567/2,000,000" in rank_texts.position(launch("fork", train).state.ranks[0])
 
 
 def test_a_rank_that_ends_right_after_it_joined_the_group_cuts_nobody_off() -> None:

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from nbtrain.tracking import events as ev
-from nbtrain.tracking.curves import LINES, POINTS, Curves, CurvesDraft, Series, evenly, smoothed
+from nbtrain.tracking.curves import POINTS, Curves, CurvesDraft, Series, evenly, smoothed
 from nbtrain.tracking.reducers import fold
 from tests.support.runs import picture
 
@@ -25,16 +25,13 @@ def losses(values: list[float], rank: int = 0) -> list[ev.Event]:
 def test_a_short_curve_keeps_every_point() -> None:
     series = curve(losses([3.0, 2.0, 1.0]))
     assert [(b.x, b.mean) for b in series.band] == [(0, 3.0), (1, 2.0), (2, 1.0)]
-    assert evenly(sorted(series.lines[0].values()), 99) == [(0, 3.0), (1, 2.0), (2, 1.0)]
     assert series.last == 1.0
 
 
 def test_a_long_curve_is_halved_and_keeps_its_last_point() -> None:
     series = curve(losses([float(i) for i in range(10_001)]))
-    line = series.lines[0]
     assert len(series.bins) <= POINTS
-    assert len(line) <= POINTS
-    assert evenly(sorted(line.values()), POINTS)[-1] == (10_000, 10_000.0)
+    assert series.band[-1].x == 10_000
     assert all(b.low <= b.mean <= b.high for b in series.band)
     assert series.bounds == (0.0, 10_000.0)
 
@@ -55,7 +52,6 @@ def test_the_band_is_the_lowest_mean_and_highest_of_many_ranks() -> None:
         ev.Metrics(1.0, r, step, {"loss": float(r)}) for step in range(3) for r in range(100)
     ]
     series = curve(events, ranks=100)
-    assert not series.lines
     assert [(b.low, b.mean, b.high) for b in series.band] == [(0.0, 49.5, 99.0)] * 3
     assert len(series.ends) == 100
 
@@ -85,7 +81,7 @@ def test_a_thinned_band_begins_where_the_curve_does_and_ends_with_no_few_values(
     assert len(curve(losses([1.0, 2.0]), 1).thinned(20)) == 2
 
 
-@pytest.mark.parametrize("ranks", [2, LINES + 1])
+@pytest.mark.parametrize("ranks", [2, 17])
 def test_values_that_are_no_numbers_are_gaps_with_a_count(ranks: int) -> None:
     values = [1.0, math.nan, 2.0, math.inf, -math.inf, 3.0]
     series = curve(losses(values), ranks)
@@ -125,14 +121,12 @@ def test_steps_that_go_back_are_counted_anew_or_shift_only_themselves(
     assert [b.x for b in steps(logged).band] == list(places)
 
 
-@pytest.mark.parametrize("ranks", [2, LINES + 1])
+@pytest.mark.parametrize("ranks", [2, 17])
 def test_a_late_value_is_drawn_at_its_step_and_shifts_nothing(ranks: int) -> None:
     series = steps([*range(10), 5, 10, 11, 8, 12], ranks)
     assert [(b.x, b.mean) for b in series.band] == [(x, float(x)) for x in range(13)]
     assert [series.bins[x].size for x in (5, 8)] == [2, 2]
     assert (series.ends[0].x, series.last) == (12, 12.0)
-    for line in series.lines.values():
-        assert evenly(sorted(line.values()), POINTS) == [(x, float(x)) for x in range(13)]
 
 
 def test_epochs_among_steps_neither_stretch_a_curve_nor_disturb_another() -> None:
@@ -166,7 +160,7 @@ def test_what_the_user_logs_is_shown_instead_of_what_was_seen() -> None:
 
 
 def test_the_mean_of_ranks_that_report_at_steps_of_their_own_does_not_jump() -> None:
-    draft = CurvesDraft(Curves(), 4)
+    draft = CurvesDraft(Curves())
     for step in range(0, 400, 40):
         for rank in range(4):  # rank 3 is ten times as high, and each reports a little later
             x = step + 3 * rank
@@ -191,8 +185,7 @@ def test_a_curve_has_no_kink_where_steps_are_no_longer_reported_one_by_one(steps
     off = [abs(x - y) for x, y in strong if 0.2 * steps < x < 0.8 * steps]
     assert max(off) < steps / 100  # neither behind nor ahead
     thinned = [b.x for b in series.thinned(32)]
-    line = [x for x, _ in evenly(sorted(series.lines[0].values()), 32)]
-    for drawn in (thinned[1:], line, [x for x, _ in evenly(strong, 32)]):
+    for drawn in (thinned[1:], [x for x, _ in evenly(strong, 32)]):
         apart = [after - before for before, after in pairwise(drawn[:-1])]
         assert 16 < len(drawn) <= 33
         assert max(apart) <= 3 * min(apart)
@@ -208,6 +201,6 @@ def test_means_do_not_depend_on_the_order_in_which_ranks_are_read() -> None:
     for order in (one_by_one, in_turns):
         series = Series()
         for rank, step, value in order:
-            series.add(rank, step, value, is_lined=True)
+            series.add(rank, step, value)
         means.append([each.mean for each in series.band])
     assert means[0] == means[1]

@@ -325,7 +325,7 @@ def test_a_picture_is_that_of_the_events_and_only_what_came_after_it_is_read() -
     assert saved.curves.all["loss"].ends == anew.curves.all["loss"].ends
     assert saved.curves.all["loss"].bins.keys() == anew.curves.all["loss"].bins.keys()
     for one, other in zip(saved.ranks, anew.ranks, strict=True):
-        assert one == replace(other, fresh=one.fresh, weather=one.weather)
+        assert one == replace(other, fresh=one.fresh, timeline=one.timeline)
     lines, more = folder.events(0).read_bytes(), ev.Metrics(ev.FOREVER / 2, 0, 300, {"late": 1.0})
     folder.events(0).write_bytes(lines.replace(b"loss", b"lost") + ev.to_line(more))
     assert replay.read_state(folder).ranks[0].metrics.keys() == {"loss", "name", "late"}

@@ -12,7 +12,7 @@ from nbtrain.tracking import events as ev
 from nbtrain.tracking.overview import run_progress
 from nbtrain.tracking.reducers import LOG_LINES, METRICS, SAVED, fold
 from nbtrain.tracking.state import ProgressBar, RankState, RunState
-from nbtrain.ui import eta, host_status, labels, text_summary
+from nbtrain.ui import eta, outcomes, rank_texts, run_texts, text_summary
 from nbtrain.ui.board import board, header, log_panel, theme
 from tests.support.runs import picture
 
@@ -74,16 +74,16 @@ def test_bars_that_an_exception_ends_tell_where_it_was() -> None:
     epoch = replace(EPOCH, time=8.1, elapsed=8.1, closed=True)
     cut = [replace(batch, time=8.1, closed=True), epoch]
     rank = fold(picture(), [EPOCH, batch, *cut]).ranks[0]
-    assert labels.bar_positions(rank) == "epoch: 2/4 › batch: 30/60"
+    assert rank_texts.bar_positions(rank) == "epoch: 2/4 › batch: 30/60"
     assert eta.fraction(rank) == 1.5 / 4
     ended = [replace(cut[0], n=60), replace(cut[1], n=4)]
     rank = fold(picture(), [EPOCH, batch, *ended]).ranks[0]
-    assert labels.bar_positions(rank) == "epoch: 4/4"
+    assert rank_texts.bar_positions(rank) == "epoch: 4/4"
     after = [
         replace(batch, time=8.2 + i / 9, bar=2 + i, elapsed=0.1, closed=True) for i in range(3)
     ]
     assert (
-        labels.bar_positions(fold(picture(), after).ranks[0]) == "batch: 30/60"
+        rank_texts.bar_positions(fold(picture(), after).ranks[0]) == "batch: 30/60"
     )  # a break, no nest
 
 
@@ -101,10 +101,10 @@ def test_a_bar_that_has_ended_is_not_the_work_that_goes_on() -> None:
 def test_a_rank_that_trains_has_the_rate_of_its_steps_and_no_bars() -> None:
     mapped = ev.Progress(2.0, 0, bar=0, n=90_000, total=180_000, elapsed=1.0, unit="examples")
     state = fold(picture(1), [ev.Started(1.0, 0, 8), mapped])
-    assert labels.pace(state.ranks[0]) == "90,000 examples/s"
+    assert rank_texts.pace(state.ranks[0]) == "90,000 examples/s"
     counts = [ev.TrainingUpdate(3.0 + i, 0, steps=1 + 10 * i, elapsed=1.0 + i) for i in range(3)]
     trained = fold(state, counts)
-    assert labels.pace(trained.ranks[0]).endswith(" steps/s")
+    assert rank_texts.pace(trained.ranks[0]).endswith(" steps/s")
     assert "examples/s" not in text_summary.summary(trained, 9.0)
 
 
@@ -141,7 +141,7 @@ def test_a_hang_is_told_until_there_is_progress_again() -> None:
     read = ev.from_line(ev.to_line(hang))
     assert read is not None
     state = fold(state, [ev.Phase(102, 1, "saving"), read, ev.Metrics(102, 0, 1, {"loss": 1.0})])
-    assert [labels.badge(r) for r in state.ranks] == ["waiting", "saving", "stuck"]
+    assert [rank_texts.badge(r) for r in state.ranks] == ["waiting", "saving", "stuck"]
     assert state.hang == told
     assert told in text_summary.summary(state, 103)
     assert board.escape(told) in board.render(state, 103)
@@ -155,10 +155,10 @@ def test_a_hang_is_told_until_there_is_progress_again() -> None:
 def test_equal_results_and_logs_are_folded() -> None:
     ended = [ev.Ended(1, r, result="{'accuracy': 0.9}") for r in range(2)]
     state = fold(picture(), [*ended, *(ev.Output(1, r, ("same",)) for r in range(2))])
-    assert labels.results(state) == [("all ranks", "{'accuracy': 0.9}")]
+    assert outcomes.results(state) == [("all ranks", "{'accuracy': 0.9}")]
     assert log_panel.merged(state, 8) == [("all ranks", "same")]
     nothing = fold(picture(), [ev.Ended(1, r, result="None") for r in range(2)])
-    assert labels.results(nothing) == []
+    assert outcomes.results(nothing) == []
 
 
 def test_texts_of_ranks_cannot_steer_a_terminal() -> None:
@@ -199,7 +199,7 @@ def test_nested_bars_are_worded_from_the_outside_in() -> None:
         ev.Progress(1, 0, bar=1, n=20, total=45, elapsed=2, description="batch"),
     ]
     rank = fold(picture(), bars).ranks[0]
-    assert labels.position(rank) == "epoch: 3/3 › batch: 20/45 · 10.0 it/s · 2.5 s left"
+    assert rank_texts.position(rank) == "epoch: 3/3 › batch: 20/45 · 10.0 it/s · 2.5 s left"
 
 
 def test_the_echo_of_a_failure_is_told_from_its_cause() -> None:
@@ -229,11 +229,11 @@ def test_a_run_without_any_bar_has_one_from_its_training() -> None:
     bar = state.ranks[0].bar
     assert bar is not None
     assert (bar.description, bar.n, bar.total, bar.rate) == ("epoch 2", 10, 50, 10.0)
-    assert labels.position(state.ranks[0]).startswith("epoch 2: 10/50 · 10.0 steps/s")
+    assert rank_texts.position(state.ranks[0]).startswith("epoch 2: 10/50 · 10.0 steps/s")
     own = fold(state, [ev.Progress(7, 0, n=3, total=9, description="mine")])
     assert own.ranks[0].bar == ProgressBar(3, 9, 0.0, "mine")
     unknown = fold(picture(), [trained(steps=7, elapsed=1.0)])
-    assert labels.position(unknown.ranks[0]) == "7 step · 7.00 steps/s"
+    assert rank_texts.position(unknown.ranks[0]) == "7 step · 7.00 steps/s"
 
 
 def test_rates_and_waiting_are_averaged_over_the_last_seconds() -> None:
@@ -242,7 +242,7 @@ def test_rates_and_waiting_are_averaged_over_the_last_seconds() -> None:
     assert seen is not None
     assert seen.step_rate == pytest.approx(10)
     assert seen.sample_rate == pytest.approx(80)
-    assert labels.waiting(fold(picture(), events).ranks[0]) == "50 %"
+    assert rank_texts.waiting(fold(picture(), events).ranks[0]) == "50 %"
     faster = [trained(steps=590 + 20 * i, elapsed=59 + i, waited=29.5) for i in range(1, 60)]
     anew = fold(fold(picture(), events), [trained(steps=1, elapsed=0.5, loss=0.5)]).ranks[0]
     assert (anew.loss, anew.progress and anew.progress.step_rate) == (0.5, seen.step_rate)
@@ -254,10 +254,10 @@ def test_rates_and_waiting_are_averaged_over_the_last_seconds() -> None:
 
 def test_a_running_rank_says_what_it_is_busy_with() -> None:
     state = fold(picture(), [ev.Started(1, 0, 1), ev.Phase(2, 0, "saving")])
-    assert labels.badge(state.ranks[0]) == "saving"
+    assert rank_texts.badge(state.ranks[0]) == "saving"
     assert "saving" in board.render(state, 3.0)
-    assert labels.badge(fold(state, [ev.Phase(3, 0, "")]).ranks[0]) == "running"
-    assert labels.badge(fold(state, [ev.Exited(3, 0, 0, "done")]).ranks[0]) == "done"
+    assert rank_texts.badge(fold(state, [ev.Phase(3, 0, "")]).ranks[0]) == "running"
+    assert rank_texts.badge(fold(state, [ev.Exited(3, 0, 0, "done")]).ranks[0]) == "done"
 
 
 def test_what_was_compiled_is_told_where_anything_was() -> None:
@@ -268,7 +268,7 @@ def test_what_was_compiled_is_told_where_anything_was() -> None:
     assert "compiled</th>" in board.render(state, 4.0)
     assert "3 in 41 s" in board.render(state, 4.0)
     assert "compiled 3 in 41 s" in text_summary.summary(state, 4.0)
-    assert "2 ranks · xla · TPU" in labels.facts(state, 4.0)
+    assert "2 ranks · xla · TPU" in run_texts.facts(state, 4.0)
 
 
 def test_devices_and_memory_are_worded() -> None:
@@ -280,25 +280,25 @@ def test_devices_and_memory_are_worded() -> None:
             *(ev.Resources(1, r, 1.0, 10**9, r, int(23.4 * GIB)) for r in range(2)),
         ],
     )
-    assert "2 × NVIDIA H200" in labels.facts(state, 2.0)
-    assert labels.memory_use(state.ranks[1]) == "GPU 1 · 23.4 GiB"
-    assert host_status.lines(state)[0] == (
+    assert "2 × NVIDIA H200" in run_texts.facts(state, 2.0)
+    assert rank_texts.memory_use(state.ranks[1]) == "GPU 1 · 23.4 GiB"
+    assert run_texts.lines(state)[0] == (
         "memory 41.2 of 64.0 GiB (cgroup) · fullest GPU 60.0 of 141 GiB · 90–91 % busy"
     )
     on_cpu = fold(picture(), [ev.Resources(1, 0, 0.98, 850 << 20)])
-    assert labels.memory_use(on_cpu.ranks[0]) == "850 MiB"
-    assert labels.cpu(on_cpu.ranks[0]) == "98 %"
-    assert labels.cpu(fold(on_cpu, [ev.Exited(2, 0, 0, "done")]).ranks[0]) == ""
+    assert rank_texts.memory_use(on_cpu.ranks[0]) == "850 MiB"
+    assert rank_texts.cpu(on_cpu.ranks[0]) == "98 %"
+    assert rank_texts.cpu(fold(on_cpu, [ev.Exited(2, 0, 0, "done")]).ranks[0]) == ""
     assert ">GPU 0 · 23.4 GiB<" in board.render(state, 2.0)
 
 
 def test_beyond_the_results_that_are_shown_there_is_only_their_number() -> None:
-    count = labels.RESULTS + 5
+    count = outcomes.RESULTS + 5
     state = RunState("t", "fork", tuple(RankState(r, result=str(r)) for r in range(count)), 0.0)
     lines, drawn = text_summary.summary(state, 1.0).splitlines(), board.render(state, 1.0)
     assert {"  rank 31 → 31", "  5 more results"} <= set(lines)
     assert ">5 more results<" in drawn
-    assert sum("→" in line for line in lines) == drawn.count("→ </span>") == labels.RESULTS
+    assert sum("→" in line for line in lines) == drawn.count("→ </span>") == outcomes.RESULTS
 
 
 def test_the_time_left_is_that_of_the_outermost_bar() -> None:
@@ -309,7 +309,7 @@ def test_the_time_left_is_that_of_the_outermost_bar() -> None:
     state = fold(picture(), [ev.Started(100.0, 0, 1), *bars])
     assert run_progress.of_run(state, 190.0).remaining == pytest.approx(90 * (4 - 1.5) / 1.5)
     assert run_progress.of_run(state, 200.0).remaining == pytest.approx(140.0)
-    assert "about 2 min left" in labels.facts(state, 200.0)
+    assert "about 2 min left" in run_texts.facts(state, 200.0)
     for jumped in (-1e9, 1e12):  # a clock that was set
         left = run_progress.of_run(state, jumped).remaining
         assert left is not None
@@ -334,7 +334,7 @@ def test_a_loop_without_a_bar_tells_what_is_left_of_its_epoch() -> None:
 def test_metrics_of_a_rank_are_bounded_and_it_says_so() -> None:
     state = fold(picture(), [ev.Metrics(1, 0, 1, {f"m{i}": i for i in range(10_000)})])
     assert len(state.ranks[0].metrics) == METRICS
-    assert "26+ more" in labels.metrics(state.ranks[0])
+    assert "26+ more" in rank_texts.metrics(state.ranks[0])
     assert len(state.curves.logged) == 24
     drawn = board.render(state, 2.0)
     assert re.search(r"1,0\d\d\+ more metrics in run.history", drawn)
@@ -342,7 +342,7 @@ def test_metrics_of_a_rank_are_bounded_and_it_says_so() -> None:
 
 
 def told(state: RunState) -> list[str]:
-    page, lines = board.render(state, 200.0), labels.artifact_lines(state)
+    page, lines = board.render(state, 200.0), outcomes.artifact_lines(state)
     assert all(line in page and line in text_summary.summary(state, 200.0) for line in lines)
     return lines
 
@@ -354,7 +354,7 @@ def test_what_comes_home_is_told_with_how_far_it_has_come() -> None:
     over = fold(state, [ev.Finished(102, -1, "interrupted")])
     assert told(over) == [
         "model: rank 0 saved its weights (87 M parameters, 330 MiB); "
-        "run.load() copies it to the notebook"
+        "nbtrain.last_run().load() copies it to the notebook"
     ]
     over = fold(state, [ev.Finished(102, -1, "succeeded")])
     assert told(over)[0].startswith(f"{sent} of rank 0 (330 MiB), not in the notebook yet")
@@ -365,8 +365,8 @@ def test_what_comes_home_is_told_with_how_far_it_has_come() -> None:
     assert "⚠ train(): finished, but model was not updated" in text_summary.summary(unfit, 200.0)
     absent = fold(over, [ev.ArtifactLoaded(103, -1, "best", "there is none", ev.NO_VARIABLE)])
     assert "⚠ train(): finished, but best was not returned" in text_summary.summary(absent, 200.0)
-    assert theme.GOOD.fill not in board.render(unfit, 200.0).partition("</b>")[0]
-    assert theme.GOOD.fill in board.render(here, 200.0).partition("</b>")[0]
+    assert theme.GOOD.colour not in board.render(unfit, 200.0).partition("</b>")[0]
+    assert theme.GOOD.colour in board.render(here, 200.0).partition("</b>")[0]
     scores = [ev.ArtifactSaved(101, rank, "scores", "value", 0, 600) for rank in (0, 1)]
     ended = [ev.Finished(102, -1, "succeeded"), ev.ArtifactLoaded(103, -1, "scores")]
     assert told(fold(picture(), scores + ended)) == ["scores: value from ranks 0–1 (1 KiB)"]

@@ -14,7 +14,7 @@ from ...tracking import events as ev
 from ...tracking.diagnosis import verdict
 from ...tracking.run_folder import RunFolder
 from ...tracking.state import RunState
-from ...ui import labels
+from ...ui import outcomes, rank_texts, run_texts
 from ...ui.board import header
 
 _LONGEST = 500
@@ -71,16 +71,16 @@ def message(state: RunState, now: float, folder: RunFolder) -> tuple[str, str]:
     if state.status == "succeeded" and state.flaw:
         why = next(iter(state.notes), state.flaw)
     elif state.status == "succeeded":
-        numbers = labels.metrics(state.ranks[0])
-        why = numbers or "; ".join(map(str, labels.results(state))) or "no metrics"
+        numbers = rank_texts.metrics(state.ranks[0])
+        why = numbers or "; ".join(map(str, outcomes.results(state))) or "no metrics"
     place = f"nbtrain show {folder.path.name} · {folder.path} on {platform.node()}"
-    lines = (why, labels.facts(state, now), place)
+    lines = (why, run_texts.facts(state, now), place)
     return header.sentence(state, now), "\n".join(shorten(line, _LONGEST) for line in lines)
 
 
 def reason(state: RunState) -> str:
     """Return why a run failed, was stopped, or hangs; empty for one that is well."""
-    culprit = labels.culprit(state)
+    culprit = verdict.culprit(state)
     if culprit is not None and state.status == "failed":
         return f"rank {culprit.rank}: {verdict.line(culprit)}"
     return state.explanation or state.hang

@@ -5,6 +5,7 @@ Pure: made from the picture and from what ranks left, so it is the same live and
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 from ...findings import Finding
 from ...system import tpu
 from ...system.source_files import is_library, without_launcher
-from ...system.text import format_bytes, format_bytes_of, format_duration, format_ranks
+from ...system.text import format_bytes, format_bytes_of, format_duration, format_ranks, shorten
 from ...transport.exceptions import CapturedException, TracebackFrame
 from .. import events as ev
 from ..state import RankState, RunState
@@ -396,3 +397,53 @@ def note(cause: Failure, state: RunState, report: FailureReport) -> str:
     return "\n".join(
         [text, *named, *([] if known else [f"nbtrain: {report.headline}"]), *report.advice]
     )
+
+
+_CELL_LINE = re.compile(r'^  File "([^"]*ipykernel_\d+/[^"]*|<[^>]*>)", line (\d+)')
+
+
+_FILE_LINE = re.compile(r'^  File "([^"]+)", line (\d+)')
+
+
+def line_of_failure(rank: RankState) -> str:
+    """Return the line of the user's code that raised, from the traceback that a rank left."""
+    log = list(rank.log)
+    if ev.TRACEBACK_FOLLOWS in log:
+        log = log[log.index(ev.TRACEBACK_FOLLOWS) :]
+    in_cell = [match for line in log if (match := _CELL_LINE.match(line))]
+    if in_cell:
+        return f"line {in_cell[-1][2]} of the cell"
+    frames = [match for line in log if (match := _FILE_LINE.match(line))]
+    own = [match for match in frames if not is_library(match[1])]
+    return f"{Path(own[-1][1]).name}, line {own[-1][2]}" if own else ""
+
+
+def trouble(rank: RankState, state: RunState, width: int = 160) -> str:
+    """Return what went wrong in a rank, in a line; empty if nothing did."""
+    if is_only_echo(rank, state):
+        return "lost its peers"
+    text = line(rank) if _has_failed(rank) else ""
+    if rank.has_lost_peers and text:
+        text = lost(state, text)
+    alike = (r for r in state.ranks[: rank.rank] if text and r.error and r.error == rank.error)
+    if (first := next(alike, None)) is not None and _has_failed(first):
+        return f"the same as rank {first.rank}"
+    return shorten(text, width)
+
+
+def _has_failed(rank: RankState) -> bool:
+    return rank.status in ("failed", "failing")
+
+
+def culprit(state: RunState) -> RankState | None:
+    """Return the rank whose failure is the cause of the others'; None if none failed."""
+    failed = [rank for rank in state.ranks if _has_failed(rank)]
+    causes = [rank for rank in failed if not is_only_echo(rank, state)]
+    return min(causes or failed, key=lambda rank: rank.ended or math.inf, default=None)
+
+
+def is_only_echo(rank: RankState, state: RunState) -> bool:
+    """Return whether a rank failed only because another one had failed."""
+    failed = filter(_has_failed, state.ranks)
+    known = any(not r.has_lost_peers for r in failed)
+    return rank.has_lost_peers and known

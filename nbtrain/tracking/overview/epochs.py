@@ -20,7 +20,12 @@ TRAIN_LOSS = "train loss"
 
 
 _ASIDE = re.compile(r"^(epoch|(global_)?steps?)$|runtime|_per_second|flos$|_time$", re.I)
-"""Names of numbers that say nothing of a model."""
+
+
+def is_aside(name: str) -> bool:
+    """Whether a number says nothing of a model: ``train_runtime``, ``epoch``."""
+    return bool(_ASIDE.search(name))
+
 
 OWN = ("training", "epoch", "step", "steps", "time", "seconds", "best")
 """Names of columns that each table has; a metric of such a name is ``time (logged)``."""
@@ -86,7 +91,7 @@ def _row(some: list[EpochRow], restarts: Sequence[tuple[float, float]]) -> Epoch
         if row.loss is not None:
             values.setdefault(TRAIN_LOSS, []).append(row.loss)
         for name, value in row.metrics.items():
-            if isinstance(value, (int, float)) and not _ASIDE.search(name):
+            if isinstance(value, (int, float)) and not is_aside(name):
                 column = f"{name} (logged)" if name in OWN else name
                 values.setdefault(column, []).append(float(value))
     means = {name: fmean(each) for name, each in values.items()}
@@ -150,3 +155,18 @@ def better(name: str) -> str:
     if _FALLS.search(name):
         return "low" if validation_of(name) else ""
     return "high" if _RISES.search(name) else ""
+
+
+def main_metric(names: Iterable[str]) -> str | None:
+    """Return the metric to show large: the loss under any of its names, else the first metric."""
+    known = list(names)
+    for wanted in ("loss", "train_loss", "train/loss"):
+        if wanted in known:
+            return wanted
+    lossy = [name for name in known if "loss" in name.lower()]
+    return next(iter(lossy or known), None)
+
+
+def training_names(metric: str) -> list[str]:
+    """Return what a metric of the training may be called that is `metric` in a validation."""
+    return [metric, f"train_{metric}", f"train/{metric}", f"training_{metric}"]

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from html import escape
 
 from ...system.text import shorten
+from ...tracking.curves import RATES
 from ...tracking.diagnosis import stragglers
 from ...tracking.state import RunState
-from .. import card, labels
-from . import chart, epoch_rows, header, log_panel, rank_grid, rank_table, theme, weather
+from .. import card, outcomes, rank_texts, run_texts
+from . import canvas, epoch_rows, header, log_panel, rank_table, theme
 
 ROWS = 16
-"""Ranks up to which each has a row; more are a grid, with rows for the ranks to look at."""
+"""Ranks up to which each can have a row; of more, those that differ have one."""
 
 LIVE_BYTES = 33_000
 """Bytes of a board that is sent several times per second; charts that do not fit are left out."""
@@ -34,6 +35,9 @@ class ViewChoices:
 
     rank: int | None = None
     """The rank whose log to show."""
+
+    has_log: bool = False
+    """Whether more than the last lines of the log are shown."""
 
     log: bool | None = None
     """Whether the axes of values are logarithmic."""
@@ -85,21 +89,26 @@ def parts(state: RunState, now: float, choices: ViewChoices = ViewChoices()) -> 
 def _parts(
     state: RunState, now: float, choices: ViewChoices = ViewChoices()
 ) -> tuple[str, str, str, str]:
-    marked = labels.with_badges(stragglers.with_slow_ranks_marked(state))
-    notes = "".join(f"<div>{theme.coded(note)}</div>" for note in labels.notes(state))
+    marked = rank_texts.with_badges(stragglers.with_slow_ranks_marked(state))
+    notes = "".join(f"<div>{theme.coded(note)}</div>" for note in run_texts.notes(state))
     notes += header.next_step(state) if notes and state.flaw and state.is_over else ""
     notes = header.card(theme.WARN, notes) if notes else ""
-    printed = f"{_results(state)}{log_panel.draw(state, choices.rank)}"
+    printed = (
+        f"{_results(state)}{log_panel.draw(state, choices.rank, is_folded=not choices.has_log)}"
+    )
     if state.is_over:
         printed += theme.folded("Copy as image", card.image(card.card(state, now)))
     title = header.title(marked, now)
     ranks = _ranks(marked, each=choices.each)
-    above = header.draw(marked, now)
-    below = f"{weather.draw(state, now)}{_beside(ranks, epoch_rows.draw(state))}"
+    curves = canvas.curves_of(marked, choices.metric)
+    rate = canvas.rate_of(marked) if choices.metric not in RATES else None
+    picture = canvas.canvas(marked, now, curves[:1], rate, log=choices.log)
+    above = header.draw(marked, now, picture.late if picture is not None else None)
+    below = _beside(epoch_rows.draw(state), ranks)
     used = len(title) + len(notes) + len(above) + len(below) + len(printed) + 500
     room = (STATIC_BYTES if state.is_over else LIVE_BYTES) - used
-    charts = chart.charts(state, room, choices.metric, log=choices.log)
-    return title, notes, f"{above}{charts}{below}", printed
+    drawn = canvas.draw(picture, curves, marked, room, log=choices.log)
+    return title, notes, f"{above}{drawn}{below}", printed
 
 
 def _beside(*tables: str) -> str:
@@ -126,7 +135,7 @@ def _ranks(state: RunState, *, each: bool) -> str:
     """Draw the ranks: alike ones in a row; many as a grid; once the run is over, all to unfold."""
     few = state.world_size <= ROWS
     rows = rank_table.rows_of(state, each=each and few)
-    drawn = "" if few else rank_grid.draw(state) + _overview(state)
+    drawn = "" if few else _overview(state)
     drawn += rank_table.draw(rows, state) + _memory(state)
     if state.is_over and few and len(rows) < state.world_size:
         every = rank_table.draw(rank_table.rows_of(state, each=True), state)
@@ -136,8 +145,8 @@ def _ranks(state: RunState, *, each: bool) -> str:
 
 def _overview(state: RunState) -> str:
     """Draw how many ranks are in which state, and the spread over all of them."""
-    spread = (f"{name} {values}" for name, values in labels.spread(state))
-    line = escape(" · ".join([labels.statuses(state.ranks), *spread]))
+    spread = (f"{name} {values}" for name, values in rank_texts.spread(state))
+    line = escape(" · ".join([rank_texts.statuses(state.ranks), *spread]))
     return f'<div style="{theme.SOFT}">{line}</div>'
 
 
@@ -153,7 +162,7 @@ def _results(state: RunState) -> str:
     rows = "".join(
         f'<div><span style="{theme.SOFT}">{escape(result.arrow)}</span>'
         f'<span style="{theme.MONO}">{cut(result.text, 600)}</span></div>'
-        for result in labels.results(state)
+        for result in outcomes.results(state)
     )
-    rows += "".join(f"<div>{cut(line, 600)}</div>" for line in labels.artifact_lines(state))
+    rows += "".join(f"<div>{cut(line, 600)}</div>" for line in outcomes.artifact_lines(state))
     return f'<div style="margin-top:4px">{rows}</div>' if rows else ""

@@ -34,12 +34,12 @@ def draw(state: RunState) -> str:
 def _table(rows: Sequence[Epoch], table: EpochTable) -> str:
     names = [shorten(name, 24) for name in table.columns]
     which = ["training"] if table.has_trainings else []
-    lines: list[list[str | Cell]] = [[*which, "epoch", "", *names, "time", "step"]]
+    lines: list[list[str | Cell]] = [[*which, "epoch", *names, "time", "step"]]
     for row in rows:
         values = [format_number(row.values[n]) if n in row.values else "" for n in table.columns]
-        mark = Cell("<b>★ best</b>") if row.is_best else ""
+        epoch = Cell(f"<b>{row.epoch} ★ best</b>") if row.is_best else str(row.epoch)
         time, step = format_duration(row.seconds), format_number(row.steps)
         which = [str(row.training)] if table.has_trainings else []
-        lines.append([*which, str(row.epoch), mark, *values, time, step])
-    styles = [*[f"{RIGHT};width:1%"] * (len(which) + 1), LEFT, *[RIGHT] * (len(names) + 2)]
+        lines.append([*which, epoch, *values, time, step])
+    styles = [LEFT] * (len(which) + 1) + [RIGHT] * (len(names) + 2)
     return html_table(lines, styles, head=True, is_wide=True)

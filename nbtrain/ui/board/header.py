@@ -12,13 +12,23 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-from ...system.text import format_duration, format_number, format_ranks, plural, shorten
-from ...tracking.curves import RATES, Bin, Series
+from ...system.text import (
+    format_bytes,
+    format_bytes_of,
+    format_duration,
+    format_number,
+    format_ranks,
+    format_rate,
+    plural,
+    shorten,
+)
+from ...tracking.curves import RATES, Bin, Series, smoothed
 from ...tracking.diagnosis import verdict
+from ...tracking.overview.epochs import better, main_metric, present_training
 from ...tracking.state import RankState, RunState
-from .. import eta, host_status, labels
+from .. import eta, rank_texts, run_texts
 from .. import next_step as steps
-from . import theme
+from . import canvas, theme
 
 TREND = 0.02
 """The share of a loss by which it must change to fall or rise."""
@@ -35,14 +45,19 @@ class Figure(NamedTuple):
     remarks: tuple[str, ...] = ()
 
 
-def draw(state: RunState, now: float) -> str:
-    """Draw what is wrong, the one progress bar, and the key figures."""
-    return f"{_trouble(state)}{_bar(state)}{_figures(state, now)}"
+def draw(state: RunState, now: float, late: tuple[int, int] | None = None) -> str:
+    """Draw the one progress bar, the key figures, and what is wrong.
+
+    `late`: the steps from which to which a slow rank waited for its data.
+    """
+    trouble, figures = _trouble(state, late), _figures(state, now)
+    has_ended_badly = state.is_over or verdict.culprit(state) is not None
+    return f"{_bar(state)}" + (f"{trouble}{figures}" if has_ended_badly else f"{figures}{trouble}")
 
 
 def status(state: RunState) -> str:
     """Return the run's state in a word, or in a few: a run that hangs is 'stuck'."""
-    if labels.is_stuck(state):
+    if run_texts.is_stuck(state):
         return "stuck"
     if state.status == "starting" and state.attempt > 1:
         return "restarting"
@@ -62,8 +77,8 @@ def sentence(state: RunState, now: float) -> str:
     """Say how the run is in a sentence, as a screen reader reads it now and then."""
     done, left = eta.of_run(state), eta.remaining(state, now)
     parts = [f"{state.title} {status(state)}"]
-    if labels.is_stuck(state):
-        parts = [f"{state.title} has been stuck for {_clock(stuck_for(state, now))}"]
+    if run_texts.is_stuck(state):
+        parts = [f"{state.title} has been stuck for {theme.clock(stuck_for(state, now))}"]
     elif not state.is_over:
         parts += [f"{100 * done:.0f} percent done"] if done is not None else []
         parts += [left] if left and status(state) != "failing" else []
@@ -74,33 +89,33 @@ def sentence(state: RunState, now: float) -> str:
 
 def title(state: RunState, now: float) -> str:
     """Draw how the run is, its name, and what it runs on."""
-    failed = state.status == "failed" and labels.culprit(state) is not None
+    failed = state.status == "failed" and verdict.culprit(state) is not None
     is_below = _is_restarted(state) or failed or _has_own_card(state)
     message = "" if is_below else state.message
-    host = [] if state.is_over else host_status.lines(state)
+    host = [] if state.is_over or state.host is not None else run_texts.lines(state)
     lines = [message[:600], phases(state, now), *host]
     below = "".join(
         f'<div style="{theme.SOFT};overflow-wrap:anywhere">{escape(line)}</div>'
         for line in lines
         if line
     )
-    facts = escape(labels.facts(state, now, brief=True))
+    facts = escape(run_texts.facts(state, now, brief=True))
     number = "" if state.number is None else f'<span style="{theme.SOFT}"> #{state.number}</span>'
     line = ""
     if state.cell is not None:
-        line = f'<span style="{theme.MONO};{theme.SOFT}">{escape(shorten(state.name, 120))}</span>'
+        line = f'<span style="{theme.MONO};{theme.SOFT}">{escape(shorten(state.name, 60))}</span>'
     slow = [rank.rank for rank in state.ranks if rank.hang == "slow?"]
     word, text = look(state), status(state)
     if word == "stuck":
-        text = f"stuck for {_clock(stuck_for(state, now))}"
+        text = f"stuck for {theme.clock(stuck_for(state, now))}"
     elif word == "running":
         text = f"running, {shorten(format_ranks(slow), 40)} slow" if slow else _phase(state)
         word = "slow" if slow else word
     return (
-        '<div style="display:flex;flex-wrap:wrap;gap:2px 10px;align-items:baseline">'
-        f"{theme.pill(word, text, large=True)}"
-        f'<b style="{theme.MONO};font-size:14px;font-weight:600">'
+        '<div style="display:flex;flex-wrap:wrap;gap:2px 8px;align-items:baseline">'
+        f'{theme.sign(word)}<b style="font-size:16px;font-weight:600;overflow-wrap:anywhere">'
         f"{escape(shorten(state.title, 120))}{number}</b>{line}"
+        f'<span style="font-weight:600">{escape(text or status(state))}</span>'
         f'<span style="{theme.SOFT}">{facts}</span></div>{below}'
     )
 
@@ -115,7 +130,7 @@ def phases(state: RunState, now: float) -> str:
     began = [rank.started for rank in ranks if rank.started is not None]
     if len(began) < len(ranks):
         count = f" {len(began)}/{size}" if size > 1 else ""
-        return f"starting the ranks{count} · {labels.whole_seconds(state.elapsed(now))}"
+        return f"starting the ranks{count} · {run_texts.whole_seconds(state.elapsed(now))}"
     return " › ".join(_start(state, now))
 
 
@@ -129,7 +144,7 @@ def _start(state: RunState, now: float) -> list[str]:
     for (name, begin), (_, end) in zip(known, [*known[1:], ("", now)], strict=True):
         if end is now or end - begin >= 1:
             text = _of_phase(name, state) if end is now else name or "your code"
-            parts.append(f"{text} · {labels.whole_seconds(max(0.0, end - begin))}")
+            parts.append(f"{text} · {run_texts.whole_seconds(max(0.0, end - begin))}")
     return parts
 
 
@@ -165,33 +180,26 @@ def stuck_for(state: RunState, now: float) -> float:
     return max(0.0, now - max(times, default=now))
 
 
-def _clock(seconds: float) -> str:
-    """Write seconds as a clock does: ``0:42``, ``1:02:07``."""
-    minutes, rest = divmod(int(min(seconds, 1e9)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def _trouble(state: RunState) -> str:
+def _trouble(state: RunState, late: tuple[int, int] | None) -> str:
     """Draw what is wrong, once, and what to do: a failure, a hang, a slow rank."""
-    culprit = labels.culprit(state)
+    culprit = verdict.culprit(state)
     if culprit is not None:
         return card(theme.BAD, _failure(culprit, state))
     if _is_restarted(state):
         return card(theme.WARN, escape(state.message[:600]))
     if _has_own_card(state):
-        tones = theme.tones(state.status)
-        return card(tones, f"{escape(_reason(state)[:600])}{next_step(state)}")
-    text = labels.hang(state)
+        return card(theme.tones(state.status), f"{escape(_reason(state)[:600])}{next_step(state)}")
+    text = run_texts.hang(state)
     if not text:
         return ""
+    text = f"{text} (steps {late[0]:,}–{late[1]:,})" if late is not None else text
     return card(theme.WARN, f"{escape(shorten(text, 1000))}{next_step(state)}")
 
 
 def _has_own_card(state: RunState) -> bool:
     """Whether a run ended badly, and no rank is to blame."""
     is_bad = state.status in ("failed", "lost", "timed out")
-    return is_bad and bool(state.message) and labels.culprit(state) is None
+    return is_bad and bool(state.message) and verdict.culprit(state) is None
 
 
 def _reason(state: RunState) -> str:
@@ -209,7 +217,7 @@ def _is_restarted(state: RunState) -> bool:
 def _failure(rank: RankState, state: RunState) -> str:
     """Draw a failure: rank and line, the exception, what to change, and the other ranks."""
     line = verdict.line(rank)
-    place = labels.line_of_failure(rank)
+    place = verdict.line_of_failure(rank)
     head = f"rank {rank.rank}" + (f" at {place}" if place else "")
     seen = (each.text for each in rank.evidence if not line.startswith(each.text))
     rows = "".join(f"<div>{escape(shorten(t, 600))}</div>" for t in dict.fromkeys(seen))
@@ -232,66 +240,64 @@ def next_step(state: RunState) -> str:
 def _endings(others: list[RankState], state: RunState) -> str:
     groups: dict[str, list[int]] = {}
     for rank in others:
-        echo = labels.is_only_echo(rank, state)
+        echo = verdict.is_only_echo(rank, state)
         groups.setdefault("lost peers" if echo else rank.status, []).append(rank.rank)
     named = (f"{shorten(format_ranks(ranks), 60)}: {ending}" for ending, ranks in groups.items())
     return " · ".join(named)
 
 
 def card(tones: theme.Tones, inner: str) -> str:
-    """Draw a card with an edge in the two tones of its status."""
+    """Draw a card with an edge in the colour of its status."""
     return (
-        f'<div style="margin:6px 0;padding:4px 10px;border-left:6px solid {tones.fill};'
-        f"box-shadow:inset 1px 0 0 {tones.ink};background:rgba(128,128,128,.13);"
-        f'overflow-wrap:anywhere">{inner}</div>'
+        f'<div style="margin:8px 0;padding:6px 12px;border-left:4px solid {tones.colour};'
+        f'background:rgba(128,128,128,.1);overflow-wrap:anywhere">{inner}</div>'
     )
 
 
 def _bar(state: RunState) -> str:
-    """Draw the one bar of the run, with a tick for each epoch; hatched where no total is known."""
-    done, fill = eta.of_run(state), theme.tones(look(state)).bar
+    """Draw the one bar of the run, a piece for each epoch; hatched where no total is known."""
+    done, fill = eta.of_run(state), theme.tones(look(state)).colour
     name = escape(shorten(state.title, 120), quote=True)
-    ends = state.is_over and state.status == "succeeded"
     if done is None and state.is_over:  # no hatch, which looks busy
-        inside = f'<div style="height:100%;background:{theme.GREY};opacity:.35"></div>'
         value = f'aria-valuetext="{name}: ended"'
     elif done is None:
-        hatch = f"repeating-linear-gradient(135deg,{theme.GREY} 0 2px,transparent 2px 8px)"
-        inside = f'<div style="height:100%;background:{hatch};opacity:.6"></div>'
         value = f'aria-valuetext="{name}: how long it will run is not known"'
     else:
-        inside = f'<div style="width:{100 * done:.1f}%;height:100%;background:{fill}"></div>'
         value = f'aria-valuenow="{100 * done:.1f}" aria-valuetext="{100 * done:.0f} % done"'
-    ticks = ""
-    epochs = eta.epochs(state)
-    if done is not None and not ends and 1 < epochs <= 60:
-        places = (f"{100 * i / epochs:.2f}%" for i in range(1, epochs))
-        line = "position:absolute;top:0;height:100%;width:1px;background:rgba(128,128,128,.9)"
-        ticks = "".join(f'<div style="left:{place};{line}"></div>' for place in places)
+    epochs = eta.epochs(state) if done is not None else 1
+    pieces = epochs if 1 < epochs <= 60 else 1
+    hatch = f"repeating-linear-gradient(135deg,{theme.GREY} 0 2px,transparent 2px 8px)"
+    ground = hatch if done is None and not state.is_over else theme.TRACK
+    drawn = ""
+    for piece in range(pieces):
+        share = min(1.0, max(0.0, (done or 0.0) * pieces - piece))
+        inside = f'<div style="width:{100 * share:.1f}%;height:100%;background:{fill}"></div>'
+        drawn += f'<div style="flex:1 1 0;background:{ground}">{inside if share else ""}</div>'
     return (
-        f'<div role="progressbar" aria-label="{name}" {value} style="position:relative;'
-        f"height:10px;margin:6px 0 4px;border-radius:5px;overflow:hidden;"
-        f'background:{theme.TRACK};border:1px solid {theme.GREY};forced-color-adjust:none">'
-        f"{inside}{ticks}</div>"
+        f'<div role="progressbar" aria-label="{name}" {value} style="display:flex;gap:2px;'
+        f"height:6px;margin:10px 0 8px;border-radius:3px;overflow:hidden;"
+        f'forced-color-adjust:none">{drawn}</div>'
     )
 
 
-_TILE = "flex:1 1 120px;min-width:0"
-"""A key figure: all are of one width, and fill the board's."""
+_FIGURES = 6
+
+_TILE = "flex:1 1 104px;min-width:0"
+"""A key figure: six are of one width, and fill the board's."""
 
 
 def _figures(state: RunState, now: float) -> str:
-    small = f"font-size:11px;line-height:1.35;{theme.SOFT}"
+    small = f"font-size:12px;line-height:1.35;{theme.SOFT}"
     drawn = "".join(
         f'<div style="{_TILE}"><div style="{small}">{escape(name)}</div>'
-        f'<div style="font-size:20px;line-height:1.3;font-weight:600;white-space:nowrap">'
+        f'<div style="font-size:22px;line-height:1.3;font-weight:600;white-space:nowrap">'
         f"{_value(value)}</div>"
         f'<div style="{small}">{" <br>".join(map(escape, remarks))}&nbsp;</div></div>'
         for name, value, remarks in figures(state, now)
     )
-    style = "display:flex;flex-wrap:wrap;gap:6px 24px;margin:8px 0 0"
     # Tiles without height let those of the last row be as wide as the others, below them.
-    even = f'<div style="{_TILE}"></div>' * 5
+    even = f'<div style="{_TILE}"></div>' * (_FIGURES - drawn.count(_TILE))
+    style = "display:flex;flex-wrap:wrap;gap:4px 20px;margin:8px 0 0"
     return f'<div style="{style}">{drawn}{even}</div>' if drawn else ""
 
 
@@ -313,14 +319,14 @@ def figures(state: RunState, now: float) -> list[Figure]:
         _loss(state),
         _best(state),
         _throughput(state),
-        _gpu(state),
+        _devices(state),
     ]
     return [figure for figure in known if figure is not None]
 
 
 def _done(state: RunState) -> Figure | None:
     done = eta.of_run(state)
-    where, more = labels.run_position(state)
+    where, more = run_texts.run_position(state)
     if state.is_over:
         steps = max((r.progress.steps for r in state.ranks if r.progress is not None), default=0)
         took = format_duration(state.elapsed(state.created))
@@ -349,27 +355,37 @@ def _left(state: RunState, now: float) -> Figure | None:
 
 
 def _loss(state: RunState) -> Figure | None:
-    """Return the mean of the ranks' last losses, the range of the same, and where they go.
-
-    A smoothed value once lay outside the range beside it: only the trend is of means.
-    """
+    """Return the mean of the ranks' last losses, where they go, and how far the run before was."""
     curves = state.curves.all
-    name = labels.main_metric(n for n in curves if n not in RATES)
+    name = main_metric(n for n in curves if n not in RATES)
     if name is None:
         return None
     series = curves[name]
     if series.last is None:
         return Figure(name, "nan", ("not finite",))
-    value, spread = format_number(series.last), tuple(filter(None, [labels.spread_of(series)]))
-    now, before, steps = trend(series.since(labels.present_training(state)[1]))
+    value, compared = format_number(series.last), _compared(state, series, name)
+    now, before, steps = trend(series.since(present_training(state)[1]))
     change = (now - before) / abs(before) if before else 0.0
     if not steps or not math.isfinite(change):
-        return Figure(name, value, spread)
+        return Figure(name, value, compared)
     if abs(change) < TREND:
         arrow, way = "→", f"no clear change in {plural(steps, 'step')}"
     else:
         arrow, way = "↘" if change < 0 else "↗", f"{100 * change:+.0f} % in {plural(steps, 'step')}"
-    return Figure(name, f"{value} {arrow}", (*spread, way.replace("-", "\N{MINUS SIGN}")))
+    return Figure(name, f"{value} {arrow}", (way.replace("-", "\N{MINUS SIGN}"), *compared))
+
+
+def _compared(state: RunState, series: Series, name: str) -> tuple[str, ...]:
+    """Say how a curve differs from that of the run before, at the last step that both have."""
+    earlier, curve = state.earlier, smoothed(series.band)
+    if earlier is None or earlier.metric != name or not curve:
+        return ()
+    at = min(curve[-1][0], earlier.points[-1][0])
+    now, before = (canvas.value_at(points, at) for points in (curve, earlier.points))
+    change = 100 * (now - before) / (abs(before) or math.ulp(0.0))
+    kind = "lower" if change < 0 else "higher"
+    amount = f"{abs(change):.0f} % {kind} than" if abs(change) < 1000 else f"much {kind} than"
+    return (f"{'about as' if abs(change) < 1 else amount} {earlier.title}",)
 
 
 def trend(series: Series) -> tuple[float, float, int]:
@@ -403,11 +419,11 @@ def _mean(band: Sequence[Bin]) -> tuple[float, float]:
 
 def _best(state: RunState) -> Figure | None:
     """Return the best value of a metric of the validation, of the last training."""
-    training, begins = labels.present_training(state)
+    training, begins = present_training(state)
     for name, whole in state.curves.logged.items():
         series = whole.since(begins)
-        if series.bins and (direction := labels.better(name)) and name != "loss":
-            at = labels.best(series, direction)
+        if series.bins and (direction := better(name)) and name != "loss":
+            at = canvas.best(series, direction)
             remarks = [f"at {_step(at[0])}", *([f"of training {training}"] if training > 1 else [])]
             return Figure(f"best {shorten(name, 24)}", format_number(at[1]), tuple(remarks))
     return None
@@ -420,31 +436,44 @@ def _step(x: float) -> str:
 def _throughput(state: RunState) -> Figure | None:
     rates = state.curves.all
     steps, samples = rates.get("steps/s"), rates.get("samples/s")
-    per_step = (
-        f"{labels.format_rate(steps.last)} steps/s" if steps is not None and steps.last else ""
-    )
-    if labels.is_stuck(state):
-        return Figure("throughput", "0 steps/s", (f"{per_step} before",) if per_step else ())
+    per_step = format_rate(steps.last) if steps is not None and steps.last else ""
+    if run_texts.is_stuck(state):
+        return Figure("steps/s", "0", (f"{per_step} before",) if per_step else ())
     when = "at the end" if state.is_over else ""
     if samples is not None and any(samples.newest):
-        value = f"{labels.format_rate(math.fsum(samples.newest))} samples/s"
-        return Figure("throughput", value, tuple(filter(None, [when or per_step])))
+        value = format_rate(math.fsum(samples.newest))
+        return Figure("samples/s", value, (when or f"{per_step} steps/s",))
     if per_step:
-        return Figure("throughput", per_step, (when,) if when else ())
+        return Figure("steps/s", per_step, (when,) if when else ())
     if _phase(state):
         return None
-    moving = [(rank.bar.rate, labels.rate(rank)) for rank in state.ranks if rank.bar is not None]
+    moving = [
+        (rank.bar.rate, rank_texts.rate(rank)) for rank in state.ranks if rank.bar is not None
+    ]
     shown = [text for _, text in sorted((r, text) for r, text in moving if r and text)]
     return Figure("throughput", shown[0], ("of a rank",)) if shown else None
 
 
-def _gpu(state: RunState) -> Figure | None:
+def _devices(state: RunState) -> Figure | None:
+    """Return how busy GPUs, or the ranks' cores, are, and the most memory that one of them has."""
     if state.is_over:
         return None
     gpus = [gpu for host in state.hosts.values() for gpu in host.gpus]
     busy = [gpu[4] for gpu in gpus if isinstance(gpu[4], (int, float))]
+    name, memory = "GPUs busy" if len(gpus) > 1 else "GPU busy", ""
+    if gpus:
+        fullest = max(gpus, key=lambda gpu: gpu[2])
+        memory = f"{format_bytes_of(fullest[2], fullest[3])}"
+    else:
+        busy = [100 * r.usage.cpu for r in state.ranks if r.usage.cpu is not None and not r.is_over]
+        name = "CPU of a rank"
+        used = [r.usage.memory for r in state.ranks if r.usage.memory is not None]
+        memory = format_bytes(max(used)) if used else ""
     if not busy:
         return None
     low, high = f"{min(busy):.0f}", f"{max(busy):.0f}"
-    shown = low if low == high else f"{low}–{high}"
-    return Figure("GPU busy", f"{shown} %", (plural(len(busy), "GPU"),))
+    host = state.host
+    remarks = [memory] if memory else []
+    if host is not None and host.limit:
+        remarks.append(f"host {format_bytes_of(host.used, host.limit)}")
+    return Figure(name, f"{low if low == high else f'{low}–{high}'} %", tuple(remarks))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from html import escape
 from itertools import islice
 
 from ...system.text import plural, shorten
+from ...tracking import events as ev
+from ...tracking.diagnosis import verdict
 from ...tracking.state import RankState, RunState
-from .. import labels, merged_log
+from .. import merged_log, outcomes
 from . import theme
 
-LIVE_LINES = 12
-FINAL_LINES = 60
+LAST_LINES, LIVE_LINES, FINAL_LINES = 2, 12, 60
+"""Lines of a log that is folded, of one that the user unfolded, and of a run that is over."""
+
 ALONE = 8
 """Ranks whose own log can be unfolded after the run: those in trouble, and the first."""
 
@@ -24,16 +28,24 @@ _WIDTH = 160
 
 
 def merged(state: RunState, count: int) -> list[tuple[str, str]]:
-    """Return the last `count` lines of all ranks, as (ranks, line)."""
-    talkers = sorted(state.ranks, key=_in_trouble_first)
+    """Return the last `count` lines of all ranks, as (ranks, line), with the cause's traceback."""
+    cause = verdict.culprit(state)
+    ranks = [rank if rank is cause else _without_traceback(rank) for rank in state.ranks]
+    talkers = sorted(ranks, key=_in_trouble_first)
     groups = merged_log.grouped(merged_log.tails(talkers, state, 2 * count))
     others = [(ranks, frozenset(lines)) for ranks, lines in groups[merged_log.GROUPS :]]
     # From the end, which is now for all ranks.
     newest = merged_log.merged(groups[: merged_log.GROUPS], backwards=True)
     return [
-        (labels.name_ranks(sorted([*ranks, *_having(line, others)]), state), line)
+        (outcomes.name_ranks(sorted([*ranks, *_having(line, others)]), state), line)
         for ranks, line in reversed(list(islice(newest, count)))
     ]
+
+
+def _without_traceback(rank: RankState) -> RankState:
+    if ev.TRACEBACK_FOLLOWS not in rank.log:
+        return rank
+    return replace(rank, log=rank.log[: rank.log.index(ev.TRACEBACK_FOLLOWS)])
 
 
 def _having(line: str, others: Sequence[tuple[list[int], frozenset[str]]]) -> Iterator[int]:
@@ -44,7 +56,7 @@ def _in_trouble_first(rank: RankState) -> bool:
     return rank.status not in ("failing", "failed")
 
 
-def draw(state: RunState, only: int | None = None) -> str:
+def draw(state: RunState, only: int | None = None, *, is_folded: bool = False) -> str:
     """Draw the log: while the run goes on, its last lines, of one rank if `only` is given.
 
     After the run, the merged log and that of each rank are there to unfold.
@@ -53,10 +65,14 @@ def draw(state: RunState, only: int | None = None) -> str:
     if not count:
         return ""
     if not state.is_over:
-        lines = merged(state, LIVE_LINES)
+        lines = merged(state, LAST_LINES if is_folded else LIVE_LINES)
         if only is not None and only < state.world_size:
             lines = [(f"rank {only}", line) for line in state.ranks[only].log[-LIVE_LINES:]]
-        return _pre(lines, "max-height:220px", LIVE_BYTES, brief=True)
+        more = (
+            f'<div style="{theme.SOFT};font-size:12px">{plural(count, "line")} in run.logs()</div>'
+        )
+        is_all = not is_folded or len(merged(state, LAST_LINES + 1)) <= LAST_LINES
+        return _pre(lines, "max-height:220px", LIVE_BYTES, brief=True) + ("" if is_all else more)
     everything = _details(f"Log: {plural(count, 'line')}", merged(state, FINAL_LINES), BYTES // 2)
     talkers = sorted((rank for rank in state.ranks if rank.log), key=_in_trouble_first)
     single = ""

@@ -14,8 +14,9 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from ...system.text import format_bytes, format_number, format_ranks, shorten
+from ...tracking.diagnosis import verdict
 from ...tracking.state import RankState, RunState
-from .. import eta, labels
+from .. import eta, rank_texts
 from ..tables import LEFT, RIGHT, Cell, html_table
 from . import theme
 
@@ -24,9 +25,6 @@ _POSITION = 64
 
 FEW = 2
 """Ranks up to which each has a row, alike or not."""
-
-WIDE = 4
-"""Columns from which a table is as wide as its part of the board: fewer would drift apart."""
 
 NAMED = 6
 """Ranks that are named among many."""
@@ -64,7 +62,7 @@ class Column(NamedTuple):
     @property
     def head(self) -> Cell:
         width = f";min-width:{self.width}px" if self.width else ""
-        return Cell(self.heading, f"font-size:11px{width}")
+        return Cell(self.heading, width.removeprefix(";"))
 
 
 def rows_of(state: RunState, *, each: bool = False) -> list[Row]:
@@ -72,7 +70,7 @@ def rows_of(state: RunState, *, each: bool = False) -> list[Row]:
 
     `each`: a row per rank.
     """
-    apart = labels.Apart(state)
+    apart = rank_texts.Apart(state)
     if each or state.world_size <= FEW:
         return [Row((rank,), apart.reason(rank)) for rank in state.ranks]
     worst = ("failed", "failing", "stuck", "slow", "not joined yet")
@@ -80,13 +78,13 @@ def rows_of(state: RunState, *, each: bool = False) -> list[Row]:
     single: list[Row] = []
     alike: dict[str, list[RankState]] = {}
     for rank in state.ranks:
-        reason, badge = apart.reason(rank), labels.badge(rank)
+        reason, badge = apart.reason(rank), rank_texts.badge(rank)
         is_named = bool(reason) or badge in worst
-        if is_named and not labels.is_only_echo(rank, state) and len(single) < most:
+        if is_named and not verdict.is_only_echo(rank, state) and len(single) < most:
             single.append(Row((rank,), reason))
         else:
             alike.setdefault(badge, []).append(rank)
-    single.sort(key=lambda row: labels.badge(row.first) not in worst)
+    single.sort(key=lambda row: rank_texts.badge(row.first) not in worst)
     return [*single, *(Row(ranks) for ranks in alike.values())]
 
 
@@ -96,14 +94,13 @@ def draw(rows: Sequence[Row], state: RunState) -> str:
     drawn = [(column, [column.cell(row) for row in rows]) for column in columns]
     drawn = [(column, cells) for column, cells in drawn if any(cells)]
     drawn = [(column, cells) for column, cells in drawn if not _repeats(column, cells)]
-    named = list(enumerate(column for column, _ in drawn))
     lines: list[list[Cell]] = [[column.head for column, _ in drawn]]
     for i, row in enumerate(rows):
         lines.append([Cell(cells[i]) for _, cells in drawn])
         if remark := _remark(row, state):
-            lines.append([Cell(""), Cell(remark, "white-space:normal;overflow-wrap:anywhere")])
-    styles = [f"{column.style};width:1%" if not i else column.style for i, column in named]
-    table = html_table(lines, styles, head=True, is_wide=len(drawn) >= WIDE)
+            lines.append([Cell(remark, "white-space:normal;overflow-wrap:anywhere")])
+    styles = [column.style for column, _ in drawn]
+    table = html_table(lines, styles, head=True, is_wide=True)
     region = 'style="overflow-x:auto" tabindex="0" role="region" aria-label="ranks"'
     return f"<div {region}>{table}</div>"
 
@@ -121,10 +118,10 @@ def _remark(row: Row, state: RunState) -> str:
         return ""
     rank, lines = row.first, [f"<b>{escape(row.reason)}</b>"] if row.reason else []
     drawn = state.curves.all  # what has a curve is no rank's own: a validation is often rank 0's
-    if state.world_size <= FEW and (others := labels.metrics(rank, 5, but=drawn)):
+    if state.world_size <= FEW and (others := rank_texts.metrics(rank, 5, but=drawn)):
         lines.append(f'<span style="{theme.SOFT}">{escape(others[:300])}</span>')
-    trouble = labels.trouble(rank, state)
-    if trouble and not labels.is_only_echo(rank, state) and rank is not labels.culprit(state):
+    trouble = verdict.trouble(rank, state)
+    if trouble and not verdict.is_only_echo(rank, state) and rank is not verdict.culprit(state):
         lines.append(f"<b>{escape(trouble)}</b>")
     return "&ensp;".join(lines)
 
@@ -132,27 +129,30 @@ def _remark(row: Row, state: RunState) -> str:
 def _columns(rows: Sequence[Row], state: RunState) -> list[Column]:
     """Return the columns; a single row's bar would be the run's own again."""
     stands = any(rank.hang == "stuck?" for rank in state.ranks)
-    is_named = any(map(labels.Apart(state).waits_longer, (row.first for row in rows if row.reason)))
-    soft_left, soft_right = f"{LEFT};{theme.SOFT}", f"{RIGHT};{theme.SOFT}"
+    is_named = any(
+        map(rank_texts.Apart(state).waits_longer, (row.first for row in rows if row.reason))
+    )
+    soft_left = f"{LEFT};{theme.SOFT}"
     has_bars = len(rows) > 1 and len({eta.fraction(rank) for rank in state.ranks}) > 1
     bars = [
         Column("", lambda row: _bar(row, state), "min-width:72px"),
         Column("", lambda row: _percent(row), RIGHT, 42),
     ]
     return [
-        Column("rank", lambda row: _name(row), soft_right),
+        Column("rank", lambda row: f"{_name(row)}&ensp;{_status(row.first, state)}", LEFT, 90),
         Column("node", lambda row: escape(_node(row)), soft_left),
-        Column("", lambda row: _pill(row.first, state), LEFT, 76),
         *(bars if has_bars else []),
         Column("loss", lambda row: _loss(row), RIGHT, 56),
-        Column("rate", lambda row: "" if stands else escape(row.over_all(labels.pace)), RIGHT, 64),
+        Column(
+            "rate", lambda row: "" if stands else escape(row.over_all(rank_texts.pace)), RIGHT, 64
+        ),
         Column("memory", lambda row: _memory(row), RIGHT, 54),
-        Column("CPU", lambda row: row.over_all(labels.cpu), RIGHT, 46),
-        Column("compiled", lambda row: row.over_all(labels.compiled), RIGHT),
+        Column("CPU", lambda row: row.over_all(rank_texts.cpu), RIGHT, 46),
+        Column("compiled", lambda row: row.over_all(rank_texts.compiled), RIGHT),
         *(
             []
             if is_named
-            else [Column("data wait", lambda row: row.over_all(labels.waiting), RIGHT)]
+            else [Column("data wait", lambda row: row.over_all(rank_texts.waiting), RIGHT)]
         ),
         Column("at", lambda row: _position(row), soft_left),
     ]
@@ -185,7 +185,7 @@ def _loss(row: Row) -> str:
 
 
 def _position(row: Row) -> str:
-    position = row.over_all(labels.bar_positions)
+    position = row.over_all(rank_texts.bar_positions)
     short = escape(shorten(position, _POSITION))
     too_long = len(position) > _POSITION
     return f'<span title="{escape(position[:400])}">{short}</span>' if too_long else short
@@ -195,14 +195,14 @@ def _memory(row: Row) -> str:
     """Draw the memory that a rank takes; its parts show when the pointer is on it."""
     rank = row.first
     if len(row.ranks) > 1:
-        taken = [labels.memory_bytes(rank) for rank in row.ranks]
+        taken = [rank_texts.memory_bytes(rank) for rank in row.ranks]
         known = [size for size in taken if size is not None]
         if not known:
             return ""
         low, high = format_bytes(min(known)), format_bytes(max(known))
         device = "GPU " if rank.usage.gpu is not None else ""
         return f"{device}{high}" if low == high else f"{device}{low} – {high}"
-    text = labels.memory_use(rank)
+    text = rank_texts.memory_use(rank)
     parts = memory_parts(rank)
     return f'<span title="{parts}">{text}</span>' if text and parts else text
 
@@ -216,11 +216,12 @@ def memory_parts(rank: RankState) -> str:
     return " · ".join(part.replace(" ", "\N{NO-BREAK SPACE}") for part in parts)
 
 
-def _pill(rank: RankState, state: RunState) -> str:
+def _status(rank: RankState, state: RunState) -> str:
     """Draw how a rank is; one that only lost its peers has no part in the failure."""
-    if labels.is_only_echo(rank, state):
-        return theme.pill("stopped", labels.trouble(rank, state))
-    return theme.pill(labels.badge(rank))
+    is_echo = verdict.is_only_echo(rank, state)
+    status = "stopped" if is_echo else rank_texts.badge(rank)
+    text = verdict.trouble(rank, state) if is_echo else status
+    return f"{theme.sign(status)}&nbsp;{escape(text)}"
 
 
 def _share(row: Row) -> float | None:
@@ -238,7 +239,7 @@ def _bar(row: Row, state: RunState) -> str:
     done, rank = _share(row), row.first
     if done is None:
         return ""
-    quiet = rank.status == "stopped" or labels.is_only_echo(rank, state)
+    quiet = rank.status == "stopped" or verdict.is_only_echo(rank, state)
     fills = {"running": theme.BLUE, "done": theme.GREEN if state.is_over else theme.BLUE}
     colour = theme.GREY if quiet else fills.get(rank.status, theme.GREY)
     name = shorten(format_ranks([each.rank for each in row.ranks]), 40)

@@ -1,9 +1,8 @@
 """The board's fonts and colours, readable on white, on black and on Colab's grey.
 
-No colour has a contrast of 4.5 on all of them. So text has the page's own colour, or stands on a
-ground that it brings along: a status is a pair of tones, one light and one dark, of which at least
-one stands out from any page. The pairs differ in lightness as well as in hue (Okabe and Ito's), so
-they are told apart without colour too. Lines of charts are mid-tones.
+No colour has a contrast of 4.5 on all of them. So text has the page's own colour; lines, strips and
+the sign of a status are mid-tones with a contrast of 3. A status is told by its sign and its word
+too, a strip by its height or its pattern.
 """
 
 from __future__ import annotations
@@ -25,19 +24,17 @@ LINES = (BLUE, ORANGE, GREEN, PURPLE, RED, AMBER, GREY)
 
 
 class Tones(NamedTuple):
-    """How a status is drawn: its ground, what stands on it, bars, and a sign without colour."""
+    """How a status is drawn: a mid-tone, and a sign that tells it without colour."""
 
-    fill: str
-    ink: str
-    bar: str
+    colour: str
     sign: str
 
 
-CALM = Tones("#e4e4e4", "#3a3a3a", GREY, "○")
-BUSY = Tones("#0068b3", "#ffffff", BLUE, "▶")
-GOOD = Tones("#009e73", "#00150f", GREEN, "✓")
-WARN = Tones("#f5b82e", "#3a2500", AMBER, "!")
-BAD = Tones("#7d1000", "#ffe0d6", RED, "✕")
+CALM = Tones(GREY, "○")
+BUSY = Tones(BLUE, "●")
+GOOD = Tones(GREEN, "✓")
+WARN = Tones(AMBER, "▲")
+BAD = Tones(RED, "✕")
 
 TRACK = "rgba(128,128,128,.25)"
 
@@ -46,6 +43,11 @@ SOFT = "opacity:.75"
 
 TICKS = f"font-size:11px;line-height:16px;white-space:nowrap;{SOFT}"
 """The labels of axes: text of the page, whose colour they have."""
+
+NAMES = "font-size:12px;line-height:16px;white-space:nowrap;font-weight:600"
+"""The names at the ends of curves."""
+
+CUT = "overflow:hidden;text-overflow:ellipsis;white-space:nowrap"
 
 FIXED = 'vector-effect="non-scaling-stroke"'
 """Lines of one width in a picture that is stretched."""
@@ -83,15 +85,17 @@ def tones(status: str) -> Tones:
     return STATUS.get(status, CALM)
 
 
-def pill(status: str, text: str = "", *, large: bool = False) -> str:
-    """Draw a status, or a text in its place, on a ground of its own, behind a sign."""
-    fill, ink, _, sign = tones(status)
-    size = "font-size:13px;padding:1px 10px" if large else "font-size:11px;padding:0 7px"
-    return (
-        f'<span style="display:inline-block;{size};border-radius:10px;background:{fill};'
-        f'color:{ink};border:1px solid {ink};font-weight:600;line-height:1.5">'
-        f'<span aria-hidden="true">{sign}&nbsp;</span>{escape(text or status)}</span>'
-    )
+def sign(status: str) -> str:
+    """Draw the sign of a status, in its colour."""
+    colour, shape = tones(status)
+    return f'<span aria-hidden="true" style="color:{colour}">{shape}</span>'
+
+
+def clock(seconds: float) -> str:
+    """Write seconds as a clock does: ``0:42``, ``1:02:07``."""
+    minutes, rest = divmod(int(min(seconds, 1e9)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def coded(text: str) -> str:
@@ -113,24 +117,6 @@ def bar(share: float, width: int, colour: str, attributes: str = "") -> str:
         f'background:{TRACK};overflow:hidden;forced-color-adjust:none">'
         f'<div style="width:{100 * share:.1f}%;height:100%;background:{colour}"></div></div>'
     )
-
-
-def picture(
-    inner: str,
-    size: tuple[int, int],
-    label: str,
-    *,
-    margin: str = "0",
-    as_image: bool = False,
-) -> str:
-    """Draw SVG elements, without text: inline, or as an image, which stays anywhere."""
-    width, height = size
-    area = f'width="{width}" height="{height}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {area} viewBox="0 0 {width} {height}"'
-    style = f"display:block;margin:{margin}"
-    if not as_image:
-        return f'{head} role="img" aria-label="{label}" style="{style}">{inner}</svg>'
-    return image(f"{head}>{inner}</svg>", label, f'{area} style="{style}"')
 
 
 def stretched(

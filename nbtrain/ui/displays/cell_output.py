@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from ...system.text import format_ranks, plural
 from ...tracking import events as ev
 from ...tracking.state import RankState, RunState
-from .. import labels, merged_log
+from .. import merged_log, run_texts
 from .html_display import Display, show
 
 SHORT = 1.0
@@ -38,7 +38,7 @@ class CellOutput(Display):
         if self._board is not None:
             self._board.finish(state, now)
         else:
-            lines = [*labels.notes(state), *printed(state.ranks)]
+            lines = [*run_texts.notes(state), *printed(state.ranks)]
             if lines:
                 print(*lines, sep="\n", flush=True)
         for line in displayed(state.ranks):

@@ -16,7 +16,7 @@ from typing import TextIO
 from ...system.text import format_ranks, plural
 from ...tracking import events as ev
 from ...tracking.state import RankState, RunState
-from .. import labels, merged_log, text_summary
+from .. import merged_log, run_texts, text_summary
 from .html_display import Display, Pace, bundle, show
 
 TEXT_INTERVAL = 5.0
@@ -48,7 +48,7 @@ class TextDisplay(Display):
             _print([f"⚠ {state.hang}" if state.hang else "● the run continues"])
         if self._due is None:
             self._due = now + TEXT_INTERVAL
-            _print([f"● {state.full_title}: {labels.facts(state, now)}"])
+            _print([f"● {state.full_title}: {run_texts.facts(state, now)}"])
         elif not 0 < self._due - now <= TEXT_INTERVAL:  # reached, or the clock was set
             self._due = now + TEXT_INTERVAL
             _print(self._progress(state))
@@ -119,7 +119,7 @@ class _Output:
 
     def new(self, state: RunState, *, is_last: bool = False) -> list[str]:
         """Return the lines not returned before; `is_last`: also those that others may print yet."""
-        lines = [note for note in labels.notes(state) if note not in self._noted]
+        lines = [note for note in run_texts.notes(state) if note not in self._noted]
         self._noted.update(lines)
         now = time.monotonic()
         for rank in state.ranks:

@@ -15,7 +15,7 @@ _STOP_TIP = "End all ranks of this run, as ■ does; they have 2 s to save what 
 _STACKS_TIP = "Show the line that each rank is at; press this when nothing moves"
 _MORE_TIP = "Choose the large chart, its axis, whose log is shown, and whether ranks are folded"
 _IMAGE_TIP = "Show the run as a picture, to copy it into a chat; press again to hide it"
-_AUTOMATIC, _EVERY = "automatic", "all ranks"
+_AUTOMATIC, _LAST, _EVERY = "automatic", "last lines", "all ranks"
 _AXES = {_AUTOMATIC: None, "linear": False, "logarithmic": True}
 _ALIKE = "alike in a row"
 _RANKS = {_ALIKE: False, "each": True}
@@ -72,10 +72,11 @@ class Controls:
     @property
     def choices(self) -> board.ViewChoices:
         """What the user chose to see."""
-        metric, log = self._chosen("chart", _AUTOMATIC), self._chosen("log", _EVERY)
+        metric, log = self._chosen("chart", _AUTOMATIC), self._chosen("log", _LAST)
         return board.ViewChoices(
             metric=None if metric == _AUTOMATIC else metric,
-            rank=None if log == _EVERY else int(log.removeprefix("rank ")),
+            rank=int(log.removeprefix("rank ")) if log not in (_LAST, _EVERY) else None,
+            has_log=log != _LAST,
             log=_AXES[self._chosen("axis", _AUTOMATIC)],
             each=_RANKS[self._chosen("ranks", _ALIKE)],
         )
@@ -103,11 +104,11 @@ class Controls:
         offered = {
             "chart": [_AUTOMATIC, *list(state.curves.all)[:MENU]],
             "axis": list(_AXES) if state.curves.all else [],
-            "log": [_EVERY, *talkers[:MENU]],
+            "log": [_LAST, _EVERY, *talkers[:MENU]] if talkers else [],
             "ranks": list(_RANKS) if 2 < state.world_size <= board.ROWS else [],
         }
         for name, options in offered.items():
-            if len(options) < 2 + (name in ("chart", "log")):
+            if len(options) < 2 + (name == "chart"):
                 continue
             if name not in self._menus:
                 self._menus[name] = self._menu(name, *options)

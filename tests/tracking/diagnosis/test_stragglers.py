@@ -53,7 +53,7 @@ def test_a_rank_that_holds_the_others_up_is_named(
     assert words in with_slow_ranks_marked(state).hang
     assert words in text_summary.summary(state, 100.0)
     assert words in board.render(state, 100.0)
-    assert ">slow<" in board.render(state, 100.0)
+    assert "&nbsp;slow<" in board.render(state, 100.0)
 
 
 @pytest.mark.parametrize(

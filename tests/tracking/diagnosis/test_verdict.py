@@ -15,7 +15,6 @@ from nbtrain.tracking.diagnosis.failures import Failure
 from nbtrain.tracking.reducers import fold
 from nbtrain.tracking.state import RankState, RunState
 from nbtrain.transport import exceptions
-from nbtrain.ui import labels
 
 ECHO = "[pair.cc:553] Connection closed by peer [127.0.0.1]:8427"
 THROWN = "terminate called after throwing an instance of 'gloo::IoException'\n  what():  " + ECHO
@@ -257,5 +256,5 @@ def test_a_report_that_could_not_be_written_is_no_exit_code() -> None:
 def test_the_board_says_what_the_verdict_says(number: int) -> None:
     state = run(exited(0, number), ranks=1)
     found = death(number)
-    assert labels.trouble(state.ranks[0], state) == found.headline
+    assert verdict.trouble(state.ranks[0], state) == found.headline
     assert found.evidence[0] == (f"exit code {number}" if number > 0 else f"signal {-number}")

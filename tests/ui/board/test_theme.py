@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from nbtrain.ui.board import theme, weather
+from nbtrain.ui.board import strips, theme
 
 GROUNDS = ("#ffffff", "#111111", "#383838")
 """Pages: light, dark, and Colab's."""
@@ -57,11 +57,9 @@ def seen(colour: str, by: str) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_text_on_a_status_reads_and_the_status_stands_out_from_any_page(name: str) -> None:
-    fill, ink, *_ = STATES[name]
-    assert contrast(fill, ink) >= 4.5
+def test_the_sign_of_a_status_stands_out_from_any_page(name: str) -> None:
     for ground in GROUNDS:
-        assert max(contrast(fill, ground), contrast(ink, ground)) >= 3
+        assert contrast(STATES[name].colour, ground) >= 3
 
 
 @pytest.mark.parametrize("ground", GROUNDS)
@@ -71,33 +69,21 @@ def test_lines_stand_out_from_any_page(colour: str, ground: str) -> None:
 
 
 @pytest.mark.parametrize("ground", GROUNDS)
-@pytest.mark.parametrize("letter", weather.LOOKS)
+@pytest.mark.parametrize("letter", strips.LOOKS)
 def test_strips_stand_out_from_any_page(letter: str, ground: str) -> None:
     """Stalled was all but black, compiling a dark purple."""
-    assert contrast(weather.LOOKS[letter][0], ground) >= 3
+    assert contrast(strips.LOOKS[letter][0], ground) >= 3
 
 
 @pytest.mark.parametrize("by", ["all", *SEEN_BY])
 def test_strips_are_told_apart_by_everybody(by: str) -> None:
     """By hue, else by their height or their pattern."""
-    drawn = [letter for letter, look in weather.LOOKS.items() if look[1]]
+    drawn = [letter for letter, look in strips.LOOKS.items() if look[1]]
     for one, other in combinations(drawn, 2):
-        (colour, height), (another, high) = weather.LOOKS[one], weather.LOOKS[other]
-        has_form = height != high or weather.DASHED.get(one) != weather.DASHED.get(other)
+        (colour, height), (another, high) = strips.LOOKS[one], strips.LOOKS[other]
+        has_form = height != high or strips.DASHED.get(one) != strips.DASHED.get(other)
         pairs = zip(seen(colour, by), seen(another, by), strict=True)
         assert has_form or sum((a - b) ** 2 for a, b in pairs) ** 0.5 >= 20, (one, other)
-
-
-def test_states_are_told_apart_in_greyscale() -> None:
-    for one, other in combinations(STATES.values(), 2):
-        assert abs(lab(linear(one.fill))[0] - lab(linear(other.fill))[0]) >= 12
-
-
-@pytest.mark.parametrize("by", ["all", *SEEN_BY])
-def test_states_are_told_apart_by_everybody(by: str) -> None:
-    for one, other in combinations(STATES.values(), 2):
-        pairs = zip(seen(one.fill, by), seen(other.fill, by), strict=True)
-        assert sum((a - b) ** 2 for a, b in pairs) ** 0.5 >= 20
 
 
 def test_states_have_signs_that_differ() -> None:

@@ -339,7 +339,7 @@ def test_a_run_whose_loss_stays_not_finite_does_not_end_as_a_success(notebook: N
     shown = notebook.run("run = nbtrain.launch(train, model, 3, num_processes=2)")
     assert f"⚠ train: {end}" in shown.board
     assert "✓" not in shown.board
-    assert theme.WARN.fill in (shown.updates or shown.displays)[-1]["text/html"]
+    assert theme.WARN.colour in (shown.updates or shown.displays)[-1]["text/html"]
     assert notebook.value("run.state.status") == "succeeded"
     for view in ("run.state.outcome", "repr(run)", "repr(run.summary())", "run.summary().status"):
         assert end in notebook.value(view)

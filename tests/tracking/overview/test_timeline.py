@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import nbtrain
-from nbtrain.tracking.overview import weather
+from nbtrain.tracking.overview import timeline
 from tests.support.runs import launch
 
 
@@ -37,8 +37,8 @@ def train() -> None:
 
 
 def strips(run: nbtrain.Run) -> list[str]:
-    of_ranks = [rank.weather for rank in run.state.ranks]
-    return weather.aligned(of_ranks, run.state.ended or 0.0)[2]
+    of_ranks = [rank.timeline for rank in run.state.ranks]
+    return [each.letters for each in timeline.aligned(of_ranks, run.state.ended or 0.0)]
 
 
 def test_a_rank_that_waits_for_its_data_is_told_from_one_that_computes() -> None:
@@ -71,23 +71,27 @@ def test_the_strip_of_a_rank_that_fails_ends_red_and_the_other_waits() -> None:
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
 def test_a_strip_shows_the_share_of_waiting_that_the_figures_show(share: float) -> None:
     """One that waited 75 % of the time once was solid, either way, and more so with its age."""
-    strip = weather.Weather().began(60.0)
+    strip = timeline.Timeline().began(60.0)
     for i in range(1, 900):
-        strip = strip.trained(103 + 0.61 * i, 0.61 * share, 0.61)
+        strip = strip.trained(103 + 0.61 * i, 0.61 * share, 0.61, i)
     assert strip.letters[:2].strip() == ""  # imports are no training
-    waits = strip.letters.count(weather.DATA)
-    assert waits / (waits + strip.letters.count(weather.COMPUTE)) == pytest.approx(share, abs=0.04)
+    waits = strip.letters.count(timeline.DATA)
+    assert waits / (waits + strip.letters.count(timeline.COMPUTE)) == pytest.approx(share, abs=0.04)
 
 
 def test_strips_of_different_ages_are_made_alike_and_stay_small() -> None:
-    young = weather.Weather().began(100.2).trained(100.7, 0.0, 0.5)
-    old = weather.Weather().began(10.0)
+    young = timeline.Timeline().began(100.2).trained(100.7, 0.0, 0.5, 1)
+    old = timeline.Timeline().began(10.0)
     for second in range(11, 500):
-        old = old.trained(second, 0.9 if second == 100 else 0.0, 1.0)
-    assert len(old.letters) <= weather.BINS
-    start, width, (first, second) = weather.aligned([young, old], 500.0)
+        old = old.trained(second, 0.9 if second == 100 else 0.0, 1.0, second)
+    assert len(old.letters) <= timeline.BINS
+    first, second = timeline.aligned([young, old], 500.0)
+    start, width = first.start, first.width
+    assert (start, width) == (second.start, second.width)
     assert start <= 10.0
     assert width == old.width
-    assert len(first) - 1 == int((100.7 - start) / width)
-    assert second[int((99.5 - start) / width)] == "d"
-    assert set(second.strip()) == {"c", "d"}
+    assert len(first.letters) - 1 == int((100.7 - start) / width)
+    assert second.letters[int((99.5 - start) / width)] == "d"
+    assert set(second.letters.strip()) == {"c", "d"}
+    assert len(second.steps) == len(second.letters)
+    assert max(second.steps) == 499

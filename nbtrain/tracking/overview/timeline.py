@@ -1,4 +1,4 @@
-"""Computes what a rank did over time, as a strip: bins of time with a letter each. Pure.
+"""Records what a rank did over time: bins of time, each with a letter and a step. Pure.
 
 It knows what ranks report, no more: within a step nobody sees who waits for whom, so a wait for
 peers shows where ranks meet, where the run hangs, and after a failure.
@@ -6,7 +6,7 @@ peers shows where ranks meet, where the run hangs, and after a failure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -37,10 +37,12 @@ _ROLES = {"stuck?": STALLED, "waiting": PEERS}
 
 
 @dataclass(frozen=True)
-class Weather:
-    """A rank's strip, from `start` on, a letter for each `width` seconds."""
+class Timeline:
+    """What a rank did from `start` on, a letter for each `width` seconds."""
 
     letters: str = ""
+    steps: tuple[int, ...] = ()
+    """The optimizer steps that were made by the end of each bin, with those of attempts before."""
     width: float = WIDTH
     start: float = 0.0
     """Seconds since the epoch; a multiple of `width`."""
@@ -51,19 +53,19 @@ class Weather:
     debt: float = 0.0
     """Of bins that waited for data, the part that is in none: less than one, or none too many."""
 
-    def began(self, time: float) -> Weather:
+    def began(self, time: float) -> Timeline:
         """Return the strip of a rank that begins to run the user's code."""
         if self.until is None:
             start = time // self.width * self.width
             return replace(self, start=start, until=time, now=UNKNOWN)
         return self._up_to(time, UNKNOWN, UNKNOWN)
 
-    def trained(self, time: float, waited: float, seconds: float) -> Weather:
+    def trained(self, time: float, waited: float, seconds: float, step: int) -> Timeline:
         """Return the strip after a report of a training that waited for data for some seconds."""
         if self.until is None:
             return self
         if self.now in (COMPILING, SAVING):
-            return self
+            return self._at_step(step, 1)
         before = self
         if self.now == UNKNOWN:  # until its first batch, the rank did something else
             before = self._up_to(time - seconds, UNKNOWN, COMPUTE)
@@ -71,9 +73,19 @@ class Weather:
         new = before._up_to(time, COMPUTE, COMPUTE)
         first, last = ((at or 0.0) - new.start for at in (before.until, new.until))
         fresh = int(last / new.width) - int(first / new.width)
-        return new._with_waits(fresh, share * (last - first) / new.width)
+        new = new._with_waits(fresh, share * (last - first) / new.width)
+        return new._at_step(step, fresh)
 
-    def _with_waits(self, fresh: int, waited: float) -> Weather:
+    def _at_step(self, step: int, fresh: int) -> Timeline:
+        """Return the strip whose last `fresh` bins have come to a step, one after the other."""
+        if not self.steps or step <= self.steps[-1]:
+            return self
+        fresh = min(max(1, fresh), len(self.steps))
+        before = self.steps[-fresh - 1] if len(self.steps) > fresh else 0
+        new = tuple(before + (step - before) * i // fresh for i in range(1, fresh + 1))
+        return replace(self, steps=self.steps[:-fresh] + new)
+
+    def _with_waits(self, fresh: int, waited: float) -> Timeline:
         """Return the strip with as many of its last bins waiting for data as were spent so.
 
         Reports and bins do not begin together: what is left over is carried on, so that a strip
@@ -87,20 +99,20 @@ class Weather:
             debt -= debt >= 0.5
         return replace(self, letters=letters, debt=debt)
 
-    def phase(self, time: float, phase: str) -> Weather:
+    def phase(self, time: float, phase: str) -> Timeline:
         """Return the strip after a phase has begun, or (an empty one) ended."""
         before = self.now
         after = _PHASES.get(phase, UNKNOWN if before == PEERS else COMPUTE)
         return self if self.until is None else self._up_to(time, before, after)
 
-    def hung(self, time: float, role: str) -> Weather:
+    def hung(self, time: float, role: str) -> Timeline:
         """Return the strip after a hang was seen in which the rank has a role, or has none."""
         now = _ROLES.get(role, COMPUTE)
         if self.until is None or (now == COMPUTE and self.now not in (STALLED, PEERS)):
             return self
         return self._up_to(time, now if role else self.now, now)
 
-    def ended(self, time: float, *, has_failed: bool, has_lost_peers: bool = False) -> Weather:
+    def ended(self, time: float, *, has_failed: bool, has_lost_peers: bool = False) -> Timeline:
         """Return the strip of a rank that has ended; one that lost its peers waited for them."""
         if self.until is None or self.now == FAILED:
             return self
@@ -110,11 +122,11 @@ class Weather:
         new = self._up_to(time, self.now, FAILED)
         return replace(new, letters=new.letters[:-1] + letter)
 
-    def drawn(self, time: float) -> Weather:
+    def drawn(self, time: float) -> Timeline:
         """Return the strip up to a moment."""
         return self if self.until is None else self._up_to(time, self.now, self.now)
 
-    def _up_to(self, time: float, letter: str, now: str) -> Weather:
+    def _up_to(self, time: float, letter: str, now: str) -> Timeline:
         """Return the strip filled with a letter up to a time, from when on the rank does `now`."""
         assert self.until is not None
         time = max(time, self.until)
@@ -127,14 +139,16 @@ class Weather:
         if len(letters) > first:  # the bin is shared
             letters = letters[:first] + max(letters[first], letter, key=_RANKING.index)
         letters = letters.ljust(last + 1, letter)
-        return replace(new, letters=letters, until=time, now=now)
+        steps = new.steps + (new.steps[-1:] or (0,)) * (len(letters) - len(new.steps))
+        return replace(new, letters=letters, steps=steps, until=time, now=now)
 
-    def _halved(self) -> Weather:
+    def _halved(self) -> Timeline:
         width = 2 * self.width
         start = self.start // width * width
         odd = round((self.start - start) / self.width)
-        letters = UNKNOWN * odd + self.letters
-        return replace(self, letters=halved(letters), width=width, start=start)
+        letters, steps = UNKNOWN * odd + self.letters, (0,) * odd + self.steps
+        steps = steps[1::2] + steps[-1:] * (len(steps) % 2)
+        return replace(self, letters=halved(letters), steps=steps, width=width, start=start)
 
 
 def halved(letters: str) -> str:
@@ -153,25 +167,56 @@ def halved(letters: str) -> str:
     return "".join(merged)
 
 
-def aligned(strips: list[Weather], time: float) -> tuple[float, float, list[str]]:
-    """Return when all strips begin, the seconds of a letter, and each rank's letters up to `time`.
-
-    Ranks that began at other times, or have bins of other widths, become alike.
-    """
-    known = [strip for strip in strips if strip.until is not None]
+def aligned(timelines: Sequence[Timeline], time: float) -> list[Timeline]:
+    """Return timelines that begin together, with bins of one width; an empty one stays empty."""
+    known = [each for each in timelines if each.until is not None]
     if not known:
-        return time, WIDTH, ["" for _ in strips]
-    start = min(strip.start for strip in known)
-    width = max(strip.width for strip in known)
+        return [Timeline() for _ in timelines]
+    start = min(each.start for each in known)
+    width = max(each.width for each in known)
     while (time - start) / width >= BINS:
         width *= 2
     start = start // width * width
-    rows = []
-    for strip in strips:
-        if strip.until is None:
-            rows.append("")
+    return [_begun_at(start, width, each) for each in timelines]
+
+
+def _begun_at(start: float, width: float, timeline: Timeline) -> Timeline:
+    if timeline.until is None:
+        return replace(timeline, start=start, width=width)
+    while timeline.width < width:
+        timeline = timeline._halved()
+    before = round((timeline.start - start) / width)
+    letters, steps = UNKNOWN * before + timeline.letters, (0,) * before + timeline.steps
+    return replace(timeline, letters=letters, steps=steps, start=start)
+
+
+def over_steps(timeline: Timeline, last: float, columns: int) -> str:
+    """Return what a rank did over the steps from 0 to `last`, a letter for each column.
+
+    A column has the letter of what took most of its time; a failure and a standstill are never
+    left out, and the columns that wait for data are as many as the share of the time.
+    """
+    spent: list[dict[str, float]] = [{} for _ in range(columns)]
+    scale, before, reached = columns / last, 0.0, 0
+    for letter, step in zip(timeline.letters, timeline.steps, strict=True):
+        end = min(step * scale, columns - 1e-6)
+        first, reached = int(before), max(reached, int(end))
+        if int(end) == first:
+            spent[first][letter] = spent[first].get(letter, 0.0) + 1
+        else:
+            for at in range(first, int(end) + 1):
+                part = (min(end, at + 1) - max(before, at)) / (end - before)
+                if part > 0:
+                    spent[at][letter] = spent[at].get(letter, 0.0) + part
+        before = end
+    drawn, debt = "", 0.0
+    for times in spent[: reached + 1]:
+        worst = max(times, key=_RANKING.index, default=UNKNOWN)
+        if worst in (UNKNOWN, STALLED, FAILED):
+            drawn += worst
             continue
-        while strip.width < width:
-            strip = strip._halved()
-        rows.append(UNKNOWN * round((strip.start - start) / width) + strip.letters)
-    return start, width, rows
+        debt += times.get(DATA, 0.0) / sum(times.values())
+        others = [letter for letter in times if letter not in (UNKNOWN, DATA)] or [DATA]
+        drawn += DATA if debt >= 0.5 else max(others, key=lambda letter: times.get(letter, 0.0))
+        debt -= drawn[-1] == DATA
+    return drawn

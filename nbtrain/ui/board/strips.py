@@ -1,0 +1,195 @@
+"""Draws what each rank did as a strip: when it computed, waited, stood still or failed. Pure.
+
+Strips differ in height and pattern as well as in hue, in mid-tones that stand out from any page.
+Of many ranks, neighbours share a strip, which shows the worst of them.
+"""
+
+from __future__ import annotations
+
+from html import escape
+from itertools import groupby
+from typing import NamedTuple
+
+from ...tracking.overview import timeline as of
+from ...tracking.state import RunState
+from . import theme
+
+ROWS = 64
+"""Strips that are drawn at most."""
+
+COLUMNS = 240
+"""Columns of a strip, at first: more bytes than there is room for halve them."""
+
+FEWEST = 6
+"""Bins of time before there is something to see."""
+
+LOOKS = {
+    of.UNKNOWN: (theme.GREY, 0.0),
+    of.COMPUTE: (theme.BLUE, 1.0),
+    of.DATA: (theme.AMBER, 0.7),
+    of.PEERS: (theme.GREY, 0.35),
+    of.COMPILING: (theme.PURPLE, 1.0),
+    of.SAVING: (theme.GREEN, 0.7),
+    of.STALLED: (theme.ORANGE, 1.0),
+    of.FAILED: (theme.RED, 1.0),
+}
+"""The colour and the height of what a rank did."""
+
+DASHED = {of.STALLED: "7 2", of.COMPILING: "3 1"}
+"""What is a pattern too: neither height nor hue alone tells it from computing, or a failure."""
+
+_ORDER = {ord(letter): str(rank) for rank, letter in enumerate(of.NAMES)}
+_LETTERS = {ord(str(rank)): letter for rank, letter in enumerate(of.NAMES)}
+
+
+class Strips(NamedTuple):
+    """The strips of a run: a letter for each column."""
+
+    bands: list[str]
+    names: list[int]
+    """The rank that each band is of, or begins with."""
+    columns: int
+    """From the left of the canvas to its right, also where no band has come to yet."""
+    seconds: float | None
+    """What the columns cover; None where they cover the steps of the canvas."""
+
+    @property
+    def pitch(self) -> int:
+        rows = len(self.bands)
+        return 14 if rows <= 4 else 10 if rows <= 8 else 7 if rows <= 16 else 5 if rows <= 32 else 4
+
+    @property
+    def height(self) -> int:
+        return len(self.bands) * self.pitch
+
+    @property
+    def legend(self) -> list[tuple[str, str]]:
+        """The letter and the name of each thing that is drawn."""
+        drawn = {letter for band in self.bands for letter in band} - {of.UNKNOWN}
+        return [(letter, of.NAMES[letter]) for letter in LOOKS if letter in drawn]
+
+
+def strips_of(state: RunState, now: float, last: float | None, limit: int) -> Strips | None:
+    """Return strips that take `limit` bytes; None while there is little to see.
+
+    `last`: the step at the right of the canvas; None: the strips are over seconds.
+    """
+    at = state.ended if state.ended is not None else now
+    ranks = [r.timeline if r.is_over else r.timeline.drawn(at) for r in state.ranks]
+    rows = of.aligned(ranks, at)
+    count = max((len(row.letters) for row in rows), default=0)
+    if count < FEWEST or not any(row.letters.strip() for row in rows):
+        return None
+    per = -(-len(rows) // ROWS)
+    starts = range(0, len(rows), per)
+    merged = [_worst([row.letters.ljust(count) for row in rows[i : i + per]]) for i in starts]
+    if last is None:
+        bands, columns = merged, count
+    else:
+        columns = COLUMNS
+        bands = []
+        for i, letters in zip(starts, merged, strict=True):
+            first = max(rows[i : i + per], key=lambda row: len(row.letters))
+            steps = first.steps + (first.steps[-1:] or (0,)) * (count - len(first.steps))
+            letters, steps = letters.rstrip(), steps[: len(letters.rstrip())]
+            bands.append(of.over_steps(of.Timeline(letters, steps), last, columns))
+    while len(_drawn(bands, 4)) > limit and columns > FEWEST:
+        bands, columns = list(map(of.halved, bands)), -(-columns // 2)
+    seconds = None if last is not None else count * rows[0].width
+    return Strips(bands, list(starts), columns, seconds)
+
+
+def waits_alone(strips: Strips, rank: int) -> tuple[float, float] | None:
+    """Return from where to where, as shares of the canvas, a rank waits for data and others don't.
+
+    None where strips are of several ranks, or too few columns tell.
+    """
+    if strips.names != list(range(len(strips.names))) or rank >= len(strips.names):
+        return None
+    others = [band for at, band in enumerate(strips.bands) if at != rank]
+    alone = [
+        at
+        for at, letter in enumerate(strips.bands[rank])
+        if letter == of.DATA
+        and 4 * sum(band[at : at + 1] == of.DATA for band in others) <= len(others)
+    ]
+    if len(alone) < 3:
+        return None
+    return alone[0] / strips.columns, (alone[-1] + 1) / strips.columns
+
+
+def draw(strips: Strips, top: int, width: int) -> str:
+    """Draw strips below `top` as SVG elements, `width` units wide."""
+    scale = f"translate(0 {top}) scale({width / strips.columns:.5g} 1)"
+    return f'<g transform="{scale}">{_drawn(strips.bands, strips.pitch)}</g>'
+
+
+def legend(strips: Strips) -> str:
+    """Name what is drawn, each behind a piece of its strip."""
+    pieces = []
+    ground = f"display:inline-flex;align-items:flex-end;height:8px;background:{theme.TRACK}"
+    for letter, name in strips.legend:
+        colour, share = LOOKS[letter]
+        box = f"width:14px;height:{8 * share:.0f}px;background:{colour}"
+        if letter in DASHED:
+            solid, gap = (int(n) for n in DASHED[letter].split())
+            box = f"width:14px;height:8px;border-left:{solid}px solid {colour};"
+            box += f"border-right:{solid}px solid {colour};margin-right:{-gap}px"
+        pieces.append(
+            f'<span style="white-space:nowrap;margin-right:16px"><span style="{ground};'
+            f'margin-right:6px"><span style="{box}"></span></span>{escape(name)}</span> '
+        )
+    return "".join(pieces)
+
+
+def _worst(rows: list[str]) -> str:
+    """Return the worst of what several ranks did in each bin."""
+    if len(rows) == 1:
+        return rows[0]
+    return "".join(map(max, *(row.translate(_ORDER) for row in rows))).translate(_LETTERS)
+
+
+def _drawn(bands: list[str], pitch: int) -> str:
+    """Draw a unit for each column: all that looks the same is one path."""
+    if pitch <= 5:
+        return _blocks(bands, pitch)
+    paths, thick = dict.fromkeys(LOOKS, ""), pitch - 2
+    for row, band in enumerate(bands):
+        at = 0
+        for letter, same in groupby(band):
+            length = len(list(same))
+            low = row * pitch + thick - thick * LOOKS[letter][1] / 2
+            paths[letter] += f"M{at} {low:g}h{length}"
+            at += length
+    drawn = ""
+    for letter, path in paths.items():
+        colour, share = LOOKS[letter]
+        if path and share:
+            dashes = f' stroke-dasharray="{DASHED[letter]}"' if letter in DASHED else ""
+            dashes += f" {theme.FIXED}" if dashes else ""
+            drawn += (
+                f'<path d="{path}" stroke="{colour}" stroke-width="{thick * share:g}"{dashes}/>'
+            )
+    return drawn
+
+
+def _blocks(bands: list[str], pitch: int) -> str:
+    """Draw many strips: neighbours that did the same at the same time are one block."""
+    paths, begun = dict.fromkeys(LOOKS, ""), dict[tuple[str, int, int], int]()
+    for row, band in enumerate([*bands, ""]):
+        at, going = 0, dict[tuple[str, int, int], int]()
+        for letter, same in groupby(band):
+            length = len(list(same))
+            going[letter, at, length] = begun.pop((letter, at, length), row)
+            at += length
+        for (letter, x, length), first in begun.items():
+            high = (row - first) * pitch
+            paths[letter] += f"M{x} {first * pitch}h{length}v{high}h-{length}z"
+        begun = going
+    drawn = "".join(
+        f'<path d="{path}" fill="{LOOKS[letter][0]}"/>'
+        for letter, path in paths.items()
+        if path and LOOKS[letter][1]
+    )
+    between = "".join(f"M0 {row * pitch - 0.5:g}h{len(bands[0])}" for row in range(1, len(bands)))
+    return f'{drawn}<path d="{between}" stroke="#111" stroke-opacity=".3"/>'

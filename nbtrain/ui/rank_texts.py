@@ -1,0 +1,244 @@
+"""Describes ranks: state, place, pace, memory, and what sets one apart. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from statistics import median
+
+from ..system.text import (
+    format_bytes,
+    format_duration,
+    format_number,
+    format_rate,
+)
+from ..tracking import events as ev
+from ..tracking.overview.run_progress import LONGEST
+from ..tracking.reducers import METRICS
+from ..tracking.state import ProgressBar, RankState, RunState
+from .eta import fraction
+
+_AT_REST = ("stuck?", "waiting")
+"""The marks of ranks that make no progress in a hang."""
+
+
+_EPOCHS = re.compile(r"(epochs?|ep|e)\W*", re.I)
+
+
+def metrics(rank: RankState, limit: int = 6, *, but: Collection[str] = ()) -> str:
+    """Return the last metrics of a rank: ``loss 0.2315 · lr 0.001``."""
+    rest = [(name, value) for name, value in rank.metrics.items() if name not in but]
+    shown = [f"{name} {format_number(value)}" for name, value in rest[:limit]]
+    more = len(rest) - len(shown)
+    full = "+" if len(rank.metrics) >= METRICS else ""
+    return " · ".join([*shown, *([f"{more}{full} more"] if more else [])])
+
+
+def position(rank: RankState) -> str:
+    """Return where a rank stands: ``epoch: 2/3 › batch: 20/45 · 12.3 it/s · 2.1 s left``."""
+    time_left = f"{left(rank)} left" if left(rank) else ""
+    return " · ".join(filter(None, [bar_positions(rank), pace(rank), time_left]))
+
+
+def bar_positions(rank: RankState) -> str:
+    """Return where a rank is, from the outside in: ``epoch 2/3 › batch 20/45``.
+
+    The loops around its steps tell, else its bars that move.
+    """
+    loops = rank.progress.loops if rank.progress is not None else ()
+    if loops and rank.progress is not None:
+        name, done, total, first = loops[-1]
+        places = [f"{n} {d + f:,}/{t + f - 1:,}" for n, d, t, f in loops[:-1]]
+        runs = done < total and bool(_EPOCHS.fullmatch(name))  # of batches, those that are done
+        return " › ".join([*places, f"{name} {done + first - 1 + runs:,}/{total + first - 1:,}"])
+    if not rank.nest:
+        return "" if rank.bar is None else _bar_position(rank.bar)
+    *outer, inner = rank.nest
+    return " › ".join(map(_bar_position, [*outer[:3], inner], [True] * len(outer[:3]) + [False]))
+
+
+def _bar_position(bar: ProgressBar, is_around: bool = False) -> str:
+    """Return where a bar is; one of epochs counts those that are done, of which the next runs."""
+    n = bar.n
+    is_inside = is_around or not bar.closed
+    if is_inside and bar.total and n < bar.total and _EPOCHS.fullmatch(bar.description):
+        n = math.floor(n) + 1
+    total = f" {bar.unit}" if bar.total is None else f"/{format_number(bar.total)}"
+    return (f"{bar.description}: " if bar.description else "") + format_number(n) + total
+
+
+def rate(rank: RankState) -> str:
+    """Return how fast the shown bar moves: ``12.3 it/s``, or ``2.0 s/it``."""
+    bar = rank.bar
+    if bar is None or not bar.rate or rank.hang in _AT_REST:
+        return ""
+    if bar.closed and not rank.is_over:  # what the rank does now is another thing
+        return ""
+    return _speed(bar.rate, bar.unit)
+
+
+def _speed(rate: float, unit: str, units: str = "") -> str:
+    """Write how many of a unit there are in a second: ``12.3 it/s``, or ``2.0 s/it``."""
+    if rate < 1:
+        return f"{format_duration(1 / rate)}/{unit}"
+    return f"{format_rate(rate)} {units or unit}/s"
+
+
+def pace(rank: RankState) -> str:
+    """Return how fast a rank trains, ``12.3 steps/s``; before it does, its bar's rate.
+
+    A bar may be one of files, of a validation or of epochs, and differ from rank to rank.
+    """
+    if rank.progress is None or not rank.progress.steps:
+        return rate(rank)
+    steps = rank.progress.step_rate
+    return _speed(steps, "step", "steps") if steps and rank.hang not in _AT_REST else ""
+
+
+def left(rank: RankState) -> str:
+    """Return how long the shown bar will still take."""
+    bar = rank.bar
+    if bar is None or not bar.remaining or rank.is_over or bar.remaining > LONGEST:
+        return ""
+    if rank.hang in _AT_REST:
+        return ""
+    return format_duration(bar.remaining)
+
+
+def badge(rank: RankState) -> str:
+    """Return a rank's state in a word: for a running one, its part in a hang, or its phase."""
+    if rank.status != "running":
+        return rank.status
+    return rank.hang.removesuffix("?") or rank.phase or rank.status
+
+
+def with_badges(state: RunState) -> RunState:
+    """Return the picture whose ranks say what the run knows of them.
+
+    One that is late where others already join is not just running, nor is any that is to stop.
+    """
+    running = [rank for rank in state.ranks if rank.status == "running"]
+    if state.status == "stopping":
+        marked = {rank.rank: replace(rank, status="stopping") for rank in running}
+    elif any(rank.phase == ev.JOINING for rank in running):
+        late = (rank for rank in running if not rank.phases and not rank.hang)
+        marked = {rank.rank: replace(rank, phase="not joined yet") for rank in late}
+    else:
+        return state
+    return replace(state, ranks=tuple(marked.get(rank.rank, rank) for rank in state.ranks))
+
+
+def statuses(ranks: Iterable[RankState]) -> str:
+    """Return how many ranks are in which state: ``1,020 running, 3 done, 1 failed``."""
+    counts: dict[str, int] = {}
+    for rank in ranks:
+        counts[badge(rank)] = counts.get(badge(rank), 0) + 1
+    return ", ".join(f"{count:,} {status}" for status, count in counts.items())
+
+
+def spread(state: RunState) -> list[tuple[str, str]]:
+    """Return the progress and the loss over many ranks, each as (name, lowest, mean, highest)."""
+    done = [100 * f for r in state.ranks if (f := fraction(r)) is not None]
+    losses = [v for r in state.ranks if (v := r.loss) is not None and math.isfinite(v)]
+    rows = ("progress", done, " %"), ("loss", losses, "")
+    return [(name, _low_mean_high(values, unit)) for name, values, unit in rows if values]
+
+
+def _low_mean_high(values: Collection[float], unit: str) -> str:
+    numbers = min(values), sum(values) / len(values), max(values)
+    low, mean, high = (f"{v:.1f}{unit}" if unit else format_number(v) for v in numbers)
+    return low if low == high else f"min {low} · mean {mean} · max {high}"
+
+
+def memory_use(rank: RankState) -> str:
+    """Return a rank's device and memory: ``GPU 0 · 12.3 GiB``; without a GPU, ``1.2 GiB``."""
+    usage, on_gpu = rank.usage, rank.usage.gpu_memory
+    if on_gpu is None and rank.progress is not None:
+        on_gpu = rank.progress.reserved
+    if usage.gpu is not None or on_gpu is not None:
+        device = "GPU" if usage.gpu is None else f"GPU {usage.gpu}"
+        return device if on_gpu is None else f"{device} · {format_bytes(on_gpu)}"
+    return "" if usage.memory is None else format_bytes(usage.memory)
+
+
+def memory_bytes(rank: RankState) -> int | None:
+    """Return the bytes that `memory_use` writes."""
+    on_gpu = rank.usage.gpu_memory
+    if on_gpu is None and rank.progress is not None:
+        on_gpu = rank.progress.reserved
+    return rank.usage.memory if on_gpu is None and rank.usage.gpu is None else on_gpu
+
+
+def cpu(rank: RankState) -> str:
+    """Return the share of a core that a rank and its children use: ``98 %``, ``210 %``."""
+    share = None if rank.is_over else rank.usage.cpu
+    return "" if share is None else f"{100 * share:.0f} %"
+
+
+def waiting(rank: RankState) -> str:
+    """Return the share of its time that a rank waits for data; empty below 10 %."""
+    share = _waits(rank)
+    return f"{100 * share:.0f} %" if share is not None and share >= 0.1 and not rank.is_over else ""
+
+
+def _waits(rank: RankState) -> float | None:
+    """Return the share of time that a rank waits for data; none of the moment before a step."""
+    progress = rank.progress
+    return progress.waiting if progress is not None and progress.steps else None
+
+
+def compiled(rank: RankState) -> str:
+    """Return what torch_xla has compiled: ``3 in 41 s``."""
+    if rank.compiled is None:
+        return ""
+    return f"{rank.compiled[0]} in {format_duration(rank.compiled[1])}"
+
+
+class Apart:
+    """What sets single ranks apart from the middle of all."""
+
+    def __init__(self, state: RunState) -> None:
+        moving = [rank for rank in state.ranks if not rank.is_over]
+        self._shares = {rank.rank: fraction(rank) for rank in moving}
+        self._done = _middle(self._shares.values())
+        self._waits = _middle(_waits(rank) for rank in moving)
+        self._memory = _middle(memory_bytes(rank) for rank in moving)
+        self._is_few = len(state.ranks) < 3
+
+    def reason(self, rank: RankState) -> str:
+        """Return what sets a rank apart: ``12 % behind · waits for data 31 %``."""
+        if self._is_few or rank.is_over:
+            return ""
+        reasons = []
+        done, memory = self._shares[rank.rank], memory_bytes(rank)
+        if done is not None and self._done - done >= 0.05:
+            reasons.append(f"{100 * (self._done - done):.0f} % behind")
+        if self.waits_longer(rank):
+            reasons.append(f"waits for data {100 * (_waits(rank) or 0.0):.0f} %")
+        if rank.loss is not None and not math.isfinite(rank.loss):
+            reasons.append("loss is not finite")
+        if memory is not None and memory > 1.5 * self._memory > 0:
+            reasons.append("takes more memory")
+        return " · ".join(reasons)
+
+    def waits_longer(self, rank: RankState) -> bool:
+        """Whether a rank waits for data for a larger share of its time than the others."""
+        waits = None if self._is_few or rank.is_over else _waits(rank)
+        return waits is not None and waits >= self._waits + 0.1
+
+
+def _middle(values: Iterable[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return median(known) if known else 0.0
+
+
+def outliers(state: RunState, limit: int) -> list[tuple[RankState, str]]:
+    """Return the ranks to name among many, each with the reason: in trouble, or apart."""
+    apart = Apart(state)
+    order = {"failed": 0, "failing": 0, "stuck": 1, "slow": 2}
+    named = [(rank, apart.reason(rank)) for rank in state.ranks]
+    named = [(rank, reason) for rank, reason in named if reason or badge(rank) in order]
+    named.sort(key=lambda at: (order.get(badge(at[0]), 3), at[0].has_lost_peers))
+    return named[:limit]

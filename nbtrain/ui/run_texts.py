@@ -1,0 +1,133 @@
+"""Describes a run: where it stands, what it runs on, what may go wrong. Pure."""
+
+from __future__ import annotations
+
+from ..system import tpu
+from ..system.text import (
+    FOREVER,
+    format_bytes_of,
+    format_duration,
+    format_number,
+    format_ranks,
+    plural,
+)
+from ..tracking.events import Host
+from ..tracking.overview.run_progress import is_of_epoch, of_bars
+from ..tracking.state import RunState
+from . import rank_texts
+from .eta import fraction, remaining
+
+
+def run_position(state: RunState) -> tuple[str, str]:
+    """Return where a run stands, in a few words and in more: ``epoch 3``, ``40/100 batches``."""
+    ranks = [rank for rank in state.ranks if rank.bar is not None]
+    # The last of those that go on: so does the share that is shown beside it.
+    rank = min(ranks, key=lambda rank: (rank.is_over, fraction(rank) or 0.0), default=None)
+    if rank is None or rank.bar is None:
+        return "", ""
+    bar = rank.bar
+    if rank.progress is not None and rank.progress.loops:
+        return "", rank_texts.bar_positions(rank)
+    if rank.nest:
+        share = of_bars(rank) if is_of_epoch(rank) else None
+        return ("" if share is None else f"{int(100 * share)} %"), rank_texts.bar_positions(rank)
+    total = "" if bar.total is None else f"/{format_number(bar.total)}"
+    amount = f"{format_number(bar.n)}{total}"
+    count = bar.total if bar.total is not None else bar.n
+    unit = bar.unit if count == 1 else {"batch": "batches"}.get(bar.unit, f"{bar.unit}s")
+    return (bar.description, f"{amount} {unit}") if bar.description else (f"{amount} {unit}", "")
+
+
+def hang(state: RunState) -> str:
+    """Return which rank waits for which; of a run that is over, how that was at the end."""
+    return f"when the run ended: {state.hang}" if state.is_over and state.hang else state.hang
+
+
+def is_stuck(state: RunState) -> bool:
+    """Whether ranks make no progress; one that is merely slower than others is no hang."""
+    return (
+        bool(state.hang)
+        and not state.is_over
+        and state.status != "stopping"
+        and not any(rank.hang == "slow?" for rank in state.ranks)
+    )
+
+
+def facts(state: RunState, now: float, *, brief: bool = False) -> str:
+    """Return the run in a line: ``2 ranks · fork · cpu · 12 s · about 3 min left``.
+
+    `brief`: without the time left, and in whole seconds while it runs: each change is sent.
+    """
+    parts = [plural(state.world_size, "rank"), state.engine, devices(state)]
+    if state.precision != "no":
+        parts.append(state.precision)
+    if state.attempt > 1:
+        parts.append(f"attempt {state.attempt} of {state.attempts}")
+    passed = state.elapsed(now)
+    parts.append(whole_seconds(passed) if brief and not state.is_over else format_duration(passed))
+    is_slow = any(rank.hang == "slow?" for rank in state.ranks)
+    left = "" if brief or (state.hang and not is_slow) else remaining(state, now)
+    return " · ".join(filter(None, [*parts, left]))
+
+
+def whole_seconds(seconds: float) -> str:
+    """Return a duration that changes once a second."""
+    return f"{int(seconds)} s" if seconds < 60 else format_duration(int(min(seconds, FOREVER)))
+
+
+def notes(state: RunState, limit: int = 6) -> list[str]:
+    """Return what may go wrong, one line each; of those beyond `limit`, only the number."""
+    more = len(state.notes) - limit
+    shown = [f"⚠ {note}" for note in state.notes[:limit]]
+    return [*shown, *([f"… and {plural(more, 'more note')}"] if more > 0 else [])]
+
+
+_NODES = 8
+"""Nodes of a cluster that have their own line."""
+
+
+def devices(state: RunState) -> str:
+    """Name what the ranks train on: ``cpu``, ``TPU``, ``2 × NVIDIA H200``."""
+    if state.device in tpu.ENGINES.values():
+        return "TPU"
+    if len(nodes(state)) > 1:
+        return f"{state.device} on {len(nodes(state))} nodes"
+    if state.device == "cpu" or state.host is None or not state.host.gpus:
+        return state.device
+    used = {r.usage.gpu for r in state.ranks if r.usage.gpu is not None}
+    names = [str(g[1])[:40] for g in state.host.gpus if not used or g[0] in used]
+    kinds = {name: names.count(name) for name in names}
+    return ", ".join(f"{n} × {name}" if n > 1 else name for name, n in kinds.items()) or "gpu"
+
+
+def nodes(state: RunState) -> list[str]:
+    """Return the names of the nodes that ranks run on; empty if that is the launcher's host."""
+    return list(dict.fromkeys(rank.node for rank in state.ranks if rank.node))
+
+
+def lines(state: RunState) -> list[str]:
+    """Return a line for each host; on a cluster for the first `_NODES`, with name and ranks."""
+    if state.host is not None:
+        return [host(state.host)]
+    lines = []
+    for name in (every := nodes(state))[:_NODES]:
+        ranks = format_ranks([rank.rank for rank in state.ranks if rank.node == name])
+        known = state.hosts.get(name)
+        lines.append(f"{name}: {ranks}" + (f" · {host(known)}" if known is not None else ""))
+    more = len(every) - len(lines)
+    return [*lines, *([f"… and {plural(more, 'more node')}"] if more else [])]
+
+
+def host(status: Host) -> str:
+    """Return what is in use: ``memory 41.2 of 64.0 GiB · GPU 60.2 of 141 GiB · 97 % busy``."""
+    source = f" ({status.whose})" if status.whose else ""
+    parts = [f"memory {format_bytes_of(status.used, status.limit)}{source}"] if status.limit else []
+    if status.gpus:
+        fullest = max(status.gpus, key=lambda gpu: gpu[2])
+        busy = [gpu[4] for gpu in status.gpus if isinstance(gpu[4], (int, float))]
+        shares = sorted({f"{share:.0f}" for share in busy}, key=float)
+        name = "GPU" if len(status.gpus) == 1 else "fullest GPU"
+        parts.append(f"{name} {format_bytes_of(fullest[2], fullest[3])}")
+        if shares:
+            parts.append(f"{'–'.join(dict.fromkeys([shares[0], shares[-1]]))} % busy")
+    return " · ".join(parts)

@@ -1,0 +1,171 @@
+"""The canvas: curves and strips on one axis, and what is said of them."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+import pytest
+
+import nbtrain
+from nbtrain.tracking import events as ev
+from nbtrain.tracking.curves import smoothed
+from nbtrain.tracking.diagnosis import stragglers
+from nbtrain.tracking.overview import timeline
+from nbtrain.tracking.reducers import fold
+from nbtrain.tracking.state import EarlierRun, RunState
+from nbtrain.ui.board import board, canvas, strips, theme
+from tests.support import board_states
+from tests.support.kernel import Notebook
+
+LOGS = """
+def train(scale):
+    for i in range(30):
+        nbtrain.log(step=i, loss=scale * (2 - i / 30))
+run = nbtrain.launch(train, {scale}, num_processes=1)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_the_last_run_of_the_same_name_is_drawn_behind_with_the_difference(
+    notebook: Notebook,
+) -> None:
+    notebook.run("import nbtrain")
+    notebook.run(LOGS.format(scale=1.0))
+    assert not notebook.value("' than train #' in run._repr_html_()")
+    before = notebook.value("run.state.number")
+    notebook.run(LOGS.format(scale=0.75))
+    page = notebook.value("run._repr_html_()")
+    assert f"25 % lower than train #{before}&nbsp;<" in page
+    assert f">train #{before} <" in page  # its curve
+    reopened = nbtrain.Run.open(notebook.value("str(run.folder)"))
+    assert reopened._repr_html_() == page
+    notebook.run("def other():\n    nbtrain.log(step=1, loss=2.0)\n")
+    notebook.run("run = nbtrain.launch(other, num_processes=1)")
+    assert not notebook.value("'train #' in run._repr_html_()")
+
+
+def drawn(state: RunState) -> str:
+    """Return the board of a run, ten seconds after its last event."""
+    return board.render(state, board_states.BEGAN + 32.5)
+
+
+@pytest.mark.parametrize(
+    ("factor", "text"),
+    [(0.5, "lower than"), (2.0, "higher than"), (1.0, "about as train() #3"), (1e6, "much higher")],
+)
+def test_what_is_said_of_the_earlier_run(factor: float, text: str) -> None:
+    state, _ = board_states.drawn_at("plain-2")
+    strong = smoothed(state.curves.all["loss"].band)
+    points = tuple((x, y / factor) for x, y in strong)
+    earlier = EarlierRun("train() #3", "loss", points)
+    page = drawn(board_states.replace(state, earlier=earlier))
+    assert text in page
+    (path,) = re.findall(rf'<path d="([^"]*)" fill="none" stroke="{theme.GREY}" [^>]*dash', page)
+    assert "nan" not in path
+    other = EarlierRun("train() #3", "accuracy", points)
+    assert "train() #3" not in drawn(board_states.replace(state, earlier=other))
+
+
+def test_what_is_above_an_earlier_zero_is_not_about_the_same() -> None:
+    state, _ = board_states.drawn_at("plain-2")
+    earlier = EarlierRun("train() #3", "loss", ((0.0, 1.0), (1.0, 0.0), (1e6, 0.0)))
+    page = drawn(board_states.replace(state, earlier=earlier))
+    assert "much higher than train() #3" in page
+
+
+def test_a_chart_does_not_depend_on_the_order_in_which_ranks_are_read() -> None:
+    state, _ = board_states.drawn_at("plain-2")
+    logged = [
+        ev.Metrics(float(step), rank, step, {"distance": 1.0 / (1 + step) + rank / 3})
+        for step in range(600)
+        for rank in range(2)
+    ]
+    last_first = sorted(logged, key=lambda event: -event.rank)
+    pages = {drawn(fold(state, events)) for events in (logged, last_first)}
+    assert len(pages) == 1
+    assert "distance" in pages.pop()
+
+
+def picture(name: str) -> canvas.Picture:
+    """Return the canvas of a state."""
+    state, now = board_states.drawn_at(name)
+    state = stragglers.with_slow_ranks_marked(state)
+    made = canvas.canvas(state, now, canvas.curves_of(state)[:1], canvas.rate_of(state))
+    assert made is not None
+    return made
+
+
+def places(path: str) -> list[tuple[float, float]]:
+    """Return the points of a path of relative pieces."""
+    x, y = map(float, re.match(r"M(\S+) (\S+?)l", path).groups())  # type: ignore[union-attr]
+    steps = [float(n) for n in re.findall(r"-?\d+", path.partition("l")[2])]
+    found = []
+    for dx, dy in zip(steps[::2], steps[1::2], strict=True):
+        x, y = x + dx, y + dy
+        found.append((x, y))
+    return found
+
+
+def test_a_slow_loader_is_at_one_place_in_curve_strip_and_sentence() -> None:
+    """Rank 3 of four waits for its data from step 240 on: all ranks step at half the pace."""
+    made = picture("slow-data")
+    assert made.late is not None
+    (end,) = (float(x.text) for x in made.labels if x.is_strong and x.text.isdigit())
+    per_step = next(x.x for x in made.labels if x.text == str(int(end))) / end
+    first, last = (step * per_step * canvas.WIDTH for step in made.late)
+    (shade,) = re.findall(r'<rect x="(\d+)" y="\d+" width="(\d+)"', made.marks)
+    assert [int(shade[0]), int(shade[0]) + int(shade[1])] == [
+        pytest.approx(first, abs=4),
+        pytest.approx(last, abs=4),
+    ]
+    assert first == pytest.approx(240 * per_step * canvas.WIDTH, abs=8)
+    (rate,) = re.findall(rf'd="([^"]*)" fill="none" stroke="{theme.GREY}"', made.marks)
+    falls = [x for (x, y), (_, after) in pairwise(places(rate)) if after > y]
+    assert falls[0] == pytest.approx(first, abs=12)  # the bump
+    assert made.strips is not None
+    waits = [i for i, letter in enumerate(made.strips.bands[3]) if letter == "d"]
+    late = [i * canvas.WIDTH / made.strips.columns for i in waits]
+    assert next(x for x in late if x > 0.5 * canvas.WIDTH) == pytest.approx(first, abs=8)
+    page = drawn(board_states.drawn_at("slow-data")[0])
+    assert f"the others 1 % (steps {made.late[0]}–{made.late[1]})" in page
+
+
+def test_a_loader_that_is_slow_in_the_middle_is_shaded_there_alone() -> None:
+    letters = {True: "c" * 20 + "dc" * 20 + "c" * 40, False: "c" * 100}
+    bands = [letters[rank == 5] for rank in range(8)]
+    found = strips.waits_alone(strips.Strips(bands, list(range(8)), 200, None), 5)
+    assert found == (pytest.approx(0.1), pytest.approx(0.295))
+    together = [letters[True]] * 8  # all wait: it is no single rank's
+    assert strips.waits_alone(strips.Strips(together, list(range(8)), 200, None), 5) is None
+
+
+def test_what_took_no_step_is_at_the_step_where_it_happened() -> None:
+    """Ranks that save for a minute at step 100 of 200 do nothing at any other step."""
+    rank = timeline.Timeline().began(0.0)
+    for second in range(1, 101):
+        rank = rank.trained(second, 0.0, 1.0, second)
+    rank = rank.phase(100.0, "saving").phase(160.0, "")
+    for second in range(161, 261):
+        rank = rank.trained(second, 0.0, 1.0, second - 60)
+    over = timeline.over_steps(rank, 200.0, 100)
+    assert [i for i, letter in enumerate(over) if letter == "s"] in ([49, 50], [50], [49])
+    assert set(over) == {"c", "s"}
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+def test_the_columns_that_wait_are_as_many_as_the_share_of_the_time(share: float) -> None:
+    rank = timeline.Timeline().began(0.0)
+    for second in range(1, 200):
+        rank = rank.trained(second, share, 1.0, 3 * second)
+    over = timeline.over_steps(rank, 600.0, 120)
+    assert over.count("d") / len(over) == pytest.approx(share, abs=0.06)
+
+
+def test_the_steps_of_an_attempt_go_on_where_the_one_before_ended() -> None:
+    state, _ = board_states.drawn_at("restarted")
+    assert state.ranks[0].steps_before == 240
+    assert max(state.ranks[0].timeline.steps) == 360
+    assert state.curves.all["loss"].span[1] == 360
+    logged = ev.Metrics(board_states.BEGAN + 41, 0, 7, {"val_loss": 0.5}, at=110)
+    assert fold(state, [logged]).curves.all["val_loss"].span[1] == 350
