@@ -240,10 +240,11 @@ def shown(picture: Picture, *, is_over: bool, left: int = LEFT) -> str:
 def _html(label: Label, left: int) -> str:
     """Draw a label; places are margins and widths, which every page keeps."""
     at, top = 100 * label.x, f"position:absolute;top:{label.y - 8:.0f}px"
+    half = min(10.0, at, 100 - at)  # beyond an edge, the page would scroll
     place = {
         "start": f"left:6px;margin-left:{at:.4g}%",
         "end": f"left:0;width:{at:.4g}%;text-align:right",
-        "middle": f"left:0;margin-left:{at - 10:.4g}%;width:20%;text-align:center",
+        "middle": f"left:0;margin-left:{at - half:.4g}%;width:{2 * half:.4g}%;text-align:center",
         "left": f"left:-{left}px;width:{left - 8}px;text-align:right",
     }[label.anchor]
     return f'<span style="{top};{place}">{escape(label.text)} </span>'
@@ -543,7 +544,7 @@ def _epochs(state: RunState, x: axes.Scale, bottom: int, labels: list[Label]) ->
     begins = [0, *ends]
     named = [*ends, made] if made > begins[-1] else ends
     for number, (begin, end) in enumerate(zip(begins, named, strict=False), first):
-        is_legible = x.place(end) - x.place(begin) > 0.06 or end == made
+        is_legible = (x.place(end) - x.place(begin) > 0.06 or end == made) and x.place(begin) < 0.88
         if ends and len(ends) <= LEGIBLE and end > begin and is_legible:
             labels.append(Label(x.place(begin), 8, f"epoch {number}"))
     rules = [end for end in ends if 0 < x.place(end) < 1][:100]
@@ -554,7 +555,8 @@ def _epochs(state: RunState, x: axes.Scale, bottom: int, labels: list[Label]) ->
         if x.low < step < x.high:
             at = f"M{WIDTH * x.place(step):.0f} {TOP - 12}V{bottom}"
             drawn += f'<path d="{at}" stroke="#888" stroke-width="1.5" {theme.FIXED}/>'
-            labels.append(Label(x.place(step), TOP + 6, f"attempt {number}"))
+            side = "start" if x.place(step) < 0.7 else "end"
+            labels.append(Label(x.place(step), TOP + 6, f"attempt {number}", side))
     if made and not state.is_over and x.place(made) < 0.99:
         at = f"M{WIDTH * x.place(made):.0f} {TOP}V{bottom}"
         drawn += f'<path d="{at}" stroke="#888" stroke-opacity=".8" {theme.FIXED}/>'
