@@ -1,9 +1,11 @@
-"""Make the moving picture of the README from a real run in JupyterLab and Chromium.
+"""Make the pictures of the documentation from real runs in JupyterLab and Chromium.
 
-    python tests/tools/moving_picture.py [FILE.gif]
+    python tests/tools/moving_picture.py demo
+    python tests/tools/moving_picture.py run
 
-Needs the extras test, lab and browser, and Chromium; writes notebooks/demo.gif (under 3 MB). A cell
-trains on two ranks and fails at a misspelt name, the name is corrected, and the cell runs again.
+Needs the extras test, lab and browser, and Chromium. `demo` writes notebooks/demo.gif (under 3 MB):
+a cell trains on two ranks and fails at a misspelt name, the name is corrected, and the cell runs
+again. `run` writes notebooks/run.png: the board of eight ranks, one of which has a slow loader.
 """
 
 from __future__ import annotations
@@ -54,6 +56,52 @@ def train(model, epochs=3, lr=0.01):
             optimizer.zero_grad()
         accuracy = (model(x).argmax(1) == labls).float().mean()
     return accuracy.item()"""
+
+EIGHT = """\
+%load_ext nbtrain
+import time, torch, nbtrain
+from accelerate import Accelerator
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+images, labels = map(torch.tensor, load_digits(return_X_y=True))
+images = images.float() / 16
+test_set = TensorDataset(images[1440:], labels[1440:])
+
+class Train(Dataset):
+    read = 0
+
+    def __len__(self):
+        return 1440
+
+    def __getitem__(self, index):
+        self.read += 1
+        if nbtrain.rank() == 5 and 480 < self.read < 760:  # of 180 samples in an epoch
+            time.sleep(0.06)
+        return images[index], labels[index]
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))"""
+
+ON_EIGHT = """\
+%%distributed -n 8
+def train(model, epochs=6):
+    accelerator = Accelerator()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    loader = DataLoader(Train(), batch_size=4, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for epoch in range(epochs):
+        for inputs, targets in loader:
+            loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.05)  # as a larger model would take
+        with torch.no_grad():
+            logits = model(images[1440:])
+        val_loss = torch.nn.functional.cross_entropy(logits, labels[1440:])
+        accuracy = (logits.argmax(1) == labels[1440:]).float().mean()
+        nbtrain.log(val_loss=val_loss, accuracy=accuracy)"""
 
 LOOK = "(model(x).argmax(1) == y).float().mean()"
 
@@ -142,18 +190,42 @@ def perform(notebook: Page) -> Film:
     return film
 
 
-def main(path: Path) -> None:
-    """Start a server and a browser, film, and end both."""
+def photograph(notebook: Page) -> None:
+    """Train on eight ranks twice, and take the picture of the second board while a rank is slow."""
+    notebook.wait_for_kernel()
+    notebook.run_all()
+    page = notebook.page
+    page.get_by_text("rank 5 waits for data").first.wait_for(timeout=180_000)
+    time.sleep(6)
+    board = page.locator(".jp-OutputArea-output").last
+    board.scroll_into_view_if_needed()
+    board.screenshot(path=NOTEBOOKS / "run.png")
+
+
+def demo(notebook: Page) -> None:
+    """Film the cells of the README."""
+    perform(notebook).save(NOTEBOOKS / "demo.gif")
+
+
+PICTURES = {
+    "demo": (demo, [PREPARE, TRAIN, LOOK], WINDOW),
+    "run": (photograph, [EIGHT, ON_EIGHT], {"width": 1280, "height": 1100}),
+}
+
+
+def main(name: str) -> None:
+    """Start a server and a browser, make a picture, and end both."""
+    make, cells, window = PICTURES[name]
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         process, server = _start("lab", Path(folder))
         try:
             wait_until(lambda: _answers(server), timeout=60)
-            server.write("demo.ipynb", [PREPARE, TRAIN, LOOK])
+            server.write("demo.ipynb", cells)
             browser = playwright.chromium.launch(executable_path=_chromium(), args=FLAGS)
-            page = Page(browser.new_page(viewport=WINDOW), server, "demo.ipynb")
+            page = Page(browser.new_page(viewport=window), server, "demo.ipynb")
             page.page.set_default_timeout(60_000)
             page.open()
-            perform(page).save(path)
+            make(page)
             browser.close()
         finally:
             _end(process)
@@ -167,4 +239,4 @@ def _answers(server: Any) -> bool:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if sys.argv[1:] else NOTEBOOKS / "demo.gif")
+    main(sys.argv[1])
