@@ -311,14 +311,18 @@ class Run:
         first = ("training",) if table.has_trainings else ()
         return past.table(list(rows), "run.epochs", (*first, "epoch", "steps", "seconds"))
 
-    def card(self) -> Card:
+    def card(self, *, dark: bool = False) -> Card:
         """Return a picture of the run to share, 600 pixels wide. A notebook displays it.
 
         It shows the run's name, ranks, time, best metric, speed and result, the curve of the loss,
-        and what each rank did over time. ``run.card().save("card.svg")`` writes it to a file.
+        and what each rank did. ``run.card().save("card.png")`` writes it to a file, PNG (with the
+        package resvg-py) or SVG.
+
+        Args:
+            dark: light text on a dark ground.
         """
         self._follow()
-        return card(self.state, clock.now(self.state.clock_offset))
+        return card(self.state, clock.now(self.state.clock_offset), dark=dark)
 
     def compare(self, *others: Run | str) -> Any:
         """Return the arguments and outcomes of runs side by side, as a pandas DataFrame.

@@ -10,18 +10,20 @@ import time
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from textwrap import wrap
 
+from ..errors import MissingExtra
 from ..system.text import shorten
 from ..tracking.diagnosis import stragglers, verdict
 from ..tracking.state import RunState
-from . import outcomes, run_texts
+from . import run_texts
 from .board import canvas, header, strips, theme
 
 WIDTH, _EDGE = 600, 16
 _INNER = WIDTH - 2 * _EDGE
 
 _SOFT = ' opacity=".75"'
-_GROUNDS = {"light": ("#ffffff", "#1c1c1c", "#cfcfcf"), "dark": ("#15181d", "#e8eaed", "#3a3f47")}
+_LIGHT, _DARK = ("#ffffff", "#1c1c1c", "#cfcfcf"), ("#15181d", "#e8eaed", "#3a3f47")
 """Ground, text and edge of each form."""
 
 _HOW = (
@@ -47,10 +49,24 @@ class Card:
         return image(self)
 
     def save(self, path: str | Path) -> Path:
-        """Write the picture to an SVG file; return where."""
+        """Write the picture to a file, ``run.svg`` or ``run.png``; return where.
+
+        Raises:
+            MissingExtra: A PNG is asked for, and resvg-py is not installed.
+        """
         path = Path(path).expanduser()
-        path.write_bytes(self.svg.encode("utf-8", "replace"))
+        svg = self.svg.encode("utf-8", "replace")
+        path.write_bytes(_png(svg.decode()) if path.suffix.lower() == ".png" else svg)
         return path
+
+
+def _png(svg: str) -> bytes:
+    """Return an SVG as PNG, in twice as many pixels, for sharp screens."""
+    try:
+        import resvg_py
+    except ImportError:
+        raise MissingExtra("a PNG needs the package resvg-py: %pip install resvg-py") from None
+    return bytes(resvg_py.svg_to_bytes(svg_string=svg, zoom=2))
 
 
 def image(card: Card) -> str:
@@ -60,11 +76,11 @@ def image(card: Card) -> str:
     return f'{picture}<div style="font-size:11px;{theme.SOFT}">{_HOW}</div>'
 
 
-def card(state: RunState, now: float, form: str = "light") -> Card:
+def card(state: RunState, now: float, *, dark: bool = False) -> Card:
     """Return the card of a run, in its light or its dark form."""
-    ground, ink, edge = _GROUNDS[form]
+    ground, ink, edge = _DARK if dark else _LIGHT
     state = stragglers.with_slow_ranks_marked(state)
-    pieces = [_head(state, now), _figures(state, now), _failure(state), _canvas(state, now)]
+    pieces = [_head(state, now), _figures(state, now), _trouble(state), _canvas(state, now)]
     inner, y = "", _EDGE
     for drawn, height in pieces:
         if drawn:
@@ -86,10 +102,11 @@ def _text(x: float, y: float, text: str, size: float, more: str = "") -> str:
 
 def _head(state: RunState, now: float) -> tuple[str, int]:
     """Draw how the run is, its name, and what it ran on."""
-    colour, sign = theme.tones(header.look(state))
+    word, status = header.headline(state, now)
+    colour, sign = theme.tones(word)
     number = "" if state.number is None else f" #{state.number}"
     name = shorten(state.title, 40) + number
-    status = shorten(header.status(state), 30)
+    status = shorten(status, max(12, 58 - len(name)))
     day = time.strftime("%-d %b %Y", time.localtime(state.created))
     facts = shorten(f"{run_texts.facts(state, now, brief=True)} · {day}", 92)
     head = _text(0, 18, sign, 16, f' fill="{colour}"')
@@ -103,13 +120,9 @@ def _head(state: RunState, now: float) -> tuple[str, int]:
 def _figures(state: RunState, now: float) -> tuple[str, int]:
     """Draw the key figures that fit, and what rank 0 returned."""
     figures = header.figures(state, now)
-    figures += [
-        header.Figure("result", shorten(result, 24), (ranks,))
-        for ranks, result in outcomes.results(state)[:1]
-    ]
     drawn, x = "", 0.0
     for name, value, remarks in figures:
-        remark = remarks[0] if remarks else ""
+        remark, value = remarks[0] if remarks else "", value.rstrip(" ↘↗→")  # not in every font
         width = max(11.6 * len(value), 6 * len(name), 6 * len(remark)) + 20
         if x + width - 20 > _INNER:
             continue
@@ -119,32 +132,41 @@ def _figures(state: RunState, now: float) -> tuple[str, int]:
     return drawn, 50
 
 
-def _failure(state: RunState) -> tuple[str, int]:
-    """Draw the failure of the rank that caused it."""
+def _trouble(state: RunState) -> tuple[str, int]:
+    """Draw what is wrong: the failure of the rank that caused it, else a sentence."""
     rank = verdict.culprit(state)
-    if rank is None:
+    if rank is not None:
+        place = verdict.line_of_failure(rank)
+        head = f"rank {rank.rank}" + (f" at {place}" if place else "")
+        lines = [head, shorten(" ".join(verdict.line(rank).split()), 90)]
+    else:
+        note = state.notes[0] if state.flaw and state.notes else ""
+        text = (header.trouble(state) or note).replace("`", "")
+        lines = wrap(shorten(text, 270), 92)
+    if not lines:
         return "", 0
-    place = verdict.line_of_failure(rank)
-    head = f"rank {rank.rank}" + (f" at {place}" if place else "")
-    edge = f'<rect width="5" height="38" fill="{theme.BAD.colour}"/>'
-    error = shorten(" ".join(verdict.line(rank).split()), 90)
-    return edge + _text(14, 14, head, 12.5, ' font-weight="600"') + _text(14, 32, error, 12), 40
+    height = 18 * len(lines) + 2
+    tones = theme.BAD if rank is not None else theme.WARN
+    drawn = f'<rect width="5" height="{height}" fill="{tones.colour}"/>'
+    for number, line in enumerate(lines):
+        bold = ' font-weight="600"' if rank is not None and not number else ""
+        drawn += _text(14, 14 + 18 * number, line, 12, bold)
+    return drawn, height + 2
 
 
 def _canvas(state: RunState, now: float) -> tuple[str, int]:
     """Draw the curves and the strips, as on a board, with text of the picture."""
     curves = canvas.curves_of(state)[:1]
-    picture = canvas.canvas(state, now, curves, canvas.rate_of(state))
+    width = _INNER - canvas.LEFT - canvas.RIGHT
+    picture = canvas.canvas(state, now, curves, canvas.rate_of(state), width=width)
     if picture is None:
         return "", 0
-    width = _INNER - canvas.LEFT - canvas.RIGHT
-    box = f'viewBox="0 0 {canvas.WIDTH} {picture.height}" preserveAspectRatio="none"'
-    drawn = f'<svg width="{width}" height="{picture.height}" overflow="visible" {box}>'
-    drawn += f"{picture.marks}</svg>"
+    drawn = picture.marks
     for label in picture.labels:
         x, anchor = {
             "start": (width * label.x + 6, "start"),
-            "end": (width * label.x - 4, "end"),
+            "begin": (width * label.x - 3, "start"),
+            "end": (width * label.x - 6, "end"),
             "middle": (width * label.x, "middle"),
             "left": (-8.0, "end"),
         }[label.anchor]
@@ -156,4 +178,5 @@ def _canvas(state: RunState, now: float) -> tuple[str, int]:
         drawn += f'<rect x="{x:g}" y="{y - 8}" width="12" height="8" fill="{colour}"/>'
         drawn += _text(x + 17, y, name, 10.5, _SOFT)
         x += 5.6 * len(name) + 34
+    drawn += _text(width, y, "nbtrain", 10.5, f' text-anchor="end"{_SOFT}')
     return f'<g transform="translate({canvas.LEFT} 0)">{drawn}</g>', height

@@ -43,7 +43,7 @@ _LOST = (
     "for the rest."
 )
 _LONGER = "raise `--timeout`, or save with `nbtrain.checkpoint` and run the cell again from there."
-_READ = "change what the note says, then run the cell again."
+_READ = "do what the warning says, then run the cell again."
 _FASTER = "raise `num_workers` of the DataLoader, or do less for each sample."
 
 

@@ -230,7 +230,7 @@ def restarted() -> RunState:
             again.append(replace(new, loss=loss, epoch=epoch, epochs=6, loops=loops))
         if step == BATCHES:
             values = {"val_loss": loss_at(300) * 1.15, "accuracy": 1 - loss_at(300) / 3}
-            again.append(ev.Metrics(at, 0, None, values))
+            again.append(ev.Metrics(at, 0, None, values, step))
             again += [ev.EpochEnd(at, r, 3, step, BATCHES / PACE, loss_at(300)) for r in range(2)]
     again += [ev.Resources(at, r, 0.98, 850 * (1 << 20)) for r in range(2)]
     return fold(restarting(), again)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from PIL import Image
 
+import nbtrain
 from nbtrain.ui.card import WIDTH, card
 from tests.support import board_states
 from tests.support.kernel import Notebook
@@ -35,16 +38,53 @@ def test_every_state_has_a_card_that_stands_alone(name: str) -> None:
 
 def test_a_card_says_what_ran_and_what_came_of_it() -> None:
     said = texts(card(*board_states.drawn_at("succeeded-8")).svg)
-    for text in ("✓", "train()succeeded", "54 s", "best val_loss", "0.4041", "0.8829"):
+    for text in ("✓", "train()succeeded", "54 s", "best val_loss", "0.4041 ★", "0.8829"):
         assert text in said
     assert any(text.startswith("8 ranks · fork · 8 × NVIDIA H200 · bf16 · ") for text in said)
-    assert {"6,144", "samples/s", "epoch 2", "computing", "waiting for data"} <= set(said)
+    assert {"6,144", "samples/s", "epoch 1", "computing", "waiting for data"} <= set(said)
 
 
 def test_a_card_of_a_failure_names_rank_line_and_error() -> None:
     said = texts(card(*board_states.drawn_at("failed")).svg)
     assert "rank 1 at line 12 of the cell" in said
     assert any(text.startswith("ValueError: Expected input batch_size") for text in said)
+
+
+@pytest.mark.parametrize(
+    ("name", "texts_of_it"),
+    [
+        ("slow-data", ("running, rank 3 slow", "rank 3 waits for data 45 % of the time")),
+        ("hung", ("stuck for 0:43", "rank 2 is at In[3], line 9")),
+        ("lost", ("lost", "the process that watched the run ended")),
+        ("results-lost", ("failed", "could not be saved")),
+        ("flawed", ("finished, but each rank trained a model of its own", "The ranks train alone")),
+    ],
+)
+def test_a_card_of_a_run_that_is_not_well_says_so(name: str, texts_of_it: tuple[str, str]) -> None:
+    """They had a perfect curve under a blue dot."""
+    said = " ".join(texts(card(*board_states.drawn_at(name)).svg))
+    assert [text for text in texts_of_it if text not in said] == []
+
+
+def test_a_card_is_written_as_png_in_a_dark_form_too(tmp_path: Path) -> None:
+    state, now = board_states.drawn_at("succeeded-8")
+    grounds = []
+    for dark in (False, True):
+        path = card(state, now, dark=dark).save(tmp_path / f"{dark}.png")
+        image = Image.open(path).convert("RGB")
+        assert image.width == 2 * WIDTH
+        grounds.append(image.getpixel((image.width // 2, 8)))
+    assert grounds[0] == (255, 255, 255)
+    assert max(grounds[1]) < 50
+
+
+def test_a_png_without_its_package_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "resvg_py", None)
+    with pytest.raises(nbtrain.errors.MissingExtra, match="%pip install resvg-py"):
+        card(*board_states.drawn_at("hung")).save(tmp_path / "run.png")
+    assert not list(tmp_path.iterdir())
 
 
 def test_names_are_escaped_and_cut() -> None:

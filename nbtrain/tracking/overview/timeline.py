@@ -6,6 +6,7 @@ peers shows where ranks meet, where the run hangs, and after a failure.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -197,10 +198,10 @@ def over_steps(timeline: Timeline, last: float, columns: int) -> str:
     left out, and the columns that wait for data are as many as the share of the time.
     """
     spent: list[dict[str, float]] = [{} for _ in range(columns)]
-    scale, before, reached = columns / last, 0.0, 0
+    scale, before = columns / last, 0.0
     for letter, step in zip(timeline.letters, timeline.steps, strict=True):
         end = min(step * scale, columns - 1e-6)
-        first, reached = int(before), max(reached, int(end))
+        first = int(before)
         if int(end) == first:
             spent[first][letter] = spent[first].get(letter, 0.0) + 1
         else:
@@ -210,7 +211,7 @@ def over_steps(timeline: Timeline, last: float, columns: int) -> str:
                     spent[at][letter] = spent[at].get(letter, 0.0) + part
         before = end
     drawn, debt = "", 0.0
-    for times in spent[: reached + 1]:
+    for times in spent[: max(1, math.ceil(before - 0.5))]:  # not beyond the last step
         worst = max(times, key=_RANKING.index, default=UNKNOWN)
         if worst in (UNKNOWN, STALLED, FAILED):
             drawn += worst

@@ -12,7 +12,7 @@ from html import escape
 
 from ...system.text import shorten
 from ...tracking.curves import RATES
-from ...tracking.diagnosis import stragglers
+from ...tracking.diagnosis import stragglers, verdict
 from ...tracking.state import RunState
 from .. import card, outcomes, rank_texts, run_texts
 from . import canvas, epoch_rows, header, log_panel, rank_table, theme
@@ -93,9 +93,7 @@ def _parts(
     notes = "".join(f"<div>{theme.coded(note)}</div>" for note in run_texts.notes(state))
     notes += header.next_step(state) if notes and state.flaw and state.is_over else ""
     notes = header.card(theme.WARN, notes) if notes else ""
-    printed = (
-        f"{_results(state)}{log_panel.draw(state, choices.rank, is_folded=not choices.has_log)}"
-    )
+    printed = f"{_results(state)}{_log(state, choices)}"
     if state.is_over:
         printed += theme.folded("Copy as image", card.image(card.card(state, now)))
     title = header.title(marked, now)
@@ -156,6 +154,12 @@ def _memory(state: RunState) -> str:
     name = f"memory of rank {rank.rank}" if state.world_size > 1 else "memory"
     parts = rank_table.memory_parts(rank)
     return f'<div style="font-size:12px;{theme.SOFT}">{name}: {parts}</div>' if parts else ""
+
+
+def _log(state: RunState, choices: ViewChoices) -> str:
+    """Draw the log, folded unless the user unfolds it, or a rank has failed."""
+    is_folded = not choices.has_log and verdict.culprit(state) is None
+    return log_panel.draw(state, choices.rank, is_folded=is_folded)
 
 
 def _results(state: RunState) -> str:

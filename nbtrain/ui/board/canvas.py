@@ -26,10 +26,11 @@ from ...tracking.overview.epochs import (
 )
 from ...tracking.state import EarlierRun, RunState
 from .. import eta
+from ..run_texts import is_stuck
 from . import axes, strips, theme
 
 WIDTH = 1000
-"""Units from the left of a canvas to its right; it is stretched to the page."""
+"""Units from the left of a board's canvas to its right; it is stretched to the page."""
 
 LOSS, RATE, SMALL = 190, 28, 56
 """Pixels of the loss, of the throughput below it, and of the small charts."""
@@ -59,17 +60,20 @@ class Label(NamedTuple):
     y: float
     text: str
     anchor: str = "start"
-    """start: it begins at `x`; end: it ends there; middle; left: it stands left of the marks."""
+    """start: behind `x`; end: before it; begin: from `x` on; middle; left: left of the marks."""
     is_strong: bool = False
 
 
 @dataclass(frozen=True)
 class Picture:
-    """Marks as SVG elements, `WIDTH` units wide and `height` pixels high, and their labels."""
+    """Marks as SVG elements, and their labels."""
 
     marks: str
     labels: tuple[Label, ...]
+    width: int
+    """In units of its own."""
     height: int
+    """In pixels."""
     text: str
     """What a screen reader says of it."""
     strips: strips.Strips | None = None
@@ -183,10 +187,11 @@ def canvas(
     rate: Curve | None,
     *,
     log: bool | None = None,
+    width: int = WIDTH,
 ) -> Picture | None:
     """Return the loss, the throughput and the strips, one above the other; None for nothing."""
     main = curves[0] if curves and curves[0].series.bins else None
-    has_steps = any(r.progress is not None and r.progress.steps for r in state.ranks)
+    has_steps = _made(state) > 0
     x = _steps(state, [main] if main else [rate] if rate else [])
     limit = BYTES if state.is_over else LIVE_BYTES
     rows = strips.strips_of(state, now, x.high if has_steps and x else None, limit)
@@ -194,33 +199,33 @@ def canvas(
         return None
     marks, labels, y = "", list[Label](), TOP
     if main is not None and x is not None:
-        place = _Place(x, y, LOSS)
+        place = _Place(x, y, LOSS, width)
         panel, texts = _loss(main, place, state, log)
         marks, labels, y = panel, texts, y + LOSS + 10
         if rate is not None:
-            panel, texts = _rate(rate, _Place(x, y + 4, RATE))
+            panel, texts = _rate(rate, state, _Place(x, y + 4, RATE, width))
             marks, labels, y = marks + panel, labels + texts, y + RATE + 12
     bottom = y + (rows.height if rows else 0)
     late = None
     if rows is not None:
-        shade, shares = _late(state, rows, bottom)
-        marks = shade + marks + strips.draw(rows, y, WIDTH)
+        shade, shares = _late(state, rows, bottom, width)
+        marks = shade + marks + strips.draw(rows, y, width)
         labels += _numbers(rows, y)
         if shares is not None and x is not None and rows.seconds is None:
             late = round(x.high * shares[0]), round(x.high * shares[1])
     if x is not None and (main is not None or (rows and rows.seconds is None)):
-        marks = _epochs(state, x, bottom, labels) + marks
+        marks = _epochs(state, x, bottom, labels, width) + marks
         labels += _ticks(state, x, bottom + 10)
     if rows is not None and rows.seconds is not None:
         bottom += BOTTOM if main is not None else 0
         labels += _times(rows.seconds, bottom + 10)
     text = main.text if main is not None else "what each rank did over time"
-    return Picture(marks, tuple(labels), bottom + BOTTOM, text, rows, late)
+    return Picture(marks, tuple(labels), width, bottom + BOTTOM, text, rows, late)
 
 
 def shown(picture: Picture, *, is_over: bool, left: int = LEFT) -> str:
     """Draw a canvas on a page: its marks as a picture, its labels as text, and a legend."""
-    size = WIDTH, picture.height
+    size = picture.width, picture.height
     inner = theme.stretched(
         picture.marks, size, picture.height, escape(picture.text, quote=True), as_image=is_over
     )
@@ -233,7 +238,7 @@ def shown(picture: Picture, *, is_over: bool, left: int = LEFT) -> str:
     )
     if picture.strips is not None:
         legend = strips.legend(picture.strips)
-        drawn += f'<div style="font-size:11px;margin-left:{left}px;{theme.SOFT}">{legend}</div>'
+        drawn += f'<div style="font-size:11px;margin-left:{left}px">{legend}</div>'
     return drawn
 
 
@@ -243,7 +248,8 @@ def _html(label: Label, left: int) -> str:
     half = min(10.0, at, 100 - at)  # beyond an edge, the page would scroll
     place = {
         "start": f"left:6px;margin-left:{at:.4g}%",
-        "end": f"left:0;width:{at:.4g}%;text-align:right",
+        "end": f"left:-6px;width:{at:.4g}%;text-align:right",
+        "begin": f"left:-3px;margin-left:{at:.4g}%",
         "middle": f"left:0;margin-left:{at - half:.4g}%;width:{2 * half:.4g}%;text-align:center",
         "left": f"left:-{left}px;width:{left - 8}px;text-align:right",
     }[label.anchor]
@@ -313,14 +319,14 @@ def _steps(state: RunState, curves: Sequence[Curve]) -> axes.Scale | None:
     end = eta.last_step(state)
     is_known = end >= last and not state.is_over
     if state.is_over:  # a point at the very edge of an image would be cut
-        last += 0.008 * (last - first)
+        last += 0.016 * (last - first)
     last = end if is_known else last
     return axes.of_steps(first, last, is_over=is_known or state.is_over, intervals=8)
 
 
 def _made(state: RunState) -> int:
     """Return how many optimizer steps the rank that is ahead has made, in all attempts."""
-    return max((r.steps_before + r.progress.steps for r in state.ranks if r.progress), default=0)
+    return max(r.steps_before + (r.progress.steps if r.progress else 0) for r in state.ranks)
 
 
 def _ticks(state: RunState, x: axes.Scale, y: float) -> list[Label]:
@@ -329,21 +335,22 @@ def _ticks(state: RunState, x: axes.Scale, y: float) -> list[Label]:
     now = x.place(made) if made and not state.is_over else 2.0
     shown = [_at_axis(x.place(made), y, f"{made:,}", True)] if now <= 1 else []
     for tick, text in zip(x.ticks, x.labels, strict=True):
-        if abs(x.place(tick) - now) > 0.09:
+        if abs(x.place(tick) - now) > 0.11:
             shown.append(_at_axis(x.place(tick), y, text))
     return [Label(0, y, "step", "left"), *shown]
 
 
 def _at_axis(x: float, y: float, text: str, is_strong: bool = False) -> Label:
-    anchor = "end" if x > 0.97 else "middle" if x > 0.03 else "start"
+    anchor = "end" if x > 0.97 else "middle" if x > 0.03 else "begin"
     return Label(x, y, text, anchor, is_strong)
 
 
 class _Place:
     """Turns values into places on a panel that begins at `top` and is `height` pixels high."""
 
-    def __init__(self, x: axes.Scale, top: float, height: int, y: axes.Scale | None = None) -> None:
-        self.x, self.y, self.top, self.height = x, y, top, height
+    def __init__(self, x: axes.Scale, top: float, height: int, width: int) -> None:
+        self.x, self.top, self.height, self.width = x, top, height, width
+        self.y: axes.Scale | None = None
 
     def at(self, point: Point) -> tuple[int, int]:
         """Return where a point lies."""
@@ -351,7 +358,7 @@ class _Place:
         low, high = self.x.low, self.x.high
         # Off the exact halves, where a sum's last digit would decide: it depends on the order of
         # events, which a reopened run does not have.
-        x = round(WIDTH * (point[0] - low) / (high - low) + 1e-6)
+        x = round(self.width * (point[0] - low) / (high - low) + 1e-6)
         return x, round(self.top + self.height * (1 - self.y.place(point[1])) + 1e-6)
 
     def path(self, points: Iterable[Point]) -> str:
@@ -380,7 +387,7 @@ class _Place:
         """Draw a faint line across for each value."""
         assert self.y is not None
         heights = [self.at((self.x.low, value))[1] for value in self.y.ticks]
-        lines = "".join(f"M0 {y}H{WIDTH}" for y in heights)
+        lines = "".join(f"M0 {y}H{self.width}" for y in heights)
         return f'<path d="{lines}" stroke="#888" stroke-opacity=".22" {theme.FIXED}/>'
 
     def values(self) -> list[Label]:
@@ -454,12 +461,12 @@ def _best(name: str, series: Series, place: _Place, colour: str) -> str:
 def _end(points: Sequence[Point], text: str, place: _Place) -> tuple[Label, float]:
     """Return the label at a curve's end: behind it, or above it; and how far down it may stand."""
     x, y = place.at(points[-1])
-    if x <= 0.62 * WIDTH:
-        return Label(x / WIDTH, y, text, "start", True), y
+    if x <= 0.62 * place.width:
+        return Label(x / place.width, y, text, "start", True), y
     reach = x - 10 * len(text)  # about: a page has other pixels than the canvas has units
     places = list(map(place.at, points))
     heights = [value_at(places, reach), *(y for x, y in places if x >= reach)]
-    return Label(x / WIDTH, min(heights) - 12, text, "end", True), max(heights) + 13
+    return Label(x / place.width, min(heights) - 12, text, "end", True), max(heights) + 13
 
 
 def value_at(points: Sequence[Point], at: float) -> float:
@@ -497,20 +504,22 @@ def _earlier(earlier: EarlierRun, place: _Place) -> tuple[str, list[tuple[Label,
     return f'<path d="{place.path(points)}" {look}{theme.FIXED}/>', [(label, below)]
 
 
-def _rate(curve: Curve, place: _Place) -> tuple[str, list[Label]]:
+def _rate(curve: Curve, state: RunState, place: _Place) -> tuple[str, list[Label]]:
     """Draw the throughput as an area from 0 on: a dip is the moment at which ranks waited."""
     line = curve.line(96)
     top = max((y for _, y in line), default=1.0) or 1.0
     place.y = axes.Scale(0.0, 1.1 * top, ())
     floor = [(line[-1][0], 0.0), (line[0][0], 0.0)]
-    marks = f'<path d="{place.path([*line, *floor])}z" fill="{theme.GREY}" fill-opacity=".25"/>'
+    marks = f'<path d="{place.path([*line, *floor])}z" fill="{theme.GREY}" fill-opacity=".15"/>'
     marks += f'<path d="{place.path(line)}" fill="none" stroke="{theme.GREY}" '
     marks += f'stroke-width="1.5" {theme.FIXED}/>'
-    return marks, [Label(0, place.top + RATE / 2, curve.name, "left")]
+    label, _ = _end(line, "" if is_stuck(state) else curve.newest, place)
+    label = label._replace(y=place.top + RATE - 8, is_strong=False)
+    return marks, [Label(0, place.top + RATE / 2, curve.name, "left"), label]
 
 
 def _late(
-    state: RunState, rows: strips.Strips, bottom: int
+    state: RunState, rows: strips.Strips, bottom: int, units: int
 ) -> tuple[str, tuple[float, float] | None]:
     """Shade where a slow rank alone waited for data, from the loss to its strip; say where."""
     has_failed = any(rank.status in ("failing", "failed") for rank in state.ranks)
@@ -518,7 +527,7 @@ def _late(
     found = next(filter(None, (strips.waits_alone(rows, rank) for rank in slow)), None)
     if found is None:
         return "", None
-    x, width = WIDTH * found[0], WIDTH * (found[1] - found[0])
+    x, width = units * found[0], units * (found[1] - found[0])
     shade = f'<rect x="{x:.0f}" y="{TOP}" width="{width:.0f}" height="{bottom - TOP}" '
     return f'{shade}fill="{theme.AMBER}" fill-opacity=".14"/>', found
 
@@ -533,7 +542,7 @@ def _numbers(rows: strips.Strips, top: int) -> list[Label]:
     ]
 
 
-def _epochs(state: RunState, x: axes.Scale, bottom: int, labels: list[Label]) -> str:
+def _epochs(state: RunState, x: axes.Scale, bottom: int, labels: list[Label], width: int) -> str:
     """Draw a rule where an epoch ended, or will end, and where an attempt began; name them."""
     ends = [row.steps for row in epoch_table(state).rows]
     first = next((row.epoch for row in epoch_table(state).rows), 1)
@@ -546,19 +555,20 @@ def _epochs(state: RunState, x: axes.Scale, bottom: int, labels: list[Label]) ->
     for number, (begin, end) in enumerate(zip(begins, named, strict=False), first):
         is_legible = (x.place(end) - x.place(begin) > 0.06 or end == made) and x.place(begin) < 0.88
         if ends and len(ends) <= LEGIBLE and end > begin and is_legible:
-            labels.append(Label(x.place(begin), 8, f"epoch {number}"))
+            name = "epoch " if begin == 0 else ""
+            labels.append(Label(x.place(begin), 8, f"{name}{number}"))
     rules = [end for end in ends if 0 < x.place(end) < 1][:100]
-    lines = "".join(f"M{WIDTH * x.place(end):.0f} {TOP - 12}V{bottom}" for end in rules)
+    lines = "".join(f"M{width * x.place(end):.0f} {TOP - 12}V{bottom}" for end in rules)
     drawn = f'<path d="{lines}" stroke="#888" stroke-opacity=".4" stroke-dasharray="2 3" '
     drawn = f"{drawn}{theme.FIXED}/>" if lines else ""
     for number, (_, step) in enumerate(state.restarts, 2):
         if x.low < step < x.high:
-            at = f"M{WIDTH * x.place(step):.0f} {TOP - 12}V{bottom}"
+            at = f"M{width * x.place(step):.0f} {TOP - 12}V{bottom}"
             drawn += f'<path d="{at}" stroke="#888" stroke-width="1.5" {theme.FIXED}/>'
             side = "start" if x.place(step) < 0.7 else "end"
             labels.append(Label(x.place(step), TOP + 6, f"attempt {number}", side))
     if made and not state.is_over and x.place(made) < 0.99:
-        at = f"M{WIDTH * x.place(made):.0f} {TOP}V{bottom}"
+        at = f"M{width * x.place(made):.0f} {TOP}V{bottom}"
         drawn += f'<path d="{at}" stroke="#888" stroke-opacity=".8" {theme.FIXED}/>'
     return drawn
 
@@ -583,7 +593,7 @@ def _row(figures: Sequence[str]) -> str:
     if not figures:
         return ""
     rest = f'<div style="{_SMALL}"></div>' * (-len(figures) % MOST if len(figures) > MOST else 0)
-    style = "display:flex;flex-wrap:wrap;gap:4px 16px;margin-top:8px"
+    style = "display:flex;flex-wrap:wrap;gap:4px 24px;margin-top:8px"
     return f'<div style="{style}">{"".join(figures)}{rest}</div>'
 
 
@@ -600,8 +610,8 @@ def _small(curve: Curve, x: axes.Scale | None, log: bool | None, *, is_over: boo
     line = curve.line(64)
     if not curve.span[1] >= SAME * x.high:  # it counts by itself: epochs, say
         x = axes.of_steps(*curve.span, is_over=True, intervals=2)
-    place = _Place(x, 8, SMALL, curve.scale(2, log, line))
-    assert place.y is not None
+    place = _Place(x, 8, SMALL, WIDTH)
+    place.y = curve.scale(2, log, line)
     marks = place.grid() + _line(curve.series, line, place, theme.BLUE)
     if curve.twin is not None:
         points = [(b.x, b.mean) for b in curve.twin[1].thinned(64)]
@@ -609,7 +619,7 @@ def _small(curve: Curve, x: axes.Scale | None, log: bool | None, *, is_over: boo
         marks += f'stroke-width="2" stroke-dasharray="5 3" {theme.FIXED}/>'
     marks += _best(curve.name, curve.series, place, theme.BLUE)
     labels = tuple(place.values()[:: max(1, len(place.y.ticks) - 1)])
-    picture = Picture(marks, labels, SMALL + 16, curve.text)
+    picture = Picture(marks, labels, WIDTH, SMALL + 16, curve.text)
     name = f'<b style="font-weight:600">{escape(curve.name[:40])}</b>&ensp;{curve.newest}'
     remarks = _named(curve, place.y.log).removeprefix(shorten(curve.name, 24))
     head = (

@@ -26,7 +26,7 @@ from ...tracking.curves import RATES, Bin, Series, smoothed
 from ...tracking.diagnosis import verdict
 from ...tracking.overview.epochs import better, main_metric, present_training
 from ...tracking.state import RankState, RunState
-from .. import eta, rank_texts, run_texts
+from .. import eta, outcomes, rank_texts, run_texts
 from .. import next_step as steps
 from . import canvas, theme
 
@@ -104,20 +104,27 @@ def title(state: RunState, now: float) -> str:
     line = ""
     if state.cell is not None:
         line = f'<span style="{theme.MONO};{theme.SOFT}">{escape(shorten(state.name, 60))}</span>'
-    slow = [rank.rank for rank in state.ranks if rank.hang == "slow?"]
-    word, text = look(state), status(state)
-    if word == "stuck":
-        text = f"stuck for {theme.clock(stuck_for(state, now))}"
-    elif word == "running":
-        text = f"running, {shorten(format_ranks(slow), 40)} slow" if slow else _phase(state)
-        word = "slow" if slow else word
+    word, text = headline(state, now)
     return (
         '<div style="display:flex;flex-wrap:wrap;gap:2px 8px;align-items:baseline">'
         f'{theme.sign(word)}<b style="font-size:16px;font-weight:600;overflow-wrap:anywhere">'
         f"{escape(shorten(state.title, 120))}{number}</b>{line}"
-        f'<span style="font-weight:600">{escape(text or status(state))}</span>'
+        f'<span style="font-weight:600">{escape(text)}</span>'
         f'<span style="{theme.SOFT}">{facts}</span></div>{below}'
     )
+
+
+def headline(state: RunState, now: float) -> tuple[str, str]:
+    """Return how a run is drawn, by `theme.STATUS`, and how it is in a few words."""
+    slow = [rank.rank for rank in state.ranks if rank.hang == "slow?"]
+    word, text = look(state), status(state)
+    if word == "stuck":
+        text = f"stuck for {theme.clock(stuck_for(state, now))}"
+    elif word == "running" and slow:
+        word, text = "slow", f"running, {shorten(format_ranks(slow), 40)} slow"
+    elif word == "running":
+        text = _phase(state) or text
+    return word, text
 
 
 def phases(state: RunState, now: float) -> str:
@@ -185,15 +192,20 @@ def _trouble(state: RunState, late: tuple[int, int] | None) -> str:
     culprit = verdict.culprit(state)
     if culprit is not None:
         return card(theme.BAD, _failure(culprit, state))
-    if _is_restarted(state):
-        return card(theme.WARN, escape(state.message[:600]))
-    if _has_own_card(state):
-        return card(theme.tones(state.status), f"{escape(_reason(state)[:600])}{next_step(state)}")
-    text = run_texts.hang(state)
+    text = trouble(state)
     if not text:
         return ""
     text = f"{text} (steps {late[0]:,}–{late[1]:,})" if late is not None else text
-    return card(theme.WARN, f"{escape(shorten(text, 1000))}{next_step(state)}")
+    tones = theme.tones(state.status) if _has_own_card(state) else theme.WARN
+    advice = "" if _is_restarted(state) else next_step(state)
+    return card(tones, f"{theme.coded(shorten(text, 1000))}{advice}")
+
+
+def trouble(state: RunState) -> str:
+    """Return what is wrong with a run as a whole, in a sentence; "" where it is well."""
+    if _is_restarted(state):
+        return f"attempt {state.attempt - 1} ended: {state.message}"
+    return _reason(state) if _has_own_card(state) else run_texts.hang(state)
 
 
 def _has_own_card(state: RunState) -> bool:
@@ -258,7 +270,7 @@ def _bar(state: RunState) -> str:
     """Draw the one bar of the run, a piece for each epoch; hatched where no total is known."""
     done, fill = eta.of_run(state), theme.tones(look(state)).colour
     name = escape(shorten(state.title, 120), quote=True)
-    if done is None and state.is_over:  # no hatch, which looks busy
+    if done is None and state.is_over:  # grey, and no hatch, which looks busy
         value = f'aria-valuetext="{name}: ended"'
     elif done is None:
         value = f'aria-valuetext="{name}: how long it will run is not known"'
@@ -268,6 +280,7 @@ def _bar(state: RunState) -> str:
     pieces = epochs if 1 < epochs <= 60 else 1
     hatch = f"repeating-linear-gradient(135deg,{theme.GREY} 0 2px,transparent 2px 8px)"
     ground = hatch if done is None and not state.is_over else theme.TRACK
+    ground = theme.GREY if done is None and state.is_over else ground
     drawn = ""
     for piece in range(pieces):
         share = min(1.0, max(0.0, (done or 0.0) * pieces - piece))
@@ -320,6 +333,8 @@ def figures(state: RunState, now: float) -> list[Figure]:
         _best(state),
         _throughput(state),
         _devices(state),
+        _result(state),
+        _most_memory(state),
     ]
     return [figure for figure in known if figure is not None]
 
@@ -425,7 +440,7 @@ def _best(state: RunState) -> Figure | None:
         if series.bins and (direction := better(name)) and name != "loss":
             at = canvas.best(series, direction)
             remarks = [f"at {_step(at[0])}", *([f"of training {training}"] if training > 1 else [])]
-            return Figure(f"best {shorten(name, 24)}", format_number(at[1]), tuple(remarks))
+            return Figure(f"best {shorten(name, 24)}", f"{format_number(at[1])} ★", tuple(remarks))
     return None
 
 
@@ -452,6 +467,25 @@ def _throughput(state: RunState) -> Figure | None:
     ]
     shown = [text for _, text in sorted((r, text) for r, text in moving if r and text)]
     return Figure("throughput", shown[0], ("of a rank",)) if shown else None
+
+
+def _result(state: RunState) -> Figure | None:
+    """Return what the ranks returned, if it is short."""
+    returned = outcomes.results(state)
+    if not state.is_over or not returned or len(returned[0].text) > 12:
+        return None
+    return Figure("result", returned[0].text, (f"of {returned[0].ranks}",))
+
+
+def _most_memory(state: RunState) -> Figure | None:
+    """Return the most memory that a rank had in a run that is over, on its GPU if it has one."""
+    gpu = [r.usage.most_gpu_memory for r in state.ranks if r.usage.most_gpu_memory]
+    most = gpu or [r.usage.most_memory for r in state.ranks if r.usage.most_memory]
+    if not state.is_over or not most:
+        return None
+    return Figure(
+        "GPU memory" if gpu else "memory", format_bytes(max(most)), ("at most, of a rank",)
+    )
 
 
 def _devices(state: RunState) -> Figure | None:

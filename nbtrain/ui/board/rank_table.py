@@ -73,7 +73,7 @@ def rows_of(state: RunState, *, each: bool = False) -> list[Row]:
     apart = rank_texts.Apart(state)
     if each or state.world_size <= FEW:
         return [Row((rank,), apart.reason(rank)) for rank in state.ranks]
-    worst = ("failed", "failing", "stuck", "slow", "not joined yet")
+    worst = ["failed", "failing", "stuck", "slow", "not joined yet"]
     most = NAMED if state.world_size <= 16 else NAMED // 2
     single: list[Row] = []
     alike: dict[str, list[RankState]] = {}
@@ -84,7 +84,8 @@ def rows_of(state: RunState, *, each: bool = False) -> list[Row]:
             single.append(Row((rank,), reason))
         else:
             alike.setdefault(badge, []).append(rank)
-    single.sort(key=lambda row: rank_texts.badge(row.first) not in worst)
+    order = {badge: at for at, badge in enumerate(worst)}
+    single.sort(key=lambda row: order.get(rank_texts.badge(row.first), len(order)))
     return [*single, *(Row(ranks) for ranks in alike.values())]
 
 
@@ -98,7 +99,8 @@ def draw(rows: Sequence[Row], state: RunState) -> str:
     for i, row in enumerate(rows):
         lines.append([Cell(cells[i]) for _, cells in drawn])
         if remark := _remark(row, state):
-            lines.append([Cell(remark, "white-space:normal;overflow-wrap:anywhere")])
+            look = "white-space:normal;overflow-wrap:anywhere;padding-left:24px"
+            lines.append([Cell(remark, look)])
     styles = [column.style for column, _ in drawn]
     table = html_table(lines, styles, head=True, is_wide=True)
     region = 'style="overflow-x:auto" tabindex="0" role="region" aria-label="ranks"'
@@ -116,13 +118,13 @@ def _remark(row: Row, state: RunState) -> str:
     """Draw what needs the width of the board, below a rank's row: an error, other metrics."""
     if len(row.ranks) > 1:
         return ""
-    rank, lines = row.first, [f"<b>{escape(row.reason)}</b>"] if row.reason else []
+    rank, lines = row.first, [escape(row.reason)] if row.reason else []
     drawn = state.curves.all  # what has a curve is no rank's own: a validation is often rank 0's
     if state.world_size <= FEW and (others := rank_texts.metrics(rank, 5, but=drawn)):
         lines.append(f'<span style="{theme.SOFT}">{escape(others[:300])}</span>')
     trouble = verdict.trouble(rank, state)
     if trouble and not verdict.is_only_echo(rank, state) and rank is not verdict.culprit(state):
-        lines.append(f"<b>{escape(trouble)}</b>")
+        lines.append(escape(trouble))
     return "&ensp;".join(lines)
 
 

@@ -20,6 +20,9 @@ ROWS = 64
 COLUMNS = 240
 """Columns of a strip, at first: more bytes than there is room for halve them."""
 
+WIDE = 3
+"""Columns of a failure or a standstill at a strip's end, at least."""
+
 FEWEST = 6
 """Bins of time before there is something to see."""
 
@@ -52,6 +55,8 @@ class Strips(NamedTuple):
     """From the left of the canvas to its right, also where no band has come to yet."""
     seconds: float | None
     """What the columns cover; None where they cover the steps of the canvas."""
+    per: int = 1
+    """Ranks of a strip."""
 
     @property
     def pitch(self) -> int:
@@ -96,7 +101,15 @@ def strips_of(state: RunState, now: float, last: float | None, limit: int) -> St
     while len(_drawn(bands, 4)) > limit and columns > FEWEST:
         bands, columns = list(map(of.halved, bands)), -(-columns // 2)
     seconds = None if last is not None else count * rows[0].width
-    return Strips(bands, list(starts), columns, seconds)
+    return Strips(list(map(_legible, bands)), list(starts), columns, seconds, per)
+
+
+def _legible(band: str) -> str:
+    """Return a strip in which how a rank ended, or stands still, is wide enough to be seen."""
+    last = band[-1:]
+    if last not in (of.FAILED, of.STALLED) or len(band) < WIDE:
+        return band
+    return band[: min(len(band.rstrip(last)), len(band) - WIDE)].ljust(len(band), last)
 
 
 def waits_alone(strips: Strips, rank: int) -> tuple[float, float] | None:
@@ -137,9 +150,11 @@ def legend(strips: Strips) -> str:
             box += f"border-right:{solid}px solid {colour};margin-right:{-gap}px"
         pieces.append(
             f'<span style="white-space:nowrap;margin-right:16px"><span style="{ground};'
-            f'margin-right:6px"><span style="{box}"></span></span>{escape(name)}</span> '
+            f'margin-right:6px"><span style="{box}"></span></span>'
+            f'<span style="{theme.SOFT}">{escape(name)}</span></span> '
         )
-    return "".join(pieces)
+    rest = f"a strip for {strips.per} ranks: the worst of them" if strips.per > 1 else ""
+    return f'{"".join(pieces)}<span style="{theme.SOFT}">{rest}</span>'
 
 
 def _worst(rows: list[str]) -> str:

@@ -338,7 +338,7 @@ def test_saved_pictures_bring_no_ground_and_no_text(name: str) -> None:
         inner = base64.b64decode(picture["src"].partition(",")[2]).decode()
         assert "<text" not in inner
         assert "#fff" not in inner
-    for label in ("step", "200", "rank 0", "epoch 2", "samples/s"):  # text of the page
+    for label in ("step", "200", "rank 0", "epoch 1", "samples/s"):  # text of the page
         assert f">{label} <" in html.render(*board_states.drawn_at(name))
 
 
@@ -541,7 +541,7 @@ def test_states_and_figures_agree(name: str, shown: list[str], not_shown: list[s
         ("ranks-64", "correct the line that the log names"),
         ("lost", "nbtrain.last_run().load() copies what the ranks saved"),
         ("results-lost", "Free space there, or set NBTRAIN_HOME"),
-        ("flawed", "change what the note says"),
+        ("flawed", "do what the warning says"),
         ("slow-data", "raise num_workers of the DataLoader"),
     ],
 )
