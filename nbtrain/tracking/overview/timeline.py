@@ -6,7 +6,6 @@ peers shows where ranks meet, where the run hangs, and after a failure.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -211,7 +210,7 @@ def over_steps(timeline: Timeline, last: float, columns: int) -> str:
                     spent[at][letter] = spent[at].get(letter, 0.0) + part
         before = end
     drawn, debt = "", 0.0
-    for times in spent[: max(1, math.ceil(before - 0.5))]:  # not beyond the last step
+    for times in spent[: int(before) + 1]:
         worst = max(times, key=_RANKING.index, default=UNKNOWN)
         if worst in (UNKNOWN, STALLED, FAILED):
             drawn += worst
@@ -220,4 +219,6 @@ def over_steps(timeline: Timeline, last: float, columns: int) -> str:
         others = [letter for letter in times if letter not in (UNKNOWN, DATA)] or [DATA]
         drawn += DATA if debt >= 0.5 else max(others, key=lambda letter: times.get(letter, 0.0))
         debt -= drawn[-1] == DATA
-    return drawn
+    end = max(1, round(before))  # not beyond the last step
+    last = max(drawn[end - 1 :], key=_RANKING.index)
+    return drawn[: end - 1] + (last if last in (STALLED, FAILED) else drawn[end - 1])

@@ -624,6 +624,13 @@ def test_one_rank_of_many_that_waits_or_fails_is_seen_in_the_strips() -> None:
     assert [i for i, band in enumerate(made.bands) if "f" in band] == [5, 37]
 
 
+@pytest.mark.parametrize(("name", "rank", "letter"), [("failed", 1, "f"), ("hung", 2, "!")])
+def test_how_a_rank_ended_is_wide_enough_to_be_seen(name: str, rank: int, letter: str) -> None:
+    bands = strips_of(*board_states.drawn_at(name)).bands
+    assert bands[rank].endswith(3 * letter)
+    assert [letter in band for band in bands] == [i == rank for i in range(len(bands))]
+
+
 def test_the_epochs_that_are_over_are_a_table_with_the_best_marked() -> None:
     state, now = board_states.drawn_at("tqdm-4")
     text = re.sub(r"<[^>]*>", " ", html.render(state, now))
