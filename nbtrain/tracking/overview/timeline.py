@@ -220,5 +220,5 @@ def over_steps(timeline: Timeline, last: float, columns: int) -> str:
         drawn += DATA if debt >= 0.5 else max(others, key=lambda letter: times.get(letter, 0.0))
         debt -= drawn[-1] == DATA
     end = max(1, round(before))  # not beyond the last step
-    last = max(drawn[end - 1 :], key=_RANKING.index)
-    return drawn[: end - 1] + (last if last in (STALLED, FAILED) else drawn[end - 1])
+    final = max(drawn[end - 1 :], key=_RANKING.index)
+    return drawn[: end - 1] + (final if final in (STALLED, FAILED) else drawn[end - 1])
