@@ -6,6 +6,7 @@ peers shows where ranks meet, where the run hangs, and after a failure.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -124,7 +125,8 @@ class Timeline:
 
     def drawn(self, time: float) -> Timeline:
         """Return the strip up to a moment."""
-        return self if self.until is None else self._up_to(time, self.now, self.now)
+        is_known = self.until is None or time < self.start + len(self.letters) * self.width
+        return self if is_known else self._up_to(time, self.now, self.now)
 
     def _up_to(self, time: float, letter: str, now: str) -> Timeline:
         """Return the strip filled with a letter up to a time, from when on the rank does `now`."""
@@ -186,6 +188,8 @@ def _begun_at(start: float, width: float, timeline: Timeline) -> Timeline:
     while timeline.width < width:
         timeline = timeline._halved()
     before = round((timeline.start - start) / width)
+    if not before:
+        return timeline
     letters, steps = UNKNOWN * before + timeline.letters, (0,) * before + timeline.steps
     return replace(timeline, letters=letters, steps=steps, start=start)
 
@@ -196,29 +200,22 @@ def over_steps(timeline: Timeline, last: float, columns: int) -> str:
     A column has the letter of what took most of its time; a failure and a standstill are never
     left out, and the columns that wait for data are as many as the share of the time.
     """
-    spent: list[dict[str, float]] = [{} for _ in range(columns)]
-    scale, before = columns / last, 0.0
-    for letter, step in zip(timeline.letters, timeline.steps, strict=True):
-        end = min(step * scale, columns - 1e-6)
-        first = int(before)
-        if int(end) == first:
-            spent[first][letter] = spent[first].get(letter, 0.0) + 1
-        else:
-            for at in range(first, int(end) + 1):
-                part = (min(end, at + 1) - max(before, at)) / (end - before)
-                if part > 0:
-                    spent[at][letter] = spent[at].get(letter, 0.0) + part
-        before = end
-    drawn, debt = "", 0.0
-    for times in spent[: int(before) + 1]:
-        worst = max(times, key=_RANKING.index, default=UNKNOWN)
-        if worst in (UNKNOWN, STALLED, FAILED):
+    letters, steps = timeline.letters, timeline.steps
+    reached = steps[-1] if steps else 0
+    ends = max(1, round(reached * columns / last))  # not beyond the last step
+    drawn, debt, first = "", 0.0, 0
+    for column in range(1, ends + 1):
+        until = reached if column == ends else column * last / columns
+        behind = bisect_right(steps, until, first)
+        part = letters[first:behind] or letters[first : first + 1]  # a bin of many steps
+        first = behind
+        found = set(part)
+        worst = max(found, key=_RANKING.index, default=UNKNOWN)
+        if worst in (UNKNOWN, STALLED, FAILED) or found == {COMPUTE}:
             drawn += worst
             continue
-        debt += times.get(DATA, 0.0) / sum(times.values())
-        others = [letter for letter in times if letter not in (UNKNOWN, DATA)] or [DATA]
-        drawn += DATA if debt >= 0.5 else max(others, key=lambda letter: times.get(letter, 0.0))
+        debt += part.count(DATA) / (len(part) - part.count(UNKNOWN))
+        others = found - {UNKNOWN, DATA} or {DATA}
+        drawn += DATA if debt >= 0.5 else max(sorted(others), key=part.count)
         debt -= drawn[-1] == DATA
-    end = max(1, round(before))  # not beyond the last step
-    final = max(drawn[end - 1 :], key=_RANKING.index)
-    return drawn[: end - 1] + (final if final in (STALLED, FAILED) else drawn[end - 1])
+    return drawn

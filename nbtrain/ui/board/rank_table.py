@@ -135,7 +135,7 @@ def _columns(rows: Sequence[Row], state: RunState) -> list[Column]:
         map(rank_texts.Apart(state).waits_longer, (row.first for row in rows if row.reason))
     )
     soft_left = f"{LEFT};{theme.SOFT}"
-    has_bars = len(rows) > 1 and len({eta.fraction(rank) for rank in state.ranks}) > 1
+    has_bars = len(rows) > 1 and len({_share(row) for row in rows}) > 1
     bars = [
         Column("", lambda row: _bar(row, state), "min-width:72px"),
         Column("", lambda row: _percent(row), RIGHT, 42),

@@ -91,7 +91,7 @@ def strips_of(state: RunState, now: float, last: float | None, limit: int) -> St
     if last is None:
         bands, columns = merged, count
     else:
-        columns = COLUMNS
+        columns = COLUMNS if len(merged) <= 32 else COLUMNS // 2
         bands = []
         for i, letters in zip(starts, merged, strict=True):
             first = max(rows[i : i + per], key=lambda row: len(row.letters))
