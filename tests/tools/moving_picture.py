@@ -193,6 +193,7 @@ def perform(notebook: Page) -> Film:
 def photograph(notebook: Page) -> None:
     """Train on eight ranks twice, and take the picture of the second board while a rank is slow."""
     notebook.wait_for_kernel()
+    notebook.command("application:toggle-left-area")
     notebook.run_all()
     page = notebook.page
     page.get_by_text("rank 5 waits for data").first.wait_for(timeout=180_000)

@@ -26,6 +26,9 @@ _POSITION = 64
 FEW = 2
 """Ranks up to which each has a row, alike or not."""
 
+APART = 0.05
+"""The difference in progress from which rows have bars."""
+
 NAMED = 6
 """Ranks that are named among many."""
 
@@ -135,7 +138,8 @@ def _columns(rows: Sequence[Row], state: RunState) -> list[Column]:
         map(rank_texts.Apart(state).waits_longer, (row.first for row in rows if row.reason))
     )
     soft_left = f"{LEFT};{theme.SOFT}"
-    has_bars = len(rows) > 1 and len({_share(row) for row in rows}) > 1
+    shares = [share for share in map(_share, rows) if share is not None]
+    has_bars = bool(shares) and max(shares) - min(shares) >= APART
     bars = [
         Column("", lambda row: _bar(row, state), "min-width:72px"),
         Column("", lambda row: _percent(row), RIGHT, 42),
