@@ -41,6 +41,16 @@ def epochs(state: RunState) -> int:
     return 0
 
 
+def first_epoch(state: RunState) -> int:
+    """Return the number of the first epoch that the run, or its present attempt, trains."""
+    return _progress(state).first_epoch
+
+
+def stuck_for(state: RunState, now: float) -> float:
+    """Return for how many seconds no rank has moved, in a hang."""
+    return _progress(state, now).stuck_for or 0.0
+
+
 def last_step(state: RunState) -> int:
     """Return at which step a run will end, about; 0 where that is not known."""
     steps = _progress(state).steps

@@ -77,7 +77,7 @@ def _after_failure(rank: RankState, state: RunState) -> str:
         return known[0]
     if text := _OF_KIND.get(kind):
         return text
-    place = verdict.line_of_failure(rank) or "the line that the log names"
+    place = verdict.line_of_failure(rank) or f"the line that the log of rank {rank.rank} names"
     return (
         f"correct {place}, or the data that it uses, then run it again; `--debug` opens the "
         "debugger where it fails."

@@ -22,7 +22,7 @@ COMPILING, SAVING, STALLED, FAILED = "x", "s", "!", "f"
 
 NAMES: Mapping[str, str] = {
     UNKNOWN: "not training",
-    COMPUTE: "computing",
+    COMPUTE: "training",
     DATA: "waiting for data",
     PEERS: "waiting for peers",
     COMPILING: "compiling",

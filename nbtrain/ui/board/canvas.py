@@ -210,7 +210,7 @@ def canvas(
     if rows is not None:
         shade, shares = _late(state, rows, bottom, width)
         marks = shade + marks + strips.draw(rows, y, width)
-        labels += _numbers(rows, y)
+        labels += _numbers(rows, state, y)
         if shares is not None and x is not None and rows.seconds is None:
             late = round(x.high * shares[0]), round(x.high * shares[1])
     if x is not None and (main is not None or (rows and rows.seconds is None)):
@@ -335,7 +335,7 @@ def _ticks(state: RunState, x: axes.Scale, y: float) -> list[Label]:
     now = x.place(made) if made and not state.is_over else 2.0
     shown = [_at_axis(x.place(made), y, f"{made:,}", True)] if now <= 1 else []
     for tick, text in zip(x.ticks, x.labels, strict=True):
-        if abs(x.place(tick) - now) > 0.11:
+        if abs(x.place(tick) - now) > 0.08:
             shown.append(_at_axis(x.place(tick), y, text))
     return [Label(0, y, "step", "left"), *shown]
 
@@ -408,8 +408,8 @@ def _loss(
     place.y = curve.scale(4, log, line)
     marks, ends = place.grid(), list[tuple[Label, float]]()
     if state.earlier is not None and state.earlier.metric == curve.name:
-        drawn, label = _earlier(state.earlier, place)
-        marks, ends = marks + drawn, ends + label
+        drawn, names = _earlier(state.earlier, place)
+        marks, ends = marks + drawn, ends + names
     marks += _line(series, line, place, theme.BLUE)
     _, begins = present_training(state)
     if better(curve.name):
@@ -423,7 +423,9 @@ def _loss(
         marks += "".join(place.dot(p, theme.ORANGE) for p in points if len(points) <= 24)
         marks += _best(name, twin.since(begins), place, theme.ORANGE)
         newest = "nan" if twin.last is None else format_number(twin.last)
-        ends.append(_end(points, f"{newest} {shorten(name, 24)}", place))
+        label, below = _end(points, f"{newest} {shorten(name, 24)}", place)
+        label = label._replace(y=label.y - 10) if label.anchor == "start" else label
+        ends.append((label, below))
     return marks, [*place.values(), *_apart(ends, place.top + LOSS)]
 
 
@@ -507,6 +509,7 @@ def _earlier(earlier: EarlierRun, place: _Place) -> tuple[str, list[tuple[Label,
 def _rate(curve: Curve, state: RunState, place: _Place) -> tuple[str, list[Label]]:
     """Draw the throughput as an area from 0 on: a dip is the moment at which ranks waited."""
     line = curve.line(96)
+    line += [(line[-1][0], 0.0)] if is_stuck(state) else []
     top = max((y for _, y in line), default=1.0) or 1.0
     place.y = axes.Scale(0.0, 1.1 * top, ())
     floor = [(line[-1][0], 0.0), (line[0][0], 0.0)]
@@ -518,11 +521,14 @@ def _rate(curve: Curve, state: RunState, place: _Place) -> tuple[str, list[Label
     return marks, [Label(0, place.top + RATE / 2, curve.name, "left"), label]
 
 
+_FAILED = ("failing", "failed")
+
+
 def _late(
     state: RunState, rows: strips.Strips, bottom: int, units: int
 ) -> tuple[str, tuple[float, float] | None]:
     """Shade where a slow rank alone waited for data, from the loss to its strip; say where."""
-    has_failed = any(rank.status in ("failing", "failed") for rank in state.ranks)
+    has_failed = any(rank.status in _FAILED for rank in state.ranks)
     slow = (rank.rank for rank in state.ranks if rank.hang == "slow?" and not has_failed)
     found = next(filter(None, (strips.waits_alone(rows, rank) for rank in slow)), None)
     if found is None:
@@ -532,13 +538,26 @@ def _late(
     return f'{shade}fill="{theme.AMBER}" fill-opacity=".14"/>', found
 
 
-def _numbers(rows: strips.Strips, top: int) -> list[Label]:
-    """Return the numbers of ranks beside the strips, as many as have room."""
+def _numbers(rows: strips.Strips, state: RunState, top: int) -> list[Label]:
+    """Return the numbers of ranks beside the strips, as many as have room.
+
+    Those of the first and the last, and of ranks that something is said of, before others.
+    """
     every, last = -(-13 // rows.pitch), len(rows.names) - 1
-    shown = [i for i in range(last + 1) if i == last or (i % every == 0 and last - i >= every)]
+    told = [r.rank // rows.per for r in state.ranks if r.hang == "slow?" or r.status in _FAILED]
+    shown: list[int] = []
+    for at in [0, *told, last, *range(0, last, every)]:
+        if all(abs(at - other) >= every for other in shown):
+            shown.append(at)
+    names = {last: state.world_size - 1}
     return [
-        Label(0, top + (i + 0.5) * rows.pitch, f"{'' if i else 'rank '}{rows.names[i]}", "left")
-        for i in shown
+        Label(
+            0,
+            top + (at + 0.5) * rows.pitch,
+            f"{'' if at else 'rank '}{names.get(at, rows.names[at])}",
+            "left",
+        )
+        for at in sorted(shown)
     ]
 
 
@@ -555,8 +574,8 @@ def _epochs(state: RunState, x: axes.Scale, bottom: int, labels: list[Label], wi
     for number, (begin, end) in enumerate(zip(begins, named, strict=False), first):
         is_legible = (x.place(end) - x.place(begin) > 0.06 or end == made) and x.place(begin) < 0.88
         if ends and len(ends) <= LEGIBLE and end > begin and is_legible:
-            name = "epoch " if begin == 0 else ""
-            labels.append(Label(x.place(begin), 8, f"{name}{number}"))
+            labels.append(Label(x.place(begin), 8, str(number)))
+    labels += [Label(0, 8, "epoch", "left")] if ends and len(ends) <= LEGIBLE else []
     rules = [end for end in ends if 0 < x.place(end) < 1][:100]
     lines = "".join(f"M{width * x.place(end):.0f} {TOP - 12}V{bottom}" for end in rules)
     drawn = f'<path d="{lines}" stroke="#888" stroke-opacity=".4" stroke-dasharray="2 3" '

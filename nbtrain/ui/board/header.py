@@ -46,13 +46,11 @@ class Figure(NamedTuple):
 
 
 def draw(state: RunState, now: float, late: tuple[int, int] | None = None) -> str:
-    """Draw the one progress bar, the key figures, and what is wrong.
+    """Draw the one progress bar, what is wrong, and the key figures.
 
     `late`: the steps from which to which a slow rank waited for its data.
     """
-    trouble, figures = _trouble(state, late), _figures(state, now)
-    has_ended_badly = state.is_over or verdict.culprit(state) is not None
-    return f"{_bar(state)}" + (f"{trouble}{figures}" if has_ended_badly else f"{figures}{trouble}")
+    return f"{_bar(state)}{_trouble(state, late)}{_figures(state, now)}"
 
 
 def status(state: RunState) -> str:
@@ -78,7 +76,7 @@ def sentence(state: RunState, now: float) -> str:
     done, left = eta.of_run(state), eta.remaining(state, now)
     parts = [f"{state.title} {status(state)}"]
     if run_texts.is_stuck(state):
-        parts = [f"{state.title} has been stuck for {theme.clock(stuck_for(state, now))}"]
+        parts = [f"{state.title} has been stuck for {theme.clock(eta.stuck_for(state, now))}"]
     elif not state.is_over:
         parts += [f"{100 * done:.0f} percent done"] if done is not None else []
         parts += [left] if left and status(state) != "failing" else []
@@ -119,7 +117,7 @@ def headline(state: RunState, now: float) -> tuple[str, str]:
     slow = [rank.rank for rank in state.ranks if rank.hang == "slow?"]
     word, text = look(state), status(state)
     if word == "stuck":
-        text = f"stuck for {theme.clock(stuck_for(state, now))}"
+        text = f"stuck for {theme.clock(eta.stuck_for(state, now))}"
     elif word == "running" and slow:
         word, text = "slow", f"running, {shorten(format_ranks(slow), 40)} slow"
     elif word == "running":
@@ -179,14 +177,6 @@ def _has_moved(rank: RankState) -> bool:
     return bool(rank.bars or rank.metrics or (rank.progress is not None and rank.progress.steps))
 
 
-def stuck_for(state: RunState, now: float) -> float:
-    """Return for how many seconds no rank has moved."""
-    times = [rank.progress.time for rank in state.ranks if rank.progress is not None]
-    times += [bar.time for rank in state.ranks for bar in rank.bars.values()]
-    times += [rank.started for rank in state.ranks if rank.started is not None]
-    return max(0.0, now - max(times, default=now))
-
-
 def _trouble(state: RunState, late: tuple[int, int] | None) -> str:
     """Draw what is wrong, once, and what to do: a failure, a hang, a slow rank."""
     culprit = verdict.culprit(state)
@@ -198,7 +188,8 @@ def _trouble(state: RunState, late: tuple[int, int] | None) -> str:
     text = f"{text} (steps {late[0]:,}–{late[1]:,})" if late is not None else text
     tones = theme.tones(state.status) if _has_own_card(state) else theme.WARN
     advice = "" if _is_restarted(state) else next_step(state)
-    return card(tones, f"{theme.coded(shorten(text, 1000))}{advice}")
+    text = shorten(text[:1].upper() + text[1:], 1000)
+    return card(tones, f'<span style="font-weight:600">{theme.coded(text)}</span>{advice}')
 
 
 def trouble(state: RunState) -> str:
@@ -230,7 +221,7 @@ def _failure(rank: RankState, state: RunState) -> str:
     """Draw a failure: rank and line, the exception, what to change, and the other ranks."""
     line = verdict.line(rank)
     place = verdict.line_of_failure(rank)
-    head = f"rank {rank.rank}" + (f" at {place}" if place else "")
+    head = f"Rank {rank.rank}" + (f" at {place}" if place else "")
     seen = (each.text for each in rank.evidence if not line.startswith(each.text))
     rows = "".join(f"<div>{escape(shorten(t, 600))}</div>" for t in dict.fromkeys(seen))
     others = [r for r in state.ranks if r is not rank]
@@ -262,7 +253,7 @@ def card(tones: theme.Tones, inner: str) -> str:
     """Draw a card with an edge in the colour of its status."""
     return (
         f'<div style="margin:8px 0;padding:6px 12px;border-left:4px solid {tones.colour};'
-        f'background:rgba(128,128,128,.1);overflow-wrap:anywhere">{inner}</div>'
+        f'background:{tones.colour}22;overflow-wrap:anywhere">{inner}</div>'
     )
 
 
@@ -352,7 +343,9 @@ def _done(state: RunState) -> Figure | None:
     if done is None:
         places = tuple(filter(None, [where, more]))
         return Figure("at", places[0], places[1:]) if places else None
-    return Figure("done", f"{int(100 * done)} %", (more or where,))
+    first = eta.first_epoch(state)
+    name = "done" if first <= 1 else f"done from epoch {first} on"
+    return Figure(name, f"{int(100 * done)} %", (more or where,))
 
 
 def _left(state: RunState, now: float) -> Figure | None:

@@ -153,6 +153,7 @@ def _columns(rows: Sequence[Row], state: RunState) -> list[Column]:
             "rate", lambda row: "" if stands else escape(row.over_all(rank_texts.pace)), RIGHT, 64
         ),
         Column("memory", lambda row: _memory(row), RIGHT, 54),
+        Column("GPU", lambda row: row.over_all(lambda rank: _gpu(rank, state)), RIGHT, 46),
         Column("CPU", lambda row: row.over_all(rank_texts.cpu), RIGHT, 46),
         Column("compiled", lambda row: row.over_all(rank_texts.compiled), RIGHT),
         *(
@@ -162,6 +163,14 @@ def _columns(rows: Sequence[Row], state: RunState) -> list[Column]:
         ),
         Column("at", lambda row: _position(row), soft_left),
     ]
+
+
+def _gpu(rank: RankState, state: RunState) -> str:
+    """Return how busy a rank's GPU is: ``97 %``; empty where that is not known."""
+    host = state.hosts.get(rank.node)
+    known = {gpu[0]: gpu[4] for gpu in host.gpus} if host is not None and not rank.is_over else {}
+    busy = None if rank.usage.gpu is None else known.get(rank.usage.gpu)
+    return f"{busy:.0f} %" if isinstance(busy, (int, float)) else ""
 
 
 def _name(row: Row) -> str:
