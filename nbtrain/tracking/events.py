@@ -224,7 +224,8 @@ class WorkSample(Event, kind="work"):
     noise: str = ""
     """Numpy's generator, where the data set has drawn from it as it was when the task began."""
     weights: str = ""
-    """A checksum of some trained parameters; "" where they are parts of larger ones, or gone."""
+    """At the end: shapes and a checksum of some trained parameters; "" where they are sharded, or
+    gone."""
 
 
 @dataclass(frozen=True)

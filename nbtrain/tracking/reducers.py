@@ -135,7 +135,8 @@ def _attempt(state: RunState, event: ev.Attempt) -> Draft:
     message = strip_escapes(event.reason)
     new = {"ranks": ranks, "attempt": event.number, "message": message, "status": "starting"}
     ends = (end.x for series in state.curves.all.values() for end in series.ends.values())
-    reached = made or max(ends, default=0)
+    has_trained = any(rank.progress is not None for rank in state.ranks)
+    reached = made if made or has_trained else max(ends, default=0)
     new["restarts"] = (*state.restarts, (event.time, reached))[-RESTARTS:]
     return {**new, "hang": "", "not_finite": None, "flaws": ()}
 
@@ -347,7 +348,7 @@ RANK_REDUCERS: Mapping[type[ev.Event], Callable[[Draft, Any], Draft]] = {
 def _add_to_curves(curves: CurvesDraft, rank: Draft, event: ev.Event) -> None:
     before = rank["steps_before"]
     if isinstance(event, ev.Metrics):
-        step = event.at + before if event.at else event.step
+        step = event.at + before if event.at or before else event.step
         for key, value in event.values.items():
             curves.add_logged(event.rank, step, _name(key[:400]), value)
     elif isinstance(event, ev.TrainingUpdate):

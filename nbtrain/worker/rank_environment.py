@@ -129,12 +129,17 @@ _prepared = weakref.WeakSet[Any]()
 
 def _prepare_anew(original: Any, accelerator: Any, *values: Any, **named: Any) -> Any:
     for value in (*values, *named.values()):
-        if task_values.is_model(value) and value not in _prepared:
+        if task_values.is_model(value) and value not in _prepared and not _is_wrapper(value):
             vars(value).pop(_MARK, None)
     made = original(accelerator, *values, **named)
-    models = filter(task_values.is_model, made if isinstance(made, (tuple, list)) else (made,))
-    _prepared.update(model for model in models if _MARK in vars(model))
+    if not named.get("evaluation_mode"):  # such a model has no wrapper: a Trainer trains it later
+        models = filter(task_values.is_model, made if isinstance(made, (tuple, list)) else (made,))
+        _prepared.update(model for model in models if _MARK in vars(model))
     return made
+
+
+def _is_wrapper(model: Any) -> bool:
+    return type(model).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel")
 
 
 def renew_accelerate_state(plan: Plan) -> None:

@@ -155,15 +155,17 @@ def test_a_run_in_the_background_so_far_and_one_that_failed(tmp_path: Path) -> N
         raise ValueError("enough")
 
     run = nbtrain.launch(train, num_processes=1, view="none", background=True)
-    wait_until(lambda: (run.summary().steps or 0) > 1)
-    s = run.summary()
+    try:
+        wait_until(lambda: (run.summary().steps or 0) > 1 and len(run.summary().memory_parts) > 2)
+        s = run.summary()
+    finally:
+        (tmp_path / "go").touch()
     assert (s.status, s.error) == ("running", "")
     assert [(p.name, p.bytes) for p in s.memory_parts][:3] == [
         ("weights", 16),
         ("gradients", 16),
         ("optimizer states", 36),
     ]
-    (tmp_path / "go").touch()
     s = run.wait().summary()
     assert (s.status, s.error) == ("failed", "rank 0: ValueError: enough")
     assert "  failed    rank 0: ValueError: enough" in repr(s)

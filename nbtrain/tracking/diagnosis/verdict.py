@@ -409,7 +409,7 @@ def line_of_failure(rank: RankState) -> str:
     """Return the line of the user's code that raised, from the traceback that a rank left."""
     log = list(rank.log)
     if ev.TRACEBACK_FOLLOWS in log:
-        log = log[log.index(ev.TRACEBACK_FOLLOWS) :]
+        log = log[len(log) - log[::-1].index(ev.TRACEBACK_FOLLOWS) :]  # of the last attempt
     in_cell = [match for line in log if (match := _CELL_LINE.match(line))]
     if in_cell:
         return f"line {in_cell[-1][2]} of the cell"
@@ -438,7 +438,7 @@ def _has_failed(rank: RankState) -> bool:
 def culprit(state: RunState) -> RankState | None:
     """Return the rank whose failure is the cause of the others'; None if none failed."""
     failed = [rank for rank in state.ranks if _has_failed(rank)]
-    causes = [rank for rank in failed if not is_only_echo(rank, state)]
+    causes = [rank for rank in failed if not rank.has_lost_peers]
     return min(causes or failed, key=lambda rank: rank.ended or math.inf, default=None)
 
 

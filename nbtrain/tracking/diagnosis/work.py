@@ -137,16 +137,20 @@ def _together(samples: list[ev.WorkSample]) -> Finding | None:
 
 
 def _apart(samples: list[ev.WorkSample]) -> Finding | None:
-    """Find ranks of one group whose weights differ, though no code asks for its rank."""
+    """Find ranks of one group whose weights differ in the end, though no code asks for its rank.
+
+    Not before: ranks that average their weights now and then differ in between.
+    """
     weights = {sample.weights for sample in samples}
-    are_alike = len({(sample.steps, sample.is_last) for sample in samples}) == 1
-    is_meant = any(sample.asks_rank or sample.is_wrapped for sample in samples)
-    if "" in weights or len(weights) == 1 or not are_alike or is_meant:
+    shapes = {sample.weights.partition(" ")[0] for sample in samples}  # of stages, they differ
+    steps = {sample.steps for sample in samples}
+    is_meant = any(s.asks_rank or s.is_wrapped or not s.is_last for s in samples)
+    if "" in weights or len(weights) == 1 or max(len(shapes), len(steps)) > 1 or is_meant:
         return None
     return Finding(
         "apart",
-        f"the {len(samples)} ranks train different weights{PLACE}, and the notebook gets those "
-        "of rank 0: nothing averages their gradients.",
+        f"the {len(samples)} ranks trained different weights{PLACE}, and the notebook gets those "
+        "of rank 0.",
         f"To train one model on all of them, {_PREPARE}. {_ALONE}",
         flaw="each rank trained a model of its own",
     )

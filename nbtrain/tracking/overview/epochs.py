@@ -20,6 +20,7 @@ TRAIN_LOSS = "train loss"
 
 
 _ASIDE = re.compile(r"^(epoch|(global_)?steps?)$|runtime|_per_second|flos$|_time$", re.I)
+"""Names of numbers that say nothing of a model."""
 
 
 def is_aside(name: str) -> bool:

@@ -130,7 +130,7 @@ def cut(text: str, width: int) -> str:
 
 
 def _ranks(state: RunState, *, each: bool) -> str:
-    """Draw the ranks: alike ones in a row; many as a grid; once the run is over, all to unfold."""
+    """Draw the ranks: alike ones in a row; once the run is over, all to unfold."""
     few = state.world_size <= ROWS
     rows = rank_table.rows_of(state, each=each and few)
     drawn = "" if few else _overview(state)

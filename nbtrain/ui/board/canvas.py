@@ -191,7 +191,7 @@ def canvas(
 ) -> Picture | None:
     """Return the loss, the throughput and the strips, one above the other; None for nothing."""
     main = curves[0] if curves and curves[0].series.bins else None
-    has_steps = _made(state) > 0
+    has_steps = made_steps(state) > 0
     x = _steps(state, [main] if main else [rate] if rate else [])
     limit = BYTES if state.is_over else LIVE_BYTES
     rows = strips.strips_of(state, now, x.high if has_steps and x else None, limit)
@@ -205,19 +205,21 @@ def canvas(
         if rate is not None:
             panel, texts = _rate(rate, state, _Place(x, y + 4, RATE, width))
             marks, labels, y = marks + panel, labels + texts, y + RATE + 12
+    is_apart = rows is not None and rows.seconds is not None and main is not None
+    y += BOTTOM if is_apart else 0  # for the steps, which are the curves' alone
     bottom = y + (rows.height if rows else 0)
+    axis = y - BOTTOM if is_apart else bottom
     late = None
     if rows is not None:
-        shade, shares = _late(state, rows, bottom, width)
+        shade, shares = _late(state, rows, y if rows.seconds is not None else TOP, bottom, width)
         marks = shade + marks + strips.draw(rows, y, width)
         labels += _numbers(rows, state, y)
         if shares is not None and x is not None and rows.seconds is None:
             late = round(x.high * shares[0]), round(x.high * shares[1])
     if x is not None and (main is not None or (rows and rows.seconds is None)):
-        marks = _epochs(state, x, bottom, labels, width) + marks
-        labels += _ticks(state, x, bottom + 10)
+        marks = _epochs(state, x, axis, labels, width) + marks
+        labels += _ticks(state, x, axis + 10)
     if rows is not None and rows.seconds is not None:
-        bottom += BOTTOM if main is not None else 0
         labels += _times(rows.seconds, bottom + 10)
     text = main.text if main is not None else "what each rank did over time"
     return Picture(marks, tuple(labels), width, bottom + BOTTOM, text, rows, late)
@@ -277,7 +279,8 @@ def curves_of(state: RunState, large: str | None = None) -> list[Curve]:
         if name == large or not metric or train is None:
             continue
         of_train = known[train].series
-        if curve.series.bins and of_train.bins and _count_alike(curve.series, of_train):
+        has_room = known[train].twin is None and curve.series.bins and of_train.bins
+        if has_room and _count_alike(curve.series, of_train):
             known[train] = replace(known[train], twin=(name, curve.series))
             del known[name]
     main = main if main in known else main_metric(known)
@@ -311,12 +314,13 @@ def best(series: Series, direction: str) -> Point:
 def _steps(state: RunState, curves: Sequence[Curve]) -> axes.Scale | None:
     """Return the axis of steps: to the end of the run where that is known; None without any."""
     spans = [curve.span for curve in curves if curve.series.bins]
-    made = _made(state)
+    made = made_steps(state)
     if not spans and not made:
         return None
     first = 0.0 if made else min((low for low, _ in spans), default=0.0)
     last = max([float(made), *(high for _, high in spans)])
     end = eta.last_step(state)
+    end += max(rank.steps_before for rank in state.ranks) if end else 0
     is_known = end >= last and not state.is_over
     if state.is_over:  # a point at the very edge of an image would be cut
         last += 0.016 * (last - first)
@@ -324,14 +328,14 @@ def _steps(state: RunState, curves: Sequence[Curve]) -> axes.Scale | None:
     return axes.of_steps(first, last, is_over=is_known or state.is_over, intervals=8)
 
 
-def _made(state: RunState) -> int:
+def made_steps(state: RunState) -> int:
     """Return how many optimizer steps the rank that is ahead has made, in all attempts."""
     return max(r.steps_before + (r.progress.steps if r.progress else 0) for r in state.ranks)
 
 
 def _ticks(state: RunState, x: axes.Scale, y: float) -> list[Label]:
     """Return the labels of the steps; while a run goes on, that of the present one stands out."""
-    made = _made(state)
+    made = made_steps(state)
     now = x.place(made) if made and not state.is_over else 2.0
     shown = [_at_axis(x.place(made), y, f"{made:,}", True)] if now <= 1 else []
     for tick, text in zip(x.ticks, x.labels, strict=True):
@@ -463,7 +467,7 @@ def _best(name: str, series: Series, place: _Place, colour: str) -> str:
 def _end(points: Sequence[Point], text: str, place: _Place) -> tuple[Label, float]:
     """Return the label at a curve's end: behind it, or above it; and how far down it may stand."""
     x, y = place.at(points[-1])
-    if x <= 0.62 * place.width:
+    if x + max(0.38 * place.width, 7 * len(text)) <= place.width:
         return Label(x / place.width, y, text, "start", True), y
     reach = x - 10 * len(text)  # about: a page has other pixels than the canvas has units
     places = list(map(place.at, points))
@@ -497,7 +501,8 @@ def _earlier(earlier: EarlierRun, place: _Place) -> tuple[str, list[tuple[Label,
     """Draw the curve of the run before, as far as the axes go, with its name."""
     assert place.y is not None
     low, high = place.y.low, place.y.high
-    points = [(x, min(high, max(low, y))) for x, y in earlier.points if x <= place.x.high]
+    reach = place.x.low, place.x.high
+    points = [(x, min(high, max(low, y))) for x, y in earlier.points if reach[0] <= x <= reach[1]]
     if not points:
         return "", []
     look = f'fill="none" stroke="{theme.GREY}" stroke-width="1.5" stroke-dasharray="2 3" '
@@ -525,7 +530,7 @@ _FAILED = ("failing", "failed")
 
 
 def _late(
-    state: RunState, rows: strips.Strips, bottom: int, units: int
+    state: RunState, rows: strips.Strips, top: int, bottom: int, units: int
 ) -> tuple[str, tuple[float, float] | None]:
     """Shade where a slow rank alone waited for data, from the loss to its strip; say where."""
     has_failed = any(rank.status in _FAILED for rank in state.ranks)
@@ -534,7 +539,7 @@ def _late(
     if found is None:
         return "", None
     x, width = units * found[0], units * (found[1] - found[0])
-    shade = f'<rect x="{x:.0f}" y="{TOP}" width="{width:.0f}" height="{bottom - TOP}" '
+    shade = f'<rect x="{x:.0f}" y="{top}" width="{width:.0f}" height="{bottom - top}" '
     return f'{shade}fill="{theme.AMBER}" fill-opacity=".14"/>', found
 
 
@@ -563,24 +568,27 @@ def _numbers(rows: strips.Strips, state: RunState, top: int) -> list[Label]:
 
 def _epochs(state: RunState, x: axes.Scale, bottom: int, labels: list[Label], width: int) -> str:
     """Draw a rule where an epoch ended, or will end, and where an attempt began; name them."""
-    ends = [row.steps for row in epoch_table(state).rows]
-    first = next((row.epoch for row in epoch_table(state).rows), 1)
-    total, last = eta.epochs(state), eta.last_step(state)
+    rows = epoch_table(state).rows
+    ends, names = [row.steps for row in rows], [str(row.epoch) for row in rows]
+    total, last, made = eta.epochs(state), eta.last_step(state), made_steps(state)
     if total > len(ends) and last and not state.is_over and not state.restarts:
-        ends += [round(last * i / total) for i in range(len(ends) + 1, total + 1)]
-    made = _made(state)
-    begins = [0, *ends]
-    named = [*ends, made] if made > begins[-1] else ends
-    for number, (begin, end) in enumerate(zip(begins, named, strict=False), first):
-        is_legible = (x.place(end) - x.place(begin) > 0.06 or end == made) and x.place(begin) < 0.88
-        if ends and len(ends) <= LEGIBLE and end > begin and is_legible:
-            labels.append(Label(x.place(begin), 8, str(number)))
-    labels += [Label(0, 8, "epoch", "left")] if ends and len(ends) <= LEGIBLE else []
-    rules = [end for end in ends if 0 < x.place(end) < 1][:100]
+        to_come = range(len(ends) + 1, total + 1)
+        first = rows[0].epoch if rows else eta.first_epoch(state)
+        ends += [round(last * i / total) for i in to_come]
+        names += [str(first + i - 1) for i in to_come]
+    elif rows and made > ends[-1]:  # the epoch that goes on
+        ends, names = [*ends, made], [*names, str(rows[-1].epoch + 1)]
+    if rows and len(ends) <= LEGIBLE:
+        labels.append(Label(0, 8, "epoch", "left"))
+        for name, begin, end in zip(names, [0, *ends], ends, strict=False):
+            is_wide = x.place(end) - x.place(begin) > 0.03 or end == made
+            if end > begin and is_wide and x.place(begin) < 0.95:
+                labels.append(Label(x.place(begin), 8, name))
+    rules = [end for end in ends if end != made and 0 < x.place(end) < 1][:100]
     lines = "".join(f"M{width * x.place(end):.0f} {TOP - 12}V{bottom}" for end in rules)
     drawn = f'<path d="{lines}" stroke="#888" stroke-opacity=".4" stroke-dasharray="2 3" '
     drawn = f"{drawn}{theme.FIXED}/>" if lines else ""
-    for number, (_, step) in enumerate(state.restarts, 2):
+    for number, (_, step) in enumerate(state.restarts, state.attempt - len(state.restarts) + 1):
         if x.low < step < x.high:
             at = f"M{width * x.place(step):.0f} {TOP - 12}V{bottom}"
             drawn += f'<path d="{at}" stroke="#888" stroke-width="1.5" {theme.FIXED}/>'

@@ -162,7 +162,7 @@ def _of_phase(name: str, state: RunState) -> str:
 
 
 def _phase(state: RunState) -> str:
-    """Return the phase before the first step, for the pill; empty where none is known."""
+    """Return the phase before the first step, for the headline; empty where none is known."""
     if any(_has_moved(rank) for rank in state.ranks):
         return ""
     phases = [rank.phase for rank in state.ranks if rank.phase]
@@ -188,8 +188,8 @@ def _trouble(state: RunState, late: tuple[int, int] | None) -> str:
     text = f"{text} (steps {late[0]:,}–{late[1]:,})" if late is not None else text
     tones = theme.tones(state.status) if _has_own_card(state) else theme.WARN
     advice = "" if _is_restarted(state) else next_step(state)
-    text = shorten(text[:1].upper() + text[1:], 1000)
-    return card(tones, f'<span style="font-weight:600">{theme.coded(text)}</span>{advice}')
+    text = theme.coded(shorten(text, 1000))
+    return card(tones, f'<span style="font-weight:600">{text}</span>{advice}')
 
 
 def trouble(state: RunState) -> str:
@@ -221,7 +221,7 @@ def _failure(rank: RankState, state: RunState) -> str:
     """Draw a failure: rank and line, the exception, what to change, and the other ranks."""
     line = verdict.line(rank)
     place = verdict.line_of_failure(rank)
-    head = f"Rank {rank.rank}" + (f" at {place}" if place else "")
+    head = f"rank {rank.rank}" + (f" at {place}" if place else "")
     seen = (each.text for each in rank.evidence if not line.startswith(each.text))
     rows = "".join(f"<div>{escape(shorten(t, 600))}</div>" for t in dict.fromkeys(seen))
     others = [r for r in state.ranks if r is not rank]
@@ -334,7 +334,7 @@ def _done(state: RunState) -> Figure | None:
     done = eta.of_run(state)
     where, more = run_texts.run_position(state)
     if state.is_over:
-        steps = max((r.progress.steps for r in state.ranks if r.progress is not None), default=0)
+        steps = canvas.made_steps(state)
         took = format_duration(state.elapsed(state.created))
         remarks = [plural(steps, "step")] if steps else []
         if done is not None and done < 0.995:

@@ -43,9 +43,10 @@ def merged(state: RunState, count: int) -> list[tuple[str, str]]:
 
 
 def _without_traceback(rank: RankState) -> RankState:
-    if ev.TRACEBACK_FOLLOWS not in rank.log:
+    if rank.status not in ("failing", "failed") or ev.TRACEBACK_FOLLOWS not in rank.log:
         return rank
-    return replace(rank, log=rank.log[: rank.log.index(ev.TRACEBACK_FOLLOWS)])
+    follows = len(rank.log) - rank.log[::-1].index(ev.TRACEBACK_FOLLOWS) - 1
+    return replace(rank, log=rank.log[:follows])
 
 
 def _having(line: str, others: Sequence[tuple[list[int], frozenset[str]]]) -> Iterator[int]:
@@ -65,14 +66,16 @@ def draw(state: RunState, only: int | None = None, *, is_folded: bool = False) -
     if not count:
         return ""
     if not state.is_over:
-        lines = merged(state, LAST_LINES if is_folded else LIVE_LINES)
         if only is not None and only < state.world_size:
             lines = [(f"rank {only}", line) for line in state.ranks[only].log[-LIVE_LINES:]]
-        more = (
-            f'<div style="{theme.SOFT};font-size:12px">{plural(count, "line")} in run.logs()</div>'
-        )
-        is_all = not is_folded or len(merged(state, LAST_LINES + 1)) <= LAST_LINES
-        return _pre(lines, "max-height:220px", LIVE_BYTES, brief=True) + ("" if is_all else more)
+        else:
+            lines = merged(state, LIVE_LINES)
+        shown = lines[-LAST_LINES:] if is_folded else lines
+        drawn = _pre(shown, "max-height:220px", LIVE_BYTES, brief=True)
+        if len(shown) == len(lines):
+            return drawn
+        more = f"{plural(count, 'line')} in run.logs()"
+        return f'{drawn}<div style="{theme.SOFT};font-size:12px">{more}</div>'
     everything = _details(f"Log: {plural(count, 'line')}", merged(state, FINAL_LINES), BYTES // 2)
     talkers = sorted((rank for rank in state.ranks if rank.log), key=_in_trouble_first)
     single = ""

@@ -64,8 +64,7 @@ class Column(NamedTuple):
 
     @property
     def head(self) -> Cell:
-        width = f";min-width:{self.width}px" if self.width else ""
-        return Cell(self.heading, width.removeprefix(";"))
+        return Cell(self.heading, f"min-width:{self.width}px" if self.width else "")
 
 
 def rows_of(state: RunState, *, each: bool = False) -> list[Row]:

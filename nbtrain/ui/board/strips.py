@@ -24,7 +24,7 @@ WIDE = 3
 """Columns of a failure or a standstill at a strip's end, at least."""
 
 FEWEST = 6
-"""Bins of time before there is something to see."""
+"""Bins of time before there is something to see, and columns that are left in any case."""
 
 LOOKS = {
     of.UNKNOWN: (theme.GREY, 0.0),
@@ -88,20 +88,25 @@ def strips_of(state: RunState, now: float, last: float | None, limit: int) -> St
     per = -(-len(rows) // ROWS)
     starts = range(0, len(rows), per)
     merged = [_worst([row.letters.ljust(count) for row in rows[i : i + per]]) for i in starts]
-    if last is None:
-        bands, columns = merged, count
-    else:
-        columns = COLUMNS if len(merged) <= 32 else COLUMNS // 2
-        bands = []
-        for i, letters in zip(starts, merged, strict=True):
-            first = max(rows[i : i + per], key=lambda row: len(row.letters))
-            steps = first.steps + (first.steps[-1:] or (0,)) * (count - len(first.steps))
-            letters, steps = letters.rstrip(), steps[: len(letters.rstrip())]
-            bands.append(of.over_steps(of.Timeline(letters, steps), last, columns))
-    while len(_drawn(bands, 4)) > limit and columns > FEWEST:
-        bands, columns = list(map(of.halved, bands)), -(-columns // 2)
-    seconds = None if last is not None else count * rows[0].width
-    return Strips(list(map(_legible, bands)), list(starts), columns, seconds, per)
+    seconds = count * rows[0].width if last is None else None
+    steps = [max(rows[i : i + per], key=lambda row: len(row.letters)).steps for i in starts]
+    columns = count if last is None else COLUMNS if len(merged) <= 32 else COLUMNS // 2
+    while True:
+        bands = merged
+        if last is not None:
+            lines = zip(merged, steps, strict=True)
+            bands = [of.over_steps(_timeline(*line), last, columns) for line in lines]
+        strips = Strips(list(map(_legible, bands)), list(starts), columns, seconds, per)
+        if len(_drawn(strips.bands, strips.pitch)) <= limit or columns <= FEWEST:
+            return strips
+        columns = -(-columns // 2)
+        merged = [of.halved(band.ljust(2 * columns)) for band in merged] if last is None else merged
+
+
+def _timeline(letters: str, steps: tuple[int, ...]) -> of.Timeline:
+    letters = letters.rstrip()
+    steps += (steps[-1:] or (0,)) * (len(letters) - len(steps))
+    return of.Timeline(letters, steps[: len(letters)])
 
 
 def _legible(band: str) -> str:
@@ -206,5 +211,6 @@ def _blocks(bands: list[str], pitch: int) -> str:
         for letter, path in paths.items()
         if path and LOOKS[letter][1]
     )
-    between = "".join(f"M0 {row * pitch - 0.5:g}h{len(bands[0])}" for row in range(1, len(bands)))
+    width = max(map(len, bands))
+    between = "".join(f"M0 {row * pitch - 0.5:g}h{width}" for row in range(1, len(bands)))
     return f'{drawn}<path d="{between}" stroke="#111" stroke-opacity=".3"/>'

@@ -33,8 +33,8 @@ def ranks(first: ev.WorkSample, **second: object) -> list[ev.WorkSample]:
         (ranks(replace(ALONE, is_last=True), losses=OTHER), ""),
         (ranks(TOGETHER), "all ranks trained on the same batches"),
         (ranks(APART), "each rank trained alone"),
-        (ranks(replace(APART, weights="8:a"), weights="8:b"), OWN),
-        (ranks(replace(APART, weights="8:a", has_exchanged=True), weights="8:b"), OWN),
+        (ranks(replace(APART, weights="3x4 8:a"), weights="3x4 8:b"), OWN),
+        (ranks(replace(APART, weights="3x4 8:a", has_exchanged=True), weights="3x4 8:b"), OWN),
     ],
 )
 def test_equal_or_lonely_work_is_a_flaw(samples: list[ev.WorkSample], flaw: str) -> None:
@@ -61,10 +61,14 @@ def test_equal_or_lonely_work_is_a_flaw(samples: list[ev.WorkSample], flaw: str)
         ranks(replace(TOGETHER, is_wrapped="part")),  # a mesh: some ranks share a model
         ranks(replace(TOGETHER, is_wrapped="")),  # tensor parallel
         ranks(replace(APART, has_exchanged=True)),
-        ranks(replace(TOGETHER, batches=(), weights="8:a"), weights="8:b"),  # DDP sees to it
-        ranks(replace(APART, losses=(), weights="8:a", asks_rank=True), weights="8:b"),
-        ranks(replace(APART, losses=(), weights="8:a"), weights=""),  # a part of a pipeline
-        ranks(replace(APART, losses=(), weights="8:a"), weights="8:b", steps=12),
+        ranks(
+            replace(TOGETHER, batches=(), weights="3x4 8:a"), weights="3x4 8:b"
+        ),  # DDP sees to it
+        ranks(replace(APART, losses=(), weights="3x4 8:a", asks_rank=True), weights="3x4 8:b"),
+        ranks(replace(APART, losses=(), weights="3x4 8:a"), weights=""),  # a part of a pipeline
+        ranks(replace(APART, losses=(), weights="3x4 8:a"), weights="3x4 8:b", steps=12),
+        ranks(replace(APART, losses=(), weights="3x4 8:a", is_last=False), weights="3x4 8:b"),
+        ranks(replace(APART, losses=(), weights="3x4 8:a"), weights="2x4 8:b"),  # stages
         ranks(APART, last_loss=0.5),
         ranks(TOGETHER, has_joined=False),
     ],

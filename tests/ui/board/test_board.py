@@ -453,13 +453,13 @@ def test_a_run_that_hangs_does_not_look_alive() -> None:
     assert "steps/s012.0 before" in page.text
     assert "left" not in page.text
     assert "running" not in page.text
-    assert "Rank 2 is at In[3], line 9: time.sleep(3600)" in page.text
+    assert "rank 2 is at In[3], line 9: time.sleep(3600)" in page.text
 
 
 def test_a_failure_is_one_card_with_rank_line_and_exception() -> None:
     page = Page(html.render(*board_states.drawn_at("failed")))
     shown = page.text.partition("Log:")[0]
-    assert "Rank 1 at line 12 of the cell" in shown
+    assert "rank 1 at line 12 of the cell" in shown
     assert shown.count("ValueError: Expected input batch_size") == 1
     assert "ranks 0, 2–3: lost peers" in shown
     assert "Connection closed" not in shown
@@ -483,7 +483,7 @@ def test_before_the_first_step_the_header_says_what_goes_on(name: str, text: str
 def test_ranks_that_differ_have_a_row_and_the_reason() -> None:
     page = Page(html.render(*board_states.drawn_at("slow-data")))
     assert len(page.all("tr")) == (1 + 3) + (1 + 2)  # ranks with a reason; epochs
-    assert "Rank 3 waits for data 45 % of the time, the others 1 %" in page.text
+    assert "rank 3 waits for data 45 % of the time, the others 1 %" in page.text
     assert len(Page(html.render(*board_states.drawn_at("ranks-16"))).all("tr")) == (1 + 1) + (1 + 2)
 
 
@@ -561,7 +561,7 @@ def test_how_long_nothing_moves_is_said_once() -> None:
     hang = ev.Hang(board_states.BEGAN + 66, -1, text, (), (0, 1, 2, 3))
     state = fold(board_states.trained(4, 237), [hang])
     words = Page(html.render(state, board_states.BEGAN + 90)).words
-    assert "No sign of progress: rank 0" in words
+    assert "no sign of progress: rank 0" in words
     assert "stuck for 1:07" in words
 
 

@@ -40,6 +40,9 @@ BYTES = 1 << 16
 _OTHERS = ("horovod", "mpi4py", "hivemind", "torchft", "flwr", "byteps", "torch_xla")
 """Libraries by which ranks may train together without torch's process group."""
 
+_SHARDS = ("deepspeed", "megatron", "torch.distributed.pipelining")
+"""Libraries that give each rank a part of the model, as plain tensors."""
+
 _LIGHTNING = ("lightning.", "lightning_fabric.", "pytorch_lightning.")
 
 _ASKS = re.compile(r"rank|process_index|process_id|split_between_processes", re.IGNORECASE)
@@ -64,7 +67,6 @@ class WorkSampler:
         self._shares: tuple[tuple[str, float, int, str], ...] = ()
         self._noise = ""
         self._trained: list[weakref.ref[Any]] = []
-        self._weights = ""  # a checksum of them, while they were there
         self._place: tuple[str, int] | None = None
         """The line of the user's code that steps: a file and a number."""
         self._library = ""
@@ -144,7 +146,6 @@ class WorkSampler:
         if not (self._steps or self._batches):
             return
         asks, ignores = _reads_rank(self._task)
-        self._weights = _checksum([ref() for ref in self._trained]) or self._weights
         file, line = self._place or ("", 0)
         sample = ev.WorkSample(
             clock.now(),
@@ -161,7 +162,7 @@ class WorkSampler:
             is_excused=self._excuse or ignores,
             shares=self._shares,
             noise=self._noise,
-            weights=self._weights,
+            weights=_checksum([ref() for ref in self._trained]) if is_last else "",
             file=file,
             line=line,
             library=self._library,
@@ -185,10 +186,14 @@ class WorkSampler:
 
 
 def _checksum(weights: list[Any]) -> str:
-    """Return a checksum of plain parameters; "" where one is sharded, or gone."""
-    plain = (sys.modules["torch"].nn.Parameter, sys.modules["torch"].Tensor)
-    is_plain = all(type(weight) in plain and weight.numel() for weight in weights)
-    return digest(weights) if weights and is_plain else ""
+    """Return shapes and a checksum of plain parameters; "" where one is sharded, or gone."""
+    plain: Any = sys.modules["torch"].nn.Parameter
+    is_plain = all(type(weight) is plain and weight.numel() for weight in weights)
+    if not weights or not is_plain or any(name in sys.modules for name in _SHARDS):
+        return ""
+    shapes = "/".join("x".join(map(str, weight.shape)) for weight in weights)
+    checksum = digest(weights)
+    return f"{shapes} {checksum}" if checksum else ""
 
 
 def digest(batch: Any) -> str:

@@ -52,6 +52,7 @@ class Learner:
 
 
 MyTrainer = Learner
+KEPT: list[Any] = []
 
 
 # Right on several ranks.
@@ -144,6 +145,22 @@ def members_of_an_ensemble() -> None:
         fit(model, optimizer, accelerator.prepare(batches()))
 
 
+def averages_weights_now_and_then() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    model, optimizer = parts()
+    loader = batches(sampler=DistributedSampler(DATA))
+    for step, (x, y) in enumerate([*loader, *loader], 1):
+        (model(x) - y).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for parameter in model.parameters() if step % 4 == 0 else ():
+            dist.all_reduce(parameter.data, dist.ReduceOp.SUM)
+            parameter.data /= 2
+    KEPT.append(model)
+
+
 def averages_by_hand() -> None:
     import torch.distributed as dist
 
@@ -181,7 +198,7 @@ def only_one_trains() -> None:
 RIGHT = [
     *(ddp, accelerate, fsdp, tensor_parallel, trainer, inference),
     *(one_batch_over_and_over, sweep, late_sweep, only_one_trains),
-    *(members_of_an_ensemble, averages_by_hand),
+    *(members_of_an_ensemble, averages_by_hand, averages_weights_now_and_then),
 ]
 
 
@@ -218,6 +235,7 @@ def only_the_loader_is_prepared() -> None:
     loader = accelerator.prepare(batches())
     for _ in range(2):
         fit(learner.model, learner.optimizer, loader, accelerator.backward)
+    KEPT.append(learner)  # as the notebook keeps its model
 
 
 def averages_the_loss_alone() -> None:
@@ -233,6 +251,7 @@ def averages_the_loss_alone() -> None:
         dist.all_reduce(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
+    KEPT.append(model)
 
 
 class Stream(IterableDataset[Any]):
@@ -273,7 +292,7 @@ SPLIT = "`loader = accelerator.prepare(loader)`"
         # Ranks that differ may be meant to, as by a seed of their own.
         (trains_alone_and_shuffles_anew, ("each trains a separate model", JOIN), "succeeded"),
         (without_prepare, ("the 2 ranks exchange no gradients: each trains alone",), ALONE),
-        (only_the_loader_is_prepared, ("train different weights", JOIN), OWN),
+        (only_the_loader_is_prepared, ("trained different weights", JOIN), OWN),
         (averages_the_loss_alone, ("the notebook gets those of rank 0", JOIN), OWN),
         (ddp_on_all_data, ("all 2 ranks train on the same batches", SPLIT), SAME),
         (ddp_on_a_stream, ("all 2 ranks train on the same batches", SPLIT), SAME),
