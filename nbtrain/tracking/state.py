@@ -357,6 +357,11 @@ class EarlierRun:
     points: tuple[tuple[float, float], ...]
     """Steps and smoothed values, two or more."""
 
+    @property
+    def number(self) -> str:
+        """What tells it from the run that is shown, which has the same name: ``#11``."""
+        return self.title.rpartition(" ")[2]
+
 
 @dataclass(frozen=True)
 class RunState:

@@ -28,7 +28,7 @@ from tests.ui.browser.conftest import FLAGS, Page, _chromium, _end, _start
 
 WINDOW = {"width": 1000, "height": 1000}
 FRAME_S = 0.125
-COLOURS = 64
+COLOURS = 128
 MOST_BYTES = 3_000_000
 
 PREPARE = """\

@@ -41,7 +41,7 @@ MOST = 5
 SAME = 0.3
 """The part of another's last step from which two metrics count alike: not epochs beside steps."""
 
-LEFT, RIGHT, TOP, BOTTOM = 58, 8, 18, 20
+LEFT, RIGHT, TOP, BOTTOM = 58, 8, 24, 20
 """Pixels around the marks, for labels."""
 
 LEGIBLE = 12
@@ -506,7 +506,7 @@ def _earlier(earlier: EarlierRun, place: _Place) -> tuple[str, list[tuple[Label,
     if not points:
         return "", []
     look = f'fill="none" stroke="{theme.GREY}" stroke-width="1.5" stroke-dasharray="2 3" '
-    label, below = _end(points, earlier.title, place)
+    label, below = _end(points, earlier.number, place)
     label = label._replace(is_strong=False)
     return f'<path d="{place.path(points)}" {look}{theme.FIXED}/>', [(label, below)]
 
@@ -579,11 +579,11 @@ def _epochs(state: RunState, x: axes.Scale, bottom: int, labels: list[Label], wi
     elif rows and made > ends[-1]:  # the epoch that goes on
         ends, names = [*ends, made], [*names, str(rows[-1].epoch + 1)]
     if rows and len(ends) <= LEGIBLE:
-        labels.append(Label(0, 8, "epoch", "left"))
+        labels.append(Label(0, 7, "epoch", "left"))
         for name, begin, end in zip(names, [0, *ends], ends, strict=False):
             is_wide = x.place(end) - x.place(begin) > 0.03 or end == made
             if end > begin and is_wide and x.place(begin) < 0.95:
-                labels.append(Label(x.place(begin), 8, name))
+                labels.append(Label(x.place(begin), 7, name))
     rules = [end for end in ends if end != made and 0 < x.place(end) < 1][:100]
     lines = "".join(f"M{width * x.place(end):.0f} {TOP - 12}V{bottom}" for end in rules)
     drawn = f'<path d="{lines}" stroke="#888" stroke-opacity=".4" stroke-dasharray="2 3" '

@@ -393,7 +393,7 @@ def _compared(state: RunState, series: Series, name: str) -> tuple[str, ...]:
     change = 100 * (now - before) / (abs(before) or math.ulp(0.0))
     kind = "lower" if change < 0 else "higher"
     amount = f"{abs(change):.0f} % {kind} than" if abs(change) < 1000 else f"much {kind} than"
-    return (f"{'about as' if abs(change) < 1 else amount} {earlier.title}",)
+    return (f"{'about as' if abs(change) < 1 else amount} {earlier.number}",)
 
 
 def trend(series: Series) -> tuple[float, float, int]:

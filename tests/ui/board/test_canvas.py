@@ -32,17 +32,17 @@ def test_the_last_run_of_the_same_name_is_drawn_behind_with_the_difference(
 ) -> None:
     notebook.run("import nbtrain")
     notebook.run(LOGS.format(scale=1.0))
-    assert not notebook.value("' than train #' in run._repr_html_()")
+    assert not notebook.value("' than #' in run._repr_html_()")
     before = notebook.value("run.state.number")
     notebook.run(LOGS.format(scale=0.75))
     page = notebook.value("run._repr_html_()")
-    assert f"25 % lower than train #{before}&nbsp;<" in page
-    assert f">train #{before} <" in page  # its curve
+    assert f"25 % lower than #{before}&nbsp;<" in page
+    assert f">#{before} <" in page  # its curve
     reopened = nbtrain.Run.open(notebook.value("str(run.folder)"))
     assert reopened._repr_html_() == page
     notebook.run("def other():\n    nbtrain.log(step=1, loss=2.0)\n")
     notebook.run("run = nbtrain.launch(other, num_processes=1)")
-    assert not notebook.value("'train #' in run._repr_html_()")
+    assert not notebook.value("' than #' in run._repr_html_()")
 
 
 def drawn(state: RunState) -> str:
@@ -52,7 +52,7 @@ def drawn(state: RunState) -> str:
 
 @pytest.mark.parametrize(
     ("factor", "text"),
-    [(0.5, "lower than"), (2.0, "higher than"), (1.0, "about as train() #3"), (1e6, "much higher")],
+    [(0.5, "lower than"), (2.0, "higher than"), (1.0, "about as #3"), (1e6, "much higher")],
 )
 def test_what_is_said_of_the_earlier_run(factor: float, text: str) -> None:
     state, _ = board_states.drawn_at("plain-2")
@@ -64,14 +64,14 @@ def test_what_is_said_of_the_earlier_run(factor: float, text: str) -> None:
     (path,) = re.findall(rf'<path d="([^"]*)" fill="none" stroke="{theme.GREY}" [^>]*dash', page)
     assert "nan" not in path
     other = EarlierRun("train() #3", "accuracy", points)
-    assert "train() #3" not in drawn(board_states.replace(state, earlier=other))
+    assert "#3" not in drawn(board_states.replace(state, earlier=other))
 
 
 def test_what_is_above_an_earlier_zero_is_not_about_the_same() -> None:
     state, _ = board_states.drawn_at("plain-2")
     earlier = EarlierRun("train() #3", "loss", ((0.0, 1.0), (1.0, 0.0), (1e6, 0.0)))
     page = drawn(board_states.replace(state, earlier=earlier))
-    assert "much higher than train() #3" in page
+    assert "much higher than #3" in page
 
 
 def test_a_chart_does_not_depend_on_the_order_in_which_ranks_are_read() -> None:
@@ -169,3 +169,12 @@ def test_the_steps_of_an_attempt_go_on_where_the_one_before_ended() -> None:
     assert state.curves.all["loss"].span[1] == 360
     logged = ev.Metrics(board_states.BEGAN + 41, 0, 7, {"val_loss": 0.5}, at=110)
     assert fold(state, [logged]).curves.all["val_loss"].span[1] == 350
+
+
+def test_a_failure_is_at_its_step_though_a_bin_of_time_covers_many() -> None:
+    """At a hundred steps a second, the strip was red for the last sixth of the run."""
+    rank = timeline.Timeline().began(0.0)
+    for half in range(1, 6):
+        rank = rank.trained(half / 2, 0.0, 0.5, 50 * half)
+    rank = rank.ended(2.51, has_failed=True)
+    assert timeline.over_steps(rank, 250.0, 100) == 99 * "c" + "f"
