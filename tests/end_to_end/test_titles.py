@@ -77,6 +77,6 @@ def test_a_name_that_is_given_stays(notebook: Notebook, cell: str) -> None:
 def test_a_cell_that_runs_again_is_compared_with_its_last_run(notebook: Notebook) -> None:
     cell = "%%distributed -n 1\nfor n in range(20): nbtrain.log(loss=1 / (1 + n), step=n)"
     notebook.run(cell)
-    titled = notebook.value("nbtrain.last_run().state.title")
+    number = notebook.value("nbtrain.last_run().state.number")
     out = notebook.run(cell)
-    assert f" {titled} #" in words((out.updates or out.displays)[-1]["text/html"])
+    assert f"about as #{number}" in words((out.updates or out.displays)[-1]["text/html"])
