@@ -400,8 +400,6 @@ def note(cause: Failure, state: RunState, report: FailureReport) -> str:
 
 
 _CELL_LINE = re.compile(r'^  File "([^"]*ipykernel_\d+/[^"]*|<[^>]*>)", line (\d+)')
-
-
 _FILE_LINE = re.compile(r'^  File "([^"]+)", line (\d+)')
 
 

@@ -549,9 +549,9 @@ def _numbers(rows: strips.Strips, state: RunState, top: int) -> list[Label]:
     Those of the first and the last, and of ranks that something is said of, before others.
     """
     every, last = -(-13 // rows.pitch), len(rows.names) - 1
-    told = [r.rank // rows.per for r in state.ranks if r.hang == "slow?" or r.status in _FAILED]
+    named = [r.rank // rows.per for r in state.ranks if r.hang == "slow?" or r.status in _FAILED]
     shown: list[int] = []
-    for at in [0, *told, last, *range(0, last, every)]:
+    for at in [0, *named, last, *range(0, last, every)]:
         if all(abs(at - other) >= every for other in shown):
             shown.append(at)
     names = {last: state.world_size - 1}

@@ -159,7 +159,7 @@ class WorkSampler:
             is_wrapped="part" if "part" in self._wraps else next(iter(self._wraps), ""),
             has_exchanged=self._counts is None or self._counts[0] != self._counts[1],
             asks_rank=asks,
-            is_excused=self._excuse or ignores,
+            is_excused=self._excuse or (ignores and not self._has_joined),
             shares=self._shares,
             noise=self._noise,
             weights=_checksum([ref() for ref in self._trained]) if is_last else "",
