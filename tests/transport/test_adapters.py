@@ -188,7 +188,7 @@ def test_prompts_which_are_in_no_model_are_named_with_the_way_to_get_them() -> N
 
     run = nbtrain.launch(tune, model, num_processes=1, view="none")
     (finding,) = (f for f in run.state.findings if f.code == "not-copied-back")
-    assert "The prompts that PEFT trains for `model` are no part of it" in finding.text
+    assert "The prompts that PEFT trains for `model` are not part of it" in finding.text
     here = peft.get_peft_model(model, prompts)
     peft.set_peft_model_state_dict(here, run.value)
     assert (here.prompt_encoder["default"].embedding.weight == 3).all()
