@@ -228,13 +228,16 @@ def _date(socket: str | Path, recorded: int) -> None:
 
 
 def _end_of_recorded() -> int:
-    """Return the time, in ns, after all that the recorder has: inherited, or of a group before.
+    """Return the time, in ns, after all that the recorders have: inherited, or of a group before.
 
     0 if that is nothing: then no clock that is set back hides what the rank itself does.
     """
-    from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
+    import torch._C._distributed_c10d as c10d
 
-    entries = json.loads(_dump_fr_trace_json(True, False)).get("entries", ())
+    dumps: list[Any] = [c10d._dump_fr_trace_json]  # type: ignore[attr-defined]
+    if (of_nccl := getattr(c10d, "_dump_nccl_trace_json", None)) is not None:  # a build for GPUs
+        dumps.append(of_nccl)
+    entries = [entry for dump in dumps for entry in json.loads(dump(True, False)).get("entries", ())]
     return max((int(entry["time_created_ns"]) + 1000 for entry in entries), default=0)
 
 

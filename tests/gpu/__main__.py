@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import platform
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ pynvml.nvmlInit()
 card = pynvml.nvmlDeviceGetHandleByIndex(0)
 used = lambda: pynvml.nvmlDeviceGetMemoryInfo(card).used >> 20
 def settled(idle):
-    end = time.monotonic() + 20
+    end = time.monotonic() + 3
     while used() > idle and time.monotonic() < end:
         time.sleep(0.05)
     return used()
@@ -44,7 +46,7 @@ def train():
     return torch.cuda.memory_reserved() >> 20
 idle = used()
 after = []
-for _ in range(10):
+for _ in range(5):
     start = time.perf_counter()
     run = nbtrain.launch(train, num_processes=1, view="none")
     seconds = time.perf_counter() - start
@@ -87,7 +89,9 @@ def probe(number: int) -> dict[str, Any] | None:
 
 
 def answer(command: list[str]) -> dict[str, Any] | None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=HERE)
+    # JAX would take three quarters of the card that all of these share.
+    env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=HERE, env=env)
     if "\x02" not in done.stdout:
         print(done.stdout[-1000:], done.stderr[-2000:], file=sys.stderr)
         return None
@@ -110,11 +114,8 @@ def verdict(row: Row, found: dict[str, Any]) -> str:
     return "right" if right else f"WRONG {found}"
 
 
-def measured_parts() -> None:
+def print_parts(found: dict[str, Any]) -> None:
     """Print a run's own account of its memory beside torch's and the arithmetic's."""
-    found = answer([sys.executable, "-c", PARTS])
-    if found is None:
-        return
     n, parts = found["n"], found["parts"]
     allocated = ["weights", "gradients", "optimizer states", "activations, temporary buffers"]
     first = [parts.get(name, 0) for name in allocated]
@@ -123,7 +124,8 @@ def measured_parts() -> None:
     right &= sum(parts.values()) == found["whole"] >= found["reserved"]
     print("\nA run's own account of its memory:\n")
     print(found["told"])
-    print(f"  torch's peak: {found['peak']:,} bytes: {'right' if right else f'WRONG {found}'}")
+    told = "right" if right else f"WRONG {found}"
+    print(f"  torch's peak: {found['peak']:,} bytes: {told}", flush=True)
 
 
 def main() -> None:
@@ -131,41 +133,46 @@ def main() -> None:
 
     if not torch.cuda.device_count():
         raise SystemExit("no NVIDIA GPU here: nothing to run")
-    lines = [
-        "| cell | driver | torch's flag | plain fork | nbtrain fork | culprit | |",
-        "|" + "---|" * 7,
-    ]
-    for number, row in enumerate(ROWS):
-        found = probe(number) if is_here(row) else None
-        if found is None:
-            lines.append(f"| `{row.name}` | not run | | | | | |")
-            continue
-        state = "dirty" if found["dirty"] else "clean"
-        cells = [state, found["flag"], found["child"], found["fork"], found["culprit"]]
-        lines.append(f"| `{row.name}` | {' | '.join(map(str, cells))} | {verdict(row, found)} |")
-    launches = answer([sys.executable, "-c", LAUNCHES])
     import nbtrain
 
     print(
-        f"\n{time.strftime('%d %B %Y')}: {torch.cuda.get_device_name()}, "
+        f"{time.strftime('%d %B %Y')}: {torch.cuda.get_device_name()}, "
         f"torch {torch.__version__}, Python {platform.python_version()}, "
-        f"nbtrain {nbtrain.__version__}\n"
+        f"nbtrain {nbtrain.__version__}",
+        flush=True,
     )
-    print("\n".join(lines))
+    launches = answer([sys.executable, "-c", LAUNCHES])  # first, and alone: the card is idle
     if launches is not None:
-        print(f"\nTen launches in one process; the card idle holds {launches['idle']} MiB:")
+        print(f"\nLaunches in one process; the card idle holds {launches['idle']} MiB:")
         for reserved, used, seconds, dirty in launches["after"]:
             state = ", ".join(dirty) or "clean"
             print(f"  in the rank {reserved} MiB, after it {used} MiB; {seconds:.2f} s; {state}")
-        print(f"  before and after the last of them, as it tells: {launches['cards']}")
-    measured_parts()
-    if importlib.util.find_spec("transformers") is not None:
+        print(f"  before and after the last of them, as it tells: {launches['cards']}", flush=True)
+    if parts := answer([sys.executable, "-c", PARTS]):
+        print_parts(parts)
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+        probes = [pool.submit(probe, i) if is_here(row) else None for i, row in enumerate(ROWS)]
+        has_models = importlib.util.find_spec("transformers") is not None
+        which = list(memory.rows()) if has_models else []
+        script = [sys.executable, str(HERE / "memory.py")]
+        memories = [pool.submit(answer, [*script, *map(str, each)]) for each in which]
+        print("\n| cell | driver | torch's flag | plain fork | nbtrain fork | culprit | |")
+        print("|" + "---|" * 7)
+        for row, asked in zip(ROWS, probes, strict=True):
+            print(row_line(row, asked and asked.result()), flush=True)
         print("\nA training step's memory, AdamW; told before, and what torch allocated:\n")
         print("| model | precision | batch | told | peak | reserved | told / peak | |")
         print("|" + "---|" * 8)
-        for which in memory.rows():
-            command = [sys.executable, str(HERE / "memory.py"), *map(str, which)]
-            print(memory.line(*which, answer(command)), flush=True)
+        for each, asked_memory in zip(which, memories, strict=True):
+            print(memory.line(*each, asked_memory.result()), flush=True)
+
+
+def row_line(row: Row, found: dict[str, Any] | None) -> str:
+    if not found:
+        return f"| `{row.name}` | not run | | | | | |"
+    state = "dirty" if found["dirty"] else "clean"
+    cells = [state, found["flag"], found["child"], found["fork"], found["culprit"]]
+    return f"| `{row.name}` | {' | '.join(map(str, cells))} | {verdict(row, found)} |"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Reads from PyTorch's flight recorder which collectives a rank is in, and was in."""
+"""Reads from PyTorch's flight recorders which collectives a rank is in, and was in."""
 
 from __future__ import annotations
 
@@ -18,6 +18,14 @@ from ...system.files import read_regular
 from ..run_folder import RunFolder
 
 DEFAULT = "default_pg"
+ON_NCCL = " on NCCL"
+"""Ends the name of a group's NCCL part, which counts by itself where the group has gloo, too."""
+
+RECORDERS = ("fr_trace_json", "dump_nccl_trace_json")
+"""torch's recorders of a process: NCCL has its own, which a torch for CPUs lacks."""
+
+_BETWEEN = b"\0"
+"""Stands between the answers of two recorders: no JSON has it."""
 
 
 @dataclass(frozen=True)
@@ -86,17 +94,19 @@ class FlightRecord:
 
 
 def parse(text: str | bytes, since: float = 0.0) -> FlightRecord | None:
-    """Read a dump (``version`` 2.x, as torch 2.13 writes it); None for what is none.
+    """Read a dump (``version`` 2.x, as torch 2.11 and 2.13 write it); None for what is none.
 
     What was recorded before `since` is not the rank's: it inherited it with the kernel's memory, or
     it is of a default group that was left, which is named as the new one is.
     """
     try:
-        dump = json.loads(text)
-        if "version" not in dump:
+        dumps = [json.loads(part) for part in _bytes(text).split(_BETWEEN)]
+        if not all("version" in dump for dump in dumps):
             return None
         by_group: dict[str, list[Collective]] = {}
-        entries = dump.get("entries", ())  # there are none before the first collective
+        # Before its first collective, a recorder has no entries.
+        entries = [entry for dump in dumps for entry in dump.get("entries", ())]
+        entries.sort(key=lambda entry: int(entry["time_created_ns"]))
         groups = [e["process_group"] for e in entries]
         # A default group that was formed anew counts from 1 again, and has another name.
         latest = next((name for name, of in reversed(groups) if of == DEFAULT), None)
@@ -109,15 +119,21 @@ def parse(text: str | bytes, since: float = 0.0) -> FlightRecord | None:
     return FlightRecord({group: tuple(those) for group, those in by_group.items()})
 
 
+def _bytes(text: str | bytes) -> bytes:
+    return text.encode() if isinstance(text, str) else text
+
+
 def _collective(entry: Mapping[str, Any]) -> Collective:
     name, description = entry["process_group"]
     point = bool(entry.get("is_p2p"))
+    backend, _, call = str(entry["profiling_name"]).rpartition(":")
     group = DEFAULT if description == DEFAULT else str(name)
+    group += ON_NCCL if backend == "nccl" else ""
     sizes = entry.get("input_sizes") or []
     return Collective(
         group=f"{group}, point to point" if point else group,
         number=int(entry["p2p_seq_id" if point else "collective_seq_id"]),
-        name=str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"]),
+        name=call,
         shape=tuple(sizes[0]) if sizes else None,
         pending=not entry["retired"],
         began=int(entry["time_created_ns"]) / 1e9,
@@ -174,23 +190,35 @@ def _ask_remote(
 
 
 def fetch(path: Path, timeout: float) -> FlightRecord | None:
-    """Ask a rank's recorder through its socket; None where there is no answer.
+    """Ask a rank's recorders through their socket; None where there is no answer.
 
-    `timeout` seconds for each wait, of which there are two.
+    `timeout` seconds for each wait, of which there are two for a recorder.
     """
     answer = dump(path, timeout)
     return parse(*answer) if answer is not None else None
 
 
 def dump(path: Path, timeout: float) -> tuple[bytes, float] | None:
-    """Return a recorder's answer, and the time before which nothing is the rank's; see `fetch`."""
+    """Return the recorders' answers, and the time before which nothing is the rank's; see `fetch`.
+
+    Raises nothing: None where the first recorder gives no answer.
+    """
+    answers = []
+    try:
+        since = path.stat().st_mtime
+        for recorder in RECORDERS:
+            answers += _post(path, f"/handler/{recorder}", timeout)
+    except (OSError, http.client.HTTPException):
+        pass
+    return (_BETWEEN.join(answers), since) if answers else None
+
+
+def _post(path: Path, question: str, timeout: float) -> list[bytes]:
+    """Return an answer; nothing if there is no such recorder."""
     connection = _UnixConnection(path, timeout)
     try:
-        connection.request("POST", "/handler/fr_trace_json")
+        connection.request("POST", question)
         reply = connection.getresponse()
-        since = path.stat().st_mtime
-        return (reply.read(), since) if reply.status == 200 else None
-    except (OSError, http.client.HTTPException):
-        return None
+        return [reply.read()] if reply.status == 200 else []
     finally:
         connection.close()

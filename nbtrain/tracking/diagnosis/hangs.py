@@ -8,7 +8,7 @@ from itertools import chain, takewhile
 
 from ...system.text import format_duration, format_ranks
 from ..state import IDLE
-from .collectives import DEFAULT, Collective, FlightRecord
+from .collectives import DEFAULT, ON_NCCL, Collective, FlightRecord
 from .stacks import RankStack
 
 PLACES = 4
@@ -57,10 +57,11 @@ class Observation:
 
     def members(self, group: str) -> Collection[int]:
         """Return the ranks of a group; where it was not announced, those that used it."""
-        if group == DEFAULT:
+        name = group.removesuffix(ON_NCCL)
+        if name == DEFAULT:
             return {*self.silent, *self.over}
         users = {rank for rank, record in self.recorded.items() if group in record.by_group}
-        return self.groups.get(group, users)
+        return self.groups.get(name, users)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nbtrain.tracking.diagnosis import collectives
-from nbtrain.tracking.diagnosis.collectives import DEFAULT, Collective
+from nbtrain.tracking.diagnosis.collectives import DEFAULT, ON_NCCL, Collective
 
 
 def entry(number: int, name: str = "gloo:all_reduce", **other: Any) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def entry(number: int, name: str = "gloo:all_reduce", **other: Any) -> dict[str,
 def test_a_dump_is_read_by_group() -> None:
     entries = [
         entry(1),
-        entry(2, "nccl:broadcast", input_sizes=[], retired=False),
+        entry(2, "gloo:broadcast", input_sizes=[], retired=False),
         entry(1, process_group=["1", "undefined"], retired=False, time_created_ns=10**9),
         entry(0, "gloo:recv", is_p2p=True, p2p_seq_id=7, retired=False),
     ]
@@ -44,6 +44,17 @@ def test_a_dump_is_read_by_group() -> None:
     assert told.pending is not None
     assert told.pending.group == "1"  # the one that waits longest
     assert [c.number for c in told.by_group[f"{DEFAULT}, point to point"]] == [7]
+
+
+def test_nccl_has_a_recorder_of_its_own_and_counts_by_itself() -> None:
+    ours = json.dumps({"entries": [entry(1), entry(2)], "version": "2.10"})
+    entries = [entry(1, "nccl:all_reduce", retired=False, time_created_ns=10**9)]
+    text = f"{ours}\0{json.dumps({'entries': entries, 'version': '2.10'})}"
+    told = collectives.parse(text)
+    assert told is not None
+    assert (told.last(DEFAULT), told.last(DEFAULT + ON_NCCL)) == (2, 1)
+    assert told.pending is not None
+    assert (told.pending.label, told.pending.group) == ("all_reduce #1", DEFAULT + ON_NCCL)
 
 
 def test_what_is_no_dump_is_none_and_one_before_any_collective_is_empty() -> None:
@@ -81,11 +92,12 @@ def test_a_socket_may_lie_deeper_than_its_name_has_room_for(tmp_path: Path) -> N
     body = json.dumps({"entries": [entry(4), later], "version": "2.10"}).encode()
 
     def answer(server: socket.socket) -> None:
-        connection, _ = server.accept()
-        with connection:
-            connection.recv(4096)
-            head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-            connection.sendall(head + body)
+        for status, told in (("200 OK", body), ("404 Not Found", b"")):  # a torch without NCCL
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                head = f"HTTP/1.1 {status}\r\nContent-Length: {len(told)}\r\n\r\n".encode()
+                connection.sendall(head + told)
 
     descriptor = os.open(folder, os.O_RDONLY)
     with socket.socket(socket.AF_UNIX) as server:

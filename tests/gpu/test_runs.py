@@ -1,0 +1,517 @@
+"""Runs on a real GPU, from a real kernel: each test has a kernel of its own.
+
+Where NBTRAIN_GPU_OUT names a folder, what the cells left on the page is written there to be looked
+at. Two ranks share the one GPU of a host: NCCL refuses that, unless it takes them for ranks of two
+hosts (NCCL_HOSTID), and then they talk through sockets.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.kernel import Notebook, Outputs
+
+pytestmark = pytest.mark.gpu
+
+Shown = Callable[..., Outputs]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gpu() -> None:
+    """Skip without a GPU. torch is asked in a way that leaves this process fit to fork."""
+    from nbtrain.system.gpus import gpu_count
+
+    if not gpu_count():
+        pytest.skip("needs an NVIDIA GPU")
+
+
+@pytest.fixture
+def book(start_kernel: Callable[..., Notebook]) -> Notebook:
+    book = start_kernel(warm=False)
+    book.run("%load_ext nbtrain\nimport torch, os, time, nbtrain", timeout=200)
+    return book
+
+
+@pytest.fixture
+def show(book: Notebook, request: pytest.FixtureRequest) -> Iterator[Shown]:
+    """Run a cell, and keep what it left on the page."""
+    pages: list[str] = []
+
+    def run(cell: str, **options: Any) -> Outputs:
+        out = book.run(cell, **{"timeout": 200, **options})
+        boards = [d.get("text/plain", "") for d in (*out.displays, *out.updates[-1:])]
+        texts = [f">>> {cell}", out.stdout, out.stderr, *boards, out.traceback]
+        texts += [r.get("text/plain", "") for r in out.results]
+        pages.append("\n".join(t for t in texts if t) + f"\n({out.seconds:.2f} s)")
+        return out
+
+    yield run
+    folder = os.environ.get("NBTRAIN_GPU_OUT")
+    if folder:
+        name = re.sub(r"\W+", "_", request.node.name)
+        Path(folder, f"{name}.txt").write_text("\n\n".join(pages))
+
+
+DATA = """
+from torch.utils.data import DataLoader, TensorDataset
+from accelerate import Accelerator
+torch.manual_seed(0)
+x = torch.randn(4096, 20)
+data = TensorDataset(x, (x.sum(1) > 0).long())
+model = torch.nn.Linear(20, 2)
+before = model.weight.clone()
+"""
+
+LOOP = """
+def train(model, epochs=3, lr=0.05):
+    accelerator = Accelerator()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    loader = DataLoader(data, batch_size=16, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for _epoch in range(epochs):
+        for inputs, labels in loader:
+            loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    return loss.item(), str(accelerator.device), str(accelerator.distributed_type), type(model).__name__
+"""
+
+PAIR = """
+def share():
+    "Let ranks share a GPU as if they were of two hosts. (The backend is not gloo.)"
+    os.environ["NCCL_HOSTID"] = os.environ["RANK"]
+    os.environ["LOCAL_RANK"] = "0"
+    torch.cuda.set_device(0)
+"""
+
+
+def is_clean(book: Notebook) -> bool:
+    book.run("from nbtrain.system import accelerator_guard")
+    return not book.value("sorted(accelerator_guard.initialized())")
+
+
+def test_the_readmes_cell(book: Notebook, show: Shown) -> None:
+    show(DATA)
+    out = show(f"%%distributed{LOOP}")
+    assert not out.ename, out.traceback
+    loss, device, kind, _ = book.value("nbtrain.last_run().value")
+    assert (device in ("cuda", "cuda:0"), loss < 0.5) == (True, True), (device, kind)
+    assert book.value("not torch.equal(before, model.weight) and model.weight.device.type") == "cpu"
+    show("print(nbtrain.last_run().summary())\nnbtrain.last_run()")
+    assert is_clean(book)
+
+
+def test_a_trainer_in_bf16_with_workers_checkpoints_and_evaluation(
+    book: Notebook, show: Shown
+) -> None:
+    show("""
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+class Texts(torch.utils.data.Dataset):
+    def __len__(self): return 2048
+    def __getitem__(self, i):
+        g = torch.Generator().manual_seed(i)
+        ids = torch.randint(5, 1000, (64,), generator=g)
+        return {"input_ids": ids, "labels": ids[0] % 2}
+model = BertForSequenceClassification(BertConfig(
+    vocab_size=1000, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024))
+before = model.classifier.weight.clone()
+""")
+    out = show("""%%distributed
+def train(model):
+    arguments = TrainingArguments(
+        "checkpoints", num_train_epochs=2, per_device_train_batch_size=32, report_to="none", bf16=True,
+        dataloader_num_workers=2, logging_steps=10, eval_strategy="epoch", save_strategy="epoch",
+        torch_compile=False,
+    )
+    trainer = Trainer(model, arguments, train_dataset=Texts(), eval_dataset=Texts())
+    trainer.train()
+    return trainer.evaluate()
+""")
+    assert not out.ename, out.traceback
+    assert "eval_loss" in book.value("nbtrain.last_run().value")
+    assert book.value("not torch.equal(before, model.classifier.weight)")
+    assert book.value("len(os.listdir('checkpoints'))") == 2
+    show("print(nbtrain.last_run().summary())")
+    assert is_clean(book)
+
+
+def test_torch_compile_and_fp16_in_a_forked_rank(book: Notebook, show: Shown) -> None:
+    show(
+        "import torch._dynamo\nmodel = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))"
+    )
+    out = show("""%%distributed -p fp16
+def train(model):
+    from accelerate import Accelerator
+    accelerator = Accelerator()
+    net, optimizer = accelerator.prepare(torch.compile(model), torch.optim.SGD(model.parameters(), lr=0.01))
+    for step in range(30):
+        x = torch.randn(32, 64, device=accelerator.device)
+        loss = (net(x) - x).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+""")
+    assert not out.ename, out.traceback
+    show("print(nbtrain.last_run().summary())")
+
+
+def test_a_kernel_that_used_the_gpu_is_refused_and_spawns(book: Notebook, show: Shown) -> None:
+    show(DATA)
+    show("y = 1\nmodel = model.cuda()\nz = 2")
+    out = show(f"%%distributed{LOOP}")
+    one = out.ename
+    out = show(f"%%distributed -e fork{LOOP}")
+    assert out.ename == "AcceleratorInitializedError", (one, out.traceback)
+    assert "line 2" in out.evalue
+    out = show(f"%%distributed -e spawn{LOOP}")
+    assert not out.ename, out.traceback
+    assert (
+        book.value("not torch.equal(before, model.weight.cpu()) and str(model.weight.device)")
+        == "cuda:0"
+    )
+    show("%nbtrain guard")
+
+
+def test_gpu_memory_that_is_exhausted(book: Notebook, show: Shown) -> None:
+    show("model = torch.nn.Linear(4096, 4096)")
+    out = show("""%%distributed
+def train(model):
+    model = model.cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    held = []
+    for step in range(1000):
+        x = torch.randn(2 ** 20, 4096, device="cuda")
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        held.append(loss.detach() + x)
+""")
+    assert out.ename.endswith("OutOfMemoryError"), out.traceback
+    show(
+        "print(nbtrain.last_run().summary())\nprint(nbtrain.last_run().explanation if hasattr(nbtrain.last_run(), 'explanation') else '')"
+    )
+    out = show("%%distributed\nprint(torch.ones(2, device='cuda').sum())")
+    assert not out.ename
+    assert is_clean(book)
+
+
+def test_an_assertion_on_the_device(book: Notebook, show: Shown) -> None:
+    out = show("""%%distributed
+def train():
+    table = torch.nn.Embedding(10, 4).cuda()
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    for step in range(5):
+        ids = torch.tensor([step * 3], device="cuda")
+        loss = table(ids).sum()
+        loss.backward()
+        optimizer.step()
+    torch.cuda.synchronize()
+""")
+    assert out.ename, "it cannot succeed"
+    show("print(nbtrain.last_run().summary())")
+    assert is_clean(book)
+
+
+def test_an_interrupt_while_the_gpu_works(book: Notebook, show: Shown) -> None:
+    out = show(
+        """%%distributed
+def train():
+    print("it begins", flush=True)
+    for _ in range(100):
+        torch.cuda._sleep(10 ** 11)
+    torch.cuda.synchronize()
+""",
+        interrupt_on="it begins",
+    )
+    assert out.ename == "KeyboardInterrupt" and out.seconds < 60, (out.ename, out.seconds)
+    out = show("%%distributed\nprint(torch.ones(2, device='cuda').sum())")
+    assert not out.ename
+
+
+def test_live_ranks_keep_tensors_and_give_the_memory_back(book: Notebook, show: Shown) -> None:
+    show("%nbtrain start")
+    out = show("%%distributed\nw = torch.zeros(2 ** 30, device='cuda')\nw.device.type")
+    assert not out.ename, out.traceback
+    out = show("%%distributed\nw += 1\nassert w[0] == 1\nraise ValueError('once')")
+    assert out.ename == "ValueError"
+    out = show("%%distributed\nw[:3].tolist()")
+    assert not out.ename and "1.0" in out.stdout + str(out.displays), out
+    show("%nbtrain vars\n%nbtrain status")
+    show("few = 0\n%nbtrain stop")
+    assert is_clean(book)
+
+
+def test_a_checkpoint_has_the_gpus_random_numbers(book: Notebook, show: Shown) -> None:
+    show("from accelerate import Accelerator\nmodel = torch.nn.Linear(4, 1)")
+    out = show("""%%distributed --max-restarts 1 --out drawn
+def train(model):
+    global drawn
+    accelerator = Accelerator()
+    net, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    done = nbtrain.last_checkpoint()
+    if done:
+        accelerator.load_state(done)
+    else:
+        with nbtrain.checkpoint(1) as folder:
+            accelerator.save_state(folder)
+    drawn = torch.rand(3, device="cuda").tolist()
+    print("drawn", drawn, flush=True)
+    if nbtrain.attempt() == 1:
+        raise ConnectionError("away")
+""")
+    assert not out.ename, out.traceback
+    lines = [x for x in book.value("nbtrain.last_run().logs(0)").splitlines() if "drawn" in x]
+    assert len(set(lines)) == 1, lines
+
+
+def test_lightning(book: Notebook, show: Shown) -> None:
+    pytest.importorskip("lightning")
+    show("from torch import nn\nfrom torch.utils.data import DataLoader, TensorDataset")
+    out = show("""%%distributed
+import lightning
+class Sine(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 1))
+    def training_step(self, batch, _index):
+        x, y = batch
+        loss = nn.functional.mse_loss(self.net(x), y)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.02)
+def train(epochs=2):
+    x = 6 * torch.rand(1024, 1) - 3
+    trainer = lightning.Trainer(max_epochs=epochs, devices=1, logger=False,
+        enable_checkpointing=False, enable_model_summary=False, log_every_n_steps=1)
+    module = Sine()
+    trainer.fit(module, DataLoader(TensorDataset(x, torch.sin(x)), batch_size=32))
+    return str(trainer.strategy.root_device), module
+""")
+    assert not out.ename, out.traceback
+    assert book.value("nbtrain.last_run().value[0]") == "cuda:0"
+    assert is_clean(book)
+
+
+def test_what_the_host_is_told_to_be(book: Notebook, show: Shown) -> None:
+    show("%nbtrain doctor")
+    out = show("%%distributed -n 2\nprint(1)")
+    assert out.ename == "PreflightError"
+    show(
+        "from transformers import BertConfig, BertForSequenceClassification\n"
+        "model = BertForSequenceClassification(BertConfig())"
+    )
+    show("%nbtrain memory model --batch 8x512")
+    assert is_clean(book)
+
+
+def test_notebook_launcher(book: Notebook, show: Shown) -> None:
+    show(DATA + LOOP)
+    out = show(
+        "from nbtrain import notebook_launcher\nnotebook_launcher(train, (model,), num_processes=1, mixed_precision='bf16')"
+    )
+    assert not out.ename, out.traceback
+    assert is_clean(book)
+
+
+# Two ranks, NCCL
+
+
+def test_ddp_on_two_ranks(book: Notebook, show: Shown) -> None:
+    show(DATA + PAIR)
+    loop = LOOP.replace("    accelerator = Acc", "    share()\n    accelerator = Acc")
+    out = show(f"%%distributed -n 2\n# like gloo{loop}")
+    assert not out.ename, out.traceback
+    results = book.value("nbtrain.last_run().results")
+    assert [r[3] for r in results] == ["DistributedDataParallel"] * 2, results
+    show("print(nbtrain.last_run().summary())\nprint(nbtrain.last_run().logs(1))")
+    assert is_clean(book)
+
+
+def test_fsdp_on_two_ranks(book: Notebook, show: Shown) -> None:
+    show(DATA + PAIR)
+    show(
+        "model = torch.nn.Sequential(*(torch.nn.Linear(20, 20) for _ in range(3)), torch.nn.Linear(20, 2))\nbefore = model[0].weight.clone()"
+    )
+    out = show("""%%distributed -n 2
+# like gloo
+def train(model):
+    share()
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    dist.init_process_group("nccl")
+    model.cuda()
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(20):
+        inputs, labels = (t.cuda() for t in data[step * 32 : step * 32 + 32])
+        loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+""")
+    assert not out.ename, out.traceback
+    assert (
+        book.value("not torch.equal(before, model[0].weight) and str(model[0].weight.device)")
+        == "cpu"
+    )
+    show("print(nbtrain.last_run().summary())")
+
+
+def test_a_rank_that_raises_while_another_waits_in_nccl(book: Notebook, show: Shown) -> None:
+    show(DATA + PAIR)
+    out = show("""%%distributed -n 2
+# like gloo
+def train():
+    share()
+    import torch.distributed as dist
+    dist.init_process_group("nccl")
+    for step in range(20):
+        if step == 10 and dist.get_rank() == 1:
+            raise ValueError("only here")
+        x = torch.ones(10, device="cuda")
+        dist.all_reduce(x)
+        x.sum().item()
+""")
+    assert out.ename == "ValueError" and out.seconds < 60, out.traceback
+    show("print(nbtrain.last_run().summary())")
+
+
+def test_a_deadlock_in_nccl_is_explained(book: Notebook, show: Shown) -> None:
+    show(DATA + PAIR)
+    out = show(
+        """%%distributed -n 2 --hang-after 20 --timeout 60
+# like gloo
+def train():
+    share()
+    import torch.distributed as dist
+    dist.init_process_group("nccl")
+    for step in range(20):
+        x = torch.ones(10, device="cuda")
+        if step == 10 and dist.get_rank() == 1:
+            dist.all_gather([torch.ones(3, device="cuda") for _ in range(2)], torch.ones(3, device="cuda"))
+        dist.all_reduce(x)
+        print(step, x.sum().item(), flush=True)
+"""
+    )
+    show(
+        "print(nbtrain.last_run().summary())\nprint(nbtrain.last_run().folder, os.listdir(nbtrain.last_run().folder))"
+    )
+    assert out.ename == "RunTimeout", out.traceback
+    assert "all_gather" in out.evalue and "all_reduce" in out.evalue, out.evalue
+
+
+def test_the_recorders_of_nccl(book: Notebook, show: Shown) -> None:
+    """What torch's recorders answer while a rank waits: kept to be looked at."""
+    show(PAIR)
+    show("""
+import threading, subprocess, json
+def recorders(folder):
+    code = '''
+import http.client, socket, sys, glob, os, json
+class C(http.client.HTTPConnection):
+    def connect(self):
+        self.sock = socket.socket(socket.AF_UNIX); self.sock.settimeout(5)
+        os.chdir(os.path.dirname(sys.argv[1])); self.sock.connect(os.path.basename(sys.argv[1]))
+def ask(verb, what):
+    c = C("localhost", timeout=5)
+    try:
+        c.request(verb, what); r = c.getresponse(); return r.status, r.read().decode("utf8", "replace")
+    except Exception as e:
+        return repr(e)
+print("handlers", ask("GET", "/handler/"))
+for h in ("fr_trace_json", "dump_nccl_trace_json", "dump_nccl_trace_json?includeCollectives=true&onlyActive=false"):
+    print(h, ask("POST", "/handler/" + h))
+'''
+    import sys
+    return [subprocess.run([sys.executable, "-c", code, str(folder.recorder(r))], capture_output=True, text=True, timeout=60).stdout for r in (0, 1)]
+""")
+    out = show("""%%distributed -n 2 --background
+# like gloo
+def train():
+    share()
+    import torch.distributed as dist
+    dist.init_process_group("nccl")
+    for step in range(3):
+        x = torch.ones(10, 4, device="cuda")
+        dist.all_reduce(x)
+        x.sum().item()
+    if dist.get_rank() == 0:
+        dist.all_reduce(x)
+        torch.cuda.synchronize()
+    time.sleep(60)
+""")
+    assert not out.ename, out.traceback
+    show("""
+time.sleep(20)
+from nbtrain.tracking.run_folder import RunFolder
+for text in recorders(RunFolder(nbtrain.last_run().folder)): print(text)
+print(nbtrain.last_run().stacks())
+nbtrain.last_run().stop()
+""")
+
+
+def test_live_ranks_leave_a_collective_of_nccl(book: Notebook, show: Shown) -> None:
+    show(PAIR + "# gloo")
+    out = show("%nbtrain start -n 2")
+    show("""%%distributed
+# gloo
+share()
+import torch.distributed as dist
+dist.init_process_group("nccl")
+x = torch.ones(4, device="cuda")
+dist.all_reduce(x)
+x.tolist()
+""")
+    out = show("""%%distributed
+if dist.get_rank() == 1:
+    raise ValueError("only here")
+dist.all_reduce(x)
+x.sum().item()
+""")
+    assert out.ename == "ValueError", out.traceback
+    out = show("%%distributed\ny = torch.ones(4, device='cuda')\ndist.all_reduce(y)\ny.tolist()")
+    assert not out.ename, out.traceback
+    assert "2.0" in out.stdout + str(out.displays), out
+    show("%nbtrain status\n%nbtrain stop")
+
+
+def test_an_interrupt_while_ranks_wait_in_nccl(book: Notebook, show: Shown) -> None:
+    show(PAIR)
+    out = show(
+        """%%distributed -n 2
+# like gloo
+def train():
+    share()
+    import torch.distributed as dist
+    dist.init_process_group("nccl")
+    x = torch.ones(4, device="cuda")
+    dist.all_reduce(x)
+    x.sum().item()
+    print("it begins", flush=True)
+    if dist.get_rank() == 1:
+        time.sleep(1000)
+    dist.all_reduce(x)
+    x.sum().item()
+""",
+        interrupt_on="it begins",
+    )
+    assert out.ename == "KeyboardInterrupt" and out.seconds < 60, (out.ename, out.seconds)
+
+
+def test_a_spawned_pair(book: Notebook, show: Shown) -> None:
+    show(DATA + PAIR)
+    loop = LOOP.replace("    accelerator = Acc", "    share()\n    accelerator = Acc")
+    out = show(f"%%distributed -n 2 -e spawn\n# like gloo{loop}")
+    assert not out.ename, out.traceback
