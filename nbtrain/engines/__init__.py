@@ -84,14 +84,15 @@ def choose(plan: Plan) -> Engine:
 def _initialized_for_one(plan: Plan, env: Mapping[str, str]) -> Finding | None:
     """Return a note where one rank is to use a GPU that the kernel has initialised.
 
-    No copy of the kernel could use it, and one rank needs none: Accelerate's launcher calls the
-    function, too. None for a plan that the inline engine would refuse.
+    It was asked for, or is for the only GPU. No copy of the kernel could use that, and one rank
+    needs none: Accelerate's launcher calls the function, too. None for a plan that the inline
+    engine would refuse.
     """
     needs_process = (plan.timeout, plan.max_restarts, plan.goes_on, plan.scaling, plan.nodes)
-    if plan.num_processes != 1 or any(needs_process) or not plan.sync or plan.debug:
+    if plan.num_processes not in (None, 1) or any(needs_process) or not plan.sync or plan.debug:
         return None
     names = accelerator_guard.initialized() & {"CUDA", "ROCm", "XPU"}
-    if not names or not gpus.gpu_count(env):
+    if not names or not (count := gpus.gpu_count(env)) or (plan.num_processes or count) != 1:
         return None
     name = min(names)
     place = accelerator_guard.first_cause(name).place

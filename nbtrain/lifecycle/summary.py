@@ -320,7 +320,8 @@ def _gpus(s: Summary) -> Iterator[tuple[str, str]]:
         line = f"{before} in use before the run"
         if card.is_given_back is not None:
             more = format_bytes((card.bytes_after or 0) - (card.bytes_before or 0))
-            verdict = "all given back" if card.is_given_back else f"{more} more than before"
+            why = "other processes use it, or the driver has not freed it yet"
+            verdict = "all given back" if card.is_given_back else f"{more} more ({why})"
             line += f", {after} after the run: {verdict}"
         same.setdefault(line, []).append(card.index)
     for line, indices in same.items():

@@ -289,7 +289,7 @@ def _explained(plan: Plan, packing: Packing, error: Exception) -> str:
             path, part = result_pickler.find_unpicklable(value, dump, name)
             return (
                 f"`{path}`, a {result_pickler.type_name(part)}, cannot be sent to a fresh process "
-                f"({reason}). Build it inside the training function."
+                f"({reason}). {getattr(reason, 'remedy', 'Build it inside the training function.')}"
             )
     return f"the cell's variables cannot be sent to a fresh process together ({error})"
 
@@ -396,6 +396,14 @@ class Probe(Pickler):
         return "data" if torch.is_storage(obj) else None
 
 
+class OnDeviceError(TypeError):
+    """A tensor on a GPU belongs to the process that has it there."""
+
+    remedy = (
+        "Move it to the CPU first: for a model, `model.cpu()`. The ranks move it to their GPUs."
+    )
+
+
 _OF_ONE_PROCESS = ("accelerator", "state", "optimizer", "scheduler", "data_loader")
 
 
@@ -406,7 +414,7 @@ def refuse_what_belongs_to_one_process(obj: Any) -> None:
         if cls.__module__.partition(".")[2] in _OF_ONE_PROCESS:
             raise TypeError("it belongs to an Accelerator of the notebook")
     elif isinstance(obj, sys.modules["torch"].Tensor) and obj.device.type not in ("cpu", "meta"):
-        raise TypeError(f"it is on {obj.device}; move it to the CPU (.cpu()) first")
+        raise OnDeviceError(f"it is on {obj.device}")
 
 
 def _reduced(obj: Any, packing: Packing) -> Any:

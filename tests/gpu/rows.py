@@ -26,6 +26,14 @@ class Row:
         return text if self.nvml_check else f"{text} (without nbtrain's NVML check)"
 
 
+_GPU = ("torch", "a GPU")
+_ASKING = (
+    ("from accelerate import Accelerator\nAccelerator()", ("accelerate", "a GPU")),
+    ("from accelerate import PartialState\nPartialState()", ("accelerate", "a GPU")),
+    ("import torch\nimport torch._inductor.compile_fx", _GPU),
+)
+"""What asks whether there is a GPU: nbtrain's NVML check answers, without CUDA."""
+
 CLEAN = (
     Row("import torch"),
     Row("import transformers\nfrom transformers import Trainer", needs=("transformers",)),
@@ -47,32 +55,18 @@ CLEAN = (
         needs=("pynvml", "a GPU"),
     ),
     Row("import torch\ntorch.cuda.nccl.version()", needs=("torch", "a GPU")),
+    *(Row(code, needs=needs) for code, needs in _ASKING),
 )
-
-_GPU = ("torch", "a GPU")
 DIRTY = (
     Row("import torch\ntorch.cuda.is_available()", True, False, 2, _GPU, nvml_check=False),
-    Row(
-        "from accelerate import Accelerator\nAccelerator()",
-        True,
-        False,
-        2,
-        ("accelerate", "a GPU"),
-    ),
-    Row(
-        "from accelerate import PartialState\nPartialState()",
-        True,
-        False,
-        2,
-        ("accelerate", "a GPU"),
-    ),
-    Row("import torch\nimport torch._inductor.compile_fx", True, False, 2, _GPU),
+    # torch 2.11 and Accelerate 1.15 only ask ``is_available()`` here.
+    *(Row(code, True, False, 2, needs, nvml_check=False) for code, needs in _ASKING),
     Row("import torch\ntorch.ones(1).pin_memory()", True, False, 2, _GPU),
     Row("import torch\ntorch.Generator('cuda')", True, False, 2, _GPU),
     Row("import cupy\ncupy.ones(1)", True, False, 2, ("cupy", "a GPU")),
     Row("import jax\njax.devices()", True, False, 2, ("jax", "a GPU")),
     Row(
-        "from transformers import TrainingArguments\nTrainingArguments('out').device",
+        "from transformers import TrainingArguments\nTrainingArguments('out')",
         True,
         True,
         2,

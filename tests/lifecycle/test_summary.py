@@ -73,7 +73,7 @@ def test_the_numbers_of_a_run_on_gpus() -> None:
         (1, 3 * GIB, False),
     ]
     assert (
-        "GPU 1     1.0 GiB in use before the run, 3.0 GiB after the run: 2.0 GiB more than before"
+        "GPU 1     1.0 GiB in use before the run, 3.0 GiB after the run: 2.0 GiB more (other "
         in repr(s)
     )
     assert "optimizer states                3.0 GiB  on rank 1" in repr(s)

@@ -245,7 +245,9 @@ def _mismatch(seen: Observation, waits: Mapping[int, Collective]) -> str:
                 continue
             stack = seen.stacks.get(ranks[0])
             frame = stack.location if stack is not None else None
-            place = f" ({frame.file}, line {frame.line})" if frame is not None else ""
+            # The Python code goes on while NCCL works: it waits at a later line.
+            begun = "its code waits at " if wait.group.endswith(ON_NCCL) else ""
+            place = f" ({begun}{frame.file}, line {frame.line})" if frame is not None else ""
             texts.append(f"{format_ranks(ranks)} {_are(ranks)} in {label}{place}")
         sizes = PADDED if "gather" in wait.name else SHAPES
         advice = sizes if len({part.name for _, part in parts}) == 1 else SAME

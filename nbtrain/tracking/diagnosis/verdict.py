@@ -145,7 +145,9 @@ def _of_rank(cause: Failure, failures: Sequence[Failure], state: RunState) -> Fa
     known += remedies_of_rank(rank, state)
     if cause.is_secondary:
         kind, text = "communication", lost(state, text)
-    memory = _growth(rank, state) if "memory" in kind + cause.summary else ""
+    memory = _held_on_gpu(rank) if kind == "cuda out of memory" else ""
+    if kind != "cuda out of memory" and "memory" in kind + cause.summary:
+        memory = _growth(rank, state)
     evidence = [
         *_lines(cause, rank, kind, memory),
         *(seen.text for seen in rank.evidence if not text.startswith(seen.text)),
@@ -280,6 +282,16 @@ def _texts(error: CapturedException | None) -> str:
         texts.append(f"{error.type_name}: {error.text}")
         error = error.cause or (None if error.suppress_context else error.context)
     return "\n".join(texts)
+
+
+def _held_on_gpu(rank: RankState) -> str:
+    """Say what a rank's part of its GPU's memory was; nothing where that is not known."""
+    parts = rank.bytes_by_part()
+    if rank.usage.on == "cpu" or not parts:
+        return ""
+    listed = "; ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+    whole = format_bytes(sum(parts.values()))
+    return f"rank {rank.rank} held {whole} of its GPU's memory ({listed})"
 
 
 def _growth(dead: RankState, state: RunState) -> str:

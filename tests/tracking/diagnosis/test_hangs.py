@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nbtrain.tracking.diagnosis import hangs
-from nbtrain.tracking.diagnosis.collectives import DEFAULT, Collective, FlightRecord
+from nbtrain.tracking.diagnosis.collectives import DEFAULT, ON_NCCL, Collective, FlightRecord
 from nbtrain.tracking.diagnosis.stacks import RankStack, StackFrame
 
 NOW = 1_000_000.0
@@ -122,6 +122,31 @@ CASES: dict[str, tuple[hangs.Observation, str, tuple[int, ...], tuple[int, ...]]
         f"(In[5], line 41): these do not match, so no rank can continue. {hangs.SAME}",
         (),
         (0, 1),
+    ),
+    "collectives of NCCL that do not match": (
+        seen(
+            2,
+            at={0: SLEEPING, 1: SLEEPING},
+            recorded={
+                0: recorded("all_reduce", group=DEFAULT + ON_NCCL),
+                1: recorded("all_gather", group=DEFAULT + ON_NCCL),
+            },
+        ),
+        "rank 0 is in all_reduce #1 of [4] (its code waits at In[5], line 41), rank 1 is in "
+        "all_gather #1 of [4] (its code waits at In[5], line 41): these do not match, so no rank "
+        f"can continue. {hangs.SAME}",
+        (),
+        (0, 1),
+    ),
+    "one that began nothing on NCCL": (
+        seen(
+            2,
+            at={0: SLEEPING, 1: SLEEPING},
+            recorded={0: recorded("all_reduce", group=DEFAULT + ON_NCCL), 1: FlightRecord()},
+        ),
+        "rank 1 is at In[5], line 41: time.sleep(600); rank 0 waits in all_reduce #1 for it",
+        (1,),
+        (0,),
     ),
     "shapes that do not match": (
         seen(2, recorded={0: REDUCES, 1: recorded("all_reduce", shape=(5,))}),

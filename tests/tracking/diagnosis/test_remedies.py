@@ -72,6 +72,10 @@ def test_the_way_out_is_beside_the_exception(function: Callable[[], None], said:
     [
         ("RuntimeError: Expected to mark a variable ready only once.", "use_reentrant=False"),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "%nbtrain memory"),
+        (
+            "torch.AcceleratorError: CUDA error: device-side assert triggered\nSearch for …",
+            "--env CUDA_LAUNCH_BLOCKING=1",
+        ),
         ("AttributeError: 'Net' object has no attribute 'generate'", ""),
         ("RuntimeError: Connection closed by peer", ""),
     ],

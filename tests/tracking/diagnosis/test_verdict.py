@@ -152,7 +152,9 @@ def test_gpu_memory_is_told_with_torchs_figures_and_who_holds_what() -> None:
     gpu = (0, "NVIDIA H200", 138 << 30, 140 << 30, 97.0)
     state = run(
         ev.Host(1.0, -1, gpus=(gpu,)),
-        ev.Resources(1.0, 0, gpu=0, gpu_memory=100 << 30),
+        ev.Resources(1.0, 0, memory=1 << 30, gpu=0, gpu_memory=100 << 30),
+        ev.TensorMemory(1.0, 0, on="cuda:0", weights=10 << 30),
+        ev.TrainingUpdate(1.0, 0, steps=3, peak=60 << 30, reserved=90 << 30),
         ev.Resources(1.0, 1, gpu=0, gpu_memory=30 << 30),
         exited(0),
         ranks=2,
@@ -161,6 +163,10 @@ def test_gpu_memory_is_told_with_torchs_figures_and_who_holds_what() -> None:
     assert found.kind == "cuda out of memory"
     assert found.headline.endswith("CUDA out of memory. Tried to allocate 20.00 GiB")
     assert "GPU 0 has 139 GiB" in found.evidence
+    assert found.memory == (
+        "rank 0 held 100 GiB of its GPU's memory (weights 10.0 GiB; activations, temporary "
+        "buffers 50.0 GiB; allocator's reserve 30.0 GiB; CUDA context 10.0 GiB)"
+    )
     assert found.evidence[-2] == (
         "GPU 0 (NVIDIA H200), when last seen, held 138 of 140 GiB: "
         "rank 0 100 GiB, rank 1 30.0 GiB, others 8.0 GiB"
