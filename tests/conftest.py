@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from nbtrain.engines.process import fork_server
+from nbtrain.system import gpus
 from tests.support.cuda_stub import STUB
 from tests.support.kernel import Notebook
 
@@ -28,6 +29,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     name, asked = collection_path.name, (*config.args, config.option.markexpr)
     wanted = any(name in str(word) for word in asked)
     return True if name in ("browser", "cluster") and not wanted else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Train on the CPU, also where there are GPUs, unless the tests that need one are asked for."""
+    if "gpu" not in config.option.markexpr and gpus.gpu_count():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 _LONGEST = ("end_to_end", "engines", "lifecycle", "commands", "worker", "tracking", "system", "ui")

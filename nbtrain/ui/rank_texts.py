@@ -65,7 +65,8 @@ def _bar_position(bar: ProgressBar, is_around: bool = False) -> str:
     is_inside = is_around or not bar.closed
     if is_inside and bar.total and n < bar.total and _EPOCHS.fullmatch(bar.description):
         n = math.floor(n) + 1
-    total = f" {bar.unit}" if bar.total is None else f"/{format_number(bar.total)}"
+    unit = "steps" if bar.unit == "step" and n != 1 else bar.unit
+    total = f" {unit}" if bar.total is None else f"/{format_number(bar.total)}"
     return (f"{bar.description}: " if bar.description else "") + format_number(n) + total
 
 

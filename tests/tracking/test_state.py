@@ -233,7 +233,7 @@ def test_a_run_without_any_bar_has_one_from_its_training() -> None:
     own = fold(state, [ev.Progress(7, 0, n=3, total=9, description="mine")])
     assert own.ranks[0].bar == ProgressBar(3, 9, 0.0, "mine")
     unknown = fold(picture(), [trained(steps=7, elapsed=1.0)])
-    assert rank_texts.position(unknown.ranks[0]) == "7 step · 7.00 steps/s"
+    assert rank_texts.position(unknown.ranks[0]) == "7 steps · 7.00 steps/s"
 
 
 def test_rates_and_waiting_are_averaged_over_the_last_seconds() -> None:

@@ -3,7 +3,8 @@
 A rank that waits in a collective for a peer which will not come hears no interrupt: it is in C++.
 gloo has nothing that ends the wait (`abort` and `shutdown` of its backend return at once and change
 nothing, torch 2.13); but when its connections are shut down, the collective raises. NCCL has
-`abort`.
+`abort`, after which the process is in no group; and who leaves a group of NCCL in the regular way
+waits for peers, which may have aborted it (seen on an H200 with torch 2.11).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class ProcessGroups:
     def __init__(self) -> None:
         self._sockets: set[str] = set()  # as /proc names them, by inode: a number may be reused
         self._is_broken = False
+        self._aborted = ""  # the backend of a default group that was aborted
         self._keys = (0, 0)  # how often the default group was formed anew, and was left, since
 
     def install(self) -> None:
@@ -76,9 +78,9 @@ class ProcessGroups:
                     if end.getpeername()[1] not in stores:
                         end.shutdown(socket.SHUT_RDWR)
         dist = _distributed()
-        if dist is not None and "nccl" in str(dist.get_backend()):
-            with contextlib.suppress(Exception):  # torch's private function, from 2.6 on
-                dist.distributed_c10d._abort_process_group()
+        if dist is not None and _can_abort(backend := _backend(dist)):
+            self._aborted = backend
+            _abort(dist)
 
     def state(self) -> dict[str, Any]:
         """Return what the notebook must know after a task."""
@@ -86,7 +88,8 @@ class ProcessGroups:
         if dist is not None:
             with contextlib.suppress(Exception):  # a backend that does not count
                 count = dist.group.WORLD._get_sequence_number_for_group()
-        return {"is_formed": dist is not None, "is_broken": self._is_broken, "count": count}
+        is_formed = dist is not None or bool(self._aborted)
+        return {"is_formed": is_formed, "is_broken": self._is_broken, "count": count}
 
     def reform(self, generation: int, namespace: dict[str, Any], *, forms: bool) -> list[str]:
         """Leave the default group and form it anew; return which variables are of no use any more.
@@ -96,20 +99,35 @@ class ProcessGroups:
         All ranks call it with the same number, which no call had before.
         """
         dist = _distributed()
-        self._is_broken = False
+        backend = self._aborted if dist is None else _backend(dist)
+        self._is_broken, self._aborted = False, ""
         self._sockets.clear()
-        if dist is None:
-            self._begin_again(generation, 0)
-            return []
-        backend = str(dist.get_backend())
-        if backend == "undefined":  # one for each kind of device; in a group of one, they count
-            backend = str(dist.get_backend_config())  # torch 2.4 and later
-        dist.destroy_process_group()
+        if dist is not None and _can_abort(backend):
+            _abort(dist)
+        if _distributed() is not None:
+            dist.destroy_process_group()
         self._begin_again(generation, 0)
-        if not forms:
+        if not (backend and forms):
             return []
-        dist.init_process_group(backend)
+        sys.modules["torch.distributed"].init_process_group(backend)
         return _heal(namespace)
+
+
+def _backend(dist: Any) -> str:
+    name = str(dist.get_backend())
+    if name == "undefined":  # one for each kind of device; in a group of one, they count
+        name = str(dist.get_backend_config())  # torch 2.4 and later
+    return name
+
+
+def _can_abort(backend: str) -> bool:
+    return "nccl" in backend
+
+
+def _abort(dist: Any) -> None:
+    """Abort all groups of this process, and leave them, without their other members."""
+    with contextlib.suppress(Exception):  # torch's private function, from 2.6 on
+        dist.distributed_c10d._abort_process_group()
 
 
 def _heal(namespace: dict[str, Any]) -> list[str]:

@@ -21,6 +21,7 @@ from transformers import (
     BertForMultipleChoice,
     BertForSequenceClassification,
     GPT2Config,
+    GPT2LMHeadModel,
     GPT2Model,
     LlamaConfig,
     LlamaForCausalLM,
@@ -28,6 +29,7 @@ from transformers import (
 
 from nbtrain import memory_needed
 from nbtrain.commands.memory import estimate, step
+from nbtrain.commands.memory.gpu_kernels import gpu_kernels
 from nbtrain.commands.memory.report import PASSES
 from nbtrain.errors import PlanError
 from nbtrain.system import gpus
@@ -143,6 +145,33 @@ def test_a_gpu_keeps_no_attention_matrix_and_a_byte_of_each_dropout() -> None:
     on_cpu = memory_needed(Long, "2x1024x64").parts.activations
     matrices = 2 * 2 * 4 * 1024 * 1024 * 4
     assert on_gpu < matrices / 4 < matrices < on_cpu
+
+
+def test_a_gpu_computes_more_in_float32_under_autocast() -> None:
+    half = torch.ones(2, 4, dtype=torch.bfloat16)
+
+    class Wide(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"kinds": [x**2, torch.exp(x), x.softmax(-1), nn.functional.layer_norm(x, (4,))]}
+
+    def kinds() -> list[str]:
+        made = [*Wide()(half)["kinds"], nn.functional.gelu(half), half @ half.T]
+        return [str(tensor.dtype) for tensor in made]
+
+    bf16, fp32 = "torch.bfloat16", "torch.float32"
+    with gpu_kernels():
+        assert kinds() == [bf16] * 6
+        with torch.autocast("cpu", torch.bfloat16):
+            assert kinds() == [*[fp32] * 4, bf16, bf16]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert kinds()[0] == bf16
+
+
+@pytest.mark.slow
+def test_gpt2_in_bf16_is_told_as_it_was_measured_on_a_gpu() -> None:
+    config = GPT2Config(n_embd=1024, n_layer=24, n_head=16)
+    told = memory_needed(lambda: GPT2LMHeadModel(config), "4x512", precision="bf16", card="1000GB")
+    assert told.peak.total == pytest.approx(10_712 * MIB, rel=0.02)  # an H200, torch 2.11
 
 
 @pytest.mark.parametrize("card", [None, "16GB"])

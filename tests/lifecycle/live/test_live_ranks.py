@@ -338,6 +338,29 @@ def test_an_exception_of_one_rank_leaves_ranks_that_work(live: Notebook) -> None
     assert live.run("%distributed kept").stdout.splitlines() == ["[rank 0] 5", "[rank 1] 6"]
 
 
+def test_ranks_that_abort_their_group_as_with_nccl_form_a_new_one(live: Notebook) -> None:
+    """gloo aborts nothing, but its processes are in no group after it either."""
+    live.run("%%distributed\nfrom nbtrain.worker.live import groups")
+    live.run("%distributed setattr(groups, '_can_abort', lambda backend: True)")
+    live.run(
+        "%%distributed\nnet = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))"
+    )
+    for _ in range(2):
+        out = live.run("%%distributed\nif rank == 1: raise ValueError('planted')\n" + SUM[14:])
+        assert (out.ename, out.evalue) == ("ValueError", "planted"), out.traceback
+        assert "formed a new process group" in out.stdout
+        assert live.run(SUM).stdout == "[ranks 0–1] tensor([2.])\n"
+        out = live.run("%distributed net(torch.ones(1, 4) * rank).sum().backward()")
+        assert not out.ename, out.traceback
+    out = live.run(
+        "%%distributed\nif rank == 0:\n    print('in it', flush=True)\n    dist.barrier()\n"
+        "else:\n    time.sleep(600)",
+        interrupt_on="in it",
+    )
+    assert out.ename == "KeyboardInterrupt", out
+    assert live.run(SUM).stdout == "[ranks 0–1] tensor([2.])\n"
+
+
 def test_an_exception_of_all_ranks_leaves_the_group_alone(live: Notebook) -> None:
     out = live.run("%distributed 1 / 0")
     assert out.ename == "ZeroDivisionError"
