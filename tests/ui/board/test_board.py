@@ -587,7 +587,8 @@ def test_what_ranks_did_is_a_strip_each_and_of_many_a_band() -> None:
     for name in ("training", "waiting for data", "waiting for peers", "stalled"):
         assert name in hung.words
     assert "rank 0 1 2 3 " in hung.text
-    assert "step 0 50 100 150 200 237 " in hung.text
+    assert "step 0 50 100 150 200 " in hung.text
+    assert "loss 237 " in hung.text  # where it is now
     for name in ("ranks-64", "ranks-1024"):
         made = strips_of(*board_states.drawn_at(name))
         assert len(made.bands) == 64
