@@ -119,14 +119,17 @@ def _head(state: RunState, now: float) -> tuple[str, int]:
 
 def _figures(state: RunState, now: float) -> tuple[str, int]:
     """Draw the key figures that fit, and what rank 0 returned."""
-    figures = header.figures(state, now)
+    figures = sorted(header.figures(state, now), key=lambda figure: "★" not in figure[1])
     drawn, x = "", 0.0
     for name, value, remarks in figures:
         remark, value = remarks[0] if remarks else "", value.rstrip(" ↘↗→")  # not in every font
         width = max(11.6 * len(value), 6 * len(name), 6 * len(remark)) + 20
         if x + width - 20 > _INNER:
             continue
-        drawn += _text(x, 11, name, 11, _SOFT) + _text(x, 33, value, 20, ' font-weight="600"')
+        number, star, _ = value.partition("★")  # which few fonts have: alone, it changes no digit
+        drawn += _text(x, 11, name, 11, _SOFT)
+        drawn += _text(x, 33, number.rstrip(), 20, ' font-weight="600"')
+        drawn += _text(x + 10.6 * len(number), 32, star, 15) if star else ""
         drawn += _text(x, 48, remark, 11, _SOFT)
         x += width
     return drawn, 50

@@ -29,6 +29,15 @@ def of_run(state: RunState) -> float | None:
     return 1.0 if done is None and state.status == "succeeded" else done
 
 
+def of_epochs(state: RunState) -> float:
+    """Return how many epochs are done, 2.94 say, where nobody knows of how many; else 0."""
+    progress = _progress(state)
+    if progress.fraction is not None or progress.epoch is None or not progress.batches:
+        return 0.0
+    within = min(1.0, (progress.batch or 0) / progress.batches)
+    return max(0, progress.epoch - progress.first_epoch) + within
+
+
 def epochs(state: RunState) -> int:
     """Return how many epochs the run will have; 0 where that is not known."""
     progress = _progress(state)

@@ -38,7 +38,16 @@ def test_every_state_has_a_card_that_stands_alone(name: str) -> None:
 
 def test_a_card_says_what_ran_and_what_came_of_it() -> None:
     said = texts(card(*board_states.drawn_at("succeeded-8")).svg)
-    for text in ("✓", "train()succeeded", "54 s", "best val_loss", "0.4041 ★", "0.8829"):
+    for text in (
+        "✓",
+        "train()succeeded",
+        "54 s",
+        "best val_loss",
+        "0.4041",
+        "★",
+        "best accuracy",
+        "0.8829",
+    ):
         assert text in said
     assert any(text.startswith("8 ranks · fork · 8 × NVIDIA H200 · bf16 · ") for text in said)
     assert {"6,144", "samples/s", "epoch", "training", "waiting for data"} <= set(said)

@@ -422,10 +422,10 @@ def _loss(
     if curve.twin is not None:
         name, twin = curve.twin
         points = [(b.x, b.mean) for b in twin.thinned(64)]
-        marks += f'<path d="{place.path(points)}" fill="none" stroke="{theme.ORANGE}" '
+        marks += f'<path d="{place.path(points)}" fill="none" stroke="{theme.PURPLE}" '
         marks += f'stroke-width="2" stroke-dasharray="5 3" {theme.FIXED}/>'
-        marks += "".join(place.dot(p, theme.ORANGE) for p in points if len(points) <= 24)
-        marks += _best(name, twin.since(begins), place, theme.ORANGE)
+        marks += "".join(place.dot(p, theme.PURPLE) for p in points if len(points) <= 24)
+        marks += _best(name, twin.since(begins), place, theme.PURPLE)
         newest = "nan" if twin.last is None else format_number(twin.last)
         label, below = _end(points, f"{newest} {shorten(name, 24)}", place)
         label = label._replace(y=label.y - 10) if label.anchor == "start" else label
@@ -642,7 +642,7 @@ def _small(curve: Curve, x: axes.Scale | None, log: bool | None, *, is_over: boo
     marks = place.grid() + _line(curve.series, line, place, theme.BLUE)
     if curve.twin is not None:
         points = [(b.x, b.mean) for b in curve.twin[1].thinned(64)]
-        marks += f'<path d="{place.path(points)}" fill="none" stroke="{theme.ORANGE}" '
+        marks += f'<path d="{place.path(points)}" fill="none" stroke="{theme.PURPLE}" '
         marks += f'stroke-width="2" stroke-dasharray="5 3" {theme.FIXED}/>'
     marks += _best(curve.name, curve.series, place, theme.BLUE)
     labels = tuple(place.values()[:: max(1, len(place.y.ticks) - 1)])

@@ -1,14 +1,14 @@
 """Draws the top of the board: the status, the progress, the time left and key figures. Pure.
 
-What is not known is drawn as not known: a loop that does not say how many epochs it will run has a
-bar of its epoch, hatched, and no percentage of the run.
+What is not known is drawn as not known: where a loop does not say how many epochs it will run, the
+bar has an open end, and there is no percentage of the run.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -258,31 +258,37 @@ def card(tones: theme.Tones, inner: str) -> str:
 
 
 def _bar(state: RunState) -> str:
-    """Draw the one bar of the run, a piece for each epoch; hatched where no total is known."""
+    """Draw the one bar of the run, a piece for each epoch; open where their number is unknown."""
     done, fill = eta.of_run(state), theme.tones(look(state)).colour
     name = escape(shorten(state.title, 120), quote=True)
-    if done is None and state.is_over:  # grey, and no hatch, which looks busy
-        value = f'aria-valuetext="{name}: ended"'
-    elif done is None:
-        value = f'aria-valuetext="{name}: how long it will run is not known"'
-    else:
+    epochs, tail = eta.epochs(state), ""
+    pieces = epochs if 1 < epochs <= _PIECES else 1
+    full = (done or 0.0) * pieces
+    if done is not None:
         value = f'aria-valuenow="{100 * done:.1f}" aria-valuetext="{100 * done:.0f} % done"'
-    epochs = eta.epochs(state) if done is not None else 1
-    pieces = epochs if 1 < epochs <= 60 else 1
-    hatch = f"repeating-linear-gradient(135deg,{theme.GREY} 0 2px,transparent 2px 8px)"
-    ground = hatch if done is None and not state.is_over else theme.TRACK
-    ground = theme.GREY if done is None and state.is_over else ground
+    elif state.is_over:
+        value = f'aria-valuetext="{name}: ended"'
+    else:
+        value = f'aria-valuetext="{name}: how long it will run is not known"'
+        full = eta.of_epochs(state)
+        pieces = math.floor(full) + 1 if 0 < full < _PIECES else 0
+        fades = f"linear-gradient(90deg,{theme.TRACK},transparent)"
+        tail = f'<div style="flex:{max(2, pieces // 2)} 1 0;background:{fades}"></div>'
     drawn = ""
     for piece in range(pieces):
-        share = min(1.0, max(0.0, (done or 0.0) * pieces - piece))
-        inside = f'<div style="width:{100 * share:.1f}%;height:100%;background:{fill}"></div>'
-        drawn += f'<div style="flex:1 1 0;background:{ground}">{inside if share else ""}</div>'
+        part = min(1.0, max(0.0, full - piece))
+        inside = f'<div style="width:{100 * part:.1f}%;height:100%;background:{fill}"></div>'
+        drawn += f'<div style="flex:1 1 0;background:{theme.TRACK}">{inside if part else ""}</div>'
+    drawn += tail
     return (
         f'<div role="progressbar" aria-label="{name}" {value} style="display:flex;gap:2px;'
         f"height:6px;margin:10px 0 8px;border-radius:3px;overflow:hidden;"
         f'forced-color-adjust:none">{drawn}</div>'
     )
 
+
+_PIECES = 60
+"""Epochs that have a piece of the bar each, at most."""
 
 _FIGURES = 6
 
@@ -321,13 +327,13 @@ def figures(state: RunState, now: float) -> list[Figure]:
         _done(state),
         _left(state, now),
         _loss(state),
-        _best(state),
+        *_bests(state),
         _throughput(state),
         _devices(state),
-        _result(state),
         _most_memory(state),
+        _result(state),
     ]
-    return [figure for figure in known if figure is not None]
+    return [figure for figure in known if figure is not None][:_FIGURES]
 
 
 def _done(state: RunState) -> Figure | None:
@@ -380,7 +386,8 @@ def _loss(state: RunState) -> Figure | None:
         arrow, way = "→", f"no clear change in {plural(steps, 'step')}"
     else:
         arrow, way = "↘" if change < 0 else "↗", f"{100 * change:+.0f} % in {plural(steps, 'step')}"
-    return Figure(name, f"{value} {arrow}", (way.replace("-", "\N{MINUS SIGN}"), *compared))
+    remarks = [way.replace("-", "\N{MINUS SIGN}"), *compared]
+    return Figure(name, f"{value} {arrow}", tuple(remarks[::-1] if state.is_over else remarks))
 
 
 def _compared(state: RunState, series: Series, name: str) -> tuple[str, ...]:
@@ -425,16 +432,17 @@ def _mean(band: Sequence[Bin]) -> tuple[float, float]:
     return mean, math.sqrt(squares / (len(values) - 1) / len(values))
 
 
-def _best(state: RunState) -> Figure | None:
-    """Return the best value of a metric of the validation, of the last training."""
+def _bests(state: RunState) -> Iterator[Figure]:
+    """Yield the best value of a metric of the validation, of the last training; at the end two."""
     training, begins = present_training(state)
+    left = 2 if state.is_over else 1
     for name, whole in state.curves.logged.items():
         series = whole.since(begins)
-        if series.bins and (direction := better(name)) and name != "loss":
+        if left and series.bins and (direction := better(name)) and name != "loss":
+            left -= 1
             at = canvas.best(series, direction)
             remarks = [f"at {_step(at[0])}", *([f"of training {training}"] if training > 1 else [])]
-            return Figure(f"best {shorten(name, 24)}", f"{format_number(at[1])} ★", tuple(remarks))
-    return None
+            yield Figure(f"best {shorten(name, 24)}", f"{format_number(at[1])} ★", tuple(remarks))
 
 
 def _step(x: float) -> str:

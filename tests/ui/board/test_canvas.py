@@ -36,7 +36,7 @@ def test_the_last_run_of_the_same_name_is_drawn_behind_with_the_difference(
     before = notebook.value("run.state.number")
     notebook.run(LOGS.format(scale=0.75))
     page = notebook.value("run._repr_html_()")
-    assert f"25 % lower than #{before}&nbsp;<" in page
+    assert f"25 % lower than #{before} <br>" in page
     assert f">#{before} <" in page  # its curve
     reopened = nbtrain.Run.open(notebook.value("str(run.folder)"))
     assert reopened._repr_html_() == page
