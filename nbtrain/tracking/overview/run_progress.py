@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..state import ProgressBar, RankState, RunState
+from ..state import ProgressBar, RankState, RunState, TrainingProgress
 
 LONGEST = 366 * 86400.0
 """Seconds left beyond which nobody knows: a sampler of 10¹⁰ is no promise."""
+
+SLOWED = 0.75
+"""The share of the mean pace below which a training has become slower: what is left takes as long
+as it does now."""
 
 SEEN, DONE = 3.0, 0.005
 """Seconds of training, and the share that is done, before a time left is told."""
@@ -143,7 +147,7 @@ def _within(bar: ProgressBar, inner: float) -> float:
 
 
 def _remaining(rank: RankState, done: float | None, now: float) -> float | None:
-    """Return the seconds left, if what comes takes as long as what was."""
+    """Return the seconds left, if what comes takes as long as what was, or as it does now."""
     if done is None or done < DONE or done >= 1:
         return 0.0 if done == 1 else None
     trained = rank.progress
@@ -162,8 +166,16 @@ def _remaining(rank: RankState, done: float | None, now: float) -> float | None:
     if passed < SEEN:
         return None
     since = min(LATE, max(0.0, now - heard))
-    left = max(0.0, passed * (1 - done) / done - since)
+    left = max(0.0, passed * (1 - done) / done * _slowed(trained) - since)
     return left if left < LONGEST else None
+
+
+def _slowed(trained: TrainingProgress | None) -> float:
+    """Return how many times longer a step takes now than on average; 1 unless that is much."""
+    if trained is None or not trained.step_rate or trained.elapsed < SEEN:
+        return 1.0
+    mean = trained.steps / trained.elapsed
+    return mean / trained.step_rate if trained.step_rate < SLOWED * mean else 1.0
 
 
 def _remaining_in_epoch(rank: RankState, now: float) -> float | None:

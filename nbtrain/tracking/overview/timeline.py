@@ -27,10 +27,13 @@ NAMES: Mapping[str, str] = {
     PEERS: "waiting for peers",
     COMPILING: "compiling",
     SAVING: "saving",
-    STALLED: "stalled",
+    STALLED: "stuck",
     FAILED: "failed",
 }
 """What each letter stands for; of two bins that become one, the later in this order stays."""
+
+RARE = 0.05
+"""The part of a bin below which its wait for data is none: what was left over is forgotten."""
 
 _RANKING = "".join(NAMES)
 _PHASES = {"joining": PEERS, "saving": SAVING, "compiling": COMPILING}
@@ -53,6 +56,8 @@ class Timeline:
     """What the rank does since then."""
     debt: float = 0.0
     """Of bins that waited for data, the part that is in none: less than one, or none too many."""
+    newest: float = 0.0
+    """The part of a bin that waited for data since the last bin ended."""
 
     def began(self, time: float) -> Timeline:
         """Return the strip of a rank that begins to run the user's code."""
@@ -90,15 +95,18 @@ class Timeline:
         """Return the strip with as many of its last bins waiting for data as were spent so.
 
         Reports and bins do not begin together: what is left over is carried on, so that a strip
-        shows the share of time that the figures beside it show.
+        shows the share of time that the figures beside it show. It is not carried to the next epoch
+        whose loader starts: there it would be seen as a wait in between.
         """
-        letters, debt = self.letters[: len(self.letters) - fresh], self.debt
-        debt += 0.0 if fresh else waited
+        if not fresh:
+            return replace(self, newest=self.newest + waited)
+        letters, waited = self.letters[: len(self.letters) - fresh], self.newest + waited
+        debt = 0.0 if waited < RARE * fresh else self.debt
         for _ in range(fresh):
             debt += waited / fresh
             letters += DATA if debt >= 0.5 else COMPUTE
             debt -= debt >= 0.5
-        return replace(self, letters=letters, debt=debt)
+        return replace(self, letters=letters, debt=debt, newest=0.0)
 
     def phase(self, time: float, phase: str) -> Timeline:
         """Return the strip after a phase has begun, or (an empty one) ended."""

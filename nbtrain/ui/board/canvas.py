@@ -77,6 +77,8 @@ class Picture:
     text: str
     """What a screen reader says of it."""
     strips: strips.Strips | None = None
+    band: str = ""
+    """What the band around the large curve is."""
     late: tuple[int, int] | None = None
     """The steps from which to which a slow rank alone waited for its data."""
 
@@ -222,7 +224,9 @@ def canvas(
     if rows is not None and rows.seconds is not None:
         labels += _times(rows.seconds, bottom + 10)
     text = main.text if main is not None else "what each rank did over time"
-    return Picture(marks, tuple(labels), width, bottom + BOTTOM, text, rows, late)
+    has_band = main is not None and len(main.series.ends) > 1
+    band = f"light band: {main.name[:24]} of all ranks" if has_band and main is not None else ""
+    return Picture(marks, tuple(labels), width, bottom + BOTTOM, text, rows, band, late)
 
 
 def shown(picture: Picture, *, is_over: bool, left: int = LEFT) -> str:
@@ -239,7 +243,7 @@ def shown(picture: Picture, *, is_over: bool, left: int = LEFT) -> str:
         f'<div style="{theme.NAMES}">{strong}</div></div>'
     )
     if picture.strips is not None:
-        legend = strips.legend(picture.strips)
+        legend = strips.legend(picture.strips, picture.band)
         drawn += f'<div style="font-size:11px;margin-left:{left}px">{legend}</div>'
     return drawn
 
@@ -323,7 +327,7 @@ def _steps(state: RunState, curves: Sequence[Curve]) -> axes.Scale | None:
     end += max(rank.steps_before for rank in state.ranks) if end else 0
     is_known = end >= last and not state.is_over
     if state.is_over:  # a point at the very edge of an image would be cut
-        last += 0.016 * (last - first)
+        last += 0.025 * (last - first)
     last = end if is_known else last
     return axes.of_steps(first, last, is_over=is_known or state.is_over, intervals=8)
 
@@ -334,12 +338,12 @@ def made_steps(state: RunState) -> int:
 
 
 def _ticks(state: RunState, x: axes.Scale, y: float) -> list[Label]:
-    """Return the labels of the steps; while a run goes on, that of the present one stands out."""
+    """Return the labels of the steps; unless a run succeeded, that of the last one stands out."""
     made = made_steps(state)
-    now = x.place(made) if made and not state.is_over else 2.0
+    now = x.place(made) if made and state.status != "succeeded" else 2.0
     shown = [_at_axis(x.place(made), y, f"{made:,}", True)] if now <= 1 else []
     for tick, text in zip(x.ticks, x.labels, strict=True):
-        if abs(x.place(tick) - now) > 0.08:
+        if abs(x.place(tick) - now) > 0.1:
             shown.append(_at_axis(x.place(tick), y, text))
     return [Label(0, y, "step", "left"), *shown]
 

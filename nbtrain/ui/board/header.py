@@ -186,7 +186,8 @@ def _trouble(state: RunState, late: tuple[int, int] | None) -> str:
     if not text:
         return ""
     text = f"{text} (steps {late[0]:,}–{late[1]:,})" if late is not None else text
-    tones = theme.tones(state.status) if _has_own_card(state) else theme.WARN
+    tones = theme.STUCK if run_texts.is_stuck(state) else theme.WARN
+    tones = theme.tones(state.status) if _has_own_card(state) else tones
     advice = "" if _is_restarted(state) else next_step(state)
     text = theme.coded(shorten(text, 1000))
     return card(tones, f'<span style="font-weight:600">{text}</span>{advice}')
@@ -365,7 +366,7 @@ def _left(state: RunState, now: float) -> Figure | None:
     in_epoch = eta.remaining_in_epoch(state, now)
     if in_epoch is None:
         return None
-    return Figure("left in this epoch", eta.coarse(in_epoch))
+    return Figure("left in this epoch", eta.coarse(in_epoch), ("of the run: unknown",))
 
 
 def _loss(state: RunState) -> Figure | None:
@@ -380,7 +381,7 @@ def _loss(state: RunState) -> Figure | None:
     value, compared = format_number(series.last), _compared(state, series, name)
     now, before, steps = trend(series.since(present_training(state)[1]))
     change = (now - before) / abs(before) if before else 0.0
-    if not steps or not math.isfinite(change):
+    if not steps or not math.isfinite(change) or run_texts.is_stuck(state):
         return Figure(name, value, compared)
     if abs(change) < TREND:
         arrow, way = "→", f"no clear change in {plural(steps, 'step')}"

@@ -10,6 +10,7 @@ from html import escape
 from itertools import groupby
 from typing import NamedTuple
 
+from ...tracking.diagnosis import stragglers
 from ...tracking.overview import timeline as of
 from ...tracking.state import RunState
 from . import theme
@@ -96,7 +97,8 @@ def strips_of(state: RunState, now: float, last: float | None, limit: int) -> St
         if last is not None:
             lines = zip(merged, steps, strict=True)
             bands = [of.over_steps(_timeline(*line), last, columns) for line in lines]
-        strips = Strips(list(map(_legible, bands)), list(starts), columns, seconds, per)
+        bands = _with_peers(list(map(_legible, bands)), state, per)
+        strips = Strips(bands, list(starts), columns, seconds, per)
         if len(_drawn(strips.bands, strips.pitch)) <= limit or columns <= FEWEST:
             return strips
         columns = -(-columns // 2)
@@ -112,9 +114,26 @@ def _timeline(letters: str, steps: tuple[int, ...]) -> of.Timeline:
 def _legible(band: str) -> str:
     """Return a strip in which how a rank ended, or stands still, is wide enough to be seen."""
     last = band[-1:]
-    if last not in (of.FAILED, of.STALLED) or len(band) < WIDE:
+    if last not in (of.FAILED, of.STALLED, of.PEERS) or len(band) < WIDE:
         return band
     return band[: min(len(band.rstrip(last)), len(band) - WIDE)].ljust(len(band), last)
+
+
+def _with_peers(bands: list[str], state: RunState, per: int) -> list[str]:
+    """Show that ranks wait for one that is short of data: they step together, at its pace."""
+    if not stragglers.are_short_of_data(state):
+        return bands
+    slow = {r.rank // per for r in state.ranks if r.hang == "slow?"}
+    waits = {at for row in slow for at, letter in enumerate(bands[row]) if letter == of.DATA}
+    return [
+        band
+        if row in slow
+        else "".join(
+            of.PEERS if letter == of.COMPUTE and at in waits else letter
+            for at, letter in enumerate(band)
+        )
+        for row, band in enumerate(bands)
+    ]
 
 
 def waits_alone(strips: Strips, rank: int) -> tuple[float, float] | None:
@@ -142,8 +161,8 @@ def draw(strips: Strips, top: int, width: int) -> str:
     return f'<g transform="{scale}">{_drawn(strips.bands, strips.pitch)}</g>'
 
 
-def legend(strips: Strips) -> str:
-    """Name what is drawn, each behind a piece of its strip."""
+def legend(strips: Strips, band: str = "") -> str:
+    """Name what is drawn, each behind a piece of its strip; and the `band` around a curve."""
     pieces = []
     ground = f"display:inline-flex;align-items:flex-end;height:8px;background:{theme.TRACK}"
     for letter, name in strips.legend:
@@ -158,8 +177,9 @@ def legend(strips: Strips) -> str:
             f'margin-right:6px"><span style="{box}"></span></span>'
             f'<span style="{theme.SOFT}">{escape(name)}</span></span> '
         )
-    rest = f"a strip for {strips.per} ranks: the worst of them" if strips.per > 1 else ""
-    return f'{"".join(pieces)}<span style="{theme.SOFT}">{rest}</span>'
+    rest = [f"a strip for {strips.per} ranks: the worst of them"] if strips.per > 1 else []
+    rest += [band] if band else []
+    return f'{"".join(pieces)}<span style="{theme.SOFT}">{" · ".join(rest)}</span>'
 
 
 def _worst(rows: list[str]) -> str:

@@ -34,6 +34,7 @@ CALM = Tones(GREY, "○")
 BUSY = Tones(BLUE, "●")
 GOOD = Tones(GREEN, "✓")
 WARN = Tones(AMBER, "▲")
+STUCK = Tones(ORANGE, "■")
 BAD = Tones(RED, "✕")
 
 TRACK = "rgba(128,128,128,.25)"
@@ -64,9 +65,8 @@ STATUS = {
     "saving": BUSY,
     "joining": BUSY,
     "not joined yet": WARN,
-    "waiting": WARN,
     "slow": WARN,
-    "stuck": WARN,
+    "stuck": STUCK,
     "stopping": WARN,
     "restarting": WARN,
     "failing": BAD,

@@ -323,9 +323,26 @@ def check(update: ev.TrainingUpdate, state: RunState, diary: list[Truth]) -> Non
     assert drawn.done == pytest.approx(100 * truth.fraction, abs=100 * batch + 0.06)
     assert set(re.findall(r"\bepoch:? (\d+)/", drawn.text)) <= {str(truth.epoch)}
     if shown.remaining:
-        assert shown.remaining == pytest.approx(
-            update.elapsed * (1 - truth.fraction) / truth.fraction, rel=0.2, abs=0.5
-        )
+        mean = update.elapsed * (1 - truth.fraction) / truth.fraction
+        slowed = max(1.0, update.steps / update.elapsed / (shown.rate or 1e9))
+        assert 0.8 * mean - 0.5 <= shown.remaining <= 1.2 * mean * slowed + 0.5
+
+
+def test_what_is_left_of_a_training_that_became_slower_takes_as_long_as_it_does_now() -> None:
+    def left(pace: float) -> float | None:
+        state, steps = picture(1), 0.0
+        for second in range(1, 41):
+            steps += 10 if second <= 20 else pace
+            loops = (("batch", int(steps), 1000, 1),)
+            update = ev.TrainingUpdate(
+                100.0 + second, 0, steps=int(steps), elapsed=float(second), loops=loops
+            )
+            state = fold(state, [update])
+        return run_progress.of_run(state, 140.0).remaining
+
+    assert left(10) == pytest.approx(60, abs=1)  # 600 of 1,000 steps at 10 a second
+    assert left(4) == pytest.approx(720 / 4, rel=0.1)
+    assert left(9) == pytest.approx(620 / 9.5, rel=0.05)
 
 
 def test_a_rank_that_is_done_says_nothing_of_one_that_goes_on() -> None:

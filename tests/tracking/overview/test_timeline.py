@@ -95,3 +95,12 @@ def test_strips_of_different_ages_are_made_alike_and_stay_small() -> None:
     assert set(second.letters.strip()) == {"c", "d"}
     assert len(second.steps) == len(second.letters)
     assert max(second.steps) == 499
+
+
+def test_a_short_wait_at_each_epochs_start_is_shown_there_and_nowhere_else() -> None:
+    strip = timeline.Timeline().began(100.0)
+    for half in range(1, 200):  # an epoch is of 17 reports, its first waits for 0.35 s
+        strip = strip.trained(100 + 0.5 * half, 0.352 if half % 17 == 0 else 0.005, 0.5, half)
+    waits = [i for i, letter in enumerate(strip.letters) if letter == timeline.DATA]
+    assert len(waits) == 11
+    assert {(i - waits[0]) % 17 for i in waits} == {0}

@@ -126,7 +126,7 @@ def test_a_slow_loader_is_at_one_place_in_curve_strip_and_sentence() -> None:
     assert made.strips is not None
     waits = [i for i, letter in enumerate(made.strips.bands[3]) if letter == "d"]
     late = [i * canvas.WIDTH / made.strips.columns for i in waits]
-    assert next(x for x in late if x > 0.5 * canvas.WIDTH) == pytest.approx(first, abs=8)
+    assert next(x for x in late if x > 0.7 * canvas.WIDTH) == pytest.approx(first, abs=8)
     page = drawn(board_states.drawn_at("slow-data")[0])
     assert f"the others 1 % (steps {made.late[0]}–{made.late[1]})" in page
 
