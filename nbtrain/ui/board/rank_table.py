@@ -27,7 +27,7 @@ FEW = 2
 """Ranks up to which each has a row, alike or not."""
 
 APART = 0.05
-"""The difference in progress from which rows have bars."""
+"""The difference in progress from which rows have bars, and that in pace which is told."""
 
 NAMED = 6
 """Ranks that are named among many."""
@@ -96,7 +96,7 @@ def draw(rows: Sequence[Row], state: RunState) -> str:
     columns = _columns(rows, state)
     drawn = [(column, [column.cell(row) for row in rows]) for column in columns]
     drawn = [(column, cells) for column, cells in drawn if any(cells)]
-    drawn = [(column, cells) for column, cells in drawn if not _repeats(column, cells)]
+    drawn = [(column, cells) for column, cells in drawn if not _repeats(column, rows, cells)]
     lines: list[list[Cell]] = [[column.head for column, _ in drawn]]
     for i, row in enumerate(rows):
         lines.append([Cell(cells[i]) for _, cells in drawn])
@@ -109,11 +109,25 @@ def draw(rows: Sequence[Row], state: RunState) -> str:
     return f"<div {region}>{table}</div>"
 
 
-def _repeats(column: Column, cells: Sequence[str]) -> bool:
-    """Whether a column says of every row what the header says of the run."""
-    if column.heading in ("at", "rate"):
-        return len(set(cells)) == 1
-    return column.heading == "loss" and len(cells) == 1
+def _repeats(column: Column, rows: Sequence[Row], cells: Sequence[str]) -> bool:
+    """Whether a column says of every row what the header says of the run, or nearly so.
+
+    Ranks that step together report at different moments.
+    """
+    if column.heading == "loss":
+        return len(cells) == 1
+    if column.heading not in ("at", "rate"):
+        return False
+    of = _share if column.heading == "at" else _rate
+    known = [value for row in rows if (value := of(row)) is not None]
+    near = APART * (1.0 if column.heading == "at" else max(known, default=0.0))
+    is_near = len(known) == len(rows) and max(known) - min(known) <= near
+    return is_near or len(set(cells)) == 1
+
+
+def _rate(row: Row) -> float | None:
+    rates = [r.progress.step_rate for r in row.some if r.progress and r.progress.step_rate]
+    return median(rates) if rates else None
 
 
 def _remark(row: Row, state: RunState) -> str:
