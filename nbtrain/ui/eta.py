@@ -7,7 +7,7 @@ import weakref
 from ..tracking.overview import run_progress
 from ..tracking.overview.run_progress import fraction as fraction
 from ..tracking.overview.run_progress import is_of_epoch as is_of_epoch
-from ..tracking.state import RankState, RunState
+from ..tracking.state import RunState
 
 _last: tuple[weakref.ref[RunState], float, run_progress.RunProgress] | None = None
 
@@ -44,8 +44,9 @@ def epochs(state: RunState) -> int:
     if progress.epochs is not None:
         return progress.epochs - progress.first_epoch + 1
     for rank in state.ranks:
-        outer = rank.nest[0] if len(rank.nest) > 1 or _is_named_epoch(rank) else None
-        if rank.bars and outer is not None and outer.total and float(outer.total).is_integer():
+        outer, *inside = rank.nest or (None,)
+        is_around = outer is not None and (inside or outer.description.lower().startswith("epochs"))
+        if is_around and outer is not None and outer.total and float(outer.total).is_integer():
             return int(outer.total)
     return 0
 
@@ -68,10 +69,6 @@ def last_step(state: RunState) -> int:
         counts_steps = abs(rank.bar.n - rank.step) <= 1 + 0.02 * rank.bar.total
         return round(rank.bar.total) if counts_steps and len(rank.nest) == 1 else 0
     return steps or 0
-
-
-def _is_named_epoch(rank: RankState) -> bool:
-    return bool(rank.nest) and rank.nest[0].description.lower().startswith("epochs")
 
 
 def eta(state: RunState, now: float) -> float | None:

@@ -43,15 +43,13 @@ def tails(ranks: Sequence[RankState], state: RunState, count: int) -> dict[int, 
     print the like.
     """
     logs = {rank.rank: lines_of(rank, state, count) for rank in ranks}
-    alike = Counter(
-        general for rank, lines in logs.items() for general in {*_general(rank, lines).values()}
-    )
+    generals = {rank: _general(rank, lines) for rank, lines in logs.items()}
+    alike = Counter(text for general in generals.values() for text in {*general.values()})
     return {
         rank: tuple(
-            general[line] if alike[general.get(line, "")] >= ALIKE else line for line in lines
+            general[line] if alike[general.get(line, "")] >= ALIKE else line for line in logs[rank]
         )
-        for rank, lines in logs.items()
-        for general in [_general(rank, lines)]
+        for rank, general in generals.items()
     }
 
 

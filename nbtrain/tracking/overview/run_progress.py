@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..state import ProgressBar, RankState, RunState, TrainingProgress
@@ -105,15 +106,16 @@ def fraction(rank: RankState) -> float | None:
         for _, done, total, _ in reversed(loops):
             share = min(1.0, (done + share) / max(1, total))
         return share
-    bars = of_bars(rank)
-    if not rank.is_over and all(bar.closed and bar.fraction == 1 for bar in rank.nest):
+    nest = rank.nest  # once: a board asks a thousand ranks
+    if not rank.is_over and all(bar.closed and bar.fraction == 1 for bar in nest):
         return None
-    if bars is not None and not is_of_epoch(rank):
+    bars = of_bars(rank, nest)
+    if bars is not None and not is_of_epoch(rank, nest):
         return bars
     return 1.0 if rank.status == "done" and bars is None and rank.progress is None else None
 
 
-def is_of_epoch(rank: RankState) -> bool:
+def is_of_epoch(rank: RankState, nest: Sequence[ProgressBar] | None = None) -> bool:
     """Whether what is known of a rank's progress is that of its epoch alone.
 
     So it is for a loop without a bar, and for one with a bar as long as its loader, where nobody
@@ -122,13 +124,14 @@ def is_of_epoch(rank: RankState) -> bool:
     trained = rank.progress
     if trained is None or trained.loops:
         return False
-    outer = next((bar for bar in rank.nest if bar.fraction is not None), None)
+    bars = rank.nest if nest is None else nest
+    outer = next((bar for bar in bars if bar.fraction is not None), None)
     return outer is None or (trained.batches is not None and outer.total == trained.batches)
 
 
-def of_bars(rank: RankState) -> float | None:
+def of_bars(rank: RankState, nest: Sequence[ProgressBar] | None = None) -> float | None:
     """Return the share that a rank's bars show, from the outermost in."""
-    nest = [b for b in rank.nest if b.fraction is not None]
+    nest = [b for b in (rank.nest if nest is None else nest) if b.fraction is not None]
     if not nest:
         return None
     outer, *inside = nest

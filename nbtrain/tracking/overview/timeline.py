@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-WIDTH = 0.5
+WIDTH = 0.2
 """Seconds of a bin, at first."""
 
 BINS = 240
@@ -199,7 +199,7 @@ def _begun_at(start: float, width: float, timeline: Timeline) -> Timeline:
     if not before:
         return timeline
     letters, steps = UNKNOWN * before + timeline.letters, (0,) * before + timeline.steps
-    return replace(timeline, letters=letters, steps=steps, start=start)
+    return Timeline(letters, steps, width, start, timeline.until)  # `replace` takes 5 µs
 
 
 def over_steps(timeline: Timeline, last: float, columns: int) -> str:

@@ -38,6 +38,8 @@ class Row(NamedTuple):
 
     ranks: Sequence[RankState]
     reason: str = ""
+    waits_longer: bool = False
+    """Whether it waits for data for longer than the others."""
 
     @property
     def first(self) -> RankState:
@@ -74,7 +76,7 @@ def rows_of(state: RunState, *, each: bool = False) -> list[Row]:
     """
     apart = rank_texts.Apart(state)
     if each or state.world_size <= FEW:
-        return [Row((rank,), apart.reason(rank)) for rank in state.ranks]
+        return [Row((r,), apart.reason(r), apart.waits_longer(r)) for r in state.ranks]
     worst = ["failed", "failing", "stuck", "slow", "not joined yet"]
     most = NAMED if state.world_size <= 16 else NAMED // 2
     single: list[Row] = []
@@ -83,7 +85,7 @@ def rows_of(state: RunState, *, each: bool = False) -> list[Row]:
         reason, badge = apart.reason(rank), rank_texts.badge(rank)
         is_named = bool(reason) or badge in worst
         if is_named and not verdict.is_only_echo(rank, state) and len(single) < most:
-            single.append(Row((rank,), reason))
+            single.append(Row((rank,), reason, apart.waits_longer(rank)))
         else:
             alike.setdefault(badge, []).append(rank)
     order = {badge: at for at, badge in enumerate(worst)}
@@ -147,9 +149,7 @@ def _remark(row: Row, state: RunState) -> str:
 def _columns(rows: Sequence[Row], state: RunState) -> list[Column]:
     """Return the columns; a single row's bar would be the run's own again."""
     stands = any(rank.hang == "stuck?" for rank in state.ranks)
-    is_named = any(
-        map(rank_texts.Apart(state).waits_longer, (row.first for row in rows if row.reason))
-    )
+    is_named = any(row.waits_longer for row in rows if row.reason)
     soft_left = f"{LEFT};{theme.SOFT}"
     shares = [share for share in map(_share, rows) if share is not None]
     has_bars = bool(shares) and max(shares) - min(shares) >= APART
