@@ -38,6 +38,12 @@ def of_epochs(state: RunState) -> float:
     return max(0, progress.epoch - progress.first_epoch) + within
 
 
+def step(state: RunState) -> int:
+    """Return how many optimizer steps all ranks that go on have made, in all attempts; 0: none."""
+    made = _progress(state).step
+    return 0 if made is None else made + max(rank.steps_before for rank in state.ranks)
+
+
 def epochs(state: RunState) -> int:
     """Return how many epochs the run will have; 0 where that is not known."""
     progress = _progress(state)

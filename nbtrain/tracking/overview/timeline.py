@@ -209,8 +209,9 @@ def over_steps(timeline: Timeline, last: float, columns: int) -> str:
     left out, and the columns that wait for data are as many as the share of the time.
     """
     letters, steps = timeline.letters, timeline.steps
-    has_failed = letters.endswith(FAILED)  # at its last step, whatever steps its bin covers
-    letters = letters[:-1] + letters[-2:-1] if has_failed else letters
+    end = letters[-1:]
+    has_end = end in (FAILED, PEERS)  # at its last step, whatever steps its bin covers
+    letters = letters[:-1] + letters[-2:-1] if has_end else letters
     reached = steps[-1] if steps else 0
     ends = max(1, round(reached * columns / last))  # not beyond the last step
     drawn, debt, first = "", 0.0, 0
@@ -228,4 +229,4 @@ def over_steps(timeline: Timeline, last: float, columns: int) -> str:
         others = found - {UNKNOWN, DATA} or {DATA}
         drawn += DATA if debt >= 0.5 else max(sorted(others), key=part.count)
         debt -= drawn[-1] == DATA
-    return drawn[:-1] + FAILED if has_failed else drawn
+    return drawn[:-1] + end if has_end else drawn

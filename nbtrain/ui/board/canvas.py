@@ -38,6 +38,9 @@ LOSS, RATE, SMALL = 190, 28, 56
 MOST = 5
 """Small charts in the row below; others can be chosen, or unfolded once the run is over."""
 
+EDGE = 0.97
+"""The place on an axis from which a label ends at its tick."""
+
 SAME = 0.3
 """The part of another's last step from which two metrics count alike: not epochs beside steps."""
 
@@ -337,19 +340,24 @@ def made_steps(state: RunState) -> int:
     return max(r.steps_before + (r.progress.steps if r.progress else 0) for r in state.ranks)
 
 
+def _present_step(state: RunState) -> int:
+    """Return the step at which a run is: that of all its ranks, as the key figures say, too."""
+    return made_steps(state) if state.is_over else eta.step(state) or made_steps(state)
+
+
 def _ticks(state: RunState, x: axes.Scale, y: float) -> list[Label]:
     """Return the labels of the steps; unless a run succeeded, that of the last one stands out."""
-    made = made_steps(state)
+    made = _present_step(state)
     now = x.place(made) if made and state.status != "succeeded" else 2.0
     shown = [_at_axis(x.place(made), y, f"{made:,}", True)] if now <= 1 else []
     for tick, text in zip(x.ticks, x.labels, strict=True):
-        if abs(x.place(tick) - now) > 0.1:
+        if abs(x.place(tick) - now) > (0.1 if now <= EDGE else 0.16):
             shown.append(_at_axis(x.place(tick), y, text))
     return [Label(0, y, "step", "left"), *shown]
 
 
 def _at_axis(x: float, y: float, text: str, is_strong: bool = False) -> Label:
-    anchor = "end" if x > 0.97 else "middle" if x > 0.03 else "begin"
+    anchor = "end" if x > EDGE else "middle" if x > 0.03 else "begin"
     return Label(x, y, text, anchor, is_strong)
 
 
@@ -431,7 +439,9 @@ def _loss(
         marks += "".join(place.dot(p, theme.PURPLE) for p in points if len(points) <= 24)
         marks += _best(name, twin.since(begins), place, theme.PURPLE)
         newest = "nan" if twin.last is None else format_number(twin.last)
-        label, below = _end(points, f"{newest} {shorten(name, 24)}", place)
+        text, now = f"{newest} {shorten(name, 24)}", _present_step(state)
+        cursor = place.x.place(now) if now and not state.is_over else 2.0
+        label, below = _end(points, text, place, cursor)
         label = label._replace(y=label.y - 10) if label.anchor == "start" else label
         ends.append((label, below))
     return marks, [*place.values(), *_apart(ends, place.top + LOSS)]
@@ -468,10 +478,16 @@ def _best(name: str, series: Series, place: _Place, colour: str) -> str:
     return place.dot(at, colour, 14, ' stroke-opacity=".4"') + place.dot(at, colour)
 
 
-def _end(points: Sequence[Point], text: str, place: _Place) -> tuple[Label, float]:
-    """Return the label at a curve's end: behind it, or above it; and how far down it may stand."""
+def _end(
+    points: Sequence[Point], text: str, place: _Place, cursor: float = 2.0
+) -> tuple[Label, float]:
+    """Return the label at a curve's end: behind it, or above it; and how far down it may stand.
+
+    Above it also where the cursor, at the present step, would strike it through.
+    """
     x, y = place.at(points[-1])
-    if x + max(0.38 * place.width, 7 * len(text)) <= place.width:
+    is_clear = not 0.01 < cursor - x / place.width < 0.012 * len(text)
+    if is_clear and x + max(0.38 * place.width, 7 * len(text)) <= place.width:
         return Label(x / place.width, y, text, "start", True), y
     reach = x - 10 * len(text)  # about: a page has other pixels than the canvas has units
     places = list(map(place.at, points))
@@ -598,8 +614,9 @@ def _epochs(state: RunState, x: axes.Scale, bottom: int, labels: list[Label], wi
             drawn += f'<path d="{at}" stroke="#888" stroke-width="1.5" {theme.FIXED}/>'
             side = "start" if x.place(step) < 0.7 else "end"
             labels.append(Label(x.place(step), TOP + 6, f"attempt {number}", side))
-    if made and not state.is_over and x.place(made) < 0.99:
-        at = f"M{width * x.place(made):.0f} {TOP}V{bottom}"
+    now = _present_step(state)
+    if now and not state.is_over and x.place(now) < 0.99:
+        at = f"M{width * x.place(now):.0f} {TOP}V{bottom}"
         drawn += f'<path d="{at}" stroke="#888" stroke-opacity=".8" {theme.FIXED}/>'
     return drawn
 

@@ -25,6 +25,7 @@ from ...system.text import (
 from ...tracking.curves import RATES, Bin, Series, smoothed
 from ...tracking.diagnosis import verdict
 from ...tracking.overview.epochs import better, main_metric, present_training
+from ...tracking.overview.run_progress import SLOWED
 from ...tracking.state import RankState, RunState
 from .. import eta, outcomes, rank_texts, run_texts
 from .. import next_step as steps
@@ -356,8 +357,10 @@ def _done(state: RunState) -> Figure | None:
 
 
 def _left(state: RunState, now: float) -> Figure | None:
-    if state.is_over or status(state) in ("stuck", "failing"):
+    if state.is_over or status(state) == "failing":
         return None
+    if run_texts.is_stuck(state):
+        return Figure("left", "unknown", ("while it is stuck",))
     seconds = eta.eta(state, now)
     if seconds is not None:
         at = time.strftime("%H:%M", time.localtime(now + seconds))
@@ -458,8 +461,11 @@ def _throughput(state: RunState) -> Figure | None:
         return Figure("steps/s", "0", (f"{per_step} before",) if per_step else ())
     when = "at the end" if state.is_over else ""
     if samples is not None and any(samples.newest):
-        value = format_rate(math.fsum(samples.newest))
-        return Figure("samples/s", value, (when or f"{per_step} steps/s",))
+        present = math.fsum(samples.newest)
+        best = len(samples.newest) * max((b.mean for b in samples.band), default=0.0)
+        remarks = [when or f"{per_step} steps/s"]
+        remarks += [f"{format_rate(best)} at best"] if present < SLOWED * best and not when else []
+        return Figure("samples/s", format_rate(present), tuple(remarks))
     if per_step:
         return Figure("steps/s", per_step, (when,) if when else ())
     if _phase(state):

@@ -45,8 +45,15 @@ SOFT = "opacity:.75"
 TICKS = f"font-size:11px;line-height:16px;white-space:nowrap;{SOFT}"
 """The labels of axes: text of the page, whose colour they have."""
 
-NAMES = "font-size:12px;line-height:16px;white-space:nowrap;font-weight:600"
-"""The names at the ends of curves."""
+_GROUND = (
+    "var(--jp-layout-color0,var(--vscode-editor-background,"
+    "var(--colab-primary-surface-color,transparent)))"
+)
+NAMES = (
+    "font-size:12px;line-height:16px;white-space:nowrap;font-weight:600;"
+    f"text-shadow:{','.join([f'0 0 3px {_GROUND}'] * 2)}"
+)
+"""The names at the ends of curves, with the page's ground around them where that is known."""
 
 CUT = "overflow:hidden;text-overflow:ellipsis;white-space:nowrap"
 
