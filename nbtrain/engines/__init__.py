@@ -88,8 +88,11 @@ def _initialized_for_one(plan: Plan, env: Mapping[str, str]) -> Finding | None:
     needs none: Accelerate's launcher calls the function, too. None for a plan that the inline
     engine would refuse.
     """
-    needs_process = (plan.timeout, plan.max_restarts, plan.goes_on, plan.scaling, plan.nodes)
-    if plan.num_processes not in (None, 1) or any(needs_process) or not plan.sync or plan.debug:
+    needs_process = any(
+        (plan.timeout, plan.max_restarts, plan.goes_on, plan.scaling, plan.nodes, plan.debug)
+    )
+    chooses = any(name.endswith("_VISIBLE_DEVICES") for name in plan.env)  # too late in the kernel
+    if plan.num_processes not in (None, 1) or needs_process or chooses or not plan.sync:
         return None
     names = accelerator_guard.initialized() & {"CUDA", "ROCm", "XPU"}
     if not names or not (count := gpus.gpu_count(env)) or (plan.num_processes or count) != 1:

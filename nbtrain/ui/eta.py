@@ -34,8 +34,8 @@ def of_epochs(state: RunState) -> float:
     progress = _progress(state)
     if progress.fraction is not None or progress.epoch is None or not progress.batches:
         return 0.0
-    within = min(1.0, (progress.batch or 0) / progress.batches)
-    return max(0, progress.epoch - progress.first_epoch) + within
+    ended = len(state.ranks[0].epochs)  # not those of a run that this one goes on from
+    return ended + min(0.999, (progress.batch or 0) / progress.batches)
 
 
 def step(state: RunState) -> int:

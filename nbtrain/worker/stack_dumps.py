@@ -237,9 +237,10 @@ def _end_of_recorded() -> int:
     dumps: list[Any] = [c10d._dump_fr_trace_json]  # type: ignore[attr-defined]
     if (of_nccl := getattr(c10d, "_dump_nccl_trace_json", None)) is not None:  # a build for GPUs
         dumps.append(of_nccl)
-    entries = [
-        entry for dump in dumps for entry in json.loads(dump(True, False)).get("entries", ())
-    ]
+    entries: list[dict[str, Any]] = []
+    for dump in dumps:
+        with contextlib.suppress(Exception):  # NCCL in trouble: gloo's is asked all the same
+            entries += json.loads(dump(True, False)).get("entries", ())
     return max((int(entry["time_created_ns"]) + 1000 for entry in entries), default=0)
 
 

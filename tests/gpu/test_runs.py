@@ -287,6 +287,7 @@ def train(model):
 """)
     assert not out.ename, out.traceback
     lines = [x for x in book.value("nbtrain.last_run().logs(0)").splitlines() if "drawn" in x]
+    assert len(lines) == 2
     assert len(set(lines)) == 1, lines
 
 
@@ -529,15 +530,6 @@ x.sum().item()
     assert "2.0" in out.stdout + str(out.displays)
     out = show("%%distributed\nnet(torch.ones(1, 2, device='cuda')).sum().backward()\n1")
     assert not out.ename, out.traceback
-    out = show("""%%distributed
-if dist.get_rank() == 0:
-    dist.all_reduce(x)
-    x.sum().item()
-else:
-    dist.barrier()
-    dist.broadcast(x, 0)
-    x.sum().item()
-""")
     show("%nbtrain status\n%nbtrain stop")
 
 

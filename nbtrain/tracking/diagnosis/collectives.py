@@ -110,6 +110,7 @@ def parse(text: str | bytes, since: float = 0.0) -> FlightRecord | None:
         groups = [e["process_group"] for e in entries]
         # A default group that was formed anew counts from 1 again, and has another name.
         latest = next((name for name, of in reversed(groups) if of == DEFAULT), None)
+        _retire(entries)
         for entry in entries:
             collective, (name, of) = _collective(entry), entry["process_group"]
             if collective.began >= since and (of != DEFAULT or name == latest):
@@ -117,6 +118,19 @@ def parse(text: str | bytes, since: float = 0.0) -> FlightRecord | None:
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
         return None
     return FlightRecord({group: tuple(those) for group, those in by_group.items()})
+
+
+def _retire(entries: list[dict[str, Any]]) -> None:
+    """Retire what NCCL has done: a batch of sends never is (torch issue 137969).
+
+    What a group began before something that is over is over, too.
+    """
+    done = set[str]()
+    for entry in reversed(entries):
+        if str(entry["profiling_name"]).startswith("nccl:"):
+            group = str(entry["process_group"])
+            entry["retired"] = bool(entry["retired"] or group in done)
+            done |= {group} if entry["retired"] else set()
 
 
 def _bytes(text: str | bytes) -> bytes:

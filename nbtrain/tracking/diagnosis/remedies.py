@@ -52,8 +52,9 @@ _KNOWN = {
     ),
     "CUDA error: (?:device-side assert|an illegal memory access)": (
         "A GPU reports such an error some lines after the one that caused it. Run the cell with "
-        "`%%distributed --env CUDA_LAUNCH_BLOCKING=1`: the traceback then ends at that line. "
-        "Often an index is too large there, such as a label or a token."
+        "`%%distributed --env CUDA_LAUNCH_BLOCKING=1`: the traceback then ends at that line. If "
+        "the rank ran in the kernel itself, restart the kernel first. Often an index is too "
+        "large, such as a label or a token."
     ),
     "Expected more than 1 value per channel when training": (
         "A BatchNorm got a batch of one sample, often the last batch of an epoch: "

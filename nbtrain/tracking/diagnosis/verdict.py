@@ -145,7 +145,7 @@ def _of_rank(cause: Failure, failures: Sequence[Failure], state: RunState) -> Fa
     known += remedies_of_rank(rank, state)
     if cause.is_secondary:
         kind, text = "communication", lost(state, text)
-    memory = _held_on_gpu(rank) if kind == "cuda out of memory" else ""
+    memory = _held_on_gpu(rank, state) if kind == "cuda out of memory" else ""
     if kind != "cuda out of memory" and "memory" in kind + cause.summary:
         memory = _growth(rank, state)
     evidence = [
@@ -284,14 +284,16 @@ def _texts(error: CapturedException | None) -> str:
     return "\n".join(texts)
 
 
-def _held_on_gpu(rank: RankState) -> str:
-    """Say what a rank's part of its GPU's memory was; nothing where that is not known."""
-    parts = rank.bytes_by_part()
-    if rank.usage.on == "cpu" or not parts:
+def _held_on_gpu(rank: RankState, state: RunState) -> str:
+    """Say what a rank's part of its GPU's memory was, and when; nothing where it is not known."""
+    parts, reported = rank.bytes_by_part(), rank.progress
+    if rank.usage.on == "cpu" or not parts or reported is None:
         return ""
     listed = "; ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
     whole = format_bytes(sum(parts.values()))
-    return f"rank {rank.rank} held {whole} of its GPU's memory ({listed})"
+    age = max(0.0, (rank.ended or state.ended or reported.time) - reported.time)
+    when = f"last measured {format_duration(age)} before it ended"
+    return f"rank {rank.rank} held {whole} of its GPU's memory ({listed}; {when})"
 
 
 def _growth(dead: RankState, state: RunState) -> str:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ..diagnosis import stragglers
 from ..state import ProgressBar, RankState, RunState, TrainingProgress
 
 LONGEST = 366 * 86400.0
 """Seconds left beyond which nobody knows: a sampler of 10¹⁰ is no promise."""
-
-SLOWED = 0.75
-"""The share of the mean pace below which a training has become slower: what is left takes as long
-as it does now."""
 
 SEEN, DONE = 3.0, 0.005
 """Seconds of training, and the share that is done, before a time left is told."""
@@ -61,7 +58,11 @@ def of_run(state: RunState, now: float) -> RunProgress:
     known = [p for p in ranks if p.fraction is not None] or [p for p in ranks if p.step is not None]
     if not known:
         return RunProgress(stuck_for=stuck)
-    return min(known, key=lambda p: (p.fraction or 0.0, p.step or 0))
+    last = min(known, key=lambda p: (p.fraction or 0.0, p.step or 0))
+    if last.remaining and stragglers.are_short_of_data(state):  # all step at the pace of that rank
+        slowed = max(_slowed(rank.progress) for rank in going_on)
+        return replace(last, remaining=min(LONGEST, last.remaining * slowed))
+    return last
 
 
 def _of_rank(rank: RankState, state: RunState, now: float, stuck: float | None) -> RunProgress:
@@ -150,7 +151,7 @@ def _within(bar: ProgressBar, inner: float) -> float:
 
 
 def _remaining(rank: RankState, done: float | None, now: float) -> float | None:
-    """Return the seconds left, if what comes takes as long as what was, or as it does now."""
+    """Return the seconds left, if what comes takes as long as what was."""
     if done is None or done < DONE or done >= 1:
         return 0.0 if done == 1 else None
     trained = rank.progress
@@ -169,16 +170,19 @@ def _remaining(rank: RankState, done: float | None, now: float) -> float | None:
     if passed < SEEN:
         return None
     since = min(LATE, max(0.0, now - heard))
-    left = max(0.0, passed * (1 - done) / done * _slowed(trained) - since)
+    left = max(0.0, passed * (1 - done) / done - since)
     return left if left < LONGEST else None
 
 
 def _slowed(trained: TrainingProgress | None) -> float:
-    """Return how many times longer a step takes now than on average; 1 unless that is much."""
-    if trained is None or not trained.step_rate or trained.elapsed < SEEN:
+    """Return how many times longer a step takes than on average, since a rank waits for data now.
+
+    Not by the present rate of steps, which falls in every validation.
+    """
+    if trained is None or not trained.waiting or not trained.elapsed:
         return 1.0
-    mean = trained.steps / trained.elapsed
-    return mean / trained.step_rate if trained.step_rate < SLOWED * mean else 1.0
+    mean = min(1.0, trained.waited / trained.elapsed)
+    return max(1.0, (1 - mean) / (1 - min(0.9, trained.waiting)))
 
 
 def _remaining_in_epoch(rank: RankState, now: float) -> float | None:

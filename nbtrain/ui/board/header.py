@@ -25,7 +25,6 @@ from ...system.text import (
 from ...tracking.curves import RATES, Bin, Series, smoothed
 from ...tracking.diagnosis import verdict
 from ...tracking.overview.epochs import better, main_metric, present_training
-from ...tracking.overview.run_progress import SLOWED
 from ...tracking.state import RankState, RunState
 from .. import eta, outcomes, rank_texts, run_texts
 from .. import next_step as steps
@@ -273,7 +272,8 @@ def _bar(state: RunState) -> str:
     else:
         value = f'aria-valuetext="{name}: how long it will run is not known"'
         full = eta.of_epochs(state)
-        pieces = math.floor(full) + 1 if 0 < full < _PIECES else 0
+        pieces = math.floor(full) + 1 if full < _PIECES else 1
+        pieces = pieces if full else 0
         fades = f"linear-gradient(90deg,{theme.TRACK},transparent)"
         tail = f'<div style="flex:{max(2, pieces // 2)} 1 0;background:{fades}"></div>'
     drawn = ""
@@ -332,8 +332,8 @@ def figures(state: RunState, now: float) -> list[Figure]:
         *_bests(state),
         _throughput(state),
         _devices(state),
-        _most_memory(state),
         _result(state),
+        _most_memory(state),
     ]
     return [figure for figure in known if figure is not None][:_FIGURES]
 
@@ -464,7 +464,7 @@ def _throughput(state: RunState) -> Figure | None:
         present = math.fsum(samples.newest)
         best = len(samples.newest) * max((b.mean for b in samples.band), default=0.0)
         remarks = [when or f"{per_step} steps/s"]
-        remarks += [f"{format_rate(best)} at best"] if present < SLOWED * best and not when else []
+        remarks += [f"{format_rate(best)} at best"] if present < 0.75 * best and not when else []
         return Figure("samples/s", format_rate(present), tuple(remarks))
     if per_step:
         return Figure("steps/s", per_step, (when,) if when else ())

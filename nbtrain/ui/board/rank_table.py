@@ -118,18 +118,20 @@ def _repeats(column: Column, rows: Sequence[Row], cells: Sequence[str]) -> bool:
     """
     if column.heading == "loss":
         return len(cells) == 1
-    if column.heading not in ("at", "rate"):
+    return column.heading in ("at", "rate") and (len(set(cells)) == 1 or _are_together(rows))
+
+
+def _are_together(rows: Sequence[Row]) -> bool:
+    """Whether all ranks go on, at one pace, and as far as each other but for a second's steps."""
+    known = [row.first.progress for row in rows if row.first.status == "running"]
+    steps = [each.steps for each in known if each is not None]
+    rates = [each.step_rate for each in known if each is not None and each.step_rate]
+    is_still = any(row.first.hang in ("stuck?", "waiting") for row in rows)
+    if is_still or not len(rows) == len(steps) == len(rates):
         return False
-    of = _share if column.heading == "at" else _rate
-    known = [value for row in rows if (value := of(row)) is not None]
-    near = APART * (1.0 if column.heading == "at" else max(known, default=0.0))
-    is_near = len(known) == len(rows) and max(known) - min(known) <= near
-    return is_near or len(set(cells)) == 1
-
-
-def _rate(row: Row) -> float | None:
-    rates = [r.progress.step_rate for r in row.some if r.progress and r.progress.step_rate]
-    return median(rates) if rates else None
+    shares = [share for share in map(_share, rows) if share is not None] or [0.0]
+    is_near = max(steps) - min(steps) <= max(2.0, max(rates)) and max(shares) - min(shares) < APART
+    return is_near and max(rates) - min(rates) <= APART * max(rates)
 
 
 def _remark(row: Row, state: RunState) -> str:

@@ -10,7 +10,6 @@ from html import escape
 from itertools import groupby
 from typing import NamedTuple
 
-from ...tracking.diagnosis import stragglers
 from ...tracking.overview import timeline as of
 from ...tracking.state import RunState
 from . import theme
@@ -97,7 +96,7 @@ def strips_of(state: RunState, now: float, last: float | None, limit: int) -> St
         if last is not None:
             lines = zip(merged, steps, strict=True)
             bands = [of.over_steps(_timeline(*line), last, columns) for line in lines]
-        bands = _with_peers(list(map(_legible, bands)), state, per)
+        bands = _with_peers(list(map(_legible, bands)), state)
         strips = Strips(bands, list(starts), columns, seconds, per)
         if len(_drawn(strips.bands, strips.pitch)) <= limit or columns <= FEWEST:
             return strips
@@ -119,20 +118,36 @@ def _legible(band: str) -> str:
     return band[: min(len(band.rstrip(last)), len(band) - WIDE)].ljust(len(band), last)
 
 
-def _with_peers(bands: list[str], state: RunState, per: int) -> list[str]:
-    """Show that ranks wait for one that is short of data: they step together, at its pace."""
-    if not stragglers.are_short_of_data(state):
+def _with_peers(bands: list[str], state: RunState) -> list[str]:
+    """Show that ranks wait for one that is short of data: those that step together, at its pace.
+
+    They do if all have made as many steps. A rank is short of data where it alone waits, in more
+    columns than chance has.
+    """
+    steps = [rank.steps_before + rank.progress.steps for rank in state.ranks if rank.progress]
+    if len(steps) < 2 or max(steps) - min(steps) > max(3, 0.02 * max(steps)):
         return bands
-    slow = {r.rank // per for r in state.ranks if r.hang == "slow?"}
-    waits = {at for row in slow for at, letter in enumerate(bands[row]) if letter == of.DATA}
+    alone = [_alone(bands, row) for row in range(len(bands))]
+    waits = {at for row in alone if len(row) >= FEWEST for at in row}
+    if not waits:
+        return bands
     return [
-        band
-        if row in slow
-        else "".join(
+        "".join(
             of.PEERS if letter == of.COMPUTE and at in waits else letter
             for at, letter in enumerate(band)
         )
-        for row, band in enumerate(bands)
+        for band in bands
+    ]
+
+
+def _alone(bands: list[str], row: int) -> list[int]:
+    """Return the columns in which a strip waits for data, and hardly another one does."""
+    others = [band for at, band in enumerate(bands) if at != row]
+    return [
+        at
+        for at, letter in enumerate(bands[row])
+        if letter == of.DATA
+        and 4 * sum(band[at : at + 1] == of.DATA for band in others) <= len(others)
     ]
 
 
@@ -143,13 +158,7 @@ def waits_alone(strips: Strips, rank: int) -> tuple[float, float] | None:
     """
     if strips.names != list(range(len(strips.names))) or rank >= len(strips.names):
         return None
-    others = [band for at, band in enumerate(strips.bands) if at != rank]
-    alone = [
-        at
-        for at, letter in enumerate(strips.bands[rank])
-        if letter == of.DATA
-        and 4 * sum(band[at : at + 1] == of.DATA for band in others) <= len(others)
-    ]
+    alone = _alone(strips.bands, rank)
     if len(alone) < 3:
         return None
     return alone[0] / strips.columns, (alone[-1] + 1) / strips.columns

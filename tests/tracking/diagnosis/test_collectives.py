@@ -57,6 +57,20 @@ def test_nccl_has_a_recorder_of_its_own_and_counts_by_itself() -> None:
     assert (told.pending.label, told.pending.group) == ("all_reduce #1", DEFAULT + ON_NCCL)
 
 
+def test_a_batch_of_sends_that_nccl_never_retires_is_over_with_what_came_after_it() -> None:
+    send = {"is_p2p": True, "p2p_seq_id": 1, "retired": False}
+    entries = [
+        entry(1, "nccl:send 0->1", **send),
+        entry(2, "nccl:all_reduce"),
+        entry(3, "nccl:all_reduce", retired=False),
+        entry(1, "gloo:recv", **{**send, "time_created_ns": 10**9}),
+    ]
+    told = collectives.parse(json.dumps({"entries": entries, "version": "2.10"}))
+    assert told is not None
+    pending = [c.label for group in told.by_group.values() for c in group if c.pending]
+    assert pending == ["recv #1", "all_reduce #3"]
+
+
 def test_what_is_no_dump_is_none_and_one_before_any_collective_is_empty() -> None:
     for text in ("", "[]", "{}", '{"entries": [1], "version": ""}', "[{}]", "<html>"):
         assert collectives.parse(text) is None

@@ -165,7 +165,8 @@ def test_gpu_memory_is_told_with_torchs_figures_and_who_holds_what() -> None:
     assert "GPU 0 has 139 GiB" in found.evidence
     assert found.memory == (
         "rank 0 held 100 GiB of its GPU's memory (weights 10.0 GiB; activations, temporary "
-        "buffers 50.0 GiB; allocator's reserve 30.0 GiB; CUDA context 10.0 GiB)"
+        "buffers 50.0 GiB; allocator's reserve 30.0 GiB; CUDA context 10.0 GiB; last measured "
+        "9.0 s before it ended)"
     )
     assert found.evidence[-2] == (
         "GPU 0 (NVIDIA H200), when last seen, held 138 of 140 GiB: "
