@@ -584,7 +584,7 @@ def strips_of(state: RunState, now: float) -> strips.Strips:
 
 def test_what_ranks_did_is_a_strip_each_and_of_many_a_band() -> None:
     hung = Page(html.render(*board_states.drawn_at("hung")))
-    for name in ("training", "waiting for data", "waiting for peers", "stalled"):
+    for name in ("training", "waiting for data", "waiting for peers", "stuck"):
         assert name in hung.words
     assert "rank 0 1 2 3 " in hung.text
     assert "step 0 50 100 150 200 " in hung.text
