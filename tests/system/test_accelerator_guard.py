@@ -96,6 +96,8 @@ def test_one_rank_trains_in_a_kernel_that_has_initialised_cuda(
     one_gpu = "import nbtrain.engines as e; e.gpus.gpu_count = lambda env: 1; "
     out = kernel.run(f"{one_gpu}nbtrain.launch(os.getpid)")  # nobody said how many
     assert "so the one rank trains in the kernel" in out.board, out.traceback
+    out = kernel.run("nbtrain.launch(os.getpid, env={'CUDA_VISIBLE_DEVICES': '2'})")
+    assert out.ename == "AcceleratorInitializedError"  # it would have no effect in the kernel
     out = kernel.run("nbtrain.launch(os.getpid, num_processes=1, timeout=5)")
     assert out.ename == "AcceleratorInitializedError"  # a timeout needs a process of its own
     assert kernel.run("nbtrain.launch(os.getpid, num_processes=0)").ename == "PlanError"

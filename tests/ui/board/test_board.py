@@ -597,6 +597,55 @@ def test_what_ranks_did_is_a_strip_each_and_of_many_a_band() -> None:
     assert canvas.canvas(starting, now, [], None) is None  # nothing to see yet
 
 
+def test_ranks_wait_for_one_that_is_short_of_data_also_once_the_run_is_over() -> None:
+    running, now = board_states.drawn_at("slow-data")
+    ended = replace(running, status="succeeded", hang="", ended=now)
+    ended = replace(ended, ranks=tuple(replace(rank, hang="") for rank in ended.ranks))
+    for state in (running, ended):
+        bands = strips_of(state, now).bands
+        late = slice(int(0.85 * len(bands[3])), None)
+        assert "d" in bands[3][late]
+        assert {letter for i, letter in enumerate(bands[0][late]) if bands[3][late][i] == "d"} == {
+            "p"
+        }
+    assert running.ranks[0].progress is not None
+    ahead = replace(running.ranks[0].progress, steps=2 * running.ranks[0].progress.steps)
+    alone = replace(running, ranks=(replace(running.ranks[0], progress=ahead), *running.ranks[1:]))
+    assert "p" not in strips_of(alone, now).bands[1].lstrip("p")  # each at its own pace: none waits
+
+
+@pytest.mark.parametrize(("epochs", "pieces"), [(0, 1), (2, 3), (60, 1), (500, 1)])
+def test_the_bar_of_a_run_without_a_known_end_shows_its_epochs(epochs: int, pieces: int) -> None:
+    state, now = board_states.drawn_at("plain-2")
+    rows = tuple(EpochRow(n, n, 0.05, ended=state.created) for n in range(1, epochs + 1))
+    state = replace(state, ranks=tuple(replace(rank, epochs=rows) for rank in state.ranks))
+    _, _, bar = html.render(state, now).partition('role="progressbar"')
+    bar, tail, _ = bar.partition("linear-gradient(90deg")  # its end is open
+    assert bar.count("height:100%") == pieces
+    assert tail
+
+
+def test_what_a_slow_rank_costs_is_beside_the_throughput() -> None:
+    assert (
+        "6.99 steps/s 3,072 at best" in Page(html.render(*board_states.drawn_at("slow-data"))).text
+    )
+    assert "at best" not in Page(html.render(*board_states.drawn_at("gpus-8"))).text
+
+
+def test_where_ranks_are_is_told_unless_they_step_together() -> None:
+    def shown(steps: int, **more: object) -> str:
+        state, now = board_states.drawn_at("plain-2")
+        first, second = state.ranks
+        assert second.progress is not None
+        there = replace(second.progress, steps=second.progress.steps - steps, batch=40 - steps)
+        second = replace(second, progress=there, **more)
+        return html.render(replace(state, ranks=(first, second)), now)
+
+    assert ">at</th>" not in shown(2)
+    assert ">at</th>" in shown(38)
+    assert ">at</th>" in shown(3, hang="waiting")
+
+
 def test_before_the_first_step_strips_are_over_time() -> None:
     text = Page(html.render(*board_states.drawn_at("compiling"))).text
     assert "time 0:00 0:05 0:10" in text
