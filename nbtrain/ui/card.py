@@ -13,7 +13,7 @@ from pathlib import Path
 from textwrap import wrap
 
 from ..errors import MissingExtra
-from ..system.text import shorten
+from ..system.text import plural, shorten
 from ..tracking.diagnosis import stragglers, verdict
 from ..tracking.state import RunState
 from . import run_texts
@@ -107,14 +107,15 @@ def _head(state: RunState, now: float) -> tuple[str, int]:
     number = "" if state.number is None else f" #{state.number}"
     name = shorten(state.title, 40) + number
     status = shorten(status, max(12, 58 - len(name)))
-    day = time.strftime("%-d %b %Y", time.localtime(state.created))
-    facts = shorten(f"{run_texts.facts(state, now, brief=True)} · {day}", 92)
-    head = _text(0, 18, sign, 16, f' fill="{colour}"')
+    facts = [plural(state.world_size, "rank"), run_texts.devices(state)]
+    facts += [state.precision] if state.precision != "no" else []
+    facts += [time.strftime("%-d %b %Y", time.localtime(state.created))]
+    head = _text(0, 18, sign, 16, f' fill="{colour}" stroke="{colour}" font-weight="700"')
     line = f'<tspan font-weight="600">{escape(name)}</tspan>'
     head += (
         f'<text x="22" y="18" font-size="17">{line}<tspan dx="8">{escape(status)}</tspan></text>'
     )
-    return head + _text(0, 40, facts, 12, _SOFT), 42
+    return head + _text(0, 40, shorten(" · ".join(facts), 92), 12, _SOFT), 42
 
 
 def _figures(state: RunState, now: float) -> tuple[str, int]:
@@ -181,5 +182,6 @@ def _canvas(state: RunState, now: float) -> tuple[str, int]:
         drawn += f'<rect x="{x:g}" y="{y - 8}" width="12" height="8" fill="{colour}"/>'
         drawn += _text(x + 17, y, name, 10.5, _SOFT)
         x += 5.6 * len(name) + 34
+    drawn += _text(x, y, picture.band, 10.5, _SOFT) if x < 0.6 * width else ""
     drawn += _text(width, y, "nbtrain", 10.5, f' text-anchor="end"{_SOFT}')
     return f'<g transform="translate({canvas.LEFT} 0)">{drawn}</g>', height

@@ -49,7 +49,7 @@ def test_a_card_says_what_ran_and_what_came_of_it() -> None:
         "0.8829",
     ):
         assert text in said
-    assert any(text.startswith("8 ranks · fork · 8 × NVIDIA H200 · bf16 · ") for text in said)
+    assert any(text.startswith("8 ranks · 8 × NVIDIA H200 · bf16 · ") for text in said)
     assert {"6,144", "samples/s", "epoch", "training", "waiting for data"} <= set(said)
 
 
