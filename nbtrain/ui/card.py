@@ -130,7 +130,7 @@ def _figures(state: RunState, now: float) -> tuple[str, int]:
         number, star, _ = value.partition("★")  # which few fonts have: alone, it changes no digit
         drawn += _text(x, 11, name, 11, _SOFT)
         drawn += _text(x, 33, number.rstrip(), 20, ' font-weight="600"')
-        drawn += _text(x + 10.6 * len(number), 32, star, 15) if star else ""
+        drawn += _text(x + 10.6 * len(number.rstrip()) + 3, 32, star, 15) if star else ""
         drawn += _text(x, 48, remark, 11, _SOFT)
         x += width
     return drawn, 50

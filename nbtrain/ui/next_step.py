@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from ..system.text import format_ranks
 from ..tracking.diagnosis import stragglers, verdict
 from ..tracking.diagnosis.remedies import remedies, remedies_of_rank
 from ..tracking.state import RankState, RunState
 from . import run_texts
 
 _STUCK = (
-    "press Stacks for the line of each rank, or Stop to end the run (`%nbtrain stacks` and "
-    "`%nbtrain stop` in another notebook)."
+    "if that should not take so long, press Stop, correct it and run the cell again. Stacks shows "
+    "the line of each rank (`%nbtrain stacks` and `%nbtrain stop` in another notebook)."
 )
 _SAME_COLLECTIVES = (
     "let every rank call the same collectives in the same order, then run the cell again; "
@@ -44,7 +45,9 @@ _LOST = (
 )
 _LONGER = "raise `--timeout`, or save with `nbtrain.checkpoint` and run the cell again from there."
 _READ = "do what the warning says, then run the cell again."
-_FASTER = "raise `num_workers` of the DataLoader, or do less for each sample."
+_FASTER = (
+    "look at what {} {} (the shard, the disk, the DataLoader's workers), or raise `num_workers`."
+)
 
 
 def next_step(state: RunState) -> str:
@@ -66,7 +69,10 @@ def next_step(state: RunState) -> str:
         return _OF_KIND.get(kind, "")
     if state.is_over:
         return _READ if state.flaw and state.notes else ""
-    return _FASTER if stragglers.are_short_of_data(state) else ""
+    if not stragglers.are_short_of_data(state):
+        return ""
+    slow = [rank.rank for rank in state.ranks if rank.hang == "slow?"]
+    return _FASTER.format(format_ranks(slow), "loads" if len(slow) == 1 else "load")
 
 
 def _after_failure(rank: RankState, state: RunState) -> str:

@@ -113,10 +113,10 @@ def test_a_count_that_is_logged_has_no_column(notebook: Notebook, name: str) -> 
     loop += "        model(x).square().mean().backward(); optimizer.step(); optimizer.zero_grad()\n"
     more = f"    nbtrain.log(val_loss=0.5, time=3.0, {name}=epoch)"
     page = shown(notebook, f"%%distributed -n 1\n{loop}{more}")
-    head = page.partition(" epoch train loss ")[2].partition(" 1 ")[0]
+    head = page.partition(" epoch mean loss ")[2].partition(" 1 ")[0]
     assert head.split() == ["val_loss", "time", "(logged)", "time", "step"], page
     assert "training epoch" not in page
-    columns = ["epoch", "steps", "seconds", "train loss", "val_loss", "time (logged)", "best"]
+    columns = ["epoch", "steps", "seconds", "mean loss", "val_loss", "time (logged)", "best"]
     assert notebook.value("list(nbtrain.last_run().epochs)") == columns
 
 

@@ -15,7 +15,7 @@ from ..state import EpochRow, RunState
 COLUMNS = 8
 """Metrics that have a column, the first that come."""
 
-TRAIN_LOSS = "train loss"
+TRAIN_LOSS = "mean loss"
 """The column of the loss that was seen, where the user logs none of the training."""
 
 

@@ -38,7 +38,7 @@ LOSS, RATE, SMALL = 190, 28, 56
 MOST = 5
 """Small charts in the row below; others can be chosen, or unfolded once the run is over."""
 
-EDGE = 0.97
+EDGE = 0.98
 """The place on an axis from which a label ends at its tick."""
 
 SAME = 0.3
@@ -167,8 +167,10 @@ def draw(
     room -= len(drawn)
     x = _steps(state, curves[:1]) if curves else None
     small: list[str] = []
-    for curve in curves[1:] if state.is_over else curves[1 : MOST + 1]:
-        figure = _small(curve, x, log, is_over=state.is_over)
+    others = curves[1:] if state.is_over else curves[1 : MOST + 1]
+    left = LEFT if len(others) == 1 else 44  # a single one stands below the canvas' steps
+    for curve in others:
+        figure = _small(curve, x, log, left, is_over=state.is_over)
         room -= len(figure)
         if room < 0:
             break
@@ -177,10 +179,10 @@ def draw(
     if small[MOST:]:
         title = plural(len(small) - MOST, "more chart")
         drawn += theme.folded(title, _row(small[MOST:]), "margin:4px 0 0")
-    left = max(0, len(curves) - 1 - len(small)) + len(state.curves.uncharted)
-    if left > 0:
+    more = max(0, len(curves) - 1 - len(small)) + len(state.curves.uncharted)
+    if more > 0:
         is_full = len(state.curves.uncharted) >= UNCHARTED  # there may be more
-        count = f"{left:,}+ more metrics" if is_full else plural(left, "more metric")
+        count = f"{more:,}+ more metrics" if is_full else plural(more, "more metric")
         drawn += f'<div style="{theme.SOFT}">… and {count} in run.history</div>'
     return drawn
 
@@ -648,7 +650,9 @@ def _row(figures: Sequence[str]) -> str:
 _SMALL = "flex:1 1 150px;min-width:0"
 
 
-def _small(curve: Curve, x: axes.Scale | None, log: bool | None, *, is_over: bool) -> str:
+def _small(
+    curve: Curve, x: axes.Scale | None, log: bool | None, left: int, *, is_over: bool
+) -> str:
     """Draw a small chart below its name and its newest value."""
     if not curve.series.bins or x is None:
         head = f"<b>{escape(curve.name[:40])}</b>"
@@ -673,4 +677,4 @@ def _small(curve: Curve, x: axes.Scale | None, log: bool | None, *, is_over: boo
     head = (
         f'<div style="{theme.CUT}">{name}<span style="{theme.SOFT}">{escape(remarks)}</span></div>'
     )
-    return f'<div style="{_SMALL}">{head}{shown(picture, is_over=is_over, left=44)}</div>'
+    return f'<div style="{_SMALL}">{head}{shown(picture, is_over=is_over, left=left)}</div>'

@@ -39,12 +39,12 @@ def loop(epochs: int = 4) -> list[tuple[float, float]]:
 def test_a_plain_loop_has_a_row_an_epoch_and_the_best_is_marked() -> None:
     run = launch(loop, n=2)
     table = run.epochs
-    assert list(table.columns) == ["epoch", "steps", "seconds", "train loss", "val_loss", "best"]
+    assert list(table.columns) == ["epoch", "steps", "seconds", "mean loss", "val_loss", "best"]
     assert list(table["epoch"]) == [1, 2, 3, 4]
     assert list(table["steps"]) == [8, 16, 24, 32]
     of_ranks = zip(*run.results, strict=True)
     means = [sum(loss for loss, _ in ranks) / 2 for ranks in of_ranks]
-    assert list(table["train loss"]) == pytest.approx(means)
+    assert list(table["mean loss"]) == pytest.approx(means)
     assert list(table["val_loss"]) == [0.4, 0.2, 0.1, 0.3]
     assert list(table["best"]) == [False, False, True, False]
     assert (table["seconds"] > 0).all()

@@ -535,14 +535,14 @@ def test_states_and_figures_agree(name: str, shown: list[str], not_shown: list[s
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("hung", "press Stacks for the line of each rank, or Stop"),
+        ("hung", "if that should not take so long, press Stop, correct it and run"),
         ("failed", "correct line 12 of the cell, or the data that it uses"),
         ("killed", "use a smaller batch, fewer ranks"),
         ("ranks-64", "correct the line that the log of rank 5 names"),
         ("lost", "nbtrain.last_run().load() copies what the ranks saved"),
         ("results-lost", "Free space there, or set NBTRAIN_HOME"),
         ("flawed", "do what the warning says"),
-        ("slow-data", "raise num_workers of the DataLoader"),
+        ("slow-data", "look at what rank 3 loads (the shard, the disk"),
     ],
 )
 def test_a_run_that_is_not_well_says_what_to_do_next(name: str, text: str) -> None:
@@ -684,7 +684,7 @@ def test_how_a_rank_ended_is_wide_enough_to_be_seen(name: str, rank: int, letter
 def test_the_epochs_that_are_over_are_a_table_with_the_best_marked() -> None:
     state, now = board_states.drawn_at("tqdm-4")
     text = re.sub(r"<[^>]*>", " ", html.render(state, now))
-    assert re.search(r"epoch +train loss +val_loss +accuracy +time +step", text)
+    assert re.search(r"epoch +mean loss +val_loss +accuracy +time +step", text)
     assert text.count("★ best") == 1
     assert epoch_rows.draw(board_states.fresh(2)) == ""
 
