@@ -182,6 +182,7 @@ def _canvas(state: RunState, now: float) -> tuple[str, int]:
         drawn += f'<rect x="{x:g}" y="{y - 8}" width="12" height="8" fill="{colour}"/>'
         drawn += _text(x + 17, y, name, 10.5, _SOFT)
         x += 5.6 * len(name) + 34
-    drawn += _text(x, y, picture.band, 10.5, _SOFT) if x < 0.6 * width else ""
+    has_room = x + 5.6 * len(picture.band) < width - 50
+    drawn += _text(x, y, picture.band, 10.5, _SOFT) if has_room else ""
     drawn += _text(width, y, "nbtrain", 10.5, f' text-anchor="end"{_SOFT}')
     return f'<g transform="translate({canvas.LEFT} 0)">{drawn}</g>', height

@@ -152,6 +152,8 @@ def _memory(state: RunState) -> str:
     """Draw what the fullest rank's memory holds; of equally full ranks, the first's."""
     rank = max(state.ranks, key=lambda rank: rank.usage.counted)
     name = f"memory of rank {rank.rank}" if state.world_size > 1 else "memory"
+    is_part = state.engine == "fork" and rank.usage.on == "cpu"
+    name += ", without what it shares with the notebook" if is_part else ""
     parts = rank_table.memory_parts(rank)
     return f'<div style="font-size:12px;{theme.SOFT}">{name}: {parts}</div>' if parts else ""
 
