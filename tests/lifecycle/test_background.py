@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import queue
 import random
 import re
 import shutil
@@ -341,11 +342,13 @@ def until_told_to_go(go: Path, model: torch.nn.Linear) -> str:
 def test_a_folder_that_is_deleted_is_made_anew_and_what_ranks_return_comes_home(
     how: dict[str, bool], tmp_path: Path, run_root: Path
 ) -> None:
-    has_returned = threading.Event()  # what a launch makes of a run whose folder is gone is another
+    returned = queue.SimpleQueue[nbtrain.Run]()  # else the launch is asked about a folder of none
 
     def delete() -> None:
         wait_until(lambda: b"loss" in read(*run_root.glob("runs/*/rank-0000.jsonl")), 60)
-        assert not how or has_returned.wait(60)
+        if how:  # and it has been read here, too
+            launched = returned.get(timeout=60)
+            wait_until(lambda: bool(launched.state.ranks[0].metrics), 60)
         (folder,) = run_root.glob("runs/*")
         vanish(run_root)
         wait_until((folder / "run.json").exists, 30)
@@ -356,7 +359,7 @@ def test_a_folder_that_is_deleted_is_made_anew_and_what_ranks_return_comes_home(
         deleted = other.submit(delete)
         options: dict[str, Any] = {"num_processes": 1, "view": "none", **how}
         run = nbtrain.launch(until_told_to_go, tmp_path / "go", model, **options)
-        has_returned.set()
+        returned.put(run)
         run.wait()
         deleted.result()
     assert (run.state.status, run.value, model.weight.item()) == ("succeeded", "done", 3)

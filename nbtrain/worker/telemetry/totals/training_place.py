@@ -125,7 +125,9 @@ class TrainingPlace:
         rounds = _begun(loops)
         count = passes if loops.has_inner else steps
         before, count_before = self._at
-        if self._loops is None or loops.key != self._loops.key or rounds < before:
+        # The same loops a second time, as of two calls of one function, with no look in between.
+        begins_anew = rounds < before or (rounds == before and self.is_beyond(steps, passes))
+        if self._loops is None or loops.key != self._loops.key or begins_anew:
             self._pace = rounds / count if count and rounds % count == 0 else 1.0
         elif count > count_before:
             self._pace = (rounds - before) / (count - count_before)
