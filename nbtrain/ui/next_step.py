@@ -85,6 +85,6 @@ def _after_failure(rank: RankState, state: RunState) -> str:
         return text
     place = verdict.line_of_failure(rank) or f"the line that the log of rank {rank.rank} names"
     return (
-        f"correct {place}, or the data that it uses, then run it again; `--debug` opens the "
-        "debugger where it fails."
+        f"correct {place}, or the data that it uses, then run it again; `%%distributed --debug` "
+        "opens the debugger where it fails."
     )

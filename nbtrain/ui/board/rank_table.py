@@ -55,6 +55,13 @@ class Row(NamedTuple):
         texts = [text(rank) for rank in self.some]
         return texts[0] if len(set(texts)) == 1 else sorted(texts)[len(texts) // 2]
 
+    def percents(self, text: Callable[[RankState], str]) -> str:
+        """Return ``93 %``, or the least and the most of several ranks: ``89–96 %``."""
+        shares = sorted(
+            {int(each.removesuffix(" %")) for rank in self.ranks if (each := text(rank))}
+        )
+        return f"{'–'.join(map(str, dict.fromkeys([shares[0], shares[-1]])))} %" if shares else ""
+
 
 class Column(NamedTuple):
     """A column; `cell` returns HTML for a row, or an empty string."""
@@ -168,8 +175,8 @@ def _columns(rows: Sequence[Row], state: RunState) -> list[Column]:
             "rate", lambda row: "" if stands else escape(row.over_all(rank_texts.pace)), RIGHT, 64
         ),
         Column("memory", lambda row: _memory(row), RIGHT, 54),
-        Column("GPU", lambda row: row.over_all(lambda rank: _gpu(rank, state)), RIGHT, 46),
-        Column("CPU", lambda row: row.over_all(rank_texts.cpu), RIGHT, 46),
+        Column("GPU", lambda row: row.percents(lambda rank: _gpu(rank, state)), RIGHT, 46),
+        Column("CPU", lambda row: row.percents(rank_texts.cpu), RIGHT, 46),
         Column("compiled", lambda row: row.over_all(rank_texts.compiled), RIGHT),
         *(
             []
