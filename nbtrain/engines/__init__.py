@@ -15,7 +15,7 @@ from ..errors import PlanError
 from ..findings import Finding
 from ..planning.option_types import engine_plugins
 from ..planning.plan import Plan
-from ..system import accelerator_guard, gpus, torch_xla
+from ..system import accelerator_guard, gpus
 from ..system import tpu as host_tpu
 from ..tracking.launch_log import LOGGER
 from .base import Action, Engine, Exit, Ranks
@@ -74,7 +74,7 @@ def choose(plan: Plan) -> Engine:
         return MultinodeEngine(plan.nodes)
     if name == "tpu":
         raise PlanError(
-            f"a TPU needs torch_xla or torch_tpu: {torch_xla.INSTALL}, or {host_tpu.INSTALL}"
+            f"a TPU needs torch_xla or torch_tpu: {host_tpu.XLA_INSTALL}, or {host_tpu.INSTALL}"
         )
     engine = get(name)
     engine.notes = notes

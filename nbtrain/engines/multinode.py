@@ -29,7 +29,7 @@ from ..system.network import interface_of, is_loopback, own_address
 from ..system.text import plural
 from ..tracking import clock
 from ..tracking import events as ev
-from ..tracking.diagnosis.failures import is_secondary_failure
+from ..tracking.state import is_secondary_failure
 from ..transport.exceptions import set_notes
 from ..worker import api
 from ..worker.job import Job

@@ -16,6 +16,7 @@ from ..engines.process.orphan_reaper import OrphanReaper
 from ..errors import LaunchError
 from ..findings import Finding
 from ..system.processes import process_identity
+from ..tracking.diagnosis.failures import causes
 from ..tracking.diagnosis.verdict import line
 from ..tracking.run_folder import set_aside
 from ..tracking.state import RankState, RunState
@@ -191,12 +192,6 @@ def describe_failure(state: RunState) -> str:
         return "no rank reported why"
     first = min(failed, key=lambda rank: rank.ended or 0.0)
     return f"rank {first.rank}: {line(first)}"
-
-
-def causes(state: RunState) -> list[RankState]:
-    """Return the ranks whose failure is no echo of another's; else all that failed."""
-    failed = [rank for rank in state.ranks if rank.status in ("failed", "failing")]
-    return [rank for rank in failed if not rank.has_lost_peers] or failed
 
 
 def _has_begun(rank: RankState) -> bool:

@@ -26,7 +26,6 @@ from ..tracking.state import RunState
 from ..transport import parts, result_pickler, weights
 from ..transport.parts import unwrapped
 from ..transport.weight_file import WeightReader
-from ..ui.outcomes import not_updated
 from ..worker.result_sender import QUICK
 
 
@@ -72,7 +71,7 @@ class ResultReceiver:
             writer.close()
         for event in events:
             if event.trouble and event.name not in lost:  # on the board too, where there is one
-                message = not_updated(event)
+                message = ev.not_updated(event)
                 with contextlib.suppress(Warning):  # where warnings are errors
                     warnings.warn_explicit(message, UserWarning, "nbtrain", 1)
         return fold(state, events)

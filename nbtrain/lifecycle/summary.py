@@ -17,13 +17,13 @@ from ..system.text import (
     plural,
 )
 from ..tracking.diagnosis import verdict
+from ..tracking.diagnosis.failures import causes
 from ..tracking.resource_sampler import SLACK
 from ..tracking.state import RankState, RunState, TrainingProgress
 from ..ui import run_texts
 from ..ui.board import theme
 from ..ui.board.board import cut, framed
 from ..ui.tables import LEFT, Cell, html_table, text_table
-from .restarts import causes
 
 METRICS = 8
 """Metrics that are shown; all of them are in `Summary.metrics`."""

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import torch_xla
+from . import tpu as host_tpu
 
 OF_ONE_PROCESS = frozenset({"XLA", "TPU"})
 """What one process uses at a time: fresh ranks cannot use it either."""
@@ -69,7 +69,7 @@ def initialized() -> frozenset[str]:
         "CUDA": cuda_is_initialized(),
         "ROCm": torch is not None and has_rocm and torch.cuda.is_initialized(),
         "XPU": xpu is not None and xpu.is_initialized(),
-        "XLA": torch_xla.is_initialized(),
+        "XLA": host_tpu.is_initialized(),
         "TPU": tpu is not None and tpu._is_initialized(),
     }
     return frozenset(name for name, is_initialized in states.items() if is_initialized)

@@ -13,10 +13,7 @@ from collections.abc import Callable, Collection, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import LaunchError, MissingExtra
-from .instrumentation import replace
-
-INSTALL = "pip install 'torch==2.9.*' 'torch_xla[tpu]==2.9.*'"
-"""What gives a host its TPU; 2.9 is the last torch_xla, and each needs its own torch."""
+from .tpu import XLA_INSTALL, loaded
 
 PLACE = (
     "CLOUD_TPU_TASK_ID",
@@ -38,16 +35,6 @@ BOUNDS = (
 Where torch_xla may not ask the host's metadata, the first of a pair replaces a missing second."""
 
 
-def loaded() -> Any:
-    """Return torch_xla's own library; None unless it is imported here completely."""
-    return getattr(sys.modules.get("torch_xla"), "_XLAC", None)
-
-
-def is_initialized() -> bool:
-    """Return whether this process has begun to use XLA, which no fork of it can use then."""
-    return bool(getattr(loaded(), "_xla_runtime_is_initialized", bool)())
-
-
 def load() -> None:
     """Import torch_xla, as any import of it would: it sets PJRT_DEVICE and the like.
 
@@ -59,7 +46,9 @@ def load() -> None:
     except ModuleNotFoundError as error:
         if error.name != "torch_xla":
             raise LaunchError(_unfit(error)) from error
-        raise MissingExtra(f"a TPU needs torch_xla, which is not installed: {INSTALL}") from error
+        raise MissingExtra(
+            f"a TPU needs torch_xla, which is not installed: {XLA_INSTALL}"
+        ) from error
     except (ImportError, AttributeError, OSError) as error:  # another torch than it was built for
         raise LaunchError(_unfit(error)) from error
 
@@ -69,7 +58,7 @@ def _unfit(error: Exception) -> str:
     reason = (str(error).splitlines() or [""])[0]
     return (
         f"torch_xla does not work with torch {torch} ({type(error).__name__}: {reason}). "
-        f"Install versions that belong together: {INSTALL}"
+        f"Install versions that belong together: {XLA_INSTALL}"
     )
 
 
@@ -154,23 +143,6 @@ def finish() -> None:
     torch_xla: Any = sys.modules["torch_xla"]
     torch_xla.sync()
     _model().wait_device_ops()
-
-
-def leave_alone() -> None:
-    """Keep Accelerate and transformers from using XLA here, where they are imported already.
-
-    They use it wherever torch_xla is installed, and each rank would train for itself.
-    """
-    for package, findings in (  # seen in accelerate 1.15 and transformers 5.23
-        ("accelerate.utils.imports", {"_torch_xla_available": False, "_tpu_available": False}),
-        ("transformers.utils.import_utils", {"USE_TORCH_XLA": "0"}),
-    ):
-        module = sys.modules.get(package)
-        if module is not None:
-            for name, value in findings.items():
-                replace(module, name, value)
-            ask = getattr(module, "is_torch_xla_available", None)
-            getattr(ask, "cache_clear", int)()  # where the answer is cached
 
 
 def after_step(call: Callable[..., None], *args: Any) -> None:

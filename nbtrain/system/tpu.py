@@ -10,9 +10,11 @@ import contextlib
 import importlib.util
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..errors import PlanError
 from .text import plural
@@ -36,6 +38,9 @@ ENGINES = {"xla": "xla", "torch_tpu": "tpu"}
 """The engines that drive a TPU, each with torch's name of the device."""
 
 INSTALL = "pip install torch_tpu (with torch 2.11 or newer)"
+
+XLA_INSTALL = "pip install 'torch==2.9.*' 'torch_xla[tpu]==2.9.*'"
+"""What gives a host its TPU; 2.9 is the last torch_xla, and each needs its own torch."""
 
 _LAST_OF_XLA = (2, 9)
 """The last torch that torch_xla was built for; torch_tpu needs a newer one."""
@@ -129,6 +134,16 @@ def chips_of(ranks: int, given: Mapping[str, str]) -> frozenset[int] | None:
 def is_wanted(env: Mapping[str, str]) -> bool:
     """Return whether PJRT_DEVICE, which the import of torch_xla sets too, allows a TPU."""
     return re.split("[:_]", env.get("PJRT_DEVICE", "TPU").upper())[0] in ("TPU", "")
+
+
+def loaded() -> Any:
+    """Return torch_xla's own library; None unless it is imported here completely."""
+    return getattr(sys.modules.get("torch_xla"), "_XLAC", None)
+
+
+def is_initialized() -> bool:
+    """Return whether this process has begun to use XLA, which no fork of it can use then."""
+    return bool(getattr(loaded(), "_xla_runtime_is_initialized", bool)())  # private: 2.5 to 2.9
 
 
 def has_torch_xla() -> bool:

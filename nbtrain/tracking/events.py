@@ -596,3 +596,14 @@ def from_line(line: bytes) -> Event | None:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return event if is_dated else None
+
+
+def not_updated(value: ArtifactSaved | ArtifactLoaded) -> str:
+    """Say that a value of the notebook was not updated, or only in part, and the reason."""
+    name, trouble = value.name, value.trouble
+    if name == RETURNED:
+        return f"{name} cannot be read: {trouble}"
+    if value.code == NO_VARIABLE:
+        return f"{name} was not returned: {trouble}"
+    in_part = value.code == IN_PART
+    return f"{name} was {'updated only in part' if in_part else 'not updated'}: {trouble}"

@@ -13,12 +13,12 @@ from ..system.source_files import without_launcher
 from ..system.text import strip_escapes, strip_escapes_by_line, without_rank
 from . import events as ev
 from .curves import CurvesDraft
-from .diagnosis.failures import is_secondary_failure
 from .state import (
     EpochRow,
     ProgressBar,
     RankState,
     RunState,
+    is_secondary_failure,
     not_finite_loss,
     progress_after,
 )

@@ -11,7 +11,6 @@ from ..findings import Finding
 from ..system.text import strip_escapes
 from . import events as ev
 from .curves import Curves
-from .diagnosis.failures import is_secondary_failure
 from .overview.timeline import Timeline
 
 IDLE = "idle"
@@ -22,6 +21,26 @@ SHORTEST = 0.1
 
 SMOOTHED = 5.0
 """Seconds over which a rank's rates and its waiting are averaged."""
+
+
+_ECHOING = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
+
+ECHOES = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "socket closed",
+    "read error",
+    "timed out waiting",
+    "nccl communicator was aborted",
+    "remote process exited",
+    "failed to recv, got 0 bytes",
+    "socket timeout",
+    "client socket has timed out",
+    "watchdog caught collective operation timeout",
+)
+"""What torch says in a rank when another one went away: the echo of a failure, not its cause."""
 
 
 @dataclass(frozen=True)
@@ -487,3 +506,9 @@ def not_finite_loss(event: ev.NotFinite) -> str:
     loss = strip_escapes(event.loss, 10)
     step = f" by step {event.step + 1}" if event.step >= 0 else ""
     return f"the loss of rank {event.loss_rank} became {loss}{step}"
+
+
+def is_secondary_failure(error_type: str, text: str) -> bool:
+    """Whether an error is what a rank raises when another one went away; `text` is torch's."""
+    text = text.lower()
+    return error_type in _ECHOING and any(echo in text for echo in ECHOES)

@@ -14,7 +14,8 @@ from textwrap import wrap
 
 from ..errors import MissingExtra
 from ..system.text import plural, shorten
-from ..tracking.diagnosis import stragglers, verdict
+from ..tracking.diagnosis import verdict
+from ..tracking.overview import stragglers
 from ..tracking.state import RunState
 from . import run_texts
 from .board import canvas, header, strips, theme

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ..system.text import format_ranks
-from ..tracking.diagnosis import stragglers, verdict
+from ..tracking.diagnosis import verdict
 from ..tracking.diagnosis.remedies import remedies, remedies_of_rank
+from ..tracking.overview import stragglers
 from ..tracking.state import RankState, RunState
 from . import run_texts
 

@@ -68,7 +68,7 @@ def artifact_lines(state: RunState) -> list[str]:
         loaded = state.loaded.get(name)
         last = loaded if loaded is not None and loaded.trouble else saved
         if last.trouble:
-            lines.append(f"⚠ {not_updated(last)}")
+            lines.append(f"⚠ {ev.not_updated(last)}")
             continue
         is_value = saved.what == "value"
         ranks, size = format_ranks([r for r, _ in sent]), format_bytes(sum(s.size for _, s in sent))
@@ -94,14 +94,3 @@ def artifact_lines(state: RunState) -> list[str]:
             load = "nbtrain.last_run().load() copies it to the notebook"
             lines.append(f"{name}: {ranks} saved its {part}; {load}")
     return lines[:METRICS]
-
-
-def not_updated(value: ev.ArtifactSaved | ev.ArtifactLoaded) -> str:
-    """Say that a value of the notebook was not updated, or only in part, and the reason."""
-    name, trouble = value.name, value.trouble
-    if name == ev.RETURNED:
-        return f"{name} cannot be read: {trouble}"
-    if value.code == ev.NO_VARIABLE:
-        return f"{name} was not returned: {trouble}"
-    in_part = value.code == ev.IN_PART
-    return f"{name} was {'updated only in part' if in_part else 'not updated'}: {trouble}"

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from ..system.text import format_number
 from ..tracking.curves import RATES, Series
-from ..tracking.diagnosis import stragglers, verdict
+from ..tracking.diagnosis import verdict
+from ..tracking.overview import stragglers
 from ..tracking.overview.epochs import main_metric
 from ..tracking.state import RankState, RunState
 from . import outcomes, rank_texts, run_texts

@@ -44,6 +44,7 @@ from .rank_environment import (
     allow_fsdp_on_cpu,
     fork_child_processes,
     join_world_on_cpu,
+    keep_from_xla,
     keep_process_groups,
     prepare_models_anew,
     quiet_tokenizers,
@@ -72,7 +73,7 @@ def main(job: Job, rank: int, call: Callable[[Task], Any] | None = None) -> int:
     stack_dumps.lost = job.lost
     os.environ.update(rank_environment(job, rank, os.environ))
     if os.environ.get("USE_TORCH_XLA") == "0":
-        torch_xla.leave_alone()
+        keep_from_xla()
     _set_threads()
     if job.scratch:
         from multiprocessing import process

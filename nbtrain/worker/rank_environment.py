@@ -18,7 +18,7 @@ from ..planning import accelerate_objects, task_values
 from ..planning.plan import Plan
 from ..planning.world import Placement
 from ..system import tpu
-from ..system.instrumentation import patch
+from ..system.instrumentation import patch, replace
 from ..system.network import is_loopback
 from .job import Job
 
@@ -271,3 +271,20 @@ def _init_with_fsdp(original: Any, state: Any, *args: Any, **kwargs: Any) -> Non
     state.fsdp_plugin = plugin
     state.distributed_type = module.DistributedType.FSDP
     module.PartialState._shared_state["distributed_type"] = state.distributed_type
+
+
+def keep_from_xla() -> None:
+    """Keep Accelerate and transformers from using XLA here, where they are imported already.
+
+    They use it wherever torch_xla is installed, and each rank would train for itself.
+    """
+    for package, findings in (  # seen in accelerate 1.15 and transformers 5.23
+        ("accelerate.utils.imports", {"_torch_xla_available": False, "_tpu_available": False}),
+        ("transformers.utils.import_utils", {"USE_TORCH_XLA": "0"}),
+    ):
+        module = sys.modules.get(package)
+        if module is not None:
+            for name, value in findings.items():
+                replace(module, name, value)
+            ask = getattr(module, "is_torch_xla_available", None)
+            getattr(ask, "cache_clear", int)()  # where the answer is cached

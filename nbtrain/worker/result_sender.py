@@ -30,18 +30,17 @@ from ..planning.task_values import (
 )
 from ..system.files import write_atomically
 from ..system.instrumentation import patch
+from ..system.safe_hooks import after_each_step, guarded
 from ..tracking import clock
 from ..tracking import events as ev
 from ..tracking.event_log import EventWriter
 from ..transport import parts, result_pickler, weights
 from ..transport.fingerprints import fingerprints
+from ..transport.model_changes import ModelAtStart
 from ..transport.parts import unwrapped
 from ..transport.tensor_kinds import size_of
 from ..transport.weight_file import WeightFile, save, stamp
 from .job import Job
-from .telemetry.evidence.model_changes import ModelAtStart
-from .telemetry.fastai import after_each_step
-from .telemetry.safe_hooks import guarded
 
 QUICK = 512 << 20
 """Bytes of weights that are saved after a failure or an interrupt: there is little time."""

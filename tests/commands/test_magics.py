@@ -323,8 +323,8 @@ def test_a_tpu_that_is_in_use_is_not_helped_by_fresh_processes(
     start_kernel: Callable[..., Notebook],
 ) -> None:
     kernel = start_kernel()
-    kernel.run("%load_ext nbtrain\nfrom nbtrain.system import torch_xla")
-    out = kernel.run("torch_xla.is_initialized = lambda: True")
+    kernel.run("%load_ext nbtrain\nfrom nbtrain.system import tpu")
+    out = kernel.run("tpu.is_initialized = lambda: True")
     assert "initialised XLA, so ranks cannot use XLA. Restart the kernel and use XLA" in out.stdout
     assert "spawn" not in out.stdout
     out = kernel.run("%nbtrain guard")

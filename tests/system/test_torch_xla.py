@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nbtrain.system import torch_xla
+from nbtrain.system import torch_xla, tpu
 from tests.support.tpu_environment import KAGGLE, STALE
 
 
@@ -26,8 +26,9 @@ def test_what_the_plan_sets_is_kept() -> None:
 
 LOAD = """
 from nbtrain import errors
+from nbtrain.system import tpu
 from nbtrain.system import torch_xla as xla
-print(xla.is_initialized(), xla.compilations())
+print(tpu.is_initialized(), xla.compilations())
 try:
     xla.load()
 except errors.NbtrainError as error:
@@ -56,4 +57,4 @@ def test_a_torch_xla_that_cannot_be_used_says_what_to_install(
     untouched, told = out.stdout.splitlines()
     assert untouched == "False None"
     assert words in told
-    assert torch_xla.INSTALL in told
+    assert tpu.XLA_INSTALL in told

@@ -55,7 +55,7 @@ class XlaEngine(ForkEngine):
         if torch_xla.device_type() == "CPU" and "PJRT_DEVICE" not in plan.env:
             raise LaunchError(
                 "torch_xla found no TPU to use (PJRT_DEVICE=CPU). Its libtpu may be missing "
-                f"({torch_xla.INSTALL}), or PJRT_DEVICE was set: %env PJRT_DEVICE=TPU, before "
+                f"({tpu.XLA_INSTALL}), or PJRT_DEVICE was set: %env PJRT_DEVICE=TPU, before "
                 "torch_xla is imported."
             )
 

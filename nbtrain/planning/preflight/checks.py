@@ -12,7 +12,7 @@ from ...system import tpu
 from ...system.accelerator_guard import OF_ONE_PROCESS
 from ...system.gpus import Holder
 from ...system.text import format_bytes, format_bytes_of, plural, with_article
-from ...system.torch_xla import INSTALL
+from ...system.tpu import XLA_INSTALL
 from ..shared_handles import Kind
 from .facts import Facts, Question
 
@@ -241,11 +241,13 @@ def unused_tpu(facts: Facts) -> Iterator[Finding]:
     if facts.tpu is None or not facts.on_cpu or facts.inline or "ACCELERATE_USE_CPU" in facts.env:
         return
     if not facts.has_torch_xla and not tpu.has_torch_tpu():
-        reason, remedy = "torch_xla is not installed", f"{INSTALL}, then restart the kernel."
+        reason, remedy = "torch_xla is not installed", f"{XLA_INSTALL}, then restart the kernel."
     elif not tpu.is_wanted(facts.env):
         reason = f"PJRT_DEVICE is {facts.env['PJRT_DEVICE']} (torch_xla sets that if it finds no "
         reason += "libtpu)"
-        remedy = f"{INSTALL}, restart the kernel, and set PJRT_DEVICE=TPU if it is still different."
+        remedy = (
+            f"{XLA_INSTALL}, restart the kernel, and set PJRT_DEVICE=TPU if it is still different."
+        )
     else:
         reason, remedy = f"the {facts.plan.engine} engine does not use it", "Leave out --engine."
     yield Finding(

@@ -10,25 +10,7 @@ from types import MappingProxyType
 
 from ...errors import RankDied
 from ...transport.exceptions import CapturedException, restore, set_notes
-
-_ECHOING = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
-# What a rank raises when another one went away: the echo of a failure, not its cause.
-_ECHOES = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "broken pipe",
-    "socket closed",
-    "read error",
-    "timed out waiting",
-    "nccl communicator was aborted",
-    "remote process exited",
-    "failed to recv, got 0 bytes",
-    "socket timeout",
-    "client socket has timed out",
-    "watchdog caught collective operation timeout",
-)
-
+from ..state import ECHOES, RankState, RunState, is_secondary_failure
 
 NO_GRADIENT = "no gradient"
 """The code of the evidence that names parameters, where the exception has their numbers alone."""
@@ -62,7 +44,7 @@ class Failure:
             text = self.log.lower()
             is_native = "terminate called" in text or "watchdog" in text
             is_abort = self.returncode == -signal.SIGABRT
-            return is_abort and is_native and any(echo in text for echo in _ECHOES)
+            return is_abort and is_native and any(echo in text for echo in ECHOES)
         return is_secondary_failure(self.error.type_name, self.error.text)
 
     @property
@@ -73,15 +55,15 @@ class Failure:
         return self.description or describe_returncode(self.returncode)
 
 
-def is_secondary_failure(error_type: str, text: str) -> bool:
-    """Whether an error is what a rank raises when another one went away; `text` is torch's."""
-    text = text.lower()
-    return error_type in _ECHOING and any(echo in text for echo in _ECHOES)
-
-
 def headline(failures: Iterable[Failure]) -> Failure:
     """Return the failure that caused the others: the earliest that is no echo."""
     return min(failures, key=lambda f: (f.is_secondary, f.time, f.rank))
+
+
+def causes(state: RunState) -> list[RankState]:
+    """Return the ranks whose failure is no echo of another's; else all that failed."""
+    failed = [rank for rank in state.ranks if rank.status in ("failed", "failing")]
+    return [rank for rank in failed if not rank.has_lost_peers] or failed
 
 
 def describe_returncode(returncode: int | None) -> str:

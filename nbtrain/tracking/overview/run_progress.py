@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..diagnosis import stragglers
 from ..state import ProgressBar, RankState, RunState, TrainingProgress
+from . import stragglers
 
 LONGEST = 366 * 86400.0
 """Seconds left beyond which nobody knows: a sampler of 10¹⁰ is no promise."""

@@ -12,7 +12,8 @@ from html import escape
 
 from ...system.text import shorten
 from ...tracking.curves import RATES
-from ...tracking.diagnosis import stragglers, verdict
+from ...tracking.diagnosis import verdict
+from ...tracking.overview import stragglers
 from ...tracking.state import RunState
 from .. import card, outcomes, rank_texts, run_texts
 from . import canvas, epoch_rows, header, log_panel, rank_table, theme

@@ -10,9 +10,10 @@ from collections.abc import Collection
 
 from ...planning.option_types import SOURCES
 from ...planning.plan import Plan
+from ...system import safe_hooks
 from .. import api
 from ..device_scalars import captures
-from . import fastai, integrations, progress_bars, safe_hooks
+from . import fastai, integrations, progress_bars
 from .evidence.unsynced import UnsyncedModels
 from .training_meter import TrainingMeter
 

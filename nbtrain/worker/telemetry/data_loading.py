@@ -15,11 +15,11 @@ from types import FrameType
 from typing import Any
 
 from ...system.instrumentation import patch
+from ...system.safe_hooks import telemetry
 from .. import stopping
 from .evidence.data_order import DataOrder, NumpyNoise
 from .evidence.metric_shares import MetricShares
 from .fastai import loader_of
-from .safe_hooks import telemetry
 
 ENDLESS = 1_000_000_000
 """Batches of a pass that nobody waits for: its sampler has a length, and the loop another end."""

@@ -2,30 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from ...system.instrumentation import patch, undo_later, when_imported
+from ...system.instrumentation import patch
+from ...system.safe_hooks import telemetry
 from .. import api
-from .safe_hooks import telemetry
-
-
-def after_each_step(hook: Callable[[Any, Any, Any], None]) -> None:
-    """Call ``hook(optimizer, args, kwargs)`` after each step of an optimizer, torch's or fastai's.
-
-    fastai's is none of torch's, but has parameter groups and a state as they do.
-    """
-
-    def step(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(optimizer, *args, **kwargs)
-        hook(optimizer, args, kwargs)
-        return result
-
-    when_imported(
-        "torch.optim.optimizer",
-        lambda m: undo_later(m.register_optimizer_step_post_hook(hook).remove),
-    )
-    patch("fastai.optimizer:Optimizer", "step", step)
 
 
 def loader_of(iterator: Any) -> Any:

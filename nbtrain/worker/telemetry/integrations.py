@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ...system.instrumentation import patch, replace, when_imported
+from ...system.safe_hooks import telemetry
 from .. import api
-from .safe_hooks import telemetry
 from .totals import training_place
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...system.instrumentation import patch
+from ...system.safe_hooks import telemetry
 from .. import stopping
 from ..device_scalars import KINDS, ScalarReader, captures
-from .safe_hooks import telemetry
 from .totals.loops import name_of
 
 INTERVAL = 0.5

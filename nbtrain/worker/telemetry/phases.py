@@ -8,10 +8,10 @@ from types import ModuleType
 from typing import Any
 
 from ...system.instrumentation import patch, undo_later, when_imported
+from ...system.safe_hooks import telemetry
 from ...tracking import clock
 from ...tracking import events as ev
 from ...tracking.event_log import EventWriter
-from .safe_hooks import telemetry
 
 
 class PhaseMeter:

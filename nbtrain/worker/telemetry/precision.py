@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from ...system.instrumentation import Undo, patch
-from .safe_hooks import telemetry
+from ...system.safe_hooks import telemetry
 
 _SHORT = {"float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
 

@@ -18,10 +18,10 @@ from itertools import count
 from typing import Any
 
 from ...system.instrumentation import patch, replace, when_imported
+from ...system.safe_hooks import telemetry
 from ...tracking import clock
 from ...tracking import events as ev
 from .. import api
-from .safe_hooks import telemetry
 
 INTERVAL = 0.1
 """Seconds between two reports of a bar, at least; its end is always reported."""

@@ -17,11 +17,11 @@ from typing import Any
 from ...planning.plan import Task
 from ...planning.task_values import models as task_models
 from ...system.instrumentation import undo_later, when_imported
+from ...system.safe_hooks import guarded
 from ...tracking import clock
 from ...tracking import events as ev
 from ...tracking.event_log import EventWriter
 from ...transport.tensor_kinds import dense_parts, has_no_bytes
-from .safe_hooks import guarded
 
 EVERY = 10.0
 """Seconds between two counts, at least."""

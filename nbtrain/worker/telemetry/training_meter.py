@@ -19,6 +19,7 @@ from typing import Any
 from ...findings import Finding
 from ...planning.plan import Plan
 from ...system.instrumentation import patch, when_imported
+from ...system.safe_hooks import after_each_step, telemetry
 from ...tracking import clock
 from ...tracking import events as ev
 from .. import api, stopping
@@ -26,11 +27,9 @@ from ..api import Reporter
 from ..device_scalars import captures
 from .data_loading import DataLoadingMeter
 from .evidence.work_sample import WorkSampler
-from .fastai import after_each_step
 from .loss import LossMeter
 from .phases import PhaseMeter
 from .precision import PrecisionMeter
-from .safe_hooks import telemetry
 from .tensor_memory import TensorMemoryMeter
 from .totals.training_place import TrainingPlace
 from .totals.trainings import TrainingCount

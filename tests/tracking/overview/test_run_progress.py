@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import nbtrain
 from nbtrain.tracking import clock
 from nbtrain.tracking import events as ev
-from nbtrain.tracking.diagnosis import stragglers
-from nbtrain.tracking.overview import run_progress
+from nbtrain.tracking.overview import run_progress, stragglers
 from nbtrain.tracking.reducers import fold
 from nbtrain.tracking.state import RunState
 from nbtrain.ui.board import board, header

@@ -10,8 +10,7 @@ import pytest
 import nbtrain
 from nbtrain.tracking import events as ev
 from nbtrain.tracking.curves import smoothed
-from nbtrain.tracking.diagnosis import stragglers
-from nbtrain.tracking.overview import timeline
+from nbtrain.tracking.overview import stragglers, timeline
 from nbtrain.tracking.reducers import fold
 from nbtrain.tracking.state import EarlierRun, RunState
 from nbtrain.ui.board import board, canvas, strips, theme

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 import nbtrain
+from nbtrain.system import safe_hooks
 from nbtrain.tracking import events as ev
 from nbtrain.tracking.event_log import read_events
-from nbtrain.worker.telemetry import safe_hooks, tensor_memory
+from nbtrain.worker.telemetry import tensor_memory
 from nbtrain.worker.telemetry.tensor_memory import EVERY, TensorMemoryMeter, counted
 
 

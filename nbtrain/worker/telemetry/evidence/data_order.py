@@ -10,7 +10,7 @@ import zlib
 from typing import Any
 
 from ....findings import Finding
-from ..safe_hooks import guarded
+from ....system.safe_hooks import guarded
 from .work_sample import digest
 
 _harmless = guarded("looking at the order of the data")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ....system.instrumentation import patch
-from ..safe_hooks import guarded
+from ....system.safe_hooks import guarded
 from .work_sample import collectives, digest, is_in_group
 
 MOST = 10_000

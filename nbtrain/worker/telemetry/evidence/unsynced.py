@@ -29,11 +29,10 @@ from ....planning.task_values import (
     returned,
     source_lines,
 )
+from ....system.safe_hooks import after_each_step, guarded
 from ....system.text import plural
 from ....tracking import events as ev
 from ....tracking.event_log import EventWriter
-from ..fastai import after_each_step
-from ..safe_hooks import guarded
 
 _SAVES = re.compile(r"save|dump|export|checkpoint|log_model|push_to_hub|state_dict|Trainer\b")
 """What a line says where the task keeps what it has trained; a Trainer saves by itself."""

@@ -1,4 +1,4 @@
-"""Keeps telemetry from harming the training that it watches."""
+"""Hooks in a rank that cannot harm the training that they watch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ...system.instrumentation import when_imported
+from .instrumentation import patch, undo_later, when_imported
 
 _rank: int | None = None
 """The process whose hooks run, once one is a rank: not the kernel, nor one that the rank forks."""
@@ -45,6 +45,24 @@ def guarded(purpose: str) -> Callable[[Callable[..., None]], Callable[..., None]
 
 telemetry = guarded("telemetry")
 """Guards the hooks that have no purpose of their own."""
+
+
+def after_each_step(hook: Callable[[Any, Any, Any], None]) -> None:
+    """Call ``hook(optimizer, args, kwargs)`` after each step of an optimizer, torch's or fastai's.
+
+    fastai's is none of torch's, but has parameter groups and a state as they do.
+    """
+
+    def step(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(optimizer, *args, **kwargs)
+        hook(optimizer, args, kwargs)
+        return result
+
+    when_imported(
+        "torch.optim.optimizer",
+        lambda m: undo_later(m.register_optimizer_step_post_hook(hook).remove),
+    )
+    patch("fastai.optimizer:Optimizer", "step", step)
 
 
 def activate() -> None:

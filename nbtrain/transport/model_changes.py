@@ -11,10 +11,10 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ....findings import Finding
-from ....transport import weights
-from ....transport.adapters import Adapter, adapters, identity
-from ....transport.tensor_kinds import is_lazy, shape_of
+from ..findings import Finding
+from . import weights
+from .adapters import Adapter, adapters, identity
+from .tensor_kinds import is_lazy, shape_of
 
 
 class ModelAtStart:

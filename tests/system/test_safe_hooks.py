@@ -11,8 +11,8 @@ from torch import nn
 
 import nbtrain
 from nbtrain.planning.option_types import SOURCES
+from nbtrain.system import safe_hooks
 from nbtrain.tracking import events as ev
-from nbtrain.worker.telemetry import safe_hooks
 from tests.support.runs import events, last, launch
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from nbtrain.tracking.diagnosis.stragglers import with_slow_ranks_marked
+from nbtrain.tracking.overview.stragglers import with_slow_ranks_marked
 from nbtrain.tracking.state import RankState, RunState, TrainingProgress
 from nbtrain.ui import text_summary
 from nbtrain.ui.board import board
