@@ -277,10 +277,10 @@ tests -n 4 -m "not slow and not timing" \
     tests/engines/process/test_forking.py tests/worker/test_rank_environment.py \
     tests/engines/test_contract.py tests/commands/test_magics.py \
     tests/end_to_end/test_failures.py tests/end_to_end/test_kernel_health.py \
-    tests/worker/telemetry/test_training_meter.py tests/worker/telemetry/test_loss.py \
-    tests/worker/telemetry/test_data_loading.py tests/worker/test_result_sender.py \
+    tests/worker/observers/test_training_meter.py tests/worker/observers/test_loss.py \
+    tests/worker/observers/test_data_loading.py tests/transport/weights/test_sender.py \
     tests/transport
-tests -k too_old tests/worker/test_stack_dumps.py
+tests -k too_old tests/hangs/test_stack_dumps.py
 """,
             needs=("wheel",),
             limit=2400,

@@ -11,10 +11,10 @@ from pathlib import Path
 from ..errors import NbtrainError
 from ..lifecycle import catalog
 from ..lifecycle.run import Run
-from ..lifecycle.summary import SCHEMA, as_plain, summary
 from ..system.text import without_controls
 from ..tracking import clock
 from ..ui import text_summary
+from ..ui.summary import SCHEMA, as_plain, summary
 from . import doctor, export
 
 

@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from .. import engines
+from ..checks import preflight
 from ..findings import Finding
 from ..lifecycle import imports_ahead
-from ..lifecycle.summary import as_plain
-from ..planning import plan, preflight
+from ..planning import plan
 from ..system import accelerator_guard, gpus, host, instrumentation, processes, tpu
 from ..system.gpus import Gpu, TorchBuild
 from ..system.text import format_bytes, format_bytes_of, plural
 from ..tracking import launch_log, run_folder
 from ..ui.displays.html_display import ipython_shell
+from ..ui.summary import as_plain
 from . import cell_watch
 
 _WIDTH = 80

@@ -195,7 +195,7 @@ torch.manual_seed(0)
 """.strip()
 
 _TRACKER = """
-from nbtrain.worker.telemetry.integrations import offer_tracker
+from nbtrain.worker.observers.integrations import offer_tracker
 
 offer_tracker()  # for log_with="nbtrain", which Accelerate does not know on its own
 """.strip()

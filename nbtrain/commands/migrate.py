@@ -6,9 +6,9 @@ import difflib
 import re
 from typing import Any
 
+from ..checks.lint import OutOfTime, apply_edits, lint
 from ..errors import PlanError
 from ..planning.cell import read_cell
-from ..planning.lint import OutOfTime, apply_edits, lint
 
 USAGE = "%%nbtrain migrate [--apply], on top of the cell that has the training loop"
 _MAGIC = re.compile(r"\s*%%distributed\b[^\n]*\n")

@@ -15,7 +15,7 @@ from ..findings import Finding
 from ..planning.plan import Plan
 from ..system import gpus, tpu
 from ..tracking.events import Event
-from ..worker.job import Job
+from ..transport.job import Job
 
 CRASHED = 70
 """Exit code of a rank whose worker itself failed (EX_SOFTWARE)."""

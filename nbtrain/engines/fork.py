@@ -15,9 +15,9 @@ from typing import Any
 
 from ..errors import LaunchError
 from ..planning.plan import Task
-from ..transport import fingerprints
+from ..transport.job import Job
+from ..transport.weights import fingerprints
 from ..worker import main, task_runner
-from ..worker.job import Job
 from . import rendezvous
 from .base import Engine, Ranks
 from .process import kernel_detach

@@ -17,10 +17,10 @@ from ..planning.plan import Cell, Plan
 from ..system import accelerator_hooks
 from ..tracking import clock
 from ..tracking.event_log import EventWriter
+from ..transport.job import Job
 from ..worker import api, main, task_runner
-from ..worker.job import Job
+from ..worker.observers.integrations import offer_tracker
 from ..worker.rank_environment import rank_environment
-from ..worker.telemetry.integrations import offer_tracker
 from . import rendezvous
 from .base import Action, Engine, Exit, Ranks
 

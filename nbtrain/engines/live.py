@@ -16,8 +16,8 @@ from ..tracking import events as ev
 from ..tracking.run_folder import RunFolder
 from ..tracking.state import IDLE
 from ..transport import payload
-from ..transport.parts import Part
-from ..worker.job import Job
+from ..transport.job import Job
+from ..transport.weights.parts import Part
 from .base import Action, Engine, Exit, Ranks
 
 Message = dict[str, Any]

@@ -31,8 +31,8 @@ from ..tracking import clock
 from ..tracking import events as ev
 from ..tracking.state import is_secondary_failure
 from ..transport.exceptions import set_notes
+from ..transport.job import Job
 from ..worker import api
-from ..worker.job import Job
 from .fork import ForkEngine
 
 POLL_S = 0.1

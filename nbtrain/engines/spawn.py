@@ -21,7 +21,7 @@ from ..planning.plan import Plan
 from ..system import accelerator_guard
 from ..tracking import clock
 from ..transport import payload
-from ..worker.job import Job
+from ..transport.job import Job
 from ..worker.rank_environment import rank_environment
 from . import rendezvous
 from .base import Engine, Ranks

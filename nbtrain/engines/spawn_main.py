@@ -10,14 +10,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from ..hangs import stack_dumps
 from ..planning.plan import Call, Plan
 from ..planning.world import Placement
 from ..tracking import clock
 from ..tracking.run_folder import RunFolder
 from ..transport import exceptions, payload
+from ..transport.job import Job
 from ..worker import main as worker
-from ..worker import stack_dumps
-from ..worker.job import Job
 from .process.finish_process import finish_process, run_to_end
 from .process.kernel_detach import die_with, text_stream
 

@@ -24,7 +24,7 @@ from ..errors import LaunchError
 from ..tracking.launch_log import LOGGER
 from ..tracking.run_folder import RunFolder, hand_over
 from ..tracking.state import RunState
-from ..worker.job import Job
+from ..transport.job import Job
 from .restarts import run_attempts
 from .supervisor import Interrupts, Supervisor
 

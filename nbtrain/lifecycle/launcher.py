@@ -14,12 +14,14 @@ from functools import partial
 from typing import Any
 
 from .. import engines
+from ..checks import build_estimate, preflight
+from ..checks.lint import lint
 from ..engines import Engine
 from ..errors import LaunchError, PlanError, PreflightError
 from ..findings import Finding
+from ..hangs import stacks
 from ..planning import accelerate_config as config_file
-from ..planning import build_estimate, preflight, task_values
-from ..planning.lint import lint
+from ..planning import task_values
 from ..planning.option_parser import (
     check_rank_argument,
     for_the_function,
@@ -33,24 +35,23 @@ from ..system import gpus, host
 from ..system.source_files import cell_name
 from ..system.text import plural, with_article
 from ..tracking import clock, launch_log, run_folder
-from ..tracking.diagnosis import stacks
 from ..tracking.launch_log import LOGGER
 from ..tracking.replay import initial_state
 from ..tracking.state import RunState
 from ..transport import result_pickler
+from ..transport.job import Job
+from ..transport.weights.receiver import ResultReceiver
 from ..ui.displays import prompt as prompts
 from ..ui.displays import select
 from ..ui.displays.cell_output import CellOutput
 from ..ui.displays.html_display import Display, ipython_shell
 from ..ui.displays.tracebacks import show_from_the_rank
 from ..worker import api, nested_launches
-from ..worker.job import Job
 from . import background
 from .debugging.conversation import Conversation
 from .follower import Follower
 from .forwarding.forwarder import check_installed, without_addresses
 from .restarts import run_attempts
-from .results import ResultReceiver
 from .run import Run, conclude, draw_live, earlier, going_on, let_go, remember
 from .run_info import manifest
 from .supervisor import Interrupts, Supervisor

@@ -15,12 +15,12 @@ from ..engines import Engine
 from ..engines.process.orphan_reaper import OrphanReaper
 from ..errors import LaunchError
 from ..findings import Finding
+from ..hangs.failures import causes
+from ..hangs.verdict import line
 from ..system.processes import process_identity
-from ..tracking.diagnosis.failures import causes
-from ..tracking.diagnosis.verdict import line
 from ..tracking.run_folder import set_aside
 from ..tracking.state import RankState, RunState
-from ..worker.job import Job
+from ..transport.job import Job
 from . import imports_ahead
 from .forwarding.forwarder import start_forwarder, without_addresses
 from .supervisor import Interrupts, Supervisor

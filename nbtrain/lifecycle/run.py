@@ -14,31 +14,31 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import LaunchError, NbtrainError, ResultsLost, RunTimeout
+from ..hangs import stacks, verdict
+from ..hangs.failures import Failure, headline, to_exception
+from ..hangs.lost_results import LOST
 from ..system.files import open_regular, read_regular
 from ..system.text import plural
 from ..tracking import clock, pruning
 from ..tracking import history as past
 from ..tracking.curves import RATES, evenly, smoothed
-from ..tracking.diagnosis import stacks, verdict
-from ..tracking.diagnosis.failures import Failure, headline, to_exception
-from ..tracking.diagnosis.lost_results import LOST
 from ..tracking.overview.epochs import epoch_table, main_metric
 from ..tracking.pruning import Mark
 from ..tracking.replay import MOST_POINTS, TAIL_BYTES, read_state
 from ..tracking.run_folder import RunFolder, find
 from ..tracking.state import RankState, RunState
 from ..transport import result_pickler
+from ..transport.weights import receiver as home
+from ..transport.weights.receiver import ResultReceiver
 from ..ui.board import board
 from ..ui.card import Card, card
 from ..ui.displays import html_display, kernel_comms, select
 from ..ui.displays.html_display import Display, execution_count
 from ..ui.displays.rank_outputs import RankOutputs
 from ..ui.displays.widget_board import listening_ids
-from . import results as home
+from ..ui.summary import Summary, as_dict, summary
 from .follower import TICK, Follower, following
-from .results import ResultReceiver
 from .run_info import frame, run_info
-from .summary import Summary, as_dict, summary
 from .supervisor import Interrupts, Supervisor
 
 SMALL = 1 << 20

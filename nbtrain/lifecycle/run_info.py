@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..checks import build_estimate
 from ..findings import Finding
-from ..planning import build_estimate
 from ..planning.cell import number_of_untitled
 from ..planning.plan import Cell, Plan, Task
 from ..planning.secrets import is_secret

@@ -15,20 +15,20 @@ from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
+from ..checks.rank_comparison import WorkComparison
 from ..engines import Exit, Ranks
 from ..errors import NbtrainError
 from ..findings import Finding
+from ..hangs import hangs, stacks
+from ..hangs.exit_causes import Cause, ExitCauses
+from ..hangs.lost_results import describe_lost_results
+from ..hangs.verdict import DEADLOCK, HANG, describe_endings
+from ..hangs.watchdog import HangWatchdog
 from ..planning.plan import Plan
 from ..system import host
 from ..system.text import format_ranks
 from ..tracking import clock, resource_sampler
 from ..tracking import events as ev
-from ..tracking.diagnosis import hangs, stacks
-from ..tracking.diagnosis.exit_causes import Cause, ExitCauses
-from ..tracking.diagnosis.lost_results import describe_lost_results
-from ..tracking.diagnosis.verdict import DEADLOCK, HANG, describe_endings
-from ..tracking.diagnosis.watchdog import HangWatchdog
-from ..tracking.diagnosis.work import WorkComparison
 from ..tracking.event_log import EventWriter, Reader
 from ..tracking.launch_log import LOGGER
 from ..tracking.reducers import fold

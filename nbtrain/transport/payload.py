@@ -35,8 +35,8 @@ from ..planning.accelerate_objects import is_shared_state, shared_state
 from ..planning.plan import Call, Cell, Plan, Task
 from ..planning.task_values import arguments, owner_name, variables
 from . import process_state, result_pickler
-from .parts import Part, find
 from .result_pickler import CodePickler
+from .weights.parts import Part, find
 
 STATES = "_nbtrain_states"
 """The name under which the states come of what a process has already: see `pack_values`."""

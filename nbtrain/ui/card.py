@@ -13,8 +13,8 @@ from pathlib import Path
 from textwrap import wrap
 
 from ..errors import MissingExtra
+from ..hangs import verdict
 from ..system.text import plural, shorten
-from ..tracking.diagnosis import verdict
 from ..tracking.overview import stragglers
 from ..tracking.state import RunState
 from . import run_texts

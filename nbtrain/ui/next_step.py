@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ..checks.remedies import remedies, remedies_of_rank
+from ..hangs import verdict
 from ..system.text import format_ranks
-from ..tracking.diagnosis import verdict
-from ..tracking.diagnosis.remedies import remedies, remedies_of_rank
 from ..tracking.overview import stragglers
 from ..tracking.state import RankState, RunState
 from . import run_texts

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ..hangs import verdict
 from ..system.text import format_number
 from ..tracking.curves import RATES, Series
-from ..tracking.diagnosis import verdict
 from ..tracking.overview import stragglers
 from ..tracking.overview.epochs import main_metric
 from ..tracking.state import RankState, RunState

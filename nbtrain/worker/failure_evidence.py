@@ -22,12 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ..system import host, instrumentation
-from ..system.source_files import is_library, is_own, short_name
-from ..system.text import format_bytes
-from ..tracking import clock
-from ..tracking import events as ev
-from ..tracking.diagnosis.failures import (
+from ..hangs.failures import (
     DISK_FULL,
     FORK_REFUSED,
     FRESH_WORKER,
@@ -35,6 +30,11 @@ from ..tracking.diagnosis.failures import (
     NO_GRADIENT,
     describe_returncode,
 )
+from ..system import host, instrumentation
+from ..system.source_files import is_library, is_own, short_name
+from ..system.text import format_bytes
+from ..tracking import clock
+from ..tracking import events as ev
 from ..tracking.event_log import EventWriter
 from ..transport import exceptions
 

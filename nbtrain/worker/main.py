@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..hangs import stack_dumps
+from ..hangs.failures import DISK_FULL
 from ..planning import task_values
 from ..planning.plan import Task
 from ..system import torch_xla
@@ -24,20 +26,12 @@ from ..system.source_files import is_own, use_recorded_cells
 from ..system.text import short_repr
 from ..tracking import clock
 from ..tracking import events as ev
-from ..tracking.diagnosis.failures import DISK_FULL
 from ..tracking.event_log import EventWriter
 from ..transport import exceptions, result_pickler
-from . import (
-    api,
-    checkpoints,
-    failure_evidence,
-    nested_launches,
-    stack_dumps,
-    stopping,
-    telemetry,
-)
+from ..transport.job import Job
+from ..transport.weights.sender import ResultSender
+from . import api, checkpoints, failure_evidence, nested_launches, observers, stopping
 from .debugging import hooks as debugging
-from .job import Job
 from .output import shown_errors
 from .output.rich_output import RichOutput
 from .rank_environment import (
@@ -52,7 +46,6 @@ from .rank_environment import (
     renew_accelerate_state,
     serve_own_store,
 )
-from .result_sender import ResultSender
 from .task_runner import run_task
 
 FAILED = 1
@@ -101,7 +94,7 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
     task_values.keep_references(job.plan.task)
     first, size = (world.first - world.begin, world.size) if world else (0, job.world_size)
     api.activate(api.Reporter(writer, rank, size, first))
-    telemetry.install(job.plan.telemetry, job.plan, ranks_stay=job.is_live)
+    observers.install(job.plan.telemetry, job.plan, ranks_stay=job.is_live)
     nested_launches.refuse()
     shown_errors.install()
     if not job.in_kernel:
@@ -241,7 +234,7 @@ def _run_watched(task: Task, call: Callable[[Task], Any]) -> Any:
     finally:
         _end_if_forked(process)
         with contextlib.suppress(Exception):  # a GPU in trouble gives no last figures
-            telemetry.finish(wait=ended)  # after a failure, the GPU may never be done
+            observers.finish(wait=ended)  # after a failure, the GPU may never be done
 
 
 def _end_if_forked(process: int) -> None:

@@ -20,7 +20,7 @@ from ..planning.world import Placement
 from ..system import tpu
 from ..system.instrumentation import patch, replace
 from ..system.network import is_loopback
-from .job import Job
+from ..transport.job import Job
 
 
 def rank_environment(job: Job, rank: int, inherited: Mapping[str, str]) -> dict[str, str]:

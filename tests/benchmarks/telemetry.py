@@ -54,7 +54,7 @@ def count_parts(rounds: int) -> list[float]:
     """Return the µs of CPU time that going over a model of 1,000 parameters takes."""
     import torch
 
-    from nbtrain.worker.telemetry.tensor_memory import counted
+    from nbtrain.worker.observers.tensor_memory import counted
 
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(500)))
     optimizer = torch.optim.AdamW(model.parameters())

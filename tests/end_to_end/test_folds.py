@@ -111,7 +111,7 @@ def test_trainings_that_are_over_between_two_looks_are_counted_too(
     notebook: Notebook, body: str
 ) -> None:
     """On a fast machine, a training of 24 steps took 12 ms: the next was stuck in epoch 1."""
-    meter = "import nbtrain.worker.telemetry.training_meter as meter\n"
+    meter = "import nbtrain.worker.observers.training_meter as meter\n"
     notebook.run(f"{meter}before = meter.INTERVAL, meter.NEXT_LOOK\nmeter.INTERVAL = 60")
     notebook.run("meter.NEXT_LOOK = 60")
     shown(notebook, f"%%distributed -n 1\n{body}")

@@ -451,7 +451,7 @@ def test_a_hang_is_reported_when_it_is_due_and_asking_is_no_progress(
 @pytest.mark.slow
 def test_a_rest_of_all_ranks_is_noted_before_a_hang_is_due(notebook: Notebook) -> None:
     notebook.run(
-        "from nbtrain.tracking.diagnosis import activity, watchdog\n"
+        "from nbtrain.hangs import activity, watchdog\n"
         "usual = watchdog.NOTED, activity.CALM\n"
         "watchdog.NOTED, activity.CALM = 8.0, 4.0"
     )

@@ -23,10 +23,10 @@ import psutil
 import pytest
 
 import nbtrain
+from nbtrain.checks import preflight
 from nbtrain.engines.process.kernel_detach import text_stream
 from nbtrain.errors import NbtrainError
 from nbtrain.lifecycle.run import Run
-from nbtrain.planning import preflight
 from nbtrain.system import processes
 from nbtrain.system.files import Spare, last_bytes, write_atomically
 from nbtrain.tracking import events as ev

@@ -22,7 +22,7 @@ from nbtrain.planning.plan import Call, Plan
 from nbtrain.planning.world import Placement
 from nbtrain.system import network
 from nbtrain.tracking.run_folder import RunFolder
-from nbtrain.worker.job import Job
+from nbtrain.transport.job import Job
 from nbtrain.worker.rank_environment import rank_environment
 from tests.support.kernel import Notebook, Outputs
 from tests.support.ports import free_port

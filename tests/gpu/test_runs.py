@@ -502,8 +502,8 @@ def train(model):
 
 def test_live_ranks_leave_a_collective_of_nccl(book: Notebook, show: Shown) -> None:
     show(f"""{PAIR}
-from nbtrain.planning import preflight
-from nbtrain.planning.preflight import checks
+from nbtrain.checks import preflight
+from nbtrain.checks.preflight import checks
 for module in (preflight, checks):
     if hasattr(module, "QUESTIONS"):  # no cell says gloo yet: ranks may not share a GPU
         module.QUESTIONS = tuple(q for q in module.QUESTIONS if q is not checks.enough)

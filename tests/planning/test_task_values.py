@@ -18,13 +18,13 @@ import pytest
 import torch
 
 import nbtrain
-from nbtrain.lifecycle.results import ResultReceiver
 from nbtrain.lifecycle.run_info import parameters
 from nbtrain.planning import task_values as tasks
 from nbtrain.planning.cell import read_cell
 from nbtrain.planning.plan import Call, Plan, Task
 from nbtrain.tracking import run_folder
 from nbtrain.transport import payload
+from nbtrain.transport.weights.receiver import ResultReceiver
 from tests.support import runs
 from tests.support.kernel import Notebook
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from nbtrain.hangs.lost_results import describe_lost_results
 from nbtrain.tracking import events as ev
-from nbtrain.tracking.diagnosis.lost_results import describe_lost_results
 from nbtrain.tracking.reducers import ended, fold
 from nbtrain.tracking.state import RankState, RunState
 

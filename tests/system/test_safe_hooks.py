@@ -85,7 +85,7 @@ def test_what_is_compiled_is_the_same_watched_and_unwatched(kind: str) -> None:
 
         from torch._dynamo.utils import counters
 
-        from nbtrain.worker.telemetry import training_meter
+        from nbtrain.worker.observers import training_meter
 
         training_meter.INTERVAL = 0.0  # every step is reported
         step = step_of(kind)

@@ -31,13 +31,13 @@ if __name__ == "__main__":
 
 import nbtrain
 from nbtrain.engines.process import finish_process
+from nbtrain.hangs.verdict import FailureReport
 from nbtrain.lifecycle import supervisor
 from nbtrain.lifecycle.launcher import run_plan
 from nbtrain.lifecycle.run import Run, last_run
 from nbtrain.planning.cell import read_cell
 from nbtrain.planning.plan import Plan
 from nbtrain.tracking import events
-from nbtrain.tracking.diagnosis.verdict import FailureReport
 from nbtrain.tracking.event_log import read_events
 
 FAULTS = {

@@ -39,7 +39,7 @@ TRAINER = """
 import json, os, random, sys, warnings, torch
 import nbtrain
 from nbtrain.tracking import pruning
-from nbtrain.transport.weight_file import WeightReader
+from nbtrain.transport.weights.weight_file import WeightReader
 pruning.prune.__defaults__ = (1, *pruning.prune.__defaults__[1:])
 pruning.KEEP_WEIGHTS = 1
 

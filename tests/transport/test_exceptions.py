@@ -18,8 +18,8 @@ import pytest
 import nbtrain
 from nbtrain import errors
 from nbtrain.errors import RankError
+from nbtrain.hangs.failures import Failure, describe_returncode, headline, to_exception
 from nbtrain.system import source_files
-from nbtrain.tracking.diagnosis.failures import Failure, describe_returncode, headline, to_exception
 from nbtrain.transport import exceptions, result_pickler
 
 

@@ -29,7 +29,7 @@ from ...tracking import clock
 from ...tracking import events as ev
 from ...tracking.event_log import event_tail, new_events
 from ...transport import payload
-from ...worker.job import Job
+from ...transport.job import Job
 from ..base import SIGNALS, Action, Engine, Exit, Ranks
 from ..process.interpreter import interpreter_command
 from . import dependencies

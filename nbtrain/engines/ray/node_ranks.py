@@ -21,18 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from ...findings import Finding
+from ...hangs import collectives, stacks
+from ...hangs.exit_causes import Cause, OomKills
 from ...planning.world import Placement
 from ...system import host
 from ...tracking import clock
 from ...tracking import events as ev
-from ...tracking.diagnosis import collectives, stacks
-from ...tracking.diagnosis.exit_causes import Cause, OomKills
 from ...tracking.event_log import EventWriter
 from ...tracking.resource_sampler import Sampler
 from ...tracking.run_folder import RunFolder
 from ...transport import payload
 from ...transport.file_sync import appended, size
-from ...worker.job import Job
+from ...transport.job import Job
 from .. import rendezvous
 from ..base import Action, Exit
 from ..process.children import ChildRanks

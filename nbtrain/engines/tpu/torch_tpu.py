@@ -17,7 +17,7 @@ from dataclasses import replace
 from ...errors import LaunchError, MissingExtra
 from ...planning.plan import Plan
 from ...system.tpu import has_torch_tpu
-from ...worker.job import Job
+from ...transport.job import Job
 from ..base import Ranks
 from ..spawn import SpawnEngine
 

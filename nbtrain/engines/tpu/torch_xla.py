@@ -28,8 +28,8 @@ from ...system import torch_xla, tpu
 from ...system.instrumentation import patch
 from ...tracking import clock
 from ...tracking import events as ev
+from ...transport.job import Job
 from ...worker import api, task_runner
-from ...worker.job import Job
 from ..fork import ForkEngine
 
 LARGE = 64 << 20

@@ -8,10 +8,10 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 
+from ...hangs import verdict
 from ...system.text import shorten
 from ...tracking import clock
 from ...tracking import events as ev
-from ...tracking.diagnosis import verdict
 from ...tracking.run_folder import RunFolder
 from ...tracking.state import RunState
 from ...ui import outcomes, rank_texts, run_texts

@@ -34,7 +34,7 @@ from ...system.text import format_duration, format_ranks, plural, with_article
 from ...tracking import clock
 from ...tracking.run_folder import RunFolder
 from ...transport.channel import Channel, Listener
-from ...transport.parts import Part
+from ...transport.weights.parts import Part
 from ...ui.displays import prompt
 from ...worker.debugging.hooks import look_again
 from ...worker.live.server import serve

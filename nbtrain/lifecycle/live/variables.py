@@ -12,7 +12,7 @@ from ...engines.live import Message
 from ...errors import NbtrainError, PlanError
 from ...planning.task_values import is_model
 from ...transport import payload, result_pickler
-from ...transport.parts import (
+from ...transport.weights.parts import (
     Part,
     classes,
     find,

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from html import escape
 
+from ...hangs import verdict
 from ...system.text import shorten
 from ...tracking.curves import RATES
-from ...tracking.diagnosis import verdict
 from ...tracking.overview import stragglers
 from ...tracking.state import RunState
 from .. import card, outcomes, rank_texts, run_texts

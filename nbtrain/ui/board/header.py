@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
+from ...hangs import verdict
 from ...system.text import (
     format_bytes,
     format_bytes_of,
@@ -23,7 +24,6 @@ from ...system.text import (
     shorten,
 )
 from ...tracking.curves import RATES, Bin, Series, smoothed
-from ...tracking.diagnosis import verdict
 from ...tracking.overview.epochs import better, main_metric, present_training
 from ...tracking.state import RankState, RunState
 from .. import eta, outcomes, rank_texts, run_texts

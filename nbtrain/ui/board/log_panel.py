@@ -7,9 +7,9 @@ from dataclasses import replace
 from html import escape
 from itertools import islice
 
+from ...hangs import verdict
 from ...system.text import plural, shorten
 from ...tracking import events as ev
-from ...tracking.diagnosis import verdict
 from ...tracking.state import RankState, RunState
 from .. import merged_log, outcomes
 from . import theme

@@ -13,8 +13,8 @@ from html import escape
 from statistics import fmean, median
 from typing import NamedTuple
 
+from ...hangs import verdict
 from ...system.text import format_bytes, format_number, format_ranks, shorten
-from ...tracking.diagnosis import verdict
 from ...tracking.state import RankState, RunState
 from .. import eta, rank_texts
 from ..tables import LEFT, RIGHT, Cell, html_table

@@ -18,7 +18,7 @@ from ...system.source_files import is_own
 from ...tracking import clock
 from ...tracking import events as ev
 from ...tracking.event_log import EventWriter
-from ..job import Job
+from ...transport.job import Job
 from .remote_pdb import NotebookFile, make_debugger
 
 PATIENCE = timedelta(days=30)

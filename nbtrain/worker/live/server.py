@@ -24,8 +24,9 @@ from ...planning.plan import Plan
 from ...planning.task_values import is_model, public
 from ...system import instrumentation
 from ...tracking.run_folder import RunFolder, mark_stopping
-from ...transport import parts, payload
+from ...transport import payload
 from ...transport.channel import Address, Channel, connect
+from ...transport.weights import parts
 from .. import api, checkpoints, main, stopping
 from ..output.rich_output import RichOutput
 from ..task_runner import run_task

@@ -12,11 +12,12 @@ from typing import IO, Any
 from ...errors import NbtrainError
 from ...planning.task_values import is_model, is_optimizer, is_scheduler, public
 from ...system.text import short_repr
-from ...transport import parts, result_pickler
+from ...transport import result_pickler
 from ...transport.channel import written
-from ...transport.fingerprints import fingerprints
-from ...transport.parts import unwrapped
-from ...transport.weights import is_sharded
+from ...transport.weights import parts
+from ...transport.weights.fingerprints import fingerprints
+from ...transport.weights.parts import unwrapped
+from ...transport.weights.weights import is_sharded
 
 _DULL = (ModuleType, FunctionType, type)
 _SHELL = ("In", "Out", "exit", "quit", "get_ipython", "open")

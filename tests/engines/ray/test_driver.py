@@ -26,7 +26,7 @@ from nbtrain.system import host
 from nbtrain.tracking.run_folder import RunFolder
 from nbtrain.tracking.state import RankState, RunState
 from nbtrain.transport.file_sync import PART, FileCopies, appended
-from nbtrain.worker.job import Job
+from nbtrain.transport.job import Job
 
 
 @pytest.fixture

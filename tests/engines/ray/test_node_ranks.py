@@ -13,7 +13,7 @@ from nbtrain.planning.plan import Call, Plan
 from nbtrain.planning.world import Placement
 from nbtrain.system import host
 from nbtrain.tracking.run_folder import RunFolder
-from nbtrain.worker.job import Job
+from nbtrain.transport.job import Job
 
 
 def test_ranks_work_in_the_notebooks_folder_where_a_node_has_it(

@@ -136,8 +136,8 @@ def test_a_program_that_cannot_be_compiled_is_not_waited_for(kernel: Notebook) -
     out = kernel.run(
         "%%distributed -n 1\n"
         "import torch_xla, torch_xla.core.xla_builder as xb\n"
-        "from nbtrain.system import torch_xla as xla\nfrom nbtrain.worker import telemetry\n"
-        "meter = telemetry._meter._compilation\n"
+        "from nbtrain.system import torch_xla as xla\nfrom nbtrain.worker import observers\n"
+        "meter = observers._meter._compilation\n"
         "two = [xb.Shape.create('f32', [4])] * 2\n"
         "adds = xb.create_computation('adds', lambda a, b: a + b, two)\n"
         "def plus(number):\n"

@@ -1,0 +1,401 @@
+"""The checks of preflight, each from `Facts` alone: could these ranks work at all?
+
+About this process and the options; about accelerators; about what this host has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from ...findings import Finding
+from ...planning.shared_handles import Kind
+from ...system import tpu
+from ...system.accelerator_guard import OF_ONE_PROCESS
+from ...system.gpus import Holder
+from ...system.text import format_bytes, format_bytes_of, plural, with_article
+from ...system.tpu import XLA_INSTALL
+from .facts import Facts, Question
+
+
+def fork(facts: Facts) -> Iterator[Finding]:
+    """Windows has no fork."""
+    if facts.forks and not facts.can_fork:
+        yield Finding(
+            "no-fork",
+            "This system cannot fork.",
+            "Use --engine inline (one rank, in the kernel), or Linux or macOS.",
+            "refuse",
+        )
+
+
+_RESTART = "Restart the kernel and initialise it only inside the training function"
+_SPAWN = (
+    "or start the ranks as fresh processes: `%%distributed --engine spawn` "
+    '(`nbtrain.launch(..., engine="spawn")`).'
+)
+
+
+def initialized(facts: Facts) -> Iterator[Finding]:
+    """Ranks forked from a process that has initialised an accelerator cannot use it.
+
+    A TPU belongs to one process at a time: fresh ranks cannot use it either.
+    """
+    on_tpu = facts.device in tpu.ENGINES.values()
+    if facts.device == "cpu" or not (facts.forks or on_tpu):
+        return
+    for touch in facts.touches:
+        if on_tpu and touch.name not in OF_ONE_PROCESS:
+            continue
+        called = f" Called from {touch.calls[-1]}." if touch.calls else ""
+        users = "ranks" if on_tpu else "ranks forked from the kernel"
+        yield Finding(
+            "accelerator-initialized",
+            f"{touch.name} is already initialised in this kernel, so {users} cannot use it. "
+            f"First seen: {touch.place}.{called}",
+            f"{_RESTART}." if on_tpu else f"{_RESTART}, {_SPAWN}",
+            "refuse",
+        )
+
+
+def accelerator_state(facts: Facts) -> Iterator[Finding]:
+    """An Accelerator of the notebook knows of one process: with it, each rank would train alone."""
+    for held in facts.accelerate_held if facts.forks else ():
+        place = f" ({held.place})" if held.place else ""
+        message = (
+            f"`{held.name}` ({with_article(held.kind)}) was made in the notebook, for one process"
+        )
+        if held.is_trainer:
+            remedy = (
+                f"Create the {held.kind} and its TrainingArguments inside the training function."
+            )
+        elif held.kind == "Accelerator":
+            remedy = "Create it inside the training function, once in every rank."
+        else:
+            remedy = "Call `prepare` inside the training function, in every rank."
+        yield Finding(
+            "accelerator-of-notebook",
+            f"{message}{place}.",
+            f"{remedy} The kernel needs no restart.",
+            "refuse",
+        )
+
+
+_SHARED: dict[Kind, tuple[str, str]] = {
+    "pipe": (
+        "is a pipe of the notebook. Each part of its data reaches one of the ranks only",
+        "Read it in a cell above, and give the data to the training function.",
+    ),
+    "database": (
+        "is a connection to an SQLite database. SQLite forbids using it in forked processes: "
+        "ranks may read wrong data, and damage the database",
+        "Connect inside the training function, or when the data set first reads.",
+    ),
+    "connection": (
+        "is a network connection of the notebook. It is closed in the ranks",
+        "Connect inside the training function.",
+    ),
+}
+
+
+def shared_handles(facts: Facts) -> Iterator[Finding]:
+    """Forked ranks share what the notebook has open."""
+    for handle in facts.shared_handles:
+        text, remedy = _SHARED[handle.kind]
+        yield Finding("shared-handle", f"`{handle.name}` {text}.", remedy)
+
+
+def process_group(facts: Facts) -> Iterator[Finding]:
+    """A process belongs to one default process group."""
+    if facts.in_process_group and (facts.forks or facts.inline):
+        yield Finding(
+            "process-group",
+            "The notebook itself belongs to a process group (torch.distributed is initialized).",
+            "Call torch.distributed.destroy_process_group() in a cell, then launch again.",
+            "refuse",
+        )
+
+
+def precision(facts: Facts) -> Iterator[Finding]:
+    """CPUs and TPUs cannot train in fp16."""
+    if facts.plan.mixed_precision == "fp16" and facts.device != "cuda":
+        has = "this host has none" if facts.device == "cpu" else "a TPU trains in bf16"
+        yield Finding("fp16", f"fp16 needs a GPU; {has}.", "Use -p bf16 or -p no.", "refuse")
+
+
+def inline_timeout(facts: Facts) -> Iterator[Finding]:
+    """No other process watches a rank that is this process."""
+    if facts.inline and facts.plan.timeout is not None:
+        yield Finding(
+            "inline-timeout",
+            "The inline engine cannot enforce a timeout.",
+            "Leave out the timeout, or use the fork engine.",
+            "refuse",
+        )
+
+
+CROWDED = 0.1
+"""The share of a GPU that others must hold to be reported; a desktop holds less."""
+
+_EXCLUSIVE, _PROHIBITED = 3, 2
+
+
+def enough(facts: Facts) -> Iterator[Finding]:
+    """Rank i drives GPU i, and NCCL refuses two ranks on one GPU; gloo does not."""
+    ranks, gpus = facts.ranks, facts.visible
+    if facts.on_cpu or facts.inline or not 0 < gpus < ranks:
+        return
+    seen = f"{ranks} ranks were asked for, but the ranks see only {plural(gpus, 'GPU')}"
+    hidden = next((n for n in _VISIBILITY if n in facts.env), None)
+    seen += f" ({hidden}={facts.env[hidden]})" if hidden else ""
+    if "gloo" in facts.source.lower():
+        remedy = f"In the function, let each rank choose a GPU (its rank modulo {gpus})."
+        yield Finding("shared-gpus", f"{seen}. With gloo, ranks can share a GPU.", remedy)
+        return
+    yield Finding(
+        "shared-gpus",
+        f"{seen}. NCCL refuses two ranks on one GPU.",
+        f"Use -n {gpus} (num_processes={gpus}), or the gloo backend in the training function.",
+        "refuse",
+    )
+
+
+_VISIBILITY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+def crowded(facts: Facts) -> Iterator[Finding]:
+    """The ranks lack the memory that others, this kernel included, hold on a GPU."""
+    for gpu in () if facts.on_cpu else facts.gpus[: facts.ranks]:
+        held = [h for h in gpu.holders if h.pid != facts.kernel]
+        own = sum(h.mib or 0 for h in gpu.holders if h.pid == facts.kernel)
+        if gpu.total and gpu.used >= CROWDED * gpu.total:
+            yield Finding(
+                "gpu-in-use",
+                f"GPU {gpu.index} ({gpu.name}) is in use: "
+                f"{format_bytes_of(gpu.used << 20, gpu.total << 20)} are allocated "
+                f"({_holders(held, own, facts)}).",
+                "Restart the kernel to free the memory, or move its tensors to the CPU."
+                if own and not held
+                else "End these processes, or leave this GPU out (CUDA_VISIBLE_DEVICES without "
+                f"{gpu.index}).",
+            )
+
+
+def _holders(held: list[Holder], own: int, facts: Facts) -> str:
+    by_size = sorted(held, key=lambda h: -(h.mib or 0))
+    texts = [
+        facts.holder_names.get(h.pid, f"pid {h.pid}")
+        + (f": {format_bytes(h.mib << 20)}" if h.mib else "")
+        for h in by_size[:3]
+    ]
+    texts += [f"{len(held) - 3} more"] if len(held) > 3 else []
+    texts += [f"this kernel holds {format_bytes(own << 20)}"] if own else []
+    return "; ".join(texts) or "by processes that are not visible from here"
+
+
+def mode(facts: Facts) -> Iterator[Finding]:
+    """In an exclusive compute mode a GPU takes one process at a time, or none."""
+    for gpu in () if facts.on_cpu else facts.gpus[: facts.ranks]:
+        remedy = f"Run `nvidia-smi -i {gpu.index} -c DEFAULT` as root, or leave this GPU out."
+        if gpu.mode == _PROHIBITED:
+            yield Finding(
+                "gpu-mode",
+                f"GPU {gpu.index} accepts no process (compute mode PROHIBITED).",
+                remedy,
+                "refuse",
+            )
+        elif gpu.mode == _EXCLUSIVE and (gpu.holders or facts.ranks > facts.visible):
+            there = ", ".join(facts.holder_names.get(h.pid, f"pid {h.pid}") for h in gpu.holders)
+            yield Finding(
+                "gpu-mode",
+                f"GPU {gpu.index} accepts one process at a time (compute mode EXCLUSIVE_PROCESS)"
+                + (f", and {there} uses it." if there else ", and ranks would share it."),
+                remedy,
+            )
+
+
+def unused(facts: Facts) -> Iterator[Finding]:
+    """The host has an accelerator that the ranks will not use."""
+    build = facts.build
+    if facts.device != "cpu" or "ACCELERATE_USE_CPU" in facts.env or facts.inline:
+        return
+    if facts.visible and build is not None and not (build.cuda or build.hip or build.xpu):
+        yield Finding(
+            "cpu-build",
+            f"This host has {plural(facts.visible, 'NVIDIA GPU')}, but "
+            f"torch {build.version} was built for the CPU only: the ranks will not use "
+            f"{'them' if facts.visible > 1 else 'it'}.",
+            "Install a CUDA build of torch (pytorch.org shows the command), then restart the "
+            "kernel.",
+        )
+    if facts.unused_accelerator:
+        yield Finding(
+            "unused-accelerator",
+            f"This host has {facts.unused_accelerator}, which nbtrain does not support yet: the "
+            "ranks will train on the CPU.",
+            "To use it, train in an ordinary cell, without %%distributed.",
+        )
+
+
+def unused_tpu(facts: Facts) -> Iterator[Finding]:
+    """The host has a TPU that the ranks will not use."""
+    if facts.tpu is None or not facts.on_cpu or facts.inline or "ACCELERATE_USE_CPU" in facts.env:
+        return
+    if not facts.has_torch_xla and not tpu.has_torch_tpu():
+        reason, remedy = "torch_xla is not installed", f"{XLA_INSTALL}, then restart the kernel."
+    elif not tpu.is_wanted(facts.env):
+        reason = f"PJRT_DEVICE is {facts.env['PJRT_DEVICE']} (torch_xla sets that if it finds no "
+        reason += "libtpu)"
+        remedy = (
+            f"{XLA_INSTALL}, restart the kernel, and set PJRT_DEVICE=TPU if it is still different."
+        )
+    else:
+        reason, remedy = f"the {facts.plan.engine} engine does not use it", "Leave out --engine."
+    yield Finding(
+        "unused-tpu",
+        f"This host has {facts.tpu.label}, but the ranks will train on the CPU: {reason}.",
+        remedy,
+    )
+
+
+def held_tpu(facts: Facts) -> Iterator[Finding]:
+    """A process that outlived its launcher, after an interrupt for example, holds chips."""
+    if not facts.tpu_holders:
+        return
+    wanted = tpu.chips_of(facts.ranks, facts.plan.env) if facts.device == "xla" else None
+    held: frozenset[int] = frozenset().union(*facts.tpu_holders.values())
+    every = frozenset(range(facts.tpu.chips)) if facts.tpu is not None else held
+    holders = "; ".join(f"{name} ({_chips(chips)})" for name, chips in facts.tpu_holders.items())
+    if wanted is not None and not wanted & held:
+        yield Finding(
+            "tpu-in-use",
+            f"Another process holds a part of the TPU: {holders}. This run uses {_chips(wanted)}.",
+            "If libtpu refuses to start, end that process first.",
+        )
+        return
+    free = sorted(every - held) if facts.device == "xla" else []
+    other = f" Or use a chip that is free: -n 1 --env TPU_VISIBLE_CHIPS={free[0]}." if free else ""
+    yield Finding(
+        "tpu-in-use",
+        f"Another process holds the TPU: {holders}. No rank can use it until that process ends.",
+        "Shut down its notebook, or end the process itself: `!kill PID`, then `!kill -9 PID`."
+        f"{other}",
+        "refuse",
+    )
+
+
+def _chips(numbers: Collection[int]) -> str:
+    return f"chip{'s' if len(numbers) > 1 else ''} {', '.join(map(str, sorted(numbers)))}"
+
+
+BATCHES = 32 << 20
+"""Bytes of /dev/shm per DataLoader worker: about two prefetched batches of images."""
+
+DESCRIPTORS = 16
+DESCRIPTORS_A_RANK = 2
+"""What a launch opens, measured at 1 to 16 ranks: 7, and per rank its pidfd and its connection to
+the store. The process of a rank starts with the kernel's and opens about 13 for gloo (then one per
+peer): 16 covers both."""
+
+
+def port(facts: Facts) -> Iterator[Finding]:
+    """The port that was asked for must be free."""
+    if facts.port_trouble:
+        holder = f", by {facts.port_listener}" if facts.port_listener else ""
+        number, source = facts.plan.port, "use_port"
+        if number is None:
+            number, source = int(facts.plan.env["MASTER_PORT"]), "--env MASTER_PORT"
+        yield Finding(
+            "port",
+            f"The port {number} cannot be used here ({facts.port_trouble}{holder}).",
+            f"Leave out {source}: nbtrain then uses a free port.",
+            "refuse",
+        )
+
+
+def memory(facts: Facts) -> Iterator[Finding]:
+    """Each rank needs memory for the models that it builds and, on the CPU, for the weights."""
+    if facts.memory is None or facts.inline:
+        return
+    weights = facts.weights if facts.on_cpu else 0
+    available, ranks = facts.memory.available, facts.ranks
+    # Twice: the weights, and gradients of their size. Nobody trains with less.
+    if ranks * (facts.builds + 2 * weights) <= available:
+        return
+    most = ranks * (facts.builds + 4 * weights)
+    parts = [f"builds {format_bytes(facts.builds)}"] if facts.builds else []
+    if weights:
+        parts.append(
+            f"trains {format_bytes(weights)} of weights ({format_bytes(4 * weights)} with "
+            "gradients and Adam's two moments)"
+        )
+    once = "Build the model once, in a cell above, and pass it as a parameter. "
+    share = "" if facts.on_cpu else once
+    fewer = "Use fewer ranks, or train" if facts.device in ("cpu", "cuda") else "Or train"
+    yield Finding(
+        "memory",
+        f"{plural(facts.ranks, 'rank')} may need {format_bytes(most)} of memory; "
+        f"{format_bytes(available)} is available ({facts.memory.bound}). "
+        f"Each rank {' and '.join(parts)}.",
+        f"{share}{fewer} a smaller model. Without enough memory, the system kills a rank "
+        "(SIGKILL).",
+    )
+
+
+def shared_memory(facts: Facts) -> Iterator[Finding]:
+    """DataLoader workers send batches through /dev/shm, which has 64 MiB in a plain container."""
+    space, workers = facts.shared_memory, facts.ranks * facts.workers
+    if space is None or space.free >= workers * BATCHES:
+        return
+    yield Finding(
+        "shared-memory",
+        f"/dev/shm has {format_bytes(space.free)} free of {format_bytes(space.size)}, and "
+        f"{plural(facts.ranks, 'rank')} with {plural(facts.workers, 'DataLoader worker')} each may "
+        f"need {format_bytes(workers * BATCHES)} ({format_bytes(BATCHES)} per worker). With less, "
+        "a worker dies of a bus error.",
+        "Use num_workers=0, or start the container with a larger --shm-size.",
+    )
+
+
+def descriptors(facts: Facts) -> Iterator[Finding]:
+    """The launcher holds a few open files per rank."""
+    quota, needed = facts.descriptors, DESCRIPTORS + DESCRIPTORS_A_RANK * facts.ranks
+    if quota is None or facts.inline or quota.holds(needed):
+        return
+    enough = max(4096, 1 << (quota.used + needed).bit_length())
+    yield Finding(
+        "descriptors",
+        f"{plural(facts.ranks, 'rank')} must open {needed} more files; {quota.used} of the "
+        f"{quota.limit} allowed are open (ulimit -n).",
+        f"Raise the limit before the kernel starts (`ulimit -n {enough}`), or use fewer ranks.",
+        "refuse",
+    )
+
+
+def processes(facts: Facts) -> Iterator[Finding]:
+    """The limit counts the ranks and their threads alike."""
+    needed = facts.ranks * (1 + facts.threads)
+    for quota in () if facts.inline else facts.quotas:
+        if not quota.holds(needed):
+            yield Finding(
+                "processes",
+                f"{plural(facts.ranks, 'rank')} with {plural(facts.threads, 'thread')} each "
+                f"will be {needed} more processes and threads; {quota.used} of the {quota.limit} "
+                f"allowed are in use ({quota.source}).",
+                "Raise that limit, or use fewer ranks.",
+                "refuse",
+            )
+
+
+QUESTIONS: tuple[Question, ...] = (
+    *(
+        fork,
+        initialized,
+        accelerator_state,
+        shared_handles,
+        process_group,
+        precision,
+        inline_timeout,
+    ),
+    *(enough, crowded, mode, unused, unused_tpu, held_tpu),
+    *(port, memory, shared_memory, descriptors, processes),
+)

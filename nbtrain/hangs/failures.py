@@ -1,0 +1,117 @@
+"""Describes how a rank ended, and finds the failure that caused the others."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ..errors import RankDied
+from ..tracking.state import ECHOES, RankState, RunState, is_secondary_failure
+from ..transport.exceptions import CapturedException, restore, set_notes
+
+NO_GRADIENT = "no gradient"
+"""The code of the evidence that names parameters, where the exception has their numbers alone."""
+
+FRESH_WORKER = "fresh worker"
+"""The code of evidence that a DataLoader's worker had nothing of the notebook."""
+
+LOADER_WORKER, DISK_FULL, FORK_REFUSED = "data loader worker", "disk full", "fork refused"
+"""The codes of evidence that says what a failure is; kinds of `FailureReport`."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank's failure: it raised an exception, or its process died."""
+
+    rank: int
+    time: float
+    error: CapturedException | None = None
+    """The exception; None where the process died."""
+    returncode: int | None = None
+    """How the process died: an exit code, or negative, a signal."""
+    log: str = ""
+    description: str = ""
+    """Replaces the return code's sentence where that would mislead: the launcher ended a rank that
+    was failing already."""
+
+    @property
+    def is_secondary(self) -> bool:
+        """Whether this looks like the consequence of another rank's failure."""
+        if self.error is None:  # native code may end a rank over it
+            text = self.log.lower()
+            is_native = "terminate called" in text or "watchdog" in text
+            is_abort = self.returncode == -signal.SIGABRT
+            return is_abort and is_native and any(echo in text for echo in ECHOES)
+        return is_secondary_failure(self.error.type_name, self.error.text)
+
+    @property
+    def summary(self) -> str:
+        """One line: what happened."""
+        if self.error is not None:
+            return self.error.headline
+        return self.description or describe_returncode(self.returncode)
+
+
+def headline(failures: Iterable[Failure]) -> Failure:
+    """Return the failure that caused the others: the earliest that is no echo."""
+    return min(failures, key=lambda f: (f.is_secondary, f.time, f.rank))
+
+
+def causes(state: RunState) -> list[RankState]:
+    """Return the ranks whose failure is no echo of another's; else all that failed."""
+    failed = [rank for rank in state.ranks if rank.status in ("failed", "failing")]
+    return [rank for rank in failed if not rank.has_lost_peers] or failed
+
+
+def describe_returncode(returncode: int | None) -> str:
+    """Describe how a process ended."""
+    if returncode is None:
+        return "ended, and other code in this process collected its exit code (os.wait, SIGCHLD)"
+    if returncode == 0:
+        return "exited with code 0 before its function had returned"
+    if returncode > 0:
+        return f"exited with code {returncode}"
+    try:
+        name = signal.Signals(-returncode).name
+    except ValueError:
+        name = f"signal {-returncode}"
+    hint = {
+        "SIGKILL": " (often the system's answer to too little memory)",
+        "SIGSEGV": " (a crash in native code)",
+        "SIGBUS": " (often too little shared memory in /dev/shm)",
+        "SIGABRT": " (native code ended the process)",
+    }.get(name, "")
+    return f"was killed by {name}{hint}"
+
+
+_CALL = re.compile(r'^  File "([^"]+)"(?=, line \d+ in )', re.M)
+
+
+def to_exception(
+    failure: Failure, note: str, cells: Mapping[str, str] = MappingProxyType({})
+) -> BaseException:
+    """Return what the notebook raises: the rank's own exception, or `RankDied`.
+
+    `cells` are the names of cells by their files, for the calls that `faulthandler` has listed.
+    """
+
+    def name(call: re.Match[str]) -> str:
+        return f"  {cells[call[1]]}" if call[1] in cells else call[0]
+
+    if failure.error is not None:
+        error = restore(failure.error)
+    else:
+        log, code = _CALL.sub(name, failure.log.rstrip()), failure.returncode
+        printed = f"Its last output:\n{log}" if log else "It had printed nothing."
+        error = RankDied(
+            f"rank {failure.rank} {failure.summary}. {printed}",
+            rank=failure.rank,
+            exitcode=code if code is not None and code >= 0 else None,
+            signal=-code if code is not None and code < 0 else None,
+            log=failure.log,
+        )
+    set_notes(error, [*getattr(error, "__notes__", []), note])
+    return error

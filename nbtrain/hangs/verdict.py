@@ -1,0 +1,461 @@
+"""Explains why a run failed: which rank, what kind, in a line, and the evidence.
+
+Pure: made from the picture and from what ranks left, so it is the same live and reopened.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..checks.remedies import remedies, remedies_of_rank
+from ..findings import Finding
+from ..system import tpu
+from ..system.source_files import is_library, without_launcher
+from ..system.text import format_bytes, format_bytes_of, format_duration, format_ranks, shorten
+from ..tracking import events as ev
+from ..tracking.state import RankState, RunState
+from ..transport.exceptions import CapturedException, TracebackFrame
+from .failures import (
+    DISK_FULL,
+    FORK_REFUSED,
+    FRESH_WORKER,
+    LOADER_WORKER,
+    NO_GRADIENT,
+    Failure,
+    describe_returncode,
+    headline,
+)
+
+HANG = Finding("hang", "a hang (--on-hang stop)")
+DEADLOCK = Finding("deadlock", "a deadlock")
+"""Why a run was stopped that hung."""
+
+MISMATCH = "collective mismatch"
+_KINDS = {
+    "cuda out of memory": r"^(torch\.)?OutOfMemoryError|CUDA (error: )?out of memory|hipErrorOutOf",
+    LOADER_WORKER: r"DataLoader worker \(pid",
+    DISK_FULL: r"o space left on |Errno 28\]|Disk quota exceeded",
+    "out of memory": r"^MemoryError|an't allocate memory"
+    r"|std::bad_alloc|Cannot allocate memory|not enough memory: you tried",
+    "communication": r"collective mismatch|Watchdog caught collective|NCCL communicator was aborted"
+    r"|^(Dist\w+Error|RuntimeError): .*([Tt]imed out|Timeout|NCCL error)",
+}
+"""The first of these that matches a line of what is known of a failure is its kind."""
+KNOWN = frozenset({LOADER_WORKER, DISK_FULL, FORK_REFUSED, ev.OUT_OF_MEMORY})
+"""The codes that are kinds."""
+_NAMED_BY_EVIDENCE = (LOADER_WORKER, DISK_FULL, FORK_REFUSED)
+_STACK = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
+_ADVICE = {
+    LOADER_WORKER: (
+        "Try num_workers=0: the rank then loads the data, and shows its error. Fewer workers "
+        "or smaller batches use less /dev/shm.",
+    ),
+    FRESH_WORKER: (
+        "A worker that is not forked has none of the notebook's variables. Call "
+        "multiprocessing.set_start_method('fork', force=True) before the loader is used (or leave "
+        "out its multiprocessing_context), or define the data set in a .py file.",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """Why a run failed: `run.failure`. Print it to read it."""
+
+    kind: str
+    """One of: exception, exit, signal, segfault, out of memory, cuda out of memory, communication,
+    data loader worker, disk full, fork refused, results lost, timeout, launch."""
+    rank: int
+    """The rank that caused the failure; -1 if no rank did."""
+    headline: str
+    """What happened, in a line."""
+    evidence: tuple[str, ...] = ()
+    """What nbtrain knows about the cause, one fact per line."""
+    others: str = ""
+    """How the other ranks ended."""
+    advice: tuple[str, ...] = ()
+    """What to do about it, if that is known."""
+    memory: str = ""
+    """If memory ran out: which rank used how much memory for what."""
+
+    def __str__(self) -> str:
+        label = f"rank {self.rank}: " if self.rank >= 0 else ""
+        rest = [f"  · {line}" for line in (*self.evidence, self.others) if line]
+        return "\n".join([f"{label}{self.headline}  [{self.kind}]", *rest])
+
+    def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:
+        printer.text(str(self))
+
+
+def explain(state: RunState, failures: Sequence[Failure]) -> FailureReport | None:
+    """Return why a run failed; None where it did not, or was interrupted."""
+    if state.status == "interrupted":
+        return None
+    if state.status == "timed out":
+        reluctant = [f"rank {r.rank} {_held_out(r)}" for r in state.ranks if _held_out(r)]
+        return FailureReport("timeout", -1, too_long(state), tuple(reluctant))
+    if failures:
+        return _of_rank(headline(failures), failures, state)
+    if state.status == "succeeded" or not state.is_over:
+        return None
+    kind, text = diagnose(state.message, died=False)
+    kind = state.code or ("launch" if kind == "exception" else kind)
+    advice = tuple(filter(None, [state.remedy]))
+    return FailureReport(kind, -1, text, evidence=advice, advice=advice)
+
+
+def too_long(state: RunState) -> str:
+    """Say what took a run too long: it had a timeout, or it hung."""
+    if state.code in (HANG.code, DEADLOCK.code):
+        return f"was stopped because of {state.message}"
+    return f"took longer than its timeout: {state.message}"
+
+
+def _held_out(rank: RankState) -> str:
+    """Describe how a rank ended that did not stop when it was asked."""
+    if rank.status == "failed":
+        return line(rank)
+    return "had to be killed" if rank.returncode == -signal.SIGKILL else ""
+
+
+def _of_rank(cause: Failure, failures: Sequence[Failure], state: RunState) -> FailureReport:
+    rank = state.ranks[cause.rank]
+    # Of a rank that native code ended, nothing but its log has the reason.
+    native_log = cause.log if (cause.returncode or 0) < 0 else ""
+    details = _texts(cause.error) if cause.error is not None else native_log
+    died = cause.error is None and (not rank.error or rank.has_left)
+    kind, text = diagnose(
+        cause.summary,
+        details,
+        rank.returncode,
+        rank.evidence,
+        died=died,
+        has_left=rank.has_left,
+        code=rank.cause_code,
+    )
+    frames = reversed(cause.error.frames) if cause.error is not None else ()
+    stack = [f'  File "{f.filename}", line {f.line} in {f.function}' for f in frames]
+    known = remedies("\n".join((cause.summary, details, *stack)))
+    known += remedies_of_rank(rank, state)
+    if cause.is_secondary:
+        kind, text = "communication", lost(state, text)
+    memory = _held_on_gpu(rank, state) if kind == "cuda out of memory" else ""
+    if kind != "cuda out of memory" and "memory" in kind + cause.summary:
+        memory = _growth(rank, state)
+    evidence = [
+        *_lines(cause, rank, kind, memory),
+        *(seen.text for seen in rank.evidence if not text.startswith(seen.text)),
+        *(_gpu_shares(rank, state) if kind == "cuda out of memory" else ()),
+        *(advice := (*known, *_advice(kind, rank, state))),
+    ]
+    became = others(cause, failures, state)
+    lines = tuple(dict.fromkeys(evidence))
+    return FailureReport(kind, cause.rank, text, lines, became, advice, memory)
+
+
+def _advice(kind: str, rank: RankState, state: RunState) -> tuple[str, ...]:
+    """Return what to do; a host that is out of memory ends ranks by signals, a TPU's by SIGSEGV."""
+    killed = rank.returncode == -signal.SIGKILL and not rank.error
+    killed = killed and rank.cause_code != ev.NOT_MEMORY
+    killed = killed or kind == "out of memory"
+    killed = killed or (kind == "segfault" and state.device in tpu.ENGINES.values())
+    is_fresh = any(seen.code == FRESH_WORKER for seen in rank.evidence)
+    return (
+        *_ADVICE.get(FRESH_WORKER if is_fresh else kind, ()),
+        *(state.if_killed if killed else ()),
+    )
+
+
+def diagnose(
+    summary: str,
+    details: str = "",
+    returncode: int | None = None,
+    seen: Sequence[Finding] = (),
+    *,
+    died: bool,
+    has_left: bool = False,
+    code: str = "",
+) -> tuple[str, str]:
+    """Return the kind of a failure and its headline.
+
+    `summary` is its one line, `details` all of its text, `seen` what the rank saw
+    (`nbtrain.worker.failure_evidence`), `has_left` whether it called an exit
+    function, `code` its host's word on why it died.
+    """
+    text = "\n".join((summary, details))
+    known = [code, *(finding.code for finding in seen)]
+    kind = next((each for each in known if each in KNOWN), "") or next(
+        (kind for kind, sign in _KINDS.items() if re.search(sign, text, re.M)), ""
+    )
+    if kind == "communication" and MISMATCH in text:
+        place = _crash_place(details) if died else ""
+        return (
+            kind,
+            f"{summary}{place}: ranks called different collectives, or with different sizes",
+        )
+    if kind in _NAMED_BY_EVIDENCE:
+        better = (each.text for each in seen if each.code == kind and each.text not in summary)
+        return kind, next((f"{line} ({summary})" for line in better), summary)
+    if kind == "cuda out of memory":
+        return kind, ". ".join(summary.split(". ")[:2])
+    if unused := next((each.text for each in seen if each.code == NO_GRADIENT), ""):
+        return kind or "exception", f"{unused} ({summary})"  # torch has a page, and no name in it
+    if kind or not died:
+        return kind or "exception", summary
+    if returncode is None or returncode >= 0 or has_left:
+        return "exit", summary
+    kind = "segfault" if returncode == -signal.SIGSEGV else "signal"
+    return kind, f"{summary}{_crash_place(details)}"
+
+
+def _crash_place(details: str) -> str:
+    """Return the innermost of the user's own lines that faulthandler left: `` in f at line 5``."""
+    for frame in _stack(details):
+        if not frame.is_own and not frame.is_library:
+            return f", in {frame.function} at {_place(frame)}"
+    return ""
+
+
+def lost(state: RunState, summary: str) -> str:
+    """Explain why a rank lost its peers, where none failed: some may have returned early."""
+    done = [r.rank for r in state.ranks if r.status == "done"]
+    return f"lost {format_ranks(done)}, whose function had returned: {summary}" if done else summary
+
+
+def describe_endings(ended: str, state: RunState) -> str:
+    """Describe how ranks ended, where their own lines do not say why."""
+    if ended in ("succeeded", "failed"):
+        return ""
+    groups: dict[str, list[int]] = {}
+    for rank in state.ranks:
+        status = "not started again" if rank.status == "starting" else rank.status
+        groups.setdefault(status, []).append(rank.rank)
+    return ", ".join(f"{format_ranks(ranks)} {status}" for status, ranks in groups.items())
+
+
+def line(rank: RankState) -> str:
+    """Return the headline of one rank's failure, from the picture alone."""
+    return kind_and_line(rank)[1]
+
+
+def kind_and_line(rank: RankState) -> tuple[str, str]:
+    """Return the kind and the headline of one rank's failure, from the picture alone."""
+    raised = bool(rank.error) and not rank.has_left and (rank.returncode or 0) >= 0
+    if raised or not rank.is_over:
+        return diagnose(rank.error or "", "", None, rank.evidence, died=False)
+    log = "\n".join(rank.log[-60:]) if (rank.returncode or 0) < 0 else ""
+    return diagnose(
+        death(rank),
+        log,
+        rank.returncode,
+        rank.evidence,
+        died=True,
+        has_left=rank.has_left,
+        code=rank.cause_code,
+    )
+
+
+def death(rank: RankState) -> str:
+    """Describe how a rank ended that left no exception."""
+    if rank.cause:
+        return rank.cause
+    ending = describe_returncode(rank.returncode)
+    if not rank.error:
+        return ending
+    if (rank.returncode or 0) < 0:  # the launcher killed it for taking too long over it
+        return f"failed with {rank.error}; its process then did not exit and was killed"
+    if rank.has_left:
+        return f"{ending} ({rank.error})"
+    return f"failed with {rank.error}; its report could not be written"
+
+
+def _texts(error: CapturedException | None) -> str:
+    """Return the texts of an exception and of what it came from."""
+    texts: list[str] = []
+    while error is not None and len(texts) < 20:
+        texts.append(f"{error.type_name}: {error.text}")
+        error = error.cause or (None if error.suppress_context else error.context)
+    return "\n".join(texts)
+
+
+def _held_on_gpu(rank: RankState, state: RunState) -> str:
+    """Say what a rank's part of its GPU's memory was, and when; nothing where it is not known."""
+    parts, reported = rank.bytes_by_part(), rank.progress
+    if rank.usage.on == "cpu" or not parts or reported is None:
+        return ""
+    listed = "; ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+    whole = format_bytes(sum(parts.values()))
+    age = max(0.0, (rank.ended or state.ended or reported.time) - reported.time)
+    when = f"last measured {format_duration(age)} before it ended"
+    return f"rank {rank.rank} held {whole} of its GPU's memory ({listed}; {when})"
+
+
+def _growth(dead: RankState, state: RunState) -> str:
+    """Say which rank's memory grew most, what that holds, and how old this knowledge is."""
+    measured = [r for r in state.ranks if r.usage.memory and r.usage.measured]
+    if not measured:
+        return ""
+    grown = {r.rank: (r.usage.memory or 0) - (r.usage.first_memory or 0) for r in measured}
+    rank = max(measured, key=lambda r: (grown[r.rank], r.usage.memory or 0))
+    usage, rest = rank.usage, [r.usage.memory or 0 for r in measured if r is not rank]
+    first, last = format_bytes(usage.first_memory or 0), format_bytes(usage.memory or 0)
+    verb = f"grew most, from {first} to {last}" if first != last else f"held {last}"
+    others = f", the others held at most {format_bytes(max(rest))}" if rest else ""
+    sizes = rank.bytes_by_part().items()
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes)
+    counted = parts or "no weights, gradients or optimizer states were counted in it"
+    ended = dead.ended or state.ended
+    age = max(0.0, ended - (usage.measured or 0.0)) if ended else 0.0
+    when = f"; last measured {format_duration(age)} before rank {dead.rank} ended"
+    return f"rank {rank.rank} {verb}{others} ({counted}{when})"
+
+
+def _lines(cause: Failure, rank: RankState, kind: str, memory: str) -> list[str]:
+    """Return the evidence in what the rank itself left."""
+    lines: list[str] = []
+    if cause.error is not None and (frames := cause.error.frames):
+        at = next((f for f in reversed(frames) if not f.is_library), frames[-1])
+        lines.append(f"at {_place(at)} in {at.function}")
+    if cause.error is not None and kind == "cuda out of memory":
+        lines += [part.rstrip(".") for part in cause.error.text.split(". ")[2:]]
+    code = cause.returncode if cause.error is None else None
+    if code is not None:
+        lines.append(f"exit code {code}" if code >= 0 else f"signal {-code}")
+    if code is not None and code < 0:
+        lines += [f"at {_place(f)} in {f.function}" for f in _stack(cause.log) if not f.is_own]
+    if memory:
+        lines.append(memory)
+    steps = rank.step if rank.step is not None else rank.progress.steps if rank.progress else None
+    return [*lines, *([f"its last step was {steps}"] if steps else [])]
+
+
+def _stack(log: str) -> Iterator[TracebackFrame]:
+    for match in filter(None, map(_STACK.match, log.splitlines())):
+        number = int(match["line"])
+        yield TracebackFrame(match["file"], number, match["function"], number, number)
+
+
+def _place(frame: TracebackFrame) -> str:
+    """Name a line; without the file where that is a cell's, whose name no user knows."""
+    is_cell = "ipykernel_" in frame.filename or frame.filename.startswith("<")
+    return f"line {frame.line}" if is_cell else f"{Path(frame.filename).name}:{frame.line}"
+
+
+def _gpu_shares(rank: RankState, state: RunState) -> list[str]:
+    """Describe which ranks held how much of the rank's GPU when it was last measured."""
+    gpus = state.host.gpus if state.host is not None else ()
+    for index, name, used, total, *_ in gpus:
+        if index == rank.usage.gpu:
+            held = {r.rank: r.usage.gpu_memory or 0 for r in state.ranks if r.usage.gpu == index}
+            rest = max(0, used - sum(held.values()))
+            parts = [f"rank {r} {format_bytes(size)}" for r, size in held.items()]
+            shares = ", ".join([*parts, f"others {format_bytes(rest)}"])
+            whole = format_bytes_of(used, total)
+            return [f"GPU {index} ({name}), when last seen, held {whole}: {shares}"]
+    return []
+
+
+def others(cause: Failure, failures: Sequence[Failure], state: RunState) -> str:
+    """Say in a line how the other ranks ended."""
+    became: dict[str, list[int]] = {}
+    for rank in state.ranks:
+        if rank.rank != cause.rank and rank.status != "failed":
+            ended = {"done": "had finished", "stopped": "stopped"}.get(rank.status, "still there")
+            became.setdefault(ended, []).append(rank.rank)
+    for other in failures:
+        if other is not cause:
+            kind = other.error.type_name if other.error else other.summary
+            echo = other.is_secondary and not cause.is_secondary
+            ended = "failed because of it" if echo else f"failed too ({kind})"
+            became.setdefault(ended, []).append(other.rank)
+    verbs = {"still there": ("is ", "are "), "stopped": ("was ", "were ")}
+    return "; ".join(
+        f"{format_ranks(ranks)} {verbs.get(end, ('', ''))[len(ranks) > 1]}{end}"
+        for end, ranks in became.items()
+    )
+
+
+def final_lines(lines: list[str], count: int = 12) -> list[str]:
+    """Return the lines that show how a process died: its last, or those of faulthandler's stack,
+    from the thread that crashed on, with the innermost of the user's own in any case.
+    """
+    crash = [i for i, line in enumerate(lines) if line.startswith("Fatal Python error:")]
+    if not crash:
+        return lines[-count:]
+    stacks = [*without_launcher(lines[crash[-1] + 1 :])]
+    stacks = [line for line in stacks if not line.startswith("Extension modules: ")]
+    own = [i for i, line in enumerate(stacks) if line.startswith("Current thread ")]
+    shown = [*lines[max(0, crash[-1] - 4) : crash[-1] + 1], *stacks[own[0] if own else 0 :]]
+    files = [re.match(r'  File "(.*)", line \d+ in ', line) for line in shown]
+    users = next((i for i, file in enumerate(files) if file and not is_library(file[1])), 0)
+    if users < 2 * count:
+        return shown[: max(count, users + 1)]
+    return [*shown[: count - 2], "  …", shown[users]]
+
+
+def note(cause: Failure, state: RunState, report: FailureReport) -> str:
+    """Say which rank the exception is from, how the others ended, and what it does not say."""
+    others = f"; {report.others}" if report.others else ""
+    origin = f"nbtrain: this is from rank {cause.rank} of {state.world_size}{others}."
+    text = f"{origin} What rank {cause.rank} printed: nbtrain.last_run().logs({cause.rank})"
+    known = cause.error is None or report.kind == "exception" or report.headline == cause.summary
+    seen = state.ranks[cause.rank].evidence
+    unused = [each.text for each in seen if each.code == NO_GRADIENT]
+    named = [f"nbtrain: {line}" for line in filter(None, [*unused, report.memory])]
+    return "\n".join(
+        [text, *named, *([] if known else [f"nbtrain: {report.headline}"]), *report.advice]
+    )
+
+
+_CELL_LINE = re.compile(r'^  File "([^"]*ipykernel_\d+/[^"]*|<[^>]*>)", line (\d+)')
+_FILE_LINE = re.compile(r'^  File "([^"]+)", line (\d+)')
+
+
+def line_of_failure(rank: RankState) -> str:
+    """Return the line of the user's code that raised, from the traceback that a rank left."""
+    log = list(rank.log)
+    if ev.TRACEBACK_FOLLOWS in log:
+        log = log[len(log) - log[::-1].index(ev.TRACEBACK_FOLLOWS) :]  # of the last attempt
+    in_cell = [match for line in log if (match := _CELL_LINE.match(line))]
+    if in_cell:
+        return f"line {in_cell[-1][2]} of the cell"
+    frames = [match for line in log if (match := _FILE_LINE.match(line))]
+    own = [match for match in frames if not is_library(match[1])]
+    return f"{Path(own[-1][1]).name}, line {own[-1][2]}" if own else ""
+
+
+def trouble(rank: RankState, state: RunState, width: int = 160) -> str:
+    """Return what went wrong in a rank, in a line; empty if nothing did."""
+    if is_only_echo(rank, state):
+        return "lost its peers"
+    text = line(rank) if _has_failed(rank) else ""
+    if rank.has_lost_peers and text:
+        text = lost(state, text)
+    alike = (r for r in state.ranks[: rank.rank] if text and r.error and r.error == rank.error)
+    if (first := next(alike, None)) is not None and _has_failed(first):
+        return f"the same as rank {first.rank}"
+    return shorten(text, width)
+
+
+def _has_failed(rank: RankState) -> bool:
+    return rank.status in ("failed", "failing")
+
+
+def culprit(state: RunState) -> RankState | None:
+    """Return the rank whose failure is the cause of the others'; None if none failed."""
+    failed = [rank for rank in state.ranks if _has_failed(rank)]
+    causes = [rank for rank in failed if not rank.has_lost_peers]
+    return min(causes or failed, key=lambda rank: rank.ended or math.inf, default=None)
+
+
+def is_only_echo(rank: RankState, state: RunState) -> bool:
+    """Return whether a rank failed only because another one had failed."""
+    failed = filter(_has_failed, state.ranks)
+    known = any(not r.has_lost_peers for r in failed)
+    return rank.has_lost_peers and known

@@ -1,0 +1,339 @@
+"""Sums up a run in numbers, its times, speed and results: `run.summary()`. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from html import escape
+from types import MappingProxyType
+from typing import Any
+
+from ..hangs import verdict
+from ..hangs.failures import causes
+from ..system.text import format_bytes, format_duration, format_number, format_ranks, plural
+from ..tracking.resource_sampler import SLACK
+from ..tracking.state import RankState, RunState, TrainingProgress
+from . import run_texts
+from .board import theme
+from .board.board import cut, framed
+from .tables import LEFT, Cell, html_table, text_table
+
+METRICS = 8
+"""Metrics that are shown; all of them are in `Summary.metrics`."""
+
+
+@dataclass(frozen=True)
+class MemoryPart:
+    """A part of a rank's memory, such as weights or gradients."""
+
+    name: str
+    bytes: int
+    """Bytes in the rank that has most of it."""
+
+    ranks: tuple[int, ...]
+    """The ranks that have as much, within one percent."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """Bytes in use on a GPU, by any process, before the ranks started and after they ended.
+
+    None: not known (yet).
+    """
+
+    index: int
+    name: str
+    bytes_before: int | None = None
+    bytes_after: int | None = None
+
+    @property
+    def is_given_back(self) -> bool | None:
+        """Whether the GPU holds no more than before; None if that is not known."""
+        if self.bytes_before is None or self.bytes_after is None:
+            return None
+        return self.bytes_after <= self.bytes_before + SLACK
+
+
+@dataclass(frozen=True, repr=False)
+class Summary:
+    """A run in numbers. A number that is not known (yet) is None, or empty."""
+
+    name: str
+    status: str
+    engine: str
+    device: str
+    mixed_precision: str
+    ranks: int
+    attempt: int
+    created: float
+    seconds: float
+    """Seconds from the launch to the end, or to now."""
+
+    message: str = ""
+    """Why the run ended."""
+
+    error: str = ""
+    """The rank that failed first, and its error."""
+
+    seconds_to_first_step: float | None = None
+    """Seconds until every rank asked for its first batch, or made its first step."""
+
+    seconds_training: float | None = None
+    """Seconds from there to the last event of training, in the slowest rank."""
+
+    steps: int | None = None
+    """Optimizer steps of the rank that made the most."""
+
+    samples: int | None = None
+    """Samples of all ranks together; of one rank if all train on the same samples."""
+
+    steps_per_second: float | None = None
+    samples_per_second: float | None = None
+    waiting_share: float | None = None
+    """The mean share (0 to 1) of the training that ranks waited for data."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The mean over ranks of each metric's last value."""
+
+    memory_bytes: int | None = None
+    """The largest number of bytes that a rank takes of its GPU, or of the host without one."""
+
+    memory_ranks: tuple[int, ...] = ()
+    memory_parts: tuple[MemoryPart, ...] = ()
+    """What the memory holds, each part at its largest."""
+
+    cards: tuple[Card, ...] = ()
+
+    def __repr__(self) -> str:
+        return text(self)
+
+    def _repr_html_(self) -> str:
+        return html(self)
+
+
+SCHEMA = 1
+"""Which keys `as_dict` has: a number for each change that a program would notice."""
+
+
+def as_dict(state: RunState, now: float) -> dict[str, Any]:
+    """Return a run's numbers, and where each rank stands, in what JSON has."""
+    ranks = [
+        {
+            "rank": rank.rank,
+            "status": rank.status,
+            "pid": rank.pid,
+            "node": rank.node,
+            "step": rank.progress.steps if rank.progress is not None else None,
+            "loss": rank.loss,
+            "error": rank.error,
+            "exitcode": rank.returncode,
+        }
+        for rank in state.ranks
+    ]
+    numbers = as_plain(summary(state, now))
+    how = {"status": state.status, "outcome": state.outcome, "notes": state.notes}
+    codes = [{"code": each.code, "text": each.shown} for each in state.findings]
+    extra = {**how, "findings": codes, "rank_states": ranks}
+    plain: dict[str, Any] = as_plain({"schema": SCHEMA, **numbers, **extra})
+    return plain
+
+
+def as_plain(value: Any) -> Any:
+    """Return a value with lists for tuples, and texts for the numbers that JSON does not have."""
+    if is_dataclass(value):
+        return {each.name: as_plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): as_plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_plain(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def summary(state: RunState, now: float) -> Summary:
+    """Return a run's numbers; `now` counts while the run goes on."""
+    trained = [rank.progress for rank in state.ranks if rank.progress is not None]
+    begun = [t.time - t.elapsed - state.created for t in trained]
+    training = max((t.elapsed for t in trained), default=None)
+    steps = max((t.steps for t in trained), default=0) or None
+    counts = [t.samples or 0 for t in trained]
+    # Ranks that train on the same data, or each for itself, go over it once for each.
+    samples = (max(counts, default=0) if state.flaws else sum(counts)) or None
+    waited = [min(1.0, t.waited / t.elapsed) for t in trained if t.elapsed > 0]
+    whole = largest({rank.rank: peak_memory(rank) for rank in state.ranks})
+    return Summary(
+        state.name,
+        state.outcome,
+        state.engine,
+        run_texts.devices(state),
+        state.precision,
+        state.world_size,
+        state.attempt,
+        state.created,
+        state.elapsed(now),
+        message=state.explanation,
+        error=first_error(state),
+        seconds_to_first_step=max(0.0, max(begun)) if begun else None,
+        seconds_training=training,
+        steps=steps,
+        samples=samples,
+        steps_per_second=steps_per_second(trained),
+        samples_per_second=samples / training if samples and training else None,
+        waiting_share=sum(waited) / len(waited) if waited else None,
+        metrics=MappingProxyType(last_metrics(state.ranks)),
+        memory_bytes=whole[0] or None,
+        memory_ranks=whole[1],
+        memory_parts=memory_parts(state.ranks) if whole[0] else (),
+        cards=gpu_cards(state),
+    )
+
+
+def steps_per_second(trained: Iterable[TrainingProgress]) -> float | None:
+    """Return the steps per second of the fastest rank; time starts at the first batch or step."""
+    made = [(t.steps - (t.batch is None), t.elapsed) for t in trained]
+    return max(
+        (steps / seconds for steps, seconds in made if steps > 0 and seconds > 0), default=None
+    )
+
+
+def first_error(state: RunState) -> str:
+    first = min(causes(state), key=lambda rank: rank.ended or math.inf, default=None)
+    return "" if first is None else f"rank {first.rank}: {verdict.trouble(first, state)}"
+
+
+def last_metrics(ranks: Iterable[RankState]) -> dict[str, float]:
+    """Return the mean over ranks of each metric's last value; the loss seen, if none was logged."""
+    values_by_name: dict[str, list[float]] = {}
+    for rank in ranks:
+        seen = {} if rank.loss is None else {"loss": rank.loss}
+        for name, value in {**seen, **rank.metrics}.items():
+            if isinstance(value, (int, float)):
+                values_by_name.setdefault(name, []).append(float(value))
+    return {name: sum(values) / len(values) for name, values in values_by_name.items()}
+
+
+def peak_memory(rank: RankState) -> int:
+    """Return the most bytes a rank took of its GPU; without one that is known, of the host."""
+    trained = rank.progress
+    on_gpu = (trained.reserved or trained.peak or 0) if trained is not None else 0
+    return max(rank.usage.most_gpu_memory or 0, on_gpu) or rank.usage.most_memory or 0
+
+
+def memory_parts(ranks: Iterable[RankState]) -> tuple[MemoryPart, ...]:
+    by_rank = {r.rank: r.bytes_by_part(most=True) for r in ranks}
+    names = dict.fromkeys(name for parts in by_rank.values() for name in parts)
+    return tuple(
+        MemoryPart(name, *largest({r: p.get(name, 0) for r, p in by_rank.items()}))
+        for name in names
+    )
+
+
+def largest(sizes: Mapping[int, int]) -> tuple[int, tuple[int, ...]]:
+    most = max(sizes.values(), default=0)
+    return most, tuple(rank for rank, size in sizes.items() if size and size >= 0.99 * most)
+
+
+def gpu_cards(state: RunState) -> tuple[Card, ...]:
+    """Return the GPUs that ranks use on this host; all of them if it is unknown which."""
+    if any(rank.node for rank in state.ranks):
+        return ()
+    used = {rank.usage.gpu for rank in state.ranks if rank.usage.gpu is not None}
+    names = {index: name for look in state.gpu_memory for index, name, _ in look.gpus}
+    sizes = [{index: size for index, _, size in look.gpus} for look in state.gpu_memory]
+    before, after, *_ = [*sizes, dict[int, int](), dict[int, int]()]
+    return tuple(
+        Card(i, names[i], before.get(i), after.get(i))
+        for i in sorted(names)
+        if not used or i in used
+    )
+
+
+def text(summary: Summary) -> str:
+    """Return the summary as lines."""
+    lines = [f"{summary.name[:200]}: {summary.status} · {_facts(summary)}"]
+    return "\n".join([*lines, *(f"  {label:<9} {content}" for label, content in rows(summary))])
+
+
+def html(summary: Summary) -> str:
+    """Draw the summary; an untrusted notebook still shows all of it."""
+    drawn = [
+        (label, Cell(cut(content, 600), "font-weight:600" if label == "failed" else ""))
+        for label, content in rows(summary)
+    ]
+    wrapped = f"{LEFT};vertical-align:top;white-space:normal;overflow-wrap:anywhere"
+    label_style = f"{LEFT};vertical-align:top;{theme.SOFT}"
+    return framed(
+        f"<div>{theme.sign(summary.status)}&ensp;<b>{cut(summary.name, 120)}</b>&ensp;"
+        f'<b style="font-weight:600">{escape(summary.status)}</b>&ensp;'
+        f'<span style="{theme.SOFT}">{escape(_facts(summary))}</span></div>'
+        f"{html_table(drawn, [label_style, wrapped])}"
+    )
+
+
+def rows(s: Summary) -> Iterator[tuple[str, str]]:
+    """Yield each line of the summary as (label, text); one without a label goes on the last."""
+    if s.error:
+        yield "failed", s.error
+    elif s.message:
+        yield "reason", s.message
+    times = [format_duration(s.seconds)]
+    if s.seconds_to_first_step is not None:
+        times.append(f"{format_duration(s.seconds_to_first_step)} until the first step")
+    if s.seconds_training:
+        times.append(f"{format_duration(s.seconds_training)} of training")
+    yield "time", " · ".join(times)
+    if s.steps:
+        speed = [f"{s.steps:,}"]
+        speed += [f"{_rate(s.steps_per_second)} per second"] if s.steps_per_second else []
+        samples = s.samples_per_second
+        speed += [f"{_rate(samples)} samples per second"] if samples else []
+        yield "steps", " · ".join(speed)
+    if s.waiting_share is not None:
+        yield "data", f"the ranks waited for data {100 * s.waiting_share:.0f} % of the training"
+    metrics = [f"{name} {format_number(value)}" for name, value in s.metrics.items()]
+    if metrics:
+        more = [f"{len(metrics) - METRICS} more"] if len(metrics) > METRICS else []
+        yield "metrics", " · ".join([*metrics[:METRICS], *more])
+    if s.memory_bytes:
+        most = f"{format_bytes(s.memory_bytes)} at most", _on_ranks(s.memory_ranks, s)
+        yield "memory", ", ".join(filter(None, most))
+        parts = [
+            (p.name, format_bytes(p.bytes), _on_ranks(p.ranks, s) if len(p.ranks) < s.ranks else "")
+            for p in s.memory_parts
+        ]
+        yield from (("", line) for line in text_table(parts, "<><") if parts)
+    yield from _gpus(s)
+
+
+def _gpus(s: Summary) -> Iterator[tuple[str, str]]:
+    """Yield how much memory each GPU held before and after the run; equal GPUs share a line."""
+    same: dict[str, list[int]] = {}
+    for card in s.cards:
+        sizes = (card.bytes_before, card.bytes_after)
+        before, after = ("?" if n is None else format_bytes(n) for n in sizes)
+        line = f"{before} in use before the run"
+        if card.is_given_back is not None:
+            more = format_bytes((card.bytes_after or 0) - (card.bytes_before or 0))
+            why = "other processes use it, or the driver has not freed it yet"
+            verdict = "all given back" if card.is_given_back else f"{more} more ({why})"
+            line += f", {after} after the run: {verdict}"
+        same.setdefault(line, []).append(card.index)
+    for line, indices in same.items():
+        yield format_ranks(indices).replace("rank", "GPU"), line
+
+
+def _facts(s: Summary) -> str:
+    facts = [plural(s.ranks, "rank"), s.engine, s.device]
+    facts += [s.mixed_precision] if s.mixed_precision != "no" else []
+    facts += [f"attempt {s.attempt}"] if s.attempt > 1 else []
+    return " · ".join(facts)
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def _on_ranks(ranks: tuple[int, ...], s: Summary) -> str:
+    if s.ranks == 1 or not ranks:
+        return ""
+    return "on all ranks" if len(ranks) == s.ranks else f"on {format_ranks(ranks)}"

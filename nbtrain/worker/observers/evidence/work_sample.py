@@ -1,0 +1,274 @@
+"""Reports what a rank trains on and with whom, to find ranks that repeat work or train alone.
+
+Each rank reports what its first batches and losses were, whether it joined the others, and whether
+anything was exchanged between its steps. The launcher compares (`nbtrain.checks.rank_comparison`):
+a rank alone cannot know that the others read the same data.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import weakref
+import zlib
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+from ....planning.plan import Task
+from ....planning.task_values import source_lines
+from ....system.instrumentation import patch
+from ....system.safe_hooks import guarded
+from ....system.source_files import RANK_BODY, is_library
+from ....tracking import clock
+from ....tracking import events as ev
+from ....tracking.event_log import EventWriter
+from ...device_scalars import KINDS, captures
+
+STEPS = 10
+"""Steps after which a rank reports for the first time."""
+
+FIRST = 8
+"""Batches and losses that are compared, the first ones."""
+
+WEIGHTS = 8
+"""Parameters that are compared, from all over the model."""
+
+BYTES = 1 << 16
+"""Bytes of a tensor that count, the first ones."""
+
+_OTHERS = ("horovod", "mpi4py", "hivemind", "torchft", "flwr", "byteps", "torch_xla")
+"""Libraries by which ranks may train together without torch's process group."""
+
+_SHARDS = ("deepspeed", "megatron", "torch.distributed.pipelining")
+"""Libraries that give each rank a part of the model, as plain tensors."""
+
+_LIGHTNING = ("lightning.", "lightning_fabric.", "pytorch_lightning.")
+
+_ASKS = re.compile(r"rank|process_index|process_id|split_between_processes", re.IGNORECASE)
+_IGNORES = re.compile(r"#\s*nbtrain:\s*ignore(\[[^\]]*migrate[^\]]*\])?\s*$")
+
+_harmless = guarded("comparing the ranks' work")
+
+
+class WorkSampler:
+    """Collects the evidence; it keeps no model, batch or loss of the user's alive."""
+
+    def __init__(self, writer: EventWriter, rank: int, world_size: int, task: Task | None) -> None:
+        self._writer, self._rank, self._task = writer, rank, task
+        self._world_size = world_size
+        self._batches: list[str] = []
+        self._losses: list[Any] = []  # numbers, or detached tensors on a GPU
+        self._steps = 0
+        self._has_joined = False
+        self._counts: tuple[int, int] | None = None  # of collectives: first and last
+        self._wraps: set[str] = set()
+        self._excuse = False
+        self._shares: tuple[tuple[str, float, int, str], ...] = ()
+        self._noise = ""
+        self._trained: list[weakref.ref[Any]] = []
+        self._place: tuple[str, int] | None = None
+        """The line of the user's code that steps: a file and a number."""
+        self._library = ""
+        self.is_sampling = world_size > 1
+        """Whether batches and losses still count."""
+
+    def install(self) -> None:
+        """Watch what joins the ranks, now or when it is imported."""
+        if self._world_size < 2:
+            return
+        ddp = "torch.nn.parallel.distributed:DistributedDataParallel"
+        patch(ddp, "__init__", self._wrap)
+        fsdp = "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel"
+        patch(fsdp, "__init__", self._wrap)
+        groups = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
+        patch(groups, "__init__", self._wrap)  # FSDP 2; seen in torch 2.6 to 2.13
+
+    @_harmless
+    def see_batch(self, batch: Any) -> None:
+        """Take a batch that a loader gave."""
+        if self.is_sampling and len(self._batches) < FIRST:
+            self._batches.append(digest(batch))
+            self._look_at_group()
+
+    @_harmless
+    def see_loss(self, loss: Any) -> None:
+        """Take a loss, of any kind of device."""
+        if self.is_sampling and len(self._losses) < FIRST and loss.device.type in ("cpu", "cuda"):
+            self._losses.append(loss.item() if loss.device.type == "cpu" else loss.detach())
+
+    @_harmless
+    def stepped(self, optimizer: Any, steps: int) -> None:
+        """Take note of one of the first optimizer steps; report after the last of them."""
+        if not self.is_sampling:
+            return
+        self._steps = steps
+        if self._place is None:
+            self._place, self._library = _user_place()
+            self._excuse |= _trains_otherwise(optimizer)
+            every = [p for group in optimizer.param_groups for p in group["params"]]
+            self._trained = [weakref.ref(p) for p in every[:: -(-len(every) // WEIGHTS) or 1]]
+        self.look_at_exchange()
+        torch: Any = sys.modules["torch"]
+        is_capturing = torch.cuda.is_initialized() and captures.under_way(torch)
+        if steps >= STEPS and not is_capturing:
+            self.is_sampling = False
+            self._report(None, is_last=False)
+
+    @_harmless
+    def look_at_exchange(self) -> None:
+        """Count the collectives of all groups so far."""
+        self._look_at_group()
+        if self._has_joined and self._steps > 1:
+            count = collectives()
+            self._counts = (count if self._counts is None else self._counts[0], count)
+
+    @_harmless
+    def finish(
+        self,
+        steps: int,
+        loss: float | None,
+        shares: tuple[tuple[str, float, int, str], ...],
+        noise: str,
+    ) -> None:
+        """Report all that is known at the end of the training; `shares` is of logged metrics.
+
+        `noise` is the state of numpy's generator where the data set has used it.
+        """
+        self._shares, self._noise = shares, noise
+        if self._world_size > 1:
+            self._steps, self.is_sampling = steps, False
+            self._look_at_group()
+            self._report(loss, is_last=True)
+
+    def _report(self, loss: float | None, *, is_last: bool) -> None:
+        self._losses = [float(value) for value in self._losses]
+        if not (self._steps or self._batches):
+            return
+        asks, ignores = _reads_rank(self._task)
+        file, line = self._place or ("", 0)
+        sample = ev.WorkSample(
+            clock.now(),
+            self._rank,
+            steps=self._steps,
+            losses=tuple(self._losses),
+            batches=tuple(self._batches),
+            last_loss=loss,
+            is_last=is_last,
+            has_joined=self._has_joined,
+            is_wrapped="part" if "part" in self._wraps else next(iter(self._wraps), ""),
+            has_exchanged=self._counts is None or self._counts[0] != self._counts[1],
+            asks_rank=asks,
+            is_excused=self._excuse or (ignores and not self._has_joined),
+            shares=self._shares,
+            noise=self._noise,
+            weights=_checksum([ref() for ref in self._trained]) if is_last else "",
+            file=file,
+            line=line,
+            library=self._library,
+        )
+        self._writer.write(sample)
+
+    def _look_at_group(self) -> None:
+        self._has_joined = self._has_joined or is_in_group()
+
+    def _wrap(self, original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(wrapper, *args, **kwargs)
+        self._note_wrapper(wrapper)
+        return result
+
+    @_harmless
+    def _note_wrapper(self, wrapper: Any) -> None:
+        """Take note whether the ranks of a data-parallel model are all of them."""
+        mesh = getattr(getattr(wrapper, "mesh_info", None), "mesh", None)
+        size = mesh.size() if mesh is not None else wrapper.process_group.size()
+        self._wraps.add("whole" if size == self._world_size else "part")
+
+
+def _checksum(weights: list[Any]) -> str:
+    """Return shapes and a checksum of plain parameters; "" where one is sharded, or gone."""
+    plain: Any = sys.modules["torch"].nn.Parameter
+    is_plain = all(type(weight) is plain and weight.numel() for weight in weights)
+    if not weights or not is_plain or any(name in sys.modules for name in _SHARDS):
+        return ""
+    shapes = "/".join("x".join(map(str, weight.shape)) for weight in weights)
+    checksum = digest(weights)
+    return f"{shapes} {checksum}" if checksum else ""
+
+
+def digest(batch: Any) -> str:
+    """Return a checksum of what a batch holds; "" where nothing of it can be read."""
+    total, count = 0, 0
+    try:
+        for part in _parts(batch):
+            total, count = zlib.crc32(part, total), count + 1
+    except Exception:  # a tensor or a container of any kind may refuse to be read
+        return ""
+    return f"{count}:{total:08x}" if count else ""
+
+
+def _parts(batch: Any, depth: int = 4) -> Iterator[bytes]:
+    """Yield the first bytes of a batch's tensors and arrays, and its texts and numbers."""
+    torch: Any = sys.modules["torch"]
+    if isinstance(batch, torch.Tensor):
+        if batch.device.type in ("cpu", "cuda") and batch.layout is torch.strided:
+            flat = batch.detach().reshape(-1)[: BYTES // max(1, batch.element_size())].cpu()
+            yield str(tuple(batch.shape)).encode()
+            yield flat.contiguous().view(torch.uint8).numpy().tobytes()
+    elif isinstance(batch, (str, int, float, bytes)):
+        yield repr(batch)[:BYTES].encode()
+    elif hasattr(batch, "tobytes") and getattr(batch, "dtype", "object") != "object":
+        yield batch.tobytes()[:BYTES]
+    elif depth and isinstance(batch, (list, tuple, Mapping)):
+        for part in list(batch.values() if isinstance(batch, Mapping) else batch)[:64]:
+            yield from _parts(part, depth - 1)
+
+
+def is_in_group() -> bool:
+    """Whether this process is in a process group with others."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available():
+        return False
+    return bool(dist.is_initialized() and dist.get_world_size() > 1)
+
+
+def collectives() -> int:
+    """Return how many collectives this process has begun, in any group."""
+    world: Any = sys.modules["torch.distributed.distributed_c10d"]._world  # seen in 2.4 to 2.13
+    return sum(group._get_sequence_number_for_group() for group in list(world.pg_map))
+
+
+def _user_place() -> tuple[tuple[str, int], str]:
+    """Return the line of the user's code that is running, and the library between: 'lightning'."""
+    frame: FrameType | None = sys._getframe(1)
+    library = ""
+    while frame is not None and frame.f_code.co_filename not in RANK_BODY:
+        if str(frame.f_globals.get("__name__", "")).startswith(_LIGHTNING):
+            library = "lightning"
+        if not is_library(frame.f_code.co_filename):
+            return (frame.f_code.co_filename, frame.f_lineno), library
+        frame = frame.f_back
+    return ("", 0), library
+
+
+def _trains_otherwise(optimizer: Any) -> bool:
+    """Whether ranks may share a training without a process group: shared memory, other libraries.
+
+    A parameter on another kind of device than torch's own belongs to such a library.
+    """
+    rpc = getattr(sys.modules.get("torch.distributed.rpc"), "_is_current_rpc_agent_set", None)
+    first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+    is_shared = first is not None and first.device.type == "cpu" and first.is_shared()
+    is_other = first is not None and first.device.type not in ("cpu", *KINDS[:1])
+    is_rpc = rpc is not None and rpc()
+    return bool(is_shared or is_other or is_rpc or any(name in sys.modules for name in _OTHERS))
+
+
+def _reads_rank(task: Task | None) -> tuple[bool, bool]:
+    """Return whether a task's source asks for its rank, and whether it asks to be left alone.
+
+    Where the source cannot be read, it may ask.
+    """
+    lines = source_lines(task) if task is not None else []
+    asks = not lines or any(_ASKS.search(line.partition("#")[0]) for line in lines)
+    return asks, any(_IGNORES.search(line) for line in lines)

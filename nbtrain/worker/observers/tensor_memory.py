@@ -1,0 +1,167 @@
+"""Counts what a rank's training holds in memory, by part, from the sizes of tensors.
+
+Sizes are known to the host: no tensor's data is touched, and nothing waits for a GPU. Going over
+a model takes milliseconds, so it is done after an optimizer's first step and then rarely.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+from ...planning.plan import Task
+from ...planning.task_values import models as task_models
+from ...system.instrumentation import undo_later, when_imported
+from ...system.safe_hooks import guarded
+from ...tracking import clock
+from ...tracking import events as ev
+from ...tracking.event_log import EventWriter
+from ...transport.weights.tensor_kinds import dense_parts, has_no_bytes
+
+EVERY = 10.0
+"""Seconds between two counts, at least."""
+
+SHARE = 0.001
+"""The part of the rank's time that counting may take."""
+
+SOON = 1.0
+"""Seconds after a count, at least, in which an optimizer that is new has the next one made."""
+
+
+_guarded = guarded("counting memory")  # apart: steps are seen without it
+
+
+class TensorMemoryMeter:
+    """Counts the weights, gradients and optimizer states of what is trained.
+
+    A model is seen when it is built, or wrapped (by DDP, say); those that the notebook built are
+    what the `task` can name. Of any other, a copy for instance, only what an optimizer trains
+    counts. Keeps nothing alive.
+    """
+
+    def __init__(self, writer: EventWriter, rank: int, task: Task | None = None) -> None:
+        self._writer, self._rank = writer, rank
+        of_task = task_models(task) if task is not None else {}
+        self._of_task = weakref.WeakValueDictionary[str, Any](of_task)
+        self._models = weakref.WeakValueDictionary[int, Any]()  # by id, wholes after their parts
+        self._optimizers = weakref.WeakValueDictionary[int, Any]()
+        self._reported: ev.TensorMemory | None = None
+        self._due = self._soon = 0.0
+
+    def install(self) -> None:
+        """Watch for models that are built, once torch is imported."""
+        when_imported("torch.nn.modules.module", self._watch_models)
+
+    def stepped(self, optimizer: Any, now: float) -> None:
+        """Take note of an optimizer that has made a step, and count if that is due."""
+        if id(optimizer) not in self._optimizers:
+            self._optimizers[id(optimizer)] = optimizer
+            self._due = min(self._due, self._soon)
+        if now >= self._due:
+            self._count(now)
+
+    def _watch_models(self, module: ModuleType) -> None:
+        # Nothing of Module's is replaced: what a model calls of it may be compiled.
+        undo_later(module.register_module_module_registration_hook(self._saw).remove)
+        undo_later(module.register_module_parameter_registration_hook(self._saw).remove)
+
+    @_guarded
+    def _saw(self, module: Any, *_: Any) -> None:
+        self._models.pop(id(module), None)  # it is the last again
+        self._models[id(module)] = module
+
+    @_guarded
+    def _count(self, now: float) -> None:
+        begun = time.perf_counter()
+        models = [*reversed(list(self._models.values())), *self._of_task.values()]
+        event = counted(self._rank, models, self._optimizers.values())
+        if self._reported is None or replace(event, time=self._reported.time) != self._reported:
+            self._reported = event
+            self._writer.write(event)
+        took = time.perf_counter() - begun
+        self._soon = now + max(SOON, 100 * took)
+        self._due = now + max(EVERY, took / SHARE)
+
+
+def counted(rank: int, models: Iterable[Any], optimizers: Iterable[Any]) -> ev.TensorMemory:
+    """Count what optimizers, and the models that they train, hold on one kind of device.
+
+    That is the one that has most of the weights. A storage counts once, whatever shares it: tied
+    weights, the views of a flat parameter.
+    """
+    optimizers = list(optimizers)
+    trained = {id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}
+    parameters, buffers = _weights(models, trained)
+    met: set[Any] = set()
+    weights = _sizes([*parameters.values(), *buffers], met)
+    gradients = _sizes((p.grad for p in parameters.values() if p is not None and p.is_leaf), met)
+    states = _sizes(_tensors([optimizer.state for optimizer in optimizers]), met)
+    on = max(weights, key=lambda kind: weights[kind], default="")
+    return ev.TensorMemory(clock.now(), rank, on, weights[on], gradients[on], states[on])
+
+
+def _weights(models: Iterable[Any], trained: dict[int, Any]) -> tuple[dict[int, Any], list[Any]]:
+    """Return the parameters, by id, and the buffers of models of which something is trained."""
+    parameters = dict(trained)
+    buffers: list[Any] = []
+    visited: set[int] = set()  # a model, and a part of it that was seen too, are gone over once
+    for model in models:
+        if id(model) in visited:
+            continue
+        modules = list(model.modules())
+        own = {id(p): p for module in modules for p in module._parameters.values()}
+        if not own.keys().isdisjoint(trained):
+            visited.update(map(id, modules))
+            parameters |= own
+            buffers += (buffer for module in modules for buffer in module._buffers.values())
+    return parameters, buffers
+
+
+def _sizes(tensors: Iterable[Any], met: set[Any]) -> Counter[str]:
+    """Return the bytes of tensors by the kind of their device, but for storages that were met."""
+    by_kind = Counter[str]()
+    for tensor in tensors:
+        for part in _plain(tensor) if tensor is not None else ():
+            key, size = _storage(part)
+            if key not in met:
+                met.add(key)
+                by_kind[part.device.type] += size
+    return by_kind
+
+
+def _plain(tensor: Any) -> Iterator[Any]:
+    """Yield the tensors that a tensor is made of: a DTensor's own shard, a sparse one's values."""
+    if has_no_bytes(tensor):
+        return
+    if hasattr(tensor, "__tensor_flatten__"):  # torch's protocol of tensors made of others
+        for name in tensor.__tensor_flatten__()[0]:  # a DTensor names its mesh, too
+            for inner in _tensors(getattr(tensor, name)):
+                yield from _plain(inner)
+    else:
+        yield from dense_parts(tensor)
+
+
+def _storage(tensor: Any) -> tuple[Any, int]:
+    """Return what tells a tensor's memory from others', and its bytes."""
+    try:
+        storage = tensor.untyped_storage()
+        return storage._cdata, storage.nbytes()
+    except (NotImplementedError, RuntimeError):  # a TPU's has none
+        return id(tensor), tensor.numel() * tensor.element_size()
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    """Yield the tensors in dictionaries and lists, also of subclasses, within each other."""
+    if hasattr(value, "untyped_storage"):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _tensors(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _tensors(inner)

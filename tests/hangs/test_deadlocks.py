@@ -1,0 +1,222 @@
+"""Deadlocks that are certain are reported after seconds, with real ranks; what only takes long is
+not.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import nbtrain
+from nbtrain.errors import RunTimeout
+from nbtrain.hangs import activity, stacks, watchdog
+from tests.support.hangs import launched, verdicts
+from tests.support.kernel import Notebook
+from tests.support.runs import launch
+from tests.support.waiting import wait_until
+
+
+def waits_in_a_circle() -> None:
+    dist.init_process_group("gloo")
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    first = groups[nbtrain.rank()]
+    dist.all_reduce(torch.ones(2), group=first)
+    dist.all_reduce(torch.ones(2), group=groups[1 - nbtrain.rank()])
+
+
+@pytest.mark.slow
+def test_a_certain_deadlock_ends_the_run_long_before_a_hang_is_due() -> None:
+    with pytest.raises(RunTimeout, match="was stopped because of a deadlock") as caught:
+        launch(waits_in_a_circle, n=2, hang_after=3000, timeout=120)
+    assert "each waits for another of them, so none can continue" in str(caught.value)
+
+
+_TALKING = """%%distributed -n 3 {options}
+import torch.distributed as dist
+def train():
+    dist.init_process_group('gloo')
+    dist.barrier()
+    rank, x = nbtrain.rank(), torch.zeros(1)
+    {call}
+"""
+
+
+@pytest.fixture
+def hasty(notebook: Notebook) -> Iterator[Notebook]:
+    """A notebook whose runs look for a deadlock after half a second."""
+    notebook.run(
+        "import threading, torch\nfrom nbtrain.hangs import watchdog\n"
+        "usual = watchdog.QUIET, watchdog.SURE\nwatchdog.QUIET, watchdog.SURE = 0.5, 0.5"
+    )
+    yield notebook
+    notebook.run("watchdog.QUIET, watchdog.SURE = usual")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "dist.barrier() if rank else dist.all_reduce(x)",
+        "dist.broadcast(x, 0) if rank else dist.all_gather([x, x, x], x)",
+    ],
+)
+def test_ranks_that_can_never_continue_end_and_say_where_they_were(
+    hasty: Notebook, call: str
+) -> None:
+    out = hasty.run(_TALKING.format(options="--timeout 60", call=call))
+    assert out.ename == "RunTimeout", out.traceback
+    assert "was stopped because of a deadlock" in out.evalue
+    assert "these do not match, so no rank can continue" in out.evalue
+
+
+def test_who_wants_to_look_at_a_deadlock_keeps_it(hasty: Notebook) -> None:
+    call = "dist.barrier() if rank else dist.all_reduce(x)"
+    out = hasty.run(_TALKING.format(options="--timeout 6 --on-hang report", call=call))
+    assert "took longer than its timeout" in out.evalue
+    assert "these do not match, so no rank can continue" in out.evalue
+
+
+_NO_DEADLOCK = {
+    "a late message": "if rank == 1: time.sleep(3); dist.send(x, 0)\n    rank or dist.recv(x)",
+    "a timeout that is handled": (
+        "group = dist.new_group(timeout=datetime.timedelta(seconds=5))\n"
+        "    if rank == 2: return\n"
+        "    try: dist.barrier(group) if rank else dist.all_reduce(x, group=group)\n"
+        "    except RuntimeError: pass"
+    ),
+}
+
+
+@pytest.mark.parametrize("case", _NO_DEADLOCK)
+def test_what_goes_on_or_ends_by_itself_is_no_deadlock(hasty: Notebook, case: str) -> None:
+    hasty.run("import datetime")
+    out = hasty.run(_TALKING.format(options="--timeout 60", call=_NO_DEADLOCK[case]))
+    assert not out.ename, out.evalue
+    assert "✓" in out.board
+
+
+_TWO_ROUNDS = """%%distributed -n 2 --timeout 60
+import torch.distributed as dist
+def train():
+    rank, x = nbtrain.rank(), torch.ones(3)
+    for port in ports:
+        # At addresses of their own: torch takes the old ones, if they are still in the store.
+        dist.init_process_group('gloo', f'tcp://127.0.0.1:{port}', rank=rank, world_size=2)
+        if port == ports[0]: dist.all_reduce(x)
+        elif rank == 0: time.sleep(6); dist.barrier()
+        else: dist.barrier()
+        dist.destroy_process_group()
+"""
+
+
+def test_the_collectives_of_a_group_that_was_left_are_no_deadlock(hasty: Notebook) -> None:
+    with socket.create_server(("", 0)) as first, socket.create_server(("", 0)) as second:
+        hasty.run(f"ports = {[each.getsockname()[1] for each in (first, second)]}")
+    out = hasty.run(_TWO_ROUNDS)
+    assert not out.ename, out.evalue
+
+
+def works_for_long(gate: str, seconds: float) -> None:
+    """Rank 0 computes, as an evaluation does, while the others wait at a barrier."""
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(2))
+    until = time.monotonic() + seconds
+    while nbtrain.rank() == 0 and time.monotonic() < until:
+        if gate == "computes":
+            torch.ones(50, 50) @ torch.ones(50, 50)
+        else:
+            with open("/dev/null", "wb") as file:
+                file.write(bytes(1 << 20))
+            time.sleep(0.2)
+    dist.barrier()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [pytest.param("computes", marks=pytest.mark.slow), "writes"])
+def test_a_rank_that_works_while_others_wait_is_no_deadlock(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "QUIET", 0.5)
+    monkeypatch.setattr(watchdog, "NOTED", 3.0)
+    monkeypatch.setattr(activity, "CALM", 1.5)
+    run = launch(works_for_long, how, 6.0, n=2, hang_after=3000, on_hang="stop")
+    assert verdicts(run) == []
+
+
+def joins_nobody(port: int) -> None:
+    os.environ.update(MASTER_PORT=str(port), WORLD_SIZE="3", RANK="1")
+    print("begins", flush=True)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only /proc shows in what a thread sleeps")
+def test_a_rank_that_waits_for_the_others_shows_no_backtrace_when_it_is_asked() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with launched(joins_nobody, port) as run:
+        wait_until(lambda: "begins" in run.logs(0) and run.state.ranks[0].pid is not None)
+        shown = Path(f"/proc/{run.state.ranks[0].pid}/syscall")
+        wait_until(lambda: stacks._SLEEPS_IN_CPP.match(shown.read_text()) is not None)
+        assert "init_process_group" in str(run.stacks())
+        assert "Exception raised from" not in run.logs(0)
+
+
+@pytest.mark.slow
+def test_a_timeout_repeats_the_verdict_and_a_stop_says_where_ranks_were(
+    notebook: Notebook,
+) -> None:
+    cell = (
+        "%%distributed -n 2 {}\n"
+        "import torch.distributed as dist\n"
+        "def train():\n"
+        "    dist.init_process_group('gloo')\n"
+        "    if nbtrain.rank() == 1:\n"
+        "        print('asleep', flush=True); time.sleep(600)\n"
+        "    dist.barrier()\n"
+    )
+    out = notebook.run(cell.format("--hang-after 1 --timeout 8"))
+    assert out.ename == "RunTimeout"
+    assert "line 6: print('asleep', flush=True); time.sleep(600)" in out.evalue
+    assert "rank 0 waits in barrier #1 for it" in out.evalue
+    out = notebook.run(cell.format("--view html"), interrupt_on="asleep")
+    assert out.ename == "KeyboardInterrupt"
+    assert "Rank 0 was at In[" in out.evalue
+    assert "line 7: dist.barrier(); rank 1 was at In[" in out.evalue
+
+
+_RETURNS = """%%distributed -n 2 --hang-after 2 --on-hang stop
+import atexit, threading
+def say_goodbye():
+    time.sleep(600)
+def train():
+    if nbtrain.rank() == 1:
+        {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("holds", "place"),
+    [
+        ("atexit.register(say_goodbye)", ": In[{}], line 4: time.sleep(600)"),
+        ("threading.Thread(target=say_goodbye).start()", ": In[{}], line 4: time.sleep(600)"),
+        ("threading.Thread(target=time.sleep, args=(600,)).start()", ""),
+    ],
+)
+def test_a_rank_that_has_returned_and_does_not_end_is_no_silence(
+    notebook: Notebook, holds: str, place: str
+) -> None:
+    out = notebook.run(_RETURNS.format(holds))
+    assert out.ename == "RunTimeout", out.traceback
+    assert re.search(r"Rank 1 returned \d\S* s ago, and its process has not ended", out.evalue)
+    number = notebook.value("len(In) - 2")
+    assert f"has not ended{place.format(number)}. Look for an exit handler" in out.evalue
+    assert "✓" not in out.board

@@ -1,0 +1,285 @@
+"""Who hangs and who waits: the sentence, from what was seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nbtrain.hangs import hangs
+from nbtrain.hangs.collectives import DEFAULT, ON_NCCL, Collective, FlightRecord
+from nbtrain.hangs.stacks import RankStack, StackFrame
+
+NOW = 1_000_000.0
+SLEEPING = StackFrame("In[5]", 41, "train", "time.sleep(600)")
+REDUCING = StackFrame("In[5]", 43, "train", "dist.all_reduce(x)")
+TORCH = StackFrame(
+    "/x/site-packages/torch/distributed/distributed_c10d.py", 9, "all_reduce", "wait()"
+)
+
+
+def recorded(
+    *names: str, group: str = DEFAULT, done: bool = False, ago: float = 300, shape: Any = (4,)
+) -> FlightRecord:
+    """Return what a recorder knows after collectives, the last of which goes on."""
+    ones = [
+        Collective(group, n, name, shape, n == len(names) and not done, NOW - ago)
+        for n, name in enumerate(names, 1)
+    ]
+    return FlightRecord({group: tuple(ones)})
+
+
+def seen(ranks: int, *, at: dict[int, StackFrame] | None = None, **known: Any) -> hangs.Observation:
+    stacks = {r: RankStack(r, frames=(f,)) for r, f in (at or {}).items()}
+    silent = dict.fromkeys(range(ranks), 300.0)
+    return hangs.Observation(
+        **{"now": NOW, "after": 300.0, "silent": silent, "stacks": stacks, **known}
+    )
+
+
+REDUCES = recorded("all_reduce")
+SILENT_RANK_1 = {0: 0.1, 1: 300.0}
+IN_TORCH = RankStack(0, frames=(TORCH, REDUCING))
+
+
+WAITING = StackFrame("/usr/lib/python3.11/threading.py", 327, "wait")
+GETTING = StackFrame("In[5]", 7, "train", "replies.get()")
+LOCKING = StackFrame("In[5]", 8, "train", "with lock:")
+ASKING = StackFrame("In[5]", 9, "train", "store.get('rank')")
+IN_POLARS = StackFrame("/x/site-packages/polars/lazyframe/engine.py", 410, "collect")
+WORKS = StackFrame("/usr/lib/python3.11/concurrent/futures/thread.py", 58, "run")
+RESTS = StackFrame("/usr/lib/python3.11/concurrent/futures/thread.py", 81, "_worker")
+
+
+def forked(
+    *frames: StackFrame, beside: StackFrame | None = None, threads: Any = ("feeder",)
+) -> dict[int, RankStack]:
+    """Return where rank 0 is, which was forked from a notebook with threads."""
+    others = ((beside, WAITING),) if beside else ()
+    lost = {"threads": threads, "libraries": ("polars",)}
+    return {0: RankStack(0, frames=frames, threads=others, lost=lost)}
+
+
+@pytest.mark.parametrize(
+    ("stacks", "advice"),
+    [
+        (
+            forked(WAITING, SLEEPING),
+            "none of the notebook's threads (feeder). If rank 0 waits for one",
+        ),
+        (forked(GETTING), "(feeder)"),
+        (forked(LOCKING, threads=[*"abcd"]), "(a, b, c, …)"),
+        (forked(WAITING, SLEEPING, beside=RESTS), "(feeder)"),
+        (forked(IN_POLARS, REDUCING), "so polars, which was used in the notebook before, has none"),
+        (forked(WAITING, SLEEPING, beside=WORKS), ""),
+        (forked(WAITING, SLEEPING, threads=()), ""),
+        (forked(SLEEPING), ""),
+        (forked(ASKING), ""),
+        (forked(WAITING, TORCH, REDUCING), ""),
+    ],
+)
+def test_a_rank_misses_the_notebooks_threads_where_nothing_else_can_end_its_wait(
+    stacks: dict[int, RankStack], advice: str
+) -> None:
+    text = hangs.explain(seen(1, stacks=stacks)).text
+    assert advice in text
+    assert ("A fork copies no threads" in text) == bool(advice)
+
+
+CASES: dict[str, tuple[hangs.Observation, str, tuple[int, ...], tuple[int, ...]]] = {
+    "one never joined": (
+        seen(
+            4,
+            at={0: REDUCING, 1: REDUCING, 2: REDUCING, 3: SLEEPING},
+            recorded={
+                **dict.fromkeys(range(3), recorded("all_reduce", "all_reduce")),
+                3: recorded("all_reduce", done=True),
+            },
+        ),
+        "rank 3 is at In[5], line 41: time.sleep(600); ranks 0–2 wait in all_reduce #2 for it",
+        (3,),
+        (0, 1, 2),
+    ),
+    "several never joined": (
+        seen(
+            3,
+            at={1: SLEEPING, 2: SLEEPING},
+            recorded={0: recorded("barrier"), 1: recorded(), 2: recorded()},
+        ),
+        "ranks 1–2 are at In[5], line 41: time.sleep(600); rank 0 waits in barrier #1 for them",
+        (1, 2),
+        (0,),
+    ),
+    "without a recorder, by the stacks": (
+        seen(2, stacks={0: IN_TORCH, 1: RankStack(1, frames=(SLEEPING,))}),
+        "rank 1 is at In[5], line 41: time.sleep(600); rank 0 waits in all_reduce for it",
+        (1,),
+        (0,),
+    ),
+    "collectives that do not match": (
+        seen(2, at={0: REDUCING, 1: SLEEPING}, recorded={0: REDUCES, 1: recorded("broadcast")}),
+        "rank 0 is in all_reduce #1 of [4] (In[5], line 43), rank 1 is in broadcast #1 of [4] "
+        f"(In[5], line 41): these do not match, so no rank can continue. {hangs.SAME}",
+        (),
+        (0, 1),
+    ),
+    "collectives of NCCL that do not match": (
+        seen(
+            2,
+            at={0: SLEEPING, 1: SLEEPING},
+            recorded={
+                0: recorded("all_reduce", group=DEFAULT + ON_NCCL),
+                1: recorded("all_gather", group=DEFAULT + ON_NCCL),
+            },
+        ),
+        "rank 0 is in all_reduce #1 of [4] (its code waits at In[5], line 41), rank 1 is in "
+        "all_gather #1 of [4] (its code waits at In[5], line 41): these do not match, so no rank "
+        f"can continue. {hangs.SAME}",
+        (),
+        (0, 1),
+    ),
+    "one that began nothing on NCCL": (
+        seen(
+            2,
+            at={0: SLEEPING, 1: SLEEPING},
+            recorded={0: recorded("all_reduce", group=DEFAULT + ON_NCCL), 1: FlightRecord()},
+        ),
+        "rank 1 is at In[5], line 41: time.sleep(600); rank 0 waits in all_reduce #1 for it",
+        (1,),
+        (0,),
+    ),
+    "shapes that do not match": (
+        seen(2, recorded={0: REDUCES, 1: recorded("all_reduce", shape=(5,))}),
+        "rank 0 is in all_reduce #1 of [4], rank 1 is in all_reduce #1 of [5]: these do not match, "
+        f"so no rank can continue. {hangs.SHAPES}",
+        (),
+        (0, 1),
+    ),
+    # Of a broadcast, its root is done at once; it is the next one that it waits in.
+    "the root of a broadcast is ahead": (
+        seen(
+            2,
+            at={1: SLEEPING},
+            recorded={
+                0: recorded("broadcast", "all_reduce"),
+                1: recorded("broadcast", done=True),
+            },
+        ),
+        "rank 1 is at In[5], line 41: time.sleep(600); rank 0 waits in all_reduce #2 for it",
+        (1,),
+        (0,),
+    ),
+    "one has left it and is not missed": (
+        seen(
+            3,
+            at={1: SLEEPING, 2: REDUCING},
+            recorded={
+                0: recorded("broadcast", "broadcast"),
+                1: recorded("broadcast", "broadcast", done=True),
+                2: recorded("broadcast", done=True),
+            },
+        ),
+        "rank 2 is at In[5], line 43: dist.all_reduce(x); rank 0 waits in broadcast #2 for it",
+        (2,),
+        (0,),
+    ),
+    "one ended without joining": (
+        seen(1, at={0: REDUCING}, recorded={0: REDUCES}, over={1: "done"}),
+        "rank 1 has ended (done); rank 0 waits in all_reduce #1 for it",
+        (),
+        (0,),
+    ),
+    "only members of a group are missed in it": (
+        seen(
+            4,
+            at={1: REDUCING, 2: SLEEPING, 3: REDUCING},
+            recorded={
+                0: recorded("all_reduce", group="7"),
+                **dict.fromkeys(range(1, 4), FlightRecord()),
+            },
+            groups={"7": frozenset({0, 2})},
+        ),
+        "rank 2 is at In[5], line 41: time.sleep(600); rank 0 waits in all_reduce #1 for it",
+        (2,),
+        (0,),
+    ),
+    "nobody is accused of a long silence": (
+        seen(2, at={0: SLEEPING, 1: SLEEPING}),
+        "no sign of progress: ranks 0–1 are at In[5], line 41: time.sleep(600)",
+        (),
+        (),
+    ),
+    "one is silent and the others continue": (
+        seen(2, at={0: SLEEPING}, silent={0: 90.0, 1: 0.2}, after=90.0),
+        "no sign of progress: rank 0 is at In[5], line 41: time.sleep(600); "
+        "the other ranks continue",
+        (),
+        (),
+    ),
+    "a collective that a rank is just in": (
+        seen(
+            2,
+            at={1: SLEEPING},
+            recorded={0: recorded("all_reduce", ago=0.1), 1: FlightRecord()},
+            silent=SILENT_RANK_1,
+        ),
+        "no sign of progress: rank 1 is at In[5], line 41: time.sleep(600); "
+        "the other ranks continue",
+        (),
+        (),
+    ),
+    "one cannot be asked": (
+        seen(
+            2,
+            stacks={1: RankStack(1, trouble="does not answer (its process is stopped)")},
+            recorded={0: REDUCES},
+        ),
+        "rank 1 does not answer (its process is stopped); rank 0 waits in all_reduce #1 for it",
+        (1,),
+        (0,),
+    ),
+}
+
+
+@pytest.mark.parametrize(("known", "text", "stuck", "waiting"), CASES.values(), ids=CASES)
+def test_who_hangs_and_who_waits_is_a_sentence(
+    known: hangs.Observation, text: str, stuck: tuple[int, ...], waiting: tuple[int, ...]
+) -> None:
+    assert hangs.explain(known) == hangs.HangReport(text, stuck, waiting)
+
+
+def test_a_host_whose_clock_is_ahead_does_not_wait_from_the_first_moment() -> None:
+    began = recorded("all_reduce", ago=-30)
+    moments = dict.fromkeys(range(2), 0.01)  # since the last progress of each
+    records = {0: began, 1: recorded("all_reduce", done=True, ago=-30)}
+    assert hangs._waits(seen(2, recorded=records, silent=moments)) == {}
+    assert 0 in hangs._waits(seen(2, recorded=records))
+
+
+def test_a_thousand_ranks_make_a_short_sentence() -> None:
+    at = {r: StackFrame("In[5]", r, "train", "x" * 300) for r in range(1000)}
+    told = hangs.explain(seen(1000, at=at))
+    assert len(told.text) < 1000
+    assert "others at 996 more places" in told.text
+
+
+def test_a_circle_of_groups_is_certain_only_where_every_rank_is_in_its_collective() -> None:
+    def record(mine: str) -> FlightRecord:
+        return FlightRecord({mine: (Collective(mine, 1, "all_reduce", (4,), True, NOW - 300),)})
+
+    known = {
+        "recorded": {0: record("a"), 1: record("b")},
+        "groups": {"a": frozenset({0, 1}), "b": frozenset({0, 1})},
+    }
+    blocked = RankStack(0, frames=(TORCH, REDUCING))
+    told = hangs.deadlock(seen(2, stacks={0: blocked, 1: blocked}, **known))
+    assert told is not None
+    assert "each waits for another of them" in told.text
+    computes = RankStack(1, frames=(SLEEPING,))  # it began the collective, and does something else
+    assert hangs.deadlock(seen(2, stacks={0: blocked, 1: computes}, **known)) is None
+
+
+def test_a_rank_that_others_wait_for_is_no_deadlock() -> None:
+    stacks = {0: RankStack(0, frames=(SLEEPING,)), 1: IN_TORCH}
+    records = {0: recorded("barrier", done=True), 1: recorded("barrier", "barrier")}
+    assert hangs.deadlock(seen(2, stacks=stacks, recorded=records)) is None

@@ -1,0 +1,384 @@
+"""Ranks that hang, for real: the verdict names the right one and its line, and ends nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+import nbtrain
+from nbtrain.hangs import hangs
+from nbtrain.hangs.watchdog import HangWatchdog
+from nbtrain.lifecycle import stop_policy
+from nbtrain.lifecycle.run import Run
+from nbtrain.tracking import events as ev
+from nbtrain.tracking.event_log import EventWriter, read_events
+from nbtrain.tracking.reducers import fold
+from nbtrain.tracking.replay import initial_state
+from nbtrain.tracking.run_folder import RunFolder
+from nbtrain.tracking.state import RunState
+from tests.support.hangs import AFTER, first_verdict, launched, verdicts
+from tests.support.kernel import Notebook
+from tests.support.waiting import wait_until
+
+HERE = str(Path(__file__))
+
+
+def line_of(mark: str) -> int:
+    """The number of the line of this file that ends with a mark."""
+    lines = Path(__file__).read_text().splitlines()
+    return next(n for n, line in enumerate(lines, 1) if line.endswith(f"# {mark}"))
+
+
+@pytest.fixture(autouse=True)
+def quick_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that hang in C do not end by an interrupt: have them killed soon."""
+    ladder = ((0.0, "interrupt"), (0.1, "kill"))
+    monkeypatch.setitem(stop_policy.STOP_POLICIES, "interrupted", ladder)
+
+
+def sleeps() -> None:
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(4))
+    if nbtrain.rank() == 1:
+        time.sleep(600)  # sleeps
+    dist.all_reduce(torch.ones(4))
+
+
+def spins() -> None:
+    dist.init_process_group("gloo")
+    while nbtrain.rank() == 1:  # spins
+        pass
+    dist.barrier()
+
+
+def keeps_the_gil() -> None:
+    dist.init_process_group("gloo")
+    pipe, _ = os.pipe()
+    if nbtrain.rank() == 1:
+        ctypes.PyDLL(None).read(pipe, ctypes.create_string_buffer(1), 1)  # keeps the GIL
+    dist.all_gather([torch.ones(2)] * 2, torch.ones(2))
+
+
+def never_makes_the_group() -> None:
+    if nbtrain.rank() == 1:
+        time.sleep(600)  # makes no group
+    dist.init_process_group("gloo")
+
+
+def never_joins_a_subgroup() -> None:
+    dist.init_process_group("gloo")
+    group = dist.new_group([0, 1])
+    dist.new_group([0, 2])
+    if nbtrain.rank() == 1:
+        time.sleep(600)  # joins no subgroup
+    if nbtrain.rank() == 0:
+        dist.all_reduce(torch.ones(4), group=group)
+    time.sleep(600)
+
+
+@pytest.mark.parametrize(
+    ("function", "mark", "what", "engine"),
+    [
+        (sleeps, "sleeps", "all_reduce #2", "fork"),
+        pytest.param(sleeps, "sleeps", "all_reduce #2", "spawn", marks=pytest.mark.slow),
+        (spins, "spins", "barrier #1", "fork"),
+        (keeps_the_gil, "keeps the GIL", "all_gather #1", "fork"),
+        (never_makes_the_group, "makes no group", "init_process_group", "fork"),
+    ],
+)
+def test_the_rank_that_hangs_is_named_with_its_line(
+    function: Callable[[], None], mark: str, what: str, engine: str
+) -> None:
+    with launched(function, engine=engine) as run:
+        found = first_verdict(run, saying="for it")
+        last = max(
+            event.time
+            for rank in (0, 1)
+            for event in read_events(run.folder / f"rank-{rank:04d}.jsonl")
+        )
+        assert f"rank 1 is at {HERE}, line {line_of(mark)}" in found.text
+        assert f"; rank 0 waits in {what} for it" in found.text
+        assert (list(found.stuck), list(found.waiting)) == ([1], [0])
+        assert found.time - last < 4 * AFTER + 3  # on a machine that does other things, too
+        wait_until(lambda: run.state.hang == found.text)
+        assert [r.hang for r in run.state.ranks] == ["waiting", "stuck?"]
+        assert run.state.status == "running"
+        assert all(psutil.pid_exists(r.pid) for r in run.state.ranks if r.pid)
+    assert run.state.status == "interrupted"
+    assert run.state.hang == found.text  # what hung stays to be read
+    assert Run.open(run.folder).state == run.state
+    assert "WorkerServer" not in run.logs()  # torch's server announces itself
+    assert not [p for p in run.folder.iterdir() if p.is_socket()]
+
+
+def mismatches() -> None:
+    dist.init_process_group("gloo")
+    x = torch.ones(4)
+    if nbtrain.rank() == 0:
+        dist.all_reduce(x)  # reduces
+    else:
+        dist.broadcast(x, 0)  # broadcasts
+
+
+def reduces_here() -> None:
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+
+
+def locks() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()  # locks
+
+
+class Deaf(Dataset[int]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        threading.Event().wait()  # never answers
+        return index
+
+
+def loads() -> None:
+    for _ in DataLoader(Deaf(), num_workers=2):  # loads
+        pass
+
+
+@pytest.mark.parametrize(
+    ("function", "size", "texts", "stuck", "waiting"),
+    [
+        (never_joins_a_subgroup, 3, ["; rank 0 waits in", "{joins no subgroup}"], [1], [0]),
+        (
+            mismatches,
+            2,
+            ["rank 0 is in all_reduce #1 of [4] ({reduces})", "#1 of [4] ({broadcasts})"],
+            [],
+            [0, 1],
+        ),
+        (locks, 2, ["no sign of progress: ", "at {locks}"], [], []),
+        (loads, 2, ["at {loads}", "; a DataLoader worker is at {never answers}"], [], []),
+    ],
+    ids=["a subgroup", "a mismatch", "a lock", "a loader"],
+)
+def test_others_that_hang_are_reported_with_their_lines(
+    function: Callable[[], None], size: int, texts: list[str], stuck: list[int], waiting: list[int]
+) -> None:
+    def placed(text: str) -> str:
+        return re.sub("{(.*)}", lambda mark: f"{HERE}, line {line_of(mark[1])}", text)
+
+    with launched(function, num_processes=size) as run:
+        found = first_verdict(run, saying=placed(texts[0]))
+    for text in texts:
+        assert placed(text) in found.text
+    assert (list(found.stuck), list(found.waiting)) == (stuck, waiting)
+
+
+def test_what_the_kernel_itself_reduced_before_is_not_the_ranks() -> None:
+    """A forked rank inherits torch's record of it, under the same number."""
+    nbtrain.launch(reduces_here, engine="inline", view="none")
+    with launched(spins) as run:
+        found = first_verdict(run, saying="for it")
+    lines = line_of("spins"), line_of("spins") + 1
+    assert any(f"rank 1 is at {HERE}, line {line}" in found.text for line in lines)
+    assert "; rank 0 waits in barrier #1 for it" in found.text
+
+
+def resumes(gate: Path) -> None:
+    dist.init_process_group("gloo")
+    while nbtrain.rank() == 1 and not gate.exists():
+        time.sleep(0.01)
+    dist.barrier()
+    for step in range(10**6):
+        nbtrain.log(step=step, loss=1.0)
+        time.sleep(0.05)
+
+
+def test_progress_withdraws_the_verdict(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with launched(resumes, gate) as run:
+        assert list(first_verdict(run).stuck) == [1]
+        gate.touch()
+        wait_until(lambda: verdicts(run)[-1].text == "")
+        wait_until(lambda: run.state.hang == "")
+        assert [r.hang for r in run.state.ranks] == ["", ""]
+        step = run.state.ranks[1].step or 0
+        wait_until(lambda: (run.state.ranks[1].step or 0) > step + 20)
+        assert verdicts(run)[-1].text == ""  # and nothing new was found meanwhile
+
+
+def compiles(gate: Path) -> None:
+    folder = RunFolder(Path(os.environ["NBTRAIN_RUN"]))
+    writer = EventWriter(folder.events(nbtrain.rank()))
+    if nbtrain.rank() == 0:
+        writer.write(ev.Phase(time.time(), 0, "compiling"))
+        while not gate.exists():
+            pass
+    time.sleep(600)
+
+
+def test_compiling_is_no_hang_and_nor_is_waiting_for_it_but_a_compiler_at_rest_is(
+    tmp_path: Path,
+) -> None:
+    gate = tmp_path / "gate"
+    with launched(compiles, gate, hang_after=0.5) as run:
+        wait_until(lambda: run.state.ranks[0].phase == "compiling")
+        since = time.monotonic()
+        wait_until(lambda: time.monotonic() - since > 1.5)
+        assert verdicts(run) == []
+        gate.touch()
+        assert first_verdict(run, saying="ranks 0–1 are at")
+        assert run.state.ranks[0].phase == "compiling"
+
+
+COMPILES = """%%distributed -n 2 --view html --hang-after 2 --on-hang stop
+import threading
+def compiler(graph, inputs):
+    until = time.process_time() + 4
+    while LIMIT:
+        pass
+    return graph
+def train():
+    return int(torch.compile(lambda x: x.sum() + 1, backend=compiler)(torch.ones(3)))
+"""
+
+
+def test_a_compiler_that_waits_for_ever_is_a_hang_and_one_that_computes_for_long_is_none(
+    notebook: Notebook,
+) -> None:
+    out = notebook.run(COMPILES.replace("LIMIT", "not threading.Event().wait()"))
+    assert out.ename == "RunTimeout"
+    assert "was stopped because of a hang" in out.evalue
+    assert re.search(r"ranks 0–1 are at In\[\d+\], line 5: while not threading", out.evalue)
+    assert any("compiling" in update["text/plain"] for update in out.updates)
+    out = notebook.run(COMPILES.replace("LIMIT", "time.process_time() < until"))
+    assert out.ename == ""
+    assert notebook.value("nbtrain.last_run().results") == [4, 4]
+    assert "no sign of progress" not in str(out.updates)
+
+
+def test_it_can_be_switched_off() -> None:
+    with launched(locks, hang_after=None) as run:
+        wait_until(lambda: all(r.status == "running" for r in run.state.ranks))
+        since = time.monotonic()
+        wait_until(lambda: time.monotonic() - since > AFTER)
+        assert verdicts(run) == []
+        assert str(line_of("locks")) in str(run.stacks())
+
+
+def test_a_stopped_process_is_told_as_such() -> None:
+    with launched(sleeps) as run:
+        wait_until(lambda: all(s.frames for s in run.stacks()))
+        pid = run.stacks()[1].pid
+        assert pid is not None  # for psutil, that is this very process
+        process = psutil.Process(pid)
+        process.suspend()
+        wait_until(lambda: any("stopped" in h.text for h in verdicts(run)), 30)
+        process.resume()
+
+
+def test_the_board_of_a_notebook_shows_the_cells_line(notebook: Notebook) -> None:
+    cell = (
+        "%%distributed -n 2 --hang-after 1 --view html\n"
+        "import torch.distributed as dist\n"
+        "def train():\n"
+        "    dist.init_process_group('gloo')\n"
+        "    if nbtrain.rank() == 1:\n"
+        "        time.sleep(600)\n"
+        "    dist.barrier()\n"
+    )
+    out = notebook.run(cell, interrupt_on="for it")
+    assert out.ename == "KeyboardInterrupt"
+    board = next(u for u in out.updates if "for it" in u["text/plain"])
+    number = notebook.value("len(get_ipython().history_manager.input_hist_parsed) - 2")
+    said = f"rank 1 is at In[{number}], line 6: time.sleep(600); rank 0 waits in barrier #1 for it"
+    assert said in board["text/plain"]
+    assert said in board["text/html"]
+    assert "stuck" in board["text/html"]
+    assert said in out.board  # it stays to be read
+    names = notebook.value("[t.name for t in __import__('threading').enumerate()]")
+    assert not [name for name in names if "_ask" in name]
+
+
+# Without processes
+
+
+def _state(size: int) -> RunState:
+    manifest = {"name": "x", "engine": "fork", "num_processes": size, "created": 0.0}
+    state = initial_state({**manifest, "mixed_precision": "no", "device": "cpu"})
+    return fold(state, [ev.Started(0.0, r) for r in range(size)])
+
+
+@pytest.mark.parametrize(
+    "last",
+    [ev.TrainingUpdate(0.0, 0, steps=2), ev.TrainingUpdate(0.0, 0, steps=3, rests=True)],
+    ids=["the same counts", "the last counts"],
+)
+def test_training_that_stands_still_is_no_progress(
+    last: ev.TrainingUpdate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[int, float]] = []
+    monkeypatch.setattr(
+        HangWatchdog, "_ask", lambda _self, _about, seen: asked.append(dict(seen.silent))
+    )
+    out = HangWatchdog(RunFolder(tmp_path), 1, 10.0)
+    now = time.monotonic()
+    for update in (*(ev.TrainingUpdate(0.0, 0, steps=steps) for steps in (1, 2)), last):
+        out.observe([update, ev.Resources(0.0, 0)], now)
+        now += 5.0
+        assert out.check(_state(1), now) == []
+    wait_until(lambda: out.check(_state(1), now) == [] and asked)
+    assert asked[0][0] == 10.0  # once a look for a deadlock is over, too
+
+
+def test_what_a_waiting_rank_prints_does_not_withdraw_what_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdict = hangs.HangReport("rank 1 is at x; rank 0 waits for it", (1,), (0,))
+    monkeypatch.setattr(
+        HangWatchdog, "_ask", lambda self, about, *_: self._reports.put((about, verdict, 10.0))
+    )
+    out = HangWatchdog(RunFolder(tmp_path), 2, 10.0)
+    state, now = _state(2), time.monotonic() + 11
+
+    def look() -> list[str]:
+        return [told.text for told in out.check(state, now)]
+
+    out.observe([ev.Output(0.0, 0, ("still here",))], now)
+    told: list[str] = []
+    wait_until(lambda: told or told.extend(look()))
+    assert told == [verdict.text]
+    out.observe([ev.Output(0.0, 0, ("still here",))], now + 1)
+    now += 2
+    assert look() == []
+    out.observe([ev.Metrics(0.0, 1, 1, {})], now)
+    assert look() == [""]
+    out.close()
+
+
+def test_a_thousand_ranks_are_asked_by_one_thread(tmp_path: Path) -> None:
+    before = threading.active_count()
+    counts: list[int] = []
+    out = HangWatchdog(RunFolder(tmp_path), 1000, 1e-6)
+    state = _state(1000)
+
+    def found() -> list[ev.Hang]:
+        counts.append(threading.active_count() - before)
+        return out.check(state, time.monotonic())
+
+    told: list[ev.Hang] = []
+    wait_until(lambda: told or told.extend(found()))
+    assert "no sign of progress" in told[0].text  # though there is not even a folder
+    assert max(counts) <= 1
+    out.close()

@@ -1,0 +1,959 @@
+"""What comes home from a run: trained weights in the notebook's own objects, and variables."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import resource
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import nbtrain
+from nbtrain.errors import NbtrainError, PlanError, ResultsLost, RunTimeout
+from nbtrain.tracking import run_folder
+from nbtrain.transport.weights import sender
+from nbtrain.ui import text_summary
+from tests.support.kernel import Notebook
+from tests.support.versions import needs
+from tests.support.waiting import wait_until
+
+FULLY_SHARD = needs("torch", "2.6", "fully_shard")
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(6, 4)
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.head = torch.nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.norm(self.embed(x)))
+        return result
+
+
+def steps(forward: Forward, optimizer: Any) -> None:
+    for _ in range(2):
+        forward(torch.arange(6) * int(os.environ["RANK"]) % 6).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def copied(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def equals(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(model.state_dict()[name], tensor) for name, tensor in tensors.items())
+
+
+def fill(model: torch.nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+
+
+run = partial(nbtrain.launch, num_processes=2, view="none")
+
+
+def plain(model: Net) -> Any:
+    steps(model, torch.optim.AdamW(model.parameters()))
+    return copied(model)
+
+
+def ddp(model: Net) -> Any:
+    torch.distributed.init_process_group("gloo")
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    steps(wrapped, torch.optim.AdamW(wrapped.parameters()))
+    return copied(model)
+
+
+def accelerated(model: Net) -> Any:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    steps(model, optimizer)
+    return copied(accelerator.unwrap_model(model))
+
+
+def compiled(model: Net) -> Any:
+    faster: Any = torch.compile(model, backend="eager")
+    steps(faster, torch.optim.AdamW(faster.parameters()))
+    return copied(model)
+
+
+def fully_sharded(model: Net) -> Any:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo")
+    fully_shard(model)
+    steps(model, torch.optim.AdamW(model.parameters()))
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+
+
+def flattened(model: Net) -> Any:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    torch.distributed.init_process_group("gloo")
+    warnings.simplefilter("ignore")  # it is deprecated
+    wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    steps(wrapped, torch.optim.AdamW(wrapped.parameters()))
+    with FullyShardedDataParallel.summon_full_params(wrapped, writeback=False):
+        return copied(model)
+
+
+def flattened_by_name(model: Net) -> Any:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    torch.distributed.init_process_group("gloo")
+    warnings.simplefilter("ignore")
+    cpu = torch.device("cpu")
+    wrapped = FullyShardedDataParallel(model, device_id=cpu, use_orig_params=True)
+    steps(wrapped, torch.optim.AdamW(wrapped.parameters()))
+    with FullyShardedDataParallel.summon_full_params(wrapped, writeback=False):
+        return copied(model)
+
+
+def flattened_in_part(model: Net) -> Any:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    torch.distributed.init_process_group("gloo")
+    warnings.simplefilter("ignore")  # it is deprecated
+    part: Any = FullyShardedDataParallel(model.norm, device_id=torch.device("cpu"))
+    model.norm = part
+    steps(model, torch.optim.AdamW(model.parameters()))
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        told = copied(model)
+    return {name.replace("_fsdp_wrapped_module.", ""): tensor for name, tensor in told.items()}
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        plain,
+        ddp,
+        accelerated,
+        compiled,
+        pytest.param(fully_sharded, marks=FULLY_SHARD),
+        flattened_in_part,
+        flattened,
+        flattened_by_name,
+    ],
+)
+def test_a_model_comes_home_trained(train: Callable[[Net], Any]) -> None:
+    model = Net()
+    before, ids = copied(model), [id(model), *map(id, model.parameters())]
+    done = run(train, model)
+    assert equals(model, done.value)
+    assert not torch.equal(before["embed.weight"], model.embed.weight)
+    assert not torch.equal(before["norm.running_mean"], model.state_dict()["norm.running_mean"])
+    assert [id(model), *map(id, model.parameters())] == ids
+    assert model.head.weight is model.embed.weight
+    assert model.embed.weight.requires_grad
+    assert "model: 32 parameters updated from rank 0" in text_summary.summary(done.state, 0)
+    assert not {f.code for f in done.state.findings} & {"changed-model", "rounded-model"}
+
+
+def test_a_model_that_was_only_looked_at_is_not_sent() -> None:
+    done = run(lambda model: model.eval()(torch.arange(6)).shape, Net())
+    assert not done.state.ranks[0].saved
+    assert not done.state.loaded
+    assert not RunFiles(done).weights()
+
+
+def _tensor_parallel(model: Any) -> list[torch.Tensor]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import parallel
+
+    mesh = init_device_mesh("cpu", (2,))
+    plan = {"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}
+    parallel.parallelize_module(model, mesh, plan)
+    model(torch.ones(1, 4)).sum().backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    assert model[0].weight.to_local().shape == (4, 4)
+    parameters = list(model.parameters())
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in parameters]
+
+
+def test_a_tensor_parallel_model_comes_home_whole() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 4))
+    before = copied(model)
+    done = run(_tensor_parallel, model)
+    assert all(map(torch.equal, model.parameters(), done.value))
+    assert not any(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+
+def _in_stages(model: Any) -> Any:
+    from torch.distributed.pipelining import PipelineStage
+
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    part = model[:1] if rank == 0 else model[1:]
+    PipelineStage(part, rank, 2, torch.device("cpu"))
+    fill(part, rank + 1.0)
+    return part.state_dict()
+
+
+@needs("torch", "2.6", "a PipelineStage without example inputs")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_a_pipelined_model_stays_as_it_was_and_its_stages_can_be_returned() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    optimizer, before = torch.optim.SGD(model.parameters(), 0.1), copied(model)
+
+    def train(model: Any, optimizer: Any, fails: bool = False) -> Any:
+        stage = _in_stages(model)
+        if fails:
+            raise ZeroDivisionError
+        return stage
+
+    reason = "was not updated: its layers were trained in pipeline stages, so no rank has all"
+    with pytest.warns(UserWarning, match=reason) as warned:
+        done = run(train, model, optimizer, out="optimizer")
+    assert sorted(str(w.message).partition(" ")[0] for w in warned) == ["model", "optimizer"]
+    assert equals(model, before)
+    for layers, stage in zip((model[:1], model[1:]), done.results, strict=True):
+        layers.load_state_dict(stage)
+    assert [layer.weight[0, 0].item() for layer in model] == [1, 2]  # type: ignore[index,operator]
+    with pytest.raises(ZeroDivisionError):
+        run(train, model, optimizer, fails=True)
+    assert not RunFiles(nbtrain.last_run()).weights()  # type: ignore[arg-type]
+
+
+def _evaluated_in_shards(model: Any, rate: float) -> Any:
+    """Ends with the model put together, in another dtype."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.distributed.init_process_group("gloo")
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    model(torch.ones(1, 4)).sum().backward()
+    torch.optim.SGD(model.parameters(), rate).step()
+    told = model.weight.full_tensor().detach()
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+    assert model.weight.dtype == torch.bfloat16
+    return told
+
+
+@FULLY_SHARD
+@pytest.mark.parametrize("rate", [0.1, 0.0])
+def test_an_evaluation_of_a_sharded_model_costs_no_precision(rate: float) -> None:
+    model = torch.nn.Linear(4, 4)
+    before = model.weight.detach().clone()
+    done = run(_evaluated_in_shards, model, rate)
+    assert torch.equal(model.weight, done.value)
+    assert torch.equal(model.weight, before) is (rate == 0)
+    assert bool(RunFiles(done).weights()) is (rate != 0)
+
+
+def test_an_attempt_that_failed_leaves_nothing_to_load() -> None:
+    def train(model: Any) -> None:
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            fill(model, 99)
+            raise OSError
+
+    done = run(train, Net(), max_restarts=1)
+    assert not RunFiles(done).weights()
+
+
+class Pair(torch.nn.Module):
+    def __init__(self, encoder: torch.nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.head = encoder, torch.nn.Linear(4, 2)
+
+
+def _reshaped(pair: Any, encoder: Any, alone: Any) -> None:
+    fill(encoder, 3)
+    fill(alone, 3)
+    pair.head = torch.nn.Linear(4, 5)
+
+
+def test_what_shares_a_part_with_a_model_that_does_not_fit_is_held_back() -> None:
+    encoder, alone = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    pair, before = Pair(encoder), encoder.weight.detach().clone()
+    with pytest.warns(UserWarning, match="not updated") as warned:
+        done = run(_reshaped, pair, encoder, alone)
+    assert torch.equal(encoder.weight, before)
+    assert (alone.weight == 3).all()
+    told = sorted(str(w.message) for w in warned)
+    assert "encoder was not updated" in told[0]
+    assert "it shares tensors with `pair`" in told[0]
+    assert "pair was not updated" in told[1]
+    fill(alone, 0)
+    with pytest.raises(NbtrainError, match="`pair` was not loaded, and nothing changed"):
+        done.load()
+    assert (alone.weight == 0).all()
+
+
+@pytest.mark.parametrize("action", ["always", "error"])
+def test_a_model_that_no_longer_fits_is_as_it_was_and_says_why(action: Any) -> None:
+    """Also where warnings are errors: they fail no run."""
+
+    def train(model: Any) -> None:
+        fill(model, 5)
+        model.norm = torch.nn.BatchNorm1d(9)
+
+    model = Net()
+    before = copied(model)
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter(action, UserWarning)
+        done = run(train, model)
+    assert "`norm.weight` is [9] in the rank" in done.state.loaded["model"].trouble
+    assert equals(model, before)
+    again = nbtrain.Run.open(done.folder)
+    assert "⚠ model was not updated" in text_summary.summary(again.state, 0)
+
+
+def test_no_sync_leaves_it_as_it_was() -> None:
+    model = Net()
+    before = copied(model)
+    done = run(partial(plain), model, sync=False)
+    assert equals(model, before)
+    assert not RunFiles(done).weights()
+    with pytest.raises(NbtrainError, match=r"unless it has sync=False \(--no-sync\)"):
+        done.load(model)
+
+
+class RunFiles:
+    def __init__(self, done: nbtrain.Run) -> None:
+        self.folder = run_folder.RunFolder(done.folder)
+
+    def weights(self) -> list[str]:
+        return sorted(path.name for path in self.folder.weights.glob("*"))
+
+
+@FULLY_SHARD
+def test_a_sharded_model_whose_group_is_gone_says_so() -> None:
+    def train(model: Any) -> None:
+        fully_sharded(model)
+        torch.distributed.destroy_process_group()
+
+    model = Net()
+    before = copied(model)
+    with pytest.warns(UserWarning, match="Do not destroy the group"):
+        run(train, model)
+    assert torch.equal(model.embed.weight, before["embed.weight"])
+
+
+def _fails(model: Any) -> None:
+    fill(model, 3)
+    raise ZeroDivisionError
+
+
+def test_after_a_failure_the_user_decides() -> None:
+    model, other = Net(), Net()
+    with pytest.raises(ZeroDivisionError):
+        run(_fails, model)
+    done = nbtrain.last_run()
+    assert done is not None
+    assert not (model.embed.weight == 3).any()
+    assert "rank 0 saved its weights" in text_summary.summary(done.state, 0)
+    nbtrain.Run.open(done.folder).load(other)
+    assert (other.embed.weight == 3).all()
+    assert not (model.embed.weight == 3).any()
+    done.load()
+    assert (model.embed.weight == 3).all()
+    with pytest.raises(NbtrainError, match=r"not in this kernel: pass one, run.load\(model\)"):
+        nbtrain.Run.open(done.folder).load()
+    with pytest.raises(NbtrainError, match=r"nothing changed: the rank did not save `weight`"):
+        done.load(torch.nn.Linear(2, 2))
+    with pytest.raises(NbtrainError, match="no weights of `net`; it saved `model`"):
+        done.load(other, "net")
+
+
+def test_a_run_that_saved_nothing_says_what_would_have_been() -> None:
+    with pytest.raises(NbtrainError, match=r"Return the state_dict\(\) of a model that the"):
+        run(print).load(Net())
+
+
+def test_of_two_models_the_user_says_which() -> None:
+    def train(one: Any, two: Any) -> None:
+        fill(one, 1)
+        fill(two, 2)
+
+    one, two, other = Net(), Net(), Net()
+    done = run(train, two=two, one=one)
+    assert (one.embed.weight == 1).all()
+    assert (two.embed.weight == 2).all()
+    with pytest.raises(NbtrainError, match=r"this run saved `one`, `two`. Choose one:"):
+        done.load(other)
+    done.load(other, "two")
+    assert (other.embed.weight == 2).all()
+    fill(two, 0)
+    done.load(two)
+    assert (two.embed.weight == 2).all()
+
+
+def test_a_rank_that_leaves_by_sys_exit_has_succeeded() -> None:
+    def train(model: Any) -> None:
+        fill(model, 3)
+        sys.exit()
+
+    model = Net()
+    run(train, model)
+    assert (model.embed.weight == 3).all()
+
+
+def test_a_run_in_the_background_changes_nothing_before_it_is_waited_for() -> None:
+    model = Net()
+    done = run(fill, model, 4, background=True)
+    wait_until(lambda: done.state.is_over)
+    assert not (model.embed.weight == 4).any()
+    assert "not in the notebook yet: call run.wait()" in text_summary.summary(done.state, 0)
+    done.wait()
+    assert (model.embed.weight == 4).all()
+    fill(model, 1)
+    done.wait()
+    assert (model.embed.weight == 1).all()
+
+
+def test_a_model_that_is_gone_is_reported() -> None:
+    done = run(fill, Net(), 4, background=True)
+    gc.collect()
+    with pytest.warns(UserWarning, match="the notebook's object no longer exists"):
+        done.wait()
+
+
+BEHIND = """%%distributed -n 2 --background --out found,losses {options}
+import os, time
+loss = model(torch.ones(1, 3)).square().sum()
+loss.backward(); opt.step(); sched.step()  # nbtrain: ignore[migrate]
+found, losses = "the run's", [loss.item()]
+while not os.path.exists("go"): time.sleep(0.02)
+"""
+MODEL = """
+import nbtrain, os, torch
+def made():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 50))
+    opt = torch.optim.Adam(model.parameters(), lr=0.1)
+    return model, opt, torch.optim.lr_scheduler.StepLR(opt, 1)
+model, opt, sched = made()
+found, losses = "before", [1]
+if os.path.exists("go"): os.remove("go")
+def bits(): return [p.tolist() for p in model.parameters()]
+before = bits()
+"""
+STAYS = "was not updated: the notebook changed it after the launch, so it keeps the notebook's"
+
+
+def behind(notebook: Notebook, meanwhile: str, options: str = "") -> str:
+    """Run a cell in the background, change something before it is over; return the warnings."""
+    assert not notebook.run("%load_ext nbtrain" + MODEL).ename
+    assert not notebook.run(BEHIND.format(options=options)).ename
+    assert not notebook.run("run = nbtrain.last_run()").ename
+    assert not notebook.run(f"{meanwhile}\nat_hand = bits()\nopen('go', 'w').close()").ename
+    out = notebook.run("run.wait()")
+    assert notebook.value("run.state.status") == "succeeded"
+    return out.stderr
+
+
+def trained(notebook: Notebook) -> bool:
+    """Whether the notebook's model is as one step of the run left it."""
+    notebook.run("import copy\nnow, was = bits(), (model, opt, sched)\nmodel, opt, sched = made()")
+    notebook.run("model(torch.ones(1, 3)).square().sum().backward(); opt.step(); wanted = bits()")
+    return (
+        bool(notebook.value("now == wanted")) and not notebook.run("model, opt, sched = was").ename
+    )
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "options"),
+    [
+        ("torch.nn.init.zeros_(model[0].weight)", ""),
+        ("model[1].weight.data.fill_(7)", "--detach"),
+        ("model.half()", ""),
+        # Another run does.
+        ("def fill(model): [torch.nn.init.ones_(p) for p in model.parameters()]\n"
+         "nbtrain.launch(fill, model, num_processes=1)", ""),
+    ],
+)  # fmt: skip
+def test_a_model_that_the_notebook_changes_meanwhile_stays_and_the_run_has_its_own(
+    notebook: Notebook, meanwhile: str, options: str
+) -> None:
+    warned = behind(notebook, meanwhile, options)
+    assert f"model {STAYS} values. run.load(model) loads what the run saved" in warned
+    assert "opt was not updated: it belongs to `model`, which was not updated" in warned
+    assert notebook.value("bits() == at_hand != before")
+    assert notebook.value("found, opt.state == {}") == ("the run's", True)
+    assert not notebook.run("model.float(); run.load(model); run.load(opt); run.load(sched)").ename
+    assert notebook.value("len(opt.state), sched.last_epoch") == (4, 1)
+    assert trained(notebook)
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "names", "remedy"),
+    [
+        ("opt.param_groups[0]['lr'] = 0.5", ["opt"], "run.load(optimizer)"),
+        ("sched.last_epoch = 7", ["sched"], "run.load(scheduler)"),
+        ("found = 'mine'; losses.append(2)", ["found", "losses"], "run.out['losses']"),
+    ],
+)
+def test_what_else_the_notebook_changes_meanwhile_stays_too(
+    notebook: Notebook, meanwhile: str, names: list[str], remedy: str
+) -> None:
+    warned = behind(notebook, meanwhile)
+    assert [name for name in ("model", "opt", "sched", "found", "losses")
+            if f"{name} {STAYS}" in warned] == names  # fmt: skip
+    assert f"{remedy} " in warned
+    state = "opt.param_groups[0]['lr'], sched.last_epoch, found, len(losses)"
+    lr, epoch, value, count = notebook.value(state)
+    assert (lr == 0.5, epoch == 7) == ("opt" in names, "sched" in names)
+    assert (value, count) == (("mine", 2) if "found" in names else ("the run's", 1))
+    assert notebook.value("run.out['found'], len(run.out['losses'])") == ("the run's", 1)
+    assert trained(notebook)
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "warning"),
+    [
+        ("pass", ""),
+        ("model(torch.ones(1, 3)).sum().backward()", ""),
+        ("model = torch.compile(model)", ""),
+        ("model = made()[0]", "the notebook's object no longer exists"),
+        ("old = model; model = made()[0]", "`model` is another model now than at the launch"),
+    ],
+)
+def test_only_a_model_that_is_another_one_since_the_launch_has_to_be_loaded(
+    notebook: Notebook, meanwhile: str, warning: str
+) -> None:
+    warned = behind(notebook, meanwhile)
+    assert warning in warned
+    if warning:
+        assert "model was not updated: " in warned
+        assert "run.load(model, 'model') loads the weights into " in warned
+        assert not notebook.run("run.load(model, 'model')").ename
+    else:
+        assert not warned
+    assert trained(notebook)
+
+
+def test_a_model_in_shared_memory_is_trained_where_it_is(recwarn: Any) -> None:
+    model = Net().share_memory()
+    run(fill, model, 4, background=True).wait()
+    assert (model.embed.weight == 4).all()
+    assert not [w for w in recwarn if "not updated" in str(w.message)]
+
+
+def test_what_a_run_did_not_change_and_the_notebook_did_is_named() -> None:
+    def train(model: Any) -> None:
+        model.norm.bias.data.fill_(3)
+
+    model = Net()
+    fill(model, 1)
+    done = run(train, model, background=True)
+    fill(model, 2)
+    with pytest.warns(
+        UserWarning, match="The run did not change `embed.weight`, so its file does not have it"
+    ):
+        done.wait()
+    assert (model.norm.bias == 2).all()
+    again = Net()
+    fill(again, 1)
+    done.load(again, "model")
+    assert (again.norm.bias == 3).all()
+    assert (again.embed.weight == 1).all()
+
+
+found: Any = "before"
+lock: Any = None
+
+
+@pytest.fixture
+def variables() -> Iterator[dict[str, Any]]:
+    """The variables of this module, two of which are as they were in the end."""
+    yield globals()
+    globals().update(found="before", lock=None)
+    globals().pop("seen", None)
+
+
+def test_variables_come_home_by_name(variables: dict[str, Any]) -> None:
+    def train(seen: list[int], model: Any) -> None:
+        global found, lock
+        rank = int(os.environ["RANK"])
+        seen.append(rank)
+        found, lock = torch.tensor(rank), threading.Lock()
+        model[0] = Net()
+
+    with pytest.warns(UserWarning, match="not (updated|returned)") as warned:
+        done = run(train, [7], [0], out="found@all, seen lock absent")
+    assert done.out["seen"] == variables["seen"] == [7, 0]
+    assert [int(t) for t in found] == [0, 1]
+    assert lock is None
+    told = sorted(str(w.message) for w in warned)
+    assert "absent was not returned: there is no variable `absent`" in told[0]
+    assert "The run assigned: found, lock" in told[0]
+    assert "lock was not updated" in told[1]
+    assert nbtrain.Run.open(done.folder).out.keys() == {"found", "seen"}
+
+
+def test_a_variable_that_one_rank_cannot_send_is_as_it_was() -> None:
+    def train() -> None:
+        global found
+        found = threading.Lock() if os.environ["RANK"] == "1" else 3
+
+    with pytest.warns(UserWarning, match="found was not updated.*cannot pickle"):
+        done = run(train, out="found@all")
+    assert found == "before"
+    assert done.out == {"found": [3, None]}
+
+
+class Fragile:
+    """Cannot be unpickled."""
+
+    def __reduce__(self) -> Any:
+        return int, ("nothing",)
+
+
+@pytest.mark.usefixtures("variables")
+def test_a_variable_that_cannot_be_unpickled_takes_no_other_with_it() -> None:
+    def train() -> None:
+        global found, lock
+        found, lock = Fragile(), 8
+
+    with pytest.warns(UserWarning, match="found was not updated.*ValueError: invalid literal"):
+        done = run(train, out="found, lock")
+    assert (found, lock) == ("before", 8)
+    with pytest.warns(UserWarning, match="found could not be loaded: ValueError"):
+        assert done.out == {"lock": 8}
+
+
+@pytest.mark.usefixtures("variables")
+def test_a_layer_that_took_the_place_of_the_notebooks_is_returned_as_it_is() -> None:
+    def train(model: Any) -> None:
+        global found
+        found = model.norm = torch.nn.Linear(7, 2)
+
+    model = Net()
+    with pytest.warns(UserWarning, match="model was not updated"):
+        run(train, model, out="found")
+    assert tuple(found.weight.shape) == (2, 7)  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("variables")
+def test_a_new_optimizer_is_one_of_the_notebooks_model() -> None:
+    def train(model: Any) -> None:
+        global found
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        steps(model, optimizer)
+        found = {"optimizer": optimizer, "model": model, "weight": model.norm.weight}
+
+    model = Net()
+    done = run(train, model, out="found")
+    assert found["model"] is model
+    assert found["weight"] is model.norm.weight
+    assert found["optimizer"].param_groups[0]["params"][0] is model.embed.weight
+    assert "momentum_buffer" in found["optimizer"].state[model.embed.weight]
+    with pytest.raises(NbtrainError, match="refers to `model`"):
+        print(nbtrain.Run.open(done.folder).out)
+
+
+@pytest.mark.parametrize("out", ["a-b", "x@some", ["a", "class"], "@all"])
+def test_a_name_that_is_none_is_refused_before_anything_starts(out: Any) -> None:
+    before = nbtrain.last_run()
+    with pytest.raises(PlanError, match="variable names"):
+        run(print, out=out)
+    assert nbtrain.last_run() is before
+
+
+def test_inline_the_model_is_the_very_object() -> None:
+    model = Net()
+    done = nbtrain.launch(fill, model, 6, engine="inline", view="none")
+    assert (model.embed.weight == 6).all()
+    assert not RunFiles(done).weights()
+    with pytest.raises(PlanError, match="inline"):
+        nbtrain.launch(int, engine="inline", sync=False, view="none")
+
+
+def test_the_notebooks_process_is_as_it_was() -> None:
+    def look() -> Any:
+        return (
+            torch.get_rng_state().tolist(),
+            random.getstate(),
+            sorted(os.listdir("/proc/self/fd")),
+            threading.active_count(),
+        )
+
+    model = Net()
+    run(fill, model, 1)  # safetensors is imported
+    before = look()
+    run(fill, model, 2)
+    assert look() == before
+    assert (model.embed.weight == 2).all()
+
+
+def test_the_last_runs_keep_their_weights() -> None:
+    done = [run(fill, Net(), value) for value in range(1, 6)]
+    kept = [bool(RunFiles(one).weights()) for one in done]
+    assert kept == [False, False, True, True, True]
+
+
+def test_a_full_disk_that_takes_the_weights_fails_the_run_and_leaves_the_rest() -> None:
+    def train(model: Any, small: Any) -> int:
+        fill(model, 1)
+        fill(small, 1)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        return 5
+
+    model, small = torch.nn.Linear(100, 100), torch.nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    with pytest.raises(ResultsLost, match=r"`model` could not be saved .*File too large.*ulimit"):
+        run(train, model, small)
+    done = nbtrain.last_run()
+    assert done is not None
+    assert done.results == [5, 5]
+    assert done.state.status == "failed"
+    assert done.failure is not None
+    assert done.failure.kind == "results lost"
+    assert torch.equal(model.weight, before)
+    assert (small.weight == 1).all()
+
+
+def test_cells(notebook: Notebook) -> None:
+    notebook.run("model = torch.nn.Linear(4, 4); other = model; losses = None")
+    train = """%%distributed -n 2 --out losses,rank@all
+import os
+losses, rank = [], int(os.environ["RANK"])
+def train(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=.1)
+    for _ in range(3):
+        loss = model(torch.ones(2, 4)).sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return model.weight.detach()
+"""
+    out = notebook.run(train)
+    assert not out.ename, out.traceback
+    assert "model: 20 parameters updated from rank 0" in out.board
+    assert notebook.value("len(losses), rank") == (3, [0, 1])
+    assert notebook.value("model is other and model.weight.equal(nbtrain.last_run().value)")
+
+
+@pytest.mark.parametrize(
+    ("cell", "comes"),
+    [
+        ("%%distributed -n 2\nfill(model)", True),
+        ("%%distributed -n 2\nmodel = torch.compile(model, backend='eager')\nfill(model)", True),
+        ("%%distributed -n 2 -e spawn\nfill(model)", True),
+        ("%%distributed -n 2\ndef train():\n    fill(model)", True),
+        ("%%distributed -n 2\nmodel = torch.nn.Linear(4, 4)\nfill(model)", False),
+    ],
+)
+def test_a_model_that_a_cell_mentions_comes_home(
+    notebook: Notebook, cell: str, comes: bool
+) -> None:
+    notebook.run(
+        "import torch\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "def fill(model):\n"
+        "    for p in model.parameters():\n"
+        "        p.data.fill_(7)\n"
+    )
+    out = notebook.run(cell)
+    assert not out.ename, out.traceback
+    assert notebook.value("bool((model.weight == 7).all())") is comes
+    assert ("20 parameters updated from rank 0" in out.board) is comes
+
+
+def test_an_interrupt_keeps_what_was_trained(notebook: Notebook) -> None:
+    notebook.run("model = torch.nn.Linear(4, 4)")
+    out = notebook.run(
+        """%%distributed -n 2
+def train(model):
+    with torch.no_grad():
+        model.weight.fill_(7)
+    print("ready", flush=True)
+    while True:
+        time.sleep(.01)
+""",
+        interrupt_on="ready",
+    )
+    assert out.ename == "KeyboardInterrupt"
+    assert "rank 0 saved its weights" in out.board
+    assert notebook.value("bool((model.weight == 7).any())") is False
+    notebook.run("nbtrain.last_run().load(model)")
+    assert notebook.value("bool((model.weight == 7).all())") is True
+
+
+def test_a_result_is_there_although_saving_the_weights_took_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sender, "save", lambda *_, **__: time.sleep(60))
+
+    def train(model: torch.nn.Module) -> int:
+        fill(model, 1)
+        return 7
+
+    with pytest.raises(RunTimeout):
+        nbtrain.launch(train, torch.nn.Linear(2, 2), num_processes=1, view="none", timeout=1)
+    done = nbtrain.last_run()
+    assert done is not None
+    assert done.value == 7
+
+
+def test_a_result_that_nobody_can_read_is_named_while_the_weights_arrive() -> None:
+    def train(model: torch.nn.Module) -> object:
+        fill(model, 3)
+        return {"loss": 1.0, "skipped": [Fragile()]}
+
+    model = torch.nn.Linear(2, 2)
+    with pytest.warns(UserWarning, match="the return value cannot be read: ValueError: invalid"):
+        done = run(train, model)
+    assert (model.weight == 3).all()
+    assert "⚠ the return value cannot be read" in text_summary.summary(done.state, 0)
+
+
+def test_weights_that_became_nan_do_not_replace_finite_ones_unless_they_are_asked_for() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    before = copied(model)
+
+    def train(model: Any) -> None:
+        fill(model, 1.0)
+        fill(model[1], float("nan"))
+
+    with pytest.warns(UserWarning, match=r"model was not updated: `1.bias` is not finite"):
+        done = run(train, model)
+    assert equals(model, before)
+    done.load(model)
+    assert model[1].bias.isnan().all()
+    assert (model[0].weight == 1).all()
+
+
+_Made = tuple[torch.nn.Module, torch.optim.Optimizer, Any]
+_RATES = torch.optim.lr_scheduler
+
+
+def _fit(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    for _ in range(3):
+        model(torch.ones(1, 2)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step(*([0.5] if isinstance(scheduler, _RATES.ReduceLROnPlateau) else []))
+
+
+@pytest.mark.parametrize(
+    ("rates", "cls"),
+    [
+        (lambda o: _RATES.StepLR(o, 2), torch.optim.AdamW),
+        (lambda o: _RATES.OneCycleLR(o, 0.2, total_steps=20), torch.optim.AdamW),
+        (lambda o: _RATES.LambdaLR(o, lambda epoch: 0.9**epoch), torch.optim.SGD),
+        (lambda o: _RATES.ReduceLROnPlateau(o, patience=0), torch.optim.Adam),
+        (
+            lambda o: _RATES.SequentialLR(
+                o, [_RATES.ConstantLR(o), _RATES.MultiStepLR(o, [1, 2])], [2]
+            ),
+            partial(torch.optim.SGD, momentum=0.9),
+        ),
+    ],
+    ids=["step", "one cycle", "lambda", "plateau", "sequence"],
+)
+def test_the_second_launch_goes_on_as_one_process_would(rates: Any, cls: Any) -> None:
+    def make() -> _Made:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 1)
+        optimizer = cls(model.parameters(), lr=0.1)
+        return model, optimizer, rates(optimizer)
+
+    here, ranks = make(), make()
+    for _ in range(2):
+        _fit(*here)
+        run(_fit, *ranks)
+    for one, other in zip(here, ranks, strict=True):
+        assert repr(one.state_dict()) == repr(other.state_dict())
+
+
+def test_no_sync_leaves_an_optimizer_and_an_unused_one_is_not_sent() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    run(_fit, model, optimizer, scheduler, sync=False)
+    assert not optimizer.state
+    assert scheduler.last_epoch == 0
+
+    def look(model: torch.nn.Module, optimizer: Any, scheduler: Any) -> None:
+        model.train()
+
+    done = run(look, model, optimizer, scheduler)
+    assert not done.state.ranks[0].saved
+
+
+def test_a_fresh_model_is_loaded_though_its_optimizer_was_saved_too() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    done = run(_fit, model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    other = torch.nn.Linear(2, 1)
+    adam = torch.optim.Adam(other.parameters())
+    done.load(other)
+    done.load(adam)
+    assert other.weight.equal(model.weight)
+    assert len(adam.state) == 2
+
+
+def _spoils_the_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    fill(model, float("nan"))
+
+
+def _spoils_both(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    (model(torch.ones(1, 2)) * float("nan")).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("train", "out", "reason"),
+    [
+        (_spoils_the_model, "", "it belongs to `model`, which was not updated"),
+        (_spoils_both, "optimizer", "is not finite"),
+    ],
+)
+def test_an_optimizer_stays_as_it_was_where_its_model_does(
+    train: Any, out: str, reason: str
+) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    with pytest.warns(UserWarning, match="not updated") as warned:
+        run(train, model, optimizer, out=out)
+    assert not optimizer.state
+    assert any(reason in str(w.message) for w in warned if "optimizer was" in str(w.message))
+
+
+def test_an_optimizer_of_tensors_that_are_not_copied_back_stays() -> None:
+    weight = torch.zeros(2, requires_grad=True)
+    optimizer = torch.optim.Adam([weight])
+
+    def train(weight: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+        weight.sum().backward()
+        optimizer.step()
+
+    done = run(train, weight, optimizer)
+    assert not optimizer.state
+    assert not done.state.ranks[0].saved
+
+
+def test_a_mask_of_infinities_is_no_reason_to_leave_the_weights() -> None:
+    model = torch.nn.Linear(2, 1)
+    model.register_buffer("mask", torch.full((2, 2), float("-inf")).triu(1))
+
+    def train(model: torch.nn.Linear) -> None:
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+            model.mask.fill_(float("-inf"))
+
+    run(train, model)
+    assert (model.weight == 1).all()
+    assert model.mask.isinf().all()

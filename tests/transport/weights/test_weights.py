@@ -1,0 +1,435 @@
+"""A model's tensors in a file, and back in place."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nbtrain.errors import NbtrainError
+from nbtrain.transport.weights import weight_file, weights
+from nbtrain.transport.weights.fingerprints import factors, fingerprints, same_bits
+from nbtrain.transport.weights.tensor_kinds import is_lazy
+from nbtrain.transport.weights.weight_file import WeightFile, WeightReader
+from tests.support.versions import needs
+
+ADAFACTOR = needs("torch", "2.5", "Adafactor")
+
+
+class Net(torch.nn.Module):
+    """Has tied weights, buffers of three kinds and a frozen part."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(6, width)
+        self.norm = torch.nn.BatchNorm1d(width)
+        self.head = torch.nn.Linear(width, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.norm.bias.requires_grad_(False)
+        self.register_buffer("cache", torch.rand(2), persistent=False)
+        self.register_buffer("row", torch.arange(3).expand(4, -1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.norm(self.embed(x)))
+        return result
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "model.safetensors"
+
+
+def save(module: torch.nn.Module, path: Path) -> WeightFile:
+    parcel = weights.of_module(module, weights.named_tensors(module))
+    weight_file.save(parcel, path)
+    return parcel
+
+
+def load(path: Path, target: object, **options: bool) -> None:
+    with WeightReader(path) as file:
+        weights.prepared_load(file, target, **options)()
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.arange(6)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    pairs = zip(
+        weights.named_tensors(one).values(), weights.named_tensors(other).values(), strict=True
+    )
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_model_is_loaded_in_place(path: Path) -> None:
+    theirs, mine = Net().eval(), Net()
+    theirs.norm.running_mean += 3  # type: ignore[operator]
+    parcel = save(theirs, path)
+    assert "head.weight" not in parcel.tensors
+    before = {n: (id(t), t.data_ptr()) for n, t in weights.named_tensors(mine).items()}
+    load(path, mine)
+    assert same(mine, theirs)
+    assert {n: (id(t), t.data_ptr()) for n, t in weights.named_tensors(mine).items()} == before
+    assert mine.head.weight is mine.embed.weight
+    assert mine.training
+    assert not mine.norm.bias.requires_grad
+    assert mine.embed.weight.requires_grad
+
+
+def test_the_notebook_keeps_its_dtype(path: Path) -> None:
+    theirs, mine = Net().bfloat16(), Net()
+    save(theirs, path)
+    load(path, mine)
+    assert mine.embed.weight.dtype == torch.float32
+    assert torch.equal(mine.embed.weight, theirs.embed.weight.float())
+
+
+def test_what_was_only_cast_is_no_less_precise_here(path: Path) -> None:
+    mine = Net()
+    with torch.no_grad():
+        mine.embed.weight[0, 0] = 1e5  # infinite in half precision
+    theirs = copy.deepcopy(mine).half()
+    save(theirs, path)
+    before = copy.deepcopy(mine)
+    load(path, mine)
+    assert same(mine, before)
+    with torch.no_grad():
+        theirs.norm.weight += 1
+    save(theirs, path)
+    load(path, mine)
+    assert torch.equal(mine.embed.weight, before.embed.weight)
+    assert (mine.norm.weight == 2).all()
+
+
+def test_integers_are_no_floats(path: Path) -> None:
+    theirs, mine = Net(), Net()
+    theirs.norm.weight = torch.nn.Parameter(torch.ones(4, dtype=torch.int8), requires_grad=False)
+    save(theirs, path)
+    before = copy.deepcopy(mine)
+    with pytest.raises(
+        NbtrainError, match=r"`norm.weight` is int in the rank, float in the notebook$"
+    ):
+        load(path, mine)
+    assert same(mine, before)
+
+
+def test_only_what_differs_is_written(path: Path) -> None:
+    mine = Net()
+    mine.register_buffer("table", torch.tensor([float("nan"), 1.0]))
+    theirs = copy.deepcopy(mine)
+    with torch.no_grad():
+        theirs.norm.weight += 1
+    save(theirs, path)
+    before = {name: t._version for name, t in weights.named_tensors(mine).items()}
+    load(path, mine)
+    written = {n for n, t in weights.named_tensors(mine).items() if t._version != before[n]}
+    assert written == {"norm.weight"}
+
+
+def _trained(net: Net, *parts: torch.Tensor) -> WeightFile | None:
+    """Return what is sent after a change of some parts."""
+    before = fingerprints(weights.named_tensors(net))
+    with torch.no_grad():
+        for part in parts:
+            part += 1
+    return weights.changes(net, weights.named_tensors(net), before)
+
+
+def test_only_what_changed_is_sent(path: Path) -> None:
+    theirs = Net()
+    first, other = copy.deepcopy(theirs), Net()
+    parcel = _trained(theirs, theirs.norm.weight)
+    assert parcel is not None
+    assert parcel.tensors.keys() == {"norm.weight"}
+    assert parcel.about["parameters"] == 4
+    weight_file.save(parcel, path)
+    mine = copy.deepcopy(first)
+    load(path, mine)
+    assert same(mine, theirs)
+    with pytest.raises(
+        NbtrainError, match=r"`.*weight` did not change in the run, so it was not saved"
+    ):
+        load(path, other)
+    assert not torch.equal(other.norm.weight, theirs.norm.weight)
+    load(path, other, is_handed_over=True)  # changed in the notebook meanwhile
+    assert torch.equal(other.norm.weight, theirs.norm.weight)
+    assert not torch.equal(other.embed.weight, theirs.embed.weight)
+
+
+def test_a_model_that_changed_for_the_most_part_is_sent_whole(path: Path) -> None:
+    theirs, mine = Net(), Net()
+    parcel = _trained(theirs, theirs.embed.weight, *theirs.norm.parameters(), theirs.cache)
+    assert parcel is not None
+    weight_file.save(parcel, path)
+    load(path, mine)
+    assert same(mine, theirs)
+    assert mine.head.weight is mine.embed.weight
+
+
+def test_a_part_that_was_untied_and_not_changed_is_refused(path: Path) -> None:
+    theirs = Net()
+    theirs.rest = torch.nn.Linear(100, 1)
+    mine = copy.deepcopy(theirs)
+    before = fingerprints(weights.named_tensors(theirs))
+    theirs.head.weight = torch.nn.Parameter(theirs.embed.weight.detach() + 1)
+    parcel = weights.changes(theirs, weights.named_tensors(theirs), before)
+    assert parcel is not None
+    weight_file.save(parcel, path)
+    with pytest.raises(
+        NbtrainError, match=r"`head.weight` and `embed.weight` are tied in the notebook"
+    ):
+        load(path, mine)
+
+
+def _meta() -> torch.nn.Module:
+    return torch.nn.Linear(2, 2, device="meta")
+
+
+@pytest.mark.parametrize("build", [_meta, lambda: torch.nn.LazyLinear(3)])
+def test_of_a_model_that_no_file_can_have_only_a_change_is_told(build: Any) -> None:
+    net = build()
+    before = fingerprints(weights.named_tensors(net))
+    assert weights.changes(net, weights.named_tensors(net), before) is None
+    with pytest.raises(NbtrainError, match="has no memory in the rank"):
+        weights.changes(net, weights.named_tensors(net), {})
+
+
+def test_a_default_device_of_the_user_changes_no_fingerprint() -> None:
+    found = weights.named_tensors(Net())
+    before = fingerprints(found)
+    factors.cache_clear()
+    with torch.device("meta"):
+        assert fingerprints(found) == before
+
+
+def test_a_tensor_that_cannot_be_read_counts_as_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: torch.Tensor) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr("nbtrain.transport.weights.fingerprints.sums", refuse)
+    parcel = _trained(Net())
+    assert parcel is not None
+    assert "embed.weight" in parcel.tensors
+
+
+def test_ranks_but_the_first_keep_no_state_of_an_optimizer() -> None:
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    step(net, optimizer)
+    assert weights.of_optimizer(optimizer).tensors
+    assert not weights.of_optimizer(optimizer, keep=False).tensors
+
+
+def _wider() -> torch.nn.Module:
+    return Net(width=5)
+
+
+def _deeper() -> torch.nn.Module:
+    net = Net()
+    net.more = torch.nn.Linear(1, 1)
+    return net
+
+
+def _without_memory() -> torch.nn.Module:
+    net = Net()
+    net.norm.to("meta")
+    return net
+
+
+@pytest.mark.parametrize(
+    ("build", "told"),
+    [
+        (
+            _wider,
+            r"`embed.weight` is \[6, 4\] in the rank, \[6, 5\] in the notebook; \d more differ",
+        ),
+        (_deeper, "the rank did not save `more.weight`; 1 more differ"),
+        (_without_memory, "`norm.weight` has no memory in the notebook"),
+        (lambda: torch.nn.LazyLinear(3), "the rank did not save `weight`"),
+    ],
+)
+def test_what_does_not_fit_is_named_and_nothing_is_changed(
+    path: Path, build: Any, told: str
+) -> None:
+    save(Net(), path)
+    mine = build()
+    before = [t.clone() for t in weights.named_tensors(mine).values() if not is_lazy(t)]
+    with pytest.raises(NbtrainError, match=told):
+        load(path, mine)
+    now = [t for t in weights.named_tensors(mine).values() if not is_lazy(t)]
+    assert all(a.is_meta or torch.equal(a, b) for a, b in zip(before, now, strict=True))
+
+
+def _lazy() -> torch.nn.Sequential:
+    return torch.nn.Sequential(torch.nn.LazyLinear(4), torch.nn.LazyBatchNorm1d())
+
+
+def test_lazy_parameters_take_the_shape_that_they_have_in_the_rank(path: Path) -> None:
+    mine, theirs = _lazy(), _lazy()
+    batch = torch.rand(5, 3)
+    theirs(batch)
+    save(theirs, path)
+    before = {name: id(tensor) for name, tensor in weights.named_tensors(mine).items()}
+    load(path, mine)
+    assert same(mine, theirs)
+    assert {name: id(tensor) for name, tensor in weights.named_tensors(mine).items()} == before
+    assert torch.equal(mine.eval()(batch), theirs.eval()(batch))
+    assert type(mine[0]) is torch.nn.Linear  # the first batch makes it one, as it always does
+    assert same(mine, theirs)
+
+
+def test_an_expanded_buffer_is_written_where_it_is_in_memory(path: Path) -> None:
+    theirs, mine = Net(), Net()
+    row = mine.row
+    theirs.row = torch.tensor([7, 8, 9]).expand(4, -1)
+    save(theirs, path)
+    load(path, mine)
+    assert mine.row is row
+    assert row.stride() == (0, 1)
+    assert torch.equal(row, theirs.row)
+    theirs.row = torch.arange(12).reshape(4, 3)  # which no expanded one could hold
+    save(theirs, path)
+    load(path, mine)
+    assert mine.row is row
+    assert torch.equal(row, theirs.row)
+
+
+def test_one_tensor_that_was_two_in_the_rank_is_refused(path: Path) -> None:
+    theirs = Net()
+    theirs.head.weight = torch.nn.Parameter(theirs.embed.weight.detach().clone())
+    save(theirs, path)
+    mine = Net()
+    load(path, mine)  # no longer tied, but equal
+    assert same(mine, theirs)
+    with torch.no_grad():
+        theirs.head.weight += 1
+    save(theirs, path)
+    with pytest.raises(
+        NbtrainError, match=r"`embed.weight` and `head.weight` are tied in the notebook"
+    ):
+        load(path, mine)
+
+
+def test_a_cache_that_grew_is_left_as_it_is(path: Path) -> None:
+    theirs, mine = Net(), Net()
+    theirs.cache = torch.zeros(7)
+    cache = mine.cache.clone()  # type: ignore[operator]
+    save(theirs, path)
+    load(path, mine)
+    assert torch.equal(mine.embed.weight, theirs.embed.weight)
+    assert torch.equal(mine.cache, cache)  # type: ignore[arg-type]
+
+
+def test_views_of_one_memory_are_saved_each(path: Path) -> None:
+    flat = torch.arange(8.0)
+    theirs, mine = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
+    theirs.weight, theirs.bias = (
+        torch.nn.Parameter(flat[:4].view(1, 4)),
+        torch.nn.Parameter(flat[3:4]),
+    )
+    save(theirs, path)
+    load(path, mine)
+    assert mine.weight.tolist() == [[0, 1, 2, 3]]
+    assert mine.bias.tolist() == [3]
+
+
+def test_a_file_that_is_mapped_in_pieces_is_loaded_whole(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_file, "MAPPED", 8)
+    theirs, mine = Net(), Net()
+    save(theirs, path)
+    load(path, mine)
+    assert same(mine, theirs)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", pytest.param("Adafactor", marks=ADAFACTOR)])
+def test_an_optimizer_goes_on_as_the_ranks_would(path: Path, kind: str) -> None:
+    def optimizer(net: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = getattr(torch.optim, kind)(net.parameters(), lr=lr)
+        return made
+
+    theirs, mine = Net(), Net()
+    of_theirs, of_mine = optimizer(theirs, 0.1), optimizer(mine, 0.7)
+    step(theirs, of_theirs)
+    save(theirs, path)
+    load(path, mine)
+    weight_file.save(weights.of_optimizer(of_theirs), path)
+    load(path, of_mine)
+    assert of_mine.param_groups[0]["lr"] == 0.1
+    assert of_mine.param_groups[0]["params"][0] is mine.embed.weight
+    step(theirs, of_theirs)
+    step(mine, of_mine)
+    assert same(mine, theirs)
+
+
+def test_an_optimizer_of_other_parameters_is_refused(path: Path) -> None:
+    net = Net()
+    weight_file.save(weights.of_optimizer(torch.optim.AdamW(net.parameters())), path)
+    with pytest.raises(NbtrainError, match="other shapes"):
+        load(path, torch.optim.AdamW(Net(5).parameters()))
+    with pytest.raises(NbtrainError, match="holds an optimizer, not a model"):
+        load(path, net)
+
+
+def test_what_an_optimizer_has_that_no_file_can_is_named() -> None:
+    optimizer = torch.optim.SGD(Net().parameters(), lr=0.1)
+    optimizer.param_groups[0]["hook"] = print
+    with pytest.raises(TypeError, match=r"its param_groups.0.hook is a builtin"):
+        weights.of_optimizer(optimizer)
+
+
+def _fused(net: Net) -> None:
+    step(net, torch.optim.AdamW(net.parameters(), fused=True))
+
+
+def _data(net: Net) -> None:
+    net.norm.weight.data[2] += 1e-6
+
+
+def _swapped(net: Net) -> None:
+    with torch.no_grad():
+        net.embed.weight.copy_(net.embed.weight.flip(0))
+
+
+def _counted(net: Net) -> None:
+    net.norm.num_batches_tracked += 1  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("change", [_fused, _data, _swapped, _counted])
+def test_a_fingerprint_tells_every_change(change: Any) -> None:
+    net = Net()
+    before = fingerprints(weights.named_tensors(net))
+    assert before == fingerprints(weights.named_tensors(net))
+    change(net)
+    assert before != fingerprints(weights.named_tensors(net))
+
+
+def test_names_are_those_without_wrappers(path: Path) -> None:
+    theirs, mine = Net(), Net()
+    save(torch.compile(theirs, backend="eager"), path)  # type: ignore[arg-type]
+    load(path, mine)
+    assert same(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.bool])
+@pytest.mark.parametrize("begin", [0, 1, 4])
+@pytest.mark.parametrize("size", [0, 1, 24, 25])
+def test_tensors_are_the_same_if_all_their_bits_are(
+    dtype: torch.dtype, begin: int, size: int
+) -> None:
+    """Wherever they begin in their storages, and however many there are."""
+    one = torch.ones(30, dtype=dtype)[begin : begin + size]
+    other = torch.ones(size, dtype=dtype)
+    assert same_bits(one, other)
+    if size and dtype is not torch.bool:
+        one[0] = other[0] = torch.nan
+        assert same_bits(one, other)
+    if size:
+        other[-1] = 0
+        assert not same_bits(one, other)

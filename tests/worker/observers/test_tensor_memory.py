@@ -1,0 +1,176 @@
+"""What a rank counts of its memory: by arithmetic, and rarely."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import nbtrain
+from nbtrain.system import safe_hooks
+from nbtrain.tracking import events as ev
+from nbtrain.tracking.event_log import read_events
+from nbtrain.worker.observers import tensor_memory
+from nbtrain.worker.observers.tensor_memory import EVERY, TensorMemoryMeter, counted
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+
+
+def sizes(event: ev.TensorMemory) -> tuple[int, int, int]:
+    return event.weights, event.gradients, event.optimizer_states
+
+
+def test_an_adamw_mlp_takes_four_four_and_eight_bytes_a_parameter() -> None:
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer = torch.optim.AdamW(model.parameters())
+    n, tensors = sum(p.numel() for p in model.parameters()), 4
+    trained(model, optimizer, torch.randn(2, 64))
+    steps = 4 * tensors
+    assert sizes(counted(0, [], [optimizer])) == (4 * n, 4 * n, 8 * n + steps)
+    optimizer.zero_grad()
+    assert sizes(counted(0, [], [optimizer])) == (4 * n, 0, 8 * n + steps)
+
+
+def test_buffers_and_frozen_weights_count_and_what_is_shared_counts_once() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+            self.b.weight = self.a.weight
+            self.norm = nn.BatchNorm1d(8, affine=False)  # two of 8, and a count of 8 bytes
+            self.frozen = nn.Linear(8, 4).requires_grad_(False)
+            self.unmade = nn.Linear(1000, 1000, device="meta")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.frozen(self.norm(self.b(self.a(x))))
+
+    model = Tied()
+    optimizer = torch.optim.SGD(model.a.parameters(), momentum=0.9)
+    trained(model, optimizer, torch.randn(4, 8))
+    weights = 4 * 64 + (2 * 4 * 8 + 8) + 4 * (32 + 4)
+    other = nn.Linear(3, 3)  # not trained
+    for seen in ([model], [model.a, other, model], [model, model.a]):
+        assert sizes(counted(0, seen, [optimizer])) == (weights, 4 * 64, 4 * 64)
+    assert sizes(counted(0, [], [optimizer]))[0] == 4 * 64
+
+
+def test_views_sparse_tensors_and_states_of_any_form_count_by_what_they_hold() -> None:
+    class State(dict):  # type: ignore[type-arg]
+        pass
+
+    flat = torch.zeros(100)
+    views = [nn.Parameter(flat[:40]), nn.Parameter(flat[40:])]
+    assert sizes(counted(0, [], [torch.optim.SGD(views)])) == (400, 0, 0)
+    table = nn.Embedding(1000, 4, sparse=True)
+    table(torch.tensor([1, 2])).sum().backward()
+    optimizer = torch.optim.SGD(table.parameters())
+    optimizer.state[table.weight] = State(past=[torch.zeros(8, 8), [torch.zeros(8, 8)]])
+    assert sizes(counted(0, [table], [optimizer])) == (16000, 2 * 8 + 2 * 4 * 4, 2 * 4 * 64)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning", "ignore:Lazy:UserWarning")
+def test_compressed_graphs_count_by_what_they_hold_and_lazy_layers_not_yet() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
+    for make in (torch.sparse_csr_tensor, torch.sparse_csc_tensor):
+        ends, at = torch.tensor([0] + [2] * 1000), torch.tensor([1, 6])
+        model.register_buffer(make.__name__, make(ends, at, torch.ones(2), (1000, 1000)))
+    told = counted(0, [model], [torch.optim.SGD(model[0].parameters())])
+    pointers, indices, values = 8 * 1001, 8 * 2, 4 * 2
+    assert told.weights == 4 * 20 + 2 * (pointers + indices + values)
+
+
+class Log:
+    """Takes events where a writer would."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+        self.write = self.events.append
+
+
+def test_it_is_counted_after_the_first_step_and_then_rarely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tensor_memory, "SHARE", 1.0)  # a busy machine counts for 12 ms, too
+    log = Log()
+    seen = TensorMemoryMeter(log, 0)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))])
+    for now in (100.0, 100.1, 100.2, 99.9 + EVERY):
+        seen.stepped(optimizer, now)
+        optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(3)))
+    assert [e.weights for e in log.events] == [12]
+    seen.stepped(optimizer, 101.0 + EVERY)
+    assert [e.weights for e in log.events] == [12, 60]
+    seen.stepped(optimizer, 102.0 + 2 * EVERY)
+    assert len(log.events) == 2  # nothing new
+    other = torch.optim.SGD([nn.Parameter(torch.ones(5))])
+    seen.stepped(other, 103.0 + 2 * EVERY)
+    assert log.events[-1].weights == 80
+
+
+def test_a_new_optimizer_at_every_step_is_not_counted_at_every_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[int] = []
+
+    def slow(*_: Any) -> ev.TensorMemory:
+        calls.append(1)
+        return ev.TensorMemory(0.0, 0)
+
+    monkeypatch.setattr(tensor_memory, "counted", slow)
+    seen = TensorMemoryMeter(Log(), 0)  # type: ignore[arg-type]
+    keep = [torch.optim.SGD([nn.Parameter(torch.ones(3))]) for _ in range(50)]
+    for i, optimizer in enumerate(keep):
+        seen.stepped(optimizer, 100.0 + i / 1000)
+    assert len(calls) == 1
+
+
+def test_nothing_is_kept_alive_and_no_error_reaches_the_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import weakref
+
+    log = Log()
+    seen = TensorMemoryMeter(log, 0)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))])
+    seen.stepped(optimizer, 100.0)
+    gone = weakref.ref(optimizer)
+    del optimizer
+    assert gone() is None
+
+    def hostile(*_: Any) -> None:
+        raise ValueError("no")
+
+    monkeypatch.setattr(tensor_memory, "counted", hostile)
+    monkeypatch.setattr(safe_hooks, "_broken", set())
+    other = torch.optim.SGD([nn.Parameter(torch.ones(3))])
+    seen.stepped(other, 200.0)
+    seen.stepped(other, 300.0)
+    said = capsys.readouterr().err
+    assert said.count("counting memory stopped (ValueError: no); the training continues") == 1
+
+
+def test_a_rank_of_fsdp_counts_its_own_shards_and_a_model_that_is_handed_over_is_seen() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))
+
+    def train() -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            trained(model, optimizer, torch.randn(4, 64))
+
+    n = sum(p.numel() for p in model.parameters())
+    buffers = sum(b.nbytes for b in model.buffers())
+    run = nbtrain.launch(train, num_processes=2, view="none", sync=False)
+    for rank in (0, 1):
+        told = [e for e in read_events(run.folder / f"rank-{rank:04d}.jsonl") if e.kind == "held"]
+        assert isinstance(told[-1], ev.TensorMemory)
+        assert sizes(told[-1]) == (2 * n + buffers, 2 * n, 4 * n + 4 * 6)
