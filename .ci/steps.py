@@ -122,7 +122,7 @@ NBTRAIN_WHEEL=$(echo "$work"/dist/*.whl) tests -m slow tests/end_to_end/test_hos
 tests -n 4 tests/commands/test_doctor.py tests/ui/displays tests/engines/test_spawn.py \
     tests/system/test_accelerator_guard.py tests/system/test_accelerator_hooks.py \
     tests/system/test_cuda_initialisers.py tests/lifecycle/test_background.py \
-    tests/lifecycle/debugging tests/end_to_end/hosts/test_colab.py
+    tests/parts/debugger tests/end_to_end/hosts/test_colab.py
 """
 
 STEPS = (
@@ -247,7 +247,7 @@ tests tests/ui/browser/test_boards.py -k "lives_and_what_stays or reloaded"
         "a cluster of two nodes on this machine: training, a failure",
         """
 enter all
-tests tests/engines/ray/cluster/test_engine.py -k "weights_come_home or cells_line"
+tests tests/parts/ray/cluster/test_engine.py -k "weights_come_home or cells_line"
 """,
         needs=("environment",),
     ),
@@ -354,7 +354,7 @@ tests tests/ui/browser -rs
         "Ray: clusters of several nodes on this machine",
         """
 enter all
-tests tests/engines/ray/cluster -rs
+tests tests/parts/ray/cluster -rs
 """,
         needs=("environment",),
         limit=1800,
@@ -366,7 +366,7 @@ tests tests/engines/ray/cluster -rs
 enter xla
 pins=tests/requirements/xla.txt
 install -r tests/requirements/xla.txt -e .
-tests -m xla tests/engines/tpu tests/engines/test_contract.py
+tests -m xla tests/parts/tpu tests/engines/test_contract.py
 """,
         needs=("uv",),
         limit=1800,
@@ -377,7 +377,7 @@ tests -m xla tests/engines/tpu tests/engines/test_contract.py
         """
 enter torch_tpu
 install "torch==2.13.*" "torch_tpu==0.2.*" -e ".[test]"
-tests tests/engines/tpu/test_torch_tpu.py
+tests tests/parts/tpu/test_torch_tpu.py
 """,
         needs=("uv",),
         limit=1200,
@@ -389,7 +389,7 @@ tests tests/engines/tpu/test_torch_tpu.py
 enter trackers
 pins=/dev/null # these packages disagree with the newest of what others need, as protobuf
 install "torch==2.13.*" -e ".[test,notify]" mlflow-skinny wandb trackio tensorboard
-tests -m "slow or not slow" tests/lifecycle/forwarding -rs
+tests -m "slow or not slow" tests/parts/forwarding -rs
 """,
         needs=("uv",),
         limit=900,

@@ -11,13 +11,13 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers; a test compares it with `_PUBLIC`
-    from .commands.memory import memory_needed
-    from .commands.scaling import scaling
     from .errors import NbtrainError, RankDied
     from .lifecycle.catalog import runs
     from .lifecycle.launcher import launch, notebook_launcher
-    from .lifecycle.live.live_ranks import LiveRanks, start
     from .lifecycle.run import Run, last_run
+    from .parts.live.live_ranks import LiveRanks, start
+    from .parts.memory import memory_needed
+    from .parts.scaling import scaling
     from .worker.api import log, progress, rank, world_size
     from .worker.checkpoints import attempt, checkpoint, checkpoint_dir, last_checkpoint
     from .worker.stopping import should_stop
@@ -25,12 +25,12 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with `_PU
 __version__ = "0.2.0"
 
 _NAMES = {
-    "commands.memory": "memory_needed",
-    "commands.scaling": "scaling",
+    "parts.memory": "memory_needed",
+    "parts.scaling": "scaling",
     "errors": "NbtrainError RankDied",
     "lifecycle.catalog": "runs",
     "lifecycle.launcher": "launch notebook_launcher",
-    "lifecycle.live.live_ranks": "LiveRanks start",
+    "parts.live.live_ranks": "LiveRanks start",
     "lifecycle.run": "Run last_run",
     "worker.api": "log progress rank world_size",
     "worker.checkpoints": "attempt checkpoint checkpoint_dir last_checkpoint",

@@ -11,11 +11,12 @@ from pathlib import Path
 from ..errors import NbtrainError
 from ..lifecycle import catalog
 from ..lifecycle.run import Run
+from ..parts.export import export
 from ..system.text import without_controls
 from ..tracking import clock
 from ..ui import text_summary
 from ..ui.summary import SCHEMA, as_plain, summary
-from . import doctor, export
+from . import doctor
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -30,10 +30,10 @@ from .idle_imports import IdleImports
 if TYPE_CHECKING:  # imported when it is asked for: %load_ext would take ten times as long
     from argparse import Namespace
 
-    from ..lifecycle.live.live_ranks import LiveRanks
     from ..lifecycle.run import Run
+    from ..parts import memory, scaling
+    from ..parts.live.live_ranks import LiveRanks
     from ..planning.plan import Plan
-    from . import memory, scaling
 
 _COMMANDS = (
     "start, status, vars, push, pull, debug, restart, runs, show, stop, stacks, memory, scaling, "
@@ -182,13 +182,13 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
             ):
                 self._about_run(command, [" ".join(names)] if names else [])
             case ["memory", *_]:
-                from . import memory
+                from ..parts import memory
 
                 text = line.partition("memory")[2]
                 model, options = memory.read(text, self.shell.user_ns, fill)
                 return memory.memory_needed(model, **options)
             case ["scaling", *_]:
-                from . import scaling
+                from ..parts import scaling
 
                 return scaling.ask(line.partition("scaling")[2], self.shell.user_ns, fill)
             case ["migrate", *_]:
@@ -223,7 +223,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                 print(run.stacks())
 
     def _live(self, command: str, line: str) -> None:
-        from . import live
+        from ..parts.live import commands as live
 
         text = live.command(command, line.partition(command)[2], self.shell.user_ns)
         if text:
@@ -270,7 +270,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         with self._syntax_errors():
             plan = self._plan(options, source, offset, live)
         if options.save is not None and isinstance(plan.task, Cell):
-            from . import export
+            from ..parts.export import export
 
             raw = f"%%distributed\n{source}" if offset else source
             history = self.shell.history_manager.input_hist_raw[:-1]
@@ -324,18 +324,18 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
 
 def live_now() -> LiveRanks | None:
     """Return the ranks that live, without importing anything where there never were any."""
-    module = sys.modules.get("nbtrain.lifecycle.live.live_ranks")
+    module = sys.modules.get("nbtrain.parts.live.live_ranks")
     return None if module is None else module.current()
 
 
 def lost_now() -> LiveRanks | None:
     """Return live ranks that ended without being stopped, if a cell would have run on them."""
-    module = sys.modules.get("nbtrain.lifecycle.live.live_ranks")
+    module = sys.modules.get("nbtrain.parts.live.live_ranks")
     return None if module is None else module.lost()
 
 
 def _run_live(ranks: LiveRanks, plan: Plan, options: Namespace) -> Run:
-    from . import live
+    from ..parts.live import commands as live
 
     live.check_options(options)
     targets = None

@@ -26,9 +26,9 @@ ENGINE_CLASSES = {
     "fork": "nbtrain.engines.fork:ForkEngine",
     "spawn": "nbtrain.engines.spawn:SpawnEngine",
     "inline": "nbtrain.engines.inline:InlineEngine",
-    "xla": "nbtrain.engines.tpu.torch_xla:XlaEngine",
-    "torch_tpu": "nbtrain.engines.tpu.torch_tpu:TorchTpuEngine",
-    "ray": "nbtrain.engines.ray.engine:RayEngine",
+    "xla": "nbtrain.parts.tpu.torch_xla:XlaEngine",
+    "torch_tpu": "nbtrain.parts.tpu.torch_tpu:TorchTpuEngine",
+    "ray": "nbtrain.parts.ray.engine:RayEngine",
 }
 """The engines of this package, each by the module and the name of its class.
 
@@ -69,7 +69,7 @@ def choose(plan: Plan) -> Engine:
             raise PlanError(
                 "several nodes (num_nodes) train on GPUs or CPUs; on a TPU use num_nodes=1"
             )
-        from .multinode import MultinodeEngine
+        from ..parts.nodes.engine import MultinodeEngine
 
         return MultinodeEngine(plan.nodes)
     if name == "tpu":

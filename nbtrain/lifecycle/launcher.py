@@ -20,6 +20,8 @@ from ..engines import Engine
 from ..errors import LaunchError, PlanError, PreflightError
 from ..findings import Finding
 from ..hangs import stacks
+from ..parts.debugger.conversation import Conversation
+from ..parts.forwarding.forwarder import check_installed, without_addresses
 from ..planning import accelerate_config as config_file
 from ..planning import task_values
 from ..planning.option_parser import (
@@ -48,9 +50,7 @@ from ..ui.displays.html_display import Display, ipython_shell
 from ..ui.displays.tracebacks import show_from_the_rank
 from ..worker import api, nested_launches
 from . import background
-from .debugging.conversation import Conversation
 from .follower import Follower
-from .forwarding.forwarder import check_installed, without_addresses
 from .restarts import run_attempts
 from .run import Run, conclude, draw_live, earlier, going_on, let_go, remember
 from .run_info import manifest

@@ -17,12 +17,12 @@ from ..errors import LaunchError
 from ..findings import Finding
 from ..hangs.failures import causes
 from ..hangs.verdict import line
+from ..parts.forwarding.forwarder import start_forwarder, without_addresses
 from ..system.processes import process_identity
 from ..tracking.run_folder import set_aside
 from ..tracking.state import RankState, RunState
 from ..transport.job import Job
 from . import imports_ahead
-from .forwarding.forwarder import start_forwarder, without_addresses
 from .supervisor import Interrupts, Supervisor
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0

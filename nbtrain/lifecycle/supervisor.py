@@ -24,6 +24,8 @@ from ..hangs.exit_causes import Cause, ExitCauses
 from ..hangs.lost_results import describe_lost_results
 from ..hangs.verdict import DEADLOCK, HANG, describe_endings
 from ..hangs.watchdog import HangWatchdog
+from ..parts.debugger.conversation import Conversation
+from ..parts.forwarding.forwarder import Forwarder
 from ..planning.plan import Plan
 from ..system import host
 from ..system.text import format_ranks
@@ -36,8 +38,6 @@ from ..tracking.replay import Pictures
 from ..tracking.resource_sampler import Sampler
 from ..tracking.run_folder import RunFolder, asked_to_stop, mark_stopping, recreate
 from ..tracking.state import RunState
-from .debugging.conversation import Conversation
-from .forwarding.forwarder import Forwarder
 from .stop_policy import StopController
 
 TICK = 0.1

@@ -122,7 +122,7 @@ def chips_of(ranks: int, given: Mapping[str, str]) -> frozenset[int] | None:
     """Return the chips that the ranks of torch_xla will drive; None: all, or unknown.
 
     A single rank drives the first, unless the `given` variables name another; those of the kernel
-    do not count (`nbtrain.system.torch_xla.forget_place`). Like tpu-info, this assumes that a
+    do not count (`nbtrain.parts.tpu.xla.forget_place`). Like tpu-info, this assumes that a
     device file has its chip's number.
     """
     names = ("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES")

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from ..system import torch_xla
+from ..parts.tpu import xla
 from ..system.instrumentation import patch
 
 KINDS = ("cuda", "xla")
@@ -172,7 +172,7 @@ class XlaScalars:
             self._read()
         elif device not in self._observed and time.monotonic() >= self._due:
             self._observed.add(device)
-            torch_xla.after_step(self._step_ended, device)
+            xla.after_step(self._step_ended, device)
 
     def _step_ended(self, device: str) -> None:
         self._observed.discard(device)
@@ -193,7 +193,7 @@ class XlaScalars:
             while True:
                 groups = self._ended.get_nowait()
                 tensors = [tensor for group, _ in groups for tensor in group.values()]
-                values = iter(torch_xla.on_cpu(tensors))
+                values = iter(xla.on_cpu(tensors))
                 for group, then in groups:
                     then({name: next(values).item() for name in group})
 

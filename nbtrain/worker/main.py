@@ -17,9 +17,10 @@ from typing import Any
 
 from ..hangs import stack_dumps
 from ..hangs.failures import DISK_FULL
+from ..parts.debugger import hooks as debugging
+from ..parts.tpu import xla
 from ..planning import task_values
 from ..planning.plan import Task
-from ..system import torch_xla
 from ..system.files import Spare, separate_in_children, write_atomically
 from ..system.instrumentation import warn_where_users_call
 from ..system.source_files import is_own, use_recorded_cells
@@ -31,7 +32,6 @@ from ..transport import exceptions, result_pickler
 from ..transport.job import Job
 from ..transport.weights.sender import ResultSender
 from . import api, checkpoints, failure_evidence, nested_launches, observers, stopping
-from .debugging import hooks as debugging
 from .output import shown_errors
 from .output.rich_output import RichOutput
 from .rank_environment import (
@@ -286,7 +286,7 @@ def _finish_device_work(job: Job) -> None:
     """Let what was queued on a device end: a peer may be waiting for this rank's part of it."""
     torch = sys.modules.get("torch")
     if job.device == "xla" and job.is_live:  # its engine does so at the end of other ranks
-        torch_xla.finish()
+        xla.finish()
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()
 

@@ -25,9 +25,9 @@ import psutil
 from kernel import HERE, notebook
 from table import Row, Target
 
-from nbtrain.engines.ray.driver import Driver, Member
-from nbtrain.engines.ray.node_ranks import NodeOrder, NodeRanks, RankExit, node_events
-from nbtrain.engines.ray.reservation import Node
+from nbtrain.parts.ray.driver import Driver, Member
+from nbtrain.parts.ray.node_ranks import NodeOrder, NodeRanks, RankExit, node_events
+from nbtrain.parts.ray.reservation import Node
 from nbtrain.planning.world import Placement
 from nbtrain.transport.file_sync import FileCopies
 
@@ -78,8 +78,8 @@ def watch(rounds: int) -> dict[str, list[float]]:
     """Watch a run on such a cluster; return figures of each round. Called in a kernel."""
     launch: Any = importlib.import_module("nbtrain.lifecycle.launcher")
     from nbtrain.engines.process import interpreter
-    from nbtrain.engines.ray.engine import DriverClient, RayEngine
     from nbtrain.lifecycle.supervisor import Interrupts, Supervisor
+    from nbtrain.parts.ray.engine import DriverClient, RayEngine
     from nbtrain.planning.plan import Call, Plan
     from nbtrain.ui.displays import select
 

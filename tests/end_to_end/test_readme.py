@@ -194,7 +194,7 @@ def test_the_docstrings_page_has_all_that_is_public() -> None:
 
 @pytest.mark.parametrize("command", ["memory", "scaling"])
 def test_the_guides_of_memory_and_scaling_list_their_options(command: str) -> None:
-    folder = Path(nbtrain.__file__).parent / "commands" / command
+    folder = Path(nbtrain.__file__).parent / "parts" / command
     sources = "".join(path.read_text() for path in folder.glob("*.py"))
     options = {*re.findall(r"add_argument\(\"(--[\w-]+)\"", sources)}
     assert len(options) >= 2

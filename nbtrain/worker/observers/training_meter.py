@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from ...findings import Finding
+from ...parts.tpu.compilation import CompilationMeter
 from ...planning.plan import Plan
 from ...system.instrumentation import patch, when_imported
 from ...system.safe_hooks import after_each_step, telemetry
@@ -33,7 +34,6 @@ from .precision import PrecisionMeter
 from .tensor_memory import TensorMemoryMeter
 from .totals.training_place import TrainingPlace
 from .totals.trainings import TrainingCount
-from .xla_compilation import CompilationMeter
 
 INTERVAL = 0.5
 """Seconds between two reports, and two looks at the loops around a step."""

@@ -139,7 +139,7 @@ def _listening() -> set[tuple[int, str]]:
 @contextlib.contextmanager
 def cluster_of_one() -> Iterator[str]:
     """Start a Ray cluster with a node of two CPUs; yield its address."""
-    from tests.engines.ray.cluster.simulated import Simulated
+    from tests.parts.ray.cluster.simulated import Simulated
 
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="ray-") as folder:
         places = {"RAY_TMPDIR": folder, "TMPDIR": folder, "PYTHONPATH": str(ROOT)}

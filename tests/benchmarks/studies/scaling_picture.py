@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import nbtrain
-from nbtrain.commands.scaling.report import HEIGHT, WIDTH
+from nbtrain.parts.scaling.report import HEIGHT, WIDTH
 
 PICTURE = Path(__file__).parents[3] / "notebooks" / "scaling.png"
 

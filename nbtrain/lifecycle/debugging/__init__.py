@@ -1,1 +1,0 @@
-"""The notebook's end of debuggers in ranks."""

@@ -1,0 +1,227 @@
+"""pdb, or IPython's, that reads from the notebook and writes to it."""
+
+from __future__ import annotations
+
+import pdb
+import select
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from ...system.source_files import RANK_BODY, is_own, short_name
+from ...transport.channel import Channel, Listener
+from ...worker import stopping
+
+LOOK = 0.1
+"""Seconds between two looks at whether the rank is to stop."""
+
+LARGEST = 1_000_000
+"""Characters that are shown at once, the first ones."""
+
+GO_ON = "c\n"
+
+Report = Callable[[str, str], object]
+"""Reports that the debugger waits, at an address, for someone to connect, and where in the code."""
+
+
+class NotebookFile:
+    """What a debugger reads and writes: a file for it, a `Channel` to the notebook behind that."""
+
+    encoding = "utf-8"
+
+    def __init__(self, folder: Path, name: str, report: Report) -> None:
+        self._folder, self._name, self._report = folder, name, report
+        self._listener: Listener | None = None
+        self._channel: Channel | None = None
+        self._text: list[str] = []
+        self._asks = False
+        self.turn = threading.RLock()
+        """Held by the thread that is in the debugger."""
+        self._place = ""
+        self.prompt = ""
+        """The end of what is written, where a line is asked for."""
+        self.is_over = False
+        """Whether the code has ended, by an exception."""
+        self.has_ended = False
+        """Whether nobody answers any more: the run is to stop, or the notebook is gone."""
+
+    def open(self, filename: str, line: int) -> None:
+        """Call for someone to answer, and begin with the place in the code."""
+        if self._listener is None:
+            self._listener = Listener(self._folder, self._name)
+        self._place = f"{short_name(filename)}, line {line}"
+        if stopping.active is not None:  # an interrupt is seen below: a debugger swallows it
+            self._asks, stopping.active.is_asked = stopping.active.is_asked, True
+        self._report(str(self._listener.address), self._place)
+
+    def leave(self, *, comes_back: bool) -> None:
+        """Say that the code goes on, perhaps by one line only."""
+        if stopping.active is not None:
+            stopping.active.is_asked = self._asks
+        self._report("", "")
+        self._send({"comes_back": comes_back})
+
+    def close(self) -> None:
+        """Hang up. May be repeated."""
+        if self._channel is not None:
+            self._channel.close()
+        if self._listener is not None:
+            self._listener.close()
+        self._channel = self._listener = None
+
+    def write(self, text: str) -> int:
+        """Keep a text until a line is asked for, or the code goes on."""
+        self._text.append(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing is to be done: a text goes with the question."""
+
+    def isatty(self) -> bool:
+        """Whether this is a terminal."""
+        return False
+
+    def readline(self) -> str:
+        """Ask for a line, and wait for it; "go on" where nobody answers any more."""
+        question = {"place": self._place, "prompt": self.prompt, "is_over": self.is_over}
+        if not self.has_ended and self._send(question):
+            line = self._receive()
+            if line is not None:
+                return f"{line}\n"
+        self.has_ended = True
+        return GO_ON
+
+    def quit(self) -> None:
+        """Have the run stopped, and wait for that."""
+        if self._send({"quit": True}):
+            self._receive()
+        self.has_ended = True
+
+    def _send(self, message: dict[str, Any]) -> bool:
+        text, self._text = "".join(self._text), []
+        if len(text) > LARGEST:
+            text = f"{text[:LARGEST]}\n… and {len(text) - LARGEST:,} characters more\n"
+            text += message.get("prompt", "")
+        channel = self._connected()
+        if channel is None:
+            return False
+        try:
+            channel.send({**message, "text": text.removesuffix(message.get("prompt", ""))})
+        except OSError:
+            return False
+        return True
+
+    def _connected(self) -> Channel | None:
+        """Return the channel, once someone has connected."""
+        while self._channel is None and self._listener is not None and not _is_to_stop():
+            self._channel = self._listener.accept(LOOK)
+            if self._channel is not None:
+                self._channel.trust()
+        return self._channel
+
+    def _receive(self) -> str | None:
+        assert self._channel is not None
+        poller = select.poll()
+        poller.register(self._channel.fileno(), select.POLLIN)
+        while not _is_to_stop():
+            if poller.poll(1000 * LOOK):
+                try:
+                    return str(self._channel.receive()[0]["line"])
+                except (EOFError, ValueError, KeyError):
+                    break
+        return None
+
+
+def _is_to_stop() -> bool:
+    return stopping.active is not None and stopping.active.is_due
+
+
+def debugger_class() -> type[pdb.Pdb]:
+    """Return IPython's debugger where an IPython is there, else Python's."""
+    ipython = sys.modules.get("IPython")
+    if ipython is None or ipython.get_ipython() is None:
+        return pdb.Pdb
+    from IPython.core.debugger import Pdb
+
+    return Pdb  # type: ignore[no-any-return,unused-ignore]
+
+
+def make_debugger(file: NotebookFile, *, is_over: bool = False) -> Any:
+    """Return a debugger behind a file. `is_over`: of code that has ended by an exception."""
+
+    class Debugger(debugger_class()):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(stdin=file, stdout=file, nosigint=True, readrc=False)
+            self.use_rawinput = False
+
+        def interaction(self, frame: FrameType | None, trace: Any = None) -> None:
+            with file.turn:
+                file.is_over = is_over
+                file.open(*_place(frame, trace))
+                try:
+                    super().interaction(frame, trace)
+                finally:
+                    if file.has_ended:
+                        self.clear_all_breaks()
+                        self.set_continue()
+                    file.leave(comes_back=not is_over and self.stoplineno != -1)
+            if file.has_ended and not is_over:
+                _stop()
+
+        def stop_here(self, frame: FrameType) -> bool:
+            return bool(super().stop_here(frame)) and not is_own(frame.f_code.co_filename)
+
+        def user_return(self, frame: FrameType, value: Any) -> None:
+            super().user_return(frame, value)
+            if frame.f_back is not None and frame.f_back.f_code.co_filename in RANK_BODY:
+                self.set_continue()  # the task is over: "next" would go through what called it
+
+        def do_interact(self, _arg: str) -> None:
+            self.message("`interact` does not work here: type statements one by one, as in !x = 3.")
+
+        def _cmdloop(self) -> None:
+            file.prompt = self.prompt
+            self.cmdloop()
+
+        def get_stack(self, frame: FrameType | None, trace: Any) -> tuple[list[Any], int]:
+            stack, index = super().get_stack(frame, trace)
+            files = [each.f_code.co_filename for each, _ in stack[:index]]
+            first = max((i + 1 for i, file in enumerate(files) if file in RANK_BODY), default=0)
+            while is_over and index > first and is_own(stack[index][0].f_code.co_filename):
+                del stack[index]  # what raised there, because the rank was to stop
+                index -= 1
+            return stack[first:], index - first
+
+        def do_quit(self, arg: str) -> bool:
+            if not is_over:
+                file.quit()
+            self.clear_all_breaks()
+            self.set_continue()
+            return True
+
+        do_q = do_exit = do_EOF = do_quit  # noqa: N815
+
+    return Debugger()
+
+
+def _stop() -> None:
+    """Raise KeyboardInterrupt where the run is to stop: the debugger would have swallowed it."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if _is_to_stop() and stopping.active is not None and in_main_thread:
+        stopping.active.raise_now()
+
+
+def _place(frame: FrameType | None, trace: Any) -> tuple[str, int]:
+    """Return where the debugger stands: a file and a line."""
+    if isinstance(trace, BaseException):
+        trace = trace.__traceback__
+    if isinstance(trace, TracebackType):
+        frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(trace)]
+        # Not ours: what raised there, because the rank was to stop.
+        return next((each for each in reversed(frames) if not is_own(each[0])), frames[-1])
+    assert frame is not None
+    return frame.f_code.co_filename, frame.f_lineno

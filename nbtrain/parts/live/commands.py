@@ -1,0 +1,192 @@
+"""The commands for live ranks, ``%nbtrain start`` and the others, as the user types them."""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...errors import PlanError
+from ...planning.option_parser import checked, parser, split_line
+from ...planning.plan import OPTIONS
+from ...system.text import format_bytes, format_ranks, plural
+from ...ui.tables import text_table
+from . import live_ranks
+from .live_ranks import LiveRanks
+
+START = (
+    *("num_processes", "engine", "mixed_precision", "downcast_bf16", "config", "env"),
+    *("address", "spread", "resources", "wait_for_nodes"),
+)
+"""The options of ``%nbtrain start``."""
+
+_NOT_LIVE = ("detach", "max_restarts")
+_HINT = " (%nbtrain? shows the commands)"
+
+
+def command(name: str, text: str, namespace: dict[str, Any]) -> str:
+    """Carry out a command, and return what to print. Raises `PlanError`."""
+    if name in ("start", "restart"):
+        return _start(name, text, namespace)
+    ranks, lost = live_ranks.current(), live_ranks.lost()
+    if name == "stop" and lost is not None:
+        lost.stop()
+        return "The live ranks have already ended"
+    if ranks is None:
+        why = lost.end_reason if lost is not None else f"%nbtrain {name}: there are no live ranks"
+        raise PlanError(f"{why}. %nbtrain start -n 2 starts two")
+    if name == "stop":
+        ranks.stop()
+        return f"{plural(ranks.world_size, 'rank')} stopped"
+    if name == "status":
+        return status(ranks)
+    if name == "debug":
+        ranks.debug(_rank_of(text))
+        return ""
+    if name == "vars":
+        return variables(ranks.describe())
+    names, options = _names(name, text)
+    if name == "push":
+        ranks.push(*names)
+        return ""
+    ranks.pull(*names, rank=int(options.get("--rank", 0)))
+    return ""
+
+
+def _start(name: str, text: str, namespace: dict[str, Any]) -> str:
+    global _last_options
+    old = live_ranks.current()
+    given = split_line(text)
+    if name == "restart":
+        given = given or _last_options
+    options = checked(parser((*START, "idle_timeout"), f"%nbtrain {name}", _HINT).parse_args(given))
+    if name == "restart" and old is not None:  # not before the options are known to be right
+        old.stop()
+    given_options = {o.argument: getattr(options, o.field) for o in _start_options()}
+    ranks = live_ranks.start(**given_options, idle_timeout=options.idle_timeout)
+    _last_options = given
+    known = namespace.get("ranks")
+    is_free = known is None or type(known) is live_ranks.LiveRanks
+    if is_free:
+        namespace["ranks"] = ranks
+    held = "holds them" if is_free else "keeps the value that you gave it"
+    return (
+        f"{plural(ranks.world_size, 'rank')} live ({ranks.engine}, {ranks.device}): "
+        f"%%distributed cells run on them, and what a cell defines stays there. `ranks` {held}. "
+        "%nbtrain stop ends them"
+    )
+
+
+_last_options: list[str] = []
+
+
+def _start_options() -> list[Any]:
+    return [option for option in OPTIONS if option.field in START]
+
+
+def _names(name: str, text: str) -> tuple[list[str], dict[str, str]]:
+    words, options = split_line(text.replace(",", " ")), dict[str, str]()
+    if name == "pull" and "--rank" in words:
+        index = words.index("--rank")
+        if not words[index + 1 : index + 2] or not words[index + 1].isdecimal():
+            raise PlanError("%nbtrain pull: --rank needs a number: %nbtrain pull loss --rank 1")
+        options["--rank"] = words[index + 1]
+        del words[index : index + 2]
+    wrong = [word for word in words if not word.isidentifier()]
+    if wrong or not words:
+        raise PlanError(f"%nbtrain {name} needs names of variables: %nbtrain {name} model, lr")
+    return words, options
+
+
+def _rank_of(text: str) -> int | None:
+    """Read ``--rank 1``, or nothing. Raises `PlanError`."""
+    match = re.fullmatch(r"(?:(?:--rank|-r)?[ =]*(\d+))?", text.strip())
+    if match is None:
+        raise PlanError("%nbtrain debug takes only a rank: %nbtrain debug --rank 1")
+    return None if match[1] is None else int(match[1])
+
+
+def check_options(options: Namespace) -> None:
+    """Refuse options of ``%%distributed`` that mean nothing on live ranks. Raises `PlanError`."""
+    for option in OPTIONS:
+        if getattr(options, option.field) == option.default:
+            continue
+        flag = option.flags.split()[-1] if option.flags else ""
+        if option.field in START:
+            raise PlanError(
+                f"{flag} takes effect only when ranks start. Leave it out to run on the live "
+                "ranks, add --new to run on new ranks, or give it to %nbtrain restart"
+            )
+        if option.field in _NOT_LIVE:
+            raise PlanError(f"{flag} does not work on live ranks: add --new to run on new ranks")
+
+
+def read_ranks(text: str, world_size: int) -> list[int]:
+    """Read ``0,2-3``. Raises `PlanError`."""
+    ranks: list[int] = []
+    for part in text.replace(" ", "").split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if match is None:
+            raise PlanError(f"{text!r} does not name ranks: write 0, or 0,2-3")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise PlanError(f"{part!r} names no ranks: write {last}-{first}")
+        ranks += range(first, last + 1)
+    beyond = [rank for rank in ranks if rank >= world_size]
+    if beyond:
+        raise PlanError(f"there is no rank {beyond[0]}: the live ranks are 0 to {world_size - 1}")
+    return sorted(set(ranks))
+
+
+def status(ranks: LiveRanks) -> str:
+    """Return a table of the ranks' processes."""
+    head = ("rank", "process", "device", "memory", "GPU memory", "variables", "does")
+    rows = []
+    for rank in ranks._run.state.ranks:
+        usage = rank.usage
+        memory = "" if usage.memory is None else format_bytes(usage.memory)
+        on_gpu = "" if usage.gpu_memory is None else format_bytes(usage.gpu_memory)
+        process = "ended" if rank.rank in ranks.dead() else str(rank.pid)
+        count = str(len(ranks.names[rank.rank]))
+        does = ranks.doing(rank.rank)
+        rows.append((str(rank.rank), process, ranks.device, memory, on_gpu, count, does))
+    shown = [i for i in range(len(head)) if head[i] != "GPU memory" or any(r[i] for r in rows)]
+    kept = [tuple(row[i] for i in shown) for row in (head, *rows)]
+    return "\n".join(text_table(kept, "".join(">><>>><"[i] for i in shown)))
+
+
+def variables(by_rank: Mapping[int, Sequence[Mapping[str, Any]]]) -> str:
+    """Return a table of the ranks' variables; what differs between ranks is marked."""
+    names = dict.fromkeys(about["name"] for rows in by_rank.values() for about in rows)
+    tables = {rank: {about["name"]: about for about in rows} for rank, rows in by_rank.items()}
+    rows = [_row(name, {rank: rows.get(name) for rank, rows in tables.items()}) for name in names]
+    if not rows:
+        return "the ranks have no variables"
+    head = ("name", "type", "shape", "dtype", "device", "size", "ranks")
+    return "\n".join(text_table([head, *rows], "<" * len(head)))
+
+
+def _row(name: str, by_rank: Mapping[int, Mapping[str, Any] | None]) -> tuple[str, ...]:
+    about = next(each for each in by_rank.values() if each is not None)
+    shape = about.get("shape", "")
+    size = format_bytes(about["bytes"]) if "bytes" in about else ""
+    shown = shape if isinstance(shape, str) else "×".join(map(str, shape)) or "scalar"
+    kind = (about["type"], shown, about.get("dtype", ""), about.get("device", ""), size)
+    return (name, *kind, _difference(by_rank))
+
+
+def _difference(by_rank: Mapping[int, Mapping[str, Any] | None]) -> str:
+    """Say how the ranks differ in a variable; "same" if they do not."""
+    here = {rank: about for rank, about in by_rank.items() if about is not None}
+    if len(here) < len(by_rank):
+        return f"only {format_ranks(here)}"
+    first = next(iter(here.values()))
+    for other in here.values():
+        if other["type"] != first["type"] or other.get("shape") != first.get("shape"):
+            return "≠ kind"
+        parts = first.get("parts", {})
+        drifted = [part for part in parts if other.get("parts", {}).get(part) != parts[part]]
+        if drifted:
+            return f"≠ {drifted[0]}".rstrip()
+    return "same"

@@ -1,0 +1,775 @@
+"""Starts live ranks and runs tasks on them: `start` and `LiveRanks`.
+
+The ranks are a run in the background, whose function takes tasks (`nbtrain.parts.live.server`):
+what watches, ends and reaps them is what does so for every such run. Each task is a run of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import secrets
+import select
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from ... import engines
+from ...engines import Exit
+from ...errors import LaunchError, NbtrainError, PlanError, RankDied
+from ...findings import Finding
+from ...lifecycle import launcher
+from ...lifecycle.restarts import room_for_sockets
+from ...lifecycle.run import NotRemembered, Run, last_run
+from ...lifecycle.supervisor import Interrupts
+from ...planning import task_values
+from ...planning.option_parser import IDLE_TIMEOUT, plan_fields
+from ...planning.plan import Call, Cell, Plan
+from ...system.text import format_duration, format_ranks, plural, with_article
+from ...tracking import clock
+from ...tracking.run_folder import RunFolder
+from ...transport.channel import Channel, Listener
+from ...transport.weights.parts import Part
+from ...ui.displays import prompt
+from ..debugger.hooks import look_again
+from .engine import LiveEngine, Message
+from .server import serve
+from .snapshot import Snapshot
+from .variables import Variables, notebook
+
+_NAME = "live ranks"
+"""What the run of live ranks is called."""
+
+PATIENCE = 120.0
+"""Seconds in which ranks have to begin: on a cluster, or a loaded host, imports take long."""
+
+ANSWER = 30.0
+"""Seconds in which ranks that are not busy have to answer."""
+
+HEARD = 2.0
+"""Seconds in which ranks that do not answer have to hear an interrupt."""
+
+GRACE = 5.0
+"""Seconds that a task in the background has to end before the ranks do."""
+
+NEAR, FAR = 2.0, 15.0
+"""Seconds until the end of a rank is known, on this host and on a node of a cluster."""
+
+LARGE = 1 << 20
+"""Bytes of a value that ``ranks["x"]`` brings; of a larger one, a description."""
+
+_TPU_CUT_OFF = (
+    "A rank was stopped while it waited. If it waited for another rank on the TPU, collectives "
+    "fail from now on: copy what you need with %nbtrain pull, then %nbtrain restart"
+)
+
+_live: LiveRanks | None = None
+_live_pid: int | None = None
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def start(
+    num_processes: int | None = None, *, idle_timeout: float | None = None, **options: Any
+) -> LiveRanks:
+    """Start live ranks, which stay until `LiveRanks.stop` or the kernel's end, and return them.
+
+    While they live, ``%%distributed`` and ``%distributed`` run on them, and what a cell defines
+    stays in the ranks for the next cell. Forked ranks begin with the notebook's variables.
+
+    Args:
+        num_processes: the number of ranks; None: one per GPU, or 2 on a host without any.
+        idle_timeout: end the ranks after this many seconds without a task; None: never.
+        options: `engine`, `mixed_precision`, `downcast_bf16`, `config` and `env`, and for a Ray
+            cluster `address`, `nodes`, `resources` and `wait_for_nodes`, as for `nbtrain.launch`.
+
+    Raises:
+        PlanError: an option cannot be used as written, or there are live ranks already; nothing
+            was started.
+        PreflightError: the state of this process forbids the launch; nothing was started.
+        LaunchError: the ranks could not be started.
+    """
+    unknown = sorted(options.keys() - _OPTIONS)
+    if unknown:
+        raise PlanError(
+            f"nbtrain.start has no option {unknown[0]!r}; its options are {', '.join(_OPTIONS)}"
+        )
+    IDLE_TIMEOUT.check(idle_timeout, "idle_timeout")
+    if current() is not None:
+        raise PlanError("live ranks are already running. End them first: %nbtrain stop")
+    secret = secrets.token_hex(16)
+    fields = plan_fields({"num_processes": num_processes, **options})
+    fields |= {"background": True, "view": "none", "telemetry": (), "hang_after": None}
+    plan = Plan(Call(serve), _NAME, is_live=True, **{**fields, "sync": False})
+    folder = Path(tempfile.mkdtemp(prefix=f"nbtrain-live-{os.getpid()}-", dir=room_for_sockets()))
+    try:
+        with contextlib.closing(_listener(plan, folder)) as listener:
+            plan = replace(plan, task=Call(serve, (listener.address, secret)))
+            snapshot = Snapshot(notebook())
+            with NotRemembered():
+                run = launcher.run_plan(plan)
+            ranks = _connected(run, listener, secret, snapshot)
+    finally:  # once the ranks have connected, too: a kernel that is killed would leave it
+        shutil.rmtree(folder, ignore_errors=True)
+    if idle_timeout is not None:
+        ranks.end_when_idle(idle_timeout)
+    return ranks
+
+
+def _listener(plan: Plan, folder: Path) -> Listener:
+    """Listen where the ranks of a plan can connect. Raises `PlanError` where none could."""
+    if sys.platform != "linux":
+        raise PlanError("live ranks work on Linux only")
+    engine = engines.choose(plan)
+    if not engine.can_stay:
+        raise PlanError(f"ranks of the {engine.name} engine cannot live between cells")
+    return Listener(engine.home_address(plan) or folder)
+
+
+_OPTIONS = (
+    *("engine", "mixed_precision", "downcast_bf16", "config", "env"),
+    *("address", "nodes", "resources", "wait_for_nodes"),
+)
+
+
+def _connected(run: Run, listener: Listener, secret: str, snapshot: Snapshot) -> LiveRanks:
+    """Wait until each rank has connected. Raises `LaunchError`, and then ends them."""
+    global _live, _live_pid
+    channels: dict[int, Channel] = {}
+    names: dict[int, set[str]] = {}
+    deadline = time.monotonic() + PATIENCE
+    try:
+        while len(channels) < run.state.world_size:
+            if run.state.is_over or any(rank.is_over for rank in run.state.ranks):
+                run.wait()
+                raise run.exception or LaunchError(run.state.explanation)
+            if time.monotonic() > deadline:
+                missing = [r for r in range(run.state.world_size) if r not in channels]
+                raise LaunchError(f"{format_ranks(missing)} did not begin within {PATIENCE:g} s")
+            channel = listener.accept(0.1)
+            if channel is not None:
+                hello = _hello(channel, secret)
+                if hello is not None:
+                    channels[hello["rank"]], names[hello["rank"]] = channel, set(hello["new"])
+    except BaseException:  # an interrupt too: no rank stays that nobody could reach
+        for channel in channels.values():
+            channel.close()
+        run.stop("because the ranks could not be started")
+        raise
+    _live, _live_pid = LiveRanks(run, channels, names, snapshot), os.getpid()
+    atexit.register(_live.stop)
+    return _live
+
+
+def _hello(channel: Channel, secret: str) -> Message | None:
+    """Return what a rank says first; None, and hang up, if it is none of ours."""
+    # Whatever a stranger says, such as JSON that is nested without end, ends this connection alone.
+    with contextlib.suppress(Exception):
+        message, _ = channel.receive()
+        if secrets.compare_digest(str(message["secret"]).encode(), secret.encode()):
+            channel.trust()
+            return message
+    channel.close()
+    return None
+
+
+def current() -> LiveRanks | None:
+    """Return the ranks that live, if there are any."""
+    if _live is not None and _live_pid == os.getpid() and not _live.has_ended:
+        return _live
+    return None
+
+
+def lost() -> LiveRanks | None:
+    """Return ranks that have ended, and that nobody has stopped or replaced since."""
+    if _live is None or _live_pid != os.getpid() or not _live.has_ended or _live.was_stopped:
+        return None
+    return _live
+
+
+def _in_use(
+    method: Callable[Concatenate[LiveRanks, _P], _T],
+) -> Callable[Concatenate[LiveRanks, _P], _T]:
+    """Have the ranks do one thing at a time, and not be idle meanwhile."""
+
+    @functools.wraps(method)
+    def used(self: LiveRanks, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        self._wait_for_background()
+        with self._turn:
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                self._last_use = time.monotonic()
+
+    return used
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _drop_data(message: Message) -> None:
+    """Close what came with a message, if it is there still."""
+    data = message.pop("data", None)
+    if data is not None:
+        os.close(data)
+
+
+def _cause(run: Run | None) -> int:
+    """Return the rank whose failure ended a run."""
+    if run is None:
+        return 0
+    failed = [rank for rank in run.state.ranks if rank.status == "failed"]
+    first = min(failed, key=lambda r: (r.has_lost_peers, r.ended), default=None)
+    return 0 if first is None else first.rank
+
+
+class LiveRanks:
+    """Live ranks: training processes that keep their variables between cells.
+
+    `nbtrain.start`, or ``%nbtrain start``, makes them. A ``with`` block ends them when it is left.
+
+    Example::
+
+        with nbtrain.start(2) as ranks:
+            ranks.push(learning_rate=1e-3)
+            run = ranks.run(train, model)
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        channels: dict[int, Channel],
+        names: dict[int, set[str]],
+        snapshot: Snapshot,
+    ) -> None:
+        self._run, self._channels = run, channels
+        self.variables = Variables(self._ask, names, snapshot)
+        self._are_far = not all(channel.passes_files for channel in channels.values())
+        self._tasks = 0
+        self._task_folder: RunFolder | None = None
+        self._trouble = ""
+        self.error: BaseException | None = None
+        """What the last task of a cell raised."""
+        self._failed = 0  # the rank that caused it
+        self._behind: Run | None = None  # the last task in the background
+        self._behind_on: Sequence[int] = ()
+        self._is_free = threading.Event()  # of it
+        self._is_free.set()
+        self._news = ""
+        self._generation = 0
+        self._groups: dict[int, Mapping[str, Any]] = {}
+        self._turn, self._last_use = threading.RLock(), time.monotonic()
+        self._is_stopped = threading.Event()
+        self._ended_by_idleness = ""
+        self.was_stopped = False
+        """Whether the user has stopped them: then they are not missed."""
+        self.engine, self.device = run.state.engine, run.state.device
+        self.mixed_precision = run.state.mixed_precision
+        self.world_size = run.state.world_size
+
+    def __enter__(self) -> LiveRanks:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.stop()
+
+    def __len__(self) -> int:
+        return self.world_size
+
+    def __repr__(self) -> str:
+        return f"<LiveRanks: {plural(self.world_size, 'rank')}, {self._said()}>"
+
+    def _said(self) -> str:
+        if self.has_ended:
+            return "stopped"
+        dead = self.dead()
+        return f"{format_ranks(dead)} ended" if dead else "ready"
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all ranks are gone."""
+        return self._run.state.is_over or not self._channels
+
+    @property
+    def end_reason(self) -> str:
+        """Why they have ended, for a reader."""
+        if self.was_stopped:
+            return "these ranks were stopped"
+        return self._ended_by_idleness or (
+            "The live ranks have ended; variables that only they had are lost"
+        )
+
+    def dead(self) -> list[int]:
+        """Return the ranks whose processes have ended."""
+        return [rank for rank in range(self.world_size) if rank not in self._channels]
+
+    # What the engine of a task needs
+
+    @property
+    def names(self) -> Mapping[int, Collection[str]]:
+        """The variables of each rank."""
+        return self.variables.names
+
+    def parts_there(self, sent: Mapping[str, Any], ranks: Sequence[int]) -> Mapping[int, Part]:
+        """Return the parts of the notebook's models that ranks have, for what is sent to them."""
+        return self.variables.parts_there(sent, ranks)
+
+    @property
+    def pids(self) -> Mapping[int, int]:
+        """The process of each rank."""
+        return {rank.rank: rank.pid for rank in self._run.state.ranks if rank.pid is not None}
+
+    @property
+    def nodes(self) -> Mapping[int, str]:
+        """The host of each rank that is not on this one."""
+        return {rank.rank: rank.node for rank in self._run.state.ranks if rank.node}
+
+    def new_task(self, folder: RunFolder | None = None) -> int:
+        """Return a number that no other task has, of a run in `folder` if it is one."""
+        self._tasks += 1
+        self._task_folder = folder
+        if folder is not None and self._are_far:  # it is there that ranks on other hosts are asked
+            folder.questions.symlink_to(RunFolder(self._run.folder).questions)
+        return self._tasks
+
+    def send(self, rank: int, message: Message, data: int | None = None) -> None:
+        """Send a message to a rank. Raises `OSError` for one that is gone."""
+        if rank not in self._channels:
+            raise OSError(f"rank {rank} has ended")
+        self._channels[rank].send(message, data)
+
+    def receive(self, ranks: Collection[int], timeout: float) -> dict[int, Message | None]:
+        """Return the next message of each rank that has one; None for a rank that is gone."""
+        channels = {rank: self._channels.get(rank) for rank in ranks}
+        # Another thread may close one: its descriptor is negative then.
+        descriptors = {r: channel.fileno() if channel else -1 for r, channel in channels.items()}
+        ended = {rank: None for rank, descriptor in descriptors.items() if descriptor < 0}
+        messages: dict[int, Message | None] = dict(ended)
+        by_descriptor = {d: rank for rank, d in descriptors.items() if d >= 0}
+        poller = select.poll()
+        for descriptor in by_descriptor:
+            poller.register(descriptor, select.POLLIN)
+        over = {r.rank for r in self._run.state.ranks if r.is_over} if self._are_far else set()
+        for descriptor, _ in poller.poll(0 if ended else 1000 * timeout) if by_descriptor else ():
+            rank = by_descriptor.pop(descriptor)
+            message = self._received(rank)
+            if message != {}:
+                messages[rank] = message
+        for rank in over.intersection(by_descriptor.values()):  # a host that is lost hangs up not
+            if (channel := self._channels.pop(rank, None)) is not None:
+                channel.close()
+            messages[rank] = None
+        return messages
+
+    def _received(self, rank: int) -> Message | None:
+        """Return the next message of a rank, `{}` where it was a part of a file; None: it ended."""
+        try:
+            message, data = self._channels[rank].receive()
+        except KeyError:  # another thread has stopped the ranks
+            return None
+        except (EOFError, ValueError):
+            if (channel := self._channels.pop(rank, None)) is not None:  # else they were stopped
+                channel.close()
+            return None
+        message["data"] = data
+        if "file" in message:
+            self._save_part(message)
+            return {}
+        if message["done"] != self._tasks:  # an answer that nobody waits for any more
+            _drop_data(message)
+        self.variables.names[rank] |= set(message.get("new", ()))
+        self.variables.names[rank] -= set(message.get("deleted", ()))
+        if "groups" in message:
+            self._groups[rank] = message["groups"]
+        return message
+
+    def _save_part(self, message: Message) -> None:
+        """Write what came of a file of the task's run, if that goes on."""
+        if message["data"] is None:  # an empty file comes without data
+            message["data"] = os.open(os.devnull, os.O_RDONLY)
+        with contextlib.suppress(OSError), open(message["data"], "rb") as file:  # a full disk
+            if message["task"] != self._tasks or self._task_folder is None:
+                return
+            path = self._task_folder.path / message["file"]
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            file.seek(0)
+            if message["grows"]:
+                with open(path, "ab", opener=_private) as target:
+                    shutil.copyfileobj(file, target)
+            else:
+                partial = path.with_name(f"{path.name}.partial")
+                with open(partial, "wb", opener=_private) as target:
+                    shutil.copyfileobj(file, target, 1 << 20)
+                partial.replace(path)
+
+    def end_of(self, rank: int) -> Exit:
+        """Return how the process of a rank ended, which its keeper learns at about this moment."""
+        deadline = time.monotonic() + (FAR if self._are_far else NEAR)
+        while not (state := self._run.state.ranks[rank]).is_over and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return Exit(rank, state.returncode, clock.now(), state.cause, code=state.cause_code)
+
+    def end(self, how: str) -> None:
+        """Have all processes ended, without waiting for it."""
+        for rank in list(self._channels):
+            self._channels.pop(rank).close()
+        self._run._watcher.request_stop(how)  # type: ignore[union-attr]
+
+    # What the user asks for
+
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
+        """Run ``function(*args, **kwargs)`` on every rank, and return the finished `Run`.
+
+        It does what `nbtrain.launch` does: ``run.results`` has the return values, models among the
+        arguments are updated, and it raises what the rank that failed first raised.
+        """
+        if not callable(function):
+            raise PlanError(
+                f"run needs a function to call, not {with_article(type(function).__name__)}"
+            )
+        call = Call(function, args, kwargs)
+        return self.run_plan(Plan(call, call.name))
+
+    def run_plan(self, plan: Plan, ranks: Sequence[int] | None = None) -> Run:
+        """Run a plan's task on some ranks, all by default. Raises what `nbtrain.launch` does.
+
+        One in the background is returned once it has begun; whoever needs the ranks waits for it.
+        """
+        targets = list(range(self.world_size)) if ranks is None else list(ranks)
+        if plan.goes_on:
+            return self._run_behind(plan, targets)
+        return self._run_now(plan, targets)
+
+    @_in_use
+    def _run_now(self, plan: Plan, targets: Sequence[int]) -> Run:
+        try:
+            run = self._launched(plan, targets)
+        except BaseException as error:  # an interrupt too: `debug` asks for what was raised last
+            self.error = error
+            self._failed = _cause(last_run())
+            raise
+        finally:
+            self._recover()
+            self._say_news()
+        return run
+
+    def _run_behind(self, plan: Plan, targets: Sequence[int]) -> Run:
+        """Run a task in the background. Raises `PlanError` if one is there already."""
+        if busy := self._busy_with():
+            raise PlanError(
+                f"the ranks are busy with {busy} in the background. Wait for it: "
+                "nbtrain.last_run().wait(), or end it: nbtrain.last_run().stop()"
+            )
+        self._recover()  # while they are free: with the flag down, it would wait for this very task
+        self._check_is_whole()
+        self._say_news()
+        self._last_use = time.monotonic()
+        self._is_free.clear()
+        try:
+            self._behind = self._launched(plan, targets)
+            self._behind_on = targets
+        except BaseException:  # an interrupt too: nobody else would set it
+            self._is_free.set()
+            raise
+        return self._behind
+
+    def _launched(self, plan: Plan, targets: Sequence[int]) -> Run:
+        self._recover()  # an interrupt may have come before it was done
+        self._check_is_whole()
+        if isinstance(plan.task, Cell):
+            plan = replace(plan, sync=False)
+        engine, noticed = LiveEngine(self, targets), list[Finding]()
+        sent: dict[str, Any] = {}
+        if isinstance(plan.task, Cell):
+            has = set.intersection(*(self.variables.names[rank] for rank in targets))
+            task_values.keep_references(plan.task)
+            read = task_values.looked_up(plan.task)
+            sent = {name: value for name, value in read.items() if name not in has}
+            if changed := self.variables.changed(read, has):
+                names = ", ".join(f"`{name}`" for name in changed)
+                text = f"the notebook's {names} changed after the ranks got it."
+                noticed = [
+                    Finding("changed", text, f"%nbtrain push {', '.join(changed)} sends it again.")
+                ]
+        self.error = None
+        try:
+            return launcher.run_plan(plan, noticed, engine=engine)
+        finally:
+            self.variables.snapshot.take(sent, sent)
+
+    @contextlib.contextmanager
+    def occupied(self) -> Iterator[None]:
+        """Have the ranks do a task of another thread, and make them ready for the next one."""
+        with self._turn:
+            try:
+                yield
+            finally:
+                try:
+                    self._recover()
+                finally:  # whatever happened: somebody may wait for it
+                    self._last_use = time.monotonic()
+                    self._is_free.set()
+
+    def doing(self, rank: int) -> str:
+        """Return what a rank does now."""
+        if rank in self.dead():
+            return ""
+        if (busy := self._busy_with()) and rank in self._behind_on:
+            return busy
+        return f"idle for {format_duration(time.monotonic() - self._last_use)}"
+
+    def _busy_with(self) -> str:
+        """Return what the ranks do in the background; '' for nothing."""
+        if self._is_free.is_set() or self.has_ended:
+            return ""
+        return f"`{self._behind.state.name}`" if self._behind is not None else "a cell"
+
+    def _wait_for_background(self) -> None:
+        """Wait until the ranks are free, and say so first. An interrupt ends the waiting only."""
+        if threading.current_thread() is threading.main_thread():
+            if (busy := self._busy_with()) and self._behind is not None:
+                print(f"The ranks are busy with {busy} in the background. Waiting until it ends.")
+                self._behind.wait()
+                self._is_free.wait()
+            self._say_news()
+
+    def _say_news(self) -> None:
+        """Print what happened to the ranks that the user has not read."""
+        news, self._news = self._news, ""
+        if news:
+            print(news, flush=True)
+
+    @_in_use
+    def debug(self, rank: int | None = None) -> None:
+        """Open the debugger at the line where the last task failed.
+
+        Args:
+            rank: the rank to look at; None: the one that failed first.
+
+        Raises:
+            PlanError: there is no notebook or terminal to type in, or no task has failed.
+        """
+        if self._are_far:
+            raise PlanError(
+                "the debugger works on this host only, and these ranks are on a cluster"
+            )
+        if prompt.find() is None:
+            raise PlanError("the debugger needs a notebook or a terminal in which you can type")
+        if self._behind is not None and self._behind is last_run():
+            self.error, self._failed = self._behind.exception, _cause(self._behind)
+        if self.error is None:
+            raise PlanError("no cell has failed on these ranks since the last one that worked")
+        self._check_is_whole()
+        target = self._failed if rank is None else rank
+        self._check_rank(target)
+        call = Call(look_again)
+        plan = Plan(call, "debug", looks_again=True, view="none", telemetry=(), sync=False)
+        with NotRemembered():
+            launcher.run_plan(plan, engine=LiveEngine(self, [target]))
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise PlanError(
+                f"there is no rank {rank}: the live ranks are 0 to {self.world_size - 1}"
+            )
+
+    def _check_is_whole(self) -> None:
+        """Raise `RankDied` if a rank has ended."""
+        dead = self.dead()
+        if self.has_ended:
+            raise NbtrainError(f"{self.end_reason}. %nbtrain restart starts new ranks")
+        if dead:
+            raise RankDied(
+                f"{format_ranks(dead)} of the live ranks ended. The others still have their "
+                "variables: copy what you need with %nbtrain pull, then %nbtrain restart"
+            )
+        if self._trouble:
+            raise NbtrainError(f"{self._trouble}. %nbtrain restart starts new ranks")
+
+    def _recover(self) -> None:
+        """Form the process group anew, where a task ended in the middle of what it shared."""
+        states = [state for state in self._groups.values() if state["is_formed"]]
+        was_cut_off = any(state["is_broken"] for state in self._groups.values())
+        is_needed = was_cut_off and (bool(states) or self.device == "xla")
+        is_needed = is_needed or len({state["count"] for state in states}) > 1
+        is_needed = is_needed or 0 < len(states) < len(self._groups)
+        if self.has_ended or self.dead() or not is_needed:
+            return
+        self._generation += 1
+        message = {"do": "reform", "generation": self._generation}
+        message["forms"] = len(states) == len(self._groups) == self.world_size
+        try:
+            answers = self._ask(self._channels, message, may_stop=False)
+        except NbtrainError as error:  # the cell's own error is the one to raise
+            self._trouble = f"the ranks could not form a new process group: {error}"
+            return
+        self._groups.clear()
+        lost = sorted({name for answer in answers.values() for name in answer["lost"]})
+        names = ", ".join(f"`{name}`" for name in lost)
+        rest = f"; {names} must be sharded again" if lost else ", and their variables are kept"
+        self._news = f"The ranks formed a new process group{rest}." if states else ""
+        if was_cut_off and self.device == "xla":
+            self._news = f"{self._news} {_TPU_CUT_OFF}".lstrip()
+
+    @_in_use
+    def _ask(
+        self,
+        ranks: Iterable[int],
+        message: Message,
+        data: int | None = None,
+        *,
+        may_stop: bool = True,
+    ) -> dict[int, Message]:
+        """Send a message and return the answers. Raises `NbtrainError` for what went wrong.
+
+        An interrupt ends it, if it `may_stop`.
+        """
+        if self.has_ended:
+            self._check_is_whole()
+        number, answers = self.new_task(), dict[int, Message]()
+        waiting = set(ranks)
+        try:
+            with Interrupts() as interrupts:  # one in the middle of a message would garble the next
+                for rank in waiting:
+                    with contextlib.suppress(OSError):
+                        self.send(rank, {**message, "id": number}, data)
+                heard = interrupts if may_stop else None
+                self._collect(number, waiting, answers, ANSWER, heard)
+            if heard is not None and heard.count:
+                raise KeyboardInterrupt
+            if silent := sorted(waiting - answers.keys()):
+                self._give_up(number, silent)
+            for rank, answer in sorted(answers.items()):
+                if "error" in answer:
+                    raise NbtrainError(f"rank {rank}: {answer['error'].partition(': ')[2]}")
+        except BaseException as error:  # an interrupt too
+            if isinstance(error, KeyboardInterrupt):
+                self._interrupt(number, waiting - answers.keys())
+            for answer in answers.values():
+                _drop_data(answer)
+            raise
+        return answers
+
+    def _collect(
+        self,
+        number: int,
+        waiting: Collection[int],
+        answers: dict[int, Message],
+        patience: float,
+        interrupts: Interrupts | None = None,
+    ) -> None:
+        """Wait for the answers to a question. Raises `RankDied`, `KeyboardInterrupt`."""
+        deadline = time.monotonic() + patience
+        while (left := set(waiting) - answers.keys()) and time.monotonic() < deadline:
+            if interrupts is not None and interrupts.count:
+                raise KeyboardInterrupt
+            for rank, answer in self.receive(left, 0.1).items():
+                if answer is None:
+                    raise RankDied(f"rank {rank} has ended")
+                if answer["done"] == number:
+                    answers[rank] = answer
+
+    def _interrupt(self, number: int, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            with contextlib.suppress(OSError):
+                self.send(rank, {"do": "interrupt", "id": number})
+
+    def _give_up(self, number: int, silent: Sequence[int]) -> None:
+        """Raise `NbtrainError` for ranks that do not answer; no cell waits for them either."""
+        late: dict[int, Message] = {}
+        self._interrupt(number, silent)
+        self._collect(number, silent, late, HEARD)
+        for answer in late.values():
+            _drop_data(answer)
+        text = f"{format_ranks(silent)} did not answer within {ANSWER:g} s"
+        if len(late) < len(silent):
+            self._trouble = f"{text}, and did not react to an interrupt"
+        raise NbtrainError(text)
+
+    def __getitem__(self, name: str) -> list[Any]:
+        """Return the variable `name` of every rank, as a list; one over 1 MiB is only described."""
+        values = self.variables.fetch([name], LARGE, self._channels).values()
+        return [of_rank[name] for of_rank in values]
+
+    def push(self, *names: str, **values: Any) -> None:
+        """Send variables of the notebook, and other values by name, to every rank.
+
+        A model or an optimizer is loaded in place if the ranks have one with the same layout: what
+        they built around it, such as DDP or an optimizer, continues to use it.
+
+        Args:
+            names: names of the notebook's variables.
+            values: other values, as ``name=value``.
+        """
+        self.variables.push(names, values, self._channels)
+
+    def pull(self, *names: str, rank: int = 0) -> None:
+        """Copy variables of a rank into the notebook, under the same names.
+
+        A model, an optimizer or a scheduler is loaded in place into the notebook's one.
+
+        Args:
+            names: names of the rank's variables.
+            rank: the rank to copy from.
+        """
+        self._check_rank(rank)
+        is_whole = not rank and not self.dead()
+        self.variables.pull(names, rank, self._pull_in_place if is_whole else None)
+
+    @_in_use
+    def _pull_in_place(self, names: Sequence[str], notebook: dict[str, Any]) -> None:
+        cell = Cell("\n".join([*names, "None"]), "<pull>", notebook)
+        title = f"pull {', '.join(names)}"
+        plan = Plan(cell, title, sync=True, out=tuple(names), view="none", telemetry=())
+        launcher.run_plan(plan, engine=LiveEngine(self, list(self._channels)))
+
+    def describe(self) -> dict[int, list[dict[str, Any]]]:
+        """Return what each rank says of its variables."""
+        answers = self._ask(self._channels, {"do": "describe"})
+        return {rank: answer["variables"] for rank, answer in sorted(answers.items())}
+
+    def end_when_idle(self, seconds: float) -> None:
+        """End the ranks by themselves when they had nothing to do for so long."""
+        watch = functools.partial(self._end_when_idle, seconds)
+        threading.Thread(target=watch, name="nbtrain-idle", daemon=True).start()
+
+    def _end_when_idle(self, seconds: float) -> None:
+        while not self.has_ended:
+            if self._is_stopped.wait(max(self._last_use + seconds - time.monotonic(), 0.0)):
+                return
+            with self._turn:
+                if time.monotonic() - self._last_use < seconds or self.has_ended:
+                    continue
+                self._ended_by_idleness = (
+                    f"The live ranks ended themselves after {seconds:g} s without a cell, as "
+                    "--idle-timeout asks; variables that only they had are lost"
+                )
+                self._stop("because they were idle")
+
+    def stop(self) -> None:
+        """End the ranks. May be repeated."""
+        self.was_stopped = True
+        self._stop("by %nbtrain stop")
+
+    def _stop(self, how: str) -> None:
+        if os.getpid() != _live_pid:
+            return
+        self._is_stopped.set()
+        if self._busy_with() and self._behind is not None:
+            self._behind._watcher.request_stop(how)  # type: ignore[union-attr]
+            self._is_free.wait(GRACE)
+        for rank in list(self._channels):
+            self._channels.pop(rank).close()
+        if not self._run.state.is_over:
+            self._run.stop(how)
+        atexit.unregister(self.stop)

@@ -1,0 +1,289 @@
+"""Runs in a live rank: `serve` runs the tasks that the notebook sends, until it disconnects.
+
+To its engine, `serve` is a task as any other, of a run that lasts as long as the ranks live. Each
+task is a run of its own, in a folder of its own: while it lasts, the rank's output and its reports
+go there. Only what belongs to the process stays: variables, process groups, devices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ...planning.plan import Plan
+from ...planning.task_values import is_model, public
+from ...system import instrumentation
+from ...tracking.run_folder import RunFolder, mark_stopping
+from ...transport import payload
+from ...transport.channel import Address, Channel, connect
+from ...transport.weights import parts
+from ...worker import api, checkpoints, main, stopping
+from ...worker.output.rich_output import RichOutput
+from ...worker.task_runner import run_task
+from . import mirror, values
+from .groups import ProcessGroups
+
+PATIENCE = 0.3
+"""Seconds that a task has to hear an interrupt before its collectives are ended."""
+
+_NO_CHECKPOINTS = (
+    "live ranks on a cluster keep no checkpoints: their folders end with the cell. "
+    "%nbtrain pull copies a model to the notebook; %%distributed --new runs with checkpoints"
+)
+
+Message = dict[str, Any]
+
+
+def serve(address: Address, secret: str) -> None:
+    """Run the tasks that come through the channel at `address`, and return when it is closed."""
+    reporter = api.active
+    assert reporter is not None  # this is a rank
+    channel = connect(address)
+    if not channel.passes_files:
+        checkpoints.refusal = _NO_CHECKPOINTS
+    server = LiveRank(channel, reporter.rank)
+    channel.send({"rank": reporter.rank, "secret": secret, **server.new_names()})
+    server.run()
+
+
+class LiveRank:
+    """Takes messages in a thread, so that one arrives while a task is stuck in a collective."""
+
+    def __init__(self, channel: Channel, rank: int) -> None:
+        self._channel, self._rank = channel, rank
+        self._waiting: queue.SimpleQueue[tuple[Message, int | None] | None] = queue.SimpleQueue()
+        self._namespace = vars(sys.modules["__main__"])
+        self._known: set[str] = set()
+        self._task: int | None = None
+        self._called_off: int | None = None  # a task that was interrupted before it began
+        self._has_heard = False
+        self._folder: RunFolder | None = None  # of the task
+        self._ending = threading.Lock()
+        self._groups = ProcessGroups()
+        self._groups.install()
+
+    def run(self) -> None:
+        """Do what messages ask for, one after the other."""
+        threading.Thread(target=self._receive, name="nbtrain-live", daemon=True).start()
+        while (received := self._waiting.get()) is not None:
+            message, data = received
+            answer = self._answer(message, data)
+            descriptor = answer.pop("data", None)
+            try:
+                self._channel.send({"done": message["id"], **answer}, descriptor)
+            except OSError:  # the notebook is gone
+                return
+            finally:
+                if descriptor is not None:
+                    os.close(descriptor)
+
+    def _answer(self, message: Message, data: int | None) -> Message:
+        """Do what a message asks for; an interrupt that is meant for it ends nothing else."""
+        idle = signal.getsignal(signal.SIGINT)
+        answer: Message = {"error": "KeyboardInterrupt: it was interrupted"}
+        try:
+            self._has_heard = False
+            signal.signal(signal.SIGINT, self._hear)
+            with self._ending:
+                is_off = message["id"] == self._called_off
+                self._task = None if is_off else message["id"]
+            if is_off:
+                if data is not None:
+                    os.close(data)
+                raise KeyboardInterrupt
+            try:
+                answer = self._ACTIONS[message["do"]](self, message, data)
+            except Exception as error:  # of what was asked: the rank stays
+                answer = {"error": f"{type(error).__name__}: {error}"}
+                traceback.print_exc()
+            self._stop_listening()
+        except KeyboardInterrupt:
+            self._stop_listening()
+        signal.signal(signal.SIGINT, idle)
+        return answer
+
+    def _hear(self, _signum: int, _frame: object) -> None:
+        if not self._has_heard:
+            self._has_heard = True
+            raise KeyboardInterrupt
+
+    def _stop_listening(self) -> None:
+        """End the time in which an interrupt is meant for what runs: one may be on its way."""
+        while True:
+            try:
+                with self._ending:
+                    self._task = None
+                signal.signal(signal.SIGINT, _ignore)
+                return
+            except KeyboardInterrupt:
+                continue
+
+    def _receive(self) -> None:
+        main_thread = threading.main_thread().ident
+        assert main_thread is not None
+        while True:
+            try:
+                message, data = self._channel.receive()
+            except EOFError:
+                self._waiting.put(None)
+                return
+            if message["do"] == "interrupt":
+                if message.get("asked") and self._folder is not None:
+                    mark_stopping(self._folder)  # where it is a copy; else it is there already
+                self._interrupt(main_thread, message["id"])
+            else:
+                self._waiting.put((message, data))
+
+    def _interrupt(self, main_thread: int, task: int) -> None:
+        """Interrupt a task, and if it does not hear that, end the collectives that it waits in."""
+        with self._ending:
+            if self._task != task:  # done, or it waits its turn
+                self._called_off = task
+                return
+            signal.pthread_kill(main_thread, signal.SIGINT)
+        deadline = time.monotonic() + PATIENCE
+        while self._task == task and time.monotonic() < deadline:
+            time.sleep(0.01)
+            # A signal that comes right before a call that waits, such as `sleep`, does not end it.
+            if not self._has_heard and signal.getsignal(signal.SIGINT) == self._hear:
+                signal.pthread_kill(main_thread, signal.SIGINT)
+        if self._task == task:
+            self._groups.abort()
+
+    # What a message asks for. The answer's "data" is a descriptor.
+
+    def _run_task(self, message: Message, data: int | None) -> Message:
+        assert data is not None
+        with self._task_folder(message) as folder, self._in_folder(folder):
+            plan, classes = self._plan(message, data)
+            of_process = main.job_of_process
+            assert of_process is not None
+            job = replace(
+                of_process,
+                plan=plan,
+                folder=folder,
+                shared_classes=classes,
+                unanswered=message["unanswered"],
+                is_live=True,
+                is_mirrored=not self._channel.passes_files,
+            )
+            output = RichOutput(run_task, shows_values=True)
+            output.install()
+            code = main.run_in_rank(job, self._rank, output.run)
+        return {"code": code, "groups": self._groups.state(), **self.new_names()}
+
+    def _plan(self, message: Message, data: int) -> tuple[Plan, frozenset[type]]:
+        """Unpack a task, which may bring variables along; no other one is changed by that."""
+        before = dict(self._namespace)
+        try:
+            plan, classes = payload.unpack(f"/proc/self/fd/{data}", restores=False)
+        finally:
+            os.close(data)
+        for name in before.keys() - set(message["sent"]):
+            self._namespace[name] = before[name]
+        return plan, classes
+
+    @contextlib.contextmanager
+    def _task_folder(self, message: Message) -> Iterator[RunFolder]:
+        """Give the folder of a task's run; where that is on another host, one that is copied."""
+        home, of_process = RunFolder(Path(message["folder"])), main.job_of_process
+        assert of_process is not None
+        copied = mirror.mirrored(self._channel, message["id"], of_process.scratch, self._rank)
+        with contextlib.nullcontext(home) if self._channel.passes_files else copied as folder:
+            self._folder = folder
+            try:
+                yield folder
+            finally:
+                self._folder = None
+
+    @contextlib.contextmanager
+    def _in_folder(self, folder: RunFolder) -> Iterator[None]:
+        """Have this process print and report to the folder of a run, and answer questions there."""
+        reporter, stopper = api.active, stopping.active
+        stdout, stderr = os.dup(1), os.dup(2)
+        log = os.open(folder.log(self._rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        _flush()
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        try:
+            with instrumentation.scope():
+                yield
+        finally:
+            self._stop_listening()
+            stopping.active = stopper
+            api.activate(reporter)
+            _flush()
+            for saved, stream in ((stdout, 1), (stderr, 2)):
+                os.dup2(saved, stream)
+                os.close(saved)
+
+    def _reform(self, message: Message, _data: int | None) -> Message:
+        """Form the process group anew, all ranks together, after a collective has failed."""
+        generation, forms = message["generation"], message["forms"]
+        return {"lost": self._groups.reform(generation, self._namespace, forms=forms)}
+
+    def _get(self, message: Message, _data: int | None) -> Message:
+        asked = {key: message[key] for key in ("names", "limit", "has", "pulled")}
+        file = values.packed(self._namespace, **asked)
+        return {"data": os.dup(file.fileno())}
+
+    def _put(self, message: Message, data: int | None) -> Message:
+        assert data is not None
+        known = parts.with_state(self._namespace)
+        replaced = parts.parts({n: known[n] for n in message["sent"] if n in known})
+        others = {n: value for n, value in known.items() if n not in message["sent"]}
+        stale = [
+            n for n, v in others.items() if not replaced.keys().isdisjoint(parts.parts({n: v}))
+        ]
+        self._plan(message, data)
+        for name, state in self._namespace.pop(payload.STATES, {}).items():
+            parts.load_state(self._namespace[name], state)
+        return {"stale": stale, **self.new_names()}
+
+    def _layouts(self, message: Message, _data: int | None) -> Message:
+        known = parts.with_state(self._namespace)
+        models = {name: value for name, value in known.items() if is_model(value)}
+        layouts = {
+            n: parts.layout(known[n], models) if n in known else None for n in message["names"]
+        }
+        return {"layouts": layouts}
+
+    def _describe(self, _message: Message, _data: int | None) -> Message:
+        return {"variables": values.described(self._namespace)}
+
+    def new_names(self) -> Message:
+        """Return which variables there are that the notebook has not heard of, and which went."""
+        names = set(public(self._namespace))
+        new, deleted = sorted(names - self._known), sorted(self._known - names)
+        self._known = names
+        return {"new": new, "deleted": deleted}
+
+    _ACTIONS: Mapping[str, Callable[[LiveRank, Message, int | None], Message]] = {
+        "run": _run_task,
+        "reform": _reform,
+        "get": _get,
+        "put": _put,
+        "layouts": _layouts,
+        "describe": _describe,
+    }
+
+
+def _ignore(_signum: int, _frame: object) -> None:
+    """Do nothing at an interrupt."""
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed, or of the user's own kind
+            stream.flush()

@@ -1,0 +1,222 @@
+"""Sends variables between the notebook and the live ranks."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from ...errors import NbtrainError, PlanError
+from ...planning.task_values import is_model
+from ...transport import payload, result_pickler
+from ...transport.weights.parts import (
+    Part,
+    classes,
+    find,
+    layout,
+    load_state,
+    parts,
+    shapes,
+    state,
+    with_state,
+)
+from .engine import Message
+from .snapshot import Snapshot
+
+
+class Ask(Protocol):
+    """Sends a message to ranks and returns their answers. Raises `NbtrainError`."""
+
+    def __call__(
+        self, ranks: Iterable[int], message: Message, data: int | None = None
+    ) -> dict[int, Message]: ...
+
+
+def notebook() -> dict[str, Any]:
+    """Return the notebook's variables."""
+    return vars(sys.modules["__main__"])
+
+
+class Variables:
+    """What each rank has, by name, and what of the notebook's it was when the ranks got it."""
+
+    def __init__(self, ask: Ask, names: dict[int, set[str]], snapshot: Snapshot) -> None:
+        self._ask = ask
+        self.names, self.snapshot = names, snapshot
+
+    def changed(self, values: Mapping[str, Any], has: Collection[str]) -> list[str]:
+        """Return which of the notebook's variables the ranks have as something else."""
+        names = [name for name in values if name in has]
+        return [name for name in names if self.snapshot.differs(name, values[name])]
+
+    def fetch(
+        self,
+        names: Sequence[str],
+        limit: int | None,
+        ranks: Iterable[int],
+        pulled: Sequence[str] = (),
+        own: Mapping[str, Any] | None = None,
+    ) -> dict[int, dict[str, Any]]:
+        """Return variables of ranks, by rank and name; `Unsent` for one that cannot be sent.
+
+        What they refer to of what is `pulled` is the notebook's `own`. A value of more than `limit`
+        bytes is not sent.
+        """
+        has = {name: shapes(value) for name, value in with_state(own or {}).items()}
+        message = {"do": "get", "names": names, "limit": limit, "has": has, "pulled": pulled}
+        answers = self._ask(ranks, message)
+        fetched = {}
+        for rank, answer in sorted(answers.items()):
+            with open(answer.pop("data"), "rb") as file:
+                file.seek(0)
+                packed = pickle.load(file)
+            known = dict(own or {})
+            for name, (data, reason) in packed.items():
+                known[name] = _value(data, reason, functools.partial(find, values=known))
+            fetched[rank] = {name: known[name] for name in names}
+        return fetched
+
+    def push(self, names: Sequence[str], values: Mapping[str, Any], ranks: Iterable[int]) -> None:
+        """Send variables of the notebook, and other values by name, to all ranks."""
+        own = notebook()
+        missing = [name for name in names if name not in own]
+        if missing:
+            raise PlanError(f"the notebook has no variable `{missing[0]}`")
+        sent = {**{name: own[name] for name in names}, **values}
+        alike = self._alike(sent, ranks)
+        new = {name: value for name, value in sent.items() if name not in alike}
+        states = {name: state(value) for name, value in alike.items()}
+        there = self.parts_there(new, list(self.names), alike)
+        packed = payload.pack_values(new, states, there)
+        try:
+            message = {"do": "put", "sent": list(new)}
+            answers = self._ask(ranks, message, packed.descriptors[0])
+        finally:
+            packed.close()
+        self.snapshot.take(sent, sent)
+        stale = dict.fromkeys(n for a in answers.values() for n in a["stale"])
+        if stale:
+            left, them = ", ".join(f"`{n}`" for n in stale), ", ".join([*new, *stale])
+            print(
+                f"nbtrain: in the ranks, {left} still refers to what was replaced. "
+                f"%nbtrain push {them} replaces all of them."
+            )
+
+    def _alike(self, values: Mapping[str, Any], ranks: Iterable[int]) -> dict[str, Any]:
+        """Return those of the notebook's models and optimizers that all ranks can load in place."""
+        known = {
+            name: value
+            for name, value in with_state(values).items()
+            if self._have(name, self.names) and all(map(self._know_class, classes(value)))
+        }
+        if not known:
+            return {}
+        answers = self._ask(ranks, {"do": "layouts", "names": list(known)}).values()
+        models = {n: v for n, v in {**notebook(), **values}.items() if is_model(v)}
+        return {
+            name: value
+            for name, value in known.items()
+            if (own := layout(value, models)) and all(a["layouts"][name] == own for a in answers)
+        }
+
+    def _know_class(self, cls: type) -> bool:
+        """Whether the ranks have a class as it is: a cell may have defined it anew."""
+        return cls.__module__ != "__main__" or self.snapshot.is_same(cls.__qualname__, cls)
+
+    def _have(self, name: str, ranks: Iterable[int]) -> bool:
+        return all(name in self.names[rank] for rank in ranks)
+
+    def parts_there(
+        self, sent: Mapping[str, Any], ranks: Sequence[int], alike: Mapping[str, Any] | None = None
+    ) -> dict[int, Part]:
+        """Return the parts of the notebook's models that `ranks` have, for what is `sent` to them.
+
+        Those of `alike` become the same. Raises `PlanError` for an optimizer of another model.
+        """
+        known = {n: v for n, v in with_state(notebook()).items() if n not in sent}
+        has = {n: v for n, v in known.items() if self._have(n, ranks)}
+        same = {n: v for n, v in has.items() if n in (alike or ()) or self.snapshot.is_same(n, v)}
+        there = parts({**same, **(alike or {})})
+        others = parts({name: value for name, value in has.items() if name not in same})
+        for name, value in sent.items():
+            for part in parts({name: value} if not is_model(value) else {}):
+                if part in others and part not in there:
+                    model = others[part][0]
+                    raise PlanError(
+                        f"`{name}` belongs to the notebook's `{model}`, and the ranks have another "
+                        f"`{model}`. `%nbtrain push {model}, {name}` sends both"
+                    )
+        return there
+
+    def pull(
+        self,
+        names: Sequence[str],
+        rank: int,
+        in_place: Callable[[Sequence[str], dict[str, Any]], None] | None,
+    ) -> None:
+        """Bring variables of a rank into the notebook.
+
+        `in_place` brings models, optimizers and schedulers by a task of all ranks, as sharded ones
+        need it. None: a copy of the rank's is loaded into the notebook's.
+        """
+        own = notebook()
+        known = with_state({name: own.get(name) for name in names})
+        if known and in_place is not None:
+            in_place(list(known), own)
+        elif known:
+            self._load_copies(known, rank)
+        self.snapshot.take(known, own)
+        rest = [name for name in names if name not in known]
+        if rest:
+            fetched = self._sent(rest, rank, list(known), own)
+            own.update(fetched)
+            self.snapshot.take(fetched, fetched)
+
+    def _load_copies(self, known: Mapping[str, Any], rank: int) -> None:
+        fetched = self._sent(known, rank)
+        for name, value in fetched.items():  # all, before any of the notebook's is changed
+            own_layout = layout(known[name], known)
+            if own_layout is None or layout(value, fetched) != own_layout:
+                raise NbtrainError(
+                    f"`{name}` of rank {rank} and the notebook's `{name}` differ in more than "
+                    "their values, so one cannot be loaded into the other. "
+                    f"ranks[{name!r}][{rank}] returns a copy, if it is small"
+                )
+        for name, value in fetched.items():
+            load_state(known[name], state(value))
+
+    def _sent(
+        self,
+        names: Iterable[str],
+        rank: int,
+        pulled: Sequence[str] = (),
+        own: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return variables of a rank. Raises `NbtrainError` for one that cannot be sent."""
+        fetched = self.fetch(list(names), None, [rank], pulled, own)[rank]
+        for name, value in fetched.items():
+            if isinstance(value, Unsent):
+                raise NbtrainError(f"`{name}` of rank {rank} cannot be sent: {value.reason}")
+        return fetched
+
+
+def _value(data: bytes | None, reason: str, find: Callable[[Part], Any]) -> Any:
+    """Return what a rank sent, or why there is nothing."""
+    if data is None:
+        return Unsent(reason)
+    try:
+        return result_pickler.loads(data, find)
+    except Exception as error:  # a class that only the ranks have
+        return Unsent(f"it cannot be read here: {type(error).__name__}: {error}")
+
+
+class Unsent:
+    """Stands for a value that was not sent, and says why."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def __repr__(self) -> str:
+        return f"<not sent: {self.reason}>"

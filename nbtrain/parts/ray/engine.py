@@ -1,0 +1,380 @@
+"""The ray engine: it runs ranks on the nodes of a Ray cluster.
+
+A separate process (`driver`) talks to Ray. One actor per node (`node_actor`, `node_ranks`)
+starts ranks there as the spawn engine does here, and what they write is copied into the run folder
+(`transport.file_sync`), so that for everything else in nbtrain it is a run like any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from ...engines.base import SIGNALS, Action, Engine, Exit, Ranks
+from ...engines.process.interpreter import interpreter_command
+from ...errors import LaunchError
+from ...findings import Finding
+from ...planning.plan import Call, Plan
+from ...system import network
+from ...system.files import Tail
+from ...tracking import clock
+from ...tracking import events as ev
+from ...tracking.event_log import event_tail, new_events
+from ...transport import payload
+from ...transport.job import Job
+from . import dependencies
+from .driver import Driver
+from .node_ranks import NodeOrder, node_events
+from .reservation import NodeRequest, bundle, cluster_address, nodes_with_room
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Method = Callable[Concatenate[Driver, P], Awaitable[T]]
+
+_ELSEWHERE = "8.8.8.8"
+"""An address that is not of this host: to find out its own as Ray does. Nothing is sent there."""
+
+ENDING = 15.0
+"""Seconds that the driver has to end the ranks of a run; it ends with them after that."""
+
+_ANSWERS = ("answer", "refusal")
+"""The kinds of the messages that end a request."""
+
+_TEXTS = ("note", "waiting")
+"""The kinds of the messages that are a text, of which there are events."""
+
+
+class DriverClient:
+    """Starts the driver. It ends when this end of the socket, and all copies of it, are closed."""
+
+    def __init__(self) -> None:
+        launcher_end, driver_end = socket.socketpair()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115
+        order = {"path": [p for p in sys.path if p], "socket": driver_end.fileno()}
+        try:
+            self._process = subprocess.Popen(
+                interpreter_command(f"{Driver.__module__}", order),
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output,
+                pass_fds=[driver_end.fileno()],
+                start_new_session=True,  # an interrupt of the kernel is not for it
+            )
+        except BaseException as error:  # an interrupt: its traceback would keep the socket open
+            launcher_end.close()
+            self._output.close()
+            if isinstance(error, OSError):
+                reason = f"no process could be started ({error.strerror})"
+                raise LaunchError(reason) from error
+            raise
+        finally:
+            driver_end.close()
+        self._connection: Connection[Any, Any] = Connection(launcher_end.detach())
+        self._unanswered = 0  # each request has one answer, and they come in order
+
+    def request(self, method: Method[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a method of the driver; return its answer. Raises `LaunchError` for a refusal."""
+        self.send(method, *args, **kwargs)
+        answer: T = self.answer()
+        return answer
+
+    def send(self, method: Method[P, Any], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call a method of the driver. Raises `LaunchError` if the driver has ended."""
+        try:
+            self._connection.send((method.__name__, args, kwargs))
+            self._unanswered += 1
+        except OSError as error:
+            raise self._ended() from error
+
+    def answer(
+        self, patience: float | None = None, on_message: Callable[[str, Any], None] | None = None
+    ) -> Any:
+        """Return the answer to the last request; what comes before it goes to `on_message`.
+
+        Raises `LaunchError` for a refusal, and if nothing at all comes for `patience` seconds.
+        """
+        kind, answer = "answer", None
+        while self._unanswered:
+            messages = self.messages(patience)
+            if not messages:
+                raise LaunchError("the process that talks to Ray does not answer")
+            for message in messages:
+                if message[0] in _ANSWERS:  # the last of them counts
+                    kind, answer = message
+                elif on_message is not None:
+                    on_message(*message)
+        if kind == "refusal":
+            raise LaunchError(str(answer))
+        return answer
+
+    def messages(self, patience: float | None) -> list[tuple[str, Any]]:
+        """Return the messages that came, answers too; wait for the first up to `patience` s.
+
+        Raises `LaunchError` if the driver has ended.
+        """
+        messages: list[tuple[str, Any]] = []
+        try:
+            while self._connection.poll(0 if messages else patience):
+                messages.append(self._connection.recv())
+                self._unanswered -= messages[-1][0] in _ANSWERS
+        except (EOFError, OSError) as error:
+            if not messages:  # else at the next call: its last messages count
+                raise self._ended() from error
+        return messages
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a request was not answered yet."""
+        return self._unanswered > 0
+
+    def _ended(self) -> LaunchError:
+        output = b""
+        with contextlib.suppress(OSError, ValueError):
+            output = os.pread(self._output.fileno(), 1 << 16, 0)
+        lines = output.decode("utf-8", "replace").strip().splitlines()
+        reason = lines[-1][:300] if lines else "it printed no reason"
+        return LaunchError(f"the process that talks to Ray has ended ({reason})")
+
+    def close(self) -> None:
+        """Close this end."""
+        self._connection.close()
+        self._output.close()
+
+    def reap(self) -> None:
+        """Wait for the driver's end, so that it leaves no zombie: one serves a run to its end."""
+        with contextlib.suppress(ChildProcessError):
+            self._process.wait()
+
+
+class RayEngine(Engine):
+    """Starts ranks on a cluster. `resolve` comes first: only the cluster knows what it has."""
+
+    name = "ray"
+    can_stay = True
+    checks_host = False
+    on_cluster = True
+
+    def __init__(self) -> None:
+        self._client: DriverClient | None = None
+
+    def resolve(self, plan: Plan) -> tuple[Plan, str]:
+        """Connect, and return the plan with its number of ranks, and the kind of device.
+
+        Raises `PlanError`, or `LaunchError` where there is no cluster.
+        """
+        self.check_options(plan)
+        cluster_address(plan.address, os.environ)
+        self._client = DriverClient()
+        folder = Path.cwd()
+        needs_sources = plan.is_live or dependencies.beside(plan.task, folder)
+        sources = str(folder) if needs_sources else None
+        nodes = self._client.request(Driver.connect, plan.address, sources)
+        gpus = max((int(node.total.get("GPU", 0)) for node in nodes), default=0)
+        least, most = plan.spread or (1, 1)
+        per_node = (plan.num_processes or most * (gpus or 1)) // most
+        each = {**({"GPU": 1.0} if gpus else {}), **plan.resources}
+        able = len(nodes_with_room(nodes, bundle(per_node, each)))
+        if able < most and plan.wait_for_nodes:
+            needed = bundle(per_node, each)
+            request = NodeRequest((least, most), per_node, needed, plan.wait_for_nodes)
+            self._client.send(Driver.reserve, request)
+            able = self._client.answer(on_message=_printer(plan))
+        count = min(most, max(least, able))
+        if count < most:
+            ranks = f"{count * per_node} of {most * per_node} ranks"
+            text = f"{ranks}: {able} of {most} nodes have room."
+            self.notes = [Finding("fewer-nodes", text)]
+        plan = replace(plan, spread=(least, count), resources=each)
+        return self.resolved(plan, count * per_node), "cuda" if each.get("GPU") else "cpu"
+
+    def home_address(self, plan: Plan) -> str:
+        """Return this host's address on the way to the cluster. Raises `PlanError`."""
+        if plan.address == "local":
+            return "127.0.0.1"
+        address, _ = cluster_address(plan.address, os.environ)
+        host = (address or "").rpartition(":")[0].strip("[]")
+        return network.own_address(host or _ELSEWHERE) or "127.0.0.1"
+
+    def prepare(self, plan: Plan) -> None:
+        """Reserve nodes, check them, and send the payload of the ranks.
+
+        Raises `LaunchError` or `PlanError`; nothing is left on the cluster then.
+        """
+        client, (least, most) = self._connected(), plan.spread or (1, 1)
+        per_node = (plan.num_processes or 1) // most
+        modules = {name: name in sys.modules for name in dependencies.needed(plan.task)}
+        request = NodeRequest(
+            nodes=(least, most),
+            per_node=per_node,
+            bundle=bundle(per_node, plan.resources),
+            patience=plan.wait_for_nodes,
+            modules={**modules, "nbtrain": True, "torch": True},
+        )
+        client.send(Driver.place, request)
+        with contextlib.closing(payload.pack(plan)) as packed:  # while the nodes get ready
+            answer = client.answer(on_message=_printer(plan))
+            self.notes = (*self.notes, *(Finding("node", text) for text in answer))
+            path = packed.path.replace("/proc/self/", f"/proc/{os.getpid()}/")
+            client.request(Driver.store_payload, path)
+
+    def discard(self) -> None:
+        """Close this process's end; one that was forked for the run has its own."""
+        if self._client is not None:
+            self._client.close()
+            threading.Thread(target=self._client.reap, name="nbtrain-ray", daemon=True).start()
+            self._client = None
+
+    def start(self, job: Job) -> Ranks:
+        """Return the ranks that will be there when the nodes are ready. Raises `LaunchError`."""
+        most = (job.plan.spread or (1, 1))[1]
+        plan = replace(job.plan, task=Call(len))  # nodes get it packed, with the classes it needs
+        part = replace(job, plan=plan, shared_classes=frozenset())
+        order = NodeOrder(part, str(Path.cwd()), clock.offset())
+        for rank in range(job.world_size):  # of an earlier attempt, whose processes are gone
+            job.folder.stacks(rank).unlink(missing_ok=True)
+        client, logs = self._connected(), [job.folder.path / node_events(i) for i in range(most)]
+        tails = [event_tail(path) for path in logs]
+        for tail, path in zip(tails, logs, strict=True):  # after the events of earlier attempts
+            tail.skip_to(path.stat().st_size if path.exists() else 0)
+        client.send(Driver.start, order)
+        return RemoteRanks(job, client, tails)
+
+    def _connected(self) -> DriverClient:
+        if self._client is None:
+            raise LaunchError("the connection to the cluster was closed")
+        return self._client
+
+
+def _printer(plan: Plan) -> Callable[[str, Any], None]:
+    """Return a function that prints what is being waited for: there is no board yet."""
+    limit = f" ({plan.wait_for_nodes:g} s at most)" if plan.wait_for_nodes else ""
+
+    def on_message(kind: str, text: Any) -> None:
+        if kind == "waiting" and plan.view != "none":
+            print(f"{text}{limit}", flush=True)
+
+    return on_message
+
+
+class RemoteRanks(Ranks):
+    """Ranks on other hosts, which the driver starts and reports on.
+
+    There are no `pids` until it has reported them as started.
+    """
+
+    def __init__(self, job: Job, client: DriverClient, tails: Sequence[Tail]) -> None:
+        self._client, self._tails = client, tails
+        self._pids: Mapping[int, int] = {}
+        self._nodes: Mapping[int, str] = {}
+        self._has_waited = False
+        self._is_starting, self._is_closing = True, False
+        self._alive = set(range(job.world_size))
+        self._is_last = not 1 < job.attempt <= job.plan.max_restarts
+        self._exits: list[Exit] = []
+        self._news: list[ev.Event] = []
+
+    def _begin(self, pids: Mapping[int, int], nodes: Mapping[int, str]) -> None:
+        self._is_starting, self._pids, self._nodes = False, pids, nodes
+        if self._has_waited:
+            self._news.append(ev.Waiting(clock.now(), -1, ""))
+        now, absent = clock.now(), sorted(self._alive - set(pids))
+        self._exits += [
+            Exit(rank, None, now, "no node had room for it", "stopped") for rank in absent
+        ]
+
+    def _fail_to_start(self, reason: str) -> None:
+        """Fail the attempt: a node was lost while it started, say, and the next may do better.
+
+        Raises `LaunchError` if there is no next attempt, or the run never started.
+        """
+        if self._is_last:
+            raise LaunchError(reason)
+        self._is_starting, now = False, clock.now()
+        cause = f"could not be started again: {reason.partition(chr(10))[0]}"
+        self._exits += [Exit(rank, None, now, cause, "failed") for rank in sorted(self._alive)]
+
+    @property
+    def pids(self) -> dict[int, int]:
+        return dict(self._pids)
+
+    @property
+    def nodes(self) -> Mapping[int, str]:
+        return self._nodes
+
+    @property
+    def alive(self) -> frozenset[int]:
+        return frozenset(self._alive)
+
+    def wait(self, timeout: float) -> list[Exit]:
+        """Return the ranks that ended; see `Ranks.wait`. A message of any kind ends the waiting.
+
+        Raises `LaunchError` if the ranks could not be started.
+        """
+        try:
+            for kind, value in self._client.messages(0 if self._exits else timeout):
+                if kind == "exit" and not self._is_starting:  # else of the attempt before
+                    self._exits.append(value)
+                elif kind in _TEXTS:
+                    self._add_news(kind, value)
+                elif kind == "answer" and self._is_starting:
+                    self._begin(*value)
+                elif kind == "refusal" and self._is_starting:
+                    self._fail_to_start(value)
+        except LaunchError as error:
+            if self._is_starting:
+                raise
+            lost = self._alive - {e.rank for e in self._exits}
+            now = clock.now()
+            self._exits += [Exit(r, None, now, str(error), "failed") for r in sorted(lost)]
+        exits = [e for e in self._exits if e.rank in self._alive]
+        self._exits = []
+        self._alive -= {e.rank for e in exits}
+        return exits
+
+    def _add_news(self, kind: str, text: str) -> None:
+        if kind == "waiting":
+            self._news.append(ev.Waiting(clock.now(), -1, text))
+            self._has_waited = True
+        else:
+            self._news.append(ev.RunNote.of(Finding("node", text)))
+
+    def news(self) -> list[ev.Event]:
+        """Return what nodes reported of themselves and of their ranks' processes."""
+        news, self._news = self._news, []
+        for tail in self._tails:
+            news += new_events(tail)
+        return news
+
+    def signal(self, ranks: Collection[int], action: Action) -> None:
+        """Have ranks sent a signal, and except for an interrupt their child processes, too."""
+        with contextlib.suppress(LaunchError):  # `wait` sees it
+            if not self._is_starting:
+                self._client.send(Driver.signal, frozenset(ranks), action)
+                return
+            self._is_starting, code = False, -SIGNALS[action]
+            self._exits += [Exit(rank, code, clock.now()) for rank in sorted(self._alive)]
+            self._send_close()
+
+    def _send_close(self) -> None:
+        if not self._is_closing:
+            self._is_closing = True
+            self._client.send(Driver.close)
+
+    def close(self) -> None:
+        """End what is left on the nodes."""
+        with contextlib.suppress(LaunchError):
+            self._send_close()
+            self._client.answer(ENDING)
+        if self._client.is_awaited:  # the ranks that it cannot end end with it
+            self._client.close()
+        self._alive.clear()

@@ -1,0 +1,80 @@
+"""The actor that nbtrain runs on each node: it describes the node, then holds its `NodeRanks`.
+
+Ray gets this class by value, and at its top it needs nothing but Python: a node that lacks nbtrain
+can report so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class NodeActor:
+    """Answers the driver on one node. Its methods are called from there, several at a time."""
+
+    def __init__(self) -> None:
+        self._ranks: Any = None
+
+    def look(self, modules: list[str], keeps_store: bool = False) -> dict[str, Any]:
+        """Return what this host is: versions, address, and which of `modules` it lacks.
+
+        What `begin` will need is imported from then on, torch included where the store will be.
+        """
+        import contextlib
+        import importlib.metadata
+        import importlib.util
+        import threading
+
+        import ray
+
+        versions = {}
+        for package in ("nbtrain", "torch"):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a bare checkout
+                versions[package] = importlib.metadata.version(package)
+
+        def lacks(module: str) -> bool:
+            try:
+                return importlib.util.find_spec(module) is None
+            except (ImportError, ValueError):
+                return True
+
+        address = ray.util.get_node_ip_address()
+        try:
+            from nbtrain.system.network import interface_of
+
+            interface = interface_of(address)
+        except ImportError:  # no nbtrain, which `versions` reports, or another release of it
+            interface = ""
+        facts = {
+            "node": ray.get_runtime_context().get_node_id(),
+            "address": address,
+            "interface": interface,
+            "versions": versions,
+            "missing": [name for name in modules if lacks(name)],
+        }
+        threading.Thread(target=self._import, args=(keeps_store,), daemon=True).start()
+        return facts
+
+    def _import(self, torch: bool) -> None:
+        import contextlib
+        import importlib
+
+        with contextlib.suppress(Exception):  # whoever needs it later raises
+            importlib.import_module("numpy")  # the payload comes as one of its arrays
+            importlib.import_module("nbtrain.parts.ray.node_ranks")
+            if torch:
+                importlib.import_module("torch.distributed")
+
+    def begin(self, order: Any, payload: Any) -> Any:
+        """Get ready to start ranks; return the port of the store, on the node that keeps it."""
+        from nbtrain.parts.ray.node_ranks import NodeRanks
+
+        if self._ranks is not None:
+            self._ranks.close()
+        self._ranks = NodeRanks(order, payload)
+        return self._ranks.port
+
+    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of `NodeRanks`, which comes by its name, as pickle sends functions."""
+        return method(self._ranks, *args, **kwargs)

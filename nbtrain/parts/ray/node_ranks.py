@@ -1,0 +1,286 @@
+"""Starts, watches and signals the ranks of one node of a cluster, on that node.
+
+Ranks are what the spawn engine starts, with a run folder of their own, which the driver copies into
+the launcher's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ...engines import rendezvous
+from ...engines.base import Action, Exit
+from ...engines.process.children import ChildRanks
+from ...engines.process.orphan_reaper import OrphanReaper
+from ...engines.spawn import spawn_rank
+from ...findings import Finding
+from ...hangs import collectives, stacks
+from ...hangs.exit_causes import Cause, OomKills
+from ...planning.world import Placement
+from ...system import host
+from ...tracking import clock
+from ...tracking import events as ev
+from ...tracking.event_log import EventWriter
+from ...tracking.resource_sampler import Sampler
+from ...tracking.run_folder import RunFolder
+from ...transport import payload
+from ...transport.file_sync import appended, size
+from ...transport.job import Job
+
+TICK = 0.02
+"""Seconds between two looks for signals to send."""
+
+_LOOK = 0.01
+"""Seconds between two looks at files that the driver waits for."""
+
+
+@dataclass(frozen=True)
+class NodeOrder:
+    """What a node is to start: its ranks of a job."""
+
+    job: Job
+    """The launcher's, without the task; the driver adds the node's place in the world."""
+    folder: str = ""
+    """The folder of the notebook."""
+    clock: float = 0.0
+    """The `clock.offset` of the launcher."""
+    name: str = ""
+    """The name of the node."""
+
+    @property
+    def world(self) -> Placement:
+        """The place of this node's ranks in the world; the driver knows it."""
+        assert self.job.world is not None
+        return self.job.world
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of this node."""
+        return range(self.world.begin, self.world.begin + self.world.ranks)
+
+    def growing(self) -> list[str]:
+        """Return the names of the files that grow while the ranks run."""
+        of_ranks = (name for rank in self.ranks for name in growing_files(rank))
+        return [node_events(self.world.node), *of_ranks]
+
+
+def node_events(node: int) -> str:
+    """Return the name of the file of a node's own events."""
+    return f"node-{node:04d}.jsonl"
+
+
+def growing_files(rank: int) -> list[str]:
+    """Return the names of the files that grow while a rank runs."""
+    folder = RunFolder(Path())
+    return [str(kind(rank)) for kind in (folder.events, folder.log, folder.stacks)]
+
+
+@dataclass(frozen=True)
+class RankExit(Exit):
+    """The end of a rank on a node, and what it left there."""
+
+    files: tuple[str, ...] = ()
+    """The files that it left whole."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """The bytes of its files that grew, and will grow no more."""
+
+
+def _change_folder(folder: str) -> str:
+    """Work in the notebook's folder, as ranks on its host would; return a note if there is none.
+
+    Ray works in its copy of the Python files, if any came: no place for data, or what is saved.
+    """
+    try:
+        os.chdir(folder or ".")
+    except OSError as error:
+        return f"has no {folder} ({error.strerror}): its ranks work in {os.getcwd()}"
+    return ""
+
+
+def _threads(order: NodeOrder) -> int:
+    """Return the CPU threads of a rank: the CPUs that the user had reserved for it, if any."""
+    reserved = order.job.plan.resources.get("CPU")
+    return max(1, int(reserved)) if reserved else host.threads_per_rank(order.world.ranks)
+
+
+class NodeRanks:
+    """The ranks of an order. A thread starts and watches them; the methods may run in any other."""
+
+    def __init__(self, order: NodeOrder, data: Any) -> None:
+        self._order = order
+        self._home = order.job.folder
+        self._scratch = tempfile.mkdtemp(prefix="nbtrain-")
+        self.folder = RunFolder(Path(self._scratch, self._home.path.name))
+        self.folder.path.mkdir(mode=0o700)
+        # Ray sets it to the CPUs of this actor, which are those of all its ranks.
+        os.environ.pop("OMP_NUM_THREADS", None)
+        self._reaper = OrphanReaper(self._scratch)
+        self._payload = payload.PackedPlan()  # ranks inherit its descriptor
+        Path(self._payload.path).write_bytes(memoryview(data))
+        self._folder_note = _change_folder(order.folder)
+        self._listener: Any = None
+        if order.world.node == 0:
+            self._listener = rendezvous.bind(None, order.world.master_addr)
+        self._ranks = ChildRanks(self._scratch)
+        self._signals: queue.SimpleQueue[tuple[Collection[int], Action]] = queue.SimpleQueue()
+        self._keeps_checkpoints = True
+        self._killed: set[int] = set()
+        self._oom_kills = OomKills()
+        self._exits: list[RankExit] = []
+        self._changed = threading.Condition()
+        self._pids: Future[dict[int, int]] = Future()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def port(self) -> int:
+        """The port of the store that the first node keeps; 0 on others."""
+        return int(self._listener.getsockname()[1]) if self._listener is not None else 0
+
+    def sees_home(self, manifest: bytes) -> bool:
+        """Whether this node sees the launcher's disk: the run folder with this manifest."""
+        with contextlib.suppress(OSError):
+            return self._home.manifest.read_bytes() == manifest
+        return False
+
+    def keep_checkpoints(self, is_shared: bool) -> None:
+        """Save checkpoints in the launcher's run folder if all nodes see it, or else nowhere."""
+        self._keeps_checkpoints = is_shared
+        if is_shared:
+            self._home.checkpoints.mkdir(exist_ok=True)
+            self.folder.checkpoints.symlink_to(self._home.checkpoints)
+
+    def now(self) -> float:
+        """Return the time of this host."""
+        return clock.now()
+
+    def start(self, port: int, ahead: float) -> dict[int, int]:
+        """Start the ranks; return the process of each. Raises `LaunchError`.
+
+        They date events by the launcher's clock: this host's is `ahead` of it by so many seconds.
+        """
+        clock.follow(clock.offset() - ahead)
+        job = replace(
+            self._order.job,
+            folder=self.folder,
+            threads=_threads(self._order),
+            scratch=self._scratch,
+            world=replace(self._order.world, master_port=port),
+            keeps_checkpoints=self._keeps_checkpoints,
+        )
+        self._thread = threading.Thread(target=self._run, args=(job,), name="nbtrain", daemon=True)
+        self._thread.start()
+        if self._listener is not None:  # importing torch takes a second: the ranks are under way
+            threading.Thread(target=self._serve, name="nbtrain-store", daemon=True).start()
+        return self._pids.result()
+
+    def _serve(self) -> None:  # if it raises, the ranks cannot meet: they raise that themselves
+        self._store = rendezvous.serve(self._listener)
+
+    def _run(self, job: Job) -> None:
+        """Start the ranks and watch them to their end: they die with this thread."""
+        try:
+            for rank in self._order.ranks:
+                self._ranks.add(rank, spawn_rank(job, rank, self._payload))
+        except BaseException as error:  # `start` raises it in the thread that waits for it
+            self._ranks.close()
+            self._pids.set_exception(error)
+            return
+        finally:
+            self._payload.close()
+        self._pids.set_result(self._ranks.pids)
+        self._watch(job.device)
+
+    def _watch(self, device: str) -> None:
+        writer = EventWriter(self.folder.path / node_events(self._order.world.node))
+        if self._folder_note:
+            writer.write(
+                ev.RunNote.of(Finding("node-folder", f"{self._order.name} {self._folder_note}"))
+            )
+        with contextlib.closing(Sampler(self._ranks.pids, device)) as sampler:
+            while self._ranks.alive:
+                while not self._signals.empty():
+                    self._ranks.signal(*self._signals.get())
+                for ended in self._ranks.wait(TICK):
+                    sampler.forget(ended.rank)
+                    rank_exit = self._rank_exit(ended)
+                    with self._changed:
+                        self._exits.append(rank_exit)
+                        self._changed.notify_all()
+                self._sample(sampler, writer)
+        writer.close()
+
+    def _sample(self, sampler: Sampler, writer: EventWriter) -> None:
+        with contextlib.suppress(Exception):  # a driver, a process list: the next look may do
+            for event in sampler.sample():
+                named = isinstance(event, ev.Host)
+                writer.write(replace(event, node=self._order.name) if named else event)  # type: ignore[call-arg]
+
+    def _rank_exit(self, ended: Exit) -> RankExit:
+        """Return the end of a rank, with its cause and what it left."""
+        rank, cause, code = ended.rank, Cause(), ended.returncode
+        if code == -signal.SIGKILL and rank not in self._killed:
+            cause = self._oom_kills.explain(node=self._order.name)
+        sizes = {name: size(self.folder.path, name) for name in growing_files(rank)}
+        verdict, files = "failed" if code is None else "", tuple(self.folder.left_by(rank))
+        return RankExit(rank, code, ended.time, cause.text, verdict, cause.code, files, sizes)
+
+    def exits(self, since: int, patience: float) -> list[RankExit]:
+        """Return the ranks that ended, but the first `since`; wait for one up to `patience` s."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._exits) > since, patience)
+            return self._exits[since:]
+
+    def read(self, have: Mapping[str, int], patience: float) -> dict[str, tuple[int, bytes]]:
+        """Return the bytes of files beyond those they `have`; wait for any up to `patience` s."""
+        deadline = time.monotonic() + patience
+        while not (parts := appended(self.folder.path, have)) and time.monotonic() < deadline:
+            time.sleep(_LOOK)
+        return parts
+
+    def fetch(self, name: str) -> Any:
+        """Return the bytes of a file, as an array that Ray's object store takes."""
+        import numpy
+
+        path = self.folder.path / name
+        empty = not path.stat().st_size
+        return numpy.zeros(0, "u1") if empty else numpy.memmap(path, "u1", "r")
+
+    def signal(self, ranks: Collection[int], action: Action) -> None:
+        """Have ranks interrupted, terminated or killed."""
+        if action == "interrupt":  # a rank ignores SIGINT without this file
+            self.folder.stopping_file.touch(mode=0o600)
+        elif action == "kill":
+            self._killed.update(ranks)
+        self._signals.put((frozenset(ranks), action))
+
+    def write_stacks(self, ranks: Iterable[int]) -> None:
+        """Have ranks write their stacks into their files."""
+        asked = [stacks.send(self.folder, rank) for rank in ranks]
+        time.sleep(stacks.COURTESY * stacks.PATIENCE)
+        stacks.urge(asked)
+
+    def dump_recorders(self, ranks: Iterable[int]) -> dict[int, tuple[bytes, float]]:
+        """Return the dumps of the ranks' flight recorders, of those that answer."""
+        dumps = {rank: collectives.dump(self.folder.recorder(rank), 0.5) for rank in ranks}
+        return {rank: dump for rank, dump in dumps.items() if dump is not None}
+
+    def close(self) -> None:
+        """End the ranks that are left, and delete this node's part of the run."""
+        self.signal(self._order.ranks, "kill")
+        if self._thread is not None:
+            self._thread.join(3)
+        self._ranks.close()
+        self._reaper.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)

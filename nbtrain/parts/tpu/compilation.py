@@ -1,0 +1,103 @@
+"""Counts and times torch_xla's compilations, and reports them while they last.
+
+torch_xla compiles each new program in the middle of a step and offers no callback, but it counts
+programs before and after. A thread reads these counts.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ...findings import Finding
+from ...tracking import clock
+from ...tracking import events as ev
+from ...tracking.event_log import EventWriter
+from ...worker.observers.data_loading import tensors
+from . import xla
+
+INTERVAL = 0.2
+"""Seconds between two looks at the counts; a look takes microseconds."""
+
+MOST_SHAPES = 3
+"""How many batches of a new shape are reported; more would repeat the advice."""
+
+_REMEDY = (
+    "Keep one shape: drop_last=True in the DataLoader, the same batch size in training and "
+    "evaluation, sequences padded to one length."
+)
+
+NO_COMPILATIONS = xla.Compilations(0, 0, 0.0, 0)
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+class CompilationMeter:
+    """Reads the counts of this process, and reports changes to `report_phase` and `writer`."""
+
+    def __init__(self, writer: EventWriter, rank: int, report_phase: Callable[[str], None]) -> None:
+        self._writer, self._rank, self._report_phase = writer, rank, report_phase
+        self._is_reported = False
+        self._done = 0
+        self._failed = 0  # begun, and given up
+        self._last = NO_COMPILATIONS
+        self._shapes: list[Shapes] = []  # of batches, each once
+        self._note: str | None = None
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Look from now on, as long as this process lives."""
+        threading.Thread(target=self._watch, name="nbtrain-compiling", daemon=True).start()
+
+    def see_batch(self, batch: Any) -> None:
+        """Remember the shapes in a batch: a program fits only the shapes it was compiled for."""
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors(batch))
+        if not shapes or shapes in self._shapes or len(self._shapes) > MOST_SHAPES:
+            return
+        if self._shapes:
+            change = f"{_text(shapes)} instead of {_text(self._shapes[0])}"
+            self._note = f"A batch has a new shape ({change}), so torch_xla compiled again. "
+        self._shapes.append(shapes)
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(INTERVAL)
+            self.look()
+
+    def look(self) -> None:
+        """Report what has changed since the last look."""
+        counts = xla.compilations() or NO_COMPILATIONS
+        with self._lock:
+            under_way = self._is_under_way(counts)
+            if under_way != self._is_reported:
+                self._is_reported = under_way
+                self._report_phase("compiling" if under_way else "")
+            self._done = min(self._done, counts.done)  # the user may have cleared the counts
+            if counts.done > self._done:
+                self._done, now = counts.done, clock.now()
+                done, seconds = counts.done, counts.seconds
+                self._writer.write(ev.Compiled(now, self._rank, programs=done, seconds=seconds))
+                if self._note is not None:
+                    self._writer.write(
+                        ev.RunNote.of(Finding("compiles-again", f"{self._note}{_REMEDY}"))
+                    )  # of the run
+                    self._note = None
+
+    def _is_under_way(self, counts: xla.Compilations) -> bool:
+        """Return whether a program is being compiled: begun, and neither done nor given up.
+
+        No count says that a compilation raised. But a process that runs another program since
+        then is not compiling.
+        """
+        missing, last = counts.begun - counts.done, self._last
+        if counts.begun == last.begun and counts.reused > last.reused:
+            self._failed = missing
+        self._failed = min(self._failed, missing)
+        self._last = counts
+        return missing > self._failed
+
+
+def _text(shapes: Shapes) -> str:
+    return ", ".join("x".join(map(str, shape)) or "a number" for shape in shapes[:3])

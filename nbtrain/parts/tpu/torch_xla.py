@@ -1,0 +1,211 @@
+"""The xla engine: it forks ranks on a TPU, one process per chip.
+
+The ranks do what ``torch_xla``'s own ``xmp.spawn`` does in its workers, and are otherwise like all
+others: nothing is pickled, the notebook's model is shared until a rank writes to it, and a rank
+that fails is reported at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import fcntl
+import gc
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ...engines.fork import ForkEngine
+from ...errors import LaunchError, PlanError
+from ...planning.plan import Call, Cell, Plan, Task
+from ...system import tpu
+from ...system.instrumentation import patch
+from ...tracking import clock
+from ...tracking import events as ev
+from ...transport.job import Job
+from ...worker import api, task_runner
+from . import xla
+
+LARGE = 64 << 20
+"""Bytes of a model from which on ranks move it to their devices one after the other."""
+
+
+class XlaEngine(ForkEngine):
+    """Forks one process per chip; each joins the others on the TPU before it runs the task."""
+
+    name = "xla"
+    tpu_device = "xla"
+    can_downcast = True
+
+    def prepare(self, plan: Plan) -> None:
+        """Import torch_xla, once for all ranks. Raises `MissingExtra` or `LaunchError`."""
+        found = tpu.find(env={**os.environ, **plan.env})
+        if plan.is_live and found is not None and found.devices > found.chips:
+            raise PlanError(
+                f"each process of this host ({found.label}) drives two devices in two threads, but "
+                "a live rank has one thread. Run the cell without live ranks"
+            )
+        xla.load()
+        if xla.device_type() == "CPU" and "PJRT_DEVICE" not in plan.env:
+            raise LaunchError(
+                "torch_xla found no TPU to use (PJRT_DEVICE=CPU). Its libtpu may be missing "
+                f"({tpu.XLA_INSTALL}), or PJRT_DEVICE was set: %env PJRT_DEVICE=TPU, before "
+                "torch_xla is imported."
+            )
+
+    def caller(self, job: Job, rank: int) -> Callable[[Task], Any]:
+        """Return what runs the task in a rank."""
+        return partial(_as_one_of_many, job, rank)
+
+
+def _as_one_of_many(job: Job, rank: int, task: Task) -> Any:
+    xla.forget_place(os.environ, keep=job.plan.env)
+    with _joining(rank):
+        devices = xla.join(rank, job.world_size)
+    if job.scratch:
+        move_one_at_a_time(Path(job.scratch, "move"))
+    if len(devices) > 1:
+        value: Any = _on_each(devices, task)
+    else:
+        _agree_on_rank(rank)
+        value = task_runner.run_task(task)
+    xla.settle()
+    return value
+
+
+@contextlib.contextmanager
+def _joining(rank: int) -> Iterator[None]:
+    """Report that a rank joins the others."""
+    reporter = api.active
+    assert reporter is not None  # this is a rank
+    reporter.writer.write(ev.Phase(clock.now(), rank, ev.JOINING))
+    try:
+        yield
+    finally:
+        reporter.writer.write(ev.Phase(clock.now(), rank))
+
+
+def _agree_on_rank(rank: int) -> None:
+    """Set RANK to torch_xla's and Accelerate's number of this rank: a TPU may number otherwise."""
+    number = xla.ordinal()
+    if number != rank:
+        os.environ["RANK"] = str(number)
+        print(f"nbtrain: the board shows this as rank {rank}, torch_xla as process {number}")
+
+
+def _on_each(devices: list[Any], task: Task) -> list[Any]:
+    """Run the task in a thread for each device, as torch_xla does; return a value for each.
+
+    The first failure ends the call: the other threads may wait for the failed one for ever, so
+    they are daemons.
+    """
+    done: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
+
+    def run(index: int, own: Task) -> None:
+        try:
+            xla.drive(devices[index])
+            done.put((index, task_runner.run_task(own), None))
+        except BaseException as error:  # raised again in the main thread
+            done.put((index, None, error))
+
+    xla.start_autograd()
+    others = [with_own_models(task) for _ in devices[1:]]
+    tasks = [task, *others]  # the first trains the models that are copied back
+    for index, own in enumerate(tasks):
+        threading.Thread(target=run, args=(index, own), name=f"xla:{index}", daemon=True).start()
+    values: dict[int, Any] = {}
+    for _ in devices:
+        index, values[index], error = done.get()
+        if error is not None:
+            raise error
+    return [values[index] for index in range(len(devices))]
+
+
+def with_own_models(task: Task) -> Task:
+    """Return the task with equal copies of the models that it is given.
+
+    What two models share, their copies share. A model that a function of another cell uses by its
+    name is not copied.
+    """
+    memo: dict[int, Any] = {}
+    if isinstance(task, Cell):
+        return replace(task, namespace=_copied(task.namespace, memo))
+    arguments = _copied(dict(enumerate(task.args)), memo)
+    return Call(task.function, tuple(arguments.values()), _copied(task.kwargs, memo))
+
+
+def _copied(values: Mapping[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:
+    module = getattr(sys.modules.get("torch.nn"), "Module", ())
+    return {
+        name: copy.deepcopy(value, memo) if isinstance(value, module) else value
+        for name, value in values.items()
+    }
+
+
+def move_one_at_a_time(lock: Path) -> None:
+    """Move large models to the devices of this host's ranks one rank at a time.
+
+    While it moves, a model is in memory twice and more, and a small host has no room for that in
+    all ranks at once. The memory that a move needed is given back before the next rank's begins.
+    The lock is the system's: it ends with a rank that is killed.
+    """
+
+    def move(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_large_move(model, args, kwargs):
+            return original(model, *args, **kwargs)
+        xla.finish()  # what is pending may wait for peers, which must not wait for the lock
+        with lock.open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            under_way = 0
+            for part in _parts(model):
+                under_way += _bytes_on_host(part)
+                original(part, *args, **kwargs)
+                if under_way >= LARGE:
+                    _give_back()
+                    under_way = 0
+            moved = original(model, *args, **kwargs)
+            _give_back()
+        return moved
+
+    patch("torch.nn.modules.module:Module", "to", move)
+
+
+def _parts(model: Any) -> Iterator[Any]:
+    """Yield the modules of a model: each is at most `LARGE`, or has no children."""
+    size = _bytes_on_host(model)
+    children = list(model.children())
+    if size <= LARGE or not children:
+        if size:
+            yield model
+        return
+    for child in children:
+        yield from _parts(child)
+
+
+def _bytes_on_host(model: Any) -> int:
+    return sum(p.nbytes for p in model.parameters() if p.device.type == "cpu")
+
+
+def _is_large_move(model: Any, args: Any, kwargs: Any) -> bool:
+    try:
+        device = sys.modules["torch"]._C._nn._parse_to(*args, **kwargs)[0]
+    except (TypeError, RuntimeError):  # `to` itself raises it again
+        return False
+    if device is None or device.type != "xla":
+        return False
+    return _bytes_on_host(model) > LARGE
+
+
+def _give_back() -> None:
+    """Finish what is moving to the device, and give back the host's memory that it needed."""
+    xla.finish()
+    gc.collect()
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)

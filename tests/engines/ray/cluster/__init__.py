@@ -1,1 +1,0 @@
-"""Clusters of several nodes on this machine: `pytest tests/engines/ray/cluster`."""

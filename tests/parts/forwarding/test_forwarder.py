@@ -1,0 +1,119 @@
+"""The process that tells others of a run, where the launcher or a receiver is gone."""
+
+from __future__ import annotations
+
+import fcntl
+import queue
+import resource
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from nbtrain.parts.forwarding import forwarder
+from nbtrain.parts.forwarding.forwarder import Forwarder
+from nbtrain.tracking import events as ev
+from nbtrain.tracking.run_folder import RunFolder
+from nbtrain.tracking.state import RunState
+from tests.support.runs import picture
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, other = socket.socketpair()
+    yield ours, other
+    ours.close()
+    other.close()
+
+
+class Failing:
+    """A receiver that fails at its start."""
+
+    name = "failing"
+
+    def start(self, state: RunState) -> None:
+        raise ValueError("no such tracker")
+
+    def take(self, events: Sequence[ev.Event], state: RunState) -> None:
+        raise AssertionError("it has failed")
+
+    def finish(self, state: RunState) -> None:
+        raise AssertionError("it has failed")
+
+
+def test_nothing_piles_up_for_a_receiver_that_failed(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    ours, other = ends
+    thread = forwarder._Thread(Failing(), other)
+    thread.put(thread.receiver.start, picture())
+    thread.join()
+    for _ in range(3):
+        thread.put(thread.receiver.take, [], picture())
+    assert thread._calls.empty()
+    (note,) = Forwarder(ours).notes()
+    assert isinstance(note, ev.RunNote)
+    assert note.text.startswith("failing: no such tracker. The training continues")
+
+
+def test_the_end_of_the_process_is_noted_unless_the_run_is_over(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    ours, other = ends
+    other.close()
+    died = Forwarder(ours)
+    (note,) = died.notes()
+    assert isinstance(note, ev.RunNote)
+    assert "nothing more of this run is sent" in note.text
+    assert died.notes() == []
+    assert died.finish(ev.Finished(2.0, -1, "succeeded")) == []
+    ours, other = socket.socketpair()
+    alive, sent = Forwarder(ours), list[bytes]()
+    thread = threading.Thread(target=lambda: (sent.append(other.recv(1 << 16)), other.close()))
+    thread.start()
+    assert alive.finish(ev.Finished(2.0, -1, "succeeded")) == []
+    thread.join()
+    assert b"succeeded" in sent[0]
+
+
+def test_who_stopped_a_run_waits_for_no_tracker(ends: tuple[socket.socket, socket.socket]) -> None:
+    ours, other = ends
+    began = time.monotonic()
+    Forwarder(ours).finish(ev.Finished(2.0, -1, "interrupted"))
+    assert time.monotonic() - began < forwarder.PATIENCE / 2
+    assert b"interrupted" in other.recv(1 << 16)
+
+
+def test_a_launcher_that_hangs_up_without_a_word_has_lost_the_run(
+    tmp_path: Path, ends: tuple[socket.socket, socket.socket]
+) -> None:
+    ours, other = ends
+    ours.close()
+    folder = RunFolder(tmp_path / "deleted")  # its launcher may live or not: nobody can know
+    followed: queue.SimpleQueue[RunState] = queue.SimpleQueue()
+
+    def follow() -> None:
+        followed.put(forwarder._follow(folder, picture(), other, []))
+
+    threading.Thread(target=follow, daemon=True).start()
+    assert followed.get(timeout=30).status == "lost"
+
+
+def test_a_process_with_thousands_of_descriptors_hears_of_trouble(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    ours, other = ends
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    try:
+        high = socket.socket(fileno=fcntl.fcntl(ours.fileno(), fcntl.F_DUPFD, 1100))
+        other.sendall(b"tensorboard: the tracker failed\n")
+        with high:
+            (note,) = Forwarder(high).notes()
+        assert isinstance(note, ev.RunNote)
+        assert note.text == "tensorboard: the tracker failed"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

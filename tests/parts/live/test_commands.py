@@ -1,0 +1,72 @@
+"""What a user types of live ranks, without any: ``test_live_ranks`` has the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nbtrain.errors import PlanError
+from nbtrain.parts.live import commands as live
+from tests.support.kernel import Notebook
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"), [("0", [0]), ("0,2-3", [0, 2, 3]), ("3, 1", [1, 3]), ("1-1,1", [1])]
+)
+def test_ranks_are_read(text: str, ranks: list[int]) -> None:
+    assert live.read_ranks(text, 4) == ranks
+
+
+@pytest.mark.parametrize("text", ["", "a", "0-", "-1", "1,,2", "4", "0-9"])
+def test_what_names_no_ranks_is_refused(text: str) -> None:
+    with pytest.raises(PlanError, match="rank"):
+        live.read_ranks(text, 4)
+
+
+@pytest.mark.parametrize("name", ["stop", "status", "vars", "push", "pull"])
+def test_commands_without_live_ranks_say_how_to_start_them(name: str) -> None:
+    with pytest.raises(PlanError, match=r"%nbtrain start -n 2"):
+        live.command(name, "", {})
+
+
+def tensor(name: str = "w", mark: str = "x", **more: Any) -> dict[str, Any]:
+    about = {"name": name, "type": "Tensor", "shape": [2, 3], "dtype": "float32", "device": "cpu"}
+    return {**about, "bytes": 24, "parts": {"": mark}, **more}
+
+
+def marks(by_rank: dict[int, list[dict[str, Any]]]) -> list[str]:
+    return [line.split("  ")[-1].strip() for line in live.variables(by_rank).splitlines()[1:]]
+
+
+def test_the_table_marks_what_differs() -> None:
+    assert marks({0: [tensor()], 1: [tensor()]}) == ["same"]
+    assert marks({0: [tensor()], 1: [tensor(mark="y")]}) == ["≠"]
+    assert marks({0: [tensor()], 1: [tensor(shape=[3])]}) == ["≠ kind"]
+    assert marks({0: [tensor()], 1: []}) == ["only rank 0"]
+    one, other = {"a": "1", "b.c": "2"}, {"a": "1", "b.c": "3"}
+    assert marks({0: [tensor(parts=one)], 1: [tensor(parts=other)]}) == ["≠ b.c"]
+
+
+def test_the_table_shows_shape_and_size() -> None:
+    line = live.variables({0: [tensor()]}).splitlines()[1]
+    assert line.split() == ["w", "Tensor", "2×3", "float32", "cpu", "24", "B", "same"]
+    assert live.variables({0: [], 1: []}) == "the ranks have no variables"
+
+
+def test_odd_names_and_numbers_of_ranks_break_nothing(notebook: Notebook) -> None:
+    notebook.run("ranks, net = 'mine', torch.nn.Linear(2, 1)\nglobals()[3] = globals()[None] = 4")
+    assert not notebook.run("%distributed -n 2 net.weight.sum()").ename
+    try:
+        out = notebook.run("%nbtrain start -n 2")
+        assert "`ranks` keeps the value that you gave it" in out.stdout
+        assert notebook.value("ranks") == "mine"
+        out = notebook.run("%%rank 1-0\n1")
+        assert (out.ename, out.evalue) == ("PlanError", "'1-0' names no ranks: write 0-1")
+        assert "[rank 1] 1" in notebook.run("%%rank 1-1\n1").stdout
+        out = notebook.run("%nbtrain vars")
+        assert "net" in out.stdout
+        assert not notebook.run("%nbtrain push net").ename
+        assert not notebook.run("%nbtrain pull net").ename
+    finally:
+        notebook.run("%nbtrain stop\ndel globals()[3], globals()[None], ranks")

@@ -1,0 +1,1 @@
+"""Clusters of several nodes on this machine: `pytest tests/parts/ray/cluster`."""

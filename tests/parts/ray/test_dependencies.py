@@ -1,0 +1,89 @@
+"""Which modules a task needs on every node, and which travel with it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from nbtrain.parts.ray import dependencies
+from nbtrain.parts.ray.dependencies import beside, copy_sources, needed
+from nbtrain.planning.plan import Call, Cell, Parameter
+
+
+def notebook(source: str, **known: Any) -> dict[str, Any]:
+    """Return the names of a notebook in which a cell was run."""
+    namespace = {"__name__": "__main__", **known}
+    exec(source, namespace)
+    return namespace
+
+
+def test_it_is_what_a_cells_code_imports_and_its_values_come_from() -> None:
+    source = "def train(data):\n    import psutil.tests, os\n    return data, np, unused_elsewhere"
+    known = notebook("", np=numpy, data=Path(), pytest=pytest)
+    assert needed(Cell(source, "<cell>", known, "train", (Parameter("data"),))) == [
+        "numpy",
+        "psutil",
+    ]
+
+
+def test_functions_and_classes_of_the_notebook_are_looked_into() -> None:
+    names = notebook(
+        "class Model(Base):\n"
+        "    def forward(self):\n"
+        "        from psutil import cpu_count\n"
+        "        return helper()\n"
+        "def helper():\n"
+        "    return numpy.ones(1), helper\n"
+        "def train(model):\n"
+        "    return model",
+        Base=pytest.Cache,
+        numpy=numpy,
+    )
+    model: Any = object.__new__(names["Model"])
+    assert needed(Call(names["train"], (model,))) == ["_pytest", "numpy", "psutil"]
+    assert needed(Call(names["train"], kwargs={"model": names["helper"]})) == ["numpy"]
+
+
+def test_what_nobody_has_or_was_made_in_the_notebook_is_not_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "made_here", type(sys)("made_here"))
+    cell = Cell("import made_here, there_is_none_such, os.path", "<cell>", notebook(""))
+    assert needed(cell) == []
+
+
+def test_a_module_beside_the_notebook_is_found_before_anyone_imported_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nbtrain_test_helper.py").write_text("answer = 42")
+    (tmp_path / "nbtrain_test_package").mkdir()
+    (tmp_path / "nbtrain_test_package" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("nbtrain_test_helper", "nbtrain_test_package"):
+        cell = Cell(f"def train():\n    import {name}", "<cell>", notebook(""), "train")
+        assert needed(cell) == [name]
+        assert beside(cell, tmp_path)
+        assert not beside(cell, tmp_path / "elsewhere")
+        assert name not in sys.modules
+    assert not beside(Cell("import numpy", "<cell>", notebook("")), tmp_path)
+
+
+def test_python_files_travel_with_their_folders_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    kept = ["a.py", "env/gym.py", "package/deep/b.py"]
+    left = ["data.bin", ".git/x.py", "__pycache__/a.py", "venv/lib/y.py", "z_large.py"]
+    for name in [*kept, *left]:
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_text("x = 1\n" * (1000 if "large" in name else 1))
+    (here / "venv" / "pyvenv.cfg").touch()
+    (here / "link.py").symlink_to("nowhere.py")
+    monkeypatch.setattr(dependencies, "LOCAL_BYTES", 1000)
+    assert copy_sources(here, there) == 6 * len(kept)
+    found = [p.relative_to(there).as_posix() for p in there.rglob("*") if p.is_file()]
+    assert sorted(found) == kept

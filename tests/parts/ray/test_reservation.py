@@ -1,0 +1,267 @@
+"""Which nodes can hold the ranks, reserving them, and nodes that are not alike; without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nbtrain.errors import LaunchError, PlanError
+from nbtrain.parts.ray import engine as ray_engine
+from nbtrain.parts.ray import reservation
+from nbtrain.parts.ray.engine import RayEngine
+from nbtrain.parts.ray.reservation import (
+    Node,
+    NodeRequest,
+    PlacedNode,
+    Reservation,
+    bundle,
+    check_nodes,
+    cluster_address,
+    describe_amounts,
+    describe_shortage,
+    describe_wait,
+    nodes_with_room,
+    unique_names,
+)
+from nbtrain.planning.plan import Call, Plan
+
+HAS = {"CPU": 8.0, "GPU": 2.0}
+FREE = Node("aaa", "big", "10.0.0.1", HAS, HAS)
+BUSY = Node("bbb", "busy", "10.0.0.2", HAS, {"CPU": 8.0, "GPU": 0.5})
+PLAIN = Node("ccc", "plain", "10.0.0.3", {"CPU": 4.0}, {"CPU": 4.0})
+
+
+def test_a_rank_uses_a_cpu_by_default() -> None:
+    assert bundle(4, {}) == {"CPU": 4.0}
+    assert bundle(2, {"CPU": 3, "GPU": 1.0}) == {"CPU": 6, "GPU": 2.0}
+    assert bundle(2, {"CPU": 0, "GPU": 0.5}) == {"GPU": 1.0}
+
+
+def test_nodes_fit_by_what_is_free() -> None:
+    every = [FREE, BUSY, PLAIN]
+    assert nodes_with_room(every, bundle(2, {"GPU": 1.0})) == [FREE]
+    assert nodes_with_room(every, bundle(4, {})) == every
+    assert nodes_with_room(every, bundle(1, {"unicorn": 1.0})) == []
+    tenths = Node("ddd", "tenths", "", {}, {"CPU": 0.3})
+    assert nodes_with_room([tenths], bundle(3, {"CPU": 0.1})) == [tenths]
+
+
+def test_names_are_hosts_and_differ() -> None:
+    assert unique_names([("abcdefgh", "one"), ("12345678", "two")]) == {
+        "abcdefgh": "one",
+        "12345678": "two",
+    }
+    assert unique_names([("abcdefgh", "one"), ("12345678", "one")]) == {
+        "abcdefgh": "one/abcdef",
+        "12345678": "one/123456",
+    }
+
+
+def test_a_cluster_that_is_started_finds_room_for_its_sockets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp/short")
+    assert reservation._new_cluster_options() == {"include_dashboard": False}
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp/" + 40 * "x")
+    assert reservation._new_cluster_options()["_temp_dir"] == "/tmp/ray"
+
+
+def test_the_text_of_a_wait_says_how_many_have_room() -> None:
+    text = describe_wait(1, 4, {"GPU": 8.0}, 8)
+    assert text == "waiting for 4 nodes with 8 GPU free (for 8 ranks each): 1 so far"
+
+
+def test_a_shortage_names_every_node_and_what_it_has() -> None:
+    text = describe_shortage([FREE, BUSY], bundle(2, {"GPU": 1.0}), 2, 2)
+    assert text.startswith(
+        "1 of 2 nodes have 2 CPU and 2 GPU free (for 2 ranks each), but the run "
+    )
+    assert "big (10.0.0.1): 8 of 8 CPU free, 2 of 2 GPU free (has room)" in text
+    assert "busy (10.0.0.2): 8 of 8 CPU free, 0.5 of 2 GPU free\n" in text
+    assert "(for 1 rank each), but the run needs 1 such node." in describe_shortage(
+        [], {"CPU": 1.0}, 1, 1
+    )
+    assert describe_amounts({"memory": 3 * 2.0**30}) == "3.0 GiB memory"
+
+
+VERSIONS = {"nbtrain": "0.1.0", "torch": "2.13.0+cpu"}
+WANTED = NodeRequest(
+    (2, 2), 1, {}, modules={"torch": True, "timm": True, "einops": True, "wandb": False}
+)
+HERE = {"versions": VERSIONS}
+
+
+def placed(node: Node, **facts: Any) -> PlacedNode:
+    reported = {
+        "address": node.address,
+        "interface": "eth0",
+        "versions": VERSIONS,
+        "missing": [],
+    }
+    return PlacedNode(node, None, {**reported, **facts})
+
+
+def test_the_variable_of_ray_counts_where_no_other_cluster_was_asked_for() -> None:
+    variables = {"RAY_ADDRESS": "10.0.0.9:6379"}
+    for asked in (None, "auto"):
+        assert cluster_address(asked, {}) == (None, "auto")
+        assert cluster_address(asked, variables) == ("10.0.0.9:6379", "10.0.0.9:6379 (RAY_ADDRESS)")
+        with pytest.raises(PlanError, match="RAY_ADDRESS=local would start Ray"):
+            cluster_address(asked, {"RAY_ADDRESS": "local"})
+        with pytest.raises(PlanError, match=r"\(RAY_ADDRESS\): ray:// is"):
+            cluster_address(asked, {"RAY_ADDRESS": "ray://x:10001"})
+    assert cluster_address("local", variables) == ("local", "local")
+    assert cluster_address("h:1", variables) == ("h:1", "h:1")
+
+
+def test_a_rank_takes_no_part_of_a_gpu() -> None:
+    with pytest.raises(PlanError, match="whole GPUs"):
+        Plan(Call(print), "train", engine="ray", resources={"GPU": 0.5})
+
+
+def test_fewer_nodes_than_asked_for_are_worth_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Client:
+        def request(self, *_call: object) -> list[Node]:
+            return [FREE, PLAIN]
+
+    monkeypatch.setattr(ray_engine, "DriverClient", Client)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    plan = Plan(
+        Call(print), "t", engine="ray", num_processes=8, spread=(2, 4), resources={"GPU": 0}
+    )
+    engine = RayEngine()
+    assert engine.resolve(plan)[0].num_processes == 4
+    assert [note.text for note in engine.notes] == ["4 of 8 ranks: 2 of 4 nodes have room."]
+
+
+def test_nodes_that_are_alike_are_worth_no_word() -> None:
+    assert check_nodes([placed(FREE), placed(BUSY)], WANTED, HERE) == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        (
+            {"versions": {"nbtrain": "0.1.0", "torch": "2.13.1"}},
+            "torch 2.13.1; this host has 2.13.0",
+        ),
+        ({"missing": ["wandb"]}, "busy lacks wandb, which the function may import"),
+        ({"interface": ""}, "none of its network interfaces has the address 10.0.0.2"),
+    ],
+)
+def test_a_difference_that_may_do_harm_is_noted(facts: dict[str, Any], expected: str) -> None:
+    (note,) = check_nodes([placed(FREE), placed(BUSY, **facts)], WANTED, HERE)
+    assert expected in note
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"versions": {}, "missing": ["torch"]}, "busy lacks torch"),
+        ({"versions": {"nbtrain": "0.2.0"}}, "busy has nbtrain 0.2.0; this host has 0.1.0"),
+        ({"versions": {"nbtrain": "0.1.0", "torch": "2.12.1"}}, "busy has torch 2.12.1; this host"),
+        ({"missing": ["timm", "einops"]}, "busy lacks timm, einops"),
+    ],
+)
+def test_a_node_on_which_ranks_cannot_run_is_refused_by_name(
+    facts: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(LaunchError, match="differ too much from this host") as caught:
+        check_nodes([placed(FREE), placed(BUSY, **facts)], WANTED, HERE)
+    assert expected in str(caught.value)
+    assert "big" not in str(caught.value)
+
+
+class Cluster:
+    """Two nodes, of which one is free; both are the group's once it was looked at twice.
+
+    A process that says so needs some more looks to start. Each look takes a second.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.looks = 0
+        self.removed = 0
+        self.reported: list[str] = []
+        self._ready: asyncio.Future[None] | None = None
+
+    def nodes(self, _ray: Any) -> list[Node]:
+        self.now += 1.0
+        free = 1 if self.looks < 2 else 0
+        return [
+            Node(str(i), str(i), "", {"CPU": 1.0}, {"CPU": 1.0 if i < free else 0.0})
+            for i in range(2)
+        ]
+
+    def group(self, _bundles: Any, strategy: str) -> Any:
+        assert strategy == "STRICT_SPREAD"
+        self.looks, self._ready = 0, asyncio.get_running_loop().create_future()
+        return SimpleNamespace(ready=lambda: self._ready)
+
+    def table(self, _group: Any) -> dict[str, str]:
+        self.now += 1.0
+        self.looks += 1
+        assert self._ready is not None
+        if self.looks == 6:
+            self._ready.set_result(None)
+        return {"state": "CREATED" if self.looks >= 2 else "PENDING"}
+
+    def remove(self, _group: Any) -> None:
+        self.removed += 1
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    simulated = Cluster()
+    util, groups = ModuleType("ray.util"), ModuleType("ray.util.placement_group")
+    vars(util).update(
+        placement_group_table=simulated.table, remove_placement_group=simulated.remove
+    )
+    vars(groups).update(placement_group=simulated.group)
+    for module in (ModuleType("ray"), util, groups):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    clock = SimpleNamespace(monotonic=lambda: simulated.now)
+    monkeypatch.setattr(reservation, "time", clock)
+    monkeypatch.setattr(reservation, "nodes", simulated.nodes)
+    monkeypatch.setattr(reservation, "_AGAIN", 0.0)
+    return simulated
+
+
+def test_nodes_that_ray_gave_at_the_last_moment_count(
+    cluster: Cluster,
+) -> None:
+    reserved = Reservation(None, cluster.reported.append)
+    wanted = NodeRequest((2, 2), 1, {"CPU": 1.0}, patience=4.0)
+    waiting = "waiting for 2 nodes with 1 CPU free (for a rank each): 1 so far"
+    assert asyncio.run(reserved.reserve(wanted)) == 2
+    assert cluster.reported == [waiting]
+    reserved.release()
+    cluster.looks = 0
+    assert asyncio.run(reserved.reserve(wanted, again=True)) == 2
+    assert cluster.reported == [waiting, waiting]  # each attempt tells what it waits for
+    assert cluster.removed == 1
+
+
+@pytest.mark.parametrize(
+    ("patience", "view", "reported"),
+    [(0.0, "auto", "waiting\n"), (5.0, "auto", "waiting (5 s at most)\n"), (5.0, "none", "")],
+)
+def test_the_cell_shows_a_wait_for_nodes_that_others_use(
+    patience: float, view: str, reported: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There was room at the first look: the waiting is done while nodes are placed."""
+
+    def answer(on_message: Callable[[str, Any], None]) -> list[str]:
+        on_message("waiting", "waiting")
+        return []
+
+    engine, client = RayEngine(), SimpleNamespace(answer=answer)
+    client.send = client.request = lambda *_: None
+    engine._client = client  # type: ignore[assignment]
+    engine.prepare(Plan(Call(len), "len", engine="ray", view=view, wait_for_nodes=patience))
+    assert capsys.readouterr().out == reported

@@ -1,0 +1,181 @@
+"""What ranks on a TPU report of their training, and that it costs their programs nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.kernel import Notebook
+
+pytest.importorskip(
+    "torch_xla", reason="needs torch_xla: pip install -r tests/requirements/xla.txt"
+)
+pytestmark = pytest.mark.xla
+
+TRAIN = """
+def train(steps=40, log=lambda step, loss: None, size=8):
+    import torch_xla, torch_xla.core.xla_model as xm, torch_xla.debug.metrics as met
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(size, size), torch.nn.Linear(size, 1)).to("xla")
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    inputs = torch.ones(4, size).to("xla")
+    torch_xla.sync()
+    def step(number):  # the loss is gone when the step ends, as far as the user is concerned
+        optimizer.zero_grad()
+        loss = (model(inputs) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        log(number, loss)
+    for number in range(steps):
+        step(number)
+        torch_xla.sync()
+    return met.metric_data("CompileTime")[0], met.counter_value("aten::_local_scalar_dense")
+
+def every(count):
+    return lambda step, loss: nbtrain.log(step=step, loss=loss) if step % count == 0 else None
+"""
+
+
+@pytest.fixture
+def kernel(notebook: Notebook) -> Notebook:
+    assert not notebook.run(TRAIN).ename
+    return notebook
+
+
+@pytest.mark.parametrize("log", ["lambda *_: None", "every(1)", "every(7)"])
+def test_neither_the_loss_nor_what_is_logged_makes_another_program(
+    kernel: Notebook, log: str
+) -> None:
+    launch = f"run = nbtrain.launch(train, log={log}, num_processes=1, view='none')"
+    assert not kernel.run(launch).ename
+    assert kernel.value("run.value") == (1, None)
+    trained = "run.state.ranks[0].progress.steps, run.state.ranks[0].progress.loss > 0"
+    assert kernel.value(trained) == (40, True)
+
+
+def test_every_value_that_was_logged_arrives(kernel: Notebook) -> None:
+    kernel.run("run = nbtrain.launch(train, 300, every(1), num_processes=1, view='none')")
+    kernel.run("rows = run.history.dropna(subset=['loss'])")
+    assert kernel.value("rows.step.tolist()") == list(range(300))
+    assert kernel.value("bool((rows.loss.diff().dropna() <= 0).all())")
+    assert kernel.value("rows.loss.nunique()") > 100
+
+
+def test_a_rank_that_raises_has_its_last_values_told(kernel: Notebook) -> None:
+    out = kernel.run(
+        "def fail(step, loss):\n"
+        "    nbtrain.log(step=step, loss=loss)\n"
+        "    if step == 20: raise ValueError('there')\n"
+        "nbtrain.launch(train, 40, fail, num_processes=1, view='none')"
+    )
+    assert out.ename == "ValueError"
+    kernel.run("run = nbtrain.last_run()")
+    assert kernel.value("run.history.dropna(subset=['loss']).step.tolist()") == list(range(21))
+
+
+def test_a_value_is_read_where_no_step_ever_ends(kernel: Notebook) -> None:
+    out = kernel.run(
+        "%%distributed -n 1\n"
+        "for step in range(3):\n"
+        "    nbtrain.log(step=step, value=torch.ones(1, device='xla') * step)\n"
+    )
+    assert not out.ename, out.traceback
+    values = "nbtrain.last_run().history['value'].tolist()"
+    assert kernel.value(values) == [0.0, 1.0, 2.0]
+
+
+def test_what_is_kept_is_bounded_where_no_step_ever_ends(kernel: Notebook) -> None:
+    kernel.run(
+        "from nbtrain.worker import device_scalars as reader; most, reader.MOST = reader.MOST, 8"
+    )
+    out = kernel.run(
+        "%%distributed -n 1\n"
+        "from nbtrain.worker import api\n"
+        "kept = []\n"
+        "for step in range(50):\n"
+        "    nbtrain.log(step=step, value=torch.ones(1, device='xla') * step)\n"
+        "    kept.append(sum(map(len, api.active.late._xla._waiting.values())))\n"
+        "max(kept)"
+    )
+    kernel.run("reader.MOST = most")
+    assert not out.ename, out.traceback
+    assert kernel.value("nbtrain.last_run().value") < 8
+    values = "nbtrain.last_run().history['value'].tolist()"
+    assert kernel.value(values) == [float(step) for step in range(50)]
+
+
+def test_compilations_are_told_while_they_last_and_counted(kernel: Notebook) -> None:
+    out = kernel.run(
+        "%%distributed -n 1 --as run\n"
+        "import torch_xla\n"
+        "from torch.nn import TransformerEncoder, TransformerEncoderLayer\n"
+        "model = TransformerEncoder(TransformerEncoderLayer(16, 2, 32, batch_first=True), 1)\n"
+        "model.to('xla')\n"
+        "for size in (2, 2, 3):\n"
+        "    model(torch.ones(size, 4, 16, device='xla')).mean().backward()\n"
+        "    torch_xla.sync()\n"
+    )
+    assert not out.ename, out.traceback
+    kernel.run(
+        "from nbtrain.tracking.run_folder import RunFolder\n"
+        "from nbtrain.tracking.event_log import read_events\n"
+        "said = list(read_events(RunFolder(run.folder).events(0)))\n"
+        "phases = [e.phase for e in said if e.kind == 'phase']\n"
+        "last = [e for e in said if e.kind == 'compiled'][-1]\n"
+    )
+    programs, seconds = kernel.value("run.state.ranks[0].compiled")
+    assert programs >= 2
+    assert seconds > 0
+    assert kernel.value("(last.programs, last.seconds)") == (programs, seconds)
+    assert kernel.value("phases[:4]") == ["joining", "", "compiling", ""]
+    assert kernel.value("run.state.ranks[0].phase") == ""
+    assert f"compiled {programs} in " in out.board
+
+
+def test_a_program_that_cannot_be_compiled_is_not_waited_for(kernel: Notebook) -> None:
+    """torch_xla counts that it began, and never that it raised."""
+    out = kernel.run(
+        "%%distributed -n 1\n"
+        "import torch_xla, torch_xla.core.xla_builder as xb\n"
+        "from nbtrain.parts.tpu import xla\nfrom nbtrain.worker import observers\n"
+        "meter = observers._meter._compilation\n"
+        "two = [xb.Shape.create('f32', [4])] * 2\n"
+        "adds = xb.create_computation('adds', lambda a, b: a + b, two)\n"
+        "def plus(number):\n"
+        "    (torch.ones(4, device='xla') + number).cpu()\n"
+        "    meter.look()\n"
+        "    return meter._is_reported\n"
+        "found = [plus(1)]\n"
+        "try:\n"
+        "    (lost,) = torch_xla._XLAC._xla_user_computation(\n"
+        "        'xla::odd', [torch.ones(4, device='xla')], adds)\n"
+        "    lost.cpu()\n"
+        "except RuntimeError as error:\n"
+        "    del lost\n"
+        "    found.append('arity' in str(error))\n"
+        "meter.look()\n"
+        "found += [meter._is_reported, plus(1), plus(1), plus(torch.pi), plus(1)]\n"
+        "counts = xla.compilations()\n"
+        "[*found, counts.begun - counts.done]"
+    )
+    assert not out.ename, out.traceback
+    value = kernel.value("nbtrain.last_run().value")
+    assert value == [False, True, True, False, False, False, False, 1]
+
+
+def test_a_program_that_a_batch_of_another_shape_needs_is_put_down_to_it(kernel: Notebook) -> None:
+    out = kernel.run(
+        "%%distributed --as run\n"
+        "data = torch.utils.data.TensorDataset(torch.ones(84, 5))\n"
+        "loader = torch.utils.data.DataLoader(data, batch_size=8)\n"
+        "import torch_xla\n"
+        "model = torch.nn.Linear(5, 1).to('xla')\n"
+        "for epoch in range(2):\n"
+        "    for (batch,) in loader:\n"
+        "        model(batch.to('xla')).mean().backward()\n"
+        "        torch_xla.sync()\n"
+    )
+    assert not out.ename, out.traceback
+    (note,) = kernel.value("run.state.notes")  # once, of all ranks
+    assert note.startswith("A batch has a new shape (4x5 instead of 8x5), so torch_xla compiled")
+    assert "drop_last=True" in note
+    assert note.partition(":")[0] in out.board
