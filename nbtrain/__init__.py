@@ -16,8 +16,8 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with `_PU
     from .lifecycle.launcher import launch, notebook_launcher
     from .lifecycle.run import Run, last_run
     from .parts.live.live_ranks import LiveRanks, start
-    from .parts.memory import memory_needed
-    from .parts.scaling import scaling
+    from .parts.memory.estimate import memory_needed
+    from .parts.scaling.measure import scaling
     from .worker.api import log, progress, rank, world_size
     from .worker.checkpoints import attempt, checkpoint, checkpoint_dir, last_checkpoint
     from .worker.stopping import should_stop
@@ -25,8 +25,8 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with `_PU
 __version__ = "0.2.0"
 
 _NAMES = {
-    "parts.memory": "memory_needed",
-    "parts.scaling": "scaling",
+    "parts.memory.estimate": "memory_needed",
+    "parts.scaling.measure": "scaling",
     "errors": "NbtrainError RankDied",
     "lifecycle.catalog": "runs",
     "lifecycle.launcher": "launch notebook_launcher",
@@ -49,7 +49,13 @@ __all__ = [  # written out because type checkers read it; a test compares it wit
 def __getattr__(name: str) -> Any:
     """Import a public name, or a module, when it is asked for: a rank needs but a few (PEP 562)."""
     if name in _PUBLIC:
-        value = getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
+        try:
+            value = getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
+        except ModuleNotFoundError as error:
+            if not (error.name or "").startswith(f"{__name__}.parts."):
+                raise
+            reason = f"needs {error.name}, a part of nbtrain that is not installed here"
+            raise AttributeError(f"{__name__}.{name} {reason}") from None
         return globals().setdefault(name, value)
     if not name.startswith("_") and importlib.util.find_spec(f".{name}", __name__) is not None:
         return importlib.import_module(f".{name}", __name__)

@@ -6,12 +6,11 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
+from .. import part
 from ..errors import NbtrainError
 from ..lifecycle import catalog
 from ..lifecycle.run import Run
-from ..parts.export import export
 from ..system.text import without_controls
 from ..tracking import clock
 from ..ui import text_summary
@@ -57,13 +56,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help=_JSON)
     command = commands.add_parser("runs", help="list the runs that are kept")
     command.add_argument("--json", action="store_true", help=_JSON)
-    text = "write a notebook's %%%%distributed cell as a script, without running anything"
-    command = commands.add_parser("export", help=text)
-    command.add_argument("notebook", type=Path, metavar="NOTEBOOK.ipynb")
-    text = "the script to write (by default NOTEBOOK.py, next to the notebook)"
-    command.add_argument("-o", "--output", type=Path, metavar="FILE.py", help=text)
-    text = "use the N-th %%%%distributed cell, if there are several"
-    command.add_argument("--cell", type=int, metavar="N", help=text)
+    for name, of_part in part.shell_commands().items():
+        part.load(of_part.arguments)(commands.add_parser(name, help=of_part.help))
     for name, purpose in (
         ("show", "show the present state of a run"),
         ("logs", "print the output of a run's ranks"),
@@ -85,6 +79,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _do(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    if of_part := part.shell_commands().get(options.command):
+        return int(part.load(of_part.run)(options))
     match options.command:
         case "demo":
             from .demo import demo  # it imports torch and Accelerate
@@ -97,9 +93,6 @@ def _do(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             _print_json({"schema": SCHEMA, "runs": listed})
         case "runs":
             _show(catalog.page(catalog.run_infos()))
-        case "export":
-            output = options.output or options.notebook.with_suffix(".py")
-            print(export.export(options.notebook, output, options.cell))
         case "show":
             return _show_run(catalog.find_run(options.run), options)
         case "logs" if options.json:

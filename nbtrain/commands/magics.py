@@ -9,9 +9,9 @@ import json
 import re
 import sys
 import weakref
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from IPython.core.compilerop import PyCF_MASK
 from IPython.core.magic import (
@@ -22,6 +22,7 @@ from IPython.core.magic import (
     no_var_expand,
 )
 
+from .. import part
 from ..errors import CellSyntaxError, PlanError
 from ..system import accelerator_guard, instrumentation
 from . import cell_watch
@@ -31,14 +32,10 @@ if TYPE_CHECKING:  # imported when it is asked for: %load_ext would take ten tim
     from argparse import Namespace
 
     from ..lifecycle.run import Run
-    from ..parts import memory, scaling
-    from ..parts.live.live_ranks import LiveRanks
     from ..planning.plan import Plan
 
-_COMMANDS = (
-    "start, status, vars, push, pull, debug, restart, runs, show, stop, stacks, memory, scaling, "
-    "guard, doctor or migrate"
-)
+_COMMANDS = ("guard", "doctor", "runs", "show", "stop", "stacks", "migrate")
+"""What ``%nbtrain`` does without any part."""
 
 _HELP = """Run this cell, or an expression, on several ranks (training processes).
 
@@ -64,6 +61,13 @@ def _distributed_help() -> str:
     from ..planning.option_parser import parser
 
     return _HELP + parser().format_help()
+
+
+def _nbtrain_help() -> str:
+    """Return what ``%nbtrain?`` shows: the core's commands, then those of parts."""
+    own = inspect.getdoc(NbtrainMagics.nbtrain) or ""
+    lines = (command.help.strip("\n") for command in part.commands().values())
+    return "\n".join([own, *filter(None, lines)])
 
 
 @magics_class
@@ -106,10 +110,8 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
 
     @no_var_expand
     @line_cell_magic
-    def nbtrain(
-        self, line: str, cell: str | None = None
-    ) -> memory.MemoryAnatomy | scaling.ScalingReport | None:
-        """Show and control live ranks, runs and this kernel, and estimate or change a training.
+    def nbtrain(self, line: str, cell: str | None = None) -> Any:
+        """Show and control runs and this kernel, and change a training.
 
         %nbtrain guard         show whether an accelerator is initialised here, and by which cell
         %nbtrain guard warn    warn at the cell that initialises one (the default)
@@ -117,33 +119,11 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         %nbtrain guard off     only remember the cell
         %nbtrain doctor        describe this host and kernel on a page, also for a bug report
                                (--json: as JSON, for a program)
-        %nbtrain start -n N    start live ranks: %%distributed cells then run on them, and their
-                               variables stay (-e, -p, --config, --env as for %%distributed;
-                               --idle-timeout SECONDS: end them after so long without a cell)
-        %nbtrain status        show the live ranks; %nbtrain stop ends them
-        %nbtrain vars          show the live ranks' variables, and which differ between ranks
-        %nbtrain push NAMES    send variables of the notebook to the ranks
-        %nbtrain pull NAMES    copy variables of rank 0 (--rank R) here; a model in place
-        %nbtrain debug         open the debugger where the last cell on live ranks failed (--rank R:
-                               on another rank); %debug does the same
-        %nbtrain restart       end the live ranks, and start new ones
         %nbtrain runs          list the runs that are kept
         %nbtrain show [RUN]    draw a run here, running or not: RUN is its number, as in 12 or
                                train #12, or the start of its name
         %nbtrain stop [RUN]    end a run, also one of another kernel
         %nbtrain stacks [RUN]  show the line that each rank of a run is at now
-        %nbtrain memory MODEL --batch 8x512 [options]
-                               estimate the memory of training per rank, and whether it fits:
-            --optimizer NAME            adamw (the default), sgd, …, a variable, none: inference
-            --precision no|fp16|bf16    as under Accelerate
-            --ranks N, --strategy ddp|fsdp, --card 16GB
-            --batch-from NAME           a variable with a batch of the same shape, not --batch
-        MODEL is a variable, or an expression that builds one: no memory is allocated for it.
-        %nbtrain scaling --ranks 1,2,4 [options] train(model, steps=50)
-                               run this with each number of ranks, and show the speed-up:
-            --repeat N                  run each size N times (by default 3); the median counts
-            -e, -p, --downcast-bf16, --config, --env, --timeout, --hang-after, --as
-                                        as for %%distributed; --as assigns the report
         %%nbtrain migrate      on top of a cell with a plain PyTorch loop: show what to change, as
                                a diff, to train it on all ranks with Accelerate
         %%nbtrain migrate --apply
@@ -153,11 +133,19 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
             self._migrate(line, cell)
             return None
         fill = functools.partial(_expanded, self.shell)
-        if line.split()[:1] not in (["memory"], ["scaling"]):  # there, only options are filled
+        name = next(iter(line.split()), "")
+        command = part.commands().get(name)
+        if command is None or not command.fills_options_alone:
             line = fill(line)
+        if command is not None:
+            text = line.partition(name)[2]
+            run = part.load(command.run)
+            found = run(part.Typed(name, text, self.shell.user_ns, fill))
+            if found is not part.PASS:
+                return found
         match line.split():
             case ["help" | "--help" | "-h"]:
-                print(inspect.getdoc(type(self).nbtrain))
+                print(_nbtrain_help())
             case ["guard"]:
                 print(cell_watch.accelerator_status_text())
             case ["guard", ("warn" | "block" | "off") as mode]:
@@ -166,31 +154,12 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                     print(cell_watch.accelerator_status_text())
             case ["doctor"] | ["doctor", "--json"]:
                 self._examine(as_json="--json" in line)
-            case [
-                "start" | "restart" | "status" | "vars" | "push" | "pull" | "debug" as command,
-                *_,
-            ]:
-                self._live(command, line)
-            case ["stop"] if live_now() or lost_now():
-                self._live("stop", line)
             case ["runs"]:
                 from ..lifecycle import catalog
 
                 print(catalog.page(catalog.run_infos()))
-            case ["show" | "stop" | "stacks" as command, *names] if (
-                len(names) <= 1 or names[-1][:1] == "#"
-            ):
-                self._about_run(command, [" ".join(names)] if names else [])
-            case ["memory", *_]:
-                from ..parts import memory
-
-                text = line.partition("memory")[2]
-                model, options = memory.read(text, self.shell.user_ns, fill)
-                return memory.memory_needed(model, **options)
-            case ["scaling", *_]:
-                from ..parts import scaling
-
-                return scaling.ask(line.partition("scaling")[2], self.shell.user_ns, fill)
+            case ["show" | "stop" | "stacks", *names] if len(names) <= 1 or names[-1][:1] == "#":
+                self._about_run(name, [" ".join(names)] if names else [])
             case ["migrate", *_]:
                 from . import migrate
 
@@ -199,11 +168,16 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                 from ..system.text import did_you_mean
 
                 problem = f"has no command {line!r}" if line.strip() else "needs a command"
-                guess = did_you_mean(line.split()[0], re.findall(r"\w+", _COMMANDS)) if line else ""
+                names = [*_COMMANDS, *(n for n in part.commands() if n not in _COMMANDS)]
+                guess = did_you_mean(name, names) if name else ""
+                *most, last = names
                 raise PlanError(
-                    f"%nbtrain {problem}{guess}. Use {_COMMANDS} (%nbtrain? explains them)"
+                    f"%nbtrain {problem}{guess}. Use {', '.join(most)} or {last} (%nbtrain? "
+                    "explains them)"
                 )
         return None
+
+    vars(nbtrain)["getdoc"] = _nbtrain_help
 
     def _examine(self, as_json: bool) -> None:
         from . import doctor
@@ -221,13 +195,6 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                 run.stop("by %nbtrain stop")
             case _:
                 print(run.stacks())
-
-    def _live(self, command: str, line: str) -> None:
-        from ..parts.live import commands as live
-
-        text = live.command(command, line.partition(command)[2], self.shell.user_ns)
-        if text:
-            print(text)
 
     def _migrate(self, line: str, cell: str) -> None:
         from . import migrate
@@ -250,35 +217,26 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
             raise CellSyntaxError(str(error), drawn="\n".join(lines)) from error
 
     def _run(self, options_text: str, source: str, offset: int) -> Run:
+        from ..lifecycle.launch_sides import launch_sides
         from ..lifecycle.launcher import run_plan
         from ..lifecycle.run import last_folder, last_run
         from ..planning.option_parser import parse_options, split_line
         from ..planning.plan import Cell
         from ..planning.source_names import bound_names
 
-        before = last_folder()
+        before, sides = last_folder(), launch_sides()
         options = parse_options(split_line(_expanded(self.shell, options_text)))
-        live = None if options.new else live_now()
-        if live is None and not options.new and (lost := lost_now()) is not None:
-            raise PlanError(
-                f"{lost.end_reason}. This cell was not run. `%nbtrain restart` starts new live "
-                "ranks. After `%nbtrain stop`, each cell starts new ranks with the notebook's "
-                "variables; --new does that for this cell alone"
-            )
-        if options.ranks is not None and live is None:
-            raise PlanError("--ranks is for live ranks: %nbtrain start -n 2 starts two")
+        place = next(filter(None, (side.place(options) for side in sides)), None)
         with self._syntax_errors():
-            plan = self._plan(options, source, offset, live)
-        if options.save is not None and isinstance(plan.task, Cell):
-            from ..parts.export import export
-
+            plan = self._plan(options, source, offset, () if place is None else place.variables)
+        if isinstance(plan.task, Cell):
             raw = f"%%distributed\n{source}" if offset else source
             history = self.shell.history_manager.input_hist_raw[:-1]
-            failures = self.cell_watch.failures
-            print(f"nbtrain: {export.save(plan.task, raw, history, failures, options)}")
+            for side in sides:
+                side.before_cell(plan.task, raw, history, self.cell_watch.failures, options)
         try:
-            if live is not None:  # they keep what a cell defines
-                return _run_live(live, plan, options)
+            if place is not None:  # it keeps what a cell defines
+                return cast("Run", place.run(plan))
             run = run_plan(plan)
             if isinstance(plan.task, Cell) and plan.task.number is not None:
                 names = dict.fromkeys(bound_names(plan.task.source), plan.task.number)
@@ -288,15 +246,13 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
             if options.bind is not None and last_folder() != before:
                 self.shell.user_ns[options.bind] = last_run()
 
-    def _plan(
-        self, options: Namespace, source: str, offset: int, live: LiveRanks | None = None
-    ) -> Plan:
+    def _plan(self, options: Namespace, source: str, offset: int, variables: Iterable[str]) -> Plan:
         from ..planning import cell as reading
         from ..planning.plan import OPTIONS, Plan
 
         if not source.strip():
             raise PlanError("%distributed has nothing to run: give it a cell or an expression")
-        there = dict.fromkeys(live.names[0]) if live is not None else {}
+        there = dict.fromkeys(variables)
         # The magic's own line is kept as an empty one: line numbers are those of the cell.
         transformed = "\n" * offset + self._transformed(source, there)
         filename, number = self._register(transformed, source)
@@ -308,7 +264,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         return Plan(cell, options.title or reading.title(cell), **fields)
 
     def _transformed(self, source: str, there: Container[str]) -> str:
-        """Return a cell's Python. A word that is a variable of live ranks is no magic's name."""
+        """Return a cell's Python. A word that is a variable `there` is no magic's name."""
         first = re.match(r"\s*(\w+)", source)
         if first is not None and first[1] in there:
             return str(self.shell.input_transformer_manager.transform_cell(source))
@@ -320,28 +276,6 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         # Not execution_count: IPython 9 counts up before the cell runs, 7 and 8 after it.
         number = max(1, len(shell.history_manager.input_hist_parsed) - 1)
         return str(shell.compile.cache(transformed, number, raw_code=raw)), number
-
-
-def live_now() -> LiveRanks | None:
-    """Return the ranks that live, without importing anything where there never were any."""
-    module = sys.modules.get("nbtrain.parts.live.live_ranks")
-    return None if module is None else module.current()
-
-
-def lost_now() -> LiveRanks | None:
-    """Return live ranks that ended without being stopped, if a cell would have run on them."""
-    module = sys.modules.get("nbtrain.parts.live.live_ranks")
-    return None if module is None else module.lost()
-
-
-def _run_live(ranks: LiveRanks, plan: Plan, options: Namespace) -> Run:
-    from ..parts.live import commands as live
-
-    live.check_options(options)
-    targets = None
-    if options.ranks is not None:
-        targets = live.read_ranks(options.ranks, ranks.world_size)
-    return ranks.run_plan(plan, targets)
 
 
 _UNREAD_COMMAND = (
@@ -357,9 +291,11 @@ def _debug(original: Any, *args: Any, **kwargs: Any) -> Any:
     lifecycle = sys.modules.get("nbtrain.lifecycle.run")
     if error is None or lifecycle is None:
         return original(*args, **kwargs)
-    ranks, run = live_now(), lifecycle.last_run()
-    if ranks is not None and ranks.error is error:
-        return ranks.debug()
+    from ..lifecycle.launch_sides import launch_sides
+
+    if any(side.debug(error) for side in launch_sides()):
+        return None
+    run = lifecycle.last_run()
     if run is not None and run.exception is error:
         print(_HAS_ENDED)
         return None

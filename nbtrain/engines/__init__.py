@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Mapping
 
+from .. import part
 from ..errors import PlanError
 from ..findings import Finding
 from ..planning.option_types import engine_plugins
@@ -26,20 +27,20 @@ ENGINE_CLASSES = {
     "fork": "nbtrain.engines.fork:ForkEngine",
     "spawn": "nbtrain.engines.spawn:SpawnEngine",
     "inline": "nbtrain.engines.inline:InlineEngine",
-    "xla": "nbtrain.parts.tpu.torch_xla:XlaEngine",
-    "torch_tpu": "nbtrain.parts.tpu.torch_tpu:TorchTpuEngine",
-    "ray": "nbtrain.parts.ray.engine:RayEngine",
 }
-"""The engines of this package, each by the module and the name of its class.
+"""The engines of the core, each by the module and the name of its class.
 
-`nbtrain.planning.option_types.ENGINES` lists the same names for ``--engine``, with 'auto' and
-'tpu', for which `choose` picks one of these.
+`nbtrain.planning.option_types.ENGINES` lists them and those of parts for ``--engine``, with 'auto'
+and 'tpu', for which `choose` picks one of these.
 """
 
 
 def get(name: str) -> Engine:
     """Return an engine for one launch. Raises `PlanError` where it cannot be imported."""
-    reference = ENGINE_CLASSES.get(name) or engine_plugins()[name]  # which reads every package
+    reference = ENGINE_CLASSES.get(name) or part.engines().get(name)
+    reference = reference or engine_plugins().get(name)  # which reads every package
+    if reference is None:
+        raise PlanError(f"the engine {name!r} is in a part of nbtrain that is not installed here")
     module, _, class_name = reference.partition(":")
     try:
         engine: Engine = getattr(importlib.import_module(module), class_name)()
@@ -69,9 +70,7 @@ def choose(plan: Plan) -> Engine:
             raise PlanError(
                 "several nodes (num_nodes) train on GPUs or CPUs; on a TPU use num_nodes=1"
             )
-        from ..parts.nodes.engine import MultinodeEngine
-
-        return MultinodeEngine(plan.nodes)
+        name = "nodes"
     if name == "tpu":
         raise PlanError(
             f"a TPU needs torch_xla or torch_tpu: {host_tpu.XLA_INSTALL}, or {host_tpu.INSTALL}"

@@ -20,8 +20,6 @@ from ..engines import Engine
 from ..errors import LaunchError, PlanError, PreflightError
 from ..findings import Finding
 from ..hangs import stacks
-from ..parts.debugger.conversation import Conversation
-from ..parts.forwarding.forwarder import check_installed, without_addresses
 from ..planning import accelerate_config as config_file
 from ..planning import task_values
 from ..planning.option_parser import (
@@ -51,6 +49,7 @@ from ..ui.displays.tracebacks import show_from_the_rank
 from ..worker import api, nested_launches
 from . import background
 from .follower import Follower
+from .launch_sides import launch_sides
 from .restarts import run_attempts
 from .run import Run, conclude, draw_live, earlier, going_on, let_go, remember
 from .run_info import manifest
@@ -276,7 +275,8 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
     """
     if api.active is not None:
         raise nested_launches.refusal("nbtrain", getattr(plan.task, "function", None) or plan.name)
-    check_installed(plan)
+    for side in launch_sides():
+        side.check(plan)
     plan, findings = _configured(plan)
     plan, counted = _counted(plan)
     findings += [*counted, *noticed]
@@ -286,10 +286,10 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
         plan, device = engine.resolve(plan)
         LOGGER.info("%s on %s", plural(plan.num_processes or 1, "rank"), device)
         findings += _check(plan, device, engine)
-        engine.prepare(without_addresses(plan))
+        engine.prepare(plan.without_addresses())
         findings += engine.notes
-        prompt = None if engine.name == "ray" or plan.goes_on else prompts.find()
-        if plan.debug and prompt is None:
+        is_answered = not plan.goes_on and engine.name != "ray" and prompts.find() is not None
+        if plan.debug and not is_answered:
             findings.append(_NOBODY_DEBUGS)
         for finding in findings:
             LOGGER.info("note: %s", finding.shown)
@@ -297,17 +297,12 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
             return _start_in_background(plan, device, engine, findings)
         with Interrupts(wanted=not engine.runs_in_kernel) as interrupts:
             job, state = make_job(plan, device, engine, findings)
-            if prompt is not None:
+            if is_answered:
                 job = replace(job, unanswered="")
             supervisor = Supervisor.of(plan, job.folder, state, ranks_stay=engine.ranks_stay)
             stop = partial(supervisor.request_stop, "by the Stop button")
             ask = partial(stacks.ask, job.folder, range(job.world_size))
             display = _display(plan, engine, partial(select.choose, plan.view, stop, ask))
-            if prompt is not None:
-                talk = partial(Conversation, prompt, supervisor.request_stop)
-                supervisor.conversation = talk(
-                    is_live=engine.ranks_stay, waits_for_ever=plan.debug or engine.ranks_stay
-                )
             run = execute(job, engine, supervisor, display, interrupts)
             spared = SPARED if engine.ranks_stay else 0
             let_go(job.folder, lambda: interrupts.count > 0, spared=spared)

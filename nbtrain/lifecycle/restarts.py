@@ -17,12 +17,12 @@ from ..errors import LaunchError
 from ..findings import Finding
 from ..hangs.failures import causes
 from ..hangs.verdict import line
-from ..parts.forwarding.forwarder import start_forwarder, without_addresses
 from ..system.processes import process_identity
 from ..tracking.run_folder import set_aside
 from ..tracking.state import RankState, RunState
 from ..transport.job import Job
 from . import imports_ahead
+from .launch_sides import companions
 from .supervisor import Interrupts, Supervisor
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0
@@ -58,8 +58,8 @@ def run_attempts(
 
     Returns an exception that is at hand as such, not in the run folder.
     """
-    supervisor.forwarder = start_forwarder(job.plan, job.folder)
-    job = replace(job, plan=without_addresses(job.plan))
+    supervisor.companions = companions(job, engine, supervisor.request_stop)
+    job = replace(job, plan=job.plan.without_addresses())
     if not engine.ranks_stay:
         job = replace(job, scratch=_scratch())
     reaper: OrphanReaper | None = None

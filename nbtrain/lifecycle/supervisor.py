@@ -24,8 +24,6 @@ from ..hangs.exit_causes import Cause, ExitCauses
 from ..hangs.lost_results import describe_lost_results
 from ..hangs.verdict import DEADLOCK, HANG, describe_endings
 from ..hangs.watchdog import HangWatchdog
-from ..parts.debugger.conversation import Conversation
-from ..parts.forwarding.forwarder import Forwarder
 from ..planning.plan import Plan
 from ..system import host
 from ..system.text import format_ranks
@@ -38,13 +36,14 @@ from ..tracking.replay import Pictures
 from ..tracking.resource_sampler import Sampler
 from ..tracking.run_folder import RunFolder, asked_to_stop, mark_stopping, recreate
 from ..tracking.state import RunState
+from .launch_sides import Companion
 from .stop_policy import StopController
 
 TICK = 0.1
 """Seconds between two looks at the run folder, where no rank ends earlier; twice on a busy host."""
 
-DEBUGGING = 0.02
-"""The same while somebody types at the prompt of a debugger."""
+TYPING = 0.02
+"""The same while somebody types to what goes along with the run, as a debugger."""
 
 ANSWER = 0.2
 """Seconds that ranks have to show where they are before they are stopped; most take few ms."""
@@ -114,9 +113,8 @@ class Supervisor:
     ) -> None:
         self.state = state
         self.show: Callable[[RunState, float], None] = lambda _state, _now: None
-        self.conversation: Conversation | None = None
-        """Has the user talk with debuggers in ranks, where there is a user."""
-        self.forwarder = Forwarder()
+        self.companions: Sequence[Companion] = ()
+        """What parts have go along with the run."""
         self.over = threading.Event()
         self._folder = folder
         self._timeout = timeout
@@ -204,18 +202,17 @@ class Supervisor:
                         self._stop.give_up(HANG)
                 elif self._stop.is_ignored(time.monotonic()):
                     self._name_the_deaf()
-        if self.conversation is not None:
-            self.conversation.close()
+        for each in self.companions:
+            each.ranks_ended()
         self._note(ev.Exited(clock.now(), rank, -signal.SIGKILL, "stopped") for rank in ranks.alive)
         self._note(ranks.news())
         if self.has_failed or ranks.alive:  # `finish` comes later, or not before another attempt
             self._take(self._reader.read(ended=range(self.state.world_size)))
 
     def _turn(self, ranks: Ranks, interrupts: Interrupts) -> list[Exit]:
-        talk = self.conversation
-        is_debugged = talk is not None and talk.attend(self.state)
+        attending = [each.attend(self.state) for each in self.companions]
         # First: drawing takes a CPU, and the ranks begin.
-        exits = ranks.wait(DEBUGGING if is_debugged else 2 * TICK if host.is_crowded() else TICK)
+        exits = ranks.wait(TYPING if any(attending) else 2 * TICK if host.is_crowded() else TICK)
         if time.monotonic() >= self._restores:
             self._restores = time.monotonic() + RESTORE
             self._note(self._disk.restore(self.state))
@@ -223,10 +220,10 @@ class Supervisor:
         self._take(self._reader.read(ended={e.rank for e in exits}))
         self._pictures.keep(self.state)
         self._note(self._work.check(self.state.findings))
-        self._note(self.forwarder.notes())
+        self._note(event for each in self.companions for event in each.notes())
         self._take_exits(exits)
         self._decide(ranks, interrupts)
-        if ranks.alive and (talk is None or not talk.holds_screen):
+        if ranks.alive and not any(each.holds_screen for each in self.companions):
             self.show(self.state, clock.now())
         return exits
 
@@ -433,7 +430,7 @@ class Supervisor:
         flaw = self.state.flaw if status == "succeeded" else ""
         code = self._stop.code if status == "timed out" else code
         end = ev.Finished(clock.now(), -1, status, message, flaw, code, remedy)
-        self._note(self.forwarder.finish(end))
+        self._note(event for each in self.companions for event in each.finish(end))
         self._note([end])
         self._pictures.keep(self.state, is_last=True)
         LOGGER.info("the run %s after %.1f s", self.state.outcome, self.state.elapsed(clock.now()))

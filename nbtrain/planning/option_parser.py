@@ -37,6 +37,7 @@ MAGIC_ONLY = (
         "write this cell and the cells before it to a script, then run the cell; the script works "
         "with python, torchrun and accelerate launch",
         field="save",
+        part="export",
         metavar="FILE.py",
     ),
     Option(
@@ -44,11 +45,13 @@ MAGIC_ONLY = (
         "start new ranks for this cell, even if live ranks (%%nbtrain start) are running",
         False,
         field="new",
+        part="live",
     ),
     Option(
         "--ranks",
         "which of the live ranks run the cell: 0 or 0,2-3 (by default all)",
         field="ranks",
+        part="live",
         metavar="RANKS",
     ),
 )
@@ -59,6 +62,7 @@ IDLE_TIMEOUT = Option(
     "end the live ranks after this many seconds without a cell for them",
     **SECONDS,
     field="idle_timeout",
+    part="live",
     metavar="SECONDS",
 )
 """The option that only live ranks have."""

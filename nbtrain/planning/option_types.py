@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import PlanError
+from ..part import require
 from ..system.text import did_you_mean
 
 ENGINES = ("auto", "fork", "spawn", "tpu", "xla", "torch_tpu", "ray", "inline")
@@ -87,6 +88,9 @@ class Option:
 
     nargs: str | None = None
 
+    part: str = ""
+    """The part that does what it asks for, if it is not the core."""
+
     @property
     def argument(self) -> str:
         return self.keyword or self.field
@@ -104,6 +108,8 @@ class Option:
         """Raise `PlanError` for a field's value that is out of range."""
         if value is self.default:  # most are, and a plan is made anew a few times for each cell
             return
+        if self.part and value != self.default:
+            require(self.part, label)
         items = value.items() if isinstance(value, Mapping) else value if self.nargs else (value,)
         for item in items:
             if not (self.must_be[1](item) or (item is None and self.may_be_none)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -151,6 +151,7 @@ class Plan:
         "with -e ray: the address of the cluster; auto (the default): the cluster that this host "
         "belongs to; local: start one here, to try it out",
         metavar="auto|local|HOST:PORT",
+        part="ray",
     )
     spread: tuple[int, int] | None = option(
         "--nodes",
@@ -164,6 +165,7 @@ class Plan:
             "a number of nodes ≥ 1, the least and the most of them (MIN:MAX)",
             options.is_range,
         ),
+        part="ray",
     )
     resources: Mapping[str, float] = option(
         "--resources",
@@ -175,6 +177,7 @@ class Plan:
         read=lambda text: {k: float(v) for k, v in map(options.pair_of, text.split(","))},
         convert=lambda resources: dict(resources or {}),
         must_be=("amounts ≥ 0 (CPU=2,GPU=1), and whole GPUs", options.is_resource),
+        part="ray",
     )
     wait_for_nodes: float = option(
         "--wait-for-nodes",
@@ -185,6 +188,7 @@ class Plan:
         read=float,
         convert=lambda seconds: seconds or 0.0,
         must_be=("a number of seconds ≥ 0 and < 1e9", lambda s: s == 0 or options.is_seconds(s)),
+        part="ray",
     )
     timeout: float | None = option(
         "--timeout",
@@ -253,6 +257,7 @@ class Plan:
             f"trackers ({', '.join(options.TRACKERS)}), or NAME{options.OF_ALL}",
             lambda name: name.removesuffix(options.OF_ALL) in options.TRACKERS,
         ),
+        part="forwarding",
     )
     notify: tuple[str, ...] = option(
         "--notify",
@@ -264,11 +269,13 @@ class Plan:
         types=(str, Iterable),
         convert=options.secrets_of,
         must_be=("an address (URL)", lambda url: isinstance(url, str) and ":" in url),
+        part="forwarding",
     )
     debug: bool = option(
         "--debug",
         "when a rank raises, open the debugger at that line before the run ends; the others wait",
         False,
+        part="debugger",
     )
     port: int | None = None
     """The port where the ranks meet; None: a free one."""
@@ -289,6 +296,10 @@ class Plan:
     def goes_on(self) -> bool:
         """Whether the run goes on behind the cell: to the kernel's end, or beyond (`detach`)."""
         return self.background or self.detach
+
+    def without_addresses(self) -> Plan:
+        """Return what engines and ranks get of it: they need not know who gets messages."""
+        return replace(self, notify=()) if self.notify else self
 
     def __post_init__(self) -> None:
         for each in OPTIONS:

@@ -121,9 +121,8 @@ def holders(root: Path = Path("/"), proc: Path = Path("/proc")) -> dict[int, fro
 def chips_of(ranks: int, given: Mapping[str, str]) -> frozenset[int] | None:
     """Return the chips that the ranks of torch_xla will drive; None: all, or unknown.
 
-    A single rank drives the first, unless the `given` variables name another; those of the kernel
-    do not count (`nbtrain.parts.tpu.xla.forget_place`). Like tpu-info, this assumes that a
-    device file has its chip's number.
+    A single rank drives the first, unless the `given` variables name another: the engine forgets
+    those of the kernel. Like tpu-info, this assumes that a device file has its chip's number.
     """
     names = ("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES")
     listed = next((given[name] for name in names if given.get(name)), "0" if ranks == 1 else "")

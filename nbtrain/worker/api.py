@@ -17,7 +17,7 @@ from ..system.text import shorten
 from ..tracking import clock
 from ..tracking import events as ev
 from ..tracking.event_log import EventWriter
-from .device_scalars import KINDS, ScalarReader
+from .device_scalars import ScalarReader, is_late
 
 T = TypeVar("T")
 
@@ -136,7 +136,7 @@ def _log_late(reporter: Reporter, step: int | None, metrics: dict[str, Any]) -> 
 def _is_on_gpu(value: Any) -> bool:
     """Whether a value is a real scalar tensor on a GPU or a TPU."""
     kind = getattr(getattr(value, "device", None), "type", "")
-    return kind in KINDS and bool(value.numel() == 1 and not value.is_complex())
+    return is_late(kind) and bool(value.numel() == 1 and not value.is_complex())
 
 
 def is_metric(value: Any) -> bool:

@@ -17,8 +17,6 @@ from typing import Any
 
 from ..hangs import stack_dumps
 from ..hangs.failures import DISK_FULL
-from ..parts.debugger import hooks as debugging
-from ..parts.tpu import xla
 from ..planning import task_values
 from ..planning.plan import Task
 from ..system.files import Spare, separate_in_children, write_atomically
@@ -46,6 +44,7 @@ from .rank_environment import (
     renew_accelerate_state,
     serve_own_store,
 )
+from .rank_sides import sides_of
 from .task_runner import run_task
 
 FAILED = 1
@@ -99,7 +98,8 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
     shown_errors.install()
     if not job.in_kernel:
         scratch = job_of_process.scratch if job_of_process is not None else job.scratch
-        debugging.install(job, rank, writer, scratch)
+        for side in sides_of(job):
+            side.begin(job, rank, writer, scratch)
         quiet_tokenizers()
         separate_in_children()
         warn_where_users_call()
@@ -159,10 +159,8 @@ def run_and_report(
         _report_failure(job, rank, writer, spare, error.with_traceback(leaving.__traceback__))
         return FAILED, None
     except BaseException as error:  # whatever the user's code raised is this rank's outcome
-        if job.plan.debug and not isinstance(error, KeyboardInterrupt):
-            debugging.look_into(error)
-        if job.is_live:
-            debugging.keep(error)
+        for side in sides_of(job):
+            side.failed(job, error)
         _report_failure(job, rank, writer, spare, error)
         if sender is not None and job.device != "xla":  # it would compile what never ran
             sender.rescue()
@@ -285,8 +283,8 @@ def _set_threads() -> None:
 def _finish_device_work(job: Job) -> None:
     """Let what was queued on a device end: a peer may be waiting for this rank's part of it."""
     torch = sys.modules.get("torch")
-    if job.device == "xla" and job.is_live:  # its engine does so at the end of other ranks
-        xla.finish()
+    for side in sides_of(job):
+        side.returned(job)
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()
 

@@ -12,8 +12,7 @@ import pytest
 
 import nbtrain
 from nbtrain import errors
-from nbtrain.commands import cli
-from nbtrain.commands.magics import NbtrainMagics
+from nbtrain.commands import cli, magics
 from nbtrain.planning.option_parser import MAGIC_ONLY
 from nbtrain.planning.option_types import ENGINES, PRECISIONS, VIEWS
 from nbtrain.planning.plan import OPTIONS
@@ -120,7 +119,7 @@ def test_the_options_are_keywords_of_launch_as_the_page_says() -> None:
 
 def test_the_options_page_lists_what_nbtrain_answers() -> None:
     page = reference("magics")
-    documented = re.findall(r"%nbtrain ([a-z]+)", NbtrainMagics.nbtrain.__doc__ or "")
+    documented = re.findall(r"%nbtrain ([a-z]+)", magics._nbtrain_help())
     assert len({*documented}) >= 8
     for question in documented:
         assert re.search(rf"`%%?nbtrain {question}\b", page), question

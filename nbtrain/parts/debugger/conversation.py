@@ -9,9 +9,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ...engines import Engine
+from ...lifecycle.launch_sides import Companion, LaunchSide
 from ...system.text import format_ranks
 from ...tracking.state import RankState, RunState
 from ...transport.channel import Channel, connect
+from ...transport.job import Job
+from ...ui.displays import prompt as prompts
 from ...ui.displays.prompt import Prompt
 
 PATIENCE = 1.0
@@ -34,7 +38,24 @@ _ALL = re.compile(r"all\s+(?![=.,+*/<>|&%\[-])(.+)")  # not what is done with a 
 Message = dict[str, Any]
 
 
-class Conversation:
+class DebuggerLaunch(LaunchSide):
+    """Has the user talk with debuggers in ranks, where there is a user."""
+
+    def companion(
+        self, job: Job, engine: Engine, request_stop: Callable[[str], None]
+    ) -> Companion | None:
+        prompt = None if job.unanswered else prompts.find()
+        if prompt is None:
+            return None
+        return Conversation(
+            prompt,
+            request_stop,
+            waits_for_ever=job.plan.debug or engine.ranks_stay,
+            is_live=engine.ranks_stay,
+        )
+
+
+class Conversation(Companion):
     """The debuggers of one run, and who is asked."""
 
     def __init__(
@@ -57,7 +78,7 @@ class Conversation:
         self._has_helped = self._has_quit = False
 
     @property
-    def holds_screen(self) -> bool:
+    def holds_screen(self) -> bool:  # type: ignore[override]
         """Whether nothing else may be drawn now."""
         return self._is_asking and self._prompt.holds_screen
 
@@ -75,7 +96,7 @@ class Conversation:
             self._ask(state)
         return bool(self._waiting) or any(rank.debugger for rank in state.ranks)
 
-    def close(self) -> None:
+    def ranks_ended(self) -> None:
         """Hang up; debuggers that wait let their code go on."""
         for channel in self._channels.values():
             channel.close()

@@ -19,6 +19,7 @@ from ...tracking import clock
 from ...tracking import events as ev
 from ...tracking.event_log import EventWriter
 from ...transport.job import Job
+from ...worker.rank_sides import RankSide
 from .remote_pdb import NotebookFile, make_debugger
 
 PATIENCE = timedelta(days=30)
@@ -29,45 +30,42 @@ _failed: BaseException | None = None
 """What ended the last task of this process, kept for `look_again`."""
 
 
-def install(job: Job, rank: int, writer: EventWriter, scratch: str) -> None:
-    """Have ``breakpoint()`` open a debugger in the notebook, until the end of the task."""
-    global _active, _failed
-    _active = Debugging(job, rank, writer, scratch)
-    if not job.plan.looks_again:
-        _failed = None
-    instrumentation.undo_later(_active.close)
-    instrumentation.replace(sys, "breakpointhook", _active.stop_here)
-    for module in ("pdb", "IPython.core.debugger"):
-        instrumentation.patch(module, "set_trace", _active.set_trace)
-    instrumentation.patch("pdb", "post_mortem", _active.post_mortem)
-    if job.plan.debug or job.is_live:
-        instrumentation.patch(
-            "torch.distributed.distributed_c10d", "_get_default_timeout", _wait_for_ever
-        )
+class DebuggerRank(RankSide):
+    """Has ``breakpoint()`` and failures open a debugger in the notebook."""
+
+    def begin(self, job: Job, rank: int, writer: EventWriter, scratch: str) -> None:
+        global _active, _failed
+        _active = Debugging(job, rank, writer, scratch)
+        if not job.plan.looks_again:
+            _failed = None
+        instrumentation.undo_later(_active.close)
+        instrumentation.replace(sys, "breakpointhook", _active.stop_here)
+        for module in ("pdb", "IPython.core.debugger"):
+            instrumentation.patch(module, "set_trace", _active.set_trace)
+        instrumentation.patch("pdb", "post_mortem", _active.post_mortem)
+        if job.plan.debug or job.is_live:
+            instrumentation.patch(
+                "torch.distributed.distributed_c10d", "_get_default_timeout", _wait_for_ever
+            )
+
+    def failed(self, job: Job, error: BaseException) -> None:
+        global _failed
+        if _active is not None and job.plan.debug and not isinstance(error, KeyboardInterrupt):
+            _active.look_into(error)
+        if job.is_live:
+            _failed = error  # with its frames, until the next task
 
 
 def _wait_for_ever(_original: Any, *_args: Any) -> timedelta:
     return PATIENCE
 
 
-def look_into(error: BaseException) -> None:
-    """Open the debugger where an exception was raised, if somebody can answer."""
-    if _active is not None:
-        _active.look_into(error)
-
-
-def keep(error: BaseException) -> None:
-    """Keep an exception, with its frames, until the next task."""
-    global _failed
-    _failed = error
-
-
 def look_again() -> None:
     """Open the debugger where the last task of a live rank failed."""
     if _failed is None:
         print("Nothing failed on this rank in the last cell.")
-    else:
-        look_into(_failed)
+    elif _active is not None:
+        _active.look_into(_failed)
 
 
 class Debugging:

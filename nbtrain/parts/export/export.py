@@ -13,7 +13,7 @@ import json
 import re
 import shlex
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -32,6 +32,22 @@ _MAGIC = re.compile(r"\s*%%distributed\b(.*)\n?")
 _LEFT_OUT = "  # left out: "
 _IPYTHON = "only IPython can run it"
 _FUTURE = re.compile(r"(?m)^from __future__ import .*\n")
+
+
+def add_arguments(command: ArgumentParser) -> None:
+    """Add the arguments of ``nbtrain export``."""
+    command.add_argument("notebook", type=Path, metavar="NOTEBOOK.ipynb")
+    text = "the script to write (by default NOTEBOOK.py, next to the notebook)"
+    command.add_argument("-o", "--output", type=Path, metavar="FILE.py", help=text)
+    text = "use the N-th %%%%distributed cell, if there are several"
+    command.add_argument("--cell", type=int, metavar="N", help=text)
+
+
+def shell_command(options: Namespace) -> int:
+    """Carry out ``nbtrain export``. Raises `PlanError`."""
+    output = options.output or options.notebook.with_suffix(".py")
+    print(export(options.notebook, output, options.cell))
+    return 0
 
 
 def save(

@@ -16,17 +16,14 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
 from ...engines.process import kernel_detach
 from ...engines.process.forking import fork_process, ready_to_fork
-from ...errors import MissingExtra
 from ...findings import Finding
-from ...planning.option_types import OF_ALL
+from ...lifecycle.launch_sides import Companion
 from ...planning.plan import Plan
 from ...tracking import clock
 from ...tracking import events as ev
@@ -52,7 +49,6 @@ _GONE = (
     "the process that sends this run to trackers and sends messages has ended. The training "
     "continues; nothing more of this run is sent."
 )
-_NO_APPRISE = '--notify needs the package apprise: pip install "nbtrain[notify]"'
 
 
 class Receiver(Protocol):
@@ -70,19 +66,7 @@ class Receiver(Protocol):
         """Take the picture of a run that is over."""
 
 
-def check_installed(plan: Plan) -> None:
-    """Raise `MissingExtra` for a package that a launch needs, to tell others of it."""
-    for name in (name.removesuffix(OF_ALL) for name in plan.track):
-        if all(find_spec(each) is None for each in _PACKAGES.get(name, (name,))):
-            raise MissingExtra(f"--track {name} needs the package {name}: pip install {name}")
-    if plan.notify and find_spec("apprise") is None:
-        raise MissingExtra(_NO_APPRISE)
-
-
-_PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX")}
-
-
-class Forwarder:
+class Forwarder(Companion):
     """The launcher's end: it says how the run ended, and gets notes."""
 
     def __init__(self, connection: socket.socket | None = None) -> None:
@@ -91,8 +75,12 @@ class Forwarder:
         """Whether the other end knows how the run ended."""
         self._buffer = b""
 
-    def notes(self, wait: float = 0.0) -> list[ev.Event]:
-        """Return what could not be forwarded, in sentences; wait so long for the other's end."""
+    def notes(self) -> list[ev.Event]:
+        """Return what could not be forwarded, in sentences."""
+        return self._notes(0.0)
+
+    def _notes(self, wait: float) -> list[ev.Event]:
+        """Return the same, and wait so long for the other's end."""
         until = time.monotonic() + wait
         while self._connection is not None:
             if not _is_readable(self._connection, max(0.0, until - time.monotonic())):
@@ -115,7 +103,7 @@ class Forwarder:
             self._connection.sendall(ev.to_line(end))
             self._has_ended = True
         # Who stopped the run waits for nothing more; the process sends the rest behind it.
-        notes = self.notes(0.0 if end.status == "interrupted" else PATIENCE)
+        notes = self._notes(0.0 if end.status == "interrupted" else PATIENCE)
         self._close()
         return notes
 
@@ -126,9 +114,7 @@ class Forwarder:
 
 
 def start_forwarder(plan: Plan, folder: RunFolder) -> Forwarder:
-    """Start the process that tells others of a run, where the plan has any."""
-    if not plan.track and not plan.notify:
-        return Forwarder()
+    """Start the process that sends a run to trackers and to people."""
     ours, other = socket.socketpair()
     try:
         with ready_to_fork():
@@ -244,8 +230,3 @@ class _Thread(threading.Thread):
     def _reason(self, error: BaseException) -> str:
         text = getattr(self.receiver, "explain", str)(error)
         return f"{text}. The training continues; nothing more of this run is sent there."
-
-
-def without_addresses(plan: Plan) -> Plan:
-    """Return what engines and ranks get of a plan: they need not know whom to tell."""
-    return replace(plan, notify=()) if plan.notify else plan

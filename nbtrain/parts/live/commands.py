@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import PlanError
+from ...part import PASS, Typed
 from ...planning.option_parser import checked, parser, split_line
 from ...planning.plan import OPTIONS
 from ...system.text import format_bytes, format_ranks, plural
@@ -25,7 +26,16 @@ _NOT_LIVE = ("detach", "max_restarts")
 _HINT = " (%nbtrain? shows the commands)"
 
 
-def command(name: str, text: str, namespace: dict[str, Any]) -> str:
+def command(typed: Typed) -> object:
+    """Carry out a command, and print what there is to say. Raises `PlanError`."""
+    if typed.command == "stop" and live_ranks.current() is None and live_ranks.lost() is None:
+        return PASS  # it may be a run
+    if text := answer(typed.command, typed.text, typed.namespace):
+        print(text)
+    return None
+
+
+def answer(name: str, text: str, namespace: dict[str, Any]) -> str:
     """Carry out a command, and return what to print. Raises `PlanError`."""
     if name in ("start", "restart"):
         return _start(name, text, namespace)

@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from ... import engines
+from ... import engines, part
 from ...engines import Exit
 from ...errors import LaunchError, NbtrainError, PlanError, RankDied
 from ...findings import Finding
@@ -39,7 +39,6 @@ from ...tracking.run_folder import RunFolder
 from ...transport.channel import Channel, Listener
 from ...transport.weights.parts import Part
 from ...ui.displays import prompt
-from ..debugger.hooks import look_again
 from .engine import LiveEngine, Message
 from .server import serve
 from .snapshot import Snapshot
@@ -572,7 +571,7 @@ class LiveRanks:
         self._check_is_whole()
         target = self._failed if rank is None else rank
         self._check_rank(target)
-        call = Call(look_again)
+        call = Call(part.provided("debugger", "look_again", "`ranks.debug()`"))
         plan = Plan(call, "debug", looks_again=True, view="none", telemetry=(), sync=False)
         with NotRemembered():
             launcher.run_plan(plan, engine=LiveEngine(self, [target]))

@@ -13,6 +13,7 @@ from torch import nn
 
 from ...engines.process.forked_call import call_in_fork
 from ...errors import PlanError
+from ...part import Typed
 from ...planning.option_parser import OptionParser
 from ...system import gpus, host
 from ...system.text import format_bytes
@@ -169,6 +170,12 @@ def _size(text: str) -> int:
     if match is None:
         raise PlanError(f"--card: write the memory as 16GB or 15.5GiB, not {text!r}")
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def command(typed: Typed) -> MemoryAnatomy:
+    """Carry out ``%nbtrain memory``. Raises `PlanError`."""
+    model, options = read(typed.text, typed.namespace, typed.fill)
+    return memory_needed(model, **options)
 
 
 def read(

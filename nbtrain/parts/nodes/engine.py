@@ -57,10 +57,17 @@ class MultinodeEngine(ForkEngine):
 
     can_stay = False
 
-    def __init__(self, nodes: Rendezvous) -> None:
-        self.nodes = nodes
-        self._store: Any = None
-        """In a rank: its connection to the store."""
+    nodes: Rendezvous
+    """This node, and where it meets the others."""
+
+    _store: Any = None
+    """In a rank: its connection to the store."""
+
+    def resolve(self, plan: Plan) -> tuple[Plan, str]:
+        """Do the same as on one node, for the ranks of this one."""
+        assert plan.nodes is not None
+        self.nodes = plan.nodes
+        return super().resolve(plan)
 
     def prepare(self, plan: Plan) -> None:
         """Say which ranks these are, and on node 0 what to run on the others."""

@@ -1,1 +1,5 @@
 """Ranks on the nodes of a Ray cluster."""
+
+from ...part import Part
+
+PART = Part(engines={"ray": "ray.engine:RayEngine"})

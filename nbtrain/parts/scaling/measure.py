@@ -13,6 +13,7 @@ from typing import Any
 from ...errors import NbtrainError, PlanError
 from ...lifecycle.launcher import run_plan
 from ...lifecycle.run import Run
+from ...part import Typed
 from ...planning.cell import with_lookalikes
 from ...planning.option_parser import checked, parser, plan_fields, split_line, split_options
 from ...planning.plan import Call, Plan
@@ -75,21 +76,21 @@ def scaling(
     return _measure(Plan(call, call.name, **options), tuple(ranks), repeat)
 
 
-def ask(line: str, namespace: dict[str, Any], fill: Callable[[str], str] = str) -> ScalingReport:
-    """Run ``%nbtrain scaling`` and return the report, bound to the name that ``--as`` gives.
+def command(typed: Typed) -> ScalingReport:
+    """Carry out ``%nbtrain scaling``; the report is bound to the name that ``--as`` gives.
 
-    The options pass through `fill`. Raises `PlanError`, and what `scaling` raises.
+    Raises `PlanError`, and what `scaling` raises.
     """
     reader = parser((*_SHARED, "bind"), "%nbtrain scaling", f"\n{USAGE}")
     reader.add_argument("--ranks", type=_numbers, default=(1, 2, 4))
     reader.add_argument("--repeat", type=int, default=3)
-    text, expression = split_options(line, [])
-    options = checked(reader.parse_args(split_line(fill(text))))
+    text, expression = split_options(typed.text, [])
+    options = checked(reader.parse_args(split_line(typed.fill(text))))
     shared = {name: getattr(options, name) for name in _SHARED}
-    plan = Plan(_call(expression, namespace), shorten(expression, 60), **shared)
+    plan = Plan(_call(expression, typed.namespace), shorten(expression, 60), **shared)
     report = _measure(plan, options.ranks, options.repeat)
     if options.bind is not None:
-        namespace[options.bind] = report
+        typed.namespace[options.bind] = report
     return report
 
 

@@ -1,1 +1,9 @@
-"""Ranks that drive a TPU."""
+"""Ranks that drive a TPU, by torch_xla or torch_tpu."""
+
+from ...part import Part
+
+PART = Part(
+    engines={"xla": "tpu.torch_xla:XlaEngine", "torch_tpu": "tpu.torch_tpu:TorchTpuEngine"},
+    rank_side="tpu.rank_side:XlaRank",
+    devices=frozenset({"xla"}),
+)

@@ -50,6 +50,11 @@ def install(
         integrations.watch_accelerate()
 
 
+def meter() -> TrainingMeter | None:
+    """Return what watches this rank's training, if something does."""
+    return _meter
+
+
 def finish(wait: bool) -> None:
     """Report the last figures of a training that is over; with `wait`, also those on their way."""
     reporter = api.active

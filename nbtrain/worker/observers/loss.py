@@ -12,7 +12,7 @@ from typing import Any
 from ...system.instrumentation import patch
 from ...system.safe_hooks import telemetry
 from .. import stopping
-from ..device_scalars import KINDS, ScalarReader, captures
+from ..device_scalars import ScalarReader, captures, is_late
 from .totals.loops import name_of
 
 INTERVAL = 0.5
@@ -275,7 +275,7 @@ class LossMeter:
         self._on_loss(loss)
         if loss.device.type == "cpu":
             self._take(loss.item(), self._moment)
-        elif loss.device.type in KINDS:  # reading any other would wait for the device
+        elif is_late(loss.device.type):  # reading any other would wait for the device
             # On a TPU, a step that keeps its loss is another program than one that does not, so
             # every step keeps it, whether the loss is read or not.
             self._on_device, self._moment_on_device = loss.detach(), self._moment

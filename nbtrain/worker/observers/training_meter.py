@@ -12,14 +12,12 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Collection
-from types import ModuleType
+from collections.abc import Callable, Collection
 from typing import Any
 
 from ...findings import Finding
-from ...parts.tpu.compilation import CompilationMeter
 from ...planning.plan import Plan
-from ...system.instrumentation import patch, when_imported
+from ...system.instrumentation import patch
 from ...system.safe_hooks import after_each_step, telemetry
 from ...tracking import clock
 from ...tracking import events as ev
@@ -59,7 +57,11 @@ class TrainingMeter:
         self._memory = TensorMemoryMeter(writer, rank, task)
         self._precision = PrecisionMeter()
         self._phases = PhaseMeter(writer, rank)
-        self._compilation = CompilationMeter(writer, rank, self._phases.report)
+        self.report_phase = self._phases.report
+        self.batch_listeners = self._loading.batch_listeners
+        """What gets each batch."""
+        self.at_end: list[Callable[[], None]] = []
+        """What has something to report when the training is over."""
         self._place, self._trainings = TrainingPlace(), TrainingCount()
         self._steps = 0  # rounds of all optimizers: a GAN has two, a new fold a new one
         self._round: set[int] = set()  # ids of the optimizers that stepped in it
@@ -91,17 +93,13 @@ class TrainingMeter:
             self._loading.install()
         if "phases" in sources:
             self._phases.install()
-            when_imported("torch_xla.core.xla_model", self._watch_xla)
-
-    def _watch_xla(self, _module: ModuleType) -> None:
-        self._compilation.start()
-        self._loading.batch_listeners.append(self._compilation.see_batch)
 
     @telemetry
     def finish(self, wait: bool) -> None:
         """Report the last figures; with `wait`, also those on their way."""
         self._over.set()
-        self._compilation.look()
+        for report in self.at_end:
+            report()
         note = self._loading.nothing_read() if wait and not self._steps else ""
         if note:
             self._writer.write(ev.RunNote.of(Finding("no-batch", note, flaw="no batch was read")))

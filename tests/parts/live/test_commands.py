@@ -27,7 +27,7 @@ def test_what_names_no_ranks_is_refused(text: str) -> None:
 @pytest.mark.parametrize("name", ["stop", "status", "vars", "push", "pull"])
 def test_commands_without_live_ranks_say_how_to_start_them(name: str) -> None:
     with pytest.raises(PlanError, match=r"%nbtrain start -n 2"):
-        live.command(name, "", {})
+        live.answer(name, "", {})
 
 
 def tensor(name: str = "w", mark: str = "x", **more: Any) -> dict[str, Any]:

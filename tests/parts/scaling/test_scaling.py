@@ -13,6 +13,7 @@ import pytest
 
 import nbtrain
 from nbtrain.errors import NbtrainError, PlanError
+from nbtrain.part import Typed
 from nbtrain.parts.scaling import measure
 from nbtrain.parts.scaling.report import ScalingReport, Size
 from nbtrain.parts.scaling.timed_function import timed
@@ -90,7 +91,7 @@ def refuse(*_: Any, **__: Any) -> None:
 def test_a_line_that_makes_no_sense_is_one_clear_error(line: str, words: str) -> None:
     before = nbtrain.last_run()
     with pytest.raises(PlanError, match=words):
-        measure.ask(line, {"train": refuse, "model": "M"})
+        measure.command(Typed("scaling", line, {"train": refuse, "model": "M"}, str))
     assert nbtrain.last_run() is before
 
 

@@ -93,7 +93,7 @@ def test_what_is_kept_is_bounded_where_no_step_ever_ends(kernel: Notebook) -> No
         "kept = []\n"
         "for step in range(50):\n"
         "    nbtrain.log(step=step, value=torch.ones(1, device='xla') * step)\n"
-        "    kept.append(sum(map(len, api.active.late._xla._waiting.values())))\n"
+        "    kept.append(sum(map(len, api.active.late._others['xla']._waiting.values())))\n"
         "max(kept)"
     )
     kernel.run("reader.MOST = most")
@@ -136,8 +136,9 @@ def test_a_program_that_cannot_be_compiled_is_not_waited_for(kernel: Notebook) -
     out = kernel.run(
         "%%distributed -n 1\n"
         "import torch_xla, torch_xla.core.xla_builder as xb\n"
-        "from nbtrain.parts.tpu import xla\nfrom nbtrain.worker import observers\n"
-        "meter = observers._meter._compilation\n"
+        "from nbtrain.parts.tpu import xla\n"
+        "from nbtrain.worker import rank_sides\n"
+        "meter = rank_sides._side('tpu.rank_side:XlaRank').compilation\n"
         "two = [xb.Shape.create('f32', [4])] * 2\n"
         "adds = xb.create_computation('adds', lambda a, b: a + b, two)\n"
         "def plus(number):\n"

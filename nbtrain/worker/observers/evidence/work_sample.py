@@ -23,7 +23,7 @@ from ....system.source_files import RANK_BODY, is_library
 from ....tracking import clock
 from ....tracking import events as ev
 from ....tracking.event_log import EventWriter
-from ...device_scalars import KINDS, captures
+from ...device_scalars import captures
 
 STEPS = 10
 """Steps after which a rank reports for the first time."""
@@ -259,7 +259,7 @@ def _trains_otherwise(optimizer: Any) -> bool:
     rpc = getattr(sys.modules.get("torch.distributed.rpc"), "_is_current_rpc_agent_set", None)
     first = next((p for group in optimizer.param_groups for p in group["params"]), None)
     is_shared = first is not None and first.device.type == "cpu" and first.is_shared()
-    is_other = first is not None and first.device.type not in ("cpu", *KINDS[:1])
+    is_other = first is not None and first.device.type not in ("cpu", "cuda")
     is_rpc = rpc is not None and rpc()
     return bool(is_shared or is_other or is_rpc or any(name in sys.modules for name in _OTHERS))
 

@@ -1,0 +1,26 @@
+"""Writes the script that ``--save`` asks for."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+
+from ...lifecycle.launch_sides import LaunchSide
+from ...planning.plan import Cell
+
+
+class ExportLaunch(LaunchSide):
+    """Writes the script before the cell runs."""
+
+    def before_cell(
+        self,
+        cell: Cell,
+        raw: str,
+        history: Sequence[str],
+        failures: Mapping[int, int],
+        options: Namespace,
+    ) -> None:
+        if options.save is not None:
+            from .export import save
+
+            print(f"nbtrain: {save(cell, raw, history, failures, options)}")

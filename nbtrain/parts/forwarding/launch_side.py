@@ -1,0 +1,39 @@
+"""Starts what sends a run to trackers and to people, where the plan asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+
+from ...engines import Engine
+from ...errors import MissingExtra
+from ...lifecycle.launch_sides import Companion, LaunchSide
+from ...planning.option_types import OF_ALL
+from ...planning.plan import Plan
+from ...transport.job import Job
+
+_PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX")}
+"""The packages of which a tracker needs one, where they are not called as the tracker."""
+
+_NO_APPRISE = '--notify needs the package apprise: pip install "nbtrain[notify]"'
+
+
+class ForwardingLaunch(LaunchSide):
+    """Sends runs with ``--track`` or ``--notify``."""
+
+    def check(self, plan: Plan) -> None:
+        """Raise `MissingExtra` for a package that a tracker or a message needs."""
+        for name in (name.removesuffix(OF_ALL) for name in plan.track):
+            if all(find_spec(each) is None for each in _PACKAGES.get(name, (name,))):
+                raise MissingExtra(f"--track {name} needs the package {name}: pip install {name}")
+        if plan.notify and find_spec("apprise") is None:
+            raise MissingExtra(_NO_APPRISE)
+
+    def companion(
+        self, job: Job, engine: Engine, request_stop: Callable[[str], None]
+    ) -> Companion | None:
+        if not job.plan.track and not job.plan.notify:
+            return None
+        from .forwarder import start_forwarder
+
+        return start_forwarder(job.plan, job.folder)

@@ -1,0 +1,63 @@
+"""Runs cells on live ranks, while there are any."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from ...errors import PlanError
+from ...lifecycle.launch_sides import CellPlace, LaunchSide
+from ...planning.plan import Plan
+
+if TYPE_CHECKING:
+    from .live_ranks import LiveRanks
+
+
+class LiveLaunch(LaunchSide):
+    """Sends cells to live ranks; imports nothing where there never were any."""
+
+    def place(self, options: Namespace) -> CellPlace | None:
+        ranks = None if options.new else _known("current")
+        if ranks is None and not options.new and (lost := _known("lost")) is not None:
+            raise PlanError(
+                f"{lost.end_reason}. This cell was not run. `%nbtrain restart` starts new live "
+                "ranks. After `%nbtrain stop`, each cell starts new ranks with the notebook's "
+                "variables; --new does that for this cell alone"
+            )
+        if options.ranks is not None and ranks is None:
+            raise PlanError("--ranks is for live ranks: %nbtrain start -n 2 starts two")
+        return None if ranks is None else _OnLiveRanks(ranks, options)
+
+    def debug(self, error: BaseException) -> bool:
+        ranks = _known("current")
+        if ranks is None or ranks.error is not error:
+            return False
+        ranks.debug()
+        return True
+
+
+class _OnLiveRanks:
+    """A cell with its options on live ranks, which keep what it defines."""
+
+    def __init__(self, ranks: LiveRanks, options: Namespace) -> None:
+        self._ranks, self._options = ranks, options
+
+    @property
+    def variables(self) -> Iterable[str]:
+        return self._ranks.names[0]
+
+    def run(self, plan: Plan) -> Any:
+        from .commands import check_options, read_ranks
+
+        check_options(self._options)
+        chosen = self._options.ranks
+        targets = None if chosen is None else read_ranks(chosen, self._ranks.world_size)
+        return self._ranks.run_plan(plan, targets)
+
+
+def _known(function: str) -> LiveRanks | None:
+    """Ask `live_ranks` for ranks, if it has been imported."""
+    module = sys.modules.get("nbtrain.parts.live.live_ranks")
+    return None if module is None else getattr(module, function)()

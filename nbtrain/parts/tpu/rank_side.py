@@ -1,0 +1,111 @@
+"""What torch_xla needs in a rank beside its engine: late reading of scalars, compilations."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ...system.instrumentation import when_imported
+from ...tracking.event_log import EventWriter
+from ...transport.job import Job
+from ...worker import device_scalars, observers
+from ...worker.device_scalars import Then
+from ...worker.rank_sides import RankSide
+from . import xla
+from .compilation import CompilationMeter
+
+INTERVAL = 0.5
+"""Seconds between two times that values are read."""
+
+PATIENCE = 0.5
+"""Seconds that a rank which failed waits for the last values: they may never be computed."""
+
+_Pending = list[tuple[Mapping[str, Any], Then]]
+
+
+class XlaRank(RankSide):
+    """Watches torch_xla, where the rank imports it."""
+
+    compilation: CompilationMeter | None = None
+
+    def begin(self, job: Job, rank: int, writer: EventWriter, scratch: str) -> None:
+        device_scalars.READERS["xla"] = XlaScalars
+        meter = observers.meter()
+        if meter is not None and "phases" in job.plan.telemetry:
+            compilation = self.compilation = CompilationMeter(writer, rank, meter.report_phase)
+
+            def watch(_module: object) -> None:
+                compilation.start()
+                meter.batch_listeners.append(compilation.see_batch)
+
+            when_imported("torch_xla.core.xla_model", watch)
+            meter.at_end.append(compilation.look)
+
+    def returned(self, job: Job) -> None:
+        if job.is_live:  # its engine does so at the end of other ranks
+            xla.finish()
+
+
+class XlaScalars:
+    """Reads scalars on XLA devices; calls `then` with each group's, in the order of `submit`.
+
+    torch_xla only records what is to be computed, until ``torch_xla.sync()`` ends a step; reading a
+    value earlier would cut the step's program in two. So values wait until a step has ended. Then a
+    thread reads all of them at once, at most twice per second. It lives as long as there is
+    something to read.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, _Pending] = {}  # by device: each has its own steps
+        self._observed: set[str] = set()
+        self._due = 0.0
+        self._ended: queue.SimpleQueue[_Pending] = queue.SimpleQueue()
+        self._reading = threading.Lock()
+
+    def submit(self, tensors: Mapping[str, Any], then: Then) -> None:
+        """Have scalar tensors of one device read after the step that is under way."""
+        device = str(next(iter(tensors.values())).device)
+        waiting = self._waiting.setdefault(device, [])
+        waiting.append(({name: tensor.detach() for name, tensor in tensors.items()}, then))
+        if len(waiting) >= device_scalars.MOST:
+            # By this thread: another that computes values, beside one that goes on recording
+            # what is to be computed, was seen to abort the process.
+            self._ended.put(self._waiting.pop(device))
+            self._read()
+        elif device not in self._observed and time.monotonic() >= self._due:
+            self._observed.add(device)
+            xla.after_step(self._step_ended, device)
+
+    def _step_ended(self, device: str) -> None:
+        self._observed.discard(device)
+        self._due = time.monotonic() + INTERVAL
+        self._ended.put(self._waiting.pop(device, []))
+        if not self._reading.locked():
+            self._start_reader()
+
+    def _start_reader(self) -> threading.Thread:
+        reader = threading.Thread(target=self._read, name="nbtrain-values", daemon=True)
+        reader.start()
+        return reader
+
+    def _read(self) -> None:
+        """Read what is there; one thread at a time."""
+        # A device in trouble raises RuntimeErrors; the training meets the same ones itself.
+        with self._reading, contextlib.suppress(RuntimeError, queue.Empty):
+            while True:
+                groups = self._ended.get_nowait()
+                tensors = [tensor for group, _ in groups for tensor in group.values()]
+                values = iter(xla.on_cpu(tensors))
+                for group, then in groups:
+                    then({name: next(values).item() for name in group})
+
+    def finish(self, wait: bool) -> None:
+        """Read the values that still wait; without `wait`, as far as that takes no time."""
+        for device in list(self._waiting):
+            self._ended.put(self._waiting.pop(device))
+        if not self._ended.empty() or self._reading.locked():
+            self._start_reader().join(None if wait else PATIENCE)

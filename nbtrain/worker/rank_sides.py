@@ -1,0 +1,36 @@
+"""What a part does in a rank: each part may have a `RankSide`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from .. import part
+from ..tracking.event_log import EventWriter
+from ..transport.job import Job
+
+
+class RankSide:
+    """A part's side of a rank, one object a process; a part overrides what it needs."""
+
+    def begin(self, job: Job, rank: int, writer: EventWriter, scratch: str) -> None:
+        """Prepare for a task. `scratch` is a folder for sockets."""
+
+    def returned(self, job: Job) -> None:
+        """Let what was queued end: the task has returned, and a peer may wait for this rank."""
+
+    def failed(self, job: Job, error: BaseException) -> None:
+        """Look at an exception of the task, before it is reported."""
+
+
+def sides_of(job: Job) -> Iterator[RankSide]:
+    """Return what parts do in the ranks of a job; nothing in the kernel itself."""
+    for each in () if job.in_kernel else part.parts().values():
+        if each.rank_side and (each.devices is None or job.device in each.devices):
+            yield _side(each.rank_side)
+
+
+@functools.cache
+def _side(reference: str) -> RankSide:
+    side: RankSide = part.load(reference)()
+    return side

@@ -1,0 +1,151 @@
+"""Parts can be taken away: of each, a copy of the package without its folder and its row works."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nbtrain
+from nbtrain import part
+from nbtrain.errors import PlanError
+from nbtrain.planning import option_parser
+
+PACKAGE = Path(nbtrain.__file__).parent
+
+WORKS = """
+import importlib, pathlib, pkgutil, sys, nbtrain
+assert pathlib.Path(nbtrain.__file__).parents[1] == pathlib.Path.cwd()
+for module in pkgutil.walk_packages(nbtrain.__path__, 'nbtrain.'):
+    if not module.name.endswith('__main__') and '.parts.ray.' not in module.name:
+        importlib.import_module(module.name)
+
+from IPython.testing.globalipapp import start_ipython
+shell = start_ipython()
+shell.run_line_magic('load_ext', 'nbtrain')
+from nbtrain.commands.magics import _nbtrain_help
+assert 'nbtrain doctor' in _nbtrain_help()
+from nbtrain.commands.cli import main
+assert main([]) == 0
+
+def add(a):
+    return a + nbtrain.rank()
+
+assert nbtrain.launch(add, 1, num_processes=1, engine='inline', view='none').results == [1]
+assert nbtrain.launch(add, 1, num_processes=2, view='none').results == [1, 2]
+shell.run_cell_magic('distributed', '-n 2 --view none', '1 + 1')
+assert nbtrain.last_run().results == [2, 2]
+shell.run_line_magic('nbtrain', 'runs')
+print('works')
+"""
+
+
+def without(names: tuple[str, ...], folder: Path) -> Path:
+    """Copy the package, without the folders of parts and their rows."""
+    copy = folder / "nbtrain"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in names:
+        shutil.rmtree(copy / "parts" / name)
+    table = copy / "part.py"
+    row = next(line for line in table.read_text().splitlines() if line.startswith("TABLE = "))
+    kept = tuple(name for name in part.TABLE if name not in names)
+    table.write_text(table.read_text().replace(row, f"TABLE = {kept!r}"))
+    return folder
+
+
+def run(script: str, folder: Path, home: Path) -> str:
+    """Run a script with the package that is in a folder."""
+    env = {**os.environ, "PYTHONPATH": str(folder), "NBTRAIN_HOME": str(home)}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("names", [*((name,) for name in part.TABLE), part.TABLE], ids="-".join)
+def test_without_a_part_everything_else_works(names: tuple[str, ...], tmp_path: Path) -> None:
+    folder = without(names, tmp_path / "copy")
+    assert run(WORKS, folder, tmp_path / "home").splitlines()[-1] == "works"
+
+
+def test_what_a_missing_part_did_is_one_clear_error(tmp_path: Path) -> None:
+    folder = without(part.TABLE, tmp_path / "copy")
+    script = """
+import nbtrain
+from IPython.testing.globalipapp import start_ipython
+shell = start_ipython()
+shell.run_line_magic('load_ext', 'nbtrain')
+def words(call, *args, **options):
+    try:
+        call(*args, **options)
+    except Exception as error:
+        print(type(error).__name__, error)
+launch = lambda **options: nbtrain.launch(int, view='none', **options)
+words(launch, debug=True)
+words(launch, track='tensorboard')
+words(launch, engine='ray')
+words(launch, address='auto')
+words(shell.run_line_magic, 'nbtrain', 'start -n 2')
+words(shell.run_cell_magic, 'distributed', '--ranks 0', '1')
+words(shell.run_cell_magic, 'distributed', '--save x.py', '1')
+words(lambda: nbtrain.memory_needed)
+"""
+    out = run(script, folder, tmp_path / "home").splitlines()
+    missing = "of nbtrain, which is not installed here"
+    assert out == [
+        f"PlanError `debug` needs the part `debugger` {missing}",
+        f"PlanError `track` needs the part `forwarding` {missing}",
+        "PlanError the engine 'ray' is in a part of nbtrain that is not installed here",
+        f"PlanError `address` needs the part `ray` {missing}",
+        "PlanError %nbtrain has no command 'start -n 2'. Use guard, doctor, "
+        "runs, show, stop, stacks or migrate (%nbtrain? explains them)",
+        f"PlanError --ranks needs the part `live` {missing}",
+        f"PlanError --save needs the part `export` {missing}",
+        "AttributeError nbtrain.memory_needed needs nbtrain.parts.memory, a part of nbtrain that "
+        "is not installed here",
+    ]
+
+
+def test_every_reference_of_a_part_can_be_imported() -> None:
+    for name, each in part.parts().items():
+        references = [
+            *(command.run for command in each.commands.values()),
+            *(command.run for command in each.shell_commands.values()),
+            *(command.arguments for command in each.shell_commands.values()),
+            *each.engines.values(),
+            *each.provides.values(),
+            each.launch_side,
+            each.rank_side,
+        ]
+        for reference in filter(None, references):
+            assert reference.startswith(f"{name}."), "of another part"
+            assert callable(part.load(reference))
+
+
+def test_an_option_of_a_part_names_one() -> None:
+    named = {option.part for option in option_parser._BY_FIELD.values() if option.part}
+    assert named == {"debugger", "export", "forwarding", "live", "ray"} <= {*part.TABLE}
+
+
+def test_the_core_names_no_part() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        place = path.relative_to(PACKAGE)
+        if place.parts[0] in ("parts", "part.py", "__init__.py"):
+            continue
+        assert not re.search(r"nbtrain\.parts\.\w|[\"']parts\.\w", path.read_text()), place
+
+
+def test_what_a_part_lacks_is_said() -> None:
+    with pytest.raises(PlanError, match=r"`x` needs the part `gone` of nbtrain, which is not"):
+        part.provided("gone", "thing", "`x`")
