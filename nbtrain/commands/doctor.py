@@ -73,10 +73,14 @@ class Examination:
     findings: Mapping[str, Sequence[Finding]]
     """What is noticed about the launch, by engine."""
 
+    folder_trouble: str = ""
+    """Why no run folder can be made; empty if it can."""
+
     def refusals(self, engine: str) -> list[str]:
         """Return why a launch by an engine is refused; nothing if it is not."""
         found = [finding.shown for finding in self.findings[engine] if finding.level == "refuse"]
-        return [self.trouble] if self.trouble else found
+        general = self.trouble or self.folder_trouble
+        return [general] if general else found
 
     @property
     def is_ready(self) -> bool:
@@ -103,6 +107,7 @@ def examine() -> Examination:
         ranks,
         device,
         _findings(ranks, device),
+        run_folder.trouble(),
     )
 
 
@@ -393,7 +398,7 @@ def _imports() -> Iterator[Row]:
 def _launches(seen: Examination) -> Iterator[Row]:
     """Yield what a launch would meet now, by engine."""
     for engine, findings in seen.findings.items():
-        yield from launch(engine, findings, seen.trouble)
+        yield from launch(engine, findings, seen.trouble or seen.folder_trouble)
     text = f"attach launcher.log from the run's folder ({launch_log.VARIABLE}=debug also prints it)"
     yield "bug report", text
 

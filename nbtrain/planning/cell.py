@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import re
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ from ..errors import PlanError
 from ..system.text import shorten
 from .option_parser import rank_call
 from .plan import Cell, Parameter, Task
+from .secrets import hidden, is_secret
 from .source_names import bound_names
 
 
@@ -78,7 +80,7 @@ def title(cell: Cell) -> str:
         lines = [line for line in cell.source.splitlines() if line.strip()]
         dull = ("#", "import ", "from ", "%", "!")
         telling = (line for line in lines if not line.lstrip().startswith(dull))
-        return shorten(next(telling, lines[0]).strip().rstrip(" :"), 60)
+        return shorten(hidden(next(telling, lines[0])).strip().rstrip(" :"), 60)
     shown = (_filled(p, cell.namespace) for p in cell.parameters)
     return f"{cell.function}({', '.join(shown)})"
 
@@ -109,4 +111,14 @@ def _filled(parameter: Parameter, namespace: dict[str, Any]) -> str:
         text = f"{value:.6g}" if isinstance(value, float) else ""
         if isinstance(value, int) and abs(value) < 10**15:
             text = repr(value)
-    return f"{name}={text}" if 0 < len(text) <= 24 else name
+    shown = f"{name}={text}"
+    is_shown = 0 < len(text) <= 24 and not _holds_secret(name, text)
+    return shown if is_shown else name
+
+
+def _holds_secret(name: str, text: str) -> bool:
+    """Whether a value's source is a secret, or has one in it: it may be any expression."""
+    value: object = text
+    with contextlib.suppress(ValueError, SyntaxError):
+        value = ast.literal_eval(text)
+    return is_secret(name, value) or hidden(text) != text

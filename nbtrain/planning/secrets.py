@@ -91,6 +91,18 @@ _TEXT = re.compile(r"""(?:["']?(\w+)["'\]]*\s*[=:]\s*)?(?<![\w"'])(["'])([^"'\n]
 """A text in quotes, after the name of the variable, key or argument that gets it."""
 
 
+def hidden(source: str) -> str:
+    """Return a source with ``…`` in place of each secret text."""
+
+    def replaced(match: re.Match[str]) -> str:
+        name, quote, text = match.groups("")
+        if not is_secret(name, text):
+            return match[0]
+        return f"{match[0][: match.start(2) - match.start()]}{quote}…{quote}"
+
+    return _TEXT.sub(replaced, source)
+
+
 def without_secret_texts(source: str) -> tuple[str, set[str]]:
     """Return a source that takes its secrets from the environment, and their names there."""
     secrets: set[str] = set()

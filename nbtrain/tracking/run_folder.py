@@ -184,11 +184,31 @@ def create(name: str, manifest: Mapping[str, Any]) -> RunFolder:
         numbered = {"format": FORMAT, "number": _next_number(), **manifest}
         write_atomically(folder.manifest, json.dumps(numbered).encode())
     except OSError as error:
-        raise LaunchError(
-            f"the run folder cannot be written under {root()}: {error.strerror or error}. "
-            "Set NBTRAIN_HOME to a folder that can be written."
-        ) from error
+        raise LaunchError(_unwritable(error)) from error
     return folder
+
+
+def _unwritable(error: OSError) -> str:
+    return (
+        f"the run folder cannot be written under {root()}: {error.strerror or error}. "
+        "Set NBTRAIN_HOME to a folder that can be written."
+    )
+
+
+def trouble() -> str:
+    """Return why `create` would fail now; "" if it would not. Leaves nothing behind."""
+    place = next(path for path in (root(), *root().parents) if path.exists())
+    try:
+        owner = place.stat().st_uid
+        # Of a folder of the user's own, `create` takes the rights of others away first.
+        is_foreign = place == root() and owner != getattr(os, "geteuid", lambda: owner)()
+        if is_foreign and (reason := _untrusted(place)):
+            return reason
+        with tempfile.TemporaryFile(dir=place, buffering=0) as file:
+            file.write(bytes(4096))
+    except OSError as error:
+        return _unwritable(error)
+    return ""
 
 
 def _next_number() -> int | None:
@@ -231,12 +251,16 @@ def _make_private(folder: Path) -> None:
     if uid in (status.st_uid, 0) and status.st_mode & 0o077:
         with contextlib.suppress(OSError):  # some file systems have no modes
             folder.chmod(stat.S_IMODE(status.st_mode) & ~0o077)
+    if uid and (reason := _untrusted(folder)):  # root knows its own runs by their owner
+        raise LaunchError(reason)
+
+
+def _untrusted(folder: Path) -> str:
     reason = distrust(folder.resolve(), is_folder=True)
-    if reason and uid:  # root's own runs are told from others' by their owner
-        raise LaunchError(
-            f"{folder} {reason}, and nbtrain trusts what it finds there. Set NBTRAIN_HOME to a "
-            "folder of your own"
-        )
+    return reason and (
+        f"{folder} {reason}, and nbtrain trusts what it finds there. Set NBTRAIN_HOME to a "
+        "folder of your own"
+    )
 
 
 def ask_to_stop(folder: RunFolder, how: str) -> None:

@@ -14,9 +14,11 @@ import torch
 
 import nbtrain
 from nbtrain.commands import cli, doctor
+from nbtrain.errors import LaunchError
 from nbtrain.findings import Finding
 from nbtrain.system import accelerator_guard, tpu
 from nbtrain.system.gpus import Gpu, Holder
+from nbtrain.tracking import run_folder
 from tests.support.kernel import Notebook
 from tests.support.paths import ROOT
 
@@ -106,6 +108,34 @@ def test_a_launch_that_each_engine_refuses_is_not_ready() -> None:
     assert not seen("torch is not installed", fork=[]).is_ready
     engines = doctor.as_dict(seen(fork=[refusal, warning]))["engines"]
     assert engines == {"fork": {"refused": [refusal.shown], "warned": [warning.shown]}}
+
+
+def test_a_run_folder_that_cannot_be_made_is_seen_before_a_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("NBTRAIN_HOME", str(tmp_path / "file"))
+    reason = "the run folder cannot be written under"
+    seen = doctor.examine()
+    assert not seen.is_ready
+    assert f"fork refused: {reason}" in " ".join(doctor.page(seen).split())
+    assert doctor.as_dict(seen)["engines"]["spawn"]["refused"][0].startswith(reason)
+    with pytest.raises(LaunchError, match=reason):
+        nbtrain.launch(print, num_processes=1, view="none")
+    monkeypatch.setenv("NBTRAIN_HOME", str(tmp_path / "new"))
+    assert doctor.examine().is_ready
+    assert [*tmp_path.iterdir()] == [tmp_path / "file"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_run_folder_of_another_user_is_seen_before_a_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NBTRAIN_HOME", str(tmp_path))
+    (tmp_path / "runs").mkdir()
+    os.chown(tmp_path / "runs", 12345, 12345)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "belongs to" in run_folder.trouble()
 
 
 def test_the_reference_lists_the_keys_of_the_doctor() -> None:

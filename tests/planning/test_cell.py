@@ -51,6 +51,21 @@ def test_titles_show_small_values() -> None:
     assert len(cell.title(Cell("x" * 200, "c", {}))) == 60
 
 
+@pytest.mark.parametrize(
+    ("source", "title"),
+    [
+        ("def f(password='hunter2x', lr=0.1): pass", "f(password, lr=0.1)"),
+        ("def f(config={'api_key': 'k3yK3yk3y'}): pass", "f(config)"),
+        ("def f(pin_password=123456): pass", "f(pin_password)"),
+        ("def f(tokenizer='gpt2', mode='fast'): pass", "f(tokenizer='gpt2', mode='fast')"),
+        ("import hub\nhub.login(token='hf_abcdefghij0123456789ab')", "hub.login(token='…')"),
+        ("password = 'hunter2x'", "password = '…'"),
+    ],
+)
+def test_secrets_of_the_source_are_kept_out_of_titles(source: str, title: str) -> None:
+    assert cell.title(cell.read_cell(source, "c", {})) == title
+
+
 def test_texts_are_kept_out_of_titles() -> None:
     read = cell.read_cell("def train(key, n): ...", "c", {"key": "hunter2", "n": 10**5000})
     assert cell.title(read) == "train(key, n)"

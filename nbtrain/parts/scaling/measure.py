@@ -17,6 +17,7 @@ from ...part import Typed
 from ...planning.cell import with_lookalikes
 from ...planning.option_parser import checked, parser, plan_fields, split_line, split_options
 from ...planning.plan import Call, Plan
+from ...planning.secrets import hidden
 from ...system.host import usable_cpus
 from ...system.text import plural, shorten, with_article
 from .report import ScalingReport, Size
@@ -87,7 +88,7 @@ def command(typed: Typed) -> ScalingReport:
     text, expression = split_options(typed.text, [])
     options = checked(reader.parse_args(split_line(typed.fill(text))))
     shared = {name: getattr(options, name) for name in _SHARED}
-    plan = Plan(_call(expression, typed.namespace), shorten(expression, 60), **shared)
+    plan = Plan(_call(expression, typed.namespace), shorten(hidden(expression), 60), **shared)
     report = _measure(plan, options.ranks, options.repeat)
     if options.bind is not None:
         typed.namespace[options.bind] = report
