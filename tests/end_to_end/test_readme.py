@@ -266,7 +266,7 @@ def test_what_the_readme_shows_is_what_happens(notebook: Notebook) -> None:
     download, trainer, prepare, train, spawned = [source.rstrip() for source in cells]
     imports = [line for line in download.splitlines() if line.startswith("from transformers")]
     assert notebook.run("\n".join(["%load_ext nbtrain", *imports, TINY])).ename == ""
-    assert len(trainer.splitlines()) == 11
+    assert len(trainer.splitlines()) == 12
     assert notebook.run(trainer).ename == ""
     after = "model.classifier.named_parameters()"
     trained = f"print(all((p != before[n]).any().item() for n, p in {after}))"
