@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,16 @@ html_theme_options = {"navigation_with_keys": True}
 
 
 def setup(app: Any) -> None:
-    """Write the text of all pages into one file, for language models."""
+    """Write the text of all pages into one file, for language models, and copy notebooks."""
     app.connect("build-finished", _write_full_text)
+    app.connect("build-finished", _copy_notebooks)
+
+
+def _copy_notebooks(app: Any, error: Exception | None) -> None:
+    """Put the notebooks that are run elsewhere beside their pages, which link to them."""
+    if error is None:
+        for name in ("kaggle.ipynb", "colab.ipynb"):
+            shutil.copy(Path(app.srcdir) / name, app.outdir)
 
 
 def _write_full_text(app: Any, error: Exception | None) -> None:
