@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+from ipython_pygments_lexers import IPython3Lexer
+from pygments.lexer import bygroups, using
+from pygments.lexers import Python3Lexer
+from pygments.token import Keyword, Operator, Text
 
 import nbtrain
 
@@ -42,11 +46,26 @@ html_copy_source = False
 html_extra_path = ["llms.txt"]
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 html_theme_options = {"navigation_with_keys": True}
+
+
+class CellLexer(IPython3Lexer):
+    """Colours a cell below nbtrain's magics as Python, as IPython's lexer does below its own."""
+
+    below = bygroups(Text, Operator, Keyword, Text, using(Python3Lexer))
+    tokens = {  # noqa: RUF012
+        **IPython3Lexer.tokens,
+        "root": [
+            (r"(?s)(\s*)(%%)(distributed|rank|nbtrain)([^\n]*\n)(.*)", below),
+            *IPython3Lexer.tokens["root"],
+        ],
+    }
 
 
 def setup(app: Any) -> None:
     """Write the text of all pages into one file, for language models, and copy notebooks."""
+    app.add_lexer("ipython3", CellLexer)
     app.connect("build-finished", _write_full_text)
     app.connect("build-finished", _copy_notebooks)
 

@@ -40,6 +40,18 @@ COLUMNS = ("begin ms", "look ms", "second ms", "board ms", "board KB", "open ms"
 reading and folding what ranks report meanwhile. Drawing the board; its size. Opening the finished
 run. Memory of the picture and the reader; the run's folder."""
 
+LABELS = (
+    "before ranks start",
+    "one poll, no new data",
+    "a second's events",
+    "board drawn",
+    "its size",
+    "open",
+    "memory",
+    "folder",
+)
+"""What the picture calls `COLUMNS`, as the page's table does."""
+
 
 def cpu_ms(act: Callable[[], Any], times: int = 3) -> float:
     """Return the least CPU time of a few, in ms."""
@@ -160,8 +172,8 @@ def seven_days(place: Path, ranks: int = 8, events: int = 10**8) -> tuple[float,
 
 def drawn(sizes: list[int], table: list[list[float]], exponents: list[float]) -> str:
     """Return the picture: each column against the ranks, relative to its value at 64 ranks."""
-    width, height, left, low = 720, 400, 60, 340
-    colours = ("#357fc0", "#1f8a5b", "#b5651d", "#8a4fb0", "#c0392b", "#7f8fa6", "#16a085", "#999")
+    width, height, left, low = 760, 400, 60, 340
+    colours = ("#357fc0", "#1f8a5b", "#b5651d", "#8a4fb0", "#c0392b", "#7f8fa6", "#16a085", "#d4a017")
 
     def place(n: float, ratio: float) -> str:
         across = left + (math.log(n) / math.log(sizes[-1])) * 420
@@ -177,11 +189,9 @@ def drawn(sizes: list[int], table: list[list[float]], exponents: list[float]) ->
         ),
         f'<text x="{left}" y="{low + 45}">ranks (each line is 1 at 64 ranks; dashed: '
         "proportional)</text>",
-        f'<polyline points="{" ".join(place(n, n / FITTED) for n in sizes)}" stroke="#bbb" '
-        'stroke-dasharray="5 5" fill="none"/>',
     ]
     middle = sizes.index(FITTED)
-    for i, (name, power) in enumerate(zip(COLUMNS, exponents, strict=True)):
+    for i, (name, power) in enumerate(zip(LABELS, exponents, strict=True)):
         line = " ".join(
             place(n, row[i] / table[middle][i]) for n, row in zip(sizes, table, strict=True)
         )
@@ -189,6 +199,10 @@ def drawn(sizes: list[int], table: list[list[float]], exponents: list[float]) ->
             f'<polyline points="{line}" stroke="{colours[i]}" stroke-width="2" fill="none"/>',
             f'<text x="500" y="{70 + 26 * i}" fill="{colours[i]}">{name}: power {power:.2f}</text>',
         ]
+    parts.append(  # on top of the lines that it goes along with
+        f'<polyline points="{" ".join(place(n, n / FITTED) for n in sizes)}" stroke="#555" '
+        'stroke-width="1.5" stroke-dasharray="3 6" fill="none"/>',
+    )
     return "".join([*parts, "</svg>\n"])
 
 
