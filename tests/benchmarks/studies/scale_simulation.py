@@ -173,7 +173,7 @@ def seven_days(place: Path, ranks: int = 8, events: int = 10**8) -> tuple[float,
 def drawn(sizes: list[int], table: list[list[float]], exponents: list[float]) -> str:
     """Return the picture: each column against the ranks, relative to its value at 64 ranks."""
     width, height, left, low = 760, 400, 60, 340
-    colours = ("#357fc0", "#1f8a5b", "#b5651d", "#8a4fb0", "#c0392b", "#7f8fa6", "#16a085", "#d4a017")
+    colours = ("#357fc0", "#1f8a5b", "#b5651d", "#8a4fb0", "#c0392b", "#7f8fa6", "#16a085", "#da1")
 
     def place(n: float, ratio: float) -> str:
         across = left + (math.log(n) / math.log(sizes[-1])) * 420
