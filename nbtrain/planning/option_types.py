@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import keyword
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,16 @@ def engine_plugins() -> dict[str, str]:
     from importlib.metadata import entry_points  # loads email and zipfile: not in every rank
 
     return {point.name: point.value for point in entry_points(group="nbtrain.engines")}
+
+
+DISABLED = "NBTRAIN_DISABLE"
+"""The variable with what is switched off here for everybody: options, engines, ``live``."""
+
+
+def check_allowed(name: object, label: str) -> None:
+    """Raise `PlanError` for what whoever runs this host has switched off."""
+    if isinstance(name, str) and name in re.split(r"[\s,]+", os.environ.get(DISABLED, "")):
+        raise PlanError(f"{label} is switched off on this host, by the variable {DISABLED}")
 
 
 @dataclass(frozen=True)
@@ -108,8 +119,11 @@ class Option:
         """Raise `PlanError` for a field's value that is out of range."""
         if value is self.default:  # most are, and a plan is made anew a few times for each cell
             return
-        if self.part and value != self.default:
-            require(self.part, label)
+        if value != self.default:
+            if self.part:
+                require(self.part, label)
+            for name in (self.argument, value):
+                check_allowed(name, label if name is not value else f"{label} {value}")
         items = value.items() if isinstance(value, Mapping) else value if self.nargs else (value,)
         for item in items:
             if not (self.must_be[1](item) or (item is None and self.may_be_none)):

@@ -304,6 +304,10 @@ class Plan:
     def __post_init__(self) -> None:
         for each in OPTIONS:
             each.check(getattr(self, each.field), f"`{each.argument}`")
+        if self.nodes is not None:
+            options.check_allowed("num_nodes", "`num_nodes`")
+        if self.is_live:
+            options.check_allowed("live", "%nbtrain start")
         precision_is_known = self.mixed_precision is not None or self.config is None
         if self.downcast_bf16 and precision_is_known and self.mixed_precision != "bf16":
             raise PlanError("downcast_bf16 needs bf16 mixed precision: use -p bf16 --downcast-bf16")

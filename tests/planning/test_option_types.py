@@ -229,3 +229,22 @@ def test_a_decorator_may_supply_the_rank_and_other_arguments() -> None:
 
     parsing.check_rank_argument(train, (), {})
     assert parsing.shared_out(train, (), {"epochs": 3}, {})[0] == {"epochs": 3}
+
+
+@pytest.mark.parametrize(
+    ("disabled", "options", "words"),
+    [
+        ("detach", {"detach": True}, "`detach` is switched off on this host"),
+        ("track, notify", {"notify": ("json://x",)}, "`notify` is switched off"),
+        ("ray spawn", {"engine": "spawn"}, "`engine` spawn is switched off"),
+        ("live", {"is_live": True}, "%nbtrain start is switched off"),
+    ],
+)
+def test_whoever_runs_the_host_switches_options_off(
+    disabled: str, options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan(Call(print), "p", **options)  # allowed
+    monkeypatch.setenv("NBTRAIN_DISABLE", disabled)
+    with pytest.raises(PlanError, match=words):
+        dataclasses.replace(plan)
+    Plan(Call(print), "p", engine="fork", background=True)

@@ -13,7 +13,7 @@ from ...planning.plan import Plan
 from ...system import safe_hooks
 from .. import api
 from ..device_scalars import captures
-from . import fastai, integrations, progress_bars
+from . import fastai, integrations, progress_bars, trainer_loss
 from .evidence.unsynced import UnsyncedModels
 from .training_meter import TrainingMeter
 
@@ -44,6 +44,7 @@ def install(
         UnsyncedModels(plan, reporter.writer, ranks_stay).install()
     if "trainer" in sources:
         integrations.watch_trainer()
+        trainer_loss.watch()
         fastai.watch_recorder()
     if "tracker" in sources:
         integrations.offer_tracker()
