@@ -81,8 +81,19 @@ _WAIT = (
 )
 
 
+_FEWER = (
+    "Each rank needs the same number of batches. accelerator.prepare(loader) and "
+    "DistributedSampler see to it, and drop_last=True does if the parts of the data are equal. "
+    "With DDP, `with model.join():` around the loop lets a rank end earlier."
+)
+
+
 def remedies_of_rank(rank: RankState, state: RunState) -> tuple[str, ...]:
-    """Return what to change where a rank failed at a file, and rank 0 did not."""
+    """Return what to change where a rank failed that others left, or at a file that rank 0 has."""
+    if rank.has_lost_peers and rank.progress is not None:
+        left = [r.progress.steps for r in state.ranks if r.status == "done" and r.progress]
+        if left and min(left) <= rank.progress.steps:
+            return (_FEWER,)
     first = state.ranks[0]
     alone = rank.rank > 0 and (not first.error or first.has_lost_peers)
     return (_WAIT,) if alone and _UNFINISHED.search(rank.error or "") else ()

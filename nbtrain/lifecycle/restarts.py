@@ -21,6 +21,7 @@ from ..system.processes import process_identity
 from ..tracking.run_folder import set_aside
 from ..tracking.state import RankState, RunState
 from ..transport.job import Job
+from ..worker import checkpoints
 from . import imports_ahead
 from .launch_sides import companions
 from .supervisor import Interrupts, Supervisor
@@ -104,10 +105,22 @@ def run_attempts(
             shutil.rmtree(job.scratch, ignore_errors=True)
             _delete_abandoned(Path(job.scratch).parent)
     supervisor.look_at_cards()
+    _note_unfinished_checkpoint(job, supervisor)
     supervisor.finish()
     if imports_ahead.is_on() and not engine.ranks_stay:
         engine.import_ahead(job, imports_ahead.of_fresh_process())  # for the next run
     return ranks.error
+
+
+def _note_unfinished_checkpoint(job: Job, supervisor: Supervisor) -> None:
+    """Say that the last checkpoint is none, if all ranks are done and some never entered it."""
+    is_done = all(rank.status == "done" for rank in supervisor.state.ranks)
+    if is_done and (name := checkpoints.unfinished(job.folder.checkpoints)):
+        text = f"{name} is not complete, so nbtrain.last_checkpoint() does not return it."
+        remedy = (
+            "Enter `with nbtrain.checkpoint(step)` on every rank, also on those that save nothing."
+        )
+        supervisor.note(Finding("checkpoint-unfinished", text, remedy))
 
 
 def _import_ahead(engine: Engine, job: Job, supervisor: Supervisor, interrupts: Interrupts) -> bool:

@@ -13,6 +13,9 @@ from .instrumentation import patch, undo_later, when_imported
 _rank: int | None = None
 """The process whose hooks run, once one is a rank: not the kernel, nor one that the rank forks."""
 
+_prepares_state = False
+"""Whether torch makes an optimizer's state, by a step that trains nothing."""
+
 _broken: set[str] = set()
 """Purposes of which a hook has failed."""
 
@@ -53,16 +56,31 @@ def after_each_step(hook: Callable[[Any, Any, Any], None]) -> None:
     fastai's is none of torch's, but has parameter groups and a state as they do.
     """
 
+    def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not _prepares_state:
+            hook(optimizer, args, kwargs)
+
     def step(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(optimizer, *args, **kwargs)
-        hook(optimizer, args, kwargs)
+        stepped(optimizer, args, kwargs)
         return result
 
     when_imported(
         "torch.optim.optimizer",
-        lambda m: undo_later(m.register_optimizer_step_post_hook(hook).remove),
+        lambda m: undo_later(m.register_optimizer_step_post_hook(stepped).remove),
     )
     patch("fastai.optimizer:Optimizer", "step", step)
+    # Private (seen in torch 2.4 to 2.13): a step with zero gradients, so that there is a state.
+    patch("torch.distributed.checkpoint.state_dict", "_init_optim_state", _without_steps)
+
+
+def _without_steps(original: Any, *args: Any, **kwargs: Any) -> Any:
+    global _prepares_state
+    _prepares_state = True
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _prepares_state = False
 
 
 def activate() -> None:

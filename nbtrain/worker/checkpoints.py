@@ -106,6 +106,13 @@ def whole(folder: Path) -> list[Path]:
     return list(filter(_is_whole, checkpoints_in(folder)))
 
 
+def unfinished(folder: Path) -> str:
+    """Return the name of the newest checkpoint, if rank 0 has left it and others have not."""
+    newest = next(iter(checkpoints_in(folder)[-1:]), None)
+    is_saved = newest is not None and (newest / ".done-0").exists() and not _is_whole(newest)
+    return newest.name if newest is not None and is_saved else ""
+
+
 def prune(folder: Path, keep: int | None) -> None:
     """Delete what is older than the newest `keep` that are whole (None: all stay)."""
     newest = whole(folder)[-keep:] if keep is not None else []

@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+import nbtrain
 from nbtrain.checks.remedies import remedies
 from tests.support.runs import launch
 
@@ -86,3 +87,25 @@ def test_texts_that_need_a_gpu_or_an_older_torch_and_texts_that_nobody_knows(
     found = "".join(remedies(text))
     assert said in found
     assert bool(found) == bool(said)
+
+
+def has_fewer_batches(batches: tuple[int, int]) -> None:
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(batches[dist.get_rank()]):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("batches", [(5, 3), (2, 6)])
+def test_a_rank_that_ends_early_is_given_a_remedy(batches: tuple[int, int]) -> None:
+    with pytest.raises(RuntimeError, match="Connection (closed|reset) by peer"):
+        launch(has_fewer_batches, batches, n=2)
+    run = nbtrain.last_run()
+    assert run is not None
+    assert run.failure is not None
+    assert any("`with model.join():`" in advice for advice in run.failure.advice)

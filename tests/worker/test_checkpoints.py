@@ -93,3 +93,16 @@ def test_outside_a_run_they_are_in_the_working_folder(
 def test_nonsense_is_refused(step: int, keep: int) -> None:
     with pytest.raises(ValueError, match="checkpoint"), nbtrain.checkpoint(step, keep):
         pass
+
+
+@pytest.mark.parametrize("who", ["rank 0", "every rank"])
+def test_a_checkpoint_that_rank_0_alone_has_saved_is_noted(who: str) -> None:
+    def train(who: str) -> None:
+        if who == "every rank" or nbtrain.rank() == 0:
+            with nbtrain.checkpoint(3):
+                pass
+
+    run = nbtrain.launch(train, who, num_processes=2, view="none")
+    noted = [f.shown for f in run.state.findings if f.code == "checkpoint-unfinished"]
+    assert bool(noted) == (who == "rank 0")
+    assert all("step-00000003 is not complete" in text for text in noted)

@@ -505,3 +505,33 @@ def test_the_last_counts_of_a_rank_that_hangs_are_shown() -> None:
         )
         wait_until(lambda: "steps/s0" in text_of(board.render(run.state, clock.now())), 60)
         assert " left" not in text_summary.summary(run.state, clock.now())
+
+
+def test_a_step_by_which_torch_makes_an_optimizers_state_does_not_count() -> None:
+    def train(model: torch.nn.Module) -> None:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        optimizer = torch.optim.AdamW(model.parameters())
+        get_state_dict(model, optimizer)
+        for _ in range(5):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    run = nbtrain.launch(train, torch.nn.Linear(4, 1), num_processes=1, view="none")
+    assert run.to_dict()["steps"] == 5
+
+
+@pytest.mark.parametrize("backend", ["cpu:gloo", "cpu:gloo,cuda:gloo", None])
+def test_a_group_with_a_backend_per_device_is_compared(backend: str | None) -> None:
+    def train(model: torch.nn.Module, backend: str | None) -> None:
+        torch.distributed.init_process_group(backend)
+        model = torch.nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(20):
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+
+    run = nbtrain.launch(train, torch.nn.Linear(4, 1), backend, num_processes=2, view="none")
+    assert "stopped" not in run.logs(0)
+    assert run.state.notes == ()
