@@ -157,11 +157,15 @@ class CellWatch:
         found = _UNKNOWN.search(str(error)) if isinstance(error, NameError) else None
         number = self.defined_in_ranks.get(found[1]) if found is not None else None
         if found is not None and number is not None and found[1] not in self._shell.user_ns:
-            print(
-                f"nbtrain: In[{number}] defined `{found[1]}` in its ranks only. Define it in a "
-                "cell without %%distributed: then the notebook and the ranks have it. Or copy its "
-                f"value back with `%%distributed --out {found[1]}`."
+            remedy = (
+                "Define it in a cell without %%distributed: then the notebook and the ranks have "
+                f"it. Or copy its value back with `%%distributed --out {found[1]}`."
             )
+            if "trainer" in found[1].lower():
+                from ..transport.result_pickler import FROM_TRAINER
+
+                remedy = FROM_TRAINER
+            print(f"nbtrain: In[{number}] defined `{found[1]}` in its ranks only. {remedy}")
 
     def _line_of_failure(self, error: BaseException | None) -> int:
         """Return the line of a cell that an error came from; 1 if it is not known."""

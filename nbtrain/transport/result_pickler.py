@@ -194,14 +194,36 @@ def dump_result(value: Any, shared: frozenset[type] = frozenset()) -> bytes:
     try:
         return dumps(value, shared)
     except Exception as error:  # any reducer of any class may raise anything
-        path, part = find_unpicklable(value, lambda v: dumps(v, shared))
-        subject = "it" if path == "result" else f"`{path}`, a {type_name(part)},"
-        wrapped = type(value).__module__.startswith("torch.nn.parallel")
-        instead = "accelerator.unwrap_model(model)" if wrapped else "numbers, tensors, a state_dict"
-        raise ResultNotPicklable(
-            f"the function returned a {type_name(value)} and {subject} cannot be pickled "
-            f"({type(error).__name__}: {error}). Return {instead} instead."
-        ) from None
+        raise ResultNotPicklable(f"the function returned {_why(value, shared, error)}") from None
+
+
+def dump_variable(value: Any, shared: frozenset[type], known: Mapping[int, Any]) -> bytes:
+    """Pickle a variable's value; what is in `known` is not copied. Raises the same."""
+    try:
+        return dumps(value, shared, known)
+    except Exception as error:
+        raise ResultNotPicklable(f"it is {_why(value, shared, error)}") from None
+
+
+def _why(value: Any, shared: frozenset[type], error: Exception) -> str:
+    path, part = find_unpicklable(value, lambda v: dumps(v, shared))
+    subject = "it" if path == "result" else f"`{path}`, a {type_name(part)},"
+    reason = f"{type(error).__name__}: {error}"
+    return f"a {type_name(value)} and {subject} cannot be pickled ({reason}). {_instead_of(value)}"
+
+
+def _instead_of(value: Any) -> str:
+    if type(value).__module__.startswith("torch.nn.parallel"):
+        return "Return accelerator.unwrap_model(model) instead."
+    if any(cls.__name__ == "Trainer" for cls in type(value).__mro__):
+        return f"{FROM_TRAINER} The trained model is copied back without that."
+    return "Return numbers, tensors, a state_dict instead."
+
+
+FROM_TRAINER = (
+    "A Trainer cannot leave its rank. Return what you need of it: trainer.evaluate(), "
+    "trainer.predict(test_set) or trainer.state.log_history."
+)
 
 
 def reading_trouble(data: bytes) -> str:

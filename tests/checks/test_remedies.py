@@ -103,7 +103,7 @@ def has_fewer_batches(batches: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("batches", [(5, 3), (2, 6)])
 def test_a_rank_that_ends_early_is_given_a_remedy(batches: tuple[int, int]) -> None:
-    with pytest.raises(RuntimeError, match="Connection (closed|reset) by peer"):
+    with pytest.raises(RuntimeError, match=r"Connection (closed|reset) by peer"):
         launch(has_fewer_batches, batches, n=2)
     run = nbtrain.last_run()
     assert run is not None

@@ -340,6 +340,10 @@ def test_a_name_that_only_ranks_have_is_explained_where_it_is_missed(notebook: N
         out = notebook.run(cell)
         assert out.ename == "NameError", (cell, out)
         assert f"In[{number}] defined `{name}` in its ranks only. Define it" in out.stdout
+    notebook.run("%%distributed -n 1\nmy_trainer = object()")
+    out = notebook.run("my_trainer.predict(1)")
+    assert "--out" not in out.stdout
+    assert "trainer.predict(test_set) or trainer.state.log_history" in out.stdout
     assert "in its ranks only" not in notebook.run("unknown + 1").stdout
     out = notebook.run("%%distributed -n 2\nprint(early)\nearly = 1")
     assert (out.ename, "in its ranks only" in out.stdout) == ("NameError", False)

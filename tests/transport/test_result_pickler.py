@@ -64,6 +64,24 @@ def test_the_part_that_cannot_travel_is_named(value: Any, path: str) -> None:
         result_pickler.dump_result(value)
 
 
+def test_of_a_trainer_what_can_travel_is_named() -> None:
+    class Trainer:
+        lock = property(lambda self: None)
+
+        def __reduce__(self) -> Any:
+            raise TypeError("cannot pickle 'weakref.ReferenceType' object")
+
+    class OwnTrainer(Trainer):
+        pass
+
+    for dump in (
+        result_pickler.dump_result,
+        lambda v: result_pickler.dump_variable(v, frozenset(), {}),
+    ):
+        with pytest.raises(ResultNotPicklable, match=r"trainer\.state\.log_history"):
+            dump(OwnTrainer())
+
+
 def test_a_closures_captured_lock_is_named() -> None:
     lock = threading.Lock()
     with pytest.raises(ResultNotPicklable, match="result → lock"):

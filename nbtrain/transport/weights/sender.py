@@ -372,7 +372,7 @@ class ResultSender:
                 self._check_is_whole(value)
                 if name == asked:
                     self._check_is_in_no_stage(value)
-                pickled[asked] = result_pickler.dumps(value, self._shared, known)
+                pickled[asked] = result_pickler.dump_variable(value, self._shared, known)
         if not pickled:
             return
         about: dict[str, Any] = {}

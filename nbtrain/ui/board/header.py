@@ -7,6 +7,7 @@ bar has an open end, and there is no percentage of the run.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -313,12 +314,15 @@ def _figures(state: RunState, now: float) -> str:
     return f'<div style="{style}">{drawn}{even}</div>' if drawn else ""
 
 
+_NUMBER = re.compile(r"(\d[\d.,:–]*)(e[-+]\d.*| \S\S.*)")
+
+
 def _value(text: str) -> str:
-    """Draw a value, its unit small: a long one must not reach into the next figure."""
-    number, space, unit = text.partition(" ")
-    if not unit or not number[:1].isdigit() or len(unit) < 2:
+    """Draw a value, its exponent or unit small: a long one must not reach into the next figure."""
+    parts = _NUMBER.fullmatch(text)
+    if parts is None:
         return escape(text)
-    return f'{escape(number)}<span style="font-size:13px">{space}{escape(unit)}</span>'
+    return f'{escape(parts[1])}<span style="font-size:13px">{escape(parts[2])}</span>'
 
 
 def figures(state: RunState, now: float) -> list[Figure]:
