@@ -350,6 +350,20 @@ tests tests/ui/browser -rs
         limit=1800,
     ),
     Step(
+        "core",
+        "the core's suite without any part of nbtrain",
+        """
+enter all
+python tests/tools/without_parts.py "$here/core"
+cd "$here/core"
+export PYTHONPATH=$PWD
+tests -n 4 --ignore=tests/test_part.py --ignore=tests/test_structure.py \
+    --deselect=tests/end_to_end/test_readme.py::test_what_ci_runs_is_there
+""",
+        needs=("environment",),
+        limit=1800,
+    ),
+    Step(
         "ray-whole",
         "Ray: clusters of several nodes on this machine",
         """

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from nbtrain import part
 from nbtrain.engines.process import fork_server
 from nbtrain.system import gpus
 from tests.support.cuda_stub import STUB
@@ -39,7 +40,10 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-_LONGEST = ("end_to_end", "engines", "lifecycle", "commands", "worker", "tracking", "system", "ui")
+_LONGEST = (
+    *("end_to_end", "engines", "parts", "lifecycle", "commands", "worker", "hangs", "transport"),
+    *("checks", "tracking", "system", "ui"),
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what has a mark
@@ -49,6 +53,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not slow.isdisjoint((item.nodeid, item.nodeid.partition("::")[0])):
             item.add_marker(pytest.mark.slow)
+        names = {name for mark in item.iter_markers("part") for name in mark.args}
+        if missing := names.difference(part.TABLE):
+            reason = f"needs the part {min(missing)} of nbtrain"
+            item.add_marker(pytest.mark.skip(reason=reason))
     order = {room: place for place, room in enumerate(_LONGEST)}
     folder = Path(__file__).parent
     items.sort(key=lambda item: order.get(item.path.relative_to(folder).parts[0], len(order)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import nbtrain
 from nbtrain import part
 from nbtrain.errors import PlanError
 from nbtrain.planning import option_parser
+from tests.tools.without_parts import copy_package
 
 PACKAGE = Path(nbtrain.__file__).parent
 
@@ -45,19 +45,6 @@ print('works')
 """
 
 
-def without(names: tuple[str, ...], folder: Path) -> Path:
-    """Copy the package, without the folders of parts and their rows."""
-    copy = folder / "nbtrain"
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in names:
-        shutil.rmtree(copy / "parts" / name)
-    table = copy / "part.py"
-    row = next(line for line in table.read_text().splitlines() if line.startswith("TABLE = "))
-    kept = tuple(name for name in part.TABLE if name not in names)
-    table.write_text(table.read_text().replace(row, f"TABLE = {kept!r}"))
-    return folder
-
-
 def run(script: str, folder: Path, home: Path) -> str:
     """Run a script with the package that is in a folder."""
     env = {**os.environ, "PYTHONPATH": str(folder), "NBTRAIN_HOME": str(home)}
@@ -75,12 +62,12 @@ def run(script: str, folder: Path, home: Path) -> str:
 
 @pytest.mark.parametrize("names", [*((name,) for name in part.TABLE), part.TABLE], ids="-".join)
 def test_without_a_part_everything_else_works(names: tuple[str, ...], tmp_path: Path) -> None:
-    folder = without(names, tmp_path / "copy")
+    folder = copy_package(names, tmp_path / "copy")
     assert run(WORKS, folder, tmp_path / "home").splitlines()[-1] == "works"
 
 
 def test_what_a_missing_part_did_is_one_clear_error(tmp_path: Path) -> None:
-    folder = without(part.TABLE, tmp_path / "copy")
+    folder = copy_package(part.TABLE, tmp_path / "copy")
     script = """
 import nbtrain
 from IPython.testing.globalipapp import start_ipython

@@ -261,6 +261,7 @@ def test_unloading_takes_the_magics_away(notebook: Notebook) -> None:
 
 
 @pytest.mark.parametrize("line", ["", "lint", "runs all"])
+@pytest.mark.part("memory", "scaling")
 def test_what_nbtrain_cannot_be_asked_is_answered_with_what_it_can(
     notebook: Notebook, line: str
 ) -> None:
@@ -271,6 +272,7 @@ def test_what_nbtrain_cannot_be_asked_is_answered_with_what_it_can(
         assert command in out.evalue
 
 
+@pytest.mark.part("memory", "scaling")
 def test_help_explains_every_command(notebook: Notebook) -> None:
     out = notebook.run("%nbtrain help")
     for command in ("guard", "doctor", "runs", "show", "stop", "stacks", "memory", "scaling"):

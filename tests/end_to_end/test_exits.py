@@ -70,6 +70,7 @@ def test_words_are_kept() -> None:
     assert run.logs(0) == "these words"
 
 
+@pytest.mark.part("live")
 def test_the_cell_of_an_exit_is_named_where_the_rank_does_not_have_it(notebook: Notebook) -> None:
     notebook.run("import sys\ndef leaves():\n    sys.exit(3)")
     number = notebook.value("len(In) - 2")

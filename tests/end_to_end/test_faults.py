@@ -34,7 +34,16 @@ _LONG = {
     "out of memory (the container's), mid-run, fork",
     "SIGKILL, mid-run, spawn",
 }
-_MARKED = [pytest.param(row, marks=pytest.mark.slow) if row.name in _LONG else row for row in ROWS]
+_MARKED = [
+    pytest.param(
+        row,
+        marks=[
+            *([pytest.mark.slow] if row.name in _LONG else ()),
+            *([pytest.mark.part("live")] if row.engine == faults.LIVE else ()),
+        ],
+    )
+    for row in ROWS
+]
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,8 @@ import pytest
 
 from tests.support.kernel import Notebook
 
+pytestmark = pytest.mark.part("live")
+
 
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[Notebook]:

@@ -10,7 +10,7 @@ import pytest
 from tests.support.kernel import execute
 from tests.support.paths import NOTEBOOKS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.part("live"), pytest.mark.slow, pytest.mark.timeout(240)]
 
 PATH = NOTEBOOKS / "live.ipynb"
 

@@ -117,6 +117,7 @@ def test_the_options_are_keywords_of_launch_as_the_page_says() -> None:
         assert re.search(rf"\| `{name}\b", page), name
 
 
+@pytest.mark.part("live", "memory", "scaling")
 def test_the_options_page_lists_what_nbtrain_answers() -> None:
     page = reference("magics")
     documented = re.findall(r"%nbtrain ([a-z]+)", magics._nbtrain_help())
@@ -180,6 +181,7 @@ def test_the_exceptions_page_draws_every_exception() -> None:
     assert [name for name in names if not re.search(rf"^ +[│├└─ ]*{name}\b", page, re.M)] == []
 
 
+@pytest.mark.part("live")
 def test_the_docstrings_page_has_all_that_is_public() -> None:
     page = reference("python-api")
     shown = {*re.findall(r"auto(?:function|class):: nbtrain\.(\w+)", page)}
@@ -192,6 +194,7 @@ def test_the_docstrings_page_has_all_that_is_public() -> None:
 
 
 @pytest.mark.parametrize("command", ["memory", "scaling"])
+@pytest.mark.part("memory", "scaling")
 def test_the_guides_of_memory_and_scaling_list_their_options(command: str) -> None:
     folder = Path(nbtrain.__file__).parent / "parts" / command
     sources = "".join(path.read_text() for path in folder.glob("*.py"))
@@ -225,6 +228,7 @@ def test_what_programs_are_shown_of_the_site_exists() -> None:
     assert [link for link in links if not list(NOTEBOOKS.glob(link.replace("html", "*")))] == []
 
 
+@pytest.mark.part("live", "ray", "tpu")
 def test_the_messages_that_one_looks_up_are_those_of_nbtrain() -> None:
     page = (NOTEBOOKS / "troubleshooting.md").read_text()
     own = page.partition("## nbtrain's own")[2].partition("## Other launchers'")[0]

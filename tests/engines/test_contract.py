@@ -220,6 +220,7 @@ def test_inline_leaves_the_real_frames_to_a_debugger() -> None:
     assert raised.traceback[-1].locals["local"] == "here"
 
 
+@pytest.mark.part("ray", "tpu")
 def test_every_engine_of_the_table_can_be_had() -> None:
     names = set(option_types.ENGINES) - {"auto", "tpu"}  # what is chosen for the user
     assert names == {*NAMES, "torch_tpu", "ray"}  # which have tests of their own

@@ -82,6 +82,7 @@ def test_launch_refuses_bad_arguments(options: dict[str, object], words: str) ->
 
 
 @pytest.mark.parametrize("name", ["config", "env", "resources", "out", "telemetry"])
+@pytest.mark.part("scaling")
 def test_an_argument_that_is_called_as_an_option_is_shown_its_way(name: str) -> None:
     def train(**given: object) -> dict[str, object]:
         return given

@@ -48,9 +48,15 @@ def test_a_flag_without_anything_is_its_default_and_is_documented(
     [
         (["-n", "-1"], {"num_processes": -1}, "must be a whole number ≥ 1 or {none}, not -1"),
         (["--timeout", "nan"], {"timeout": float("nan")}, "must be a number of seconds > 0"),
-        (["--nodes", "3:2"], {"nodes": (3, 2)}, "must be a number of nodes ≥ 1"),
+        pytest.param(
+            *(["--nodes", "3:2"], {"nodes": (3, 2)}, "must be a number of nodes ≥ 1"),
+            marks=pytest.mark.part("ray"),
+        ),
         (["--max-restarts", "2000"], {"max_restarts": 2000}, "must be a number of restarts from"),
-        (["--resources", "GPU=.5"], {"resources": {"GPU": 0.5}}, "must be .*, and whole GPUs, not"),
+        pytest.param(
+            *(["--resources", "GPU=.5"], {"resources": {"GPU": 0.5}}, "must be .*, and whole GPUs"),
+            marks=pytest.mark.part("ray"),
+        ),
         (["--engine", "x"], {"engine": ["x"]}, r"must be one of auto, .*, not \[?'x'"),
         (["--view", "3d"], {"view": "3d"}, "must be one of auto, widget, html, text, none, not"),
         (["--out", "a b c@al"], {"out": "c@al"}, "must be variable names .*, not 'c@al'"),
@@ -93,6 +99,7 @@ def test_a_line_is_split_where_the_options_end(line: str, before: str, expressio
     assert (text.strip(), rest) == (before, expression)
 
 
+@pytest.mark.part("ray", "forwarding")
 def test_options_become_values() -> None:
     line = "-n 4 -e fork -p bf16 --env A=1 --env B=x=y --as r --view none --timeout 1.5 --nodes 2"
     parsed = parsing.parse_options(parsing.split_line(line))
@@ -235,7 +242,7 @@ def test_a_decorator_may_supply_the_rank_and_other_arguments() -> None:
     ("disabled", "options", "words"),
     [
         ("detach", {"detach": True}, "`detach` is switched off on this host"),
-        ("track, notify", {"notify": ("json://x",)}, "`notify` is switched off"),
+        ("detach,timeout", {"timeout": 9.0}, "`timeout` is switched off"),
         ("ray spawn", {"engine": "spawn"}, "`engine` spawn is switched off"),
         ("live", {"is_live": True}, "%nbtrain start is switched off"),
     ],

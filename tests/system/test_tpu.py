@@ -140,6 +140,7 @@ def test_a_tpu_host_without_torch_xla_says_what_to_install(tmp_path: Path) -> No
         assert "pip install 'torch==2.9.*' 'torch_xla[tpu]==2.9.*'" in line
 
 
+@pytest.mark.part("tpu")
 def test_asking_for_a_tpu_where_there_is_none_is_a_clear_error() -> None:
     import nbtrain
 

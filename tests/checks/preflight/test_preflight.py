@@ -142,6 +142,7 @@ def test_accelerators_that_stay_unused_are_told() -> None:
     assert "will train on the CPU" in said(facts(unused_accelerator="MPS (Apple's GPU)"), "warn")
 
 
+@pytest.mark.part("tpu")
 def test_a_tpu_that_stays_unused_is_told_with_the_reason() -> None:
     tpu = {"tpu": Tpu("v5e", 8)}
     line = said(facts(**tpu), "warn")
@@ -154,6 +155,7 @@ def test_a_tpu_that_stays_unused_is_told_with_the_reason() -> None:
     assert preflight.ask(facts(**there, engine="xla", device="xla")) == []
 
 
+@pytest.mark.part("tpu")
 def test_a_tpu_that_another_process_keeps_is_refused_with_its_number() -> None:
     held = {"engine": "xla", "device": "xla", "tpu_holders": {"python, pid 4711": frozenset({0})}}
     line = said(facts(4, **held), "refuse")
@@ -165,6 +167,7 @@ def test_a_tpu_that_another_process_keeps_is_refused_with_its_number() -> None:
     assert "-n 1 --env TPU_VISIBLE_CHIPS=1." in said(facts(1, **held), "refuse")
 
 
+@pytest.mark.part("tpu")
 def test_a_chip_that_the_run_does_not_take_may_be_held() -> None:
     held = {"engine": "xla", "device": "xla", "tpu_holders": {"python, pid 4711": frozenset({0})}}
     taken = facts(1, **held)
@@ -176,6 +179,7 @@ def test_a_chip_that_the_run_does_not_take_may_be_held() -> None:
 # The state of this process
 
 
+@pytest.mark.part("tpu")
 def test_on_a_tpu_a_kernel_that_used_xla_is_refused_and_no_spawning_is_offered() -> None:
     dirty = facts(
         engine="xla", device="xla", touches=(AcceleratorInit("XLA", 3, 1, "xr.world_size()"),)

@@ -1,0 +1,47 @@
+"""Copies nbtrain without parts: `python without_parts.py FOLDER` copies the checkout without any.
+
+What the copy cannot do is what those parts did: `tests/test_part.py` tries it part by part, and the
+step `core` of the gate runs the core's whole suite in the checkout.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Collection
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def remove(names: Collection[str], package: Path) -> None:
+    """Delete the folders of parts from a copy of the package, and their rows."""
+    for name in names:
+        shutil.rmtree(package / "parts" / name)
+    table = package / "part.py"
+    source = table.read_text()
+    row = next(line for line in source.splitlines() if line.startswith("TABLE"))
+    kept = tuple(name for name in eval(row.partition(" = ")[2]) if name not in names)
+    table.write_text(source.replace(row, f"TABLE: tuple[str, ...] = {kept!r}"))
+
+
+def copy_package(names: Collection[str], folder: Path) -> Path:
+    """Copy the package into a folder, without some parts; return the folder."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "nbtrain", folder / "nbtrain", ignore=ignored)
+    remove(names, folder / "nbtrain")
+    return folder
+
+
+def main() -> None:
+    """Copy the checkout without any part, and without their tests."""
+    folder = Path(sys.argv[1])
+    ignored = shutil.ignore_patterns("__pycache__", ".git", "artifacts", "node_modules")
+    shutil.copytree(ROOT, folder, ignore=ignored)
+    parts = [each.name for each in (folder / "nbtrain/parts").iterdir() if each.is_dir()]
+    remove(parts, folder / "nbtrain")
+    shutil.rmtree(folder / "tests/parts")
+
+
+if __name__ == "__main__":
+    main()
