@@ -25,6 +25,7 @@ from ..tracking.launch_log import LOGGER
 from ..tracking.run_folder import RunFolder, hand_over
 from ..tracking.state import RunState
 from ..transport.job import Job
+from .launch_sides import Companion
 from .restarts import run_attempts
 from .supervisor import Interrupts, Supervisor
 
@@ -48,13 +49,13 @@ def start(engine: Engine, job: Job, state: RunState, *, leash: bool) -> int | No
     except OSError as error:
         reason = f"no process could be made to watch the run ({error.strerror})"
         with contextlib.suppress(OSError):  # else it would seem to run as long as this kernel
-            Supervisor(job.folder, state).abort(reason)
+            Supervisor(job.folder, state, job.plan).abort(reason)
         raise LaunchError(reason) from error
 
 
 def start_in_thread(engine: Engine, job: Job, state: RunState) -> None:
     """Watch a task of ranks that stay, whom only this process can reach, in a thread of it."""
-    supervisor = Supervisor.of(job.plan, job.folder, state, ranks_stay=True)
+    supervisor = Supervisor(job.folder, state, job.plan, ranks_stay=True)
 
     def watch() -> None:
         with engine.occupied(), Interrupts(wanted=False) as interrupts:
@@ -88,20 +89,28 @@ def _watch(engine: Engine, job: Job, state: RunState, random_state: Any, kernel:
     random.setstate(random_state)
     kernel_detach.leave_kernel(job.folder.launcher_log)
     gc.freeze()
-    plan = job.plan
     LOGGER.info("process %d watches the run", os.getpid())
-    supervisor = Supervisor.of(plan, job.folder, state)
+    supervisor = Supervisor(job.folder, state, job.plan)
 
     def end(_signum: int, _frame: object) -> None:
         supervisor.request_stop("by SIGTERM to the process that watched it", hasty=True)
 
-    def look(_state: RunState, _now: float) -> None:
-        # Not PR_SET_PDEATHSIG: that comes when the thread that forked ends, and on Linux alone.
-        if kernel is not None and os.getppid() != kernel:
-            supervisor.request_stop("because its kernel ended", hasty=True)
-
     signal.signal(signal.SIGTERM, end)
-    supervisor.show = look
+    if kernel is not None:
+        supervisor.companions.append(_Leash(kernel, supervisor))
     with Interrupts(wanted=False) as interrupts:
         error = run_attempts(engine, job, supervisor, interrupts)
     return 0 if error is None else 1
+
+
+class _Leash(Companion):
+    """Ends a run whose kernel has ended."""
+
+    def __init__(self, kernel: int, supervisor: Supervisor) -> None:
+        self._kernel, self._supervisor = kernel, supervisor
+
+    def attend(self, state: RunState) -> bool:
+        # Not PR_SET_PDEATHSIG: that comes when the thread that forked ends, and on Linux alone.
+        if os.getppid() != self._kernel:
+            self._supervisor.request_stop("because its kernel ended", hasty=True)
+        return False

@@ -299,7 +299,7 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
             job, state = make_job(plan, device, engine, findings)
             if is_answered:
                 job = replace(job, unanswered="")
-            supervisor = Supervisor.of(plan, job.folder, state, ranks_stay=engine.ranks_stay)
+            supervisor = Supervisor(job.folder, state, plan, ranks_stay=engine.ranks_stay)
             stop = partial(supervisor.request_stop, "by the Stop button")
             ask = partial(stacks.ask, job.folder, range(job.world_size))
             display = _display(plan, engine, partial(select.choose, plan.view, stop, ask))

@@ -59,7 +59,7 @@ def run_attempts(
 
     Returns an exception that is at hand as such, not in the run folder.
     """
-    supervisor.companions = companions(job, engine, supervisor.request_stop)
+    supervisor.companions += companions(job, engine, supervisor.request_stop)
     job = replace(job, plan=job.plan.without_addresses())
     if not engine.ranks_stay:
         job = replace(job, scratch=_scratch())

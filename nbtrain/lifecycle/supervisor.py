@@ -100,63 +100,37 @@ class Supervisor:
     """Drives one run from its start to its end. `state` is always the present picture."""
 
     def __init__(
-        self,
-        folder: RunFolder,
-        state: RunState,
-        timeout: float | None = None,
-        hang_after: float | None = None,
-        *,
-        on_hang: str = "report",
-        sees_training: bool = True,
-        ranks_stay: bool = False,
-        failures_end: bool = True,
+        self, folder: RunFolder, state: RunState, plan: Plan, *, ranks_stay: bool = False
     ) -> None:
         self.state = state
         self.show: Callable[[RunState, float], None] = lambda _state, _now: None
-        self.companions: Sequence[Companion] = ()
-        """What parts have go along with the run."""
+        self.companions: list[Companion] = []
+        """What goes along with the run."""
         self.over = threading.Event()
-        self._folder = folder
-        self._timeout = timeout
+        self._folder, self._plan, self._ranks_stay = folder, plan, ranks_stay
         self._reader = Reader(folder, state.world_size)
         self._pictures = Pictures(folder, self._reader)
         self._writer = EventWriter(folder.launcher_events, RESERVED)
         self._disk = DiskWatch(folder, self._writer)
-        self._hang_after = hang_after
-        self._watchdog = HangWatchdog(folder, state.world_size, hang_after)
+        self._watchdog = HangWatchdog(folder, state.world_size, plan.hang_after)
         self._work = WorkComparison(state.world_size, folder.cells)
         # Monotonic, as all times here: a clock that is set, or a laptop that slept, ends no run.
         self._stop = StopController(
             time.monotonic(),
-            timeout,
-            sees_training=sees_training,
+            plan.timeout,
+            sees_training="steps" in plan.telemetry,
             ranks_stay=ranks_stay,
-            failures_end=failures_end,
+            failures_end=not plan.is_live,
         )
         self._exit_causes = ExitCauses(folder, ranks_stay=ranks_stay)
         self._retry_reason = ""
         self._presses = 0
         self._restores = 0.0  # when the folder is looked for next
-        self._on_hang, self._ranks_stay = on_hang, ranks_stay
+        # Of the ranks of other nodes nothing is known here: no deadlock is certain.
+        is_sure = plan.nodes is None or plan.on_hang != "deadlock"
+        self._on_hang = plan.on_hang if is_sure else "report"
         self._places = ""
         self._has_named = False
-
-    @classmethod
-    def of(
-        cls, plan: Plan, folder: RunFolder, state: RunState, *, ranks_stay: bool = False
-    ) -> Supervisor:
-        """Return the supervisor of a run, as its plan has it."""
-        return cls(
-            folder,
-            state,
-            plan.timeout,
-            plan.hang_after,
-            # Of the ranks of other nodes nothing is known here: no deadlock is certain.
-            on_hang="report" if plan.nodes and plan.on_hang == "deadlock" else plan.on_hang,
-            sees_training="steps" in plan.telemetry,
-            ranks_stay=ranks_stay,
-            failures_end=not plan.is_live,
-        )
 
     def request_stop(self, how: str, *, hasty: bool = False) -> None:
         """Ask the loop to end the run; from any thread, any number of times. The first counts.
@@ -252,7 +226,7 @@ class Supervisor:
         self._note([ev.Attempt(clock.now(), -1, number, reason)])
         self._retry_reason = reason
         self._end_watchdog()
-        self._watchdog = HangWatchdog(self._folder, self.state.world_size, self._hang_after)
+        self._watchdog = HangWatchdog(self._folder, self.state.world_size, self._plan.hang_after)
         begins = time.monotonic() + wait
         self._stop.reset(begins)
         return self.wait_while(lambda: time.monotonic() < begins, interrupts)
@@ -275,6 +249,8 @@ class Supervisor:
         while not is_over and self._stop.cause is None:
             is_over = not is_pending()
             if not is_over:
+                for each in self.companions:
+                    each.attend(self.state)
                 self.show(self.state, clock.now())
                 pause(TICK)
             # Also when the wait is over: ■ may have come just as it ended.
@@ -424,7 +400,7 @@ class Supervisor:
         if status == "interrupted" and self._stop.how:
             message = f"{self._stop.how}; {message}"
         if status == "timed out":
-            message = f"{self._stop.how or f'{self._timeout:g} s'}; {message}"
+            message = f"{self._stop.how or f'{self._plan.timeout:g} s'}; {message}"
         if status in ("interrupted", "timed out") and self._places:
             message = f"{message}. {self._places[0].upper()}{self._places[1:]}"
         flaw = self.state.flaw if status == "succeeded" else ""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from nbtrain.lifecycle.supervisor import Supervisor
+from nbtrain.planning.plan import Call, Plan
 from nbtrain.tracking.run_folder import RunFolder
 from nbtrain.tracking.state import RankState, RunState
 from tests.support.runs import launch
@@ -22,7 +23,9 @@ def test_an_interrupt_is_the_run_s_own_only_in_this_very_process(
     """A process of another host may have the number of this one: containers begin at 1."""
     raised = {"error": "KeyboardInterrupt: ", "error_type": "KeyboardInterrupt"}
     rank = RankState(0, "failed", pid=os.getpid(), node=node, **raised)
-    supervisor = Supervisor(RunFolder(tmp_path), RunState("t", "ray", (rank,), 0.0))
+    supervisor = Supervisor(
+        RunFolder(tmp_path), RunState("t", "ray", (rank,), 0.0), Plan(Call(print), "t")
+    )
     supervisor.finish()
     assert supervisor.state.status == status
 

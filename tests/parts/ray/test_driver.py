@@ -364,7 +364,9 @@ def test_a_full_disk_here_is_reported_where_all_ranks_are_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host, "space", lambda _: host.Space(1 << 20, 0))
-    supervisor = Supervisor(RunFolder(tmp_path), RunState("t", "ray", (RankState(0),), 0.0))
+    supervisor = Supervisor(
+        RunFolder(tmp_path), RunState("t", "ray", (RankState(0),), 0.0), Plan(Call(print), "t")
+    )
     ranks: Any = SimpleNamespace(pids={0: 1}, nodes={0: "n"}, alive={0}, news=list)
 
     def wait(_timeout: float) -> list[Exit]:
