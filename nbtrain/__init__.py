@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with `_PU
     from .worker.checkpoints import attempt, checkpoint, checkpoint_dir, last_checkpoint
     from .worker.stopping import should_stop
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 _NAMES = {
     "parts.memory.estimate": "memory_needed",
