@@ -26,6 +26,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CHANGELOG.md",
     ROOT / ".github/CONTRIBUTING.md",
+    ROOT / ".github/SECURITY.md",
     *sorted(NOTEBOOKS.rglob("*.md")),
 ]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
