@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+from docutils import nodes
 from ipython_pygments_lexers import IPython3Lexer
 from pygments.lexer import bygroups, using
 from pygments.lexers import Python3Lexer
 from pygments.token import Keyword, Operator, Text
+from sphinx.addnodes import index
+from sphinx.transforms import SphinxTransform
 
 import nbtrain
 
@@ -48,6 +51,76 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_js_files = ["site.js"]
 html_theme_options = {"navigation_with_keys": True}
+html_use_index = False  # its entries are for the search
+
+SEARCHED = {
+    "install": "pip install, install, uninstall, requirements, offline, wheel, extras",
+    "quickstart": "quickstart, two GPUs, multi-GPU, multiple GPUs, example, getting started",
+    "coming-from": "notebook_launcher, torchrun, DataParallel, Ray Train, comparison",
+    "troubleshooting": "error, loss multiplied, loss doubled, loss too large, does not work",
+    "faq": "loss doubled, disable telemetry, overhead, predictions, two GPUs, port, privacy",
+    "parallelism": "tensor parallel, pipeline parallel, model parallel",
+    "recipes/trainer": "Trainer, save_model, push_to_hub, resume, resume_from_checkpoint, fp16, "
+    "compute_metrics, best model",
+    "recipes/sft_lora": "LoRA, PEFT, SFT, TRL, SFTTrainer, fine-tune LLM",
+    "recipes/lightning": "Lightning, PyTorch Lightning, callbacks",
+    "recipes/ddp": "DDP, DistributedDataParallel, DistributedSampler, set_epoch",
+    "recipes/fsdp2": "FSDP, FSDP2, FSDP2 checkpoint, sharded checkpoint, fully_shard, DCP",
+    "recipes/metrics": "evaluate, gather, gather_for_metrics, accuracy, validation",
+    "recipes/streaming": "IterableDataset, streaming dataset, split_dataset_by_node",
+    "recipes/optuna": "hyperparameter search, tune",
+    "guides/launching": "number of GPUs, which GPU, choose GPU, two GPUs, multi-GPU, DataLoader, "
+    "NUMA, affinity, CPU threads, OMP_NUM_THREADS, num_workers, spawn, mixed precision, seed",
+    "guides/results": "save_model, save model, state_dict, return value, weights, load weights",
+    "guides/watch-training": "log, logging, progress bar, loss curve, tqdm, metrics, disable board",
+    "guides/trackers": "wandb, W&B, Weights & Biases, MLflow, TensorBoard, Slack, notification",
+    "guides/failures": "exception, traceback, stop, interrupt, kill, out of memory, OOM",
+    "guides/hangs": "hang, hangs, deadlock, stuck, NCCL timeout, freeze, timeout",
+    "guides/debugger": "breakpoint, pdb, debug",
+    "guides/background": "background, detach, close browser, disconnect",
+    "guides/checkpoints": "resume, checkpoint, restart, continue training, max_restarts",
+    "guides/memory": "memory, CUDA out of memory, batch size fits, VRAM",
+    "guides/agents": "headless, CI, papermill, nbconvert, agent, LLM, automation, JSON, exit code",
+    "guides/ray": "Ray, cluster, autoscaler",
+    "guides/several-nodes": "multi-node, several machines, two machines, nodes",
+    "guides/export": "script, torchrun, export",
+    "guides/security": "security, port, ports, listen, network interface, secret, token, "
+    "password, vulnerability, CVE, threat, telemetry, privacy, DNS, root",
+    "guides/shared-hosts": "JupyterHub, Kubernetes, k8s, pod, Docker, container, Slurm, admin, "
+    "administrator, multi-user, quota, CPU quota, cgroup, pids.max, ulimit, shm, MIG, seccomp, "
+    "ptrace, disable, forbid, NBTRAIN_DISABLE, upgrade, culler, limits, systemd",
+    "concepts/batch-size": "learning rate, batch size, gradient accumulation, "
+    "seed, loss doubled, scaling rule",
+    "concepts/fork-and-cuda": "Cannot re-initialize CUDA, fork, spawn, CUDA initialized",
+    "reference/environment": "environment variables, network interface, GLOO_SOCKET_IFNAME, "
+    "NCCL_SOCKET_IFNAME, NBTRAIN_HOME, NBTRAIN_DISABLE, disable, CUDA_VISIBLE_DEVICES",
+    "reference/versions": "licence, license, Apache, vulnerability, CVE, security contact, "
+    "supply chain, pin, pins, hash, support, SECURITY.md, semantic versioning",
+    "reference/resources": "disk, quota, processes, threads, idle, overhead, memory of a kernel, "
+    "disk full, resources",
+    "reference/hosts": "VS Code, Colab, Kaggle, Databricks, SageMaker, marimo",
+    "reference/measured": "overhead, benchmark, speed, performance, startup time",
+    "reference/tested": "tested versions, supported, Windows, macOS, AMD, ROCm, Python version",
+    "reference/process-changes": "monkey patch, patches, disable, everything off, overhead",
+    "reference/magics": "options, magics, num_processes, timeout",
+}
+"""What readers type into the search, by page: the search finds a page at once by such a phrase."""
+
+
+class SearchedPhrases(SphinxTransform):
+    """Gives a page the entries of the index, and the keywords, of `SEARCHED`."""
+
+    default_priority = 500
+
+    def apply(self, **_: Any) -> None:
+        phrases = SEARCHED.get(self.env.docname, "").split(", ")
+        section = next(iter(self.document.findall(nodes.section)), None)
+        if phrases == [""] or section is None:
+            return
+        entries = [("single", phrase, section["ids"][0], "main", None) for phrase in phrases]
+        words = dict.fromkeys(word for phrase in phrases for word in phrase.split())
+        self.document.insert(0, index(entries=entries))
+        self.document.insert(0, nodes.meta(name="keywords", content=",".join(words)))
 
 
 class CellLexer(IPython3Lexer):
@@ -66,6 +139,7 @@ class CellLexer(IPython3Lexer):
 def setup(app: Any) -> None:
     """Write the text of all pages into one file, for language models, and copy notebooks."""
     app.add_lexer("ipython3", CellLexer)
+    app.add_transform(SearchedPhrases)
     app.connect("build-finished", _write_full_text)
     app.connect("build-finished", _copy_notebooks)
 

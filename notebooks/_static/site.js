@@ -8,3 +8,18 @@ document.addEventListener("DOMContentLoaded", () => {
         scroll.scrollTo({ top: middle, behavior: "instant" });
     }
 });
+
+// In tables, a long piece of code may break after "|", "," and "(": --engine auto|fork|spawn|...
+document.addEventListener("DOMContentLoaded", () => {
+    for (const word of document.querySelectorAll("article td code.literal span.pre")) {
+        const parts = word.textContent.split(/(?<=[|,(])(?=.)/);
+        if (word.textContent.length > 20 && parts.length > 1) {
+            const pieces = parts.map((part) => {
+                const piece = word.cloneNode(false);
+                piece.textContent = part;
+                return piece;
+            });
+            word.replaceWith(...pieces.flatMap((piece) => [document.createElement("wbr"), piece]));
+        }
+    }
+});
