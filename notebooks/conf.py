@@ -104,7 +104,10 @@ SEARCHED = {
     "reference/process-changes": "monkey patch, patches, disable, everything off, overhead",
     "reference/magics": "options, magics, num_processes, timeout",
 }
-"""What readers type into the search, by page: the search finds a page at once by such a phrase."""
+"""What readers type into the search, by page: the search finds a page at once by such a phrase.
+
+Only a fresh build has all of them: Sphinx forgets those of pages that it does not read again.
+"""
 
 
 class SearchedPhrases(SphinxTransform):
