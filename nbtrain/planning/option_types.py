@@ -59,9 +59,15 @@ DISABLED = "NBTRAIN_DISABLE"
 """The variable with what is switched off here for everybody: options, engines, ``live``."""
 
 
+def disabled(env: Mapping[str, str] = os.environ) -> list[str]:
+    """Return what the variable names; ``--max-restarts`` there is ``max_restarts``."""
+    words = re.split(r"[\s,]+", env.get(DISABLED, ""))
+    return [word.lstrip("-").replace("-", "_") for word in words if word]
+
+
 def check_allowed(name: object, label: str) -> None:
     """Raise `PlanError` for what whoever runs this host has switched off."""
-    if isinstance(name, str) and name in re.split(r"[\s,]+", os.environ.get(DISABLED, "")):
+    if isinstance(name, str) and name in disabled():
         raise PlanError(f"{label} is switched off on this host, by the variable {DISABLED}")
 
 

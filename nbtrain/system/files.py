@@ -389,3 +389,14 @@ def separate_in_children() -> None:
         positions[:] = file_positions()
 
     os.register_at_fork(before=before, after_in_child=lambda: separate(positions))
+
+
+def memory_descriptor() -> int | None:
+    """Return a file in memory, without a name that could stay behind; None where there is none.
+
+    Some sandboxes forbid the call (seccomp).
+    """
+    try:
+        return os.memfd_create("nbtrain")
+    except (AttributeError, OSError):
+        return None

@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from ..system.files import memory_descriptor
+
 Address = str | tuple[str, int]
 """Of a `Listener`: a path, or a host and a port."""
 
@@ -191,9 +193,8 @@ def connect(address: Address) -> Channel:
 
 def memory_file() -> IO[bytes]:
     """Return a file without a name, in memory where the system has such files."""
-    if hasattr(os, "memfd_create"):
-        return open(os.memfd_create("nbtrain"), "w+b")
-    return tempfile.TemporaryFile()
+    descriptor = memory_descriptor()
+    return tempfile.TemporaryFile() if descriptor is None else open(descriptor, "w+b")
 
 
 def written(write: Callable[[IO[bytes]], object]) -> IO[bytes]:

@@ -34,6 +34,7 @@ from ..errors import PlanError
 from ..planning.accelerate_objects import is_shared_state, shared_state
 from ..planning.plan import Call, Cell, Plan, Task
 from ..planning.task_values import arguments, owner_name, variables
+from ..system.files import memory_descriptor
 from . import process_state, result_pickler
 from .result_pickler import CodePickler
 from .weights.parts import Part, find
@@ -48,9 +49,9 @@ class PackedPlan:
     """A packed plan. `path` opens it in a process that inherits `descriptors`."""
 
     def __init__(self) -> None:
-        if hasattr(os, "memfd_create"):  # no name that could stay behind, no /dev/shm to fill
-            self._file: Any = open(os.memfd_create("nbtrain"), "rb")  # noqa: SIM115
-            self.descriptors: tuple[int, ...] = (self._file.fileno(),)
+        if (descriptor := memory_descriptor()) is not None:
+            self._file: Any = open(descriptor, "rb")  # noqa: SIM115
+            self.descriptors: tuple[int, ...] = (descriptor,)
             self.path = f"/proc/self/fd/{self.descriptors[0]}"
         else:
             self._file = tempfile.NamedTemporaryFile(prefix="nbtrain-")  # noqa: SIM115

@@ -242,7 +242,7 @@ def test_a_decorator_may_supply_the_rank_and_other_arguments() -> None:
     ("disabled", "options", "words"),
     [
         ("detach", {"detach": True}, "`detach` is switched off on this host"),
-        ("detach,timeout", {"timeout": 9.0}, "`timeout` is switched off"),
+        ("detach,--max-restarts", {"max_restarts": 2}, "`max_restarts` is switched off"),
         ("ray spawn", {"engine": "spawn"}, "`engine` spawn is switched off"),
         ("live", {"is_live": True}, "%nbtrain start is switched off"),
     ],

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+import nbtrain
 from nbtrain.transport import channel
-from nbtrain.transport.channel import Channel, Listener, connect, written
+from nbtrain.transport.channel import Channel, Listener, connect, memory_file, written
 
 
 @pytest.fixture(params=["files", "bytes"])
@@ -134,3 +135,16 @@ def test_who_is_not_known_has_seconds_for_a_message_and_little_room(
     sender.join()
     one.close()
     other.close()
+
+
+def test_where_files_in_memory_are_forbidden_a_temporary_one_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def forbidden(_name: str) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", forbidden)
+    with memory_file() as file:
+        file.write(b"x")
+    run = nbtrain.launch(int, "7", num_processes=2, engine="spawn", view="none")
+    assert run.results == [7, 7]

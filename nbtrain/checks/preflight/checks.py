@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from ...findings import Finding
+from ...planning import option_types
+from ...planning.option_types import ENGINES
+from ...planning.plan import OPTIONS
 from ...planning.shared_handles import Kind
 from ...system import tpu
 from ...system.accelerator_guard import OF_ONE_PROCESS
@@ -26,6 +29,14 @@ def fork(facts: Facts) -> Iterator[Finding]:
             "Use --engine inline (one rank, in the kernel), or Linux or macOS.",
             "refuse",
         )
+
+
+def disabled(facts: Facts) -> Iterator[Finding]:
+    """A word of NBTRAIN_DISABLE that names nothing switches nothing off."""
+    known = {*(option.argument for option in OPTIONS), *ENGINES, "live", "num_nodes"}
+    if unknown := [word for word in option_types.disabled(facts.env) if word not in known]:
+        text = f"{option_types.DISABLED} names {', '.join(unknown)}, which is no option or engine."
+        yield Finding("disabled-unknown", text, "Whoever set the variable should correct it.")
 
 
 _RESTART = "Restart the kernel and initialise it only inside the training function"
@@ -389,6 +400,7 @@ def processes(facts: Facts) -> Iterator[Finding]:
 QUESTIONS: tuple[Question, ...] = (
     *(
         fork,
+        disabled,
         initialized,
         accelerator_state,
         shared_handles,
