@@ -1,10 +1,12 @@
 """Make the pictures of the documentation from real runs in JupyterLab and Chromium.
 
     python tests/tools/moving_picture.py demo
+    python tests/tools/moving_picture.py demo-dark
     python tests/tools/moving_picture.py run
 
-Needs the extras test, lab and browser, and Chromium. `demo` writes notebooks/demo.gif (under 3 MB):
-a cell trains on two ranks and fails at a misspelt name, the name is corrected, and the cell runs
+Needs the extras test, lab and browser, and Chromium. `demo` writes notebooks/demo.gif (under 3 MB),
+`demo-dark` the same in JupyterLab's dark theme, notebooks/demo-dark.gif: a cell trains on two ranks
+and fails at a misspelt name, the name is corrected, and the cell runs
 again. `run` writes notebooks/run.png: the board of eight ranks, one of which has a slow loader.
 """
 
@@ -139,8 +141,13 @@ class Film:
             self.seconds[-1] += min(0.2, time.monotonic() - began) - FRAME_S
             time.sleep(max(0, FRAME_S - (time.monotonic() - began)))
 
-    def save(self, path: Path) -> None:
-        """Write the GIF, with one palette for all frames."""
+    def save(self, path: Path, poster: int) -> None:
+        """Write the GIF, with one palette for all frames; it begins at the frame `poster`.
+
+        The first frame is what a page shows until it moves, and a print.
+        """
+        self.frames = self.frames[poster:] + self.frames[:poster]
+        self.seconds = self.seconds[poster:] + self.seconds[:poster]
         width, height = self.frames[0].size
         sample = Image.new("RGB", (width, height * 4))
         for place in range(4):
@@ -155,8 +162,8 @@ class Film:
         assert size < MOST_BYTES
 
 
-def perform(notebook: Page) -> Film:
-    """Run the cells as a person would, and film it."""
+def perform(notebook: Page) -> tuple[Film, int]:
+    """Run the cells as a person would, and film it; return the frame of the trained model, too."""
     page, film = notebook.page, Film(notebook.page)
     notebook.wait_for_kernel()
     notebook.command("application:toggle-left-area")
@@ -183,11 +190,12 @@ def perform(notebook: Page) -> Film:
     page.keyboard.press("Shift+Enter")
     film.until("succeeded")
     film.take(1.5)
+    trained = len(film.frames) - 1
     film.top = None
     page.keyboard.press("Shift+Enter")
     film.until("tensor(0.9")
     film.take(2.5)
-    return film
+    return film, trained
 
 
 def photograph(notebook: Page) -> None:
@@ -205,11 +213,21 @@ def photograph(notebook: Page) -> None:
 
 def demo(notebook: Page) -> None:
     """Film the cells of the README."""
-    perform(notebook).save(NOTEBOOKS / "demo.gif")
+    film, trained = perform(notebook)
+    film.save(NOTEBOOKS / "demo.gif", trained)
+
+
+def demo_in_the_dark(notebook: Page) -> None:
+    """Film them in the dark theme."""
+    notebook.command("apputils:change-theme", theme="JupyterLab Dark")
+    notebook.page.locator("body[data-jp-theme-light=false]").wait_for()
+    film, trained = perform(notebook)
+    film.save(NOTEBOOKS / "demo-dark.gif", trained)
 
 
 PICTURES = {
     "demo": (demo, [PREPARE, TRAIN, LOOK], WINDOW),
+    "demo-dark": (demo_in_the_dark, [PREPARE, TRAIN, LOOK], WINDOW),
     "run": (photograph, [EIGHT, ON_EIGHT], {"width": 1280, "height": 1100}),
 }
 
