@@ -220,7 +220,7 @@ def demo(notebook: Page) -> None:
 def demo_in_the_dark(notebook: Page) -> None:
     """Film them in the dark theme."""
     notebook.command("apputils:change-theme", theme="JupyterLab Dark")
-    notebook.page.locator("body[data-jp-theme-light=false]").wait_for()
+    notebook.page.locator("body[data-jp-theme-light=false]").wait_for(state="attached")
     film, trained = perform(notebook)
     film.save(NOTEBOOKS / "demo-dark.gif", trained)
 

@@ -321,7 +321,8 @@ def _value(text: str) -> str:
     """Draw a value, its exponent or unit small: a long one must not reach into the next figure."""
     parts = _NUMBER.fullmatch(text)
     if parts is None:
-        return escape(text)
+        shown = escape(text)
+        return f'<span style="font-size:17px">{shown}</span>' if len(text) > 8 else shown
     return f'{escape(parts[1])}<span style="font-size:13px">{escape(parts[2])}</span>'
 
 
