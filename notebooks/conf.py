@@ -58,10 +58,11 @@ SEARCHED = {
     "quickstart": "quickstart, two GPUs, multi-GPU, multiple GPUs, example, getting started",
     "coming-from": "notebook_launcher, torchrun, DataParallel, Ray Train, comparison",
     "troubleshooting": "error, loss multiplied, loss doubled, loss too large, does not work",
-    "faq": "loss doubled, disable telemetry, overhead, predictions, two GPUs, port, privacy",
+    "faq": "logs, where are the logs, loss doubled, disable telemetry, overhead, predictions, two GPUs, port, privacy",
     "parallelism": "tensor parallel, pipeline parallel, model parallel",
     "recipes/trainer": "Trainer, save_model, push_to_hub, resume, resume_from_checkpoint, fp16, "
-    "compute_metrics, best model",
+    "compute_metrics, best model, evaluation on both ranks, fp16 T4, early stopping, "
+    "EarlyStoppingCallback, learning rate two GPUs",
     "recipes/sft_lora": "LoRA, PEFT, SFT, TRL, SFTTrainer, fine-tune LLM",
     "recipes/lightning": "Lightning, PyTorch Lightning, callbacks",
     "recipes/ddp": "DDP, DistributedDataParallel, DistributedSampler, set_epoch",
@@ -150,8 +151,8 @@ def setup(app: Any) -> None:
 def _copy_notebooks(app: Any, error: Exception | None) -> None:
     """Put the notebooks that are run elsewhere beside their pages, which link to them."""
     if error is None:
-        for name in ("kaggle.ipynb", "colab.ipynb"):
-            shutil.copy(Path(app.srcdir) / name, app.outdir)
+        for name in ("kaggle.ipynb", "colab.ipynb", "recipes/trainer.ipynb"):
+            shutil.copy(Path(app.srcdir) / name, Path(app.outdir) / name)
 
 
 def _write_full_text(app: Any, error: Exception | None) -> None:

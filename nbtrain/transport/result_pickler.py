@@ -216,7 +216,10 @@ def _instead_of(value: Any) -> str:
     if type(value).__module__.startswith("torch.nn.parallel"):
         return "Return accelerator.unwrap_model(model) instead."
     if any(cls.__name__ == "Trainer" for cls in type(value).__mro__):
-        return f"{FROM_TRAINER} The trained model is copied back without that."
+        return (
+            f"{FROM_TRAINER} You need not return the model. After this error, "
+            "`nbtrain.last_run().load(model)` loads its trained weights."
+        )
     return "Return numbers, tensors, a state_dict instead."
 
 

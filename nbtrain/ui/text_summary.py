@@ -55,7 +55,7 @@ def rank_line(rank: RankState, state: RunState) -> str:
     if rank.metrics:
         step = "" if rank.step is None else f"step {rank.step}: "
         parts.append(step + rank_texts.metrics(rank))
-    elif rank.loss is not None:
+    if rank.loss is not None and "loss" not in rank.metrics:
         parts.append(f"loss {format_number(rank.loss)}")
     if rank.compiled is not None:
         parts.append(f"compiled {rank_texts.compiled(rank)}")

@@ -6,6 +6,7 @@ step `core` of the gate runs the core's whole suite in the checkout.
 
 from __future__ import annotations
 
+import ast
 import shutil
 import sys
 from collections.abc import Collection
@@ -20,9 +21,11 @@ def remove(names: Collection[str], package: Path) -> None:
         shutil.rmtree(package / "parts" / name)
     table = package / "part.py"
     source = table.read_text()
-    row = next(line for line in source.splitlines() if line.startswith("TABLE"))
-    kept = tuple(name for name in eval(row.partition(" = ")[2]) if name not in names)
-    table.write_text(source.replace(row, f"TABLE: tuple[str, ...] = {kept!r}"))
+    rows = (node for node in ast.parse(source).body if isinstance(node, ast.Assign))
+    row = next(node for node in rows if ast.unparse(node.targets[0]) == "TABLE")
+    kept = tuple(name for name in ast.literal_eval(row.value) if name not in names)
+    old = ast.get_source_segment(source, row) or ""
+    table.write_text(source.replace(old, f"TABLE: tuple[str, ...] = {kept!r}"))
 
 
 def copy_package(names: Collection[str], folder: Path) -> Path:

@@ -672,9 +672,11 @@ def _small(
     marks += _best(curve.name, curve.series, place, theme.BLUE)
     labels = tuple(place.values()[:: max(1, len(place.y.ticks) - 1)])
     picture = Picture(marks, labels, WIDTH, SMALL + 16, curve.text)
-    name = f'<b style="font-weight:600">{escape(curve.name[:40])}</b>&ensp;{curve.newest}'
+    name = f'<b style="font-weight:600;{theme.CUT}">{escape(curve.name[:40])}</b>'
     remarks = _named(curve, place.y.log).removeprefix(shorten(curve.name, 24))
     head = (
-        f'<div style="{theme.CUT}">{name}<span style="{theme.SOFT}">{escape(remarks)}</span></div>'
+        f'<div style="display:flex;white-space:pre">{name}'
+        f'<span style="flex:none">&ensp;{curve.newest}</span>'
+        f'<span style="{theme.CUT};{theme.SOFT}">{escape(remarks)}</span></div>'
     )
     return f'<div style="{_SMALL}">{head}{shown(picture, is_over=is_over, left=left)}</div>'

@@ -83,7 +83,10 @@ def strips_of(state: RunState, now: float, last: float | None, limit: int) -> St
     ranks = [r.timeline if r.is_over else r.timeline.drawn(at) for r in state.ranks]
     rows = of.aligned(ranks, at)
     count = max((len(row.letters) for row in rows), default=0)
-    if count < FEWEST or not any(row.letters.strip() for row in rows):
+    seen = {letter for row in rows for letter in row.letters} - {of.UNKNOWN}
+    # Of a short run, a bin holds many steps and the saving after them: only how it ended is sure.
+    least = FEWEST if seen & {of.FAILED, of.STALLED} else 2 * FEWEST
+    if count < least or not seen:
         return None
     per = -(-len(rows) // ROWS)
     starts = range(0, len(rows), per)

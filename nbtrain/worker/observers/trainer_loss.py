@@ -1,9 +1,9 @@
-"""Finds a training whose loss and gradients transformers' Trainer multiplies by the ranks.
+"""Finds a training whose loss and gradients transformers' Trainer multiplies.
 
-By default (`average_tokens_across_devices`) the Trainer multiplies the loss by the number of
-processes, since it takes it that the model has divided it by the items of all of them. It asks no
-more than whether ``forward`` accepts any keyword, as nearly all do: most classifiers take the mean
-themselves. Seen in transformers 5.15 to 5.24.
+The Trainer takes it that a model has divided its loss by the items of all ranks and all accumulated
+batches, and by default (`average_tokens_across_devices`) multiplies it by the number of ranks. It
+asks no more than whether ``forward`` accepts any keyword, as nearly all do: most classifiers take
+the mean of one batch. Seen in transformers 5.15 to 5.24.
 """
 
 from __future__ import annotations
@@ -32,34 +32,38 @@ def _train(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
 
 @telemetry
 def _look(trainer: Any) -> None:
-    reporter, ranks = api.active, trainer.args.world_size
-    if reporter is None or reporter.rank or ranks < 2 or not _is_scaled(trainer):
+    reporter, factors = api.active, _factors(trainer)
+    if reporter is None or reporter.rank or not factors:
         return
     model = trainer.accelerator.unwrap_model(trainer.model)
     model = getattr(model, "get_base_model", lambda: model)()  # PEFT's
     if takes_the_mean(type(model)):
         text = (
             f"The Trainer multiplies the loss and the gradients of {type(model).__name__} by the "
-            f"number of ranks, {ranks}: it expects a model that divides its loss by the items of "
-            "all ranks, and this one takes a mean."
+            f"number of {' and of '.join(factors)}: it expects a model that divides its loss by "
+            "all items of a step, and this one takes a mean."
         )
-        remedy = (
-            "Pass average_tokens_across_devices=False to TrainingArguments, or set "
-            "model.accepts_loss_kwargs = False, which is right with gradient accumulation, too."
-        )
+        remedy = "Write `model.accepts_loss_kwargs = False` before you create the Trainer."
+        if len(factors) == 1 and factors[0].startswith("ranks"):
+            remedy += " Or pass average_tokens_across_devices=False to TrainingArguments."
         reporter.writer.write(ev.RunNote.of(Finding("loss-multiplied", text, remedy)))
 
 
-def _is_scaled(trainer: Any) -> bool:
-    """Whether the Trainer multiplies the loss of a model that accepts keywords."""
+def _factors(trainer: Any) -> list[str]:
+    """Return by what the Trainer multiplies the loss of a model that accepts keywords."""
+    arguments = trainer.args
     module = inspect.getmodule(next(c for c in type(trainer).__mro__ if c.__name__ == "Trainer"))
-    return bool(
-        getattr(trainer.args, "average_tokens_across_devices", False)
-        and getattr(trainer, "model_accepts_loss_kwargs", False)
-        and getattr(trainer, "compute_loss_func", None) is None
-        and not trainer.args.label_smoothing_factor
-        and type(trainer).compute_loss is getattr(module, "Trainer").compute_loss  # noqa: B009
-    )
+    is_own = type(trainer).compute_loss is not vars(module)["Trainer"].compute_loss
+    if is_own or not getattr(trainer, "model_accepts_loss_kwargs", False):
+        return []
+    if getattr(trainer, "compute_loss_func", None) or arguments.label_smoothing_factor:
+        return []
+    averages = getattr(arguments, "average_tokens_across_devices", False)
+    counts = {
+        "ranks": arguments.world_size if averages else 1,
+        "accumulated batches": arguments.gradient_accumulation_steps,
+    }
+    return [f"{name} ({count})" for name, count in counts.items() if count > 1]
 
 
 def takes_the_mean(model: Any) -> bool:

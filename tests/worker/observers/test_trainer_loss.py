@@ -75,6 +75,24 @@ def test_the_note_stands_where_the_loss_is_multiplied(
     assert losses[1] / losses[0] == pytest.approx(2 if is_multiplied else 1, rel=0.1)
 
 
+@pytest.mark.parametrize("is_cured", [False, True])
+def test_accumulated_batches_are_a_factor_too(is_cured: bool, tmp_path: Any) -> None:
+    losses, noted = [], []
+    for steps in (1, 2):
+        torch.manual_seed(0)
+        model = accepting(bert()) if is_cured else bert()
+        options = {"gradient_accumulation_steps": steps}
+        run = nbtrain.launch(
+            train, model.eval(), "classifier", str(tmp_path), options, num_processes=1, view="none"
+        )
+        losses.append(run.value)
+        noted.append([f.shown for f in run.state.findings if f.code == "loss-multiplied"])
+    assert losses[1] / losses[0] == pytest.approx(1 if is_cured else 2, rel=0.1)
+    assert noted[0] == []
+    assert bool(noted[1]) != is_cured
+    assert all("by the number of accumulated batches (2)" in text for text in noted[1])
+
+
 class Own(torch.nn.Module):
     def forward(self, x: Any, labels: Any = None, **kwargs: Any) -> Any:
         loss = torch.nn.functional.mse_loss(x, labels)
