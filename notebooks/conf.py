@@ -58,7 +58,8 @@ SEARCHED = {
     "quickstart": "quickstart, two GPUs, multi-GPU, multiple GPUs, example, getting started",
     "coming-from": "notebook_launcher, torchrun, DataParallel, Ray Train, comparison",
     "troubleshooting": "error, loss multiplied, loss doubled, loss too large, does not work",
-    "faq": "logs, where are the logs, loss doubled, disable telemetry, overhead, predictions, two GPUs, port, privacy",
+    "faq": "logs, where are the logs, loss doubled, disable telemetry, overhead, predictions, "
+    "two GPUs, which port, port, privacy",
     "parallelism": "tensor parallel, pipeline parallel, model parallel",
     "recipes/trainer": "Trainer, save_model, push_to_hub, resume, resume_from_checkpoint, fp16, "
     "compute_metrics, best model, evaluation on both ranks, fp16 T4, early stopping, "
@@ -70,32 +71,38 @@ SEARCHED = {
     "recipes/metrics": "evaluate, gather, gather_for_metrics, accuracy, validation",
     "recipes/streaming": "IterableDataset, streaming dataset, split_dataset_by_node",
     "recipes/optuna": "hyperparameter search, tune",
-    "guides/launching": "number of GPUs, which GPU, choose GPU, two GPUs, multi-GPU, DataLoader, "
+    "guides/launching": "number of GPUs, which GPU, choose GPU, four of eight GPUs, two GPUs, "
+    "multi-GPU, DataLoader, reproducible, "
     "NUMA, affinity, CPU threads, OMP_NUM_THREADS, num_workers, spawn, mixed precision, seed",
     "guides/results": "save_model, save model, state_dict, return value, weights, load weights",
     "guides/watch-training": "log, logging, progress bar, loss curve, tqdm, metrics, disable board",
     "guides/trackers": "wandb, W&B, Weights & Biases, MLflow, TensorBoard, Slack, notification",
     "guides/failures": "exception, traceback, stop, interrupt, kill, out of memory, OOM",
-    "guides/hangs": "hang, hangs, deadlock, stuck, NCCL timeout, freeze, timeout",
+    "guides/hangs": "hang, hangs, deadlock, stuck, NCCL, NCCL timeout, NCCL_DEBUG, TORCH_NCCL, "
+    "watchdog, "
+    "InfiniBand, freeze, timeout, uneven data, fewer batches",
     "guides/debugger": "breakpoint, pdb, debug",
     "guides/background": "background, detach, close browser, disconnect",
     "guides/checkpoints": "resume, checkpoint, restart, continue training, max_restarts",
     "guides/memory": "memory, CUDA out of memory, batch size fits, VRAM",
-    "guides/agents": "headless, CI, papermill, nbconvert, agent, LLM, automation, JSON, exit code",
+    "guides/agents": "headless, CI, continuous integration, papermill, nbconvert, agent, LLM, "
+    "automation, JSON, exit code",
     "guides/ray": "Ray, cluster, autoscaler",
     "guides/several-nodes": "multi-node, several machines, two machines, nodes",
     "guides/export": "script, torchrun, export",
-    "guides/security": "security, port, ports, listen, network interface, secret, token, "
+    "guides/security": "security, egress, air-gapped, NetworkPolicy, port, ports, listen, network "
+    "interface, secret, token, "
     "password, vulnerability, CVE, threat, telemetry, privacy, DNS, root",
     "guides/shared-hosts": "JupyterHub, Kubernetes, k8s, pod, Docker, container, Slurm, admin, "
     "administrator, multi-user, quota, CPU quota, cgroup, pids.max, ulimit, shm, MIG, seccomp, "
-    "ptrace, disable, forbid, NBTRAIN_DISABLE, upgrade, culler, limits, systemd",
+    "orphan, ptrace, disable, forbid, NBTRAIN_DISABLE, upgrade, culler, limits, systemd",
     "concepts/batch-size": "learning rate, batch size, gradient accumulation, "
     "seed, loss doubled, scaling rule",
     "concepts/fork-and-cuda": "Cannot re-initialize CUDA, fork, spawn, CUDA initialized",
     "reference/environment": "environment variables, network interface, GLOO_SOCKET_IFNAME, "
     "NCCL_SOCKET_IFNAME, NBTRAIN_HOME, NBTRAIN_DISABLE, disable, CUDA_VISIBLE_DEVICES",
-    "reference/versions": "licence, license, Apache, vulnerability, CVE, security contact, "
+    "reference/versions": "SBOM, compatibility, deprecation, licence, license, Apache, "
+    "vulnerability, CVE, security contact, "
     "supply chain, pin, pins, hash, support, SECURITY.md, semantic versioning",
     "reference/resources": "disk, quota, processes, threads, idle, overhead, memory of a kernel, "
     "disk full, resources",

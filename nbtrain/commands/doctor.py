@@ -17,6 +17,7 @@ from typing import Any
 
 from .. import engines
 from ..checks import preflight
+from ..errors import PlanError
 from ..findings import Finding
 from ..lifecycle import imports_ahead
 from ..planning import plan
@@ -40,6 +41,9 @@ _VARIABLES = (
     "PJRT_DEVICE",
     "ACCELERATE_USE_CPU",
     "OMP_NUM_THREADS",
+    "NBTRAIN_HOME",
+    "NBTRAIN_PRELOAD",
+    "NBTRAIN_DISABLE",
 )
 
 SCHEMA = 1
@@ -114,8 +118,11 @@ def examine() -> Examination:
 def _findings(ranks: int, device: str) -> dict[str, list[Finding]]:
     findings = {}
     for name in ("xla",) if device == "xla" else ("fork", "spawn"):
-        asked = plan.Plan(plan.Call(print), "doctor", num_processes=ranks, engine=name)
-        findings[name] = preflight.findings(asked, device, engines.get(name))
+        try:
+            asked = plan.Plan(plan.Call(print), "doctor", num_processes=ranks, engine=name)
+            findings[name] = preflight.findings(asked, device, engines.get(name))
+        except PlanError as error:  # switched off, or a part that is not there
+            findings[name] = [Finding("not-possible", f"{error}.", level="refuse")]
     return findings
 
 

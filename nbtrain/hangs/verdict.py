@@ -332,7 +332,7 @@ def _lines(cause: Failure, rank: RankState, kind: str, memory: str) -> list[str]
     if memory:
         lines.append(memory)
     steps = rank.step if rank.step is not None else rank.progress.steps if rank.progress else None
-    return [*lines, *([f"its last step was {steps}"] if steps else [])]
+    return [*lines, *([f"the last step that it reported was {steps}"] if steps else [])]
 
 
 def _stack(log: str) -> Iterator[TracebackFrame]:

@@ -201,7 +201,7 @@ def trouble() -> str:
     try:
         owner = place.stat().st_uid
         # Of a folder of the user's own, `create` takes the rights of others away first.
-        is_foreign = place == root() and owner != getattr(os, "geteuid", lambda: owner)()
+        is_foreign = place == root() and getattr(os, "geteuid", lambda: owner)() not in (owner, 0)
         if is_foreign and (reason := _untrusted(place)):
             return reason
         with tempfile.TemporaryFile(dir=place, buffering=0) as file:
@@ -248,7 +248,7 @@ def _make_private(folder: Path) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.stat()  # it may be a link of the user's own
     uid = os.geteuid() if hasattr(os, "geteuid") else status.st_uid
-    if uid in (status.st_uid, 0) and status.st_mode & 0o077:
+    if uid == status.st_uid and status.st_mode & 0o077:
         with contextlib.suppress(OSError):  # some file systems have no modes
             folder.chmod(stat.S_IMODE(status.st_mode) & ~0o077)
     if uid and (reason := _untrusted(folder)):  # root knows its own runs by their owner

@@ -127,6 +127,17 @@ def test_a_run_folder_that_cannot_be_made_is_seen_before_a_launch(
     assert [*tmp_path.iterdir()] == [tmp_path / "file"]
 
 
+def test_an_engine_that_is_switched_off_is_refused_on_the_page(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NBTRAIN_DISABLE", "fork detach")
+    assert cli.main(["doctor"]) == 0  # spawn is there
+    page = " ".join(capsys.readouterr().out.split())
+    assert "fork refused: `engine` fork is switched off on this host" in page
+    assert "NBTRAIN_DISABLE=fork detach" in page
+    assert "spawn: a launch can start" in page
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
 def test_a_run_folder_of_another_user_is_seen_before_a_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -134,6 +145,10 @@ def test_a_run_folder_of_another_user_is_seen_before_a_launch(
     monkeypatch.setenv("NBTRAIN_HOME", str(tmp_path))
     (tmp_path / "runs").mkdir()
     os.chown(tmp_path / "runs", 12345, 12345)
+    mode = (tmp_path / "runs").stat().st_mode
+    assert run_folder.trouble() == ""
+    nbtrain.launch(print, num_processes=1, view="none")
+    assert (tmp_path / "runs").stat().st_mode == mode  # root may, and changes nothing of others'
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert "belongs to" in run_folder.trouble()
 
