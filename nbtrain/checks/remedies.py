@@ -82,9 +82,10 @@ _WAIT = (
 
 
 _FEWER = (
-    "Each rank needs the same number of batches. accelerator.prepare(loader) and "
-    "DistributedSampler see to it, and drop_last=True does if the parts of the data are equal. "
-    "With DDP, `with model.join():` around the loop lets a rank end earlier."
+    "Probably a rank had fewer batches than the others; each needs the same number. "
+    "accelerator.prepare(loader) and DistributedSampler see to it, and drop_last=True does if the "
+    "parts of the data are equal. With DDP, `with model.join():` around the loop lets a rank end "
+    "earlier."
 )
 
 

@@ -133,10 +133,11 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
             self._migrate(line, cell)
             return None
         fill = functools.partial(_expanded, self.shell)
-        name = next(iter(line.split()), "")
-        command = part.commands().get(name)
-        if command is None or not command.fills_options_alone:
+        commands, name = part.commands(), next(iter(line.split()), "")
+        if name not in commands or not commands[name].fills_options_alone:
             line = fill(line)
+            name = next(iter(line.split()), "")
+        command = commands.get(name)
         if command is not None:
             text = line.partition(name)[2]
             run = part.load(command.run)

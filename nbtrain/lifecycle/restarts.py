@@ -114,9 +114,12 @@ def run_attempts(
 
 def _note_unfinished_checkpoint(job: Job, supervisor: Supervisor) -> None:
     """Say that the last checkpoint is none, if all ranks are done and some never entered it."""
-    is_done = all(rank.status == "done" for rank in supervisor.state.ranks)
-    if is_done and (name := checkpoints.unfinished(job.folder.checkpoints)):
-        text = f"{name} is not complete, so nbtrain.last_checkpoint() does not return it."
+    name = ""
+    with contextlib.suppress(OSError, ValueError):  # a file system in trouble: the run has ended
+        if all(rank.status == "done" for rank in supervisor.state.ranks):
+            name = checkpoints.unfinished(job.folder.checkpoints)
+    if name:
+        text = f"Not all ranks completed {name}, so nbtrain.last_checkpoint() does not return it."
         remedy = (
             "Enter `with nbtrain.checkpoint(step)` on every rank, also on those that save nothing."
         )

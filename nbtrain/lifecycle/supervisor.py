@@ -249,7 +249,7 @@ class Supervisor:
         while not is_over and self._stop.cause is None:
             is_over = not is_pending()
             if not is_over:
-                for each in self.companions:
+                for each in self.companions:  # the kernel may have ended
                     each.attend(self.state)
                 self.show(self.state, clock.now())
                 pause(TICK)

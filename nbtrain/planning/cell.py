@@ -78,9 +78,12 @@ def title(cell: Cell) -> str:
         if script := _script(cell):
             return shorten(script, 60)
         lines = [line for line in cell.source.splitlines() if line.strip()]
-        dull = ("#", "import ", "from ", "%", "!")
+        dull = ("#", "import ", "from ", "get_ipython()")
         telling = (line for line in lines if not line.lstrip().startswith(dull))
-        return shorten(hidden(next(telling, lines[0])).strip().rstrip(" :"), 60)
+        first = next(telling, lines[0])
+        if magic := _MAGIC.match(first):  # whatever it is given may be a secret
+            return f"{'!' if magic[1] == 'system' else '%'}{magic[2]}"
+        return shorten(hidden(first).strip().rstrip(" :"), 60)
     shown = (_filled(p, cell.namespace) for p in cell.parameters)
     return f"{cell.function}({', '.join(shown)})"
 
@@ -91,6 +94,8 @@ def number_of_untitled(task: Task, name: str) -> int | None:
         return None
     return task.number if name == title(task) else None
 
+
+_MAGIC = re.compile(r"\s*get_ipython\(\)\.(run_line_magic|system)\('(\w+)")
 
 _RUN = re.compile(r"^get_ipython\(\)\.run_line_magic\('run', '(?:-\S+ (?:\d+ )?)*([^ '\"]+)")
 
@@ -121,4 +126,4 @@ def _holds_secret(name: str, text: str) -> bool:
     value: object = text
     with contextlib.suppress(ValueError, SyntaxError):
         value = ast.literal_eval(text)
-    return is_secret(name, value) or hidden(text) != text
+    return is_secret(name, value) or hidden(f"{name}={text}") != f"{name}={text}"

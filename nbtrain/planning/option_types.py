@@ -65,9 +65,9 @@ def disabled(env: Mapping[str, str] = os.environ) -> list[str]:
     return [word.lstrip("-").replace("-", "_") for word in words if word]
 
 
-def check_allowed(name: object, label: str) -> None:
+def check_allowed(name: str, label: str) -> None:
     """Raise `PlanError` for what whoever runs this host has switched off."""
-    if isinstance(name, str) and name in disabled():
+    if name in disabled():
         raise PlanError(f"{label} is switched off on this host, by the variable {DISABLED}")
 
 
@@ -113,6 +113,11 @@ class Option:
         return self.keyword or self.field
 
     @property
+    def names(self) -> set[str]:
+        """The keyword and the long flag, as `disabled` has them."""
+        return {self.argument, self.flags.split()[-1].lstrip("-").replace("-", "_")}
+
+    @property
     def is_switch(self) -> bool:
         return isinstance(self.default, bool)
 
@@ -128,8 +133,10 @@ class Option:
         if value != self.default:
             if self.part:
                 require(self.part, label)
-            for name in (self.argument, value):
-                check_allowed(name, label if name is not value else f"{label} {value}")
+            for name in self.names:
+                check_allowed(name, label)
+            if self.field == "engine":
+                check_allowed(str(value).replace("-", "_"), f"{label} {value}")
         items = value.items() if isinstance(value, Mapping) else value if self.nargs else (value,)
         for item in items:
             if not (self.must_be[1](item) or (item is None and self.may_be_none)):

@@ -91,16 +91,22 @@ _TEXT = re.compile(r"""(?:["']?(\w+)["'\]]*\s*[=:]\s*)?(?<![\w"'])(["'])([^"'\n]
 """A text in quotes, after the name of the variable, key or argument that gets it."""
 
 
-def hidden(source: str) -> str:
-    """Return a source with ``…`` in place of each secret text."""
+_LITERAL = re.compile(
+    r"""(?:["']?(\w+)["'\]]*\s*[=:,]\s*)?[rbfuRBFU]{0,2}(\"{3}|'{3}|"|')(.*?)(?<!\\)\2"""
+)
+"""A text of any kind, after the name of what gets it."""
+
+
+def hidden(line: str) -> str:
+    """Return a line of source with ``…`` in place of each text that is or may be a secret."""
 
     def replaced(match: re.Match[str]) -> str:
         name, quote, text = match.groups("")
-        if not is_secret(name, text):
+        if not is_secret(name, text) and not _DRAWN.fullmatch(text):
             return match[0]
         return f"{match[0][: match.start(2) - match.start()]}{quote}…{quote}"
 
-    return _TEXT.sub(replaced, source)
+    return _LITERAL.sub(replaced, line)
 
 
 def without_secret_texts(source: str) -> tuple[str, set[str]]:

@@ -197,8 +197,8 @@ def _unwritable(error: OSError) -> str:
 
 def trouble() -> str:
     """Return why `create` would fail now; "" if it would not. Leaves nothing behind."""
-    place = next(path for path in (root(), *root().parents) if path.exists())
     try:
+        place = next(path for path in (root(), *root().parents) if path.exists())
         owner = place.stat().st_uid
         # Of a folder of the user's own, `create` takes the rights of others away first.
         is_foreign = place == root() and getattr(os, "geteuid", lambda: owner)() not in (owner, 0)

@@ -202,20 +202,30 @@ def dump_variable(value: Any, shared: frozenset[type], known: Mapping[int, Any])
     try:
         return dumps(value, shared, known)
     except Exception as error:
-        raise ResultNotPicklable(f"it is {_why(value, shared, error)}") from None
+        reason = f"it is a {type_name(value)} that cannot be pickled ({_text(error)})"
+        advice = FROM_TRAINER if _is_trainer(value) else ""
+        raise ResultNotPicklable(f"{reason}. {advice}".rstrip()) from None
 
 
 def _why(value: Any, shared: frozenset[type], error: Exception) -> str:
     path, part = find_unpicklable(value, lambda v: dumps(v, shared))
     subject = "it" if path == "result" else f"`{path}`, a {type_name(part)},"
-    reason = f"{type(error).__name__}: {error}"
-    return f"a {type_name(value)} and {subject} cannot be pickled ({reason}). {_instead_of(value)}"
+    reason = f"{subject} cannot be pickled ({_text(error)})"
+    return f"a {type_name(value)} and {reason}. {_instead_of(value)}"
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _is_trainer(value: Any) -> bool:
+    return any(cls.__name__ == "Trainer" for cls in type(value).__mro__)
 
 
 def _instead_of(value: Any) -> str:
     if type(value).__module__.startswith("torch.nn.parallel"):
         return "Return accelerator.unwrap_model(model) instead."
-    if any(cls.__name__ == "Trainer" for cls in type(value).__mro__):
+    if _is_trainer(value):
         return (
             f"{FROM_TRAINER} You need not return the model. After this error, "
             "`nbtrain.last_run().load(model)` loads its trained weights."

@@ -255,3 +255,13 @@ def test_whoever_runs_the_host_switches_options_off(
     with pytest.raises(PlanError, match=words):
         dataclasses.replace(plan)
     Plan(Call(print), "p", engine="fork", background=True)
+
+
+def test_what_is_switched_off_is_an_option_or_an_engine_and_no_value(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NBTRAIN_DISABLE", "debug live --save")
+    Plan(Call(print), "p", config="debug")
+    assert parsing.parse_options(["--as", "live"]).bind == "live"
+    with pytest.raises(PlanError, match="--save is switched off"):
+        parsing.parse_options(["--save", "x.py"])

@@ -105,4 +105,4 @@ def test_a_checkpoint_that_rank_0_alone_has_saved_is_noted(who: str) -> None:
     run = nbtrain.launch(train, who, num_processes=2, view="none")
     noted = [f.shown for f in run.state.findings if f.code == "checkpoint-unfinished"]
     assert bool(noted) == (who == "rank 0")
-    assert all("step-00000003 is not complete" in text for text in noted)
+    assert all("Not all ranks completed step-00000003" in text for text in noted)

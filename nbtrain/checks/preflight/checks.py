@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 
 from ...findings import Finding
 from ...planning import option_types
+from ...planning.option_parser import MAGIC_ONLY
 from ...planning.option_types import ENGINES
 from ...planning.plan import OPTIONS
 from ...planning.shared_handles import Kind
@@ -33,8 +34,11 @@ def fork(facts: Facts) -> Iterator[Finding]:
 
 def disabled(facts: Facts) -> Iterator[Finding]:
     """A word of NBTRAIN_DISABLE that names nothing switches nothing off."""
-    known = {*(option.argument for option in OPTIONS), *ENGINES, "live", "num_nodes"}
-    if unknown := [word for word in option_types.disabled(facts.env) if word not in known]:
+    words = set(option_types.disabled(facts.env)) - {*ENGINES, "live", "num_nodes"}
+    if words:
+        words -= {name.replace("-", "_") for name in option_types.engine_plugins()}
+        words -= {name for option in (*OPTIONS, *MAGIC_ONLY) for name in option.names}
+    if unknown := sorted(words):
         text = f"{option_types.DISABLED} names {', '.join(unknown)}, which is no option or engine."
         yield Finding("disabled-unknown", text, "Whoever set the variable should correct it.")
 

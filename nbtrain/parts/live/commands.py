@@ -28,8 +28,10 @@ _HINT = " (%nbtrain? shows the commands)"
 
 def command(typed: Typed) -> object:
     """Carry out a command, and print what there is to say. Raises `PlanError`."""
-    if typed.command == "stop" and live_ranks.current() is None and live_ranks.lost() is None:
-        return PASS  # it may be a run
+    if typed.command == "stop":
+        are_there = live_ranks.current() is not None or live_ranks.lost() is not None
+        if not are_there or typed.text.strip():
+            return PASS  # it is about a run
     if text := answer(typed.command, typed.text, typed.namespace):
         print(text)
     return None

@@ -11,26 +11,36 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+import weakref
 from typing import Any
 
 from ...findings import Finding
 from ...system.instrumentation import patch
-from ...system.safe_hooks import telemetry
+from ...system.safe_hooks import guarded
 from ...tracking import events as ev
 from .. import api
 
+_harmless = guarded("looking at the Trainer's loss")
+
+_seen: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Trainers that were looked at."""
+
 
 def watch() -> None:
-    """Look at each training of a Trainer when it begins."""
-    patch("transformers.trainer:Trainer", "train", _train)
+    """Look at each Trainer when it computes its first loss."""
+    patch("transformers.trainer:Trainer", "compute_loss", _compute_loss)
 
 
-def _train(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    _look(trainer)
+def _compute_loss(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    if trainer not in _seen:
+        _seen.add(trainer)
+        items = kwargs.get("num_items_in_batch", args[3] if len(args) > 3 else None)
+        if items is not None:  # else the Trainer multiplies nothing
+            _look(trainer)
     return original(trainer, *args, **kwargs)
 
 
-@telemetry
+@_harmless
 def _look(trainer: Any) -> None:
     reporter, factors = api.active, _factors(trainer)
     if reporter is None or reporter.rank or not factors:
@@ -45,18 +55,15 @@ def _look(trainer: Any) -> None:
         )
         remedy = "Write `model.accepts_loss_kwargs = False` before you create the Trainer."
         if len(factors) == 1 and factors[0].startswith("ranks"):
-            remedy += " Or pass average_tokens_across_devices=False to TrainingArguments."
+            remedy = "Pass average_tokens_across_devices=False to TrainingArguments."
         reporter.writer.write(ev.RunNote.of(Finding("loss-multiplied", text, remedy)))
 
 
 def _factors(trainer: Any) -> list[str]:
     """Return by what the Trainer multiplies the loss of a model that accepts keywords."""
     arguments = trainer.args
-    module = inspect.getmodule(next(c for c in type(trainer).__mro__ if c.__name__ == "Trainer"))
-    is_own = type(trainer).compute_loss is not vars(module)["Trainer"].compute_loss
-    if is_own or not getattr(trainer, "model_accepts_loss_kwargs", False):
-        return []
-    if getattr(trainer, "compute_loss_func", None) or arguments.label_smoothing_factor:
+    is_divided = getattr(trainer, "compute_loss_func", None) or arguments.label_smoothing_factor
+    if is_divided or not getattr(trainer, "model_accepts_loss_kwargs", False):
         return []
     averages = getattr(arguments, "average_tokens_across_devices", False)
     counts = {

@@ -177,7 +177,12 @@ def test_a_chip_that_the_run_does_not_take_may_be_held() -> None:
 
 
 def test_what_switches_nothing_off_is_named() -> None:
-    assert preflight.ask(facts(env={"NBTRAIN_DISABLE": "detach, --max-restarts ray live"})) == []
+    assert (
+        preflight.ask(
+            facts(env={"NBTRAIN_DISABLE": "detach, --max-restarts ray live --save --no-sync"})
+        )
+        == []
+    )
     line = said(facts(env={"NBTRAIN_DISABLE": "detach dpp"}), "warn")
     assert "NBTRAIN_DISABLE names dpp, which is no option or engine." in line
 

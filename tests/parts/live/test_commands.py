@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from nbtrain.errors import PlanError
+from nbtrain.part import PASS, Typed
 from nbtrain.parts.live import commands as live
 from tests.support.kernel import Notebook
 
@@ -70,3 +71,11 @@ def test_odd_names_and_numbers_of_ranks_break_nothing(notebook: Notebook) -> Non
         assert not notebook.run("%nbtrain pull net").ename
     finally:
         notebook.run("%nbtrain stop\ndel globals()[3], globals()[None], ranks")
+
+
+def test_a_run_that_is_named_is_stopped_instead_of_the_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live.live_ranks, "current", lambda: object())
+    assert live.command(Typed("stop", " 12", {}, str)) is PASS
+    assert live.command(Typed("stop", " --help", {}, str)) is PASS

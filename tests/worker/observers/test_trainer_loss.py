@@ -93,6 +93,23 @@ def test_accumulated_batches_are_a_factor_too(is_cured: bool, tmp_path: Any) -> 
     assert all("by the number of accumulated batches (2)" in text for text in noted[1])
 
 
+def test_a_trainer_with_a_loss_of_its_own_is_left_alone(tmp_path: Any) -> None:
+    def train_own(model: Any, folder: str) -> None:
+        class Trainer(transformers.Trainer):  # type: ignore[misc]
+            def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+                return model(**inputs).loss
+
+        rows = [{"input_ids": torch.arange(8), "labels": 1}] * 8
+        arguments = transformers.TrainingArguments(
+            folder, max_steps=1, use_cpu=True, report_to="none", save_strategy="no"
+        )
+        Trainer(model, arguments, train_dataset=rows).train()
+
+    run = nbtrain.launch(train_own, bert(), str(tmp_path), num_processes=2, view="none")
+    assert [f.code for f in run.state.findings if f.code == "loss-multiplied"] == []
+    assert "stopped" not in run.logs(0)
+
+
 class Own(torch.nn.Module):
     def forward(self, x: Any, labels: Any = None, **kwargs: Any) -> Any:
         loss = torch.nn.functional.mse_loss(x, labels)
