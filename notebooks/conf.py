@@ -59,7 +59,8 @@ SEARCHED = {
     "coming-from": "notebook_launcher, torchrun, DataParallel, Ray Train, comparison",
     "troubleshooting": "error, loss multiplied, loss doubled, loss too large, does not work",
     "faq": "logs, where are the logs, loss doubled, disable telemetry, overhead, predictions, "
-    "two GPUs, which port, port, privacy",
+    "two GPUs, which port, port, privacy, CI, continuous integration, only one GPU is used, "
+    "what is a rank, glossary, both GPUs",
     "parallelism": "tensor parallel, pipeline parallel, model parallel",
     "recipes/trainer": "Trainer, save_model, push_to_hub, resume, resume_from_checkpoint, fp16, "
     "compute_metrics, best model, evaluation on both ranks, fp16 T4, early stopping, "
@@ -88,14 +89,15 @@ SEARCHED = {
     "guides/agents": "headless, CI, continuous integration, papermill, nbconvert, agent, LLM, "
     "automation, JSON, exit code",
     "guides/ray": "Ray, cluster, autoscaler",
-    "guides/several-nodes": "multi-node, several machines, two machines, nodes",
+    "guides/several-nodes": "multi-node, several nodes, several machines, two machines, nodes",
     "guides/export": "script, torchrun, export",
     "guides/security": "security, egress, air-gapped, NetworkPolicy, port, ports, listen, network "
     "interface, secret, token, "
     "password, vulnerability, CVE, threat, telemetry, privacy, DNS, root",
     "guides/shared-hosts": "JupyterHub, Kubernetes, k8s, pod, Docker, container, Slurm, admin, "
     "administrator, multi-user, quota, CPU quota, cgroup, pids.max, ulimit, shm, MIG, seccomp, "
-    "orphan, ptrace, disable, forbid, NBTRAIN_DISABLE, upgrade, culler, limits, systemd",
+    "orphan, find and end a run, GPU limits, ptrace, disable, forbid, NBTRAIN_DISABLE, "
+    "upgrade, culler, limits, systemd",
     "concepts/batch-size": "learning rate, batch size, gradient accumulation, "
     "seed, loss doubled, scaling rule",
     "concepts/fork-and-cuda": "Cannot re-initialize CUDA, fork, spawn, CUDA initialized",
@@ -109,7 +111,8 @@ SEARCHED = {
     "reference/hosts": "VS Code, Colab, Kaggle, Databricks, SageMaker, marimo",
     "reference/measured": "overhead, benchmark, speed, performance, startup time",
     "reference/tested": "tested versions, supported, Windows, macOS, AMD, ROCm, Python version",
-    "reference/process-changes": "monkey patch, patches, disable, everything off, overhead",
+    "reference/process-changes": "monkey patch, what does it patch, patches, disable, "
+    "everything off, switch everything off, overhead",
     "reference/magics": "options, magics, num_processes, timeout",
 }
 """What readers type into the search, by page: the search finds a page at once by such a phrase.

@@ -36,7 +36,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_configure(config: pytest.Config) -> None:
     """Train on the CPU, also where there are GPUs, unless the tests that need one are asked for."""
     is_asked = re.search(r"(?<!not )\bgpu\b", config.option.markexpr)
-    if not is_asked and gpus.gpu_count():
+    # To count GPUs imports torch, which would load torch_tpu in this process.
+    if not is_asked and importlib.util.find_spec("torch_tpu") is None and gpus.gpu_count():
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
