@@ -22,6 +22,7 @@ from ..tracking.run_folder import set_aside
 from ..tracking.state import RankState, RunState
 from ..transport.job import Job
 from ..worker import checkpoints
+from ..worker.rank_sides import sides_of
 from . import imports_ahead
 from .launch_sides import companions
 from .supervisor import Interrupts, Supervisor
@@ -75,6 +76,8 @@ def run_attempts(
         if not _import_ahead(engine, job, supervisor, interrupts):
             supervisor.finish()
             return None
+        if engine.forks_kernel:
+            list(sides_of(job))  # imported once, before the ranks are copies of this process
         while True:
             ranks = engine.start(job)
             try:
