@@ -70,8 +70,6 @@ def after_each_step(hook: Callable[[Any, Any, Any], None]) -> None:
         lambda m: undo_later(m.register_optimizer_step_post_hook(stepped).remove),
     )
     patch("fastai.optimizer:Optimizer", "step", step)
-    # Private (seen in torch 2.4 to 2.13): a step with zero gradients, so that there is a state.
-    patch("torch.distributed.checkpoint.state_dict", "_init_optim_state", _without_steps)
 
 
 def _without_steps(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -94,6 +92,8 @@ def activate() -> None:
     _rank = os.getpid()
     _broken.clear()
     when_imported("torch._dynamo.trace_rules", _skip_nbtrain)
+    # Private (seen in torch 2.4 to 2.13): a step with zero gradients, so that there is a state.
+    patch("torch.distributed.checkpoint.state_dict", "_init_optim_state", _without_steps)
 
 
 def _skip_nbtrain(module: Any) -> None:
