@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import html
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,6 @@ from ipython_pygments_lexers import IPython3Lexer
 from pygments.lexer import bygroups, using
 from pygments.lexers import Python3Lexer
 from pygments.token import Keyword, Operator, Text
-from sphinx.addnodes import index
 from sphinx.transforms import SphinxTransform
 
 import nbtrain
@@ -47,11 +50,12 @@ html_theme = "furo"
 html_title = "nbtrain"
 html_copy_source = False
 html_extra_path = ["llms.txt"]
+templates_path = ["_templates"]
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_js_files = ["site.js"]
 html_theme_options = {"navigation_with_keys": True}
-html_use_index = False  # its entries are for the search
+html_use_index = False
 
 SEARCHED = {
     "install": "pip install, install, uninstall, requirements, offline, wheel, extras",
@@ -115,26 +119,21 @@ SEARCHED = {
     "everything off, switch everything off, overhead",
     "reference/magics": "options, magics, num_processes, timeout",
 }
-"""What readers type into the search, by page: the search finds a page at once by such a phrase.
-
-Only a fresh build has all of them: Sphinx forgets those of pages that it does not read again.
-"""
+"""What readers type into the search and a page does not say in these words, by page."""
 
 
 class SearchedPhrases(SphinxTransform):
-    """Gives a page the entries of the index, and the keywords, of `SEARCHED`."""
+    """Gives a page the phrases of `SEARCHED`, which are found and not shown."""
 
     default_priority = 500
 
     def apply(self, **_: Any) -> None:
-        phrases = SEARCHED.get(self.env.docname, "").split(", ")
+        phrases = SEARCHED.get(self.env.docname)
         section = next(iter(self.document.findall(nodes.section)), None)
-        if phrases == [""] or section is None:
-            return
-        entries = [("single", phrase, section["ids"][0], "main", None) for phrase in phrases]
-        words = dict.fromkeys(word for phrase in phrases for word in phrase.split())
-        self.document.insert(0, index(entries=entries))
-        self.document.insert(0, nodes.meta(name="keywords", content=",".join(words)))
+        if phrases and section is not None:
+            title = html.escape(phrases)
+            text = f'<span hidden data-pagefind-meta="searched[title]" title="{title}"></span>'
+            section.insert(1, nodes.raw("", text, format="html"))
 
 
 class CellLexer(IPython3Lexer):
@@ -151,11 +150,13 @@ class CellLexer(IPython3Lexer):
 
 
 def setup(app: Any) -> None:
-    """Write the text of all pages into one file, for language models, and copy notebooks."""
+    """Make the search, write the text of all pages into one file, and copy notebooks."""
     app.add_lexer("ipython3", CellLexer)
     app.add_transform(SearchedPhrases)
     app.connect("build-finished", _write_full_text)
     app.connect("build-finished", _copy_notebooks)
+    app.connect("html-page-context", _mark_headings)
+    app.connect("build-finished", _make_search)
 
 
 def _copy_notebooks(app: Any, error: Exception | None) -> None:
@@ -163,6 +164,22 @@ def _copy_notebooks(app: Any, error: Exception | None) -> None:
     if error is None:
         for name in ("kaggle.ipynb", "colab.ipynb", "recipes/trainer.ipynb"):
             shutil.copy(Path(app.srcdir) / name, Path(app.outdir) / name)
+
+
+def _mark_headings(
+    _app: Any, _page: str, _template: str, context: dict[str, Any], _tree: Any
+) -> None:
+    """Move the anchor of a section to its heading, where Pagefind looks for it."""
+    section = re.compile(r'<section id="([^"]+)">((?:\s*<span id="[^"]+"></span>)*\s*)<h([2-6])>')
+    context["body"] = section.sub(r'<section>\2<h\3 id="\1">', context.get("body", ""))
+
+
+def _make_search(app: Any, error: Exception | None) -> None:
+    """Index the articles, without what cells have printed."""
+    if error is None and app.builder.format == "html":
+        search = ["--root-selector", "article", "--exclude-selectors", ".headerlink,.cell_output"]
+        command = [sys.executable, "-m", "pagefind", "--site", str(app.outdir), *search]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def _write_full_text(app: Any, error: Exception | None) -> None:

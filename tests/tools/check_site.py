@@ -1,7 +1,8 @@
-"""Look for markup that a built page shows as text: python tests/tools/check_site.py SITE."""
+"""Look at a built site, for markup shown as text and for the search: check_site.py SITE."""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -29,7 +30,10 @@ def main(site: Path) -> int:
     for page, lines in found.items():
         print(f"{page.relative_to(site)}:", *lines, sep="\n  ")
     print(f"{len(pages)} pages, {len(found)} with markup that is shown as text")
-    return int(bool(found) or len(pages) < 40)
+    entry = site / "pagefind" / "pagefind-entry.json"
+    indexed = json.loads(entry.read_text())["languages"]["en"]["page_count"]
+    print(f"{indexed} pages are in the index of the search")
+    return int(bool(found) or len(pages) < 40 or indexed < 40)
 
 
 if __name__ == "__main__":
