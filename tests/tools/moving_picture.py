@@ -28,7 +28,7 @@ from tests.support.paths import NOTEBOOKS
 from tests.support.waiting import wait_until
 from tests.ui.browser.conftest import FLAGS, Page, _chromium, _end, _start
 
-WINDOW = {"width": 1000, "height": 1000}
+WINDOW = {"width": 1000, "height": 1150}
 FRAME_S = 0.125
 COLOURS = 128
 MOST_BYTES = 3_000_000

@@ -276,10 +276,12 @@ def curves_of(state: RunState, large: str | None = None) -> list[Curve]:
     known = {name: Curve(name, series) for name, series in every.items()}
     known = {name: curve for name, curve in known.items() if name == large or not is_aside(name)}
     lr = state.curves.seen.get("lr")
-    is_constant = lr is None or not lr.bins or lr.bounds[0] == lr.bounds[1]
+    # The Trainer and Lightning's monitor log it themselves.
+    is_logged = any(n == "learning_rate" or n.startswith("lr-") for n in state.curves.logged)
+    is_told = is_logged or lr is None or not lr.bins or lr.bounds[0] == lr.bounds[1]
     for name, curve in list(known.items()):
         is_rate = name in ("samples/s", "steps/s")
-        if name != large and (is_rate or (name == "lr" and curve.series is lr and is_constant)):
+        if name != large and (is_rate or (name == "lr" and curve.series is lr and is_told)):
             del known[name]
     main = large if large in known else main_metric(known)
     for name, curve in list(known.items()):

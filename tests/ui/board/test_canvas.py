@@ -177,3 +177,19 @@ def test_a_failure_is_at_its_step_though_a_bin_of_time_covers_many() -> None:
         rank = rank.trained(half / 2, 0.0, 0.5, 50 * half)
     rank = rank.ended(2.51, has_failed=True)
     assert timeline.over_steps(rank, 250.0, 100) == 99 * "c" + "f"
+
+
+@pytest.mark.parametrize("logged", ["learning_rate", "lr-AdamW", "accuracy"])
+def test_a_learning_rate_that_is_logged_is_drawn_once(logged: str) -> None:
+    """The Trainer and Lightning log the rate that is read from the optimizer, too."""
+    steps = [
+        event
+        for step in range(1, 5)
+        for event in (
+            ev.TrainingUpdate(float(step), 0, steps=step, lr=0.1 / step),
+            ev.Metrics(float(step), 0, step=step, values={logged: 0.1 / step}),
+        )
+    ]
+    names = [curve.name for curve in canvas.curves_of(fold(RunState(), steps))]
+    assert ("lr" in names) is (logged == "accuracy")
+    assert logged in names
