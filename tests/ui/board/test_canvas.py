@@ -12,7 +12,7 @@ from nbtrain.tracking import events as ev
 from nbtrain.tracking.curves import smoothed
 from nbtrain.tracking.overview import stragglers, timeline
 from nbtrain.tracking.reducers import fold
-from nbtrain.tracking.state import EarlierRun, RunState
+from nbtrain.tracking.state import EarlierRun, RankState, RunState
 from nbtrain.ui.board import board, canvas, strips, theme
 from tests.support import board_states
 from tests.support.kernel import Notebook
@@ -190,6 +190,7 @@ def test_a_learning_rate_that_is_logged_is_drawn_once(logged: str) -> None:
             ev.Metrics(float(step), 0, step=step, values={logged: 0.1 / step}),
         )
     ]
-    names = [curve.name for curve in canvas.curves_of(fold(RunState(), steps))]
+    state = fold(RunState("train()", "fork", (RankState(0),), created=0.0), steps)
+    names = [curve.name for curve in canvas.curves_of(state)]
     assert ("lr" in names) is (logged == "accuracy")
     assert logged in names
