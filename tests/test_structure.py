@@ -85,6 +85,13 @@ def test_rooms_only_import_rooms_below_them() -> None:
             assert _part(other) in ("", _part(name)), f"{name} imports {other}, of another part"
 
 
+def test_observers_patch_nothing() -> None:
+    """They are told by `worker/hooks`; `integrations` changes what libraries draw and know."""
+    for name, path in MODULES.items():
+        if name.startswith("worker.observers.") and not name.endswith("integrations"):
+            assert "system.instrumentation" not in IMPORTS[name], path
+
+
 def test_no_module_imports_itself_by_way_of_others() -> None:
     left = dict(IMPORTS)
     while leaves := [name for name, imported in left.items() if not imported & left.keys()]:
@@ -135,6 +142,7 @@ TESTED_TOGETHER = {
     "ui/displays/*": "ui/displays/test_select.py",  # through a real kernel
     "ui/*": "tracking/test_state.py",
     "worker/rank_sides": "test_part.py",
+    "worker/hooks/*": "worker/hooks/test_hooks.py",
     "worker/observers/*": "worker/observers/test_training_meter.py",
     "worker/*": "engines/test_contract.py",
 }

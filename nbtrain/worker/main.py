@@ -29,7 +29,7 @@ from ..tracking.event_log import EventWriter
 from ..transport import exceptions, result_pickler
 from ..transport.job import Job
 from ..transport.weights.sender import ResultSender
-from . import api, checkpoints, failure_evidence, nested_launches, observers, stopping
+from . import api, checkpoints, failure_evidence, hooks, nested_launches, observers, stopping
 from .output import shown_errors
 from .output.rich_output import RichOutput
 from .rank_environment import (
@@ -133,6 +133,8 @@ def run_and_report(
     try:
         writer.write(ev.Started(clock.now(), rank, pid=os.getpid()))
         sender = ResultSender(job, rank, writer)
+        if not job.in_kernel:
+            hooks.add(sender)
         if not (job.in_kernel or job.is_live):
             renew_accelerate_state(job.plan)
         task_values.forget_references()

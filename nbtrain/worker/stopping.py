@@ -17,13 +17,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from .hooks import Observer
 
-class StopOnRequest:
+
+class StopOnRequest(Observer):
     """The SIGINT handler of a rank: KeyboardInterrupt, once, and only when the launcher asks.
 
     Jupyter signals the kernel's whole process group and VS Code every descendant; the launcher
     alone decides what an interrupt means for the ranks: it leaves the file `request`.
     """
+
+    purpose = "stopping after a step"
 
     def __init__(self, request: Path) -> None:
         self._request = str(request)
@@ -45,7 +49,7 @@ class StopOnRequest:
         """Whether the rank was asked to stop and goes on."""
         return bool(self._heard) and not self._raised
 
-    def stepped(self) -> None:
+    def stepped(self, optimizer: Any) -> None:
         """Take note that an optimizer has stepped."""
         self.is_stepping = self._has_stepped = True
 

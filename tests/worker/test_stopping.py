@@ -136,14 +136,14 @@ def handler_of(folder: Path) -> StopOnRequest:
     """A handler whose rank was asked to stop, and heard it once."""
     (folder / "stop").touch()
     handler = StopOnRequest(folder / "stop")
-    handler.stepped()
+    handler.stepped(None)
     handler(signal.SIGINT, None)
     return handler
 
 
 def test_an_interrupt_without_a_request_of_the_launcher_is_none(tmp_path: Path) -> None:
     handler = StopOnRequest(tmp_path / "stop")
-    handler.stepped()
+    handler.stepped(None)
     handler(signal.SIGINT, None)
     handler.before_next(fetch=False)
     assert not handler.is_due
@@ -156,7 +156,7 @@ def test_it_is_raised_where_the_next_step_begins_and_once(tmp_path: Path) -> Non
     with pytest.raises(KeyboardInterrupt):
         handler.before_next(fetch=True)
     handler(signal.SIGINT, None)
-    handler.stepped()
+    handler.stepped(None)
     handler.before_next(fetch=True)
 
 
@@ -164,13 +164,13 @@ def test_between_two_optimizers_and_within_an_accumulation_it_waits(tmp_path: Pa
     handler = StopOnRequest(tmp_path / "stop")
     (tmp_path / "stop").touch()
     handler.before_next(fetch=True)
-    handler.stepped()
+    handler.stepped(None)
     handler.before_next(fetch=True)
     handler(signal.SIGINT, None)
     handler.before_next(fetch=True)  # the second part of a batch: no step since
-    handler.stepped()
+    handler.stepped(None)
     handler.before_next(fetch=False)  # the generator's turn: its batch is the same
-    handler.stepped()
+    handler.stepped(None)
     with pytest.raises(KeyboardInterrupt):
         handler.before_next(fetch=True)
 

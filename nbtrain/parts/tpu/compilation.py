@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 from ...findings import Finding
 from ...tracking import clock
 from ...tracking import events as ev
 from ...tracking.event_log import EventWriter
+from ...worker.hooks import Observer, tell
 from ...worker.observers.data_loading import tensors
 from . import xla
 
@@ -34,11 +34,13 @@ NO_COMPILATIONS = xla.Compilations(0, 0, 0.0, 0)
 Shapes = tuple[tuple[int, ...], ...]
 
 
-class CompilationMeter:
-    """Reads the counts of this process, and reports changes to `report_phase` and `writer`."""
+class CompilationMeter(Observer):
+    """Reads the counts of this process, and reports changes as phases and to `writer`."""
 
-    def __init__(self, writer: EventWriter, rank: int, report_phase: Callable[[str], None]) -> None:
-        self._writer, self._rank, self._report_phase = writer, rank, report_phase
+    purpose = "looking at compilations"
+
+    def __init__(self, writer: EventWriter, rank: int) -> None:
+        self._writer, self._rank = writer, rank
         self._is_reported = False
         self._done = 0
         self._failed = 0  # begun, and given up
@@ -51,7 +53,11 @@ class CompilationMeter:
         """Look from now on, as long as this process lives."""
         threading.Thread(target=self._watch, name="nbtrain-compiling", daemon=True).start()
 
-    def see_batch(self, batch: Any) -> None:
+    def finish(self, wait: bool) -> None:
+        """Look a last time."""
+        self.look()
+
+    def batch(self, iterator: Any, batch: Any, began: float, is_ahead: bool) -> None:
         """Remember the shapes in a batch: a program fits only the shapes it was compiled for."""
         shapes = tuple(tuple(tensor.shape) for tensor in tensors(batch))
         if not shapes or shapes in self._shapes or len(self._shapes) > MOST_SHAPES:
@@ -73,7 +79,7 @@ class CompilationMeter:
             under_way = self._is_under_way(counts)
             if under_way != self._is_reported:
                 self._is_reported = under_way
-                self._report_phase("compiling" if under_way else "")
+                tell("phase", "compiling" if under_way else "")
             self._done = min(self._done, counts.done)  # the user may have cleared the counts
             if counts.done > self._done:
                 self._done, now = counts.done, clock.now()

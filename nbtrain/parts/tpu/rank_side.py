@@ -12,7 +12,7 @@ from typing import Any
 from ...system.instrumentation import when_imported
 from ...tracking.event_log import EventWriter
 from ...transport.job import Job
-from ...worker import device_scalars, observers
+from ...worker import device_scalars, hooks
 from ...worker.device_scalars import Then
 from ...worker.rank_sides import RankSide
 from . import xla
@@ -34,16 +34,14 @@ class XlaRank(RankSide):
 
     def begin(self, job: Job, rank: int, writer: EventWriter, scratch: str) -> None:
         device_scalars.READERS["xla"] = XlaScalars
-        meter = observers.meter()
-        if meter is not None and "phases" in job.plan.telemetry:
-            compilation = self.compilation = CompilationMeter(writer, rank, meter.report_phase)
+        if "phases" in job.plan.telemetry:
+            compilation = self.compilation = CompilationMeter(writer, rank)
 
             def watch(_module: object) -> None:
                 compilation.start()
-                meter.batch_listeners.append(compilation.see_batch)
+                hooks.add(compilation)
 
             when_imported("torch_xla.core.xla_model", watch)
-            meter.at_end.append(compilation.look)
 
     def returned(self, job: Job) -> None:
         if job.is_live:  # its engine does so at the end of other ranks

@@ -30,7 +30,6 @@ from ...planning.task_values import (
 )
 from ...system.files import write_atomically
 from ...system.instrumentation import patch
-from ...system.safe_hooks import after_each_step, guarded
 from ...tracking import clock
 from ...tracking import events as ev
 from ...tracking.event_log import EventWriter
@@ -58,6 +57,8 @@ class ResultSender:
     What the notebook has is known by identity: whatever is put around a model (DDP, FSDP,
     Accelerate, torch.compile), its own tensors are those that are trained.
     """
+
+    purpose = "looking for models that the notebook's have no place for"
 
     def __init__(self, job: Job, rank: int, writer: EventWriter) -> None:
         plan = self._plan = job.plan
@@ -124,11 +125,9 @@ class ResultSender:
                 variable = name if name in known else next(iter(known), name)
                 with contextlib.suppress(Exception):  # as in `_mark`
                     self._at_start[name] = ModelAtStart(value, variable, self._is_live)
-        if self._at_start:
-            after_each_step(self._on_step)
 
-    @guarded("looking for models that the notebook's have no place for")
-    def _on_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    def stepped(self, optimizer: Any) -> None:
+        """Look at the models that an optimizer has begun to train; a hook in the rank calls it."""
         if optimizer in self._asked:
             return
         self._asked.add(optimizer)

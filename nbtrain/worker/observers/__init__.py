@@ -6,18 +6,22 @@ whose rank is the kernel, offers the tracker only, and withdraws it.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from ...planning.option_types import SOURCES
 from ...planning.plan import Plan
 from ...system import safe_hooks
-from .. import api
+from .. import api, hooks, stopping
 from ..device_scalars import captures
-from . import fastai, integrations, progress_bars, trainer_loss
+from ..hooks import Observer
+from . import integrations
+from .bars import Bars
 from .evidence.unsynced import UnsyncedModels
+from .phases import PhaseMeter
+from .tensor_memory import TensorMemoryMeter
+from .totals.training_place import LibraryPlaces
+from .trainer_loss import TrainerLoss
 from .training_meter import TrainingMeter
-
-_meter: TrainingMeter | None = None
 
 
 def install(
@@ -28,38 +32,45 @@ def install(
     `plan` is what the rank runs, where it is known: its task names the notebook's models. Where
     the `ranks_stay`, so do the models that they make.
     """
-    global _meter
     reporter = api.active
     if reporter is None:
         return
     safe_hooks.activate()
     integrations.hide_notebook_from_lightning()
     captures.watch()
-    if "bars" in sources:
-        progress_bars.install()
-    if {"steps", "loss", "data", "phases"} & set(sources):
-        _meter = TrainingMeter(reporter, plan)
-        _meter.install(sources)
-    if "steps" in sources and plan is not None and reporter.rank == 0:
-        UnsyncedModels(plan, reporter.writer, ranks_stay).install()
     if "trainer" in sources:
-        integrations.watch_trainer()
-        trainer_loss.watch()
-        fastai.watch_recorder()
+        integrations.draw_with_tqdm()
     if "tracker" in sources:
         integrations.offer_tracker()
-        integrations.watch_accelerate()
+    for observer in _observers(reporter, sources, plan, ranks_stay):
+        hooks.add(observer)
 
 
-def meter() -> TrainingMeter | None:
-    """Return what watches this rank's training, if something does."""
-    return _meter
+def _observers(
+    reporter: api.Reporter, sources: Collection[str], plan: Plan | None, ranks_stay: bool
+) -> Iterator[Observer]:
+    """Yield who is told of the training; each is told in this order."""
+    writer, rank = reporter.writer, reporter.rank
+    if {"steps", "loss", "data"} & set(sources):
+        yield from TrainingMeter(reporter, plan).observers(sources)
+    if "steps" in sources:
+        yield TensorMemoryMeter(writer, rank, plan.task if plan else None)
+        if plan is not None and rank == 0:
+            yield UnsyncedModels(plan, writer, ranks_stay)
+        if stopping.active is not None:
+            yield stopping.active
+    if "phases" in sources:
+        yield PhaseMeter(writer, rank)
+    if "bars" in sources:
+        yield Bars(writer, rank)
+    if "trainer" in sources:
+        yield from (LibraryPlaces(), integrations.LoggedValues(), TrainerLoss())
+    if "tracker" in sources:
+        yield integrations.AcceleratorLogs()
 
 
 def finish(wait: bool) -> None:
     """Report the last figures of a training that is over; with `wait`, also those on their way."""
-    reporter = api.active
-    if reporter is not None:
-        reporter.late.finish(wait)
-    if _meter is not None:
-        _meter.finish(wait)
+    if api.active is not None:
+        api.active.late.finish(wait)
+    hooks.tell("finish", wait)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
 import time
@@ -11,15 +10,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
-from ...system.instrumentation import patch
-from ...system.safe_hooks import telemetry
-from .. import stopping
+from ..hooks import Observer
 from .evidence.data_order import DataOrder, NumpyNoise
 from .evidence.metric_shares import MetricShares
-from .fastai import loader_of
 
 ENDLESS = 1_000_000_000
 """Batches of a pass that nobody waits for: its sampler has a length, and the loop another end."""
@@ -56,13 +51,12 @@ class LoaderPass:
         return iterator is not None and iterator._nbtrain_pass is self
 
 
-class DataLoadingMeter:
+class DataLoadingMeter(Observer):
     """Counts what loaders give: batches, samples, and the seconds that the training waits for them.
 
-    A loader that another one reads from is not counted twice, and the training does not wait for
-    one that a thread of the user's reads ahead. Samples are those of the steps, as far as that is
-    known, without a validation's; before any step, all. The batch that Accelerate's loader reads
-    ahead of each step counts when that step may come.
+    The training does not wait for a loader that a thread of the user's reads ahead. Samples are
+    those of the steps, as far as that is known, without a validation's; before any step, all. The
+    batch that Accelerate's loader reads ahead of each step counts when that step may come.
     """
 
     def __init__(self, tick: Callable[[float, float], None]) -> None:
@@ -73,9 +67,6 @@ class DataLoadingMeter:
         self.samples: int | None = None
         self.fed_passes = 0
         """Passes over any data that fed steps."""
-        self.batch_listeners: list[Callable[[Any], None]] = []
-        """Are called with each batch."""
-        self._thread = threading.local()  # `is_loading`: in the `__next__` of a loader
         self._trainers = {threading.main_thread().ident}  # and the thread of the last step
         self._newest: LoaderPass | None = None
         self._last: LoaderPass | None = None  # that gave a batch
@@ -87,14 +78,7 @@ class DataLoadingMeter:
         self._pending: dict[LoaderPass, int] = {}  # samples since the last step
         self._lock = threading.Lock()  # loaders are read in threads, too
 
-    def install(self) -> None:
-        """Watch torch's loaders, now or when they are imported."""
-        iterator = "torch.utils.data.dataloader:_BaseDataLoaderIter"  # seen in torch 2.4 to 2.13
-        patch(iterator, "__next__", self._next)
-        patch(iterator, "_next_index", self._next_index)
-        self.metrics.install()
-
-    def stepped(self) -> None:
+    def note_step(self) -> None:
         """Count the last batch for a step that this thread has taken."""
         self._trainers = {threading.main_thread().ident, threading.get_ident()}
         self._credit()
@@ -134,33 +118,9 @@ class DataLoadingMeter:
         """Return how many samples the newest pass has given since the last step."""
         return self._pending.get(self._newest, 0) if self._newest is not None else 0
 
-    def _next(self, original: Callable[[Any], Any], it: Any) -> Any:
-        if getattr(self._thread, "is_loading", False):
-            return original(it)
-        if stopping.active is not None:
-            stopping.active.before_next(fetch=True)
-        start = time.monotonic()
-        self._thread.is_loading = True
-        try:
-            batch = original(it)
-            self.noise.after_batch()
-        except StopIteration:
-            self._end_pass(it)
-            raise
-        finally:
-            self._thread.is_loading = False
-        self._count_batch(it, batch, start, _reads_ahead(sys._getframe(2)))
-        return batch
-
-    def _next_index(self, original: Callable[[Any], Any], it: Any) -> Any:
-        index = original(it)
-        self._remember_size(it, index)
-        self.noise.before_batch()
-        return index
-
-    @telemetry
-    def _remember_size(self, it: Any, index: Any) -> None:
+    def indexes_drawn(self, it: Any, index: Any) -> None:
         """Remember how many samples were asked for: collating may make anything of them."""
+        self.noise.before_batch()
         if not it._auto_collation or it._dataset_kind != 0:
             return
         asked = vars(it).get("_nbtrain_asked")
@@ -168,8 +128,9 @@ class DataLoadingMeter:
             asked = it._nbtrain_asked = it._sampler_iter, deque()
         asked[1].append(len(index) if hasattr(index, "__len__") else None)
 
-    @telemetry
-    def _count_batch(self, it: Any, batch: Any, start: float, is_ahead: bool) -> None:
+    def batch(self, it: Any, batch: Any, start: float, is_ahead: bool) -> None:
+        """Count a batch."""
+        self.noise.after_batch()
         now = time.monotonic()
         if threading.get_ident() in self._trainers:
             self.waited += now - start
@@ -188,8 +149,6 @@ class DataLoadingMeter:
             passed.ahead, size = size, passed.ahead
         self._count_samples(passed, size)
         self.order.see_batch(it, passed.number, batch)
-        for see in self.batch_listeners:
-            see(batch)
         self._tick(start, now)
 
     def _remember_dataset(self, dataset: Any) -> None:
@@ -208,8 +167,8 @@ class DataLoadingMeter:
                 if not self._has_stepped:
                     self.samples = (self.samples or 0) + size
 
-    @telemetry
-    def _end_pass(self, it: Any) -> None:
+    def pass_ended(self, it: Any) -> None:
+        """Take note that a pass has read all, or found nothing."""
         passed = vars(it).get("_nbtrain_pass")
         if passed is None:  # it gave no batch, perhaps since a small one is left out
             if it._dataset_kind == 0 and getattr(it._index_sampler, "drop_last", False):
@@ -232,15 +191,6 @@ class DataLoadingMeter:
         )
 
 
-def _reads_ahead(caller: FrameType) -> bool:
-    """Return whether a batch is read by Accelerate's loader, one ahead; seen in 1.0 to 1.15."""
-    code = caller.f_code
-    return code.co_name == "__iter__" and code.co_filename.endswith(_ACCELERATES)
-
-
-_ACCELERATES = os.path.join("accelerate", "data_loader.py")
-
-
 def _length(iterator: Any) -> int | None:
     """Return how many batches a loader will give; None where that is unknown."""
     try:
@@ -249,6 +199,13 @@ def _length(iterator: Any) -> int | None:
         return length if length is not None and length < ENDLESS else None
     except Exception:  # a sampler without a length, or with an unusual one
         return None
+
+
+def loader_of(iterator: Any) -> Any:
+    """Return fastai's loader that one of torch's iterators reads for; None for another's."""
+    source = iterator._dataset
+    is_fastai = type(source).__module__ == "fastai.data.load" and hasattr(source, "d")
+    return source.d if is_fastai else None
 
 
 def _batch_size(it: Any, batch: Any) -> int | None:

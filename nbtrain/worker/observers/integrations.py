@@ -1,4 +1,4 @@
-"""Patches transformers, Lightning and Accelerate in a rank, so that it sees their logs."""
+"""Has Accelerate know nbtrain as a tracker, and Lightning and transformers run in a rank."""
 
 from __future__ import annotations
 
@@ -7,9 +7,30 @@ from collections.abc import Callable
 from typing import Any
 
 from ...system.instrumentation import patch, replace, when_imported
-from ...system.safe_hooks import telemetry
 from .. import api
-from .totals import training_place
+from ..hooks import Observer
+
+
+class LoggedValues(Observer):
+    """Reports as metrics what libraries log."""
+
+    def logged(self, values: Any, step: int | None) -> None:
+        """Report what is a number or a short text."""
+        _report_values(values, step)
+
+
+class AcceleratorLogs(Observer):
+    """Reports what ``accelerator.log`` is given on the main process, whatever tracker it is for."""
+
+    def accelerate_logs(self, accelerator: Any, values: Any, step: int | None) -> None:
+        """Report the values, unless nbtrain's own tracker has."""
+        trackers = getattr(accelerator, "trackers", ())
+        if accelerator.is_main_process and not any(t.name == "nbtrain" for t in trackers):
+            _report_values(values, step)
+
+
+def _report_values(values: Any, step: int | None) -> None:
+    api.log_values(step, {str(k): v for k, v in dict(values).items() if api.is_metric(v)})
 
 
 def hide_notebook_from_lightning() -> None:
@@ -23,82 +44,23 @@ def hide_notebook_from_lightning() -> None:
         replace(f"{package}.connector", "_IS_INTERACTIVE", False)
 
 
-def watch_trainer() -> None:
-    """Report as metrics what transformers' `Trainer` and Lightning log; have them use tqdm bars."""
-    when_imported("transformers.trainer", _watch_trainer)
+def draw_with_tqdm() -> None:
+    """Have transformers and Lightning show tqdm's bars, which are reported."""
+    when_imported("transformers.trainer", _replace_table)
     for package in ("lightning.pytorch", "pytorch_lightning"):
         name = f"{package}.trainer.connectors.callback_connector"
         when_imported(name, _replace_rich_bar)
-        connector = f"{package}.trainer.connectors.logger_connector.logger_connector"
-        patch(f"{connector}:_LoggerConnector", "log_metrics", _log_of_lightning)  # 2.0 to 2.6
-    training_place.watch_lightning()
+
+
+def _replace_table(module: Any) -> None:
+    """In a notebook, the Trainer's progress is a table that a forked rank cannot show."""
+    replace(module, "DEFAULT_PROGRESS_CALLBACK", module.ProgressCallback)
 
 
 def _replace_rich_bar(module: Any) -> None:
     """Lightning draws with rich where it is installed, which needs a screen that no rank has."""
     if hasattr(module, "TQDMProgressBar"):  # seen in 2.0 to 2.6
         replace(module, "RichProgressBar", module.TQDMProgressBar)
-
-
-def _log_of_lightning(
-    original: Any, connector: Any, metrics: Any, *args: Any, **kwargs: Any
-) -> Any:
-    result = original(connector, metrics, *args, **kwargs)
-    if metrics and not connector.trainer.sanity_checking:  # without a logger it comes here, too
-        _report_values(metrics, int(connector.trainer.global_step))
-    return result
-
-
-def _watch_trainer(module: Any) -> None:
-    # In a notebook its progress is a table that a forked rank cannot show; a tqdm bar is reported.
-    replace(module, "DEFAULT_PROGRESS_CALLBACK", module.ProgressCallback)
-
-    class ReportLogs(module.TrainerCallback):  # type: ignore[misc]
-        first = epoch = 0  # the step and the epoch at which it began: not 0 after a restart
-
-        def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-            self.first, self.epoch = int(state.global_step), int(state.epoch or 0)
-            self._moved(state)
-
-        def on_epoch_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-            self.epoch += 1
-            self._moved(state)
-
-        def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-            self._moved(state)
-
-        def on_train_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-            self._moved(state, is_over=True)
-
-        def _moved(self, state: Any, is_over: bool = False) -> None:
-            training_place.trainer_moved(state, first=self.first, epoch=self.epoch, is_over=is_over)
-
-        def on_log(self, _args: Any, state: Any, _control: Any, logs: Any = None, **_: Any) -> None:
-            numbers = {k: v for k, v in (logs or {}).items() if isinstance(v, (int, float))}
-            if numbers:
-                api.log_values(int(state.global_step), numbers)
-
-    replace(module, "DEFAULT_CALLBACKS", [*module.DEFAULT_CALLBACKS, ReportLogs])
-
-
-def watch_accelerate() -> None:
-    """Report what ``accelerator.log`` is given, whatever tracker it is for."""
-    patch("accelerate.accelerator:Accelerator", "log", _log)
-
-
-def _log(
-    original: Any, accelerator: Any, values: Any, step: Any = None, *args: Any, **kwargs: Any
-) -> Any:
-    result = original(accelerator, values, step, *args, **kwargs)
-    trackers = getattr(accelerator, "trackers", ())
-    if accelerator.is_main_process and not any(t.name == "nbtrain" for t in trackers):
-        _report_values(values, step)
-    return result
-
-
-@telemetry
-def _report_values(values: Any, step: Any) -> None:
-    api.log_values(step, {str(k): v for k, v in dict(values).items() if api.is_metric(v)})
 
 
 def offer_tracker() -> Callable[[], None]:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ...system.instrumentation import patch
-from ...system.safe_hooks import telemetry
-from .. import stopping
 from ..device_scalars import ScalarReader, captures, is_late
+from ..hooks import Observer, losses
 from .totals.loops import name_of
 
 INTERVAL = 0.5
@@ -41,14 +39,7 @@ class _Moment:
     """The whole number that the user's code divided it by, before backward."""
 
 
-_UNSCALED = "_nbtrain_unscaled"
-"""The attribute of a scaled loss that holds the loss; a tensor computed from it has none."""
-
-_DIVISOR = "_nbtrain_divisor"
-"""The attribute of a detached loss with what it was divided by."""
-
-
-class LossMeter:
+class LossMeter(Observer):
     """Keeps the last loss; a GPU's is read behind the work (see `nbtrain.worker.device_scalars`).
 
     A loss that cannot be known behind a scaler (a sum of scaled losses, say) is not reported: no
@@ -87,22 +78,6 @@ class LossMeter:
         self._accumulation: int | None = None  # the most backwards that one step had
         self._held: list[tuple[_Moment, float]] = []  # until that is known
         self._due = 0.0
-        self._is_paused = False  # while a library scales the loss and goes backward
-        self._is_scaling = False  # a loss was scaled since the last step
-
-    def install(self) -> None:
-        """Watch backward and what scales a loss before it, now or when it is imported."""
-        patch("torch:Tensor", "backward", self._backward)
-        # Accelerate divides by the steps of the accumulation, and DeepSpeed scales, too.
-        patch("accelerate.accelerator:Accelerator", "backward", self._library_backward)
-        patch("deepspeed.runtime.engine:DeepSpeedEngine", "backward", self._library_backward)
-        sharded = "torch.distributed.fsdp.sharded_grad_scaler:ShardedGradScaler"
-        patch("torch.amp.grad_scaler:GradScaler", "scale", self._scale)
-        patch(sharded, "scale", self._scale)
-        patch("transformers.trainer:Trainer", "training_step", self._trainer_step)
-        for package in ("lightning.pytorch", "pytorch_lightning"):  # seen in 2.0 to 2.6
-            result = f"{package}.loops.optimization.automatic:ClosureResult"
-            patch(result, "from_training_step_output", self._closure_result)
 
     def take(self) -> float | None:
         """Return the last loss if it is a new one: a value that stands is no point of a curve."""
@@ -129,9 +104,9 @@ class LossMeter:
             self._suspect.has_led_to_step = True
             self._judge(self._suspect)
 
-    def stepped(self, optimizer: Any, steps: int) -> None:
-        """Note a step, and forget that a loss was scaled: another training may follow."""
-        self._is_scaling = False
+    def note_step(self, optimizer: Any, steps: int) -> None:
+        """Take note of a step."""
+        losses.forget_scaling()
         self._accumulation = max(self._accumulation or 0, self._shares)
         self._shares = 0
         self._take_held()
@@ -183,80 +158,11 @@ class LossMeter:
         named = [(m.steps + 1, v, self._names.get(m.optimizer, "")) for m, v in each]
         return tuple(row for row in named if row[2])
 
-    def _backward(self, original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if stopping.active is not None:
-            stopping.active.before_next(fetch=False)
-        if self._is_paused:
-            return original(tensor, *args, **kwargs)
-        self._observe_backward(tensor)
-        # A subclass's backward comes here again, from its `__torch_function__`.
-        is_subclass = type(tensor) is not sys.modules["torch"].Tensor
-        return self._paused(is_subclass, original, tensor, *args, **kwargs)
+    def scaling(self) -> None:
+        """Take note that a scaler may skip steps."""
+        self._has_scaler = True
 
-    def _library_backward(
-        self, original: Any, engine: Any, loss: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if not self._is_paused:  # else one library calls another
-            self._keep(loss)
-        return self._paused(True, original, engine, loss, *args, **kwargs)
-
-    def _scale(self, original: Any, scaler: Any, outputs: Any) -> Any:
-        """Note the loss behind a product: backward is called on the product."""
-        scaled = original(scaler, outputs)
-        if scaled is not outputs:  # the same where it is not enabled
-            self._has_scaler = True
-            if not self._is_paused:
-                self._remember_unscaled(outputs, scaled)
-        return scaled
-
-    def _trainer_step(self, original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Leave an accumulated loss to the Trainer's log: backward gets a share of it only."""
-        steps = trainer.args.gradient_accumulation_steps
-        steps = getattr(trainer, "current_gradient_accumulation_steps", steps)  # transformers 5
-        return self._paused(steps > 1, original, trainer, *args, **kwargs)
-
-    def _paused(self, is_paused: bool, original: Any, *args: Any, **kwargs: Any) -> Any:
-        before, self._is_paused = self._is_paused, self._is_paused or is_paused
-        try:
-            return original(*args, **kwargs)
-        finally:
-            self._is_paused = before
-
-    def _closure_result(self, original: Any, cls: Any, output: Any, normalize: int = 1) -> Any:
-        """Note the loss that Lightning divides by the batches of an accumulation."""
-        result = original(cls, output, normalize)
-        if normalize != 1:
-            self._remember_undivided(output, result.closure_loss)
-        return result
-
-    @telemetry
-    def _remember_undivided(self, output: Any, share: Any) -> None:
-        if share is not None:
-            whole = output["loss"] if isinstance(output, Mapping) else output
-            setattr(share, _UNSCALED, whole.detach())
-
-    @telemetry
-    def _remember_unscaled(self, losses: Any, products: Any) -> None:
-        self._is_scaling = True
-        if hasattr(losses, "detach"):
-            losses, products = [losses], [products]
-        if isinstance(losses, (list, tuple)):  # an iterator's products do not exist yet
-            for loss, product in zip(losses, products, strict=True):
-                if hasattr(product, "detach"):  # not a list within the list
-                    whole = getattr(loss, _UNSCALED, loss).detach()
-                    setattr(whole, _DIVISOR, _divisor(loss))
-                    setattr(product, _UNSCALED, whole)
-
-    @telemetry
-    def _observe_backward(self, tensor: Any) -> None:
-        loss = getattr(tensor, _UNSCALED, None)
-        if loss is not None:
-            self._keep(loss)
-        elif not self._is_scaling:
-            self._keep(tensor)
-
-    @telemetry
-    def _keep(self, loss: Any) -> None:
+    def backward(self, loss: Any) -> None:
         """Take a loss: its value at once, since its owner may change it in place."""
         torch: Any = sys.modules["torch"]
         if not isinstance(loss, torch.Tensor):
@@ -270,7 +176,7 @@ class LossMeter:
     def _keep_value(self, loss: Any, torch: Any) -> None:
         if not loss.is_floating_point() or loss.ndim:
             return
-        self._moment = _Moment(self._steps, divisor=_divisor(loss))
+        self._moment = _Moment(self._steps, divisor=losses.divisor(loss))
         self._shares += 1
         self._on_loss(loss)
         if loss.device.type == "cpu":
@@ -328,18 +234,3 @@ class LossMeter:
         self.has_diverged = self.has_diverged or moment.has_led_to_step
         if self._not_finite >= SKIPPED or (self.has_diverged and not self._has_scaler):
             self._on_diverged(*self._first)
-
-
-def _divisor(loss: Any) -> int:
-    """Return the whole number that a loss was divided by last, as ``loss / steps`` does; 1: none.
-
-    Its node in the graph has it (private, seen in torch 2.4 to 2.13).
-    """
-    node = getattr(loss, "grad_fn", None)
-    if node is not None and node.name() == "AliasBackward0":  # made a subclass of tensors, again
-        node = node.next_functions[0][0]
-    if node is None or node.name() != "DivBackward0":
-        return int(getattr(loss, _DIVISOR, 1))
-    other = node._saved_other
-    is_whole = other.ndim == 0 and other.device.type == "cpu" and not other.is_floating_point()
-    return int(other) if is_whole and other.dtype.is_signed else 1

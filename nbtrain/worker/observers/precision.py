@@ -5,25 +5,21 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ...system.instrumentation import Undo, patch
-from ...system.safe_hooks import telemetry
+from ..hooks import Observer
 
 _SHORT = {"float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
 
 
-class PrecisionMeter:
+class PrecisionMeter(Observer):
     """Finds out whether autocast is on, what Accelerate is set to, and of what the weights are."""
 
     def __init__(self) -> None:
         self._autocast = self._weights = ""
-        self._undo: Undo = lambda: None
-
-    def install(self) -> None:
-        """Watch for the first autocast, now or when torch is imported."""
-        self._undo = patch("torch.amp.autocast_mode:autocast", "__enter__", self._enter)
 
     def stepped(self, optimizer: Any) -> None:
-        """Take note of the weights that the first step changed."""
+        """Take note of the weights that the first step changes."""
+        if self._weights:
+            return
         sizes: dict[str, int] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -42,16 +38,11 @@ class PrecisionMeter:
         pure = f"{_SHORT[dtype]} weights" if dtype in _SHORT else "no"
         return _of_accelerate() or self._autocast or pure
 
-    def _enter(self, original: Any, autocast: Any, *args: Any) -> Any:
-        self._see(autocast)
-        return original(autocast, *args)
-
-    @telemetry
-    def _see(self, autocast: Any) -> None:
-        dtype = str(autocast.fast_dtype).removeprefix("torch.")  # seen in torch 2.4 to 2.13
-        if autocast._enabled and dtype in _SHORT:
-            self._autocast = _SHORT[dtype]
-            self._undo()  # one is enough, and each would cost a step some time
+    def autocast(self, context: Any) -> None:
+        """Take note of the first autocast to fewer bits."""
+        if not self._autocast:
+            dtype = str(context.fast_dtype).removeprefix("torch.")  # seen in torch 2.4 to 2.13
+            self._autocast = _SHORT.get(dtype, "") if context._enabled else ""
 
 
 def _of_accelerate() -> str:

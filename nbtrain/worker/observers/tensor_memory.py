@@ -11,17 +11,15 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 from ...planning.plan import Task
 from ...planning.task_values import models as task_models
-from ...system.instrumentation import undo_later, when_imported
-from ...system.safe_hooks import guarded
 from ...tracking import clock
 from ...tracking import events as ev
 from ...tracking.event_log import EventWriter
 from ...transport.weights.tensor_kinds import dense_parts, has_no_bytes
+from ..hooks import Observer
 
 EVERY = 10.0
 """Seconds between two counts, at least."""
@@ -33,16 +31,15 @@ SOON = 1.0
 """Seconds after a count, at least, in which an optimizer that is new has the next one made."""
 
 
-_guarded = guarded("counting memory")  # apart: steps are seen without it
-
-
-class TensorMemoryMeter:
+class TensorMemoryMeter(Observer):
     """Counts the weights, gradients and optimizer states of what is trained.
 
     A model is seen when it is built, or wrapped (by DDP, say); those that the notebook built are
     what the `task` can name. Of any other, a copy for instance, only what an optimizer trains
     counts. Keeps nothing alive.
     """
+
+    purpose = "counting memory"
 
     def __init__(self, writer: EventWriter, rank: int, task: Task | None = None) -> None:
         self._writer, self._rank = writer, rank
@@ -53,29 +50,20 @@ class TensorMemoryMeter:
         self._reported: ev.TensorMemory | None = None
         self._due = self._soon = 0.0
 
-    def install(self) -> None:
-        """Watch for models that are built, once torch is imported."""
-        when_imported("torch.nn.modules.module", self._watch_models)
-
-    def stepped(self, optimizer: Any, now: float) -> None:
+    def stepped(self, optimizer: Any, now: float | None = None) -> None:
         """Take note of an optimizer that has made a step, and count if that is due."""
+        now = time.monotonic() if now is None else now
         if id(optimizer) not in self._optimizers:
             self._optimizers[id(optimizer)] = optimizer
             self._due = min(self._due, self._soon)
         if now >= self._due:
             self._count(now)
 
-    def _watch_models(self, module: ModuleType) -> None:
-        # Nothing of Module's is replaced: what a model calls of it may be compiled.
-        undo_later(module.register_module_module_registration_hook(self._saw).remove)
-        undo_later(module.register_module_parameter_registration_hook(self._saw).remove)
-
-    @_guarded
-    def _saw(self, module: Any, *_: Any) -> None:
+    def module_built(self, module: Any) -> None:
+        """Take note of a model, or a part of one."""
         self._models.pop(id(module), None)  # it is the last again
         self._models[id(module)] = module
 
-    @_guarded
     def _count(self, now: float) -> None:
         begun = time.perf_counter()
         models = [*reversed(list(self._models.values())), *self._of_task.values()]

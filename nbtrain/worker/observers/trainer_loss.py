@@ -15,32 +15,27 @@ import weakref
 from typing import Any
 
 from ...findings import Finding
-from ...system.instrumentation import patch
-from ...system.safe_hooks import guarded
 from ...tracking import events as ev
 from .. import api
-
-_harmless = guarded("looking at the Trainer's loss")
-
-_seen: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Trainers that were looked at."""
+from ..hooks import Observer
 
 
-def watch() -> None:
-    """Look at each Trainer when it computes its first loss."""
-    patch("transformers.trainer:Trainer", "compute_loss", _compute_loss)
+class TrainerLoss(Observer):
+    """Looks at each Trainer when it computes its first loss."""
+
+    purpose = "looking at the Trainer's loss"
+
+    def __init__(self) -> None:
+        self._seen = weakref.WeakSet[Any]()
+
+    def computes_loss(self, trainer: Any, items: Any) -> None:
+        """Look at a Trainer once; without `items` it multiplies nothing."""
+        if trainer not in self._seen:
+            self._seen.add(trainer)
+            if items is not None:
+                _look(trainer)
 
 
-def _compute_loss(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    if trainer not in _seen:
-        _seen.add(trainer)
-        items = kwargs.get("num_items_in_batch", args[3] if len(args) > 3 else None)
-        if items is not None:  # else the Trainer multiplies nothing
-            _look(trainer)
-    return original(trainer, *args, **kwargs)
-
-
-@_harmless
 def _look(trainer: Any) -> None:
     reporter, factors = api.active, _factors(trainer)
     if reporter is None or reporter.rank or not factors:

@@ -12,24 +12,22 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from ...findings import Finding
 from ...planning.plan import Plan
-from ...system.instrumentation import patch
-from ...system.safe_hooks import after_each_step, telemetry
+from ...system.safe_hooks import telemetry
 from ...tracking import clock
 from ...tracking import events as ev
-from .. import api, stopping
+from .. import api
 from ..api import Reporter
 from ..device_scalars import captures
+from ..hooks import Observer
 from .data_loading import DataLoadingMeter
 from .evidence.work_sample import WorkSampler
 from .loss import LossMeter
-from .phases import PhaseMeter
 from .precision import PrecisionMeter
-from .tensor_memory import TensorMemoryMeter
 from .totals.training_place import TrainingPlace
 from .totals.trainings import TrainingCount
 
@@ -43,25 +41,16 @@ NEXT_LOOK = 0.02
 """Seconds after which a new pass over the data is worth a look."""
 
 
-class TrainingMeter:
+class TrainingMeter(Observer):
     """Counts what a rank does, and reports it. It keeps none of the user's objects alive."""
 
     def __init__(self, reporter: Reporter, plan: Plan | None = None) -> None:
         writer, rank = reporter.writer, reporter.rank
         self._writer, self._rank, self._reader = writer, rank, reporter.late
-        task = plan.task if plan else None
-        self._work = WorkSampler(writer, rank, reporter.world_size, task)
+        self._work = WorkSampler(writer, rank, reporter.world_size, plan.task if plan else None)
         self._loss = LossMeter(reporter.late, self._report_divergence, self._work.see_loss)
         self._loading = DataLoadingMeter(self._tick)
-        self._loading.batch_listeners.append(self._work.see_batch)
-        self._memory = TensorMemoryMeter(writer, rank, task)
         self._precision = PrecisionMeter()
-        self._phases = PhaseMeter(writer, rank)
-        self.report_phase = self._phases.report
-        self.batch_listeners = self._loading.batch_listeners
-        """What gets each batch."""
-        self.at_end: list[Callable[[], None]] = []
-        """What has something to report when the training is over."""
         self._place, self._trainings = TrainingPlace(), TrainingCount()
         self._steps = 0  # rounds of all optimizers: a GAN has two, a new fold a new one
         self._round: set[int] = set()  # ids of the optimizers that stepped in it
@@ -78,28 +67,22 @@ class TrainingMeter:
         # the sum and the number of losses before it
         self._passes = 0  # with the one that feeds this epoch
 
-    def install(self, sources: Collection[str]) -> None:
-        """Watch torch, now or when it is imported."""
+    def observers(self, sources: Collection[str]) -> Iterator[Observer]:
+        """Yield what has to be told of the training."""
         if "steps" in sources:
-            after_each_step(self._on_step)
-            for owner in ("torch.optim.optimizer", "fastai.optimizer"):
-                patch(f"{owner}:Optimizer", "__init__", self._optimizer_init)
-            self._memory.install()
-            self._precision.install()
-            self._work.install()
+            yield self._precision  # this meter reports it
+            yield self
+            if self._work.is_sampling:
+                yield self._work
         if "loss" in sources:
-            self._loss.install()
+            yield self._loss
         if "data" in sources:
-            self._loading.install()
-        if "phases" in sources:
-            self._phases.install()
+            yield self._loading
+            yield self._loading.metrics
 
-    @telemetry
     def finish(self, wait: bool) -> None:
         """Report the last figures; with `wait`, also those on their way."""
         self._over.set()
-        for report in self.at_end:
-            report()
         note = self._loading.nothing_read() if wait and not self._steps else ""
         if note:
             self._writer.write(ev.RunNote.of(Finding("no-batch", note, flaw="no batch was read")))
@@ -116,13 +99,11 @@ class TrainingMeter:
         self._epoch = None
         if wait:
             data = self._loading
-            self._work.finish(self._steps, self._loss.last(), data.metrics.shares, data.noise.drawn)
+            self._work.report(self._steps, self._loss.last(), data.metrics.shares, data.noise.drawn)
 
-    # Called by torch
-
-    @telemetry
-    def _on_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        self._loading.stepped()
+    def stepped(self, optimizer: Any) -> None:
+        """Count a step."""
+        self._loading.note_step()
         key = id(optimizer)
         if not self._round or key in self._round:
             # A newcomer that goes on alone is no partner of the others: a round of its own began.
@@ -131,7 +112,6 @@ class TrainingMeter:
             self._lr = _learning_rate(optimizer)
             if self._steps == 1:
                 self._gpu = _gpu_of(optimizer)
-                self._precision.stepped(optimizer)
         is_newcomer = key not in self._known and bool(self._round)
         self._newcomer = key if is_newcomer else None
         self._known.add(key)
@@ -142,12 +122,9 @@ class TrainingMeter:
         if self._loading.fed_passes != self._passes:
             self._begin_epoch(now)
         self._trainings.stepped(optimizer)
-        self._loss.stepped(optimizer, self._steps)
-        self._work.stepped(optimizer, self._steps)
+        self._loss.note_step(optimizer, self._steps)
+        self._work.note_step(optimizer, self._steps)
         self._tick(now, now)
-        self._memory.stepped(optimizer, now)
-        if stopping.active is not None:
-            stopping.active.stepped()
 
     def _look(self, now: float) -> None:
         looked, passes = self._looked
@@ -181,11 +158,10 @@ class TrainingMeter:
         values = (epoch, steps, now - began, loss, self._trainings.end_epoch(epoch))
         self._writer.write(ev.EpochEnd(clock.now(), self._rank, *values))
 
-    def _optimizer_init(self, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    def optimizer_made(self, optimizer: Any) -> None:
         """End the round: what is made after a step belongs to another training, or fold."""
         self._round = set()
         self._known.discard(id(optimizer))  # of a dead one
-        original(optimizer, *args, **kwargs)
 
     # Reports
 

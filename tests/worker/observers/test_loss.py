@@ -174,27 +174,30 @@ def test_the_loss_is_the_one_before_anything_scales_it(
 
 
 def test_a_library_within_a_library_tells_one_loss() -> None:
-    from nbtrain.system.instrumentation import patch
+    from nbtrain.system import instrumentation
+    from nbtrain.worker import hooks
     from nbtrain.worker.device_scalars import ScalarReader
+    from nbtrain.worker.hooks import losses
     from nbtrain.worker.observers.loss import LossMeter
 
     class Engine:  # DeepSpeed's, which scales the loss and goes backward itself
         def backward(self, loss: Any, **_: Any) -> None:
-            assert meter._is_paused
+            assert losses._is_paused
 
     class Accelerator:
         def backward(self, loss: Any) -> None:
             Engine().backward(loss / 2, scale_wrt_gas=False)
-            assert meter._is_paused
+            assert losses._is_paused
 
     meter = LossMeter(ScalarReader(), lambda *_: None, lambda _: None)
-    undos = [patch(cls, "backward", meter._library_backward) for cls in (Engine, Accelerator)]
-    Accelerator().backward(torch.tensor(8.0))
-    assert (meter.take(), meter.take(), meter._is_paused) == (8.0, None, False)
-    Engine().backward(torch.tensor(2.0))
-    assert meter.take() == 2.0
-    for undo in undos:
-        undo()
+    with instrumentation.scope():
+        hooks.add(meter)
+        for cls in (Engine, Accelerator):
+            instrumentation.patch(cls, "backward", losses.library_backward)
+        Accelerator().backward(torch.tensor(8.0))
+        assert (meter.take(), meter.take(), losses._is_paused) == (8.0, None, False)
+        Engine().backward(torch.tensor(2.0))
+        assert meter.take() == 2.0
 
 
 # Losses that are not finite

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 import nbtrain
-from nbtrain.system import safe_hooks
+from nbtrain.system import instrumentation, safe_hooks
 from nbtrain.tracking import events as ev
 from nbtrain.tracking.event_log import read_events
+from nbtrain.worker import hooks
 from nbtrain.worker.observers import tensor_memory
 from nbtrain.worker.observers.tensor_memory import EVERY, TensorMemoryMeter, counted
 
@@ -149,8 +150,10 @@ def test_nothing_is_kept_alive_and_no_error_reaches_the_step(
     monkeypatch.setattr(tensor_memory, "counted", hostile)
     monkeypatch.setattr(safe_hooks, "_broken", set())
     other = torch.optim.SGD([nn.Parameter(torch.ones(3))])
-    seen.stepped(other, 200.0)
-    seen.stepped(other, 300.0)
+    with instrumentation.scope():
+        hooks.add(TensorMemoryMeter(log, 0))  # type: ignore[arg-type]
+        for _ in range(2):
+            other.step()
     said = capsys.readouterr().err
     assert said.count("counting memory stopped (ValueError: no); the training continues") == 1
 

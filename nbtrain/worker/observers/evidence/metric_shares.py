@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ....system.instrumentation import patch
 from ....system.safe_hooks import guarded
+from ...hooks import Observer
 from .work_sample import collectives, digest, is_in_group
 
 MOST = 10_000
@@ -27,18 +27,16 @@ Share = tuple[str, float, int, str]
 """A metric's name and value, the number of samples that it is of, and the digest of the first."""
 
 
-class MetricShares:
+class MetricShares(Observer):
     """Remembers what was logged last of each metric, if of this rank's samples alone."""
+
+    purpose = "looking at metrics"
 
     def __init__(self, samples_read: Callable[[], int]) -> None:
         self._samples_read = samples_read  # in the last pass, since the last step
         self._begun = -1  # collectives before the first batch of the last pass
         self._first_batch = ""
         self._shares: dict[str, Share] = {}
-
-    def install(self) -> None:
-        """Watch what Accelerate logs, now or when it is imported."""
-        patch("accelerate.accelerator:Accelerator", "log", self._log)
 
     @property
     def shares(self) -> tuple[Share, ...]:
@@ -50,12 +48,8 @@ class MetricShares:
         self._begun = collectives() if is_in_group() else -1
         self._first_batch = digest(batch) if self._begun >= 0 else ""
 
-    def _log(self, original: Any, accelerator: Any, values: Any, *args: Any, **rest: Any) -> Any:
-        self._see(accelerator, values)
-        return original(accelerator, values, *args, **rest)
-
-    @_harmless
-    def _see(self, accelerator: Any, values: Any) -> None:
+    def accelerate_logs(self, accelerator: Any, values: Any, step: int | None) -> None:
+        """Look at what Accelerate is given to log."""
         trackers = accelerator.log_with  # those of nbtrain report of every rank
         if not trackers or all(str(tracker) == "nbtrain" for tracker in trackers):
             return

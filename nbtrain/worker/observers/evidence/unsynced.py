@@ -29,17 +29,19 @@ from ....planning.task_values import (
     returned,
     source_lines,
 )
-from ....system.safe_hooks import after_each_step, guarded
 from ....system.text import plural
 from ....tracking import events as ev
 from ....tracking.event_log import EventWriter
+from ...hooks import Observer
 
 _SAVES = re.compile(r"save|dump|export|checkpoint|log_model|push_to_hub|state_dict|Trainer\b")
 """What a line says where the task keeps what it has trained; a Trainer saves by itself."""
 
 
-class UnsyncedModels:
+class UnsyncedModels(Observer):
     """Names the models that an optimizer trains and that stay in the ranks. Keeps nothing alive."""
+
+    purpose = "looking for models that are not copied back"
 
     def __init__(self, plan: Plan, writer: EventWriter, ranks_stay: bool = False) -> None:
         self._writer, self._task_is_cell = writer, isinstance(plan.task, Cell)
@@ -55,12 +57,8 @@ class UnsyncedModels:
         self._before = {name: weakref.ref(v) for name, v in known.items() if is_model(v)}
         self._known = frozenset(self._variables())
 
-    def install(self) -> None:
-        """Watch what optimizers train."""
-        after_each_step(self._on_step)
-
-    @guarded("looking for models that are not copied back")
-    def _on_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    def stepped(self, optimizer: Any) -> None:
+        """Look at what an optimizer trains, at its first step."""
         if optimizer in self._seen:
             return
         self._seen.add(optimizer)

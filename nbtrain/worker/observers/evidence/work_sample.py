@@ -17,13 +17,13 @@ from typing import Any
 
 from ....planning.plan import Task
 from ....planning.task_values import source_lines
-from ....system.instrumentation import patch
 from ....system.safe_hooks import guarded
 from ....system.source_files import RANK_BODY, is_library
 from ....tracking import clock
 from ....tracking import events as ev
 from ....tracking.event_log import EventWriter
 from ...device_scalars import captures
+from ...hooks import Observer
 
 STEPS = 10
 """Steps after which a rank reports for the first time."""
@@ -51,8 +51,10 @@ _IGNORES = re.compile(r"#\s*nbtrain:\s*ignore(\[[^\]]*migrate[^\]]*\])?\s*$")
 _harmless = guarded("comparing the ranks' work")
 
 
-class WorkSampler:
+class WorkSampler(Observer):
     """Collects the evidence; it keeps no model, batch or loss of the user's alive."""
+
+    purpose = "comparing the ranks' work"
 
     def __init__(self, writer: EventWriter, rank: int, world_size: int, task: Task | None) -> None:
         self._writer, self._rank, self._task = writer, rank, task
@@ -73,19 +75,7 @@ class WorkSampler:
         self.is_sampling = world_size > 1
         """Whether batches and losses still count."""
 
-    def install(self) -> None:
-        """Watch what joins the ranks, now or when it is imported."""
-        if self._world_size < 2:
-            return
-        ddp = "torch.nn.parallel.distributed:DistributedDataParallel"
-        patch(ddp, "__init__", self._wrap)
-        fsdp = "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel"
-        patch(fsdp, "__init__", self._wrap)
-        groups = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
-        patch(groups, "__init__", self._wrap)  # FSDP 2; seen in torch 2.6 to 2.13
-
-    @_harmless
-    def see_batch(self, batch: Any) -> None:
+    def batch(self, iterator: Any, batch: Any, began: float, is_ahead: bool) -> None:
         """Take a batch that a loader gave."""
         if self.is_sampling and len(self._batches) < FIRST:
             self._batches.append(digest(batch))
@@ -98,7 +88,7 @@ class WorkSampler:
             self._losses.append(loss.item() if loss.device.type == "cpu" else loss.detach())
 
     @_harmless
-    def stepped(self, optimizer: Any, steps: int) -> None:
+    def note_step(self, optimizer: Any, steps: int) -> None:
         """Take note of one of the first optimizer steps; report after the last of them."""
         if not self.is_sampling:
             return
@@ -124,7 +114,7 @@ class WorkSampler:
             self._counts = (count if self._counts is None else self._counts[0], count)
 
     @_harmless
-    def finish(
+    def report(
         self,
         steps: int,
         loss: float | None,
@@ -172,13 +162,7 @@ class WorkSampler:
     def _look_at_group(self) -> None:
         self._has_joined = self._has_joined or is_in_group()
 
-    def _wrap(self, original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(wrapper, *args, **kwargs)
-        self._note_wrapper(wrapper)
-        return result
-
-    @_harmless
-    def _note_wrapper(self, wrapper: Any) -> None:
+    def wrapped(self, wrapper: Any) -> None:
         """Take note whether the ranks of a data-parallel model are all of them."""
         mesh = getattr(getattr(wrapper, "mesh_info", None), "mesh", None)
         size = mesh.size() if mesh is not None else wrapper.process_group.size()

@@ -8,7 +8,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ....system.instrumentation import patch
+from ...hooks import Observer
 from .loops import Loop, Loops, loops_around
 
 Rounds = tuple[tuple[str, int, int, int], ...]
@@ -55,18 +55,6 @@ class LibraryPlace:
 _library: LibraryPlace | None = None
 
 
-def watch_lightning() -> None:
-    """Take note of Lightning's trainings."""
-    for package in ("lightning.pytorch", "pytorch_lightning"):  # seen in 2.0 to 2.6
-        patch(f"{package}.loops.fit_loop:_FitLoop", "advance", _advance)
-
-
-def _advance(original: Any, fit_loop: Any) -> Any:
-    global _library
-    _library = LibraryPlace(fit_loop=weakref.ref(fit_loop))
-    return original(fit_loop)
-
-
 def _of_lightning(fit_loop: Any) -> Place:
     trainer = fit_loop.trainer
     epochs = trainer.max_epochs if (trainer.max_epochs or -1) > 0 else None
@@ -85,20 +73,28 @@ def _of_lightning(fit_loop: Any) -> Place:
     return Place(rounds, min(epoch + 1, epochs or epoch + 1), epochs)
 
 
-def trainer_moved(state: Any, *, first: int, epoch: int, is_over: bool = False) -> None:
-    """Take note of where transformers' Trainer stands, which began at step `first`.
+class LibraryPlaces(Observer):
+    """Takes note of where Lightning and transformers' Trainer stand."""
 
-    Its own count of epochs goes on at the end of a step, and that of a stream at another place.
-    """
-    global _library
-    done, total = int(state.global_step), int(state.max_steps)
-    place = _library.last if _library is not None else Place()
-    if total > 0:
-        epochs = math.ceil(state.num_train_epochs) if state.num_train_epochs else None
-        epoch = min(max(1, epoch), epochs or sys.maxsize)
-        rounds = (("step", max(0, done - first), max(1, total - first), first + 1),)
-        place = Place(rounds, epoch, epochs)
-    _library = LibraryPlace(place, is_over)
+    def fitting(self, fit_loop: Any) -> None:
+        """Ask Lightning's loop from now on."""
+        global _library
+        _library = LibraryPlace(fit_loop=weakref.ref(fit_loop))
+
+    def trainer_moved(self, state: Any, first: int, epoch: int, is_over: bool) -> None:
+        """Take note of where the Trainer stands.
+
+        Its own count of epochs goes on at the end of a step, and that of a stream at another place.
+        """
+        global _library
+        done, total = int(state.global_step), int(state.max_steps)
+        place = _library.last if _library is not None else Place()
+        if total > 0:
+            epochs = math.ceil(state.num_train_epochs) if state.num_train_epochs else None
+            epoch = min(max(1, epoch), epochs or sys.maxsize)
+            rounds = (("step", max(0, done - first), max(1, total - first), first + 1),)
+            place = Place(rounds, epoch, epochs)
+        _library = LibraryPlace(place, is_over)
 
 
 class TrainingPlace:

@@ -1,4 +1,4 @@
-"""Reports every bar of tqdm and fastprogress in a rank, without any code of the user's.
+"""The bars of tqdm and fastprogress, which are told of in place of being drawn.
 
 Bars count as they always do. Only the drawing is replaced, so an iteration costs what it costs
 anywhere. A rank keeps these patches for its life. (The inline engine, whose rank is the kernel,
@@ -19,9 +19,7 @@ from typing import Any
 
 from ...system.instrumentation import patch, replace, when_imported
 from ...system.safe_hooks import telemetry
-from ...tracking import clock
-from ...tracking import events as ev
-from .. import api
+from .observer import tell
 
 INTERVAL = 0.1
 """Seconds between two reports of a bar, at least; its end is always reported."""
@@ -41,8 +39,8 @@ _ids = count()
 _DRAWING = ["status_printer", "display", "colour", "__iter__", "update", "close", "clear", "reset"]
 
 
-def install() -> None:
-    """Report this rank's bars, whether tqdm is imported already or later."""
+def watch() -> None:
+    """Tell of bars, whether tqdm is imported already or later."""
     when_imported("tqdm.std", _report_bars)
     when_imported("tqdm.notebook", lambda module: _draw_plainly(module.tqdm_notebook))
     when_imported("tqdm.rich", lambda module: _draw_plainly(module.tqdm_rich))
@@ -135,30 +133,18 @@ def _report(bar: Any, *, closed: bool) -> None:
 
 
 def _send(bar: Any, *, closed: bool, n: Any, **texts: Any) -> None:
-    reporter = api.active
-    if reporter is None:
-        return
     if not hasattr(bar, "_nbtrain_id"):
         bar._nbtrain_id, bar._nbtrain_due = next(_ids), 0.0
     # set_postfix() draws at every iteration, whatever the bar's own interval.
     if not closed and time.monotonic() < bar._nbtrain_due:
         return
     bar._nbtrain_due = time.monotonic() + INTERVAL
-    now = clock.now()
     try:
-        event = ev.Progress(
-            now,
-            reporter.rank,
-            bar=bar._nbtrain_id,
-            n=_plain(n),
-            total=None if bar.total is None else _plain(bar.total),
-            elapsed=_seconds(bar),
-            closed=closed,
-            **texts,
-        )
+        done, total = _plain(n), None if bar.total is None else _plain(bar.total)
     except (TypeError, ValueError, RuntimeError):  # a count that is no number: tqdm's concern
         return
-    reporter.writer.write(event)
+    shown = {"n": done, "total": total, "elapsed": _seconds(bar), **texts}
+    tell("bar", bar._nbtrain_id, closed, **shown)
 
 
 def _plain(number: Any) -> float:

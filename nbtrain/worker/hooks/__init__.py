@@ -1,0 +1,60 @@
+"""Where nbtrain listens to torch and the libraries that train with it.
+
+Each module patches one library, or one side of torch, and tells the observers; nothing else in a
+rank patches a library in order to observe. What no observer asks for is not patched.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from ...system.instrumentation import undo_later
+from ...system.safe_hooks import guarded
+from . import accelerate, batches, fastai, lightning, losses, models, phases, progress_bars, steps
+from . import transformers as trainer
+from .observer import EVENTS, Observer, listeners, tell
+
+__all__ = ["Observer", "add", "tell"]
+
+_WATCH = {
+    "optimizer_made": (steps.watch_made,),
+    "stepped": (steps.watch_steps,),
+    "before_next": (losses.watch, batches.watch),
+    "scaling": (losses.watch,),
+    "backward": (losses.watch,),
+    "indexes_drawn": (batches.watch,),
+    "batch": (batches.watch,),
+    "pass_ended": (batches.watch,),
+    "module_built": (models.watch_building,),
+    "wrapped": (models.watch_wrapping,),
+    "autocast": (models.watch_autocast,),
+    "phase": (phases.watch,),
+    "logged": (trainer.watch, lightning.watch_logs, fastai.watch),
+    "accelerate_logs": (accelerate.watch,),
+    "computes_loss": (trainer.watch_losses,),
+    "trainer_moved": (trainer.watch,),
+    "fitting": (lightning.watch_fitting,),
+    "bar": (progress_bars.watch,),
+}
+"""What has a library tell of an event, now or once it is imported.
+
+Events may share a function: `patch` makes the same patch once.
+"""
+
+
+def add(observer: Observer | Any, *events: str) -> None:
+    """Tell an observer from now on, of some `events` or of all for which it has a method."""
+    guard = guarded(getattr(observer, "purpose", Observer.purpose))
+    for event in events or EVENTS:
+        method = getattr(type(observer), event, None)
+        if method is not None and method is not getattr(Observer, event):
+            listener = guard(getattr(observer, event))
+            for watch in () if listeners[event] else _WATCH.get(event, ()):
+                watch()
+            listeners[event] = (*listeners[event], listener)
+            undo_later(partial(_remove, event, listener))
+
+
+def _remove(event: str, listener: Any) -> None:
+    listeners[event] = tuple(each for each in listeners[event] if each is not listener)

@@ -1,0 +1,21 @@
+"""Accelerate: what is logged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...system.instrumentation import patch
+from .observer import tell
+
+
+def watch() -> None:
+    """Tell of what ``accelerator.log`` is given, whatever tracker it is for."""
+    patch("accelerate.accelerator:Accelerator", "log", _log)
+
+
+def _log(
+    original: Any, accelerator: Any, values: Any, step: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    result = original(accelerator, values, step, *args, **kwargs)
+    tell("accelerate_logs", accelerator, values, step)
+    return result

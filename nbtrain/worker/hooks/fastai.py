@@ -1,0 +1,28 @@
+"""fastai: what it records; seen in 2.8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...system.instrumentation import patch
+from ...system.safe_hooks import telemetry
+from .observer import tell
+
+
+def watch() -> None:
+    """Tell of what a Learner records at the end of an epoch: losses and metrics."""
+    patch("fastai.learner:Recorder", "after_epoch", _after_epoch)
+
+
+def _after_epoch(original: Any, recorder: Any) -> Any:
+    result = original(recorder)
+    _tell(recorder)
+    return result
+
+
+@telemetry
+def _tell(recorder: Any) -> None:
+    named = dict(zip(recorder.metric_names, recorder.log, strict=False))
+    values = {str(k): v for k, v in named.items() if k != "epoch" and isinstance(v, (int, float))}
+    if values:
+        tell("logged", values, None)

@@ -1,0 +1,135 @@
+"""Backward, and the loss for which it is called: what it was before it was scaled or divided."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from ...system.instrumentation import patch
+from ...system.safe_hooks import telemetry
+from .observer import tell
+
+_UNSCALED = "_nbtrain_unscaled"
+"""The attribute of a scaled loss that holds the loss; a tensor computed from it has none."""
+
+_DIVISOR = "_nbtrain_divisor"
+"""The attribute of a detached loss with what it was divided by."""
+
+_is_paused = False
+"""While a library scales the loss and goes backward."""
+
+_is_scaling = False
+"""Whether a loss was scaled since the last step: what comes of it is no loss."""
+
+
+def watch() -> None:
+    """Tell of backward, and of what scales a loss before it."""
+    global _is_paused, _is_scaling
+    _is_paused = _is_scaling = False
+    patch("torch:Tensor", "backward", _backward)
+    # Accelerate divides by the steps of the accumulation, and DeepSpeed scales, too.
+    patch("accelerate.accelerator:Accelerator", "backward", library_backward)
+    patch("deepspeed.runtime.engine:DeepSpeedEngine", "backward", library_backward)
+    sharded = "torch.distributed.fsdp.sharded_grad_scaler:ShardedGradScaler"
+    patch("torch.amp.grad_scaler:GradScaler", "scale", _scale)
+    patch(sharded, "scale", _scale)
+    patch("transformers.trainer:Trainer", "training_step", _trainer_step)
+    for package in ("lightning.pytorch", "pytorch_lightning"):  # seen in 2.0 to 2.6
+        result = f"{package}.loops.optimization.automatic:ClosureResult"
+        patch(result, "from_training_step_output", _closure_result)
+
+
+def forget_scaling() -> None:
+    """Forget that a loss was scaled, at a step: another training may follow."""
+    global _is_scaling
+    _is_scaling = False
+
+
+def divisor(loss: Any) -> int:
+    """Return the whole number that a loss was divided by last, as ``loss / steps`` does; 1: none.
+
+    Its node in the graph has it (private, seen in torch 2.4 to 2.13).
+    """
+    node = getattr(loss, "grad_fn", None)
+    if node is not None and node.name() == "AliasBackward0":  # made a subclass of tensors, again
+        node = node.next_functions[0][0]
+    if node is None or node.name() != "DivBackward0":
+        return int(getattr(loss, _DIVISOR, 1))
+    other = node._saved_other
+    is_whole = other.ndim == 0 and other.device.type == "cpu" and not other.is_floating_point()
+    return int(other) if is_whole and other.dtype.is_signed else 1
+
+
+def _backward(original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    tell("before_next", fetch=False)
+    if _is_paused:
+        return original(tensor, *args, **kwargs)
+    loss = getattr(tensor, _UNSCALED, None)
+    if loss is not None or not _is_scaling:
+        tell("backward", tensor if loss is None else loss)
+    # A subclass's backward comes here again, from its `__torch_function__`.
+    is_subclass = type(tensor) is not sys.modules["torch"].Tensor
+    return _paused(is_subclass, original, tensor, *args, **kwargs)
+
+
+def library_backward(original: Any, engine: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
+    """Tell of the loss that a library is given, which it scales and goes backward with."""
+    if not _is_paused:  # else one library calls another
+        tell("backward", loss)
+    return _paused(True, original, engine, loss, *args, **kwargs)
+
+
+def _scale(original: Any, scaler: Any, outputs: Any) -> Any:
+    """Note the loss behind a product: backward is called on the product."""
+    scaled = original(scaler, outputs)
+    if scaled is not outputs:  # the same where it is not enabled
+        tell("scaling")
+        if not _is_paused:
+            _remember_unscaled(outputs, scaled)
+    return scaled
+
+
+def _trainer_step(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Leave an accumulated loss to the Trainer's log: backward gets a share of it only."""
+    steps = trainer.args.gradient_accumulation_steps
+    steps = getattr(trainer, "current_gradient_accumulation_steps", steps)  # transformers 5
+    return _paused(steps > 1, original, trainer, *args, **kwargs)
+
+
+def _paused(is_paused: bool, original: Any, *args: Any, **kwargs: Any) -> Any:
+    global _is_paused
+    before, _is_paused = _is_paused, _is_paused or is_paused
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _is_paused = before
+
+
+def _closure_result(original: Any, cls: Any, output: Any, normalize: int = 1) -> Any:
+    """Note the loss that Lightning divides by the batches of an accumulation."""
+    result = original(cls, output, normalize)
+    if normalize != 1:
+        _remember_undivided(output, result.closure_loss)
+    return result
+
+
+@telemetry
+def _remember_undivided(output: Any, share: Any) -> None:
+    if share is not None:
+        whole = output["loss"] if isinstance(output, Mapping) else output
+        setattr(share, _UNSCALED, whole.detach())
+
+
+@telemetry
+def _remember_unscaled(losses: Any, products: Any) -> None:
+    global _is_scaling
+    _is_scaling = True
+    if hasattr(losses, "detach"):
+        losses, products = [losses], [products]
+    if isinstance(losses, (list, tuple)):  # an iterator's products do not exist yet
+        for loss, product in zip(losses, products, strict=True):
+            if hasattr(product, "detach"):  # not a list within the list
+                whole = getattr(loss, _UNSCALED, loss).detach()
+                setattr(whole, _DIVISOR, divisor(loss))
+                setattr(product, _UNSCALED, whole)

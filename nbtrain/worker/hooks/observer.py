@@ -1,0 +1,91 @@
+"""What observers are, and who is told what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class Observer:
+    """Is told what happens in a rank's training; a subclass overrides what it wants to know.
+
+    An error in a method stops all observers of the same `purpose`, and never the training. What is
+    given belongs to the user: an observer changes nothing of it, and keeps nothing of it alive. The
+    methods are called in every step: they count, and keep what is worth a thought for later.
+    """
+
+    purpose = "telemetry"
+
+    def optimizer_made(self, optimizer: Any) -> None:
+        """An optimizer of torch's or fastai's is about to be made: its id may be of a dead one."""
+
+    def stepped(self, optimizer: Any) -> None:
+        """An optimizer has made a step; the gradients are still there."""
+
+    def before_next(self, *, fetch: bool) -> None:
+        """The code is about to fetch a batch, or else to go backward."""
+
+    def scaling(self) -> None:
+        """A scaler scales a loss, before backward."""
+
+    def backward(self, loss: Any) -> None:
+        """Backward is called for a loss, given as it was before a scaler or library changed it."""
+
+    def indexes_drawn(self, iterator: Any, indexes: Any) -> None:
+        """An iterator of torch's loader knows which samples a batch will be of."""
+
+    def batch(self, iterator: Any, batch: Any, began: float, is_ahead: bool) -> None:
+        """An iterator of torch's loader gives a batch.
+
+        It was asked at `began`, a time of `time.monotonic`, by the user's code, or by Accelerate's
+        loader one batch ahead.
+        """
+
+    def pass_ended(self, iterator: Any) -> None:
+        """An iterator of torch's loader has no more batches."""
+
+    def module_built(self, module: Any) -> None:
+        """A part was added to a module."""
+
+    def wrapped(self, wrapper: Any) -> None:
+        """DDP or FSDP has wrapped a model, or FSDP 2 the parameters of a part of one."""
+
+    def autocast(self, context: Any) -> None:
+        """Autocast begins."""
+
+    def phase(self, name: str) -> None:
+        """A phase begins that is no training, such as "saving"; with "" one has ended."""
+
+    def logged(self, values: Any, step: int | None) -> None:
+        """Transformers' Trainer, Lightning or fastai has logged values."""
+
+    def accelerate_logs(self, accelerator: Any, values: Any, step: int | None) -> None:
+        """``accelerator.log`` was called, on any rank and for any tracker."""
+
+    def computes_loss(self, trainer: Any, items: Any) -> None:
+        """Transformers' Trainer computes a loss that it divides by `items`, or by None."""
+
+    def trainer_moved(self, state: Any, first: int, epoch: int, is_over: bool) -> None:
+        """Transformers' Trainer, which began at step `first`, is somewhere in an epoch, from 1."""
+
+    def fitting(self, fit_loop: Any) -> None:
+        """Lightning's loop begins an epoch."""
+
+    def bar(self, number: int, closed: bool, **shown: Any) -> None:
+        """A bar of tqdm's or fastprogress' has moved; `shown` are fields of `events.Progress`."""
+
+    def finish(self, wait: bool) -> None:
+        """The training is over; what is on its way to the host may be waited for with `wait`."""
+
+
+EVENTS = tuple(name for name, value in vars(Observer).items() if callable(value))
+"""The names of the methods."""
+
+listeners: dict[str, tuple[Callable[..., None], ...]] = dict.fromkeys(EVENTS, ())
+"""Who is told, by event, in the order in which they were added."""
+
+
+def tell(event: str, *args: Any, **named: Any) -> None:
+    """Tell those who listen."""
+    for listener in listeners[event]:
+        listener(*args, **named)

@@ -1,0 +1,56 @@
+"""Transformers' Trainer: where it stands, what it logs, and the losses that it computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...system.instrumentation import patch, replace, when_imported
+from .observer import tell
+
+
+def watch() -> None:
+    """Tell of progress and logs."""
+    when_imported("transformers.trainer", _watch)
+
+
+def _watch(module: Any) -> None:
+    if any(each.__name__ == "TellObservers" for each in module.DEFAULT_CALLBACKS):
+        return
+
+    class TellObservers(module.TrainerCallback):  # type: ignore[misc]
+        first = epoch = 0  # the step and the epoch at which it began: not 0 after a restart
+
+        def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+            self.first, self.epoch = int(state.global_step), int(state.epoch or 0)
+            self._moved(state)
+
+        def on_epoch_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+            self.epoch += 1
+            self._moved(state)
+
+        def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+            self._moved(state)
+
+        def on_train_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+            self._moved(state, is_over=True)
+
+        def _moved(self, state: Any, is_over: bool = False) -> None:
+            tell("trainer_moved", state, self.first, self.epoch, is_over)
+
+        def on_log(self, _args: Any, state: Any, _control: Any, logs: Any = None, **_: Any) -> None:
+            numbers = {k: v for k, v in (logs or {}).items() if isinstance(v, (int, float))}
+            if numbers:
+                tell("logged", numbers, int(state.global_step))
+
+    replace(module, "DEFAULT_CALLBACKS", [*module.DEFAULT_CALLBACKS, TellObservers])
+
+
+def watch_losses() -> None:
+    """Tell of the losses that a Trainer computes."""
+    patch("transformers.trainer:Trainer", "compute_loss", _compute_loss)
+
+
+def _compute_loss(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    items = kwargs.get("num_items_in_batch", args[3] if len(args) > 3 else None)
+    tell("computes_loss", trainer, items)
+    return original(trainer, *args, **kwargs)

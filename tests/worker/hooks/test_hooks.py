@@ -1,0 +1,123 @@
+"""Observers are told what they ask for, and can harm no training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from nbtrain.system import instrumentation, safe_hooks
+from nbtrain.worker import hooks
+from nbtrain.worker.hooks.observer import listeners
+
+
+class Told(hooks.Observer):
+    """Remembers what it is told, in order."""
+
+    purpose = "a test"
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def optimizer_made(self, optimizer: Any) -> None:
+        self.events.append("made")
+
+    def stepped(self, optimizer: Any) -> None:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        self.events.append(("stepped", all(g is not None for g in gradients)))
+
+    def backward(self, loss: Any) -> None:
+        self.events.append(("backward", loss.item()))
+
+    def batch(self, iterator: Any, batch: Any, began: float, is_ahead: bool) -> None:
+        self.events.append(("batch", tuple(batch.shape), is_ahead))
+
+    def pass_ended(self, iterator: Any) -> None:
+        self.events.append("pass ended")
+
+    def phase(self, name: str) -> None:
+        self.events.append(("phase", name))
+
+
+def train(path: Any) -> None:
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for x in DataLoader(torch.ones(4, 1), batch_size=2):
+        scaler.scale((weight * x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    torch.save({"weight": weight}, path)
+
+
+def test_an_observer_hears_a_training_in_its_order(tmp_path: Any) -> None:
+    told = Told()
+    with instrumentation.scope():
+        hooks.add(told)
+        train(tmp_path / "a.pt")
+    before = list(told.events)
+    train(tmp_path / "b.pt")
+    assert before == [
+        "made",
+        *[("batch", (2, 1), False), ("backward", 2.0), ("stepped", True)],
+        *[("batch", (2, 1), False), ("backward", 0.0), ("stepped", True)],
+        "pass ended",
+        *[("phase", "saving"), ("phase", "")],
+    ]
+    assert told.events == before  # nothing after the scope
+    assert not any(listeners.values())
+
+
+def test_nothing_is_patched_that_nobody_asks_for() -> None:
+    class Saves(hooks.Observer):
+        def phase(self, name: str) -> None: ...
+
+    before = {(p.owner, p.name) for p in instrumentation.patches()}
+    with instrumentation.scope():
+        hooks.add(Saves())
+        added = {(p.owner, p.name) for p in instrumentation.patches()} - before
+    assert ("torch.serialization", "_save") in added
+    assert not any(name in ("backward", "__next__", "__init__") for _, name in added)
+    assert {(p.owner, p.name) for p in instrumentation.patches()} == before
+
+
+def test_a_fault_in_one_observer_stops_that_one_alone(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fails(hooks.Observer):
+        purpose = "failing on purpose"
+
+        def stepped(self, optimizer: Any) -> None:
+            raise ValueError("odd")
+
+    monkeypatch.setattr(safe_hooks, "_broken", set())
+    told = Told()
+    with instrumentation.scope():
+        hooks.add(Fails())
+        hooks.add(told, "stepped")
+        weight = nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([weight], lr=0.5)
+        for _ in range(2):
+            weight.sum().backward()
+            optimizer.step()
+    assert told.events == [("stepped", True)] * 2
+    said = capfd.readouterr().err
+    assert said.count("failing on purpose stopped (ValueError: odd); the training continues") == 1
+
+
+def test_two_that_listen_are_both_told_and_the_first_may_leave() -> None:
+    first, second = Told(), Told()
+    with instrumentation.scope():
+        hooks.add(first, "phase")
+        with instrumentation.scope():
+            hooks.add(second, "phase")
+            hooks.tell("phase", "saving")
+        hooks.tell("phase", "")
+    assert (first.events, second.events) == (
+        [("phase", "saving"), ("phase", "")],
+        [("phase", "saving")],
+    )
