@@ -133,7 +133,7 @@ def run_and_report(
     try:
         writer.write(ev.Started(clock.now(), rank, pid=os.getpid()))
         sender = ResultSender(job, rank, writer)
-        if not job.in_kernel:
+        if sender.looks_at_steps:
             hooks.add(sender)
         if not (job.in_kernel or job.is_live):
             renew_accelerate_state(job.plan)

@@ -53,7 +53,7 @@ class StopOnRequest(Observer):
         """Take note that an optimizer has stepped."""
         self.is_stepping = self._has_stepped = True
 
-    def before_next(self, *, fetch: bool) -> None:
+    def before_next(self, fetch: bool) -> None:
         """Raise KeyboardInterrupt if it is due, and a step lies behind: the next one begins here.
 
         It begins where its batch is fetched, else where it goes backward. Not in code that asks

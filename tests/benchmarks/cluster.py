@@ -27,7 +27,7 @@ from kernel import HERE, Notebook, notebook
 from steps import give_turn
 from table import Row, Target
 
-sys.path.append(str(HERE.parent / "engines" / "ray" / "cluster"))
+sys.path.append(str(HERE.parent / "parts" / "ray" / "cluster"))
 from simulated import Simulated  # the tests' own
 
 LATENCIES, LAUNCHES, TURNS = 3, 10, 60

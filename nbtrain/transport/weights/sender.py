@@ -126,6 +126,11 @@ class ResultSender:
                 with contextlib.suppress(Exception):  # as in `_mark`
                     self._at_start[name] = ModelAtStart(value, variable, self._is_live)
 
+    @property
+    def looks_at_steps(self) -> bool:
+        """Whether `stepped` is to be called."""
+        return bool(self._at_start)
+
     def stepped(self, optimizer: Any) -> None:
         """Look at the models that an optimizer has begun to train; a hook in the rank calls it."""
         if optimizer in self._asked:

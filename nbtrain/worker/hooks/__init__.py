@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from ...system.instrumentation import undo_later
-from ...system.safe_hooks import guarded
 from . import accelerate, batches, fastai, lightning, losses, models, phases, progress_bars, steps
 from . import transformers as trainer
 from .observer import EVENTS, Observer, listeners, tell
@@ -45,11 +44,11 @@ Events may share a function: `patch` makes the same patch once.
 
 def add(observer: Observer | Any, *events: str) -> None:
     """Tell an observer from now on, of some `events` or of all for which it has a method."""
-    guard = guarded(getattr(observer, "purpose", Observer.purpose))
+    purpose = getattr(observer, "purpose", Observer.purpose)
     for event in events or EVENTS:
         method = getattr(type(observer), event, None)
         if method is not None and method is not getattr(Observer, event):
-            listener = guard(getattr(observer, event))
+            listener = purpose, getattr(observer, event)
             for watch in () if listeners[event] else _WATCH.get(event, ()):
                 watch()
             listeners[event] = (*listeners[event], listener)

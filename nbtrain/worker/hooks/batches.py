@@ -29,7 +29,7 @@ def watch() -> None:
 def _next(original: Any, it: Any) -> Any:
     if getattr(_thread, "is_loading", False):
         return original(it)
-    tell("before_next", fetch=True)
+    tell("before_next", True)
     began = time.monotonic()
     _thread.is_loading = True
     try:

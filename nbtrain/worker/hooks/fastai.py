@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...system.instrumentation import patch
-from ...system.safe_hooks import telemetry
+from .guard import telemetry
 from .observer import tell
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...system.instrumentation import patch
-from ...system.safe_hooks import telemetry
+from .guard import telemetry
 from .observer import tell
 
 _UNSCALED = "_nbtrain_unscaled"
@@ -62,7 +62,7 @@ def divisor(loss: Any) -> int:
 
 
 def _backward(original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    tell("before_next", fetch=False)
+    tell("before_next", False)
     if _is_paused:
         return original(tensor, *args, **kwargs)
     loss = getattr(tensor, _UNSCALED, None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from . import guard
 
 
 class Observer:
@@ -22,7 +24,7 @@ class Observer:
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has made a step; the gradients are still there."""
 
-    def before_next(self, *, fetch: bool) -> None:
+    def before_next(self, fetch: bool) -> None:
         """The code is about to fetch a batch, or else to go backward."""
 
     def scaling(self) -> None:
@@ -71,7 +73,7 @@ class Observer:
     def fitting(self, fit_loop: Any) -> None:
         """Lightning's loop begins an epoch."""
 
-    def bar(self, number: int, closed: bool, **shown: Any) -> None:
+    def bar(self, number: int, closed: bool, shown: Mapping[str, Any]) -> None:
         """A bar of tqdm's or fastprogress' has moved; `shown` are fields of `events.Progress`."""
 
     def finish(self, wait: bool) -> None:
@@ -81,11 +83,17 @@ class Observer:
 EVENTS = tuple(name for name, value in vars(Observer).items() if callable(value))
 """The names of the methods."""
 
-listeners: dict[str, tuple[Callable[..., None], ...]] = dict.fromkeys(EVENTS, ())
-"""Who is told, by event, in the order in which they were added."""
+listeners: dict[str, tuple[tuple[str, Callable[..., None]], ...]] = dict.fromkeys(EVENTS, ())
+"""Who is told, by event, in the order in which they were added: purposes and methods."""
 
 
-def tell(event: str, *args: Any, **named: Any) -> None:
-    """Tell those who listen."""
-    for listener in listeners[event]:
-        listener(*args, **named)
+def tell(event: str, *args: Any) -> None:
+    """Tell those who listen. It is called several times a step: as `guarded`, but once for all."""
+    if guard.is_asleep:
+        return
+    for purpose, method in listeners[event]:
+        if purpose not in guard.broken:
+            try:
+                method(*args)
+            except Exception as error:  # tensors and samplers of any kind may raise anything
+                guard.stop(purpose, error)

@@ -18,7 +18,7 @@ from itertools import count
 from typing import Any
 
 from ...system.instrumentation import patch, replace, when_imported
-from ...system.safe_hooks import telemetry
+from .guard import telemetry
 from .observer import tell
 
 INTERVAL = 0.1
@@ -144,7 +144,7 @@ def _send(bar: Any, *, closed: bool, n: Any, **texts: Any) -> None:
     except (TypeError, ValueError, RuntimeError):  # a count that is no number: tqdm's concern
         return
     shown = {"n": done, "total": total, "elapsed": _seconds(bar), **texts}
-    tell("bar", bar._nbtrain_id, closed, **shown)
+    tell("bar", bar._nbtrain_id, closed, shown)
 
 
 def _plain(number: Any) -> float:

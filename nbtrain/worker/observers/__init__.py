@@ -10,10 +10,9 @@ from collections.abc import Collection, Iterator
 
 from ...planning.option_types import SOURCES
 from ...planning.plan import Plan
-from ...system import safe_hooks
 from .. import api, hooks, stopping
 from ..device_scalars import captures
-from ..hooks import Observer
+from ..hooks import Observer, guard
 from . import integrations
 from .bars import Bars
 from .evidence.unsynced import UnsyncedModels
@@ -35,7 +34,7 @@ def install(
     reporter = api.active
     if reporter is None:
         return
-    safe_hooks.activate()
+    guard.activate()
     integrations.hide_notebook_from_lightning()
     captures.watch()
     if "trainer" in sources:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ...tracking import clock
@@ -18,7 +19,7 @@ class Bars(Observer):
     def __init__(self, writer: EventWriter, rank: int) -> None:
         self._writer, self._rank = writer, rank
 
-    def bar(self, number: int, closed: bool, **shown: Any) -> None:
+    def bar(self, number: int, closed: bool, shown: Mapping[str, Any]) -> None:
         """Report a bar that has moved."""
         event = ev.Progress(clock.now(), self._rank, bar=number, closed=closed, **shown)
         self._writer.write(event)

@@ -120,7 +120,6 @@ class DataLoadingMeter(Observer):
 
     def indexes_drawn(self, it: Any, index: Any) -> None:
         """Remember how many samples were asked for: collating may make anything of them."""
-        self.noise.before_batch()
         if not it._auto_collation or it._dataset_kind != 0:
             return
         asked = vars(it).get("_nbtrain_asked")
@@ -130,7 +129,6 @@ class DataLoadingMeter(Observer):
 
     def batch(self, it: Any, batch: Any, start: float, is_ahead: bool) -> None:
         """Count a batch."""
-        self.noise.after_batch()
         now = time.monotonic()
         if threading.get_ident() in self._trainers:
             self.waited += now - start

@@ -17,13 +17,13 @@ from typing import Any
 
 from ...findings import Finding
 from ...planning.plan import Plan
-from ...system.safe_hooks import telemetry
 from ...tracking import clock
 from ...tracking import events as ev
 from .. import api
 from ..api import Reporter
 from ..device_scalars import captures
 from ..hooks import Observer
+from ..hooks.guard import telemetry
 from .data_loading import DataLoadingMeter
 from .evidence.work_sample import WorkSampler
 from .loss import LossMeter
@@ -77,6 +77,7 @@ class TrainingMeter(Observer):
         if "loss" in sources:
             yield self._loss
         if "data" in sources:
+            yield self._loading.noise
             yield self._loading
             yield self._loading.metrics
 

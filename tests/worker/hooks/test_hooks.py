@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from nbtrain.system import instrumentation, safe_hooks
+from nbtrain.system import instrumentation
 from nbtrain.worker import hooks
+from nbtrain.worker.hooks import guard
 from nbtrain.worker.hooks.observer import listeners
 
 
@@ -94,7 +95,7 @@ def test_a_fault_in_one_observer_stops_that_one_alone(
         def stepped(self, optimizer: Any) -> None:
             raise ValueError("odd")
 
-    monkeypatch.setattr(safe_hooks, "_broken", set())
+    monkeypatch.setattr(guard, "broken", set())
     told = Told()
     with instrumentation.scope():
         hooks.add(Fails())

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 import nbtrain
-from nbtrain.system import instrumentation, safe_hooks
+from nbtrain.system import instrumentation
 from nbtrain.tracking import events as ev
 from nbtrain.tracking.event_log import read_events
 from nbtrain.worker import hooks
+from nbtrain.worker.hooks import guard
 from nbtrain.worker.observers import tensor_memory
 from nbtrain.worker.observers.tensor_memory import EVERY, TensorMemoryMeter, counted
 
@@ -148,7 +149,7 @@ def test_nothing_is_kept_alive_and_no_error_reaches_the_step(
         raise ValueError("no")
 
     monkeypatch.setattr(tensor_memory, "counted", hostile)
-    monkeypatch.setattr(safe_hooks, "_broken", set())
+    monkeypatch.setattr(guard, "broken", set())
     other = torch.optim.SGD([nn.Parameter(torch.ones(3))])
     with instrumentation.scope():
         hooks.add(TensorMemoryMeter(log, 0))  # type: ignore[arg-type]

@@ -10,7 +10,8 @@ import zlib
 from typing import Any
 
 from ....findings import Finding
-from ....system.safe_hooks import guarded
+from ...hooks import Observer
+from ...hooks.guard import guarded
 from .work_sample import digest
 
 _harmless = guarded("looking at the order of the data")
@@ -39,12 +40,14 @@ def _repeated(workers: int) -> Finding:
     )
 
 
-class NumpyNoise:
+class NumpyNoise(Observer):
     """Whether a data set draws from numpy's own generator as it was when the task began.
 
     Forked ranks have the notebook's, so that they draw the same numbers for different samples.
     Python's own generator is seeded anew by each fork, and torch's in workers by the loader.
     """
+
+    purpose = "looking at the order of the data"
 
     def __init__(self) -> None:
         self.drawn = ""
@@ -52,16 +55,14 @@ class NumpyNoise:
         self._at_start, self._before = _numpy_state(), ""
         self._left = BATCHES if self._at_start else 0
 
-    @_harmless
-    def before_batch(self) -> None:
+    def indexes_drawn(self, iterator: Any, indexes: Any) -> None:
         """Look once the sampler has chosen the samples of a batch, before they are read."""
         if self._left:
             self._before = _numpy_state()
             if self._before != self._at_start:  # seeded, or used for something else
                 self._left = 0
 
-    @_harmless
-    def after_batch(self) -> None:
+    def batch(self, iterator: Any, batch: Any, began: float, is_ahead: bool) -> None:
         """Look behind a batch."""
         if self._left and self._before:
             now = _numpy_state()

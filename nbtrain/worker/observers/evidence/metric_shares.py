@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ....system.safe_hooks import guarded
 from ...hooks import Observer
+from ...hooks.guard import guarded
 from .work_sample import collectives, digest, is_in_group
 
 MOST = 10_000

@@ -17,13 +17,13 @@ from typing import Any
 
 from ....planning.plan import Task
 from ....planning.task_values import source_lines
-from ....system.safe_hooks import guarded
 from ....system.source_files import RANK_BODY, is_library
 from ....tracking import clock
 from ....tracking import events as ev
 from ....tracking.event_log import EventWriter
 from ...device_scalars import captures
 from ...hooks import Observer
+from ...hooks.guard import guarded
 
 STEPS = 10
 """Steps after which a rank reports for the first time."""

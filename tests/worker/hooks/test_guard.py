@@ -11,8 +11,8 @@ from torch import nn
 
 import nbtrain
 from nbtrain.planning.option_types import SOURCES
-from nbtrain.system import safe_hooks
 from nbtrain.tracking import events as ev
+from nbtrain.worker.hooks import guard
 from tests.support.runs import events, last, launch
 
 
@@ -25,8 +25,8 @@ def test_the_first_error_stops_every_hook_and_is_reported_once(
         calls.append(number)
         raise ValueError("odd")
 
-    monkeypatch.setattr(safe_hooks, "_broken", set())
-    failing, other = safe_hooks.telemetry(fails), safe_hooks.telemetry(calls.append)
+    monkeypatch.setattr(guard, "broken", set())
+    failing, other = guard.telemetry(fails), guard.telemetry(calls.append)
     other(1)
     failing(2)
     failing(3)
@@ -37,8 +37,9 @@ def test_the_first_error_stops_every_hook_and_is_reported_once(
 
 def test_in_a_process_that_was_forked_hooks_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(safe_hooks, "_rank", os.getpid())
-    hook = safe_hooks.telemetry(calls.append)
+    monkeypatch.setattr(guard, "is_asleep", False)
+    guard._sleep_in_children()
+    hook = guard.telemetry(calls.append)
     pid = os.fork()
     if pid == 0:
         hook(1)

@@ -1,0 +1,77 @@
+"""Keeps what watches a training from harming it: by an error, in a fork, or where it compiles."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ...system.instrumentation import when_imported
+
+is_asleep = False
+"""Whether this process was forked by a rank: a worker of a loader is no rank."""
+
+broken: set[str] = set()
+"""Purposes of which something has failed."""
+
+
+def stop(purpose: str, error: Exception) -> None:
+    """Do no more of what serves a purpose, and say so in the rank's log."""
+    broken.add(purpose)
+    reason = f"{type(error).__name__}: {error}"
+    print(f"nbtrain: {purpose} stopped ({reason}); the training continues", file=sys.stderr)
+
+
+def guarded(purpose: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Keep errors of a function out of the user's step.
+
+    At the first error, all that serves the same purpose stops.
+    """
+
+    def guard(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def guarded(*args: Any) -> None:
+            if purpose not in broken and not is_asleep:
+                try:
+                    function(*args)
+                except Exception as error:  # tensors and samplers of any kind may raise anything
+                    stop(purpose, error)
+
+        return guarded
+
+    return guard
+
+
+telemetry = guarded("telemetry")
+"""Guards what has no purpose of its own."""
+
+
+def activate() -> None:
+    """Watch this process from now on, but not what it forks, and have torch.compile skip that.
+
+    Otherwise it traces the hooks that a compiled step calls, breaks its graphs there, recompiles
+    for each number that they count, and warns. The public way (`torch.compiler.disable`) imports
+    the compiler, which takes seconds.
+    """
+    global is_asleep
+    is_asleep = False
+    broken.clear()
+    _sleep_in_children()
+    when_imported("torch._dynamo.trace_rules", _skip_nbtrain)
+
+
+@functools.cache
+def _sleep_in_children() -> None:
+    os.register_at_fork(after_in_child=_sleep)
+
+
+def _sleep() -> None:
+    global is_asleep
+    is_asleep = True
+
+
+def _skip_nbtrain(module: Any) -> None:
+    if hasattr(module, "add"):  # seen in torch 2.4 to 2.13
+        module.add("nbtrain")
