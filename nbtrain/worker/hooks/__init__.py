@@ -19,7 +19,7 @@ __all__ = ["Observer", "add", "tell"]
 _WATCH = {
     "optimizer_made": (steps.watch_made,),
     "stepped": (steps.watch_steps,),
-    "before_next": (losses.watch, batches.watch),
+    "before_next": (),  # as far as losses or batches are watched
     "scaling": (losses.watch,),
     "backward": (losses.watch,),
     "indexes_drawn": (batches.watch,),
