@@ -235,7 +235,10 @@ def test_the_messages_that_one_looks_up_are_those_of_nbtrain() -> None:
     own = page.partition("## nbtrain's own")[2].partition("## Other launchers'")[0]
     sources = "".join(p.read_text() for p in Path(nbtrain.__file__).parent.rglob("*.py"))
     joined = re.sub(r"\"\s+f?\"", "", sources)
-    messages = re.findall(r"\*\*(.+?)\*\*", own.replace("\n", " "))
+    headings = re.findall(r"^### (.+)$", own, re.M)
+    others = re.findall(r"^Also: (.+?)\.$", own, re.M)
+    messages = [m for heading in headings for m in heading.split(" · ")]
+    messages += [m for line in others for m in re.findall(r"\"(.+?)\"", line)]
     assert len(messages) > 10
     for message in messages:  # of which some parts are filled in
         parts = re.split(r"\d+(?:–\d+)?|[:(…,`#]|CUDA| ranks? ", message)
