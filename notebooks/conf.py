@@ -70,6 +70,9 @@ SEARCHED = {
     "compute_metrics, best model, evaluation on both ranks, fp16 T4, early stopping, "
     "EarlyStoppingCallback, learning rate two GPUs",
     "recipes/sft_lora": "LoRA, PEFT, SFT, TRL, SFTTrainer, fine-tune LLM",
+    "recipes/dpo": "DPO, RLHF, preference, GRPO, DPOTrainer, reward",
+    "recipes/diffusion": "diffusers, UNet, Stable Diffusion, DDPM, images",
+    "recipes/fastai": "fastai, Learner, distrib_ctx",
     "recipes/lightning": "Lightning, PyTorch Lightning, callbacks",
     "recipes/ddp": "DDP, DistributedDataParallel, DistributedSampler, set_epoch",
     "recipes/fsdp2": "FSDP, FSDP2, FSDP2 checkpoint, sharded checkpoint, fully_shard, DCP",

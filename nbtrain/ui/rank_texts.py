@@ -15,6 +15,7 @@ from ..system.text import (
     format_rate,
 )
 from ..tracking import events as ev
+from ..tracking.overview import run_progress
 from ..tracking.overview.run_progress import LONGEST
 from ..tracking.reducers import METRICS
 from ..tracking.state import ProgressBar, RankState, RunState
@@ -99,13 +100,13 @@ def pace(rank: RankState) -> str:
 
 
 def left(rank: RankState) -> str:
-    """Return how long the shown bar will still take."""
-    bar = rank.bar
-    if bar is None or not bar.remaining or rank.is_over or bar.remaining > LONGEST:
+    """Return how long the rank's loops or bars will still take, all of them together."""
+    bar, loops = rank.bar, rank.progress.loops if rank.progress is not None else ()
+    if bar is None or rank.is_over or rank.hang in _AT_REST:
         return ""
-    if rank.hang in _AT_REST:
-        return ""
-    return format_duration(bar.remaining)
+    is_inside = len(loops) > 1 or len(rank.nest) > 1
+    seconds = run_progress.remaining(rank) if is_inside else bar.remaining
+    return format_duration(seconds) if seconds and seconds <= LONGEST else ""
 
 
 def badge(rank: RankState) -> str:

@@ -44,6 +44,7 @@ class Recipe:
 RECIPES = {
     "trainer": Recipe(("transformers",), 32, 512, "48 steps; accuracy"),
     "sft_lora": Recipe(("trl", "peft", "datasets"), 40, 320, "loss"),
+    "dpo": Recipe(("trl", "peft", "datasets"), 40, 320, "the dog barks"),
     "lightning": Recipe(("lightning",), 80, 2560, "80 steps"),
     "ddp": Recipe((), 56, 1792, "epochs 5 to 6: off by 0.0"),
     # 50 steps, and the one of torch's own that makes the optimizer's state for `get_state_dict`.
@@ -52,6 +53,8 @@ RECIPES = {
     "sentence_transformers": Recipe(("sentence_transformers", "datasets"), 100, 400, "100 steps"),
     "streaming": Recipe(("datasets", "webdataset"), 0, 0, "64 and 64 samples, 0 of them on both"),
     "optuna": Recipe(("optuna",), 32, 512, "best of 5"),
+    "diffusion": Recipe(("diffusers",), 160, 2560, "of 16 samples are right"),
+    "fastai": Recipe(("fastai",), 80, 1280, "accuracy"),
 }
 
 TUTORIALS = {

@@ -195,11 +195,23 @@ def test_a_bar_that_takes_for_ever_leaves_a_board(elapsed: float) -> None:
 
 def test_nested_bars_are_worded_from_the_outside_in() -> None:
     bars = [
-        ev.Progress(1, 0, bar=0, n=2, total=3, description="epoch"),
+        ev.Progress(1, 0, bar=0, n=2, total=3, elapsed=11, description="epoch"),
         ev.Progress(1, 0, bar=1, n=20, total=45, elapsed=2, description="batch"),
     ]
     rank = fold(picture(), bars).ranks[0]
     assert rank_texts.position(rank) == "epoch: 3/3 › batch: 20/45 · 10.0 it/s · 2.5 s left"
+
+
+def test_the_time_left_is_that_of_all_epochs_with_and_without_a_bar() -> None:
+    """Rank 1 had no bar (`disable=`), and its time left was that of its epoch: 0.2 s for 7 s."""
+    loops = (("epoch", 7, 20, 1), ("batch", 4, 8, 1))
+    events = [
+        ev.TrainingUpdate(5.0, 0, steps=60, elapsed=5.0, loops=loops, batch=4, batches=8, epoch=8),
+        ev.Progress(5.0, 1, bar=0, n=7, total=20, elapsed=5.0),
+        ev.Progress(5.0, 1, bar=1, n=4, total=8, elapsed=0.3),
+    ]
+    looped, drawn = fold(picture(), events).ranks[:2]
+    assert rank_texts.left(looped) == rank_texts.left(drawn) == "8.3 s"
 
 
 def test_the_echo_of_a_failure_is_told_from_its_cause() -> None:

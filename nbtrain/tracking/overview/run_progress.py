@@ -150,6 +150,11 @@ def _within(bar: ProgressBar, inner: float) -> float:
     return min(1.0, ((bar.fraction or 0.0) * total + inner) / total)
 
 
+def remaining(rank: RankState) -> float | None:
+    """Return the seconds that a rank had left when it was heard of last."""
+    return _remaining(rank, fraction(rank), 0.0)
+
+
 def _remaining(rank: RankState, done: float | None, now: float) -> float | None:
     """Return the seconds left, if what comes takes as long as what was."""
     if done is None or done < DONE or done >= 1:
