@@ -28,7 +28,7 @@ from tests.support.paths import NOTEBOOKS
 from tests.support.waiting import wait_until
 from tests.ui.browser.conftest import FLAGS, Page, _chromium, _end, _start
 
-WINDOW = {"width": 1000, "height": 1150}
+WINDOW = {"width": 1000, "height": 1165}
 FRAME_S = 0.125
 COLOURS = 128
 MOST_BYTES = 3_000_000
@@ -151,7 +151,7 @@ class Film:
         width, height = self.frames[0].size
         sample = Image.new("RGB", (width, height * 4))
         for place in range(4):
-            index = (len(self.frames) - 1) * (place + 1) // 4
+            index = (len(self.frames) - 1) * place // 3
             sample.paste(self.frames[index], (0, height * place))
         palette = sample.quantize(COLOURS, dither=Image.Dither.NONE)
         drawn = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in self.frames]
