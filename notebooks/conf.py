@@ -58,11 +58,13 @@ html_theme_options = {"navigation_with_keys": True}
 html_use_index = False
 
 SEARCHED = {
-    "install": "pip install, install, uninstall, requirements, offline, wheel, extras",
+    "install": "air-gapped, no internet, dependencies, git clone, pip install, install, uninstall, "
+    "requirements, offline, wheel, extras",
     "quickstart": "quickstart, two GPUs, multi-GPU, multiple GPUs, example, getting started",
     "coming-from": "notebook_launcher, torchrun, DataParallel, Ray Train, comparison",
     "troubleshooting": "error, loss multiplied, loss doubled, loss too large, does not work",
-    "faq": "logs, where are the logs, loss doubled, disable telemetry, overhead, predictions, "
+    "faq": "logs, where are the logs, wandb twice, how to stop, how do I cancel, "
+    "loss doubled, disable telemetry, overhead, predictions, "
     "two GPUs, which port, port, privacy, CI, continuous integration, only one GPU is used, "
     "what is a rank, glossary, both GPUs",
     "parallelism": "tensor parallel, pipeline parallel, model parallel",
@@ -80,13 +82,15 @@ SEARCHED = {
     "recipes/streaming": "IterableDataset, streaming dataset, split_dataset_by_node",
     "recipes/optuna": "hyperparameter search, tune",
     "guides/launching": "number of GPUs, which GPU, choose GPU, four of eight GPUs, two GPUs, "
+    "use only 4 GPUs, two experiments at once, parallel experiments, init_process_group, "
     "multi-GPU, DataLoader, reproducible, "
     "NUMA, affinity, CPU threads, OMP_NUM_THREADS, num_workers, spawn, mixed precision, seed",
     "guides/results": "save_model, save model, state_dict, return value, weights, load weights",
     "guides/watch-training": "log, logging, progress bar, loss curve, tqdm, metrics, disable board",
     "guides/trackers": "wandb, W&B, Weights & Biases, MLflow, TensorBoard, Slack, notification",
     "guides/failures": "exception, traceback, stop, interrupt, kill, out of memory, OOM",
-    "guides/hangs": "hang, hangs, deadlock, stuck, NCCL, NCCL timeout, NCCL_DEBUG, TORCH_NCCL, "
+    "guides/hangs": "change the NCCL timeout, ddp_timeout, InitProcessGroupKwargs, "
+    "hang, hangs, deadlock, stuck, NCCL, NCCL timeout, NCCL_DEBUG, TORCH_NCCL, "
     "watchdog, "
     "InfiniBand, freeze, timeout, uneven data, fewer batches",
     "guides/debugger": "breakpoint, pdb, debug",
@@ -101,7 +105,8 @@ SEARCHED = {
     "guides/security": "security, egress, air-gapped, NetworkPolicy, port, ports, listen, network "
     "interface, secret, token, "
     "password, vulnerability, CVE, threat, telemetry, privacy, DNS, root",
-    "guides/shared-hosts": "JupyterHub, Kubernetes, k8s, pod, Docker, container, Slurm, admin, "
+    "guides/shared-hosts": "NetworkPolicy, readOnlyRootFilesystem, zero to jupyterhub, "
+    "disable features, JupyterHub, Kubernetes, k8s, pod, Docker, container, Slurm, admin, "
     "administrator, multi-user, quota, CPU quota, cgroup, pids.max, ulimit, shm, MIG, seccomp, "
     "orphan, find and end a run, GPU limits, ptrace, disable, forbid, NBTRAIN_DISABLE, "
     "upgrade, culler, limits, systemd",

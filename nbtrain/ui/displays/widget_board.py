@@ -94,9 +94,10 @@ class WidgetDisplay(Display):
             self._controls = Controls(self._stop, self._stacks)
             self._head.children = (*self._parts[:1], self._controls.row)
             body[1:1] = [self._controls.more, self._controls.panel]
-            _listening.add(self)
         self._frame = ipywidgets.VBox(body, layout=around)
         self._box = ipywidgets.VBox([self._frame])
+        if self._controls is not None:
+            _listening.add(self)  # last: the thread of another run asks for the ids of all
 
     def _show(self, state: RunState, now: float) -> None:
         view = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
