@@ -446,7 +446,7 @@ python tests/benchmarks --rounds 1
     ),
     Step(
         "release",
-        "a release: built twice with one checksum, checked as an index does, its bill of materials",
+        "a release: built twice with one checksum, checked as an index does, typed, its parts listed",
         """
 enter build
 install build hatchling twine check-wheel-contents pyroma cyclonedx-bom
@@ -464,6 +464,11 @@ check pyroma --min 10 artifacts/dist/*.tar.gz
 enter released
 install "torch==2.13.*" artifacts/dist/*.whl
 python=$VIRTUAL_ENV/bin/python
+enter types
+install mypy pyright
+cp tests/tools/typed_client.py "$here/client.py"
+(cd "$here" && mypy --strict --python-executable "$python" client.py) || result=1
+(cd "$here" && pyright --pythonpath "$python" client.py) || result=1
 enter build
 cyclonedx-py environment --output-file artifacts/sbom.json "$python"
 """,
