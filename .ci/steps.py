@@ -446,7 +446,7 @@ python tests/benchmarks --rounds 1
     ),
     Step(
         "release",
-        "a release: built twice with one checksum, checked as an index does, typed, its parts listed",
+        "a release: built twice with one checksum, checked as an index does, typed, its SBOM",
         """
 enter build
 install build hatchling twine check-wheel-contents pyroma cyclonedx-bom
