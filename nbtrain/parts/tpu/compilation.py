@@ -7,7 +7,6 @@ programs before and after. A thread reads these counts.
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 from ...findings import Finding
@@ -39,23 +38,30 @@ class CompilationMeter(Observer):
 
     purpose = "looking at compilations"
 
-    def __init__(self, writer: EventWriter, rank: int) -> None:
-        self._writer, self._rank = writer, rank
+    def __init__(self, writer: EventWriter, rank: int, ranks_stay: bool) -> None:
+        self._writer, self._rank, self._ranks_stay = writer, rank, ranks_stay
         self._is_reported = False
         self._done = 0
         self._failed = 0  # begun, and given up
         self._last = NO_COMPILATIONS
         self._shapes: list[Shapes] = []  # of batches, each once
         self._note: str | None = None
-        self._lock = threading.Lock()
+        self._lock, self._over = threading.Lock(), threading.Event()
 
     def start(self) -> None:
-        """Look from now on, as long as this process lives."""
+        """Look from now on, until `finish`."""
         threading.Thread(target=self._watch, name="nbtrain-compiling", daemon=True).start()
 
     def finish(self, wait: bool) -> None:
-        """Look a last time."""
+        """Look a last time. Ranks that stay look no more; others, until their results are sent."""
         self.look()
+        if not self._ranks_stay:
+            return
+        self._over.set()
+        with self._lock:
+            if self._is_reported:
+                self._is_reported = False
+                tell("phase", "")
 
     def batch(self, iterator: Any, batch: Any, began: float, is_ahead: bool) -> None:
         """Remember the shapes in a batch: a program fits only the shapes it was compiled for."""
@@ -68,8 +74,7 @@ class CompilationMeter(Observer):
         self._shapes.append(shapes)
 
     def _watch(self) -> None:
-        while True:
-            time.sleep(INTERVAL)
+        while not self._over.wait(INTERVAL):
             self.look()
 
     def look(self) -> None:

@@ -35,7 +35,7 @@ class XlaRank(RankSide):
     def begin(self, job: Job, rank: int, writer: EventWriter, scratch: str) -> None:
         device_scalars.READERS["xla"] = XlaScalars
         if "phases" in job.plan.telemetry:
-            compilation = self.compilation = CompilationMeter(writer, rank)
+            compilation = self.compilation = CompilationMeter(writer, rank, job.is_live)
 
             def watch(_module: object) -> None:
                 compilation.start()

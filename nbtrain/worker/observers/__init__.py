@@ -41,6 +41,8 @@ def install(
         integrations.draw_with_tqdm()
     if "tracker" in sources:
         integrations.offer_tracker()
+    if {"steps", "loss", "data"} & set(sources):
+        TrainingMeter(reporter, plan).listen(sources)
     for observer in _observers(reporter, sources, plan, ranks_stay):
         hooks.add(observer)
 
@@ -48,10 +50,8 @@ def install(
 def _observers(
     reporter: api.Reporter, sources: Collection[str], plan: Plan | None, ranks_stay: bool
 ) -> Iterator[Observer]:
-    """Yield who is told of the training; each is told in this order."""
+    """Yield who is told of the training beside the meter; each is told in this order."""
     writer, rank = reporter.writer, reporter.rank
-    if {"steps", "loss", "data"} & set(sources):
-        yield from TrainingMeter(reporter, plan).observers(sources)
     if "steps" in sources:
         yield TensorMemoryMeter(writer, rank, plan.task if plan else None)
         if plan is not None and rank == 0:

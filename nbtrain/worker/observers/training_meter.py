@@ -12,14 +12,14 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 from ...findings import Finding
 from ...planning.plan import Plan
 from ...tracking import clock
 from ...tracking import events as ev
-from .. import api
+from .. import api, hooks
 from ..api import Reporter
 from ..device_scalars import captures
 from ..hooks import Observer
@@ -67,19 +67,20 @@ class TrainingMeter(Observer):
         # the sum and the number of losses before it
         self._passes = 0  # with the one that feeds this epoch
 
-    def observers(self, sources: Collection[str]) -> Iterator[Observer]:
-        """Yield what has to be told of the training."""
+    def listen(self, sources: Collection[str]) -> None:
+        """Be told of the training, with all that this meter is made of."""
         if "steps" in sources:
-            yield self._precision  # this meter reports it
-            yield self
+            hooks.add(self._precision)  # first: this meter reports it
+            hooks.add(self)
             if self._work.is_sampling:
-                yield self._work
+                hooks.add(self._work)
+        else:
+            hooks.add(self, "finish")
         if "loss" in sources:
-            yield self._loss
+            hooks.add(self._loss)
         if "data" in sources:
-            yield self._loading.noise
-            yield self._loading
-            yield self._loading.metrics
+            for observer in (self._loading.noise, self._loading, self._loading.metrics):
+                hooks.add(observer)
 
     def finish(self, wait: bool) -> None:
         """Report the last figures; with `wait`, also those on their way."""

@@ -535,3 +535,15 @@ def test_a_group_with_a_backend_per_device_is_compared(backend: str | None) -> N
     run = nbtrain.launch(train, torch.nn.Linear(4, 1), backend, num_processes=2, view="none")
     assert "stopped" not in run.logs(0)
     assert run.state.notes == ()
+
+
+@pytest.mark.parametrize("sources", [("data",), ("loss", "data")])
+def test_without_the_steps_there_are_last_figures(sources: tuple[str, ...]) -> None:
+    def train() -> None:
+        weight = nn.Parameter(torch.ones(1))
+        for (x,) in DataLoader(TensorDataset(torch.ones(8, 1)), batch_size=2):
+            (weight * x).sum().backward()
+
+    update = last(launch(train, telemetry=sources))
+    assert (update.steps, update.samples) == (0, 8)
+    assert update.loss == (2.0 if "loss" in sources else None)
