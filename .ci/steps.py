@@ -157,7 +157,7 @@ for command in "${commands[@]}"; do
     }
 done
 """,
-        limit=1800,
+        limit=3000,
     ),
     Step(
         "environment",

@@ -158,8 +158,11 @@ def test_without_proc_the_process_group_is_still_found(
 
 @linux
 @pytest.mark.usefixtures("temporary")  # without descriptors, the scratch folder stays
-def test_a_kernel_that_runs_out_of_descriptors_during_a_run_still_has_its_result() -> None:
+def test_a_kernel_that_runs_out_of_descriptors_during_a_run_still_has_its_result(
+    temporary: Path,
+) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    eaten = temporary / "eaten"
     children = psutil.Process().children()
     held: list[int] = []
 
@@ -168,9 +171,11 @@ def test_a_kernel_that_runs_out_of_descriptors_during_a_run_still_has_its_result
             with contextlib.suppress(OSError):
                 while True:
                     held.append(os.open("/dev/null", os.O_RDONLY))
+            eaten.mkdir()  # which takes no descriptor
 
     def train() -> int:
-        time.sleep(0.5)
+        wait_until(eaten.exists, timeout=60)
+        time.sleep(0.2)
         return 1
 
     watch = supervisor.Supervisor.watch
