@@ -72,7 +72,9 @@ SEARCHED = {
     "compute_metrics, best model, evaluation on both ranks, fp16 T4, early stopping, "
     "EarlyStoppingCallback, learning rate two GPUs",
     "recipes/sft_lora": "LoRA, PEFT, SFT, TRL, SFTTrainer, fine-tune LLM",
-    "recipes/dpo": "DPO, RLHF, preference, GRPO, DPOTrainer, reward",
+    "recipes/dpo": "DPO, preference, DPOTrainer",
+    "recipes/grpo": "GRPO, RLHF, RL, reinforcement learning, GRPOTrainer, reward",
+    "recipes/deepspeed": "DeepSpeed, ZeRO, ZeRO-3, ds_config, DeepSpeedPlugin",
     "recipes/diffusion": "diffusers, UNet, Stable Diffusion, DDPM, images",
     "recipes/fastai": "fastai, Learner, distrib_ctx",
     "recipes/lightning": "Lightning, PyTorch Lightning, callbacks",

@@ -105,10 +105,22 @@ def join_world_on_cpu() -> None:
     environment and `PartialState` does not: every rank would be alone, with all of the data.
     """
     patch("accelerate.state:PartialState", "__init__", _init_on_cpu)
+    patch("accelerate.state:AcceleratorState", "__init__", _keep_deepspeed)
 
 
 def _init_on_cpu(original: Any, state: Any, cpu: bool = False, *args: Any, **kwargs: Any) -> None:
     original(state, True, *args, **kwargs)
+
+
+def _keep_deepspeed(original: Any, *args: Any, **kwargs: Any) -> None:
+    """Let DeepSpeed shard on CPU ranks: with ``cpu``, Accelerate (1.15) trained by DDP instead."""
+    is_asked = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
+    use_cpu = os.environ.pop("ACCELERATE_USE_CPU", None) if is_asked else None
+    try:
+        original(*args, **kwargs)
+    finally:
+        if use_cpu is not None:
+            os.environ["ACCELERATE_USE_CPU"] = use_cpu
 
 
 def prepare_models_anew() -> None:

@@ -257,6 +257,7 @@ def test_whoever_runs_the_host_switches_options_off(
     Plan(Call(print), "p", engine="fork", background=True)
 
 
+@pytest.mark.part("export", "live", "debugger")
 def test_what_is_switched_off_is_an_option_or_an_engine_and_no_value(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -330,7 +330,7 @@ def execute(notebook: Any, folder: Path, **variables: str) -> None:
         client = NotebookClient(
             notebook,
             kernel_name="python3",
-            timeout=200,
+            timeout=500,
             resources={"metadata": {"path": str(folder)}},
         )
         client.execute(env=environment)

@@ -138,6 +138,7 @@ _RISES = re.compile(
     r"acc|auc|f1|precision|recall|bleu|rouge|map|iou|dice|r2|score|reward|psnr", re.I
 )
 _FALLS = re.compile(r"loss|error|err|perplexity|ppl|mae|mse|wer|cer|fid", re.I)
+_SPREAD = re.compile(r"(^|[^a-z])(std|stdev|stderr|var|variance)([^a-z]|$)", re.I)
 _VALIDATION = re.compile(
     r"^(val|valid|validation|eval|test|dev)(?=[^a-z]|$)|[_/.](val|valid|eval|test|dev)$", re.I
 )
@@ -151,8 +152,11 @@ def validation_of(name: str) -> str:
 def better(name: str) -> str:
     """Return whether a metric is better 'high' or 'low'; "" where its name does not say it.
 
-    A loss counts if it is a validation's: the training's own lowest is noise.
+    A loss counts if it is a validation's: the training's own lowest is noise. The spread of a
+    reward is neither.
     """
+    if _SPREAD.search(name):
+        return ""
     if _FALLS.search(name):
         return "low" if validation_of(name) else ""
     return "high" if _RISES.search(name) else ""

@@ -271,7 +271,11 @@ def _html(label: Label, left: int) -> str:
 
 
 def curves_of(state: RunState, large: str | None = None) -> list[Curve]:
-    """Return what to draw, the large one first: each metric with that of its validation."""
+    """Return what to draw, each metric with that of its validation.
+
+    The large one stands first, then those of which it is known what is better: a running board
+    has room for a few, and a reward matters more than the length of answers.
+    """
     every = {**state.curves.logged, **state.curves.all}  # the user's own first
     known = {name: Curve(name, series) for name, series in every.items()}
     known = {name: curve for name, curve in known.items() if name == large or not is_aside(name)}
@@ -295,7 +299,8 @@ def curves_of(state: RunState, large: str | None = None) -> list[Curve]:
             known[train] = replace(known[train], twin=(name, curve.series))
             del known[name]
     main = main if main in known else main_metric(known)
-    return ([known.pop(main)] if main is not None else []) + list(known.values())
+    first = [known.pop(main)] if main is not None else []
+    return first + sorted(known.values(), key=lambda c: c.twin is None and not better(c.name))
 
 
 def _count_alike(one: Series, other: Series) -> bool:

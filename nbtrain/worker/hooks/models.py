@@ -12,6 +12,7 @@ _WRAPPERS = (
     "torch.nn.parallel.distributed:DistributedDataParallel",
     "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",  # torch 2.6 to 2.13
+    "deepspeed.runtime.engine:DeepSpeedEngine",
 )
 
 

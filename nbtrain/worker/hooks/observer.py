@@ -50,7 +50,7 @@ class Observer:
         """A part was added to a module."""
 
     def wrapped(self, wrapper: Any) -> None:
-        """DDP or FSDP has wrapped a model, or FSDP 2 the parameters of a part of one."""
+        """DDP, FSDP or DeepSpeed has wrapped a model, or FSDP 2 the parameters of a part of one."""
 
     def autocast(self, context: Any) -> None:
         """Autocast begins."""

@@ -1,6 +1,7 @@
-"""The steps of optimizers, torch's and fastai's.
+"""The steps of optimizers: torch's, fastai's, and those of DeepSpeed's engine.
 
-fastai's optimizer is none of torch's, but has parameter groups and a state as they do.
+fastai's optimizer is none of torch's, but has parameter groups and a state as they do. ZeRO has
+torch's optimizer make one step for each group of parameters: the engine's step is what counts.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from typing import Any
 from ...system.instrumentation import patch, undo_later, when_imported
 from .observer import tell
 
-_prepares_state = False
-"""Whether torch makes an optimizer's state, by a step that trains nothing."""
+_inner: list[Any] | None = None
+"""The optimizers that stepped for a library, within one step of its own; None: no library steps."""
 
 
 def watch_made() -> None:
@@ -32,13 +33,16 @@ def watch_steps() -> None:
         lambda m: undo_later(m.register_optimizer_step_post_hook(_stepped).remove),
     )
     patch("fastai.optimizer:Optimizer", "step", _step)
+    patch("deepspeed.runtime.engine:DeepSpeedEngine", "step", _engine_step)
     # Private (seen in torch 2.4 to 2.13): a step with zero gradients, so that there is a state.
     patch("torch.distributed.checkpoint.state_dict", "_init_optim_state", _without_steps)
 
 
 def _stepped(optimizer: Any, *_: Any) -> None:
-    if not _prepares_state:
+    if _inner is None:
         tell("stepped", optimizer)
+    else:
+        _inner.append(optimizer)
 
 
 def _step(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -47,10 +51,22 @@ def _step(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
+def _engine_step(original: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
+    result, optimizers = _collected(original, engine, *args, **kwargs)
+    if optimizers:  # none: the engine accumulates gradients, or skips a step that overflowed
+        tell("stepped", optimizers[-1])
+    return result
+
+
 def _without_steps(original: Any, *args: Any, **kwargs: Any) -> Any:
-    global _prepares_state
-    _prepares_state = True
+    return _collected(original, *args, **kwargs)[0]
+
+
+def _collected(original: Any, *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
+    """Call, and return the result and the optimizers that stepped meanwhile, untold."""
+    global _inner
+    outer, _inner = _inner, []
     try:
-        return original(*args, **kwargs)
+        return original(*args, **kwargs), _inner
     finally:
-        _prepares_state = False
+        _inner = outer

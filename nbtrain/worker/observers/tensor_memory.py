@@ -6,6 +6,7 @@ a model takes milliseconds, so it is done after an optimizer's first step and th
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections import Counter
@@ -64,6 +65,10 @@ class TensorMemoryMeter(Observer):
         self._models.pop(id(module), None)  # it is the last again
         self._models[id(module)] = module
 
+    def wrapped(self, wrapper: Any) -> None:
+        """Take note of a model that was wrapped: DeepSpeed's engine has no parts of its own."""
+        self.module_built(wrapper)
+
     def _count(self, now: float) -> None:
         begun = time.perf_counter()
         models = [*reversed(list(self._models.values())), *self._of_task.values()]
@@ -86,7 +91,9 @@ def counted(rank: int, models: Iterable[Any], optimizers: Iterable[Any]) -> ev.T
     trained = {id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}
     parameters, buffers = _weights(models, trained)
     met: set[Any] = set()
-    weights = _sizes([*parameters.values(), *buffers], met)
+    # ZeRO 3 leaves an empty parameter, which has this rank's shard as an attribute.
+    shards = (getattr(p, "ds_tensor", p) for p in parameters.values())
+    weights = _sizes([*shards, *buffers], met)
     gradients = _sizes((p.grad for p in parameters.values() if p is not None and p.is_leaf), met)
     states = _sizes(_tensors([optimizer.state for optimizer in optimizers]), met)
     on = max(weights, key=lambda kind: weights[kind], default="")
@@ -94,7 +101,11 @@ def counted(rank: int, models: Iterable[Any], optimizers: Iterable[Any]) -> ev.T
 
 
 def _weights(models: Iterable[Any], trained: dict[int, Any]) -> tuple[dict[int, Any], list[Any]]:
-    """Return the parameters, by id, and the buffers of models of which something is trained."""
+    """Return the parameters, by id, and the buffers of models of which something is trained.
+
+    What DeepSpeed's engine wraps is trained, though its optimizer has copies of the parameters.
+    """
+    engine = getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", ())
     parameters = dict(trained)
     buffers: list[Any] = []
     visited: set[int] = set()  # a model, and a part of it that was seen too, are gone over once
@@ -103,7 +114,7 @@ def _weights(models: Iterable[Any], trained: dict[int, Any]) -> tuple[dict[int, 
             continue
         modules = list(model.modules())
         own = {id(p): p for module in modules for p in module._parameters.values()}
-        if not own.keys().isdisjoint(trained):
+        if isinstance(model, engine) or not own.keys().isdisjoint(trained):
             visited.update(map(id, modules))
             parameters |= own
             buffers += (buffer for module in modules for buffer in module._buffers.values())

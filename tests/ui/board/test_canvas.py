@@ -194,3 +194,15 @@ def test_a_learning_rate_that_is_logged_is_drawn_once(logged: str) -> None:
     names = [curve.name for curve in canvas.curves_of(state)]
     assert ("lr" in names) is (logged == "accuracy")
     assert logged in names
+
+
+def test_metrics_of_which_it_is_known_what_is_better_stand_first() -> None:
+    """A board of GRPO showed the lengths of answers, and the reward was one of "18 more"."""
+    names = ["loss", "grad_norm", "completions/mean_length", "reward", "reward_std"]
+    steps = [
+        ev.Metrics(float(step), 0, step=step, values=dict.fromkeys(names, 1.0 / step))
+        for step in range(1, 5)
+    ]
+    state = fold(RunState("train()", "fork", (RankState(0),), created=0.0), steps)
+    drawn = [curve.name for curve in canvas.curves_of(state)]
+    assert drawn == ["loss", "reward", "grad_norm", "completions/mean_length", "reward_std"]

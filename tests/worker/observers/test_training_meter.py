@@ -134,17 +134,23 @@ def an_evaluation_after_the_training() -> None:
         pass
 
 
+class Large(TensorDataset):
+    """Of a size that little else has: the next one is made where the last one was."""
+
+    __slots__ = tuple(f"slot_{number}" for number in range(40))
+
+
 @TABLE.row(steps=5, batch=5, batches=5, epoch=1)
 def an_evaluation_data_set_at_the_place_of_the_first() -> None:
     w, optimizer = one_weight()
-    data = TensorDataset(torch.ones(20, 3))
+    data, rows = Large(torch.ones(20, 3)), torch.ones(30, 4)
     for (x,) in DataLoader(data, batch_size=4):
         (x @ w).sum().backward()
         optimizer.step()
     place, others = id(data), [data]
     del data
     others.clear()
-    while id(data := TensorDataset(torch.ones(30, 4))) != place and len(others) < 1000:
+    while id(data := Large(rows)) != place and len(others) < 1000:
         others.append(data)
     assert id(data) == place
     for _ in DataLoader(data, batch_size=1):

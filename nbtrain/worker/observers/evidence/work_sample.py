@@ -165,7 +165,12 @@ class WorkSampler(Observer):
     def wrapped(self, wrapper: Any) -> None:
         """Take note whether the ranks of a data-parallel model are all of them."""
         mesh = getattr(getattr(wrapper, "mesh_info", None), "mesh", None)
-        size = mesh.size() if mesh is not None else wrapper.process_group.size()
+        if mesh is not None:
+            size = mesh.size()
+        elif hasattr(wrapper, "dp_world_size"):  # DeepSpeed's engine
+            size = wrapper.dp_world_size
+        else:
+            size = wrapper.process_group.size()
         self._wraps.add("whole" if size == self._world_size else "part")
 
 
