@@ -449,7 +449,7 @@ python tests/benchmarks --rounds 1
         "a release: built twice with one checksum, checked as an index does, typed, its SBOM",
         """
 enter build
-install build hatchling twine check-wheel-contents pyroma cyclonedx-bom
+install build hatchling twine check-wheel-contents pyroma cyclonedx-bom py-rattler-build
 export SOURCE_DATE_EPOCH=$(git log -1 --format=%ct 2>/dev/null || echo 1700000000)
 rm -rf artifacts/dist "$here/second"
 for folder in artifacts/dist "$here/second"; do
@@ -462,6 +462,11 @@ check twine check --strict artifacts/dist/*
 check check-wheel-contents artifacts/dist/*.whl
 # Its two other tests ask for a URL and an address, which the owner of the name sets.
 check pyroma --min 10 --skip-tests AuthorEmail,Url artifacts/dist/*.tar.gz
+python - <<'END'
+import rattler_build as conda
+recipe = conda.Stage0Recipe.from_file(".github/conda/recipe.yaml")
+print(*recipe.render(conda.VariantConfig(), conda.RenderConfig()))
+END
 enter released
 install "torch==2.13.*" artifacts/dist/*.whl
 python=$VIRTUAL_ENV/bin/python

@@ -8,6 +8,8 @@ import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
+import pytest
+
 import nbtrain
 
 PACKAGE = Path(nbtrain.__file__).parent
@@ -256,6 +258,8 @@ def look():
             dict(os.environ), threading.enumerate(), logging.getLogger().handlers,
             os.listdir('/proc/self/fd'), len(warnings.filters), os.getcwd())
 before = look()
+import pytest
+
 import nbtrain
 assert look() == before
 for heavy in ('torch', 'IPython', 'ipywidgets', 'accelerate', 'tqdm', 'pynvml'):
@@ -278,3 +282,21 @@ def test_what_users_may_rely_on_changes_only_on_purpose() -> None:
     from tests.tools import public_surface
 
     assert public_surface.text().splitlines() == public_surface.FILE.read_text().splitlines()
+
+
+def test_the_conda_recipe_asks_for_what_the_package_asks_for() -> None:
+    toml = pytest.importorskip("tomllib")  # Python 3.11
+    yaml = pytest.importorskip("yaml")
+    root = PACKAGE.parent
+    project = toml.loads((root / "pyproject.toml").read_text())
+    recipe = yaml.safe_load((root / ".github/conda/recipe.yaml").read_text())
+    asked = [line.replace("torch>", "pytorch>") for line in project["project"]["dependencies"]]
+    python, *others = recipe["requirements"]["run"]
+    assert python == "python >=${{ python_min }}"
+    assert [line.replace(" ", "") for line in others] == asked
+    hatchling = recipe["requirements"]["host"][-1].replace(" ", "")
+    assert [hatchling] == project["build-system"]["requires"]
+    assert recipe["context"]["version"] == nbtrain.__version__
+    assert ">=" + recipe["context"]["python_min"] == project["project"]["requires-python"]
+    commands = [f"{name} = {path}" for name, path in project["project"]["scripts"].items()]
+    assert recipe["build"]["python"]["entry_points"] == commands
