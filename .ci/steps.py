@@ -101,6 +101,11 @@ dry_run() { # installing the wheel would change no other package; it is installe
     install --no-deps "$work"/dist/*.whl
 }
 
+from_sdist() { # install what is built from the sdist in place of the wheel
+    "$uv" pip uninstall -q nbtrain
+    install --no-deps "$work"/dist/*.tar.gz
+}
+
 quickstart() {
     jupyter execute --timeout=300 --output="$here/quickstart.ipynb" notebooks/quickstart.ipynb
 }
@@ -268,10 +273,12 @@ quickstart
     *(
         Step(
             name,
-            f"{about}, on Python {version}: the wheel, the quickstart, what differs elsewhere",
+            f"{about}, on Python {version}: wheel, sdist, the quickstart, what differs elsewhere",
             f"""
 stack {version} "{torch}" "{pins}"
 {more}
+quickstart
+from_sdist
 quickstart
 tests -n 4 -m "not slow and not timing" \
     tests/engines/process/test_forking.py tests/worker/test_rank_environment.py \
