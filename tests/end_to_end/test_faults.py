@@ -180,4 +180,4 @@ def test_sockets_of_killed_workers_go_with_their_run(
     importlib.import_module("torch.distributed.nn.jit.instantiator")  # which makes one for itself
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     faults.launched(Row("DataLoader worker killed", "mid-run", "data loader worker"))
-    assert list(tmp_path.iterdir()) == []
+    assert [*tmp_path.rglob("*")] == []
