@@ -413,7 +413,7 @@ def note(cause: Failure, state: RunState, report: FailureReport) -> str:
     )
 
 
-_CELL_LINE = re.compile(r'^  File "([^"]*ipykernel_\d+/[^"]*|<[^>]*>)", line (\d+)')
+_CELL_LINE = re.compile(r'^  File "([^"]*ipykernel_\d+/[^"]*|<(?:ipython|cell)[^>]*>)", line (\d+)')
 _FILE_LINE = re.compile(r'^  File "([^"]+)", line (\d+)')
 
 

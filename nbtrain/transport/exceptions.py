@@ -77,6 +77,8 @@ class CapturedException:
         if lines and (caught := _CAUGHT_IN_WORKER.fullmatch(lines[0])):
             # torch puts the exception of a worker, with its traceback, into one of its own
             return f"{lines[-1].strip()} (in {caught[1]})"
+        if lines and lines[0].endswith(":"):  # it says what failed, and the next line says why
+            lines[0] += next((f" {line.strip()}" for line in lines[1:] if line.strip()), "")
         return f"{self.type_name}: {lines[0]}" if lines else self.type_name
 
 

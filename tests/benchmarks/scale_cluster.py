@@ -93,9 +93,9 @@ def watch(rounds: int) -> dict[str, list[float]]:
     watched = _Watched(rounds)
     with watched.looking(), Interrupts() as interrupts:
         job, state = launch.make_job(plan, "cpu", engine, ())
-        supervisor = Supervisor.of(plan, job.folder, state)
+        supervisor = Supervisor(job.folder, state, plan)
         stop = functools.partial(supervisor.request_stop, "by the Stop button")
-        display = select.choose(plan.view, stop, inline=False)
+        display = select.choose(plan.view, stop)
         run = launch.execute(job, engine, supervisor, display, interrupts)
     engine.discard()
     assert run.state.status == "interrupted", run.state.message

@@ -265,3 +265,16 @@ def test_the_board_says_what_the_verdict_says(number: int) -> None:
     found = death(number)
     assert verdict.trouble(state.ranks[0], state) == found.headline
     assert found.evidence[0] == (f"exit code {number}" if number > 0 else f"signal {-number}")
+
+
+def test_the_line_of_generated_code_is_no_line_of_the_cell() -> None:
+    """A four-line cell was to be corrected at line 194, which was of a dataclass's `__init__`."""
+    traceback = (
+        "Traceback (most recent call last):",
+        '  File "/tmp/ipykernel_12/345.py", line 4, in train',
+        '  File "<string>", line 194, in __init__',
+        '  File "<attrs generated init Config>", line 12, in __init__',
+        "ValueError: no",
+    )
+    rank = RankState(0, log=(ev.TRACEBACK_FOLLOWS, *traceback))
+    assert verdict.line_of_failure(rank) == "line 4 of the cell"

@@ -277,3 +277,16 @@ def test_an_exception_that_is_never_pickled_is_reported_with_its_message_and_lin
     with pytest.raises(RankError, match=r"^Slow: the loss is NaN") as raised:
         nbtrain.launch(train, num_processes=2, view="none")
     assert traceback.extract_tb(raised.value.__traceback__)[-1].name == "train"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("two lines\nthe rest", "RuntimeError: two lines"),
+        ("In `before_fit`:\n\n  its cause\nmore", "RuntimeError: In `before_fit`: its cause"),
+        ("nothing follows:\n", "RuntimeError: nothing follows:"),
+    ],
+)
+def test_a_first_line_that_announces_the_cause_is_shown_with_it(text: str, expected: str) -> None:
+    """fastai's messages are so; the board showed "Exception occured in … `before_fit`:"."""
+    assert exceptions.capture(RuntimeError(text)).headline == expected

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -45,6 +46,8 @@ PAUSE, FULL = 0.2, 1.0
 
 SILENT = 5.0
 """Seconds without an answer after which a node is reported as silent."""
+
+_AUTH_MODE = "RAY_AUTH_MODE"
 
 _QUESTIONS = {"stacks": NodeRanks.write_stacks, "recorders": NodeRanks.dump_recorders}
 """The questions that anyone may write into the run folder (`RunFolder.ask_remote`)."""
@@ -135,11 +138,22 @@ class Driver:
 
     # Requests
 
-    async def connect(self, address: str | None, sources: str | None) -> list[Node]:
-        """Join a cluster, with the Python files below `sources`; return what its nodes have."""
+    async def connect(
+        self, address: str | None, sources: str | None, auth_mode: str = ""
+    ) -> list[Node]:
+        """Join a cluster, with the Python files below `sources`; return what its nodes have.
+
+        `auth_mode` is how the cluster asks for a token, where the environment does not say it.
+        """
+        if auth_mode:
+            os.environ.setdefault(_AUTH_MODE, auth_mode)
         self._ray = reservation.join(address, sources)
         self._reservation = Reservation(self._ray, functools.partial(self._report, "waiting"))
         return reservation.nodes(self._ray)
+
+    async def address(self) -> tuple[str, str]:
+        """Return where others join the cluster, and its `auth_mode`: Ray 2.59 sets one itself."""
+        return self._ray.get_runtime_context().gcs_address, os.environ.get(_AUTH_MODE, "")
 
     async def reserve(self, request: NodeRequest) -> int:
         """Reserve nodes, as soon as they have room; return their number."""

@@ -145,6 +145,11 @@ class DriverClient:
         reason = lines[-1][:300] if lines else "it printed no reason"
         return LaunchError(f"the process that talks to Ray has ended ({reason})")
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the driver's process has not ended."""
+        return self._process.poll() is None
+
     def close(self) -> None:
         """Close this end."""
         self._connection.close()
@@ -154,6 +159,48 @@ class DriverClient:
         """Wait for the driver's end, so that it leaves no zombie: one serves a run to its end."""
         with contextlib.suppress(ChildProcessError):
             self._process.wait()
+
+
+class _OwnCluster:
+    """The cluster that a kernel starts for ``--address local``: its driver keeps it.
+
+    It stays, so that only the first launch waits for Ray, and ends with the kernel and the runs
+    that the kernel left behind: they have copies of the driver's socket.
+    """
+
+    def __init__(self) -> None:
+        self.pid, self.environment = os.getpid(), dict(os.environ)
+        self._client = DriverClient()
+        try:
+            self._client.request(Driver.connect, "local", None)
+            self.address, self.auth_mode = self._client.request(Driver.address)
+        except BaseException:  # an interrupt, too
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let it end, and wait for that."""
+        self._client.close()
+        self._client.reap()
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it is there, is this process's, and has the environment that ranks should get."""
+        is_own = self.pid == os.getpid() and self.environment == dict(os.environ)
+        return is_own and self._client.is_running
+
+
+_own_cluster: _OwnCluster | None = None
+
+
+def _own() -> _OwnCluster:
+    global _own_cluster
+    if _own_cluster is not None and not _own_cluster.is_usable:
+        _own_cluster.close()
+        _own_cluster = None
+    if _own_cluster is None:
+        _own_cluster = _OwnCluster()
+    return _own_cluster
 
 
 class RayEngine(Engine):
@@ -174,11 +221,14 @@ class RayEngine(Engine):
         """
         self.check_options(plan)
         cluster_address(plan.address, os.environ)
+        address, auth_mode = plan.address, ""
+        if address == "local":
+            address, auth_mode = _own().address, _own().auth_mode
         self._client = DriverClient()
         folder = Path.cwd()
         needs_sources = plan.is_live or dependencies.beside(plan.task, folder)
         sources = str(folder) if needs_sources else None
-        nodes = self._client.request(Driver.connect, plan.address, sources)
+        nodes = self._client.request(Driver.connect, address, sources, auth_mode)
         gpus = max((int(node.total.get("GPU", 0)) for node in nodes), default=0)
         least, most = plan.spread or (1, 1)
         per_node = (plan.num_processes or most * (gpus or 1)) // most

@@ -102,6 +102,8 @@ def fraction(rank: RankState) -> float | None:
     nor does one that has ended while the function goes on, as that of a preparation.
     """
     loops = rank.progress.loops if rank.progress is not None else ()
+    if loops and rank.status == "done" and _is_in_last_epoch_of_stream(rank):
+        return None
     if loops:
         share = 0.0
         for _, done, total, _ in reversed(loops):
@@ -114,6 +116,15 @@ def fraction(rank: RankState) -> float | None:
     if bars is not None and not is_of_epoch(rank, nest):
         return bars
     return 1.0 if rank.status == "done" and bars is None and rank.progress is None else None
+
+
+def _is_in_last_epoch_of_stream(rank: RankState) -> bool:
+    """Whether nobody knows how much of the last epoch is done: the data have no length."""
+    trained = rank.progress
+    if trained is None or trained.batch is None or trained.batches is not None:
+        return False
+    name, done, total, _ = trained.loops[-1]
+    return name == "epoch" and done + 1 == total
 
 
 def is_of_epoch(rank: RankState, nest: Sequence[ProgressBar] | None = None) -> bool:

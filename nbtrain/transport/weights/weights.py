@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -244,12 +245,19 @@ def _from_json(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether a tensor is one rank's part of a `DTensor`."""
-    return hasattr(tensor, "full_tensor")
+    """Whether a tensor is one rank's part of a `DTensor`, or of a parameter in DeepSpeed's ZeRO 3.
+
+    ZeRO 3 leaves small parameters whole, but they too are put together in its way.
+    """
+    return hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_tensor")
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole of a sharded tensor: every rank has to ask, in the same order."""
+    if hasattr(tensor, "ds_tensor"):
+        gathered = sys.modules["deepspeed"].zero.GatheredParameters([tensor])
+        with gathered:
+            return tensor.detach().clone()
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 

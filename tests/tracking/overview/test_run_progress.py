@@ -356,3 +356,19 @@ def test_what_is_left_where_a_rank_is_short_of_data_takes_as_long_as_it_does_now
 def test_a_validation_in_which_no_step_is_taken_does_not_look_like_a_slow_training() -> None:
     assert left(waits=False, validates=30) == pytest.approx(70 * 600 / 400, rel=0.02)
     assert left(waits=True, validates=30) == pytest.approx(70 * 720 / 280, rel=0.05)
+
+
+def test_a_run_over_a_stream_that_has_ended_is_not_half_done() -> None:
+    def train(epochs: int) -> None:
+        work = Work()
+        for _ in range(epochs):
+            for x in DataLoader(Stream(), batch_size=4):
+                work.backward(x)
+                work.optimizer.step()
+
+    run = launch(train, 2)
+    (rank,) = run.state.ranks
+    assert rank.progress is not None
+    assert rank.progress.loops == (("epoch", 1, 2, 1),)
+    assert run_progress.fraction(rank) is None
+    assert "% done" not in str(run.summary())

@@ -1,4 +1,4 @@
-"""Clusters that have room later, that lose nodes for good, or that are started for one run."""
+"""Clusters that have room later, that lose nodes for good, or that are a kernel's own."""
 
 from __future__ import annotations
 
@@ -80,25 +80,33 @@ def alone(
     return start_kernel(warm=False)  # whose environment others can read
 
 
-def test_ray_is_started_for_a_run_that_asks_for_it_and_ended_with_it(alone: Notebook) -> None:
+def test_ray_is_started_once_by_a_kernel_that_asks_for_it_and_ended_with_it(
+    alone: Notebook,
+) -> None:
     alone.run("%load_ext nbtrain\nimport os, torch, nbtrain\nmodel = torch.nn.Linear(4, 1)")
     cell = "%%distributed -e ray --address local -n 2\nmodel(torch.ones(1, 4)).shape[0]"
-    began: set[str] = set()
-    out = alone.run(cell, during=lambda _: began.update(_others(alone)), timeout=120)
-    assert not out.ename, out.traceback
-    assert alone.value("nbtrain.last_run().results") == [1, 1]
-    assert {"raylet", "gcs_server"} <= began
-    wait_until(lambda: not _others(alone), 30)
+    kernel, folder = alone.process, alone.process.environ()["TMPDIR"]
+    raylets = []
+    for change in ("", "", "os.environ['ASKED'] = 'yes'"):  # which ranks are to have
+        alone.run(change)
+        out = alone.run(cell, timeout=120)
+        assert not out.ename, out.traceback
+        assert alone.value("nbtrain.last_run().results") == [1, 1]
+        raylets.append({pid for pid, name in _others(kernel, folder) if name == "raylet"})
+    assert len(raylets[0]) == 1
+    assert raylets[0] == raylets[1]
+    assert raylets[2].isdisjoint(raylets[0])
+    kernel.kill()
+    wait_until(lambda: not _others(kernel, folder), 30)
 
 
-def _others(notebook: Notebook) -> set[str]:
-    """Return the names of the processes that a kernel began, or that those left."""
-    kernel, found = notebook.process, set()
-    folder = kernel.environ()["TMPDIR"]
+def _others(kernel: psutil.Process, folder: str) -> set[tuple[int, str]]:
+    """Return the processes that a kernel began, or that those left."""
+    found = set()
     for process in psutil.process_iter():
         try:
             if process.pid != kernel.pid and process.environ().get("TMPDIR") == folder:
-                found.add(process.name())
+                found.add((process.pid, process.name()))
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return found
