@@ -92,7 +92,7 @@ def _do(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             listed = [as_plain(info) for info in catalog.run_infos()]
             _print_json({"schema": SCHEMA, "runs": listed})
         case "runs":
-            _show(catalog.page(catalog.run_infos()))
+            _show(catalog.page(catalog.run_infos(), "nbtrain"))
         case "show":
             return _show_run(catalog.find_run(options.run), options)
         case "logs" if options.json:

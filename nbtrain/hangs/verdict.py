@@ -234,7 +234,9 @@ def describe_endings(ended: str, state: RunState) -> str:
         return ""
     groups: dict[str, list[int]] = {}
     for rank in state.ranks:
-        status = "not started again" if rank.status == "starting" else rank.status
+        status = rank.status
+        if status == "starting":
+            status = "not started again" if state.restarts else "not started yet"
         groups.setdefault(status, []).append(rank.rank)
     return ", ".join(f"{format_ranks(ranks)} {status}" for status, ranks in groups.items())
 

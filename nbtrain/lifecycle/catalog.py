@@ -38,14 +38,14 @@ def runs() -> Any:
     return frame(run_infos())
 
 
-def page(infos: list[RunInfo]) -> str:
-    """Return a table of runs, and how to show one of them."""
+def page(infos: list[RunInfo], command: str = "%nbtrain") -> str:
+    """Return a table of runs, and how to show one of them by a `command`."""
     skipped = [f"{name} {reason}: skipped" for name, reason in folders.foreign().items()]
     if not infos:
         return "\n".join([f"No run is kept in {folders.root()}.", *skipped])
     head = ("", "run", "title", "status", "when", "ranks", "took", "last", "", "result")
     lines = text_table([head, *(_row(info) for info in infos)], "<" * len(head))
-    hint = "%nbtrain show RUN displays a run, %nbtrain stop RUN ends it (RUN: its number)."
+    hint = f"{command} show RUN displays a run, {command} stop RUN ends it (RUN: its number)."
     return "\n".join([*lines, "", *skipped, hint])
 
 
