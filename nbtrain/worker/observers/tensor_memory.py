@@ -66,8 +66,9 @@ class TensorMemoryMeter(Observer):
         self._models[id(module)] = module
 
     def wrapped(self, wrapper: Any) -> None:
-        """Take note of a model that was wrapped: DeepSpeed's engine has no parts of its own."""
-        self.module_built(wrapper)
+        """Take note of a model in DeepSpeed's engine, which gets its parts unseen."""
+        if isinstance(wrapper, _engine()):
+            self.module_built(wrapper)
 
     def _count(self, now: float) -> None:
         begun = time.perf_counter()
@@ -105,7 +106,7 @@ def _weights(models: Iterable[Any], trained: dict[int, Any]) -> tuple[dict[int, 
 
     What DeepSpeed's engine wraps is trained, though its optimizer has copies of the parameters.
     """
-    engine = getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", ())
+    engine = _engine()
     parameters = dict(trained)
     buffers: list[Any] = []
     visited: set[int] = set()  # a model, and a part of it that was seen too, are gone over once
@@ -119,6 +120,11 @@ def _weights(models: Iterable[Any], trained: dict[int, Any]) -> tuple[dict[int, 
             parameters |= own
             buffers += (buffer for module in modules for buffer in module._buffers.values())
     return parameters, buffers
+
+
+def _engine() -> Any:
+    """Return the class of DeepSpeed's engine, or what nothing is an instance of."""
+    return getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", ())
 
 
 def _sizes(tensors: Iterable[Any], met: set[Any]) -> Counter[str]:
