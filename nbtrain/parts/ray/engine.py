@@ -193,11 +193,17 @@ class _OwnCluster:
 _own_cluster: _OwnCluster | None = None
 
 
+def _drop_own() -> None:
+    global _own_cluster
+    if _own_cluster is not None:
+        _own_cluster.close()
+        _own_cluster = None
+
+
 def _own() -> _OwnCluster:
     global _own_cluster
     if _own_cluster is not None and not _own_cluster.is_usable:
-        _own_cluster.close()
-        _own_cluster = None
+        _drop_own()
     if _own_cluster is None:
         _own_cluster = _OwnCluster()
     return _own_cluster
@@ -228,7 +234,12 @@ class RayEngine(Engine):
         folder = Path.cwd()
         needs_sources = plan.is_live or dependencies.beside(plan.task, folder)
         sources = str(folder) if needs_sources else None
-        nodes = self._client.request(Driver.connect, address, sources, auth_mode)
+        try:
+            nodes = self._client.request(Driver.connect, address, sources, auth_mode)
+        except LaunchError:
+            if plan.address == "local":  # its Ray may have died: the next launch starts another
+                _drop_own()
+            raise
         gpus = max((int(node.total.get("GPU", 0)) for node in nodes), default=0)
         least, most = plan.spread or (1, 1)
         per_node = (plan.num_processes or most * (gpus or 1)) // most

@@ -80,6 +80,7 @@ def alone(
     return start_kernel(warm=False)  # whose environment others can read
 
 
+@pytest.mark.timeout(600)  # it starts Ray five times
 def test_ray_is_started_once_by_a_kernel_that_asks_for_it_and_ended_with_it(
     alone: Notebook,
 ) -> None:
@@ -96,6 +97,10 @@ def test_ray_is_started_once_by_a_kernel_that_asks_for_it_and_ended_with_it(
     assert len(raylets[0]) == 1
     assert raylets[0] == raylets[1]
     assert raylets[2].isdisjoint(raylets[0])
+    for pid in raylets[2]:
+        psutil.Process(pid).kill()
+    assert alone.run(cell, timeout=120).ename == "LaunchError"
+    assert not alone.run(cell, timeout=120).ename  # by a new one
     kernel.kill()
     wait_until(lambda: not _others(kernel, folder), 30)
 
