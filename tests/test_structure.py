@@ -258,8 +258,6 @@ def look():
             dict(os.environ), threading.enumerate(), logging.getLogger().handlers,
             os.listdir('/proc/self/fd'), len(warnings.filters), os.getcwd())
 before = look()
-import pytest
-
 import nbtrain
 assert look() == before
 for heavy in ('torch', 'IPython', 'ipywidgets', 'accelerate', 'tqdm', 'pynvml'):

@@ -27,13 +27,10 @@ _KNOWN = {
         "The model is wrapped on the ranks: write model.module, or, with Accelerate, "
         "accelerator.unwrap_model(model)"
     ),
-    # fastai's loop knows a group only in its context: with a group alone, each rank trains alone.
-    r"fastai/[\s\S]*Default process group has not been initialized": (
-        "Train in fastai's context: `with learn.distrib_ctx(): learn.fit(…)`."
-    ),
-    r"\A(?![\s\S]*fastai/)[\s\S]*Default process group has not been initialized": (
+    "Default process group has not been initialized": (
         "Make an `Accelerator()` before this line, or call torch.distributed.init_process_group(): "
-        "it needs no address, because nbtrain has set its environment variables."
+        "it needs no address, because nbtrain has set its environment variables. With fastai, "
+        "train in `with learn.distrib_ctx():` instead."
     ),
     "Expected to mark a variable ready only once": (
         "Gradient checkpointing needs use_reentrant=False here: "

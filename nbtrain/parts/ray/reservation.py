@@ -103,6 +103,7 @@ def join(address: str | None, sources: str | None) -> Any:
     except ImportError as error:
         raise LaunchError("the ray engine needs Ray: pip install 'nbtrain[ray]'") from error
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # 30 are short on a busy machine
     address, label = cluster_address(address, os.environ)
     options: dict[str, Any] = _new_cluster_options() if address == "local" else {}
     try:

@@ -255,8 +255,7 @@ def is_sharded(tensor: Any) -> bool:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole of a sharded tensor: every rank has to ask, in the same order."""
     if hasattr(tensor, "ds_tensor"):
-        gathered = sys.modules["deepspeed"].zero.GatheredParameters([tensor])
-        with gathered:
+        with sys.modules["deepspeed"].zero.GatheredParameters([tensor]):
             return tensor.detach().clone()
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 

@@ -80,27 +80,32 @@ def alone(
     return start_kernel(warm=False)  # whose environment others can read
 
 
-@pytest.mark.timeout(600)  # it starts Ray five times
+@pytest.mark.timeout(600)  # it starts Ray three times
 def test_ray_is_started_once_by_a_kernel_that_asks_for_it_and_ended_with_it(
-    alone: Notebook,
+    alone: Notebook, tmp_path: Path
 ) -> None:
-    alone.run("%load_ext nbtrain\nimport os, torch, nbtrain\nmodel = torch.nn.Linear(4, 1)")
-    cell = "%%distributed -e ray --address local -n 2\nmodel(torch.ones(1, 4)).shape[0]"
+    alone.run("%load_ext nbtrain\nimport os, time, torch, nbtrain\nmodel = torch.nn.Linear(4, 1)")
     kernel, folder = alone.process, alone.process.environ()["TMPDIR"]
-    raylets = []
-    for change in ("", "", "os.environ['ASKED'] = 'yes'"):  # which ranks are to have
-        alone.run(change)
-        out = alone.run(cell, timeout=120)
+
+    def launch(cell: str = "model(torch.ones(1, 4)).shape[0]", options: str = "") -> set[int]:
+        out = alone.run(f"%%distributed -e ray --address local -n 2 {options}\n{cell}", timeout=240)
         assert not out.ename, out.traceback
-        assert alone.value("nbtrain.last_run().results") == [1, 1]
-        raylets.append({pid for pid, name in _others(kernel, folder) if name == "raylet"})
-    assert len(raylets[0]) == 1
-    assert raylets[0] == raylets[1]
-    assert raylets[2].isdisjoint(raylets[0])
-    for pid in raylets[2]:
-        psutil.Process(pid).kill()
-    assert alone.run(cell, timeout=120).ename == "LaunchError"
-    assert not alone.run(cell, timeout=120).ename  # by a new one
+        return {pid for pid, name in _others(kernel, folder) if name == "raylet"}
+
+    (first,) = launch()
+    assert alone.value("nbtrain.last_run().results") == [1, 1]
+    goes_on = f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.1)"
+    assert launch(goes_on, "--detach") == {first}
+    alone.run("detached = nbtrain.last_run()\nos.environ['ASKED'] = 'yes'")  # for the ranks, too
+    (second,) = launch() - {first}
+    (tmp_path / "go").touch()
+    alone.run("detached.wait()", timeout=60)
+    assert alone.value("detached.state.status") == "succeeded"
+    wait_until(lambda: not psutil.pid_exists(first), 30)  # it had copies of what kept its Ray
+    psutil.Process(second).kill()
+    cell = "%%distributed -e ray --address local -n 2\n1"
+    assert alone.run(cell, timeout=240).ename == "LaunchError"
+    assert second not in launch()
     kernel.kill()
     wait_until(lambda: not _others(kernel, folder), 30)
 
