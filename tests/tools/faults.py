@@ -95,6 +95,7 @@ FAULTS = {
         while fill.write(bytes(1 << 12)): pass""",
     "weights beyond the limit on files": """
         model.weight.data.add_(1.0)
+        sys.dont_write_bytecode = True  # a file of it would be cut off, and stay
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
         return 'done'""",
     "weights beyond the disk of the run folder": """

@@ -705,6 +705,7 @@ def test_a_full_disk_that_takes_the_weights_fails_the_run_and_leaves_the_rest() 
     def train(model: Any, small: Any) -> int:
         fill(model, 1)
         fill(small, 1)
+        sys.dont_write_bytecode = True  # a file of it would be cut off, and stay
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
         return 5
 
