@@ -36,8 +36,8 @@ PATIENCE = 0.5
 FAR = 3.0
 """The same where ranks are on other hosts."""
 
-COURTESY = 0.5
-"""The part of the time that ranks have in which none is asked but by its Python."""
+COURTESY = 0.25
+"""Seconds that a rank has to answer with Python, before it is urged to answer without."""
 
 WORKERS = 16
 """Processes of a rank's DataLoader that are asked."""
@@ -216,10 +216,10 @@ def ask(folder: RunFolder, ranks: Iterable[int], patience: float | None = None) 
 def _answers(asked: Iterable[_Asked], deadline: float) -> Iterator[tuple[_Asked, str]]:
     """Yield what each rank wrote, once it is whole, or as far as it is at the deadline.
 
-    Those that have not begun to answer by half of the time wait in C, or hang: they are urged.
+    Those that have not begun to answer after `COURTESY` wait in C, or hang: they are urged.
     """
     waiting, now = list(asked), time.monotonic()
-    patient, has_urged = now + COURTESY * (deadline - now), False
+    patient, has_urged = now + COURTESY, False
     while waiting:
         late = time.monotonic() >= deadline
         if not (has_urged or late) and time.monotonic() >= patient:

@@ -20,10 +20,10 @@ RECORDERS = 16
 """Ranks whose flight recorder is asked; each answers with up to a megabyte."""
 
 ASKING = 0.8
-"""Seconds within which a report is made, whichever ranks do not answer."""
+"""Seconds for two questions to ranks, of which the recorders' is one."""
 
 FAR = 3.0
-"""The same where ranks are on other hosts."""
+"""The same for ranks on other hosts, and for stacks wherever ranks are."""
 
 AGAIN = 1.0
 """Seconds between two rounds of asking, at least."""
@@ -230,8 +230,9 @@ class HangWatchdog:
 
 def look_closely(folder: RunFolder, seen: hangs.Observation) -> hangs.Observation:
     """Ask every rank for its stacks, and some for what their recorders know."""
-    patience = (ASKING if not folder.questions.exists() else FAR) / 2
-    by_rank = {stack.rank: stack for stack in stacks.ask(folder, seen.silent, patience)}
+    # On a busy machine, too, ranks have the time to answer: a run may be ended for what they say.
+    by_rank = {stack.rank: stack for stack in stacks.ask(folder, seen.silent, FAR / 2)}
+    patience = (FAR if folder.questions.exists() else ASKING) / 2
     recorded = collectives.ask(folder, _some(by_rank, RECORDERS), patience)
     return replace(seen, now=time.time(), stacks=by_rank, recorded=recorded)
 

@@ -329,9 +329,8 @@ def test_a_keeper_that_is_killed_takes_its_ranks_and_theirs_with_it(temporary: P
 
 
 def until_told_to_go(go: Path, model: torch.nn.Linear) -> str:
-    """What the functions below do, with a sign of life before and one after."""
-    nbtrain.log(loss=1.0)
-    wait_until(go.exists, 60)
+    """What the functions below do, with signs of life before and one after."""
+    wait_until(lambda: nbtrain.log(loss=1.0) or go.exists(), 60)
     nbtrain.log(loss=2.0)
     with torch.no_grad():
         model.weight.fill_(3)
@@ -352,6 +351,8 @@ def test_a_folder_that_is_deleted_is_made_anew_and_what_ranks_return_comes_home(
         (folder,) = run_root.glob("runs/*")
         vanish(run_root)
         wait_until((folder / "run.json").exists, 30)
+        # A rank looks for its file now and then: what it writes before goes with the old one.
+        wait_until((folder / "rank-0000.jsonl").exists, 30)
         (tmp_path / "go").touch()
 
     model = torch.nn.Linear(1, 1)

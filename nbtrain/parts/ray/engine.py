@@ -158,9 +158,10 @@ class DriverClient:
     def let_go(self) -> None:
         """Close this end, and leave no zombie: others may have copies of it until a run's end."""
         self.close()
-        threading.Thread(target=self._reap, name="nbtrain-ray", daemon=True).start()
+        threading.Thread(target=self.reap, name="nbtrain-ray", daemon=True).start()
 
-    def _reap(self) -> None:
+    def reap(self) -> None:
+        """Wait for the driver's end."""
         with contextlib.suppress(ChildProcessError):
             self._process.wait()
 
