@@ -128,6 +128,9 @@ tests -n 4 tests/commands/test_doctor.py tests/ui/displays tests/engines/test_sp
     tests/system/test_accelerator_guard.py tests/system/test_accelerator_hooks.py \
     tests/system/test_cuda_initialisers.py tests/lifecycle/test_background.py \
     tests/parts/debugger tests/end_to_end/hosts/test_colab.py
+install matplotlib -r tests/requirements/recipes.txt
+install --no-deps "fastai==2.8.*"
+tests -n 2 -m "slow or not slow" tests/end_to_end/test_recipes.py
 """
 
 STEPS = (

@@ -121,8 +121,9 @@ def _together(samples: list[ev.WorkSample]) -> Finding | None:
             f"all {count} ranks train on the same batches{PLACE}, so they learn what one "
             "rank alone would learn.",
             "Give each rank a different part: `loader = accelerator.prepare(loader)`, or a loader "
-            "with `sampler=DistributedSampler(dataset)`. An `IterableDataset` has to skip the "
-            "samples of the other ranks",
+            "with `sampler=DistributedSampler(dataset)`. Divide a stream with "
+            "`split_dataset_by_node` of Hugging Face datasets, or let your `IterableDataset` skip "
+            "the samples of the other ranks",
             flaw="all ranks trained on the same batches",
         )
     is_apart = not any(sample.has_exchanged or sample.is_wrapped for sample in samples)

@@ -16,6 +16,7 @@ from ..system.text import (
 )
 from ..tracking import events as ev
 from ..tracking.overview import run_progress
+from ..tracking.overview.epochs import metric_order
 from ..tracking.overview.run_progress import LONGEST
 from ..tracking.reducers import METRICS
 from ..tracking.state import ProgressBar, RankState, RunState
@@ -29,9 +30,9 @@ _EPOCHS = re.compile(r"(epochs?|ep|e)\W*", re.I)
 
 
 def metrics(rank: RankState, limit: int = 6, *, but: Collection[str] = ()) -> str:
-    """Return the last metrics of a rank: ``loss 0.2315 · lr 0.001``."""
-    rest = [(name, value) for name, value in rank.metrics.items() if name not in but]
-    shown = [f"{name} {format_number(value)}" for name, value in rest[:limit]]
+    """Return the last metrics of a rank: ``loss 0.2315 · lr 0.001``, those that matter first."""
+    rest = sorted((name for name in rank.metrics if name not in but), key=metric_order)
+    shown = [f"{name} {format_number(rank.metrics[name])}" for name in rest[:limit]]
     more = len(rest) - len(shown)
     full = "+" if len(rank.metrics) >= METRICS else ""
     return " · ".join([*shown, *([f"{more}{full} more"] if more else [])])

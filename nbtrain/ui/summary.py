@@ -12,6 +12,7 @@ from typing import Any
 from ..hangs import verdict
 from ..hangs.failures import causes
 from ..system.text import format_bytes, format_duration, format_number, format_ranks, plural
+from ..tracking.overview.epochs import metric_order
 from ..tracking.resource_sampler import SLACK
 from ..tracking.state import RankState, RunState, TrainingProgress
 from . import run_texts
@@ -290,7 +291,8 @@ def rows(s: Summary) -> Iterator[tuple[str, str]]:
         yield "steps", " · ".join(speed)
     if s.waiting_share is not None:
         yield "data", f"the ranks waited for data {100 * s.waiting_share:.0f} % of the training"
-    metrics = [f"{name} {format_number(value)}" for name, value in s.metrics.items()]
+    names = sorted(s.metrics, key=metric_order)
+    metrics = [f"{name} {format_number(s.metrics[name])}" for name in names]
     if metrics:
         more = [f"{len(metrics) - METRICS} more"] if len(metrics) > METRICS else []
         yield "metrics", " · ".join([*metrics[:METRICS], *more])

@@ -102,7 +102,9 @@ def join_world_on_cpu() -> None:
     """Let a plain `PartialState()` of CPU ranks join the run's world, as one of GPU ranks does.
 
     Accelerate (1.15) joins none without ``cpu=True``, which `Accelerator()` reads in the
-    environment and `PartialState` does not: every rank would be alone, with all of the data.
+    environment and `PartialState` does not: every rank would be alone, with all of the data. And it
+    calls the device "cpu:0", where `torch.load` (2.13) can load nothing: a `Trainer` could not
+    resume.
     """
     patch("accelerate.state:PartialState", "__init__", _init_on_cpu)
     patch("accelerate.state:AcceleratorState", "__init__", _keep_deepspeed)
@@ -110,6 +112,8 @@ def join_world_on_cpu() -> None:
 
 def _init_on_cpu(original: Any, state: Any, cpu: bool = False, *args: Any, **kwargs: Any) -> None:
     original(state, True, *args, **kwargs)
+    if state.device.type == "cpu":
+        state.device = type(state.device)("cpu")
 
 
 def _keep_deepspeed(original: Any, *args: Any, **kwargs: Any) -> None:

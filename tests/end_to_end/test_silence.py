@@ -84,7 +84,7 @@ WRONG = {
         "    accelerator = Accelerator()\n"
         "    model, optimizer = accelerator.prepare(*parts()[:2])\n"
         "    fit(model, optimizer, DataLoader(Stream(), 8), accelerator.backward)",
-        ("all 2 ranks train on the same batches", "An `IterableDataset` has to skip the samples"),
+        ("all 2 ranks train on the same batches", "`split_dataset_by_node`"),
     ),
     "a part that is run again and again": Case(
         "    from accelerate import DistributedDataParallelKwargs\n"

@@ -53,10 +53,12 @@ def row(name: str, recipe: Recipe, folder: Path) -> tuple[str, ...]:
         notebook, folder, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TORCH_EXTENSIONS_DIR=extensions
     )
     seconds = time.monotonic() - began
-    outputs = [o for c in notebook.cells if c.cell_type == "code" for o in c.outputs]
-    known: dict[str, Any] = ast.literal_eval(outputs.pop().text)
+    outputs = [o for c in notebook.cells[:-1] if c.cell_type == "code" for o in c.outputs]
+    probed = "".join(output.text for output in notebook.cells[-1].outputs)
+    known: dict[str, Any] = ast.literal_eval(probed)
     printed = "\n".join(o.get("text", "") for o in outputs)
     boards = [o.data.get("text/plain", "") for o in outputs if o.output_type == "display_data"]
+    board = boards[-1] if boards else ""
     of_rank = [set(re.findall(rf"^\[rank {rank}\] (.*)$", printed, re.M)) for rank in (0, 1)]
     without_times = [{re.sub(r"[\d:,.]+", "", line) for line in lines} for lines in of_rank]
     tracked = len([*folder.glob("runs/*/")])
@@ -68,7 +70,7 @@ def row(name: str, recipe: Recipe, folder: Path) -> tuple[str, ...]:
         f"{known['steps']} of {[recipe.steps] * 2}",
         f"{known['samples']} of {[recipe.samples] * 2}",
         *(f"{loss:.4g}" for loss in known["loss"] or [float("nan")]),
-        ", ".join(re.findall(r"^ +rank \d: done +[█·]+ +(\d+ %)", boards[-1], re.M)) or "none",
+        ", ".join(re.findall(r"^ +rank \d: done +[█·]+ +(\d+ %)", board, re.M)) or "none",
         str(known["notes"]),
         f"{tracked} of {known['runs']}",
         str(len(without_times[0] & without_times[1])),

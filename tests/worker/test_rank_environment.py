@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import io
 import multiprocessing
 import os
 import socket
@@ -28,6 +29,20 @@ def split_prompts() -> tuple[int, list[str]]:
 
 def test_a_plain_partial_state_joins_the_world_of_cpu_ranks() -> None:
     assert launch(split_prompts, n=2).results == [(2, ["a", "b"]), (2, ["c", "d"])]
+
+
+def load_to_the_ranks_device(saved: bytes) -> tuple[str, int]:
+    from accelerate import PartialState
+
+    device = PartialState().device
+    return str(device), torch.load(io.BytesIO(saved), map_location=device)["x"].sum().item()
+
+
+def test_what_was_saved_is_loaded_to_the_device_of_a_cpu_rank() -> None:
+    saved = io.BytesIO()
+    torch.save({"x": torch.ones(3, dtype=torch.int)}, saved)
+    launched = launch(load_to_the_ranks_device, saved.getvalue(), n=2)
+    assert launched.results == [("cpu", 3), ("cpu", 3)]
 
 
 def sum_of_ranks() -> float:

@@ -147,7 +147,8 @@ def _connected(run: Run, listener: Listener, secret: str, snapshot: Snapshot) ->
     names: dict[int, set[str]] = {}
     deadline = time.monotonic() + PATIENCE
     try:
-        while len(channels) < run.state.world_size:
+        # A rank may say hello before its process is known here, which its first task asks for.
+        while len(channels) < run.state.world_size or any(r.pid is None for r in run.state.ranks):
             if run.state.is_over or any(rank.is_over for rank in run.state.ranks):
                 run.wait()
                 raise run.exception or LaunchError(run.state.explanation)

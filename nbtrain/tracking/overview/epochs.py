@@ -71,7 +71,7 @@ def epoch_table(state: RunState) -> EpochTable:
     names = dict.fromkeys(name for row in rows for name in row.values)
     if any(ev.is_training_loss(name) for name in names if name != TRAIN_LOSS):
         names.pop(TRAIN_LOSS, None)
-    columns = sorted(names, key=_order)[:COLUMNS]
+    columns = sorted(names, key=metric_order)[:COLUMNS]
     best_by = next((name for name in columns if better(name)), "")
     if not best_by:  # without a validation, the training's own loss, over whole epochs
         losses = (name for name in columns if name == TRAIN_LOSS or ev.is_training_loss(name))
@@ -117,8 +117,8 @@ def present_training(state: RunState) -> tuple[int, float]:
     return number, _steps(before[-1], state.restarts) if before else -math.inf
 
 
-def _order(name: str) -> int:
-    """Return where a column stands: the training's loss, a validation's, then the rest."""
+def metric_order(name: str) -> int:
+    """Return where a metric stands: the training's loss, a validation's, then the rest."""
     if name == TRAIN_LOSS or ev.is_training_loss(name):
         return 0
     if validation_of(name):

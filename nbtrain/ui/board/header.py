@@ -404,12 +404,15 @@ def _compared(state: RunState, series: Series, name: str) -> tuple[str, ...]:
     earlier, curve = state.earlier, smoothed(series.band)
     if earlier is None or earlier.metric != name or not curve:
         return ()
-    at = min(curve[-1][0], earlier.points[-1][0])
+    end, its_end = curve[-1][0], earlier.points[-1][0]
+    at = min(end, its_end)
     now, before = (canvas.value_at(points, at) for points in (curve, earlier.points))
     change = 100 * (now - before) / (abs(before) or math.ulp(0.0))
     kind = "lower" if change < 0 else "higher"
     amount = f"{abs(change):.0f} % {kind} than" if abs(change) < 1000 else f"much {kind} than"
-    return (f"{'about as' if abs(change) < 1 else amount} {earlier.number}",)
+    is_partial = at < 0.9 * end or (state.is_over and at < 0.9 * its_end)
+    where = f" at step {at:,.0f}" if is_partial else ""
+    return (f"{'about as' if abs(change) < 1 else amount} {earlier.number}{where}",)
 
 
 def trend(series: Series) -> tuple[float, float, int]:

@@ -43,6 +43,9 @@ class Observer:
         loader one batch ahead.
         """
 
+    def batches_are_shared(self, times: int) -> None:
+        """From now on a batch is given so many times, each for another part of it, as TRL does."""
+
     def pass_ended(self, iterator: Any) -> None:
         """An iterator of torch's loader has no more batches."""
 

@@ -20,7 +20,8 @@ def _watch(module: Any) -> None:
     class TellObservers(module.TrainerCallback):  # type: ignore[misc]
         first = epoch = 0  # the step and the epoch at which it began: not 0 after a restart
 
-        def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        def on_train_begin(self, args: Any, state: Any, _control: Any, **_: Any) -> None:
+            tell("batches_are_shared", getattr(args, "steps_per_generation", None) or 1)
             self.first, self.epoch = int(state.global_step), int(state.epoch or 0)
             self._moved(state)
 
@@ -32,6 +33,7 @@ def _watch(module: Any) -> None:
             self._moved(state)
 
         def on_train_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+            tell("batches_are_shared", 1)
             self._moved(state, is_over=True)
 
         def _moved(self, state: Any, is_over: bool = False) -> None:

@@ -75,6 +75,7 @@ class DataLoadingMeter(Observer):
         self._datasets: dict[int, weakref.ref[Any]] = {}  # by id, which another may get
         self._has_stepped = False
         self._empty = 0  # samples of a loader that gave no batch
+        self._times = 1  # that each batch is given
         self._pending: dict[LoaderPass, int] = {}  # samples since the last step
         self._lock = threading.Lock()  # loaders are read in threads, too
 
@@ -157,8 +158,13 @@ class DataLoadingMeter(Observer):
         with contextlib.suppress(TypeError):  # a list: nobody can tell
             self._datasets[id(dataset)] = weakref.ref(dataset)
 
+    def batches_are_shared(self, times: int) -> None:
+        """Count each batch once, though it is given several times."""
+        self._times = times
+
     def _count_samples(self, passed: LoaderPass, size: int | None) -> None:
         with self._lock:
+            size = size and size // self._times
             passed.is_aside |= not sys.modules["torch"].is_grad_enabled()
             if size is not None:
                 self._pending[passed] = self._pending.get(passed, 0) + size

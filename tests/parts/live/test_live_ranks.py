@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 import nbtrain
 from nbtrain.errors import NbtrainError
+from nbtrain.lifecycle import launcher
+from nbtrain.lifecycle.follower import Follower
 from nbtrain.parts.live.live_ranks import _hello
 from nbtrain.transport.channel import Listener, connect
 from tests.support.kernel import Notebook
@@ -791,3 +795,24 @@ def test_a_long_path_of_temporary_files_is_no_hindrance(
         notebook.run("%nbtrain stop")
     finally:
         notebook.close()
+
+
+def test_a_rank_may_say_hello_before_its_process_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_look, look, accept = threading.Event(), Follower._look, Listener.accept
+    connected = []
+
+    def accepted(*args: Any) -> Any:
+        if len(connected) == 2:  # and it waits, still
+            may_look.set()
+        if channel := accept(*args):
+            connected.append(channel)
+        return channel
+
+    monkeypatch.setattr(launcher, "START_PATIENCE", 0.0)  # as after 20 s on a busy machine
+    monkeypatch.setattr(Follower, "_look", lambda self: may_look.is_set() and look(self))
+    monkeypatch.setattr(Listener, "accept", accepted)
+    with nbtrain.start(2) as ranks:
+        known = [*ranks.pids]
+        may_look.set()
+        assert known == [0, 1]
+        assert ranks.run(nbtrain.rank).results == [0, 1]
