@@ -58,7 +58,7 @@ def row(name: str, recipe: Recipe, folder: Path) -> tuple[str, ...]:
     known: dict[str, Any] = ast.literal_eval(probed)
     printed = "\n".join(o.get("text", "") for o in outputs)
     boards = [o.data.get("text/plain", "") for o in outputs if o.output_type == "display_data"]
-    board = boards[-1] if boards else ""
+    bars = re.findall(r"^ +rank \d: done +[█·]+ +(\d+ %)", "\n".join(boards), re.M)[-2:]
     of_rank = [set(re.findall(rf"^\[rank {rank}\] (.*)$", printed, re.M)) for rank in (0, 1)]
     without_times = [{re.sub(r"[\d:,.]+", "", line) for line in lines} for lines in of_rank]
     tracked = len([*folder.glob("runs/*/")])
@@ -70,7 +70,7 @@ def row(name: str, recipe: Recipe, folder: Path) -> tuple[str, ...]:
         f"{known['steps']} of {[recipe.steps] * 2}",
         f"{known['samples']} of {[recipe.samples] * 2}",
         *(f"{loss:.4g}" for loss in known["loss"] or [float("nan")]),
-        ", ".join(re.findall(r"^ +rank \d: done +[█·]+ +(\d+ %)", board, re.M)) or "none",
+        ", ".join(bars) or "none",
         str(known["notes"]),
         f"{tracked} of {known['runs']}",
         str(len(without_times[0] & without_times[1])),

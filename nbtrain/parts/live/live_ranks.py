@@ -153,7 +153,8 @@ def _connected(run: Run, listener: Listener, secret: str, snapshot: Snapshot) ->
                 run.wait()
                 raise run.exception or LaunchError(run.state.explanation)
             if time.monotonic() > deadline:
-                missing = [r for r in range(run.state.world_size) if r not in channels]
+                ranks = run.state.ranks
+                missing = [r.rank for r in ranks if r.rank not in channels or r.pid is None]
                 raise LaunchError(f"{format_ranks(missing)} did not begin within {PATIENCE:g} s")
             channel = listener.accept(0.1)
             if channel is not None:
