@@ -216,10 +216,11 @@ def ask(folder: RunFolder, ranks: Iterable[int], patience: float | None = None) 
 def _answers(asked: Iterable[_Asked], deadline: float) -> Iterator[tuple[_Asked, str]]:
     """Yield what each rank wrote, once it is whole, or as far as it is at the deadline.
 
-    Those that have not begun to answer after `COURTESY` wait in C, or hang: they are urged.
+    Those that have not begun to answer after `COURTESY`, or half of the time if that is less, wait
+    in C, or hang: they are urged.
     """
     waiting, now = list(asked), time.monotonic()
-    patient, has_urged = now + COURTESY, False
+    patient, has_urged = now + min(COURTESY, (deadline - now) / 2), False
     while waiting:
         late = time.monotonic() >= deadline
         if not (has_urged or late) and time.monotonic() >= patient:
