@@ -447,14 +447,18 @@ def _mean(band: Sequence[Bin]) -> tuple[float, float]:
 def _bests(state: RunState) -> Iterator[Figure]:
     """Yield the best value of a metric of the validation, of the last training; at the end two."""
     training, begins = present_training(state)
-    left = 2 if state.is_over else 1
+    shown: list[canvas.Point] = []
     for name, whole in state.curves.logged.items():
         series = whole.since(begins)
-        if left and series.bins and (direction := better(name)) and name != "loss":
-            left -= 1
+        if series.bins and (direction := better(name)) and name != "loss":
             at = canvas.best(series, direction)
+            if at in shown:  # one metric under two names, as GRPO's `reward` of one reward function
+                continue
+            shown.append(at)
             remarks = [f"at {_step(at[0])}", *([f"of training {training}"] if training > 1 else [])]
             yield Figure(f"best {shorten(name, 24)}", f"{format_number(at[1])} ★", tuple(remarks))
+            if len(shown) == (2 if state.is_over else 1):
+                return
 
 
 def _step(x: float) -> str:

@@ -726,3 +726,17 @@ def test_a_trend_is_told_of_a_loss_that_changes_by_more_than_chance(
     arrow = "→" if noise or not slope else "↘" if slope < 0 else "↗"
     assert shown["loss"].value.endswith(arrow)
     assert any("no clear change" in text for text in shown["loss"].remarks) == (arrow == "→")
+
+
+def test_a_metric_under_two_names_has_one_best_value() -> None:
+    """GRPO logs the mean of its one reward function as `reward`, too."""
+    told = [
+        ev.Metrics(150 + s, 0, s, {"reward": s / 8, "rewards/verb": s / 8, "val_loss": 1 - s / 9})
+        for s in range(5)
+    ]
+    for state, names in (
+        (board(1, *told, steps=0), ["best reward"]),
+        (over(board(1, *told, steps=0)), ["best reward", "best val_loss"]),
+    ):
+        shown = [figure.name for figure in header.figures(state, 160.0)]
+        assert [name for name in shown if name.startswith("best ")] == names
