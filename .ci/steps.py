@@ -128,7 +128,10 @@ tests -n 4 tests/commands/test_doctor.py tests/ui/displays tests/engines/test_sp
     tests/system/test_accelerator_guard.py tests/system/test_accelerator_hooks.py \
     tests/system/test_cuda_initialisers.py tests/lifecycle/test_background.py \
     tests/parts/debugger tests/end_to_end/hosts/test_colab.py
-install matplotlib -r tests/requirements/recipes.txt
+"""
+
+_RECIPES = """
+install matplotlib lightning -r tests/requirements/recipes.txt
 install --no-deps "fastai==2.8.*"
 tests -n 2 -m "slow or not slow" tests/end_to_end/test_recipes.py
 """
@@ -291,11 +294,11 @@ tests -n 4 -m "not slow and not timing" \
     tests/worker/observers/test_data_loading.py tests/transport/weights/test_sender.py \
     tests/transport
 tests -k too_old tests/hangs/test_stack_dumps.py
-""",
+{last}""",
             needs=("wheel",),
-            limit=2400,
+            limit=3600,
         )
-        for name, about, version, torch, pins, more in (
+        for name, about, version, torch, pins, more, last in (
             (
                 "oldest-whole",
                 "the oldest versions",
@@ -303,6 +306,7 @@ tests -k too_old tests/hangs/test_stack_dumps.py
                 "2.4.1",
                 "tests/requirements/floor.txt",
                 "dry_run",
+                "",
             ),
             (
                 "colab-whole",
@@ -311,8 +315,9 @@ tests -k too_old tests/hangs/test_stack_dumps.py
                 "2.11.0",
                 "tests/requirements/colab.txt",
                 _COLAB,
+                _RECIPES,
             ),
-            ("python313", "the newest torch", "3.13", "", "/dev/null", ""),
+            ("python313", "the newest torch", "3.13", "", "/dev/null", "", ""),
         )
     ),
     *(

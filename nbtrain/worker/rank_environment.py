@@ -103,8 +103,8 @@ def join_world_on_cpu() -> None:
 
     Accelerate (1.15) joins none without ``cpu=True``, which `Accelerator()` reads in the
     environment and `PartialState` does not: every rank would be alone, with all of the data. And it
-    calls the device "cpu:0", where `torch.load` (2.13) can load nothing: a `Trainer` could not
-    resume.
+    calls the device "cpu:0", where `torch.load` (2.13) can load nothing: the `Trainer` of
+    transformers 5.15 could not resume.
     """
     patch("accelerate.state:PartialState", "__init__", _init_on_cpu)
     patch("accelerate.state:AcceleratorState", "__init__", _keep_deepspeed)
@@ -112,8 +112,9 @@ def join_world_on_cpu() -> None:
 
 def _init_on_cpu(original: Any, state: Any, cpu: bool = False, *args: Any, **kwargs: Any) -> None:
     original(state, True, *args, **kwargs)
-    if state.device.type == "cpu":
-        state.device = type(state.device)("cpu")
+    device = state.device  # None after a first try that failed
+    if device is not None and device.type == "cpu":
+        state.device = type(device)("cpu")
 
 
 def _keep_deepspeed(original: Any, *args: Any, **kwargs: Any) -> None:

@@ -58,7 +58,8 @@ def row(name: str, recipe: Recipe, folder: Path) -> tuple[str, ...]:
     known: dict[str, Any] = ast.literal_eval(probed)
     printed = "\n".join(o.get("text", "") for o in outputs)
     boards = [o.data.get("text/plain", "") for o in outputs if o.output_type == "display_data"]
-    bars = re.findall(r"^ +rank \d: done +[█·]+ +(\d+ %)", "\n".join(boards), re.M)[-2:]
+    last = next((board for board in reversed(boards) if " rank 0: " in board), "")
+    bars = re.findall(r"^ +rank \d: done +[█·]+ +(\d+ %)", last, re.M)
     of_rank = [set(re.findall(rf"^\[rank {rank}\] (.*)$", printed, re.M)) for rank in (0, 1)]
     without_times = [{re.sub(r"[\d:,.]+", "", line) for line in lines} for lines in of_rank]
     tracked = len([*folder.glob("runs/*/")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import io
@@ -221,6 +222,17 @@ def test_a_model_that_the_notebook_prepared_for_itself_is_synchronised_in_the_ra
     assert kind == "DistributedDataParallel"
     assert one == other
     assert notebook.value("model.weight.sum().item()") == pytest.approx(one)
+
+
+def test_a_state_that_could_not_be_made_is_as_accelerate_leaves_it() -> None:
+    def train() -> None:
+        from accelerate import PartialState
+
+        with contextlib.suppress(ValueError):
+            PartialState(backend="no-such-backend")
+        PartialState()  # of Accelerate 1.15, without a device
+
+    launch(train, n=2)
 
 
 def test_a_model_that_is_prepared_twice_in_a_rank_is_wrapped_once() -> None:

@@ -268,7 +268,7 @@ class NodeRanks:
     def write_stacks(self, ranks: Iterable[int]) -> None:
         """Have ranks write their stacks into their files."""
         asked = [stacks.send(self.folder, rank) for rank in ranks]
-        time.sleep(stacks.COURTESY * stacks.PATIENCE)
+        time.sleep(stacks.COURTESY)
         stacks.urge(asked)
 
     def dump_recorders(self, ranks: Iterable[int]) -> dict[int, tuple[bytes, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -117,8 +118,11 @@ def present_training(state: RunState) -> tuple[int, float]:
     return number, _steps(before[-1], state.restarts) if before else -math.inf
 
 
+@functools.lru_cache(1024)
 def metric_order(name: str) -> int:
     """Return where a metric stands: the training's loss, a validation's, then the rest."""
+    if is_aside(name):
+        return 5
     if name == TRAIN_LOSS or ev.is_training_loss(name):
         return 0
     if validation_of(name):

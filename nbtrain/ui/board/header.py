@@ -411,7 +411,7 @@ def _compared(state: RunState, series: Series, name: str) -> tuple[str, ...]:
     kind = "lower" if change < 0 else "higher"
     amount = f"{abs(change):.0f} % {kind} than" if abs(change) < 1000 else f"much {kind} than"
     is_partial = at < 0.9 * end or (state.is_over and at < 0.9 * its_end)
-    where = f" at step {at:,.0f}" if is_partial else ""
+    where = f" at {_step(at)}" if is_partial else ""
     return (f"{'about as' if abs(change) < 1 else amount} {earlier.number}{where}",)
 
 

@@ -24,6 +24,7 @@ _WATCH = {
     "backward": (losses.watch,),
     "indexes_drawn": (batches.watch,),
     "batch": (batches.watch,),
+    "batches_are_shared": (trainer.watch,),
     "pass_ended": (batches.watch,),
     "module_built": (models.watch_building,),
     "wrapped": (models.watch_wrapping,),

@@ -44,7 +44,7 @@ class Observer:
         """
 
     def batches_are_shared(self, times: int) -> None:
-        """From now on a batch is given so many times, each for another part of it, as TRL does."""
+        """From now on a batch is given so many times, each for another part of it, as by GRPO."""
 
     def pass_ended(self, iterator: Any) -> None:
         """An iterator of torch's loader has no more batches."""

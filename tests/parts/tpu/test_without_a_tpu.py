@@ -37,5 +37,5 @@ def test_they_form_one_world(tmp_path: Path, imported: str) -> None:
         timeout=100,
         cwd=tmp_path,
     )
-    ended = "fork cpu [(2, 'cpu:0', 'cpu:0'), (2, 'cpu:0', 'cpu:0')]"
+    ended = "fork cpu [(2, 'cpu', 'cpu'), (2, 'cpu', 'cpu')]"
     assert out.stdout.splitlines()[-1:] == [ended], out.stderr

@@ -66,14 +66,20 @@ def test_what_is_said_of_the_earlier_run(factor: float, text: str) -> None:
     assert "#3" not in drawn(board_states.replace(state, earlier=other))
 
 
-@pytest.mark.parametrize("times", [0.5, 2.0])
-def test_runs_of_other_lengths_are_compared_where_both_have_been(times: float) -> None:
-    state, _ = board_states.drawn_at("succeeded")
+@pytest.mark.parametrize(
+    ("name", "times", "at"),
+    [("succeeded", 0.5, 0.5), ("succeeded", 2.0, 1.0), ("plain-2", 0.5, 0.5), ("plain-2", 2.0, 0)],
+)
+def test_runs_of_other_lengths_are_compared_where_both_have_been(
+    name: str, times: float, at: float
+) -> None:
+    """A run that is not over has the value that is shown."""
+    state, _ = board_states.drawn_at(name)
     strong = smoothed(state.curves.all["loss"].band)
-    for factor, where in ((1.0, ""), (times, f" at step {min(1.0, times) * strong[-1][0]:,.0f}")):
+    for factor, where in ((1.0, ""), (times, f" at step {at * strong[-1][0]:,.0f}" if at else "")):
         points = tuple((factor * x, y / 2) for x, y in strong)
         page = drawn(board_states.replace(state, earlier=EarlierRun("train #3", "loss", points)))
-        assert re.findall(r"(?:higher|lower) than #3([^<]*?) <br>", page) == [where]
+        assert re.findall(r"(?:higher|lower) than #3([^<]*?)(?: <br>|&nbsp;<)", page) == [where]
 
 
 def test_what_is_above_an_earlier_zero_is_not_about_the_same() -> None:

@@ -284,9 +284,8 @@ def test_queued_cells_are_dropped_after_a_failure_as_always(notebook: Notebook) 
     assert out.ename == "ZeroDivisionError"
     assert notebook.read_reply(behind[0])["content"]["status"] == "aborted"
 
-    def takes_cells() -> (
-        bool
-    ):  # ipykernel 6.17 drops for a moment what comes after the failure, too
+    def takes_cells() -> bool:
+        """After a failure, ipykernel 6.17 drops for a moment what comes, too."""
         reply = notebook.read_reply(notebook.client.execute("pass"))
         return bool(reply["content"]["status"] == "ok")
 

@@ -55,6 +55,10 @@ def train(path: Any) -> None:
     torch.save({"weight": weight}, path)
 
 
+def test_each_event_is_told_of_by_something() -> None:
+    assert set(hooks.EVENTS) - set(hooks._WATCH) == {"finish"}  # the rank's own end
+
+
 def test_an_observer_hears_a_training_in_its_order(tmp_path: Any) -> None:
     told = Told()
     with instrumentation.scope():

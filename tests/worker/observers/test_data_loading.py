@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from tests.support.loop_table import LoopTable, check, one_weight
+from tests.support.loop_table import LoopTable, check, one_weight, transformers_trainer
 from tests.support.runs import last, launch
 from tests.support.versions import needs
 
@@ -160,6 +160,17 @@ def a_batch_that_accelerate_reads_ahead(end: int) -> None:
             step += 1
             if step == end:
                 break
+
+
+@TABLE.row(samples=4 + 8)
+def batches_that_a_trainer_gives_twice() -> None:
+    """TRL's GRPO gives a batch `steps_per_generation` times, each time to train with a part."""
+    rows = [{"x": torch.ones(3)} for _ in range(8)]
+    trainer = transformers_trainer(rows, per_device_train_batch_size=2, max_steps=4)
+    trainer.args.steps_per_generation = 2
+    trainer.train()
+    del trainer.args.steps_per_generation
+    trainer.train()
 
 
 @pytest.mark.parametrize(("loop", "expected"), TABLE.rows)

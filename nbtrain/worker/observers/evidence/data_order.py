@@ -25,7 +25,7 @@ PASSES = 3
 _SAME_ORDER = Finding(
     "set-epoch",
     "a DistributedSampler gives its data in the same order in each epoch.",
-    "Write `loader.sampler.set_epoch(epoch)` at the start of each epoch.",
+    "Call its `set_epoch(epoch)` at the start of each epoch: `loader.sampler.set_epoch(epoch)`.",
 )
 
 
