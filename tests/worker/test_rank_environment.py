@@ -9,8 +9,10 @@ import io
 import multiprocessing
 import os
 import socket
+import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from tests.support.kernel import Notebook
 from tests.support.runs import launch
+from tests.support.waiting import wait_until
 
 
 def split_prompts() -> tuple[int, list[str]]:
@@ -88,6 +91,24 @@ def test_ranks_meet_at_an_address_of_their_own(train: Callable[[int], float], en
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     assert launch(train, port, n=2, engine=engine).results == [3.0, 3.0]
+
+
+def sum_for_which_rank_0_does_not_wait() -> float:
+    from accelerate import PartialState
+
+    run, rank = Path(os.environ["NBTRAIN_RUN"]), PartialState().process_index
+    if rank == 1:  # it is late: the other has returned
+        wait_until((run / "rank-0000.result").exists)
+        time.sleep(0.2)
+    total = torch.tensor(float(rank + 1))
+    work = torch.distributed.all_reduce(total, async_op=True)
+    if rank == 1:
+        work.wait()
+    return total.item()
+
+
+def test_a_rank_that_has_returned_stays_for_what_a_peer_waits_for() -> None:
+    assert launch(sum_for_which_rank_0_does_not_wait, n=2).results[1] == 3.0
 
 
 def references_to_a_destroyed_group() -> int:
