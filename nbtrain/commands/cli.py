@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         ("stop", "stop a run on this host (a notebook's run, too) and wait until it has ended"),
     ):
         command = commands.add_parser(name, help=purpose)
-        text = "the name of a run, or the start of it (by default the last run)"
+        text = "a run: its number, or the start of its name (by default the last run)"
         command.add_argument("run", nargs="?", default="", metavar="RUN", help=text)
         if name in ("show", "logs"):
             command.add_argument("--json", action="store_true", help=_JSON)

@@ -29,9 +29,9 @@ def run_infos() -> list[RunInfo]:
 def runs() -> Any:
     """Return the runs that nbtrain keeps as a pandas DataFrame with one row per run, newest last.
 
-    Its columns are run, status, created (UTC), seconds, ranks, engine, mixed_precision, then one
-    for each plain argument of the training functions (``config.lr`` for those in a dict), and one
-    for each metric: the mean over ranks of its last value.
+    Its columns are run, status, outcome, created (UTC), seconds, ranks, engine, mixed_precision,
+    then one for each plain argument of the training functions (``config.lr`` for those in a dict),
+    and one for each metric: the mean over ranks of its last value.
 
     Raises `MissingExtra` if pandas is not installed.
     """
@@ -59,7 +59,7 @@ def _row(info: RunInfo) -> tuple[str, ...]:
         "" if info.number is None else f"#{info.number}",
         info.name,
         shorten(info.title, 32),
-        info.status,
+        info.outcome,
         time.strftime("%a %d %b %H:%M", time.localtime(info.created)),
         plural(info.ranks, "rank"),
         "" if seconds is None else format_duration(seconds),

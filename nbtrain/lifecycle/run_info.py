@@ -51,7 +51,8 @@ _LONGEST = 200
 class RunInfo:
     """What is known of a run at a glance.
 
-    `created` is in seconds since the epoch; `seconds` None while nobody knows how long it took.
+    `status` is that of the run's state, and `outcome` says more where a result is wrong; `created`
+    is in seconds since the epoch, `seconds` None while nobody knows how long it took.
     `mixed_precision` is what the ranks trained in, or what was asked for where that is not known;
     `parameters` are the plain arguments of the training function, `metrics` the means over ranks
     of what each said last.
@@ -59,6 +60,7 @@ class RunInfo:
 
     name: str
     status: str
+    outcome: str
     created: float
     ranks: int
     seconds: float | None = None
@@ -87,10 +89,10 @@ def run_info(folder: RunFolder) -> RunInfo:
     state = initial_state(manifest, folder.manifest)
     ended = [e for e in _tail(folder.launcher_events) if isinstance(e, ev.Finished)]
     if ended:
-        status = outcome(ended[-1].status, strip_escapes(ended[-1].flaw, 200))
+        status, flaw = ended[-1].status, strip_escapes(ended[-1].flaw, 200)
         seconds = max(0.0, ended[-1].time - state.created)
     else:
-        status, seconds = "running" if is_watched(folder) else "lost", None
+        status, flaw, seconds = "running" if is_watched(folder) else "lost", "", None
     given = manifest.get("parameters")
     ranks = range(min(state.world_size, MOST_RANKS))
     tails = [_tail(folder.events(rank)) for rank in ranks]
@@ -103,6 +105,7 @@ def run_info(folder: RunFolder) -> RunInfo:
     return RunInfo(
         folder.path.name,
         status,
+        outcome(status, flaw),
         state.created,
         state.world_size,
         seconds,
@@ -203,14 +206,14 @@ def _is_plain(value: Any) -> bool:
     return type(value) in (type(None), bool, float)
 
 
-_COLUMNS = ("run", "status", "created", "seconds", "ranks", "engine", "mixed_precision")
+_COLUMNS = ("run", "status", "outcome", "created", "seconds", "ranks", "engine", "mixed_precision")
 
 
 def frame(saved_runs: Sequence[RunInfo]) -> Any:
     """Return a row a run as a pandas DataFrame.
 
-    Columns are run, status, created (UTC), seconds, ranks, engine, mixed_precision, then a column
-    a parameter and a metric; a metric that is called like a parameter is ``NAME (last)``.
+    Columns are run, status, outcome, created (UTC), seconds, ranks, engine, mixed_precision, then a
+    column a parameter and a metric; a metric that is called like a parameter is ``NAME (last)``.
 
     Raises `MissingExtra` where pandas is not installed.
     """

@@ -82,7 +82,8 @@ def test_programs_get_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert [rank["status"] for rank in shown["rank_states"]] == ["done", "done"]
     assert cli.main(["runs", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
-    assert run.folder.name in [info["name"] for info in listed["runs"]]
+    (info,) = [info for info in listed["runs"] if info["name"] == run.folder.name]
+    assert (info["status"], info["outcome"]) == (shown["status"], shown["outcome"])
     assert listed["schema"] == 1
     assert cli.main(["logs", "--json", "--rank", "1"]) == 0
     assert json.loads(capsys.readouterr().out) == {

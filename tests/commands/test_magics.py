@@ -260,7 +260,7 @@ def test_unloading_takes_the_magics_away(notebook: Notebook) -> None:
     assert notebook.run("%distributed -n 1 1").ename == ""
 
 
-@pytest.mark.parametrize("line", ["", "lint", "runs all"])
+@pytest.mark.parametrize("line", ["", "lint", "doctor please"])
 @pytest.mark.part("memory", "scaling")
 def test_what_nbtrain_cannot_be_asked_is_answered_with_what_it_can(
     notebook: Notebook, line: str

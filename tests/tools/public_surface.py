@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import nbtrain
 from nbtrain import errors, part
+from nbtrain.commands import cli, magics
 from nbtrain.planning.option_types import ENGINES, SOURCES
 from nbtrain.planning.plan import OPTIONS
 from nbtrain.tracking.events import KINDS
@@ -33,9 +34,11 @@ def surface() -> Iterator[str]:
             yield f"nbtrain.errors.{name}({', '.join(base.__name__ for base in value.__bases__)})"
     for option in OPTIONS:
         yield f"option {option.flags}"
-    for each in part.parts().values():
-        for name in sorted(each.commands):
-            yield f"command {name}"
+    for name in sorted({*magics._COMMANDS, *part.commands()}):
+        yield f"command {name}"
+    shell_commands = next(each for each in cli._parser()._actions if each.dest == "command")
+    for each in (shell_commands.choices or {}).values():
+        yield f"shell {' '.join(each.format_usage().split()[1:])}"
     for name in sorted(ENGINES):
         yield f"engine {name}"
     for name in sorted(SOURCES):
