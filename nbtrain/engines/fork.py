@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ from ..planning.plan import Task
 from ..transport.job import Job
 from ..transport.weights import fingerprints
 from ..worker import main, task_runner
+from ..worker.hooks import guard
 from . import rendezvous
 from .base import Engine, Ranks
 from .process import kernel_detach
@@ -57,6 +59,8 @@ class ForkEngine(Engine):
         import torch  # noqa: F401  (once, here: the ranks share what it costs)
 
         fingerprints.factors()
+        if compiler := sys.modules.get("torch._dynamo.trace_rules"):
+            guard.skip_in_compiler(compiler)
         job, listener = self.place(replace(job, lost=lost_in_a_fork()))
         ranks = ChildRanks(job.scratch)
         state = random.getstate()

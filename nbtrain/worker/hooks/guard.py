@@ -49,17 +49,12 @@ telemetry = guarded("telemetry")
 
 
 def activate() -> None:
-    """Watch this process from now on, but not what it forks, and have torch.compile skip that.
-
-    Otherwise it traces the hooks that a compiled step calls, breaks its graphs there, recompiles
-    for each number that they count, and warns. The public way (`torch.compiler.disable`) imports
-    the compiler, which takes seconds.
-    """
+    """Watch this process from now on, but not what it forks, and have torch.compile skip that."""
     global is_asleep
     is_asleep = False
     broken.clear()
     _sleep_in_children()
-    when_imported("torch._dynamo.trace_rules", _skip_nbtrain)
+    when_imported("torch._dynamo.trace_rules", skip_in_compiler)
 
 
 @functools.cache
@@ -72,6 +67,13 @@ def _sleep() -> None:
     is_asleep = True
 
 
-def _skip_nbtrain(module: Any) -> None:
+@functools.cache
+def skip_in_compiler(module: Any) -> None:
+    """Have torch.compile, whose rules are in `module`, leave out nbtrain's own functions.
+
+    Otherwise it traces the hooks that a compiled step calls, breaks its graphs there, recompiles
+    for each number that they count, and warns. The public way (`torch.compiler.disable`) imports
+    the compiler, which takes seconds. This takes 8 ms, so ranks inherit it from the kernel.
+    """
     if hasattr(module, "add"):  # seen in torch 2.4 to 2.13
         module.add("nbtrain")
