@@ -3,6 +3,7 @@
     python tests/benchmarks                      # everything, about five minutes on two cores
     python tests/benchmarks --only noop          # or steps, memory, log, guard, …
     python tests/benchmarks --rounds 30          # more rounds where the machine is noisy
+    python tests/benchmarks --picture ratios.svg # a picture of all ratios, too
 
 How to read the table. Nothing here is held against a wall time: each row compares nbtrain with a
 named peer that did the same thing in the same session, in turns (A B A B …) after a warm-up of
@@ -24,6 +25,9 @@ first_step  ms from the call to the end of rank 0's first optimizer step in an A
         a kernel, right after its imports or 3 s later, and at later ones; and next to a kernel
         where torch._dynamo was imported by hand. An earlier kernel has run the loop once, so that
         what its ranks import is known.
+peers   ms from the call to the end of rank 0's first step on 2 ranks, next to other launchers:
+        Accelerate's, torch's, Lightning's, torchrunx, Ray Train, and ipyparallel's engines next to
+        live ranks (pip install lightning torchrunx "ray[train]" ipyparallel).
 steps   steps per second of a small DDP loop on 2 ranks (gloo): under nbtrain, with a tqdm bar, a
         `nbtrain.log` a step and the board drawn, and under `torchrun`, with the bar in a file.
         And the CPU time that such a step takes, all ranks and the launcher together (less is
@@ -59,6 +63,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from pathlib import Path
 
 import board
 import cluster
@@ -69,6 +74,8 @@ import live_board
 import log
 import memory
 import noop
+import peers
+import picture
 import refusal
 import scale_cluster
 import steps
@@ -78,6 +85,7 @@ from table import Row, render
 BENCHMARKS: dict[str, Callable[[int | None], list[Row]]] = {
     "noop": noop.rows,
     "first_step": first_step.rows,
+    "peers": peers.rows,
     "steps": steps.rows,
     "memory": memory.rows,
     "log": log.rows,
@@ -101,6 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--only", action="append", choices=BENCHMARKS, metavar="NAME")
     parser.add_argument("--rounds", type=int, help="rounds of each (default: its own number)")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the ratios, too")
     options = parser.parse_args(arguments)
     if options.rounds is not None and options.rounds < 1:
         parser.error("--rounds must be at least 1")
@@ -112,6 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             found.extend(BENCHMARKS[name](options.rounds))
     print(render(found))
     print(circumstances())
+    if options.picture:
+        picture.draw(found, options.picture)
 
 
 def circumstances() -> str:

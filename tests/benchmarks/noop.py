@@ -14,6 +14,7 @@ from table import Row, Target, take_turns
 
 ROUNDS = 15
 AGAINST_ACCELERATE = Target(0.8)
+A_WORLD = {2: Target(0.7), 8: Target(0.9)}
 
 
 def rows(rounds: int | None) -> list[Row]:
@@ -35,6 +36,7 @@ def _rows_of(ranks: int, t: dict[str, list[float]]) -> list[Row]:
         row("no-op with the board / Accelerate's", "board", "accelerate"),
         row("no-op / bare fork + gloo + barrier", "nbtrain", "bare"),
         row("no-op / bare fork + exit", "nbtrain", "fork"),
+        row("gloo + barrier / Accelerate's", "gloo", "accelerate's world", A_WORLD[ranks]),
         row("gloo + barrier / bare fork + gloo + barrier", "gloo", "bare"),
         row("gloo + barrier / the same, group destroyed", "gloo", "bare, destroyed"),
     ]
@@ -52,6 +54,7 @@ def measure(ranks: int, rounds: int) -> dict[str, list[float]]:
             "fork": lambda: by_bare_fork(ranks, nothing),
             "bare": lambda: by_bare_fork(ranks, barrier),
             "gloo": lambda: _forget(nbtrain.launch(barrier, num_processes=ranks, view="none")),
+            "accelerate's world": lambda: by_accelerate(ranks, accelerates_world),
             "bare, destroyed": lambda: by_bare_fork(ranks, barrier_and_destroy),
         },
         rounds,
@@ -72,6 +75,15 @@ def barrier() -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
+    dist.barrier()
+
+
+def accelerates_world() -> None:
+    """Meet once; Accelerate's launcher has formed the group."""
+    import torch.distributed as dist
+    from accelerate import PartialState
+
+    PartialState(cpu=True)
     dist.barrier()
 
 
