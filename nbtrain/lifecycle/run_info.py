@@ -165,7 +165,7 @@ def _if_killed(plan: Plan, ranks: int) -> Sequence[str]:
 
     def look() -> Sequence[str]:
         loads = build_estimate.loads(plan.task)
-        return build_estimate.advice(loads, ranks, host.memory().available)
+        return build_estimate.advice(loads, ranks, host.memory().available) if loads else ()
 
     return launch_log.advice("the estimate", look)
 

@@ -122,6 +122,9 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
         _print_traceback(error, heading=ev.TRACEBACK_FOLLOWS)
     if job.is_live:  # else with the process: a thread may report until then
         writer.close()
+    elif code == 0:
+        with contextlib.suppress(OSError, KeyboardInterrupt):  # all is told
+            _leave_as_peers_do(job)
     return code
 
 
@@ -148,10 +151,11 @@ def run_and_report(
             returned = ev.ArtifactSaved(clock.now(), rank, ev.RETURNED, "value", trouble=trouble)
             writer.write(returned)
         sender.gather()
-        has_left = _leave_process_group(job)
+        is_apart = job.device != "cpu" or job.world is not None or job.in_kernel
+        if not job.is_live and (is_apart or sender.has_more):  # queued work may change that
+            leave_process_group()
         sender.send(value)
         writer.write(ended)
-        has_left()
         return 0, None
     except SystemExit as leaving:
         if not job.is_live:
@@ -292,29 +296,28 @@ def _finish_device_work(job: Job) -> None:
         torch.cuda.synchronize()
 
 
-def _leave_process_group(job: Job) -> Callable[[], object]:
-    """Leave the default process group; return what waits until this rank may end.
+def _leave_as_peers_do(job: Job) -> None:
+    """Leave the default process group, but stay no longer than a peer may need this rank.
 
-    For each peer, gloo (torch 2.13) waits up to 10 ms without work: 80 ms in a world of eight. On
-    ranks of this host that goes on beside what follows, until each peer has returned from its task:
-    then none needs this rank any more.
+    To free a group, gloo (torch 2.13) waits up to 10 ms for each peer, which is 80 ms in a world of
+    eight, and for its queued work. Once each peer has returned from its task, none waits for that.
     """
-    leaving = threading.Thread(target=leave_process_group, daemon=True)
-    if job.device == "cpu" and job.world is None and not job.in_kernel and not job.is_live:
-        with contextlib.suppress(RuntimeError):  # this process can start no more threads
-            leaving.start()
-    if leaving.ident is None and not job.is_live:
-        leave_process_group()
-
-    def wait() -> None:
-        peers = [job.folder.result(rank) for rank in range(job.world_size)]
-        while peers and leaving.is_alive():
-            if peers[-1].exists():
-                peers.pop()
-            else:
-                leaving.join(0.002)
-
-    return wait
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return
+    groups = [dist.group.WORLD]
+    leave_process_group()
+    freeing = threading.Thread(target=groups.clear, name="nbtrain-leave", daemon=True)
+    try:
+        freeing.start()
+    except RuntimeError:  # this process can start no more threads
+        groups.clear()
+    peers = [job.folder.result(rank) for rank in range(job.world_size)]
+    while peers and freeing.is_alive():
+        if peers[-1].exists():
+            peers.pop()
+        else:
+            freeing.join(0.002)
 
 
 def leave_process_group() -> None:

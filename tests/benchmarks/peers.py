@@ -5,7 +5,8 @@ Each launcher has a kernel of its own. What is not installed is left out, and sa
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
+import importlib
 import os
 import socket
 import sys
@@ -52,7 +53,10 @@ def rows(rounds: int | None) -> list[Row]:
 
 
 def _has(package: str) -> bool:
-    return importlib.util.find_spec(package.partition("[")[0]) is not None
+    with contextlib.suppress(ImportError):  # of what an extra brings, too
+        importlib.import_module(package.replace("[", ".").rstrip("]"))
+        return True
+    return False
 
 
 def timed(name: str) -> float:

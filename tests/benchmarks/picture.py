@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     from matplotlib import pyplot
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+    rows = [row for row in rows if all(math.isfinite(r) and r > 0 for r in row.ratios)]
     figure, axes = pyplot.subplots(figsize=(9.5, 0.8 + 0.26 * len(rows)))
     for place, row in enumerate(reversed(rows)):
         ratios = [1 / r for r in row.ratios] if _is_better_high(row) else row.ratios

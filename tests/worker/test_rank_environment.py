@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from tests.support.kernel import Notebook
 from tests.support.runs import launch
+from tests.support.versions import needs
 from tests.support.waiting import wait_until
 
 
@@ -93,22 +94,29 @@ def test_ranks_meet_at_an_address_of_their_own(train: Callable[[int], float], en
     assert launch(train, port, n=2, engine=engine).results == [3.0, 3.0]
 
 
-def sum_for_which_rank_0_does_not_wait() -> float:
+def sum_for_which_rank_0_does_not_wait(model: torch.nn.Module) -> float:
     from accelerate import PartialState
 
     run, rank = Path(os.environ["NBTRAIN_RUN"]), PartialState().process_index
     if rank == 1:  # it is late: the other has returned
         wait_until((run / "rank-0000.result").exists)
         time.sleep(0.2)
-    total = torch.tensor(float(rank + 1))
-    work = torch.distributed.all_reduce(total, async_op=True)
+    (weight,) = model.parameters()
+    work = torch.distributed.all_reduce(weight.data, async_op=True)
     if rank == 1:
         work.wait()
-    return total.item()
+    return weight.item()
 
 
-def test_a_rank_that_has_returned_stays_for_what_a_peer_waits_for() -> None:
-    assert launch(sum_for_which_rank_0_does_not_wait, n=2).results[1] == 3.0
+@needs("torch", "2.8", "freeing a group waits for its work")
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_rank_that_has_returned_stays_for_the_work_that_it_queued(sync: bool) -> None:
+    """A peer waits for that work, and it writes into the weights that are copied back."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    run = launch(sum_for_which_rank_0_does_not_wait, model, n=2, sync=sync)
+    assert run.results[1] == 2.0
+    assert model.weight.item() == (2.0 if sync else 1.0)
 
 
 def references_to_a_destroyed_group() -> int:

@@ -172,6 +172,11 @@ class ResultSender:
                 )
                 self._writer.write(ev.RunNote.of(Finding("not-copied-back", text, remedy)))
 
+    @property
+    def has_more(self) -> bool:
+        """Whether `send` saves anything of this rank."""
+        return bool(self._plan.out) or (self._rank == 0 and bool(self._objects))
+
     def gather(self) -> None:
         """Put together what is in parts. Every rank has to call it, before it leaves the group.
 

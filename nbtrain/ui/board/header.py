@@ -447,14 +447,14 @@ def _mean(band: Sequence[Bin]) -> tuple[float, float]:
 def _bests(state: RunState) -> Iterator[Figure]:
     """Yield the best value of a metric of the validation, of the last training; at the end two."""
     training, begins = present_training(state)
-    shown: list[canvas.Point] = []
+    shown: list[object] = []
     for name, whole in state.curves.logged.items():
         series = whole.since(begins)
         if series.bins and (direction := better(name)) and name != "loss":
-            at = canvas.best(series, direction)
-            if at in shown:  # one metric under two names, as GRPO's `reward` of one reward function
+            if series.bins in shown:  # under two names, as GRPO's reward of one reward function
                 continue
-            shown.append(at)
+            shown.append(series.bins)
+            at = canvas.best(series, direction)
             remarks = [f"at {_step(at[0])}", *([f"of training {training}"] if training > 1 else [])]
             yield Figure(f"best {shorten(name, 24)}", f"{format_number(at[1])} ★", tuple(remarks))
             if len(shown) == (2 if state.is_over else 1):

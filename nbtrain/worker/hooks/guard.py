@@ -67,7 +67,10 @@ def _sleep() -> None:
     is_asleep = True
 
 
-@functools.cache
+_skipping: list[Any] = []
+"""The module with the compiler's rules, once it has that of nbtrain."""
+
+
 def skip_in_compiler(module: Any) -> None:
     """Have torch.compile, whose rules are in `module`, leave out nbtrain's own functions.
 
@@ -75,5 +78,6 @@ def skip_in_compiler(module: Any) -> None:
     for each number that they count, and warns. The public way (`torch.compiler.disable`) imports
     the compiler, which takes seconds. This takes 8 ms, so ranks inherit it from the kernel.
     """
-    if hasattr(module, "add"):  # seen in torch 2.4 to 2.13
+    if module not in _skipping and hasattr(module, "add"):  # seen in torch 2.4 to 2.13
+        _skipping.append(module)
         module.add("nbtrain")
