@@ -75,7 +75,7 @@ def test_history_has_what_was_seen_but_for_what_the_user_logs_too() -> None:
 
 
 def test_without_runs_and_of_a_run_that_said_nothing_tables_are_empty() -> None:
-    assert list(nbtrain.runs().columns)[:3] == ["run", "status", "created"]
+    assert list(nbtrain.runs().columns)[:3] == ["run", "status", "outcome"]
     assert len(nbtrain.runs()) == 0
     run = nbtrain.launch(int, num_processes=1, engine="inline", view="none")
     assert list(run.history.columns) == ["step", "rank", "time"]

@@ -346,7 +346,7 @@ def test_a_run_whose_loss_stays_not_finite_does_not_end_as_a_success(notebook: N
     assert notebook.value("run.state.status") == "succeeded"
     for view in ("run.state.outcome", "repr(run)", "repr(run.summary())", "run.summary().status"):
         assert end in notebook.value(view)
-    assert notebook.value("nbtrain.runs().status.iloc[-1]") == end
+    assert notebook.value("nbtrain.runs().outcome.iloc[-1]") == end
     assert notebook.value("nbtrain.Run.open(run.folder).state.outcome") == end
     assert end in notebook.run("%nbtrain runs").stdout
 
