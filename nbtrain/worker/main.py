@@ -299,8 +299,8 @@ def _finish_device_work(job: Job) -> None:
 def _leave_as_peers_do(job: Job) -> None:
     """Leave the default process group, but stay no longer than a peer may need this rank.
 
-    To free a group, gloo (torch 2.13) waits up to 10 ms for each peer, which is 80 ms in a world of
-    eight, and for its queued work. Once each peer has returned from its task, none waits for that.
+    To free a group, gloo (torch 2.13) waits up to 10 ms for each peer, idle, and for its queued
+    work. Once each peer has returned from its task, none waits for that.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
