@@ -59,12 +59,8 @@ class SpawnEngine(Engine):
 
     def import_ahead(self, job: Job, modules: Sequence[str]) -> Callable[[], bool]:
         """Have modules imported once for all ranks, in a process from which they are forked."""
-        inherited = accelerator_guard.without_our_checks(os.environ)
-        own = rank_environment(job, 0, inherited)
-        given = {n: v for n, v in own.items() if n in job.plan.env or n in _READ_AT_IMPORT}
-        server = fork_server.begin({**inherited, **given}, modules)
-        self._server = server
-        return server.is_importing if server is not None else lambda: False
+        self._server = begin_server(job, modules)
+        return self._server.is_importing if self._server is not None else lambda: False
 
     def start(self, job: Job) -> Ranks:
         """Start every rank. Raises `LaunchError`, leaving none behind."""
@@ -76,9 +72,7 @@ class SpawnEngine(Engine):
         ranks = ChildRanks(job.scratch)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            if not self._fork(job, ranks, self._parcel):
-                for rank in range(job.world_size):
-                    ranks.add(rank, spawn_rank(job, rank, self._parcel))
+            add_ranks(ranks, job, range(job.world_size), self._parcel, self._server)
             ranks.meet_at(rendezvous.StoreProcess(listener))
         except BaseException:  # whatever it was, an interrupt included: no rank stays behind
             listener.close()
@@ -88,19 +82,37 @@ class SpawnEngine(Engine):
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return ranks
 
-    def _fork(self, job: Job, ranks: ChildRanks, parcel: payload.PackedPlan) -> bool:
-        """Fork every rank from the server; return False where that is not possible."""
-        if self._server is None:
-            return False
-        orders = [_forked_order(job, rank, parcel) for rank in range(job.world_size)]
+
+def begin_server(job: Job, modules: Sequence[str]) -> fork_server.ForkServer | None:
+    """Return a process that imports modules for a job's ranks; None where there can be none."""
+    inherited = accelerator_guard.without_our_checks(os.environ)
+    own = rank_environment(job, job.world.begin if job.world else 0, inherited)
+    given = {n: v for n, v in own.items() if n in job.plan.env or n in _READ_AT_IMPORT}
+    return fork_server.begin({**inherited, **given}, modules)
+
+
+def add_ranks(
+    ranks: ChildRanks,
+    job: Job,
+    numbers: Sequence[int],
+    parcel: payload.PackedPlan,
+    server: fork_server.ForkServer | None,
+) -> None:
+    """Fork ranks from the server, or start an interpreter for each where it cannot.
+
+    Raises `LaunchError`.
+    """
+    if server is not None:
+        orders = [_forked_order(job, rank, parcel) for rank in numbers]
         try:
-            with self._server.fork(orders, parcel.descriptors) as pids:
-                for rank, pid in enumerate(pids):
+            with server.fork(orders, parcel.descriptors) as pids:
+                for rank, pid in zip(numbers, pids, strict=True):
                     ranks.add(rank, pid)
+            return
         except fork_server.ServerError as error:
             fork_server.end(str(error))
-            return False
-        return True
+    for rank in numbers:
+        ranks.add(rank, spawn_rank(job, rank, parcel))
 
 
 def _forked_order(job: Job, rank: int, parcel: payload.PackedPlan) -> dict[str, Any]:

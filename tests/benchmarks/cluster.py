@@ -146,30 +146,28 @@ def _engine(name: str) -> dict[str, Any]:
 
 def launches(rounds: int) -> list[Row]:
     """Measure how long ranks take to begin, where the time goes, and how soon a death is told."""
-    told: dict[str, list[dict[str, float]]] = {name: [] for name in ENGINES}
+    first: dict[str, list[dict[str, float]]] = {name: [] for name in ENGINES}
+    later: dict[str, list[dict[str, float]]] = {name: [] for name in ENGINES}
     importing: list[float] = []
-    with notebook() as kernel:
-        for turn in range(rounds + 1):
-            for name in ENGINES:
-                found = kernel.call(launch_and_kill, name)
-                if turn:
-                    told[name].append(found)
-            if turn:
-                importing.append(_milliseconds_of("import ray"))
-    ray = {part: [of[part] for of in told["ray"]] for part in told["ray"][0]}
-    spawn = {part: [of[part] for of in told["spawn"]] for part in told["spawn"][0]}
-    first = "first step"
-    found = [
-        _row(f"{WHERE}: call to first step / spawn's", "ms", ray[first], spawn[first], own(5e3))
-    ]
-    for part, figures in ray.items():
-        if part not in (first, "killed"):
-            found.append(_row(f"  of that: {part} / all of it", "ms", figures, ray[first]))
-    imports = "ranks' imports"
-    found += [
-        _row("  (python -c 'import ray' / all of it)", "ms", importing, ray[first]),
-        _row(f"  ({imports} / those of spawn's)", "ms", ray[imports], spawn[imports]),
-    ]
+    for _ in range(rounds):
+        with notebook() as kernel:
+            for told in (first, later):
+                for name in ENGINES:
+                    told[name].append(kernel.call(launch_and_kill, name))
+        importing.append(_milliseconds_of("import ray"))
+    found: list[Row] = []
+    for launch, told, limit in (("first", first, 3e3), ("a later", later, 1e3)):
+        ray = {part: [of[part] for of in told["ray"]] for part in told["ray"][0]}
+        spawn = {part: [of[part] for of in told["spawn"]] for part in told["spawn"][0]}
+        whole = f"{WHERE}, {launch} launch of a kernel: call to first step / spawn's"
+        found.append(_row(whole, "ms", ray["first step"], spawn["first step"], own(limit)))
+        for part, figures in ray.items():
+            if part not in ("first step", "killed"):
+                text = f"  of that: {part} / all of it"
+                found.append(_row(text, "ms", figures, ray["first step"]))
+        if told is first:
+            text = "  (python -c 'import ray' / all of it)"
+            found.append(_row(text, "ms", importing, ray["first step"]))
     killed = f"{WHERE}: SIGKILL of a rank to its report / spawn's"
     return [*found, _row(killed, "ms", ray["killed"], spawn["killed"], own(200))]
 
@@ -209,7 +207,7 @@ def launch_and_kill(name: str) -> dict[str, float]:
         "connected (driver's start, import ray, ray.init)": marks["resolved"],
         "prepared (placed, agents' start, parcel)": marks["prepared"],
         "ranks' processes started": last["born"],
-        "ranks' imports": last["entered"],
+        "their start (imports, nbtrain, the parcel)": last["entered"],
         "process group, DDP, a step": last["stepped"],
     }
     found, before = dict[str, float](), begun

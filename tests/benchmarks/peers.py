@@ -44,11 +44,11 @@ def rows(rounds: int | None) -> list[Row]:
                 later[name] += [kernel.call(timed, name) for _ in range(1 if number else 3)]
                 kernel.call(end, name)
     return [
-        Row("peers", f"first step, {when} / {name}", "ms", times[ours], times[name])
+        Row("peers", f"first step, {when}: {ours} / {name}", "ms", times[ours], times[name])
         for when, times in (("first launch", first), ("later launches", later))
         for name in there
-        if name not in OURS.values()
-        for ours in [OURS["ranks that stay" if name in STAY else ""]]
+        if name not in OURS
+        for ours in [LIKE.get(name, "nbtrain")]
     ]
 
 
@@ -86,6 +86,17 @@ def by_nbtrain(_folder: str) -> None:
     import nbtrain
 
     nbtrain.launch(train, num_processes=RANKS)
+
+
+def by_nbtrain_on_ray(_folder: str) -> None:
+    """Launch by nbtrain on Ray, which nbtrain starts on this host, as Ray Train does."""
+    import nbtrain
+
+    nbtrain.launch(train, num_processes=RANKS, engine="ray", address="local", env=_marks())
+
+
+def _marks() -> dict[str, str]:
+    return {name: os.environ[name] for name in (MARK, "PYTHONPATH")}
 
 
 def by_spawn(_folder: str) -> None:
@@ -179,6 +190,7 @@ def _marked(folder: str) -> None:
 WAYS: dict[str, Callable[[str], object]] = {
     "nbtrain": by_nbtrain,
     "nbtrain's live ranks": by_live_ranks,
+    "nbtrain on Ray": by_nbtrain_on_ray,
     "Accelerate's notebook_launcher": lambda _folder: by_accelerate(RANKS, train),
     "torch.multiprocessing.spawn": by_spawn,
     "Lightning's ddp_notebook": by_lightning,
@@ -187,11 +199,12 @@ WAYS: dict[str, Callable[[str], object]] = {
     "ipyparallel": by_ipyparallel,
 }
 PACKAGES = {
+    "nbtrain on Ray": "ray",
     "Lightning's ddp_notebook": "lightning",
     "torchrunx": "torchrunx",
     "Ray Train": "ray[train]",
     "ipyparallel": "ipyparallel",
 }
-OURS = {"": "nbtrain", "ranks that stay": "nbtrain's live ranks"}
-STAY = ("ipyparallel",)
-"""Those whose processes stay between launches, as live ranks do."""
+OURS = ("nbtrain", "nbtrain's live ranks", "nbtrain on Ray")
+LIKE = {"ipyparallel": "nbtrain's live ranks", "Ray Train": "nbtrain on Ray"}
+"""What of nbtrain's stays between launches as that does: ranks, or Ray."""

@@ -77,17 +77,29 @@ def beside(task: Task, folder: Path) -> bool:
 def copy_sources(folder: Path, target: Path) -> int:
     """Copy the Python files below `folder`; return their bytes, which stay below `LOCAL_BYTES`."""
     size = 0
+    for path, facts in _sources(folder):
+        with contextlib.suppress(OSError):  # it was deleted just now
+            if size + facts.st_size <= LOCAL_BYTES:
+                place = target / path.relative_to(folder)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, place)
+                size += place.stat().st_size
+    return size
+
+
+def fingerprint(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """Return what changes when a Python file below `folder` does."""
+    return tuple((str(p), facts.st_mtime_ns, facts.st_size) for p, facts in _sources(folder))
+
+
+def _sources(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
     for here, folders, files in os.walk(folder):
         folders[:] = sorted(f for f in folders if not _is_skipped(Path(here, f)))
         for name in sorted(files):
             path = Path(here, name)
             with contextlib.suppress(OSError):  # an editor's lock is a link to nowhere
-                if path.suffix == ".py" and size + path.stat().st_size <= LOCAL_BYTES:
-                    place = target / path.relative_to(folder)
-                    place.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(path, place)
-                    size += place.stat().st_size
-    return size
+                if path.suffix == ".py":
+                    yield path, path.stat()
 
 
 def _is_skipped(folder: Path) -> bool:

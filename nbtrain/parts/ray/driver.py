@@ -44,6 +44,10 @@ NEWS = 0.05
 PAUSE, FULL = 0.2, 1.0
 """Seconds between two batches of a node, and before a full disk is tried again."""
 
+KEPT = 300.0
+"""Seconds after a run in which the next may use this process and those on the nodes: an autoscaler
+of Ray's keeps a node that is not used for as long, by default."""
+
 SILENT = 5.0
 """Seconds without an answer after which a node is reported as silent."""
 
@@ -94,6 +98,8 @@ class Driver:
         self._members: list[Member] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._has_news = False
+        self._is_free = False
+        """Whether a run has ended here, and none has begun since."""
 
     async def serve(self) -> None:
         """Call the methods that the launcher names until it closes its end; answer in order.
@@ -105,13 +111,20 @@ class Driver:
         pending: list[asyncio.Task[None]] = []
         with contextlib.suppress(EOFError, OSError):
             while True:
-                name, args, kwargs = await loop.run_in_executor(None, self._connection.recv)
+                name, args, kwargs = await loop.run_in_executor(None, self._receive)
                 pending = [task for task in pending if not task.done()]
                 if name == "close":
                     await self._cancel(pending)
                 call = functools.partial(getattr(self, name), *args, **kwargs)
                 pending.append(loop.create_task(self._carry_out(call, pending[-1:])))
         await self._cancel(pending)
+
+    def _receive(self) -> Any:
+        """Return the next request. Raises `EOFError` if a run has ended and none comes for long."""
+        while not self._connection.poll(KEPT):
+            if self._is_free:
+                raise EOFError
+        return self._connection.recv()
 
     async def _cancel(self, pending: Sequence[asyncio.Task[None]]) -> None:
         for task in pending:  # in order, because their answers must be
@@ -151,17 +164,22 @@ class Driver:
         self._reservation = Reservation(self._ray, functools.partial(self._report, "waiting"))
         return reservation.nodes(self._ray)
 
+    async def nodes(self) -> list[Node]:
+        """Return what the nodes of the cluster have that was joined for an earlier run."""
+        return await self._reserved().nodes()
+
     async def address(self) -> tuple[str, str]:
         """Return where others join the cluster, and its `auth_mode`: Ray 2.59 sets one itself."""
         return self._ray.get_runtime_context().gcs_address, os.environ.get(_AUTH_MODE, "")
 
     async def reserve(self, request: NodeRequest) -> int:
         """Reserve nodes, as soon as they have room; return their number."""
+        self._is_free = False
         return await self._reserved().reserve(request)
 
     async def place(self, request: NodeRequest) -> list[str]:
         """Reserve nodes, and start an actor on each; return the notes about them."""
-        self._request = request
+        self._request, self._is_free = request, False
         return await self._reserved().place(request)
 
     async def store_payload(self, path: str) -> None:
@@ -175,6 +193,7 @@ class Driver:
         reserved = self._reserved()
         if order.job.attempt > 1:
             await self.close()
+            self._is_free = False
             await reserved.place(self._request, again=True)
         home = order.job.folder
         self._members = _members(order, reserved.placed, self._request.per_node)
@@ -362,10 +381,14 @@ class Driver:
             task.cancel()
         members, self._members = self._members, []
         if members:
-            closing = [asyncio.ensure_future(m.call(NodeRanks.close)) for m in members]
+            closing = {asyncio.ensure_future(m.call(NodeRanks.close)): m for m in members}
             await asyncio.wait(closing, timeout=4.0)
+            for task, member in closing.items():
+                if not task.done() or task.exception() is not None:
+                    self._reserved().end_actor(member.node, member.actor)
         if self._reservation is not None:
             self._reservation.release()
+        self._is_free = True
 
     def shutdown(self) -> None:
         """Leave the cluster, with nothing of this driver left on it."""

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -35,7 +35,7 @@ from ...transport.job import Job
 from . import dependencies
 from .driver import Driver
 from .node_ranks import NodeOrder, node_events
-from .reservation import NodeRequest, bundle, cluster_address, nodes_with_room
+from .reservation import Node, NodeRequest, bundle, cluster_address, nodes_with_room
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -46,6 +46,9 @@ _ELSEWHERE = "8.8.8.8"
 
 ENDING = 15.0
 """Seconds that the driver has to end the ranks of a run; it ends with them after that."""
+
+ANSWERING = 5.0
+"""Seconds that a driver has to say what the nodes have, before another is started."""
 
 _ANSWERS = ("answer", "refusal")
 """The kinds of the messages that end a request."""
@@ -81,6 +84,8 @@ class DriverClient:
             driver_end.close()
         self._connection: Connection[Any, Any] = Connection(launcher_end.detach())
         self._unanswered = 0  # each request has one answer, and they come in order
+        self.is_free = False
+        """Whether the driver has ended a run, all of it, and does nothing else."""
 
     def request(self, method: Method[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a method of the driver; return its answer. Raises `LaunchError` for a refusal."""
@@ -91,6 +96,7 @@ class DriverClient:
     def send(self, method: Method[P, Any], *args: P.args, **kwargs: P.kwargs) -> None:
         """Call a method of the driver. Raises `LaunchError` if the driver has ended."""
         try:
+            self.is_free = False
             self._connection.send((method.__name__, args, kwargs))
             self._unanswered += 1
         except OSError as error:
@@ -146,9 +152,9 @@ class DriverClient:
         return LaunchError(f"the process that talks to Ray has ended ({reason})")
 
     @property
-    def is_running(self) -> bool:
-        """Whether the driver's process has not ended."""
-        return self._process.poll() is None
+    def pid(self) -> int:
+        """The driver's process."""
+        return self._process.pid
 
     def close(self) -> None:
         """Close this end."""
@@ -164,6 +170,18 @@ class DriverClient:
         """Wait for the driver's end."""
         with contextlib.suppress(ChildProcessError):
             self._process.wait()
+
+
+@dataclass
+class _Kept:
+    """A driver that has joined a cluster, and that a launch like the one before may use again."""
+
+    cause: object
+    """What it was started for; see `RayEngine._connect`."""
+    client: DriverClient
+
+
+_kept: _Kept | None = None
 
 
 class _OwnCluster:
@@ -184,27 +202,32 @@ class _OwnCluster:
             raise
         self.let_go = self._client.let_go
 
+    def changes(self) -> dict[str, str]:
+        """Return the variables of the environment that its processes have otherwise, or not."""
+        return {n: v for n, v in os.environ.items() if self.environment.get(n) != v}
+
     @property
     def is_usable(self) -> bool:
-        """Whether it is there, is this process's, and has the environment that ranks should get."""
-        is_own = self.pid == os.getpid() and self.environment == dict(os.environ)
-        return is_own and self._client.is_running
+        """Whether it is there, is this process's, and its ranks can get the present environment."""
+        kept = {n: v for n, v in self.environment.items() if not n.startswith("RAY_")}
+        own = {n: v for n, v in os.environ.items() if n.startswith("RAY_")}
+        is_same = self.environment == {**kept, **own} and kept.keys() <= os.environ.keys()
+        if self.pid == os.getpid() and is_same:
+            with contextlib.suppress(LaunchError):  # Ray or its driver has died
+                self._client.send(Driver.nodes)
+                self._client.answer(ANSWERING)
+                return True
+        return False
 
 
 _own_cluster: _OwnCluster | None = None
 
 
-def _drop_own() -> None:
-    global _own_cluster
-    if _own_cluster is not None:
-        _own_cluster.let_go()
-        _own_cluster = None
-
-
 def _own() -> _OwnCluster:
     global _own_cluster
     if _own_cluster is not None and not _own_cluster.is_usable:
-        _drop_own()
+        _own_cluster.let_go()
+        _own_cluster = None
     if _own_cluster is None:
         _own_cluster = _OwnCluster()
     return _own_cluster
@@ -220,6 +243,10 @@ class RayEngine(Engine):
 
     def __init__(self) -> None:
         self._client: DriverClient | None = None
+        self._cause: object = None
+        self._modules: tuple[str, ...] = ()
+        self._environment: dict[str, str] = {}
+        """The variables that ranks have of this process, where its environment is theirs."""
 
     def resolve(self, plan: Plan) -> tuple[Plan, str]:
         """Connect, and return the plan with its number of ranks, and the kind of device.
@@ -230,17 +257,11 @@ class RayEngine(Engine):
         cluster_address(plan.address, os.environ)
         address, auth_mode = plan.address, ""
         if address == "local":
-            address, auth_mode = _own().address, _own().auth_mode
-        self._client = DriverClient()
+            own = _own()
+            address, auth_mode, self._environment = own.address, own.auth_mode, own.changes()
         folder = Path.cwd()
         needs_sources = plan.is_live or dependencies.beside(plan.task, folder)
-        sources = str(folder) if needs_sources else None
-        try:
-            nodes = self._client.request(Driver.connect, address, sources, auth_mode)
-        except LaunchError:
-            if plan.address == "local":  # its Ray may have died: the next launch starts another
-                _drop_own()
-            raise
+        nodes = self._connect(address, str(folder) if needs_sources else None, auth_mode)
         gpus = max((int(node.total.get("GPU", 0)) for node in nodes), default=0)
         least, most = plan.spread or (1, 1)
         per_node = (plan.num_processes or most * (gpus or 1)) // most
@@ -249,8 +270,8 @@ class RayEngine(Engine):
         if able < most and plan.wait_for_nodes:
             needed = bundle(per_node, each)
             request = NodeRequest((least, most), per_node, needed, plan.wait_for_nodes)
-            self._client.send(Driver.reserve, request)
-            able = self._client.answer(on_message=_printer(plan))
+            self._connected().send(Driver.reserve, request)
+            able = self._connected().answer(on_message=_printer(plan))
         count = min(most, max(least, able))
         if count < most:
             ranks = f"{count * per_node} of {most * per_node} ranks"
@@ -258,6 +279,28 @@ class RayEngine(Engine):
             self.notes = [Finding("fewer-nodes", text)]
         plan = replace(plan, spread=(least, count), resources=each)
         return self.resolved(plan, count * per_node), "cuda" if each.get("GPU") else "cpu"
+
+    def _connect(self, address: str | None, sources: str | None, auth_mode: str) -> list[Node]:
+        """Join a cluster, or go on with the driver that did so for the last run.
+
+        Raises `LaunchError`.
+        """
+        global _kept
+        read = {n: v for n, v in os.environ.items() if n.startswith(("RAY_", "PYTHON"))}
+        files = dependencies.fingerprint(Path(sources)) if sources else None
+        self._cause = (os.getpid(), address, auth_mode, read, sources, files)
+        kept, _kept = _kept, None
+        if kept is not None:
+            client = kept.client
+            self._client = client
+            with contextlib.suppress(LaunchError):  # its cluster, or Ray in it, may have ended
+                if kept.cause == self._cause:
+                    client.send(Driver.nodes)
+                    nodes: list[Node] = client.answer(ANSWERING)
+                    return nodes
+            client.let_go()
+        self._client = DriverClient()
+        return self._client.request(Driver.connect, address, sources, auth_mode)
 
     def home_address(self, plan: Plan) -> str:
         """Return this host's address on the way to the cluster. Raises `PlanError`."""
@@ -290,17 +333,29 @@ class RayEngine(Engine):
             client.request(Driver.store_payload, path)
 
     def discard(self) -> None:
-        """Close this process's end; one that was forked for the run has its own."""
-        if self._client is not None:
-            self._client.let_go()
-            self._client = None
+        """Keep the driver for the next launch if its run has ended here, or else leave it.
+
+        A process that was forked for the run has its own end.
+        """
+        global _kept
+        client, self._client = self._client, None
+        if client is not None and client.is_free:
+            _kept = _Kept(self._cause, client)
+        elif client is not None:
+            client.let_go()
+
+    def import_ahead(self, job: Job, modules: Sequence[str]) -> Callable[[], bool]:
+        """Have each node import modules once for its ranks."""
+        self._modules = tuple(modules)
+        return lambda: False
 
     def start(self, job: Job) -> Ranks:
         """Return the ranks that will be there when the nodes are ready. Raises `LaunchError`."""
         most = (job.plan.spread or (1, 1))[1]
-        plan = replace(job.plan, task=Call(len))  # nodes get it packed, with the classes it needs
+        # Nodes get the task packed, with the classes it needs.
+        plan = replace(job.plan, task=Call(len), env={**self._environment, **job.plan.env})
         part = replace(job, plan=plan, shared_classes=frozenset())
-        order = NodeOrder(part, str(Path.cwd()), clock.offset())
+        order = NodeOrder(part, str(Path.cwd()), clock.offset(), modules=self._modules)
         for rank in range(job.world_size):  # of an earlier attempt, whose processes are gone
             job.folder.stacks(rank).unlink(missing_ok=True)
         client, logs = self._connected(), [job.folder.path / node_events(i) for i in range(most)]
@@ -436,6 +491,7 @@ class RemoteRanks(Ranks):
         with contextlib.suppress(LaunchError):
             self._send_close()
             self._client.answer(ENDING)
+            self._client.is_free = True
         if self._client.is_awaited:  # the ranks that it cannot end end with it
             self._client.close()
         self._alive.clear()

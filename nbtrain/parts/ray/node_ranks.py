@@ -24,7 +24,8 @@ from ...engines import rendezvous
 from ...engines.base import Action, Exit
 from ...engines.process.children import ChildRanks
 from ...engines.process.orphan_reaper import OrphanReaper
-from ...engines.spawn import spawn_rank
+from ...engines.spawn import add_ranks, begin_server
+from ...errors import LaunchError
 from ...findings import Finding
 from ...hangs import collectives, stacks
 from ...hangs.exit_causes import Cause, OomKills
@@ -58,6 +59,8 @@ class NodeOrder:
     """The `clock.offset` of the launcher."""
     name: str = ""
     """The name of the node."""
+    modules: tuple[str, ...] = ()
+    """What is imported once for all ranks of a node; if nothing, each rank imports what it uses."""
 
     @property
     def world(self) -> Placement:
@@ -134,6 +137,9 @@ class NodeRanks:
         if order.world.node == 0:
             self._listener = rendezvous.bind(None, order.world.master_addr)
         self._ranks = ChildRanks(self._scratch)
+        self._job = replace(order.job, folder=self.folder, threads=_threads(order))
+        # Now, and not when the ranks start: torch takes seconds.
+        self._server = begin_server(self._job, order.modules) if order.modules else None
         self._signals: queue.SimpleQueue[tuple[Collection[int], Action]] = queue.SimpleQueue()
         self._keeps_checkpoints = True
         self._killed: set[int] = set()
@@ -172,9 +178,7 @@ class NodeRanks:
         """
         clock.follow(clock.offset() - ahead)
         job = replace(
-            self._order.job,
-            folder=self.folder,
-            threads=_threads(self._order),
+            self._job,
             scratch=self._scratch,
             world=replace(self._order.world, master_port=port),
             keeps_checkpoints=self._keeps_checkpoints,
@@ -191,8 +195,11 @@ class NodeRanks:
     def _run(self, job: Job) -> None:
         """Start the ranks and watch them to their end: they die with this thread."""
         try:
-            for rank in self._order.ranks:
-                self._ranks.add(rank, spawn_rank(job, rank, self._payload))
+            while self._server is not None and self._server.is_importing():
+                time.sleep(_LOOK)
+                if not self._signals.empty():  # nobody waits for the ranks any more
+                    raise LaunchError("the launch was given up")
+            add_ranks(self._ranks, job, self._order.ranks, self._payload, self._server)
         except BaseException as error:  # `start` raises it in the thread that waits for it
             self._ranks.close()
             self._pids.set_exception(error)

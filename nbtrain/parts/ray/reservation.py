@@ -6,6 +6,7 @@ Only the driver's process runs this: its calls of Ray are synchronous, except wh
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import sys
@@ -32,8 +33,11 @@ ANSWERING = 5.0
 _ROOM = 36
 """The longest folder of temporary files that Ray's sockets fit into: their paths have 107 bytes."""
 
-_AGAIN = 1.0
-"""Seconds between two looks at what is free."""
+_AGAIN, _SOON = 1.0, 0.02
+"""Seconds between two looks at what is free, and where that must show soon."""
+
+RETURNED = 2.0
+"""Seconds in which Ray reports as free what a run has given back; Ray 2.59 takes 0.1 s."""
 
 _GET_ONE = (
     "Start one on this host: `ray start --head` (and `ray start --address=HOST:6379` on the "
@@ -201,7 +205,10 @@ class Reservation:
     def __init__(self, ray: Any, report: Callable[[str], None]) -> None:
         self._ray, self._report, self._reported = ray, report, ""
         self._group: Any = None
-        self._count = 0
+        self._lasting: dict[str, Any] = {}
+        """The actors that reserve nothing and stay for the next run, by the id of their node."""
+        self._bundle: Mapping[str, float] = {}
+        self._released = 0.0
         self.placed: list[PlacedNode] = []
 
     async def reserve(self, request: NodeRequest, *, again: bool = False) -> int:
@@ -247,7 +254,7 @@ class Reservation:
                     self._waits(describe_wait(able, count, request.bundle, request.per_node))
                 if (await asyncio.wait([ready], timeout=min(_AGAIN, left)))[0]:
                     ready.result()
-                    self._group, self._count = group, count
+                    self._group = group
                     return True
                 is_created = placement_group_table(group).get("state") == "CREATED"
                 if is_created and able < count:  # `ready` needs a process of Ray's to start
@@ -277,41 +284,88 @@ class Reservation:
         """
         if self._group is None:
             await self.reserve(request, again=again)
-        actors, modules = self._start_actors(request.bundle), list(request.modules)
+        from ray.util import placement_group_table
+
+        self._bundle = request.bundle
+        ids: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
+        by_id = {node.id: node for node in nodes(self._ray)}
         here = node_actor.NodeActor().look([])
         try:
-            looks = asyncio.gather(*(a.look.remote(modules, not i) for i, a in enumerate(actors)))
-            facts = await asyncio.wait_for(looks, PLACING)
+            placing = (self._placed(request, i, by_id[ids[i]]) for i in range(len(ids)))
+            self.placed = await asyncio.wait_for(asyncio.gather(*placing), PLACING)
         except asyncio.TimeoutError:
             raise LaunchError(f"nodes did not answer within {PLACING:g} s (ray status)") from None
-        by_id = {node.id: node for node in nodes(self._ray)}
-        pairs = zip(actors, facts, strict=True)
-        self.placed = [PlacedNode(by_id[fact["node"]], actor, fact) for actor, fact in pairs]
         return check_nodes(self.placed, request, here)
 
-    def _start_actors(self, needed: Mapping[str, float]) -> list[Any]:
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    async def _placed(self, request: NodeRequest, index: int, node: Node) -> PlacedNode:
+        """Return a node of the group with an actor on it: a new one, if none is left from before.
 
-        remote, builtin = self._ray.remote(node_actor.NodeActor), ("CPU", "GPU", "memory")
-        return [
-            remote.options(
-                num_cpus=needed.get("CPU", 0),
-                num_gpus=needed.get("GPU", 0),
-                memory=needed.get("memory"),
-                resources={k: v for k, v in needed.items() if k not in builtin},
-                max_concurrency=16,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
-            ).remote()
-            for index in range(self._count)
-        ]
+        Raises Ray's errors.
+        """
+        modules, left = list(request.modules), self._lasting.get(node.id)
+        if left is not None and not may_have_devices(request.bundle):
+            with contextlib.suppress(self._ray.exceptions.RayActorError):  # it has ended
+                return PlacedNode(node, left, await left.look.remote(modules, not index))
+        actor = self._start_actor(request.bundle, index, node.id)
+        return PlacedNode(node, actor, await actor.look.remote(modules, not index))
+
+    def _start_actor(self, needed: Mapping[str, float], index: int, node: str) -> Any:
+        """Start an actor on a node of the group; one that can stay reserves nothing itself.
+
+        Ray gives devices to the process that reserves them.
+        """
+        from ray.util import scheduling_strategies as strategies
+
+        remote = self._ray.remote(max_concurrency=16)(node_actor.NodeActor)
+        if not may_have_devices(needed):
+            strategy: Any = strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+            actor = remote.options(num_cpus=0, scheduling_strategy=strategy).remote()
+            self._lasting[node] = actor
+            return actor
+        builtin = ("CPU", "GPU", "memory")
+        return remote.options(
+            num_cpus=needed.get("CPU", 0),
+            num_gpus=needed.get("GPU", 0),
+            memory=needed.get("memory"),
+            resources={k: v for k, v in needed.items() if k not in builtin},
+            scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(self._group, index),
+        ).remote()
+
+    def end_actor(self, node: Node, actor: Any) -> None:
+        """End an actor that may hold something of a run still, and what it started."""
+        if self._lasting.get(node.id) is actor:
+            del self._lasting[node.id]
+        self._ray.kill(actor)
 
     def release(self) -> None:
-        """Give back what was reserved; Ray ends the actors there with it."""
+        """Give back what was reserved; Ray ends the actors that reserved a part of it."""
         from ray.util import remove_placement_group
 
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
+            self._released = time.monotonic()
+
+    async def nodes(self) -> list[Node]:
+        """Return the nodes, once Ray reports as free what the last run gave back.
+
+        Raises `ConnectionError` if the cluster or this host's part of it has ended.
+        """
+        context, used = self._ray.get_runtime_context(), {p.node.id for p in self.placed}
+        _check_listens(context.gcs_address)
+        found, seconds = nodes(self._ray), RETURNED - time.monotonic() + self._released
+        here = context.get_node_id()
+        if any([await has_ended(node) for node in found if node.id == here]):
+            raise ConnectionError("no process of Ray is left on this host")
+        while seconds > 0 and not all(_has_room(n, self._bundle) for n in found if n.id in used):
+            await asyncio.sleep(_SOON)
+            found, seconds = nodes(self._ray), seconds - _SOON
+        return found
+
+
+def may_have_devices(needed: Mapping[str, float]) -> bool:
+    """Whether Ray may choose devices for a process that reserves this: GPUs, TPUs, …"""
+    return not needed.keys() <= {"CPU", "memory"}
 
 
 async def has_ended(node: Node) -> bool:

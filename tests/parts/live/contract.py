@@ -125,6 +125,17 @@ def an_interrupt_ends_the_cell_and_not_the_ranks(live: Notebook) -> None:
     assert live.value("ranks['process']") == before
 
 
+def a_cell_in_the_background_brings_its_result_and_can_be_stopped(live: Notebook) -> None:
+    out = live.run("%%distributed --background\nkept = 10 + rank\nkept")
+    assert not out.ename, out.traceback
+    live.run("run = nbtrain.last_run().wait()")
+    assert live.value("run.results, run.state.status") == ([10, 11], "succeeded")
+    live.run("%%distributed --background\nwhile True: time.sleep(0.1)")
+    live.run("nbtrain.last_run().stop()")
+    assert live.value("nbtrain.last_run().state.status") == "interrupted"
+    assert live.run("%distributed kept").stdout.splitlines() == ["[rank 0] 10", "[rank 1] 11"]
+
+
 def a_rank_that_dies_leaves_the_others_their_variables(live: Notebook) -> None:
     live.run("%%distributed\nkept = torch.full((2,), 3.0)")
     out = live.run("%%distributed\nif rank == 1: os.kill(os.getpid(), 9)\ndist.barrier()")
@@ -161,6 +172,7 @@ CHECKS = (
     a_deadlock_ends_the_cell_and_names_the_collective,
     a_deadlock_ends_at_an_interrupt,
     an_interrupt_ends_the_cell_and_not_the_ranks,
+    a_cell_in_the_background_brings_its_result_and_can_be_stopped,
     a_rank_that_dies_leaves_the_others_their_variables,
     stop_leaves_nothing,
 )

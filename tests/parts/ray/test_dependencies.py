@@ -10,7 +10,7 @@ import numpy
 import pytest
 
 from nbtrain.parts.ray import dependencies
-from nbtrain.parts.ray.dependencies import beside, copy_sources, needed
+from nbtrain.parts.ray.dependencies import beside, copy_sources, fingerprint, needed
 from nbtrain.planning.plan import Call, Cell, Parameter
 
 
@@ -87,3 +87,16 @@ def test_python_files_travel_with_their_folders_and_nothing_else(
     assert copy_sources(here, there) == 6 * len(kept)
     found = [p.relative_to(there).as_posix() for p in there.rglob("*") if p.is_file()]
     assert sorted(found) == kept
+
+
+def test_a_fingerprint_changes_with_the_python_files_that_travel(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text("x = 1")
+    before = fingerprint(tmp_path)
+    (tmp_path / "data.csv").write_text("1")
+    (tmp_path / "node_modules").mkdir()
+    (tmp_path / "node_modules" / "two.py").write_text("")
+    assert fingerprint(tmp_path) == before
+    (tmp_path / "one.py").write_text("x = 11")
+    changed = fingerprint(tmp_path)
+    (tmp_path / "one.py").unlink()
+    assert len({before, changed, fingerprint(tmp_path)}) == 3

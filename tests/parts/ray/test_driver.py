@@ -76,6 +76,22 @@ def test_an_interrupt_while_the_driver_starts_leaves_none(monkeypatch: pytest.Mo
     assert caught.tb is not None
 
 
+def test_a_driver_ends_if_no_run_follows_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver_module, "KEPT", 0.01)
+    launcher, driver_end = Pipe()
+    driver = Driver(driver_end)
+
+    async def serve() -> None:
+        serving = asyncio.ensure_future(driver.serve())
+        done, _ = await asyncio.wait([serving], timeout=0.2)
+        assert not done  # before its first run, a launch may be busy elsewhere
+        launcher.send(("close", (), {}))
+        await asyncio.wait_for(serving, 30)
+
+    asyncio.run(serve())
+    assert launcher.recv() == ("answer", None)
+
+
 class FakeActor:
     """A node whose files lie in a folder."""
 

@@ -21,7 +21,7 @@ CPUS = 2
 
 
 class Simulated:
-    """A head that takes no ranks, and `nodes` nodes of two CPUs each."""
+    """A head that takes no ranks, and `nodes` nodes of two CPUs and two slots each."""
 
     def __init__(self, nodes: int, environment: Mapping[str, str]) -> None:
         self.folder = Path(environment.get("TMPDIR", tempfile.gettempdir()))
@@ -120,7 +120,8 @@ def _started(nodes: int, tries: int = 3) -> tuple[Any, list[Any]]:
     cluster = Cluster()
     try:
         cluster.add_node(num_cpus=0, include_dashboard=False)
-        return cluster, [cluster.add_node(num_cpus=CPUS) for _ in range(nodes)]
+        own: dict[str, Any] = {"num_cpus": CPUS, "resources": {"slot": CPUS}}
+        return cluster, [cluster.add_node(**own) for _ in range(nodes)]
     except Exception:
         cluster.shutdown()
         if tries == 1:

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable
 
+import psutil
 import pytest
 
 from tests.support.kernel import Notebook
@@ -149,6 +150,55 @@ def test_a_module_beside_the_notebook_travels_and_one_that_a_node_lacks_is_named
     )
     out = notebook.run("%%distributed -e ray -n 1\nonly_here.x", timeout=60)
     assert "lacks only_here" in out.evalue
+
+
+TELLS = "os.getppid(), os.environ['RANK'], os.getcwd()"
+
+
+def _nodes_processes(notebook: Notebook, cell: str = TELLS, options: str = "") -> list[int]:
+    """Run on two nodes; return the processes of nbtrain's there that started the ranks."""
+    magic = f"%%distributed -e ray --nodes 2 -n 2 --view none {options}"
+    out = notebook.run(f"{magic}\n{cell}", timeout=120)
+    assert not out.ename, out.traceback
+    return [int(told[0]) for told in notebook.value("nbtrain.last_run().results")]
+
+
+def test_the_next_run_goes_on_with_the_processes_of_the_last(notebook: Notebook) -> None:
+    """Also after one that failed; a change beside the notebook or a lost process needs new ones."""
+    first = _nodes_processes(notebook)
+    failing = "%%distributed -e ray --nodes 2 -n 2\nif os.environ['RANK'] == '1': os.abort()\n"
+    assert notebook.run(f"{failing}time.sleep(600)", timeout=120).ename == "RankDied"
+    all_cpus = "%%distributed -e ray --nodes 2 -n 4 --view none\nos.getppid()"  # all are free again
+    assert not notebook.run(all_cpus, timeout=120).ename
+    assert set(notebook.value("nbtrain.last_run().results")) == set(first)
+    notebook.run(f"os.kill({first[1]}, 9)")
+    wait_until(lambda: not psutil.pid_exists(first[1]), 30)
+    second = _nodes_processes(notebook)
+    assert first[0] in second
+    assert first[1] not in second
+    write = "open('counted.py', 'w').write('number = {}\\n')\nimport counted"
+    notebook.run(write.format(1))
+    cell = "import counted\nos.getppid(), counted.number"
+    before = _nodes_processes(notebook, cell)
+    notebook.run(write.format(22))
+    after = _nodes_processes(notebook, cell)
+    assert not set(before) & set(after)
+    assert [told[1] for told in notebook.value("nbtrain.last_run().results")] == [22, 22]
+    wait_until(lambda: not any(map(psutil.pid_exists, before)), 30)
+
+
+def test_a_process_that_holds_what_may_be_devices_ends_with_its_run(notebook: Notebook) -> None:
+    first = _nodes_processes(notebook)
+    held = _nodes_processes(notebook, options="--resources slot=1")
+    assert not set(first) & set(held)
+    wait_until(lambda: not any(map(psutil.pid_exists, held)), 30)
+    assert set(_nodes_processes(notebook)) == set(first)
+
+
+def test_a_driver_that_was_lost_between_two_runs_is_started_anew(notebook: Notebook) -> None:
+    first = _nodes_processes(notebook)
+    notebook.run("from nbtrain.parts.ray import engine; os.kill(engine._kept.client.pid, 9)")
+    assert not set(first) & set(_nodes_processes(notebook))
 
 
 def test_a_lost_node_is_named_and_the_run_goes_on_from_its_checkpoint_on_another(
