@@ -466,11 +466,12 @@ class LiveRanks:
 
     def _run_behind(self, plan: Plan, targets: Sequence[int]) -> Run:
         """Run a task in the background. Raises `PlanError` if one is there already."""
-        if busy := self._busy_with():
+        if (busy := self._busy_with()) and not self._is_settling():
             raise PlanError(
                 f"the ranks are busy with {busy} in the background. Wait for it: "
                 "nbtrain.last_run().wait(), or end it: nbtrain.last_run().stop()"
             )
+        self._is_free.wait()  # no longer than it takes to make them ready
         self._recover()  # while they are free: with the flag down, it would wait for this very task
         self._check_is_whole()
         self._say_news()
@@ -535,11 +536,18 @@ class LiveRanks:
             return ""
         return f"`{self._behind.state.name}`" if self._behind is not None else "a cell"
 
+    def _is_settling(self) -> bool:
+        """Whether a task in the background is over, and the ranks are made ready for the next."""
+        return self._behind is not None and self._behind.state.is_over
+
     def _wait_for_background(self) -> None:
         """Wait until the ranks are free, and say so first. An interrupt ends the waiting only."""
         if threading.current_thread() is threading.main_thread():
             if (busy := self._busy_with()) and self._behind is not None:
-                print(f"The ranks are busy with {busy} in the background. Waiting until it ends.")
+                if not self._is_settling():
+                    print(
+                        f"The ranks are busy with {busy} in the background. Waiting until it ends."
+                    )
                 self._behind.wait()
                 self._is_free.wait()
             self._say_news()

@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import nbtrain
 from nbtrain.errors import NbtrainError
 from nbtrain.lifecycle import launcher
 from nbtrain.lifecycle.follower import Follower
-from nbtrain.parts.live.live_ranks import _hello
+from nbtrain.parts.live.live_ranks import LiveRanks, _hello
+from nbtrain.planning.plan import Call, Plan
 from nbtrain.transport.channel import Listener, connect
 from tests.support.kernel import Notebook
 
@@ -695,7 +697,7 @@ def test_a_background_cell_leaves_the_prompt_free_and_the_next_cell_waits(
     go = str(tmp_path / "go")
     out = live.run(WAIT_FOR.format(go=go, options="--background --name sweep"))
     assert not out.ename, out.traceback
-    assert live.value("nbtrain.last_run().state.status") == "running"
+    assert not live.value("nbtrain.last_run().state.is_over")
     assert live.run("%nbtrain status").stdout.count("`sweep") == 2
     again = live.run("%%distributed --background\n1")
     assert "the ranks are busy with `sweep" in again.evalue
@@ -719,7 +721,7 @@ def test_a_background_cell_brings_its_result_and_can_be_stopped(
     live.run(WAIT_FOR.format(go=str(go), options="--background"))
     waiting = live.run("ranks['found']", interrupt_on="Waiting until it ends")
     assert waiting.ename == "KeyboardInterrupt"
-    assert live.value("nbtrain.last_run().state.status") == "running"
+    assert not live.value("nbtrain.last_run().state.is_over")
     live.run("nbtrain.last_run().stop()")
     assert live.value("nbtrain.last_run().state.status") == "interrupted"
     assert live.run(SUM).stdout == "[ranks 0–1] tensor([2.])\n"
@@ -736,6 +738,39 @@ def test_a_background_cell_that_fails_leaves_ranks_that_work(live: Notebook) -> 
     live.run("%%rank 1 --background\nkept = 5")  # the other rank is none that must begin
     live.run("run = nbtrain.last_run().wait()")
     assert live.run("%%rank 1\nkept").stdout == "[rank 1] 5\n"
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_ranks_whose_task_in_the_background_is_over_take_the_next_one(
+    background: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who has waited for the run may be back before the ranks are ready for another."""
+    somebody_waits, recover = threading.Event(), LiveRanks._recover
+
+    def recover_late(self: LiveRanks) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            somebody_waits.wait()
+        recover(self)
+
+    class IsFree(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            if not self.is_set():
+                somebody_waits.set()
+            return super().wait(timeout)
+
+    monkeypatch.setattr(LiveRanks, "_recover", recover_late)
+    first = Plan(Call(nbtrain.rank), "first", background=True, view="none")
+    with nbtrain.start(2) as ranks:
+        ranks._is_free = IsFree()
+        ranks._is_free.set()
+        try:
+            ranks.run_plan(first).wait()
+            assert not ranks._is_free.is_set()
+            second = ranks.run_plan(replace(first, name="second", background=background))
+            assert second.wait().results == [0, 1]
+        finally:
+            somebody_waits.set()
+    assert "busy" not in capsys.readouterr().out
 
 
 def test_live_ranks_can_be_stopped_while_a_background_cell_runs(
