@@ -14,7 +14,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -32,6 +32,7 @@ from ..system.files import (
     write_atomically,
 )
 from ..system.processes import process_identity
+from ..system.text import plural
 
 FORMAT = 1
 
@@ -348,19 +349,35 @@ def find(beginning: str) -> RunFolder:
     none, or more than one.
     """
     every = runs()
-    if numbered := _NUMBERED.fullmatch(beginning.strip()):
+    numbered = _NUMBERED.fullmatch(beginning.strip())
+    if numbered:
         for folder in reversed(every):
             if number_of(folder) == int(numbered[2]):
                 return folder
     matches = [folder for folder in every if folder.path.name.startswith(beginning)]
     exact = [f for f in matches if f.path.name == beginning] if beginning else every[-1:]
     if not exact and len(matches) != 1:
-        problem = "no run is kept yet"
-        if beginning:
-            count = f"{len(matches)} kept runs begin" if matches else "no kept run begins"
-            problem = f"{count} with {beginning!r}"
+        number = int(numbered[2]) if numbered else None
+        problem = _why_not_found(beginning, number, every, len(matches))
         raise PlanError(f"{problem}: `%nbtrain runs`, or `nbtrain runs` in a terminal, lists them")
     return (exact or matches)[0]
+
+
+def _why_not_found(
+    beginning: str, number: int | None, every: Sequence[RunFolder], matches: int
+) -> str:
+    """Say what was looked for among the kept runs; `matches` of them begin so: none, or several."""
+    if not every:
+        return "no run is kept yet"
+    begin = f"{matches} kept runs begin with {beginning!r}"
+    if number is None:
+        return begin if matches else f"no kept run begins with {beginning!r}"
+    if matches:
+        return f"no kept run has the number {number}, and {begin}"
+    newest = number_of(every[-1])
+    kept = f"{plural(len(every), 'run')} {'is' if len(every) == 1 else 'are'} kept"
+    last = "" if newest is None else f", the newest is #{newest}"
+    return f"no kept run has the number {number} ({kept}{last})"
 
 
 def foreign() -> dict[str, str]:

@@ -79,6 +79,24 @@ def test_a_run_is_found_by_name_by_its_beginning_and_by_default_the_last(
         catalog.find_run("zzz")
 
 
+def test_a_number_that_no_run_has_is_named_with_how_many_runs_there_are(
+    runs: list[nbtrain.Run],
+) -> None:
+    newest = runs[1].state.number
+    kept = rf"\(2 runs are kept, the newest is #{newest}\): `%nbtrain runs`"
+    for text in ("99", "#99", "train #99"):
+        with pytest.raises(PlanError, match=f"no kept run has the number 99 {kept}"):
+            catalog.find_run(text)
+    with pytest.raises(PlanError, match="has the number 20, and 2 kept runs begin with '20': "):
+        catalog.find_run("20")
+
+
+def test_where_no_run_is_kept_none_is_found_whatever_was_meant() -> None:
+    for text in ("99", "zzz"):
+        with pytest.raises(PlanError, match="no run is kept yet: `%nbtrain runs`"):
+            nbtrain.Run.open(text)
+
+
 def test_in_a_cell_runs_are_listed_and_drawn_also_from_another_kernel(
     notebook: Notebook, run_root: Path
 ) -> None:
