@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import inspect
 import io
@@ -254,14 +253,14 @@ def test_a_model_that_the_notebook_prepared_for_itself_is_synchronised_in_the_ra
 
 
 def test_a_state_that_could_not_be_made_is_as_accelerate_leaves_it() -> None:
-    def train() -> None:
+    def train() -> str:
         from accelerate import PartialState
 
-        with contextlib.suppress(ValueError):
+        with pytest.raises(ValueError, match="no-such-backend"):
             PartialState(backend="no-such-backend")
-        PartialState()  # of Accelerate 1.15, without a device
+        return str(PartialState().device)
 
-    launch(train, n=2)
+    assert launch(train, n=2).results == ["None", "None"]  # Accelerate 1.0 to 1.15
 
 
 def test_a_model_that_is_prepared_twice_in_a_rank_is_wrapped_once() -> None:
