@@ -17,10 +17,14 @@ import pytest
 
 import nbtrain
 from nbtrain.errors import NbtrainError
-from nbtrain.lifecycle import launcher
+from nbtrain.lifecycle import follower, launcher
 from nbtrain.lifecycle.follower import Follower
 from nbtrain.parts.live.live_ranks import LiveRanks, _hello
 from nbtrain.planning.plan import Call, Plan
+from nbtrain.tracking.event_log import Reader
+from nbtrain.tracking.replay import initial_state
+from nbtrain.tracking.run_folder import RunFolder
+from nbtrain.tracking.state import RunState
 from nbtrain.transport.channel import Listener, connect
 from tests.support.kernel import Notebook
 
@@ -836,6 +840,10 @@ def test_a_rank_may_say_hello_before_its_process_is_known(monkeypatch: pytest.Mo
     may_look, look, accept = threading.Event(), Follower._look, Listener.accept
     connected = []
 
+    def nothing_yet(folder: RunFolder) -> tuple[RunState, float, Reader]:
+        state = initial_state(folder.read_manifest())
+        return state, 0.0, Reader(folder, state.world_size)
+
     def accepted(*args: Any) -> Any:
         if len(connected) == 2:  # and it waits, still
             may_look.set()
@@ -844,6 +852,7 @@ def test_a_rank_may_say_hello_before_its_process_is_known(monkeypatch: pytest.Mo
         return channel
 
     monkeypatch.setattr(launcher, "START_PATIENCE", 0.0)  # as after 20 s on a busy machine
+    monkeypatch.setattr(follower, "catch_up", nothing_yet)
     monkeypatch.setattr(Follower, "_look", lambda self: may_look.is_set() and look(self))
     monkeypatch.setattr(Listener, "accept", accepted)
     with nbtrain.start(2) as ranks:
