@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.kernel import Notebook
+from tests.support.kernel import Notebook, by_all
 
 RETURNCODES = "[r.returncode for r in nbtrain.last_run().state.ranks]"
 WAIT = "    time.sleep(60)\n"
@@ -165,7 +165,7 @@ def test_interrupt_lets_ranks_save_and_raises_keyboard_interrupt(notebook: Noteb
         "        time.sleep(0.3)\n"
         "        print('saved')\n"
         "        raise\n",
-        interrupt_on="ready",
+        interrupt_on=by_all("ready"),
     )
     assert out.ename == "KeyboardInterrupt"
     assert "interrupted" in out.board
@@ -183,7 +183,7 @@ def test_a_rank_that_catches_the_interrupt_may_return_its_result(notebook: Noteb
         "        print('ready'); time.sleep(60)\n"
         "    except KeyboardInterrupt:\n"
         "        return 'saved'\n",
-        interrupt_on="ready",
+        interrupt_on=by_all("ready"),
     )
     assert out.ename == "KeyboardInterrupt"
     assert notebook.value("nbtrain.last_run().results") == ["saved", "saved"]
@@ -202,7 +202,7 @@ def test_a_second_interrupt_kills_at_once(notebook: Notebook) -> None:
         "    signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         "    print('deaf')\n"
         f"{WAIT}",
-        interrupt_on="deaf",
+        interrupt_on=by_all("deaf"),
         during=press_again,
     )
     assert out.ename == "KeyboardInterrupt"
@@ -222,7 +222,7 @@ def test_an_interrupt_is_not_lost_in_a_finalizer_or_a_fork(notebook: Notebook) -
         "    except KeyboardInterrupt:\n"
         "        print('saved')\n"
         "        raise\n",
-        interrupt_on="ready",
+        interrupt_on=by_all("ready"),
     )
     assert out.ename == "KeyboardInterrupt"
     for rank in (0, 1):

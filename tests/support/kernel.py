@@ -22,6 +22,11 @@ from jupyter_client.manager import KernelManager
 from tests.support.warm import forked_kernels
 
 
+def by_all(line: str) -> str:
+    """Return what a board shows once all ranks have printed a line, and not when the first has."""
+    return f"all ranks │</span> {line}"
+
+
 @dataclass
 class Outputs:
     """What a cell left on the page."""

@@ -22,7 +22,7 @@ from nbtrain.errors import NbtrainError, PlanError, ResultsLost, RunTimeout
 from nbtrain.tracking import run_folder
 from nbtrain.transport.weights import sender
 from nbtrain.ui import text_summary
-from tests.support.kernel import Notebook
+from tests.support.kernel import Notebook, by_all
 from tests.support.versions import needs
 from tests.support.waiting import wait_until
 
@@ -781,7 +781,7 @@ def train(model):
     while True:
         time.sleep(.01)
 """,
-        interrupt_on="ready",
+        interrupt_on=by_all("ready"),
     )
     assert out.ename == "KeyboardInterrupt"
     assert "rank 0 saved its weights" in out.board
