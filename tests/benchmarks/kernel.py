@@ -9,10 +9,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager, start_new_kernel
 
@@ -101,7 +102,7 @@ class Notebook:
 
 @contextmanager
 def notebook() -> Iterator[Notebook]:
-    """Start a kernel with empty folders of its own; end it, whatever happened."""
+    """Start a kernel with empty folders of its own; end it, and what it left, whatever happened."""
     with tempfile.TemporaryDirectory(prefix="nbtrain-kernel-") as name:
         own = {key: f"{name}/{key}" for key in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "TMPDIR")}
         os.mkdir(own["TMPDIR"])
@@ -118,3 +119,23 @@ def notebook() -> Iterator[Notebook]:
         finally:
             client.stop_channels()
             manager.shutdown_kernel(now=True)
+            _end_processes(own["IPYTHONDIR"])
+
+
+def _end_processes(folder: str) -> None:
+    """End what has a kernel's own `folder` in its environment: nobody does where a call has failed.
+
+    The controllers and engines of ipyparallel outlive their kernel.
+    """
+    while left := list(_processes(folder)):  # what one of them starts meanwhile, too
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left)
+
+
+def _processes(folder: str) -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # another user's, or it has ended
+            if process.environ().get("IPYTHONDIR") == folder:
+                yield process
