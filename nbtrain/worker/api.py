@@ -107,14 +107,14 @@ def log_values(step: Any, metrics: dict[str, Any]) -> None:
 def _write(
     reporter: Reporter, now: float, step: int | None, values: dict[str, float | str]
 ) -> None:
-    reporter.writer.write_metrics(now, reporter.rank, step, values, optimizer_steps)
-    # Whether one is nan or inf, asked the quickest way.
-    bad = [name for name, v in values.items() if type(v) is float and v - v != 0.0]
-    for name in bad:
-        if name not in reporter.lost and ev.is_training_loss(name):
+    if reporter.writer.write_metrics(now, reporter.rank, step, values, optimizer_steps):
+        return
+    for name, value in values.items():
+        is_finite = type(value) is not float or value - value == 0.0
+        if not is_finite and name not in reporter.lost and ev.is_training_loss(name):
             reporter.lost.add(name)
             before = -1 if step is None else step
-            event = ev.NotFinite(now, -1, reporter.rank, before, str(values[name]))
+            event = ev.NotFinite(now, -1, reporter.rank, before, str(value))
             reporter.writer.write(event)
 
 

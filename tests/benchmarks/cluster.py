@@ -264,7 +264,9 @@ def stepping(rounds: int) -> list[Row]:
                 before = _cpu_ms(kernels[name], name)
                 give_turn(ray.folder / f"{name}-{turn}", other.pid, check)
                 after = _cpu_ms(kernels[name], name)
-                cpu[name].append({k: (v - before[k]) / ddp_loop.STEPS for k, v in after.items()})
+                cpu[name].append(
+                    {k: (v - before[k]) / ddp_loop.STEPS[ddp_loop.BATCH] for k, v in after.items()}
+                )
         for name in kernels:
             (ray.folder / f"{name}-{turns}").touch()
         for name, kernel in kernels.items():

@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 WIDTH = 256
-BATCH = 64
 LAYERS = 3
-STEPS = 150
-"""Steps of a turn: half a second and more, so that what the launcher does now and then is in it."""
+BATCH = 64
+STEPS = {BATCH: 150, 1024: 30, 2560: 12}
+"""Steps of a turn, by the size of a batch: half a second and more, so that what the launcher does
+now and then is in it. On two cores a step takes 3, 20 or 50 ms."""
 
 
-def train(name: str, folder: str, turns: int, log: Callable[..., Any]) -> list[float]:
+def train(
+    name: str, folder: str, turns: int, log: Callable[..., Any], batch: int = BATCH
+) -> list[float]:
     """Train an MLP in turns; return the steps per second of each."""
     import torch
     import torch.distributed as dist
@@ -34,11 +37,12 @@ def train(name: str, folder: str, turns: int, log: Callable[..., Any]) -> list[f
     layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     model = DistributedDataParallel(nn.Sequential(*layers, nn.Linear(WIDTH, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    inputs, targets = torch.randn(BATCH, WIDTH), torch.randn(BATCH, 1)
+    inputs, targets = torch.randn(batch, WIDTH), torch.randn(batch, 1)
+    steps = STEPS[batch]
     rates: list[float] = []
     start = 0.0
-    for step in tqdm(range(turns * STEPS)):
-        if step % STEPS == 0:
+    for step in tqdm(range(turns * steps)):
+        if step % steps == 0:
             _await_turn(Path(folder, f"{name}-{len(rates)}"))
             dist.barrier()
             start = time.perf_counter()
@@ -47,8 +51,8 @@ def train(name: str, folder: str, turns: int, log: Callable[..., Any]) -> list[f
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         log(step=step, loss=loss.item())
-        if (step + 1) % STEPS == 0:
-            rates.append(STEPS / (time.perf_counter() - start))
+        if (step + 1) % steps == 0:
+            rates.append(steps / (time.perf_counter() - start))
             if dist.get_rank() == 0:
                 Path(folder, f"{name}-{len(rates) - 1}-done").touch()
     _await_turn(Path(folder, f"{name}-{turns}"))
@@ -66,7 +70,7 @@ def _say_nothing(**_metrics: object) -> None:
 
 
 if __name__ == "__main__":
-    name, folder, turns = sys.argv[1:]
-    figures = train(name, folder, int(turns), _say_nothing)
+    name, folder, turns, batch = sys.argv[1:]
+    figures = train(name, folder, int(turns), _say_nothing, int(batch))
     if os.environ["RANK"] == "0":
         Path(folder, f"{name}-rates.json").write_text(json.dumps(figures))

@@ -23,17 +23,24 @@ import psutil
 from kernel import PATIENCE, notebook
 from table import Row, Target
 
-ROUNDS = 100
+ROUNDS = {64: 100, 1024: 40, 2560: 40}
+"""By the size of a batch; see `ddp_loop.STEPS`."""
+
 RANKS = 2
 IN_CPU_TIME = "CPU time of such a step, ranks and launcher / torchrun's"
 COMPARED = "a bar, a log a step, the board / torchrun, a bar"
+TARGET = Target(0.99, at_least=True)
 
 
 def rows(rounds: int | None) -> list[Row]:
-    """Let ranks of a kernel's and torchrun's train in turns; the first turn warms up."""
-    turns = (rounds or ROUNDS) + 1
-    with notebook() as kernel, _torchrun(kernel.folder, turns) as torchrun:
-        kernel.start(by_nbtrain, str(kernel.folder), turns)
+    """Let ranks of a kernel's and torchrun's train in turns, by steps of several lengths."""
+    return [row for batch in ROUNDS for row in _rows(batch, rounds or ROUNDS[batch])]
+
+
+def _rows(batch: int, rounds: int) -> list[Row]:
+    turns = rounds + 1  # the first one warms up
+    with notebook() as kernel, _torchrun(kernel.folder, turns, batch) as torchrun:
+        kernel.start(by_nbtrain, str(kernel.folder), turns, batch)
 
         def check() -> None:
             kernel.check()
@@ -47,15 +54,15 @@ def rows(rounds: int | None) -> list[Row]:
             ):
                 before = _cpu_ms(pid)
                 give_turn(kernel.folder / f"{name}-{turn}", other, check)
-                cpu[name].append((_cpu_ms(pid) - before) / ddp_loop.STEPS)
+                cpu[name].append((_cpu_ms(pid) - before) / ddp_loop.STEPS[batch])
         for name in cpu:
             (kernel.folder / f"{name}-{turns}").touch()
         ours = kernel.finish()
         torchrun.wait(PATIENCE)
         theirs = json.loads((kernel.folder / "torchrun-rates.json").read_text())
-    target = Target(0.98, at_least=True)
+    text = f"{RANKS} ranks of DDP, batches of {batch}: {COMPARED}"
     return [
-        Row("steps", f"{RANKS} ranks of DDP: {COMPARED}", "steps/s", ours[1:], theirs[1:], target),
+        Row("steps", text, "steps/s", ours[1:], theirs[1:], TARGET),
         Row("steps", IN_CPU_TIME, "ms", cpu["nbtrain"][1:], cpu["torchrun"][1:]),
     ]
 
@@ -67,13 +74,13 @@ def _cpu_ms(pid: int) -> float:
     return float(1000 * sum(t.user + t.system for t in times))
 
 
-def by_nbtrain(folder: str, turns: int) -> list[float]:
+def by_nbtrain(folder: str, turns: int, batch: int) -> list[float]:
     """Train in ranks of nbtrain's; called in a kernel."""
     import nbtrain
 
     run = nbtrain.launch(
         ddp_loop.train,
-        *("nbtrain", folder, turns, nbtrain.log),
+        *("nbtrain", folder, turns, nbtrain.log, batch),
         num_processes=RANKS,
         env={"OMP_NUM_THREADS": "1"},
     )
@@ -82,11 +89,11 @@ def by_nbtrain(folder: str, turns: int) -> list[float]:
 
 
 @contextlib.contextmanager
-def _torchrun(folder: Path, turns: int) -> Iterator[subprocess.Popen[bytes]]:
+def _torchrun(folder: Path, turns: int, batch: int) -> Iterator[subprocess.Popen[bytes]]:
     """Train under torchrun, the bars going to a file; end it, whatever happened."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node", str(RANKS), ddp_loop.__file__]
-    command += ["torchrun", str(folder), str(turns)]
+    command += ["torchrun", str(folder), str(turns), str(batch)]
     own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder)}
     with (folder / "torchrun-output").open("w") as output:
         process = subprocess.Popen(

@@ -82,7 +82,7 @@ def alone(
 
 @pytest.mark.timeout(600)  # it starts Ray three times
 def test_ray_is_started_once_by_a_kernel_that_asks_for_it_and_ended_with_it(
-    alone: Notebook, tmp_path: Path
+    alone: Notebook, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     alone.run("%load_ext nbtrain\nimport os, time, torch, nbtrain\nmodel = torch.nn.Linear(4, 1)")
     kernel, folder = alone.process, alone.process.environ()["TMPDIR"]
@@ -97,6 +97,7 @@ def test_ray_is_started_once_by_a_kernel_that_asks_for_it_and_ended_with_it(
     alone.run("os.environ['ASKED'] = 'yes'")  # for the ranks, too
     assert launch("os.environ['ASKED']") == {first}
     assert alone.value("nbtrain.last_run().results") == ["yes", "yes"]
+    request.addfinalizer((tmp_path / "go").touch)
     goes_on = f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.1)"
     assert launch(goes_on, "--detach") == {first}
     alone.run("detached = nbtrain.last_run()\nos.environ['RAY_ASKED'] = 'yes'")  # for Ray
