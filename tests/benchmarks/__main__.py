@@ -30,8 +30,8 @@ peers   ms from the call to the end of rank 0's first step on 2 ranks, next to o
         live ranks (pip install lightning torchrunx "ray[train]" ipyparallel).
 steps   steps per second of a DDP loop on 2 ranks (gloo), by steps of 3, 20 and 50 ms: under
         nbtrain, with a tqdm bar, a `nbtrain.log` a step and the board drawn, and under `torchrun`,
-        with the bar in a file. And the CPU time that such a step takes, all ranks and the launcher together (less is
-        better), which other work on the machine disturbs less.
+        with the bar in a file. And the CPU time that such a step takes, all ranks and the launcher
+        together (less is better), which other work on the machine disturbs less.
 memory  what 4 ranks of a 400 MB model cost in all, kernel included, over a run without a model
         (MB of PSS, library files left out): inherited from the notebook, and built by each rank.
 log     CPU time: µs of a `nbtrain.log` call next to a bare write of as many bytes, ns of a tqdm

@@ -27,7 +27,7 @@ from ...tracking.run_folder import RunFolder, mark_stopping
 from ...transport import payload
 from ...transport.channel import Address, Channel, connect
 from ...transport.weights import parts
-from ...worker import api, checkpoints, main, stopping
+from ...worker import api, checkpoints, hooks, main, stopping
 from ...worker.output.rich_output import RichOutput
 from ...worker.task_runner import run_task
 from . import mirror, values
@@ -51,6 +51,7 @@ def serve(address: Address, secret: str) -> None:
     channel = connect(address)
     if not channel.passes_files:
         checkpoints.refusal = _NO_CHECKPOINTS
+    hooks.keep()
     server = LiveRank(channel, reporter.rank)
     channel.send({"rank": reporter.rank, "secret": secret, **server.new_names()})
     server.run()

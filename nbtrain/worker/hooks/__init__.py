@@ -43,6 +43,21 @@ Events may share a function: `patch` makes the same patch once.
 """
 
 
+_lasting: set[str] = set()
+"""The events of which libraries tell as long as this process lives."""
+
+
+def keep() -> None:
+    """Have libraries tell of all events from now on, whoever listens: many tasks are to come.
+
+    To patch them for each task takes 1 ms. But for bars, which each task begins anew.
+    """
+    for event in _WATCH.keys() - {"bar"}:
+        for watch in _WATCH[event]:
+            watch()
+        _lasting.add(event)
+
+
 def add(observer: Observer | Any, *events: str) -> None:
     """Tell an observer from now on, of some `events` or of all for which it has a method."""
     purpose = getattr(observer, "purpose", Observer.purpose)
@@ -50,7 +65,7 @@ def add(observer: Observer | Any, *events: str) -> None:
         method = getattr(type(observer), event, None)
         if method is not None and method is not getattr(Observer, event):
             listener = purpose, getattr(observer, event)
-            for watch in () if listeners[event] else _WATCH.get(event, ()):
+            for watch in () if listeners[event] or event in _lasting else _WATCH.get(event, ()):
                 watch()
             listeners[event] = (*listeners[event], listener)
             undo_later(partial(_remove, event, listener))

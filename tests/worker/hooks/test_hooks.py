@@ -90,6 +90,24 @@ def test_nothing_is_patched_that_nobody_asks_for() -> None:
     assert {(p.owner, p.name) for p in instrumentation.patches()} == before
 
 
+def test_what_is_kept_is_patched_once_for_many_tasks(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hooks, "_lasting", set())
+    first, second = Told(), Told()
+    with instrumentation.scope():
+        hooks.keep()
+        patched = instrumentation.patches()
+        for told in (first, second):
+            with instrumentation.scope():
+                hooks.add(told)
+                assert instrumentation.patches() == patched
+                train(tmp_path / "a.pt")
+            train(tmp_path / "b.pt")  # between the tasks: nobody is told
+    assert first.events == second.events
+    assert first.events[0] == "made"
+
+
 def test_a_fault_in_one_observer_stops_that_one_alone(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
