@@ -61,6 +61,7 @@ import os
 import platform
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -101,7 +102,7 @@ BENCHMARKS: dict[str, Callable[[int | None], list[Row]]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the benchmarks that were asked for, and print one table of all."""
+    """Run the benchmarks that were asked for, print one table, and fail if one could not run."""
     parser = argparse.ArgumentParser(
         prog="python tests/benchmarks",
         description=__doc__,
@@ -113,16 +114,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.rounds is not None and options.rounds < 1:
         parser.error("--rounds must be at least 1")
-    found: list[Row] = []
+    found, failed = list[Row](), list[str]()
     with tempfile.TemporaryDirectory(prefix="nbtrain-benchmarks-") as home:
         os.environ["NBTRAIN_HOME"] = home
         for name in options.only or BENCHMARKS:
             print(f"… {name}", file=sys.stderr, flush=True)
-            found.extend(BENCHMARKS[name](options.rounds))
+            try:
+                found.extend(BENCHMARKS[name](options.rounds))
+            except Exception:  # the others have taken half an hour
+                traceback.print_exc()
+                failed.append(name)
     print(render(found))
     print(circumstances())
     if options.picture:
         picture.draw(found, options.picture)
+    if failed:
+        sys.exit(f"could not run: {', '.join(failed)}")
 
 
 def circumstances() -> str:
