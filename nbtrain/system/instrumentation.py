@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -22,6 +23,9 @@ Undo = Callable[[], None]
 
 _scopes: list[list[Undo]] = []
 """What to undo at the end of each `scope` that is open, the innermost last."""
+
+_acting = threading.local()
+"""`scopes`: instead of these, in a thread that acts after an import: see `when_imported`."""
 
 
 @contextlib.contextmanager
@@ -39,8 +43,8 @@ def scope() -> Iterator[None]:
 
 def undo_later(undo: Undo) -> None:
     """Have something else undone at the end of the `scope`; without one it stays."""
-    if _scopes:
-        _scopes[-1].append(undo)
+    if scopes := getattr(_acting, "scopes", _scopes):
+        scopes[-1].append(undo)
 
 
 def patch(owner: Any, name: str, around: Callable[..., Any]) -> Undo:
@@ -208,19 +212,31 @@ def _label(owner: Any) -> str:
 def when_imported(name: str, action: Callable[[ModuleType], object]) -> Undo:
     """Run `action` on a module: now if it is imported, else right after its import.
 
-    Returns a function that cancels the action, as long as it has not run.
+    What it patches then is undone at the end of the scope in which this was asked for, and not of
+    one that is open at the import. Returns a function that cancels the action, as long as it has
+    not run.
     """
     if name in sys.modules:
         action(sys.modules[name])
         return lambda: None
+    asked_in = _scopes[-1:]
+
+    def act(module: ModuleType) -> None:
+        before = getattr(_acting, "scopes", _scopes)
+        _acting.scopes = asked_in
+        try:
+            action(module)
+        finally:
+            _acting.scopes = before
+
     waiting = _finder.actions.setdefault(name, [])
-    waiting.append(action)
+    waiting.append(act)
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
 
     def cancel() -> None:
-        if action in waiting:
-            waiting.remove(action)
+        if act in waiting:
+            waiting.remove(act)
             _finder.forget(name)
 
     undo_later(cancel)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import io
+import multiprocessing
 import os
+import signal
 import socket
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from kernel import notebook
 from table import Row, Target, take_turns
 
 ROUNDS = 15
+PATIENCE = 20.0
+"""Seconds after which a launch of Accelerate's counts as one that hangs."""
+
 AGAINST_ACCELERATE = Target(0.8)
 A_WORLD = {2: Target(0.7), 8: Target(0.9)}
 
@@ -96,12 +101,39 @@ def barrier_and_destroy() -> None:
 
 
 def by_accelerate(ranks: int, function: Callable[[], None] | None = None) -> None:
-    """Launch a function, or `nothing`, by Accelerate: on a fresh port, its words put away."""
+    """Launch a function, or `nothing`, by Accelerate: on a fresh port, its words put away.
+
+    Now and then one of eight ranks hangs: it is forked beside threads of torch's store. The turn
+    then counts as `PATIENCE`.
+    """
     from accelerate import notebook_launcher
 
     words = io.StringIO()
-    with contextlib.redirect_stdout(words), contextlib.redirect_stderr(words):
+    with _ended_if_it_hangs(), contextlib.redirect_stdout(words), contextlib.redirect_stderr(words):
         notebook_launcher(function or nothing, (), num_processes=ranks, use_port=str(_free_port()))
+
+
+@contextlib.contextmanager
+def _ended_if_it_hangs() -> Iterator[None]:
+    """Kill the ranks of a launch that takes too long, by a timer that ranks do not inherit."""
+    has_hung = False
+
+    def end(_signum: int, _frame: object) -> None:
+        nonlocal has_hung
+        has_hung = True
+        for rank in multiprocessing.active_children():
+            rank.kill()
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+    try:
+        yield
+    except Exception:
+        if not has_hung:
+            raise
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _free_port() -> int:

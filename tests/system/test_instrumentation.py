@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import sys
@@ -244,6 +245,20 @@ def test_an_owner_is_patched_when_its_module_is_imported(unchanged: None) -> Non
     undo()
     assert Fraction(1, 2).limit_denominator() == Fraction(1, 2)
     assert sys.meta_path == before
+
+
+@pytest.mark.parametrize("is_asked_in_a_scope", [True, False])
+def test_what_is_patched_after_an_import_belongs_to_where_it_was_asked_for(
+    unchanged: None, is_asked_in_a_scope: bool
+) -> None:
+    with scope() if is_asked_in_a_scope else contextlib.nullcontext():
+        undo = patch(NAME, "rgb_to_yiq", and_ten)
+        with scope():
+            module = __import__(NAME)
+        assert hasattr(module.rgb_to_yiq, "__wrapped__")
+    assert hasattr(module.rgb_to_yiq, "__wrapped__") is not is_asked_in_a_scope
+    undo()
+    assert not hasattr(module.rgb_to_yiq, "__wrapped__")
 
 
 def test_an_attribute_that_is_not_there_is_left_alone(unchanged: None) -> None:

@@ -466,17 +466,20 @@ class LiveRanks:
 
     def _run_behind(self, plan: Plan, targets: Sequence[int]) -> Run:
         """Run a task in the background. Raises `PlanError` if one is there already."""
-        if (busy := self._busy_with()) and not self._is_settling():
-            raise PlanError(
-                f"the ranks are busy with {busy} in the background. Wait for it: "
-                "nbtrain.last_run().wait(), or end it: nbtrain.last_run().stop()"
-            )
-        self._is_free.wait()  # no longer than it takes to make them ready
+        self._check_is_whole()
+        if busy := self._busy_with():
+            if not self._is_settling():
+                raise PlanError(
+                    f"the ranks are busy with {busy} in the background. Wait for it: "
+                    "nbtrain.last_run().wait(), or end it: nbtrain.last_run().stop()"
+                )
+            self._is_free.wait()  # no longer than it takes to make them ready
         self._recover()  # while they are free: with the flag down, it would wait for this very task
         self._check_is_whole()
         self._say_news()
         self._last_use = time.monotonic()
         self._is_free.clear()
+        self._behind = None
         try:
             self._behind = self._launched(plan, targets)
             self._behind_on = targets

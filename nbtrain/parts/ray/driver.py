@@ -85,6 +85,10 @@ class Member:
         """Call a method of `NodeRanks` on the node, once. Raises Ray's errors."""
         return await self.actor.call.remote(method, *args, **kwargs)  # type: ignore[no-any-return]
 
+    async def end(self) -> None:
+        """End what is left of the run on the node. Raises Ray's errors."""
+        await self.actor.end.remote()
+
 
 class Driver:
     """Carries out one request of the launcher after the other, and reports between them."""
@@ -99,7 +103,7 @@ class Driver:
         self._tasks: set[asyncio.Task[None]] = set()
         self._has_news = False
         self._is_free = False
-        """Whether a run has ended here, and none has begun since."""
+        """Whether a run is over here, and no other has asked for anything."""
 
     async def serve(self) -> None:
         """Call the methods that the launcher names until it closes its end; answer in order.
@@ -166,6 +170,7 @@ class Driver:
 
     async def nodes(self) -> list[Node]:
         """Return what the nodes of the cluster have that was joined for an earlier run."""
+        self._is_free = False
         return await self._reserved().nodes()
 
     async def address(self) -> tuple[str, str]:
@@ -174,12 +179,11 @@ class Driver:
 
     async def reserve(self, request: NodeRequest) -> int:
         """Reserve nodes, as soon as they have room; return their number."""
-        self._is_free = False
         return await self._reserved().reserve(request)
 
     async def place(self, request: NodeRequest) -> list[str]:
         """Reserve nodes, and start an actor on each; return the notes about them."""
-        self._request, self._is_free = request, False
+        self._request = request
         return await self._reserved().place(request)
 
     async def store_payload(self, path: str) -> None:
@@ -193,7 +197,6 @@ class Driver:
         reserved = self._reserved()
         if order.job.attempt > 1:
             await self.close()
-            self._is_free = False
             await reserved.place(self._request, again=True)
         home = order.job.folder
         self._members = _members(order, reserved.placed, self._request.per_node)
@@ -376,19 +379,24 @@ class Driver:
     # The end
 
     async def close(self) -> None:
-        """End all actors, and release what was reserved."""
+        """End what is left of the run on the nodes, and release what was reserved."""
         for task in list(self._tasks):
             task.cancel()
         members, self._members = self._members, []
         if members:
-            closing = {asyncio.ensure_future(m.call(NodeRanks.close)): m for m in members}
+            closing = {asyncio.ensure_future(m.end()): m for m in members}
             await asyncio.wait(closing, timeout=4.0)
             for task, member in closing.items():
                 if not task.done() or task.exception() is not None:
-                    self._reserved().end_actor(member.node, member.actor)
+                    self._reserved().end_actor(member.node.id, member.actor)
         if self._reservation is not None:
             self._reservation.release()
-        self._is_free = True
+
+    async def rest(self) -> None:
+        """Hold nothing of the run any more: it is over, and another may follow."""
+        self._payload, self._is_free = None, True
+        if self._reservation is not None:
+            self._reservation.end_unused(KEPT)
 
     def shutdown(self) -> None:
         """Leave the cluster, with nothing of this driver left on it."""

@@ -32,6 +32,7 @@ from ...tracking import events as ev
 from ...tracking.event_log import event_tail, new_events
 from ...transport import payload
 from ...transport.job import Job
+from ...worker.rank_environment import rank_environment
 from . import dependencies
 from .driver import Driver
 from .node_ranks import NodeOrder, node_events
@@ -86,6 +87,8 @@ class DriverClient:
         self._unanswered = 0  # each request has one answer, and they come in order
         self.is_free = False
         """Whether the driver has ended a run, all of it, and does nothing else."""
+        self.last_answer = ""
+        """Its kind: an answer, or a refusal."""
 
     def request(self, method: Method[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a method of the driver; return its answer. Raises `LaunchError` for a refusal."""
@@ -132,7 +135,9 @@ class DriverClient:
         try:
             while self._connection.poll(0 if messages else patience):
                 messages.append(self._connection.recv())
-                self._unanswered -= messages[-1][0] in _ANSWERS
+                if messages[-1][0] in _ANSWERS:
+                    self._unanswered -= 1
+                    self.last_answer = messages[-1][0]
         except (EOFError, OSError) as error:
             if not messages:  # else at the next call: its last messages count
                 raise self._ended() from error
@@ -184,6 +189,17 @@ class _Kept:
 _kept: _Kept | None = None
 
 
+def _leave_kept() -> None:
+    """Leave the driver to the process that this one was forked from: it ends with that alone."""
+    global _kept
+    if _kept is not None:
+        _kept.client.close()
+        _kept = None
+
+
+os.register_at_fork(after_in_child=_leave_kept)
+
+
 class _OwnCluster:
     """The cluster that a kernel starts for ``--address local``: its driver keeps it.
 
@@ -209,10 +225,9 @@ class _OwnCluster:
     @property
     def is_usable(self) -> bool:
         """Whether it is there, is this process's, and its ranks can get the present environment."""
-        kept = {n: v for n, v in self.environment.items() if not n.startswith("RAY_")}
-        own = {n: v for n, v in os.environ.items() if n.startswith("RAY_")}
-        is_same = self.environment == {**kept, **own} and kept.keys() <= os.environ.keys()
-        if self.pid == os.getpid() and is_same:
+        is_same = not any(map(_is_read_at_start, self.changes()))
+        has_all = self.environment.keys() <= os.environ.keys()
+        if self.pid == os.getpid() and is_same and has_all:
             with contextlib.suppress(LaunchError):  # Ray or its driver has died
                 self._client.send(Driver.nodes)
                 self._client.answer(ANSWERING)
@@ -225,12 +240,18 @@ _own_cluster: _OwnCluster | None = None
 
 def _own() -> _OwnCluster:
     global _own_cluster
-    if _own_cluster is not None and not _own_cluster.is_usable:
-        _own_cluster.let_go()
-        _own_cluster = None
-    if _own_cluster is None:
-        _own_cluster = _OwnCluster()
-    return _own_cluster
+    own, _own_cluster = _own_cluster, None  # an interrupt leaves none with half an answer
+    if own is None or not own.is_usable:
+        if own is not None:
+            own.let_go()
+        own = _OwnCluster()
+    _own_cluster = own
+    return own
+
+
+def _is_read_at_start(name: str) -> bool:
+    """Whether Ray, Python, the loader or a driver reads a variable when their process starts."""
+    return name.startswith(("RAY_", "PYTHON", "LD_", "CUDA_")) or name.endswith("_VISIBLE_DEVICES")
 
 
 class RayEngine(Engine):
@@ -339,10 +360,14 @@ class RayEngine(Engine):
         """
         global _kept
         client, self._client = self._client, None
-        if client is not None and client.is_free:
-            _kept = _Kept(self._cause, client)
-        elif client is not None:
-            client.let_go()
+        if client is None:
+            return
+        with contextlib.suppress(LaunchError):
+            if client.is_free:
+                client.send(Driver.rest)  # its answer is read before that to the next request
+                _kept = _Kept(self._cause, client)
+                return
+        client.let_go()
 
     def import_ahead(self, job: Job, modules: Sequence[str]) -> Callable[[], bool]:
         """Have each node import modules once for its ranks."""
@@ -352,8 +377,10 @@ class RayEngine(Engine):
     def start(self, job: Job) -> Ranks:
         """Return the ranks that will be there when the nodes are ready. Raises `LaunchError`."""
         most = (job.plan.spread or (1, 1))[1]
+        own = rank_environment(job, 0, os.environ)  # those of a rank are not the notebook's
+        env = {n: v for n, v in self._environment.items() if n not in own}
         # Nodes get the task packed, with the classes it needs.
-        plan = replace(job.plan, task=Call(len), env={**self._environment, **job.plan.env})
+        plan = replace(job.plan, task=Call(len), env={**env, **job.plan.env})
         part = replace(job, plan=plan, shared_classes=frozenset())
         order = NodeOrder(part, str(Path.cwd()), clock.offset(), modules=self._modules)
         for rank in range(job.world_size):  # of an earlier attempt, whose processes are gone
@@ -491,7 +518,7 @@ class RemoteRanks(Ranks):
         with contextlib.suppress(LaunchError):
             self._send_close()
             self._client.answer(ENDING)
-            self._client.is_free = True
+            self._client.is_free = self._client.last_answer == "answer"
         if self._client.is_awaited:  # the ranks that it cannot end end with it
             self._client.close()
         self._alive.clear()

@@ -71,9 +71,17 @@ class NodeActor:
         from nbtrain.parts.ray.node_ranks import NodeRanks
 
         if self._ranks is not None:
-            self._ranks.close()
+            self.end()
         self._ranks = NodeRanks(order, payload)
         return self._ranks.port
+
+    def end(self) -> None:
+        """End the ranks, and what else is left of the order.
+
+        Raises `AttributeError` if none has begun, or it is about to: this process had better end.
+        """
+        ranks, self._ranks = self._ranks, None
+        ranks.close()
 
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of `NodeRanks`, which comes by its name, as pickle sends functions."""

@@ -7,6 +7,7 @@ the launcher's.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import shutil
@@ -22,6 +23,7 @@ from typing import Any
 
 from ...engines import rendezvous
 from ...engines.base import Action, Exit
+from ...engines.process import fork_server
 from ...engines.process.children import ChildRanks
 from ...engines.process.orphan_reaper import OrphanReaper
 from ...engines.spawn import add_ranks, begin_server
@@ -100,14 +102,22 @@ class RankExit(Exit):
     """The bytes of its files that grew, and will grow no more."""
 
 
+@functools.cache
+def _rays_folder() -> str:
+    """Return where Ray had this process work: in its copy of the Python files, if any came."""
+    return os.getcwd()
+
+
 def _change_folder(folder: str) -> str:
     """Work in the notebook's folder, as ranks on its host would; return a note if there is none.
 
-    Ray works in its copy of the Python files, if any came: no place for data, or what is saved.
+    Ray's is no place for data, or what is saved.
     """
+    rays = _rays_folder()
     try:
-        os.chdir(folder or ".")
+        os.chdir(folder or rays)
     except OSError as error:
+        os.chdir(rays)  # not where the last run worked
         return f"has no {folder} ({error.strerror}): its ranks work in {os.getcwd()}"
     return ""
 
@@ -134,6 +144,8 @@ class NodeRanks:
         Path(self._payload.path).write_bytes(memoryview(data))
         self._folder_note = _change_folder(order.folder)
         self._listener: Any = None
+        self._store: Any = None
+        self._is_closed = False
         if order.world.node == 0:
             self._listener = rendezvous.bind(None, order.world.master_addr)
         self._ranks = ChildRanks(self._scratch)
@@ -191,13 +203,16 @@ class NodeRanks:
 
     def _serve(self) -> None:  # if it raises, the ranks cannot meet: they raise that themselves
         self._store = rendezvous.serve(self._listener)
+        if self._is_closed:
+            self._store = None
 
     def _run(self, job: Job) -> None:
-        """Start the ranks and watch them to their end: they die with this thread."""
+        """Start the ranks and watch them to their end, which is this thread's, too."""
         try:
             while self._server is not None and self._server.is_importing():
                 time.sleep(_LOOK)
                 if not self._signals.empty():  # nobody waits for the ranks any more
+                    fork_server.end()  # what it imports may hang
                     raise LaunchError("the launch was given up")
             add_ranks(self._ranks, job, self._order.ranks, self._payload, self._server)
         except BaseException as error:  # `start` raises it in the thread that waits for it
@@ -207,7 +222,10 @@ class NodeRanks:
         finally:
             self._payload.close()
         self._pids.set_result(self._ranks.pids)
-        self._watch(job.device)
+        try:
+            self._watch(job.device)
+        finally:  # a full disk: nobody would watch them
+            self._ranks.close()
 
     def _watch(self, device: str) -> None:
         writer = EventWriter(self.folder.path / node_events(self._order.world.node))
@@ -284,10 +302,14 @@ class NodeRanks:
         return {rank: dump for rank, dump in dumps.items() if dump is not None}
 
     def close(self) -> None:
-        """End the ranks that are left, and delete this node's part of the run."""
+        """End the ranks that are left and the store, and delete this node's part of the run."""
+        self._is_closed, self._store = True, None
         self.signal(self._order.ranks, "kill")
         if self._thread is not None:
             self._thread.join(3)
         self._ranks.close()
+        self._payload.close()
+        if self._listener is not None:
+            self._listener.close()
         self._reaper.close()
         shutil.rmtree(self._scratch, ignore_errors=True)

@@ -207,6 +207,8 @@ class Reservation:
         self._group: Any = None
         self._lasting: dict[str, Any] = {}
         """The actors that reserve nothing and stay for the next run, by the id of their node."""
+        self._used: dict[str, float] = {}
+        """When a run began to use them."""
         self._bundle: Mapping[str, float] = {}
         self._released = 0.0
         self.placed: list[PlacedNode] = []
@@ -290,10 +292,14 @@ class Reservation:
         ids: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
         by_id = {node.id: node for node in nodes(self._ray)}
         here = node_actor.NodeActor().look([])
+        if lost := [id for id in ids.values() if id not in by_id]:
+            raise LaunchError(f"a node that was reserved was lost ({lost[0][:6]}): launch again")
         try:
             placing = (self._placed(request, i, by_id[ids[i]]) for i in range(len(ids)))
             self.placed = await asyncio.wait_for(asyncio.gather(*placing), PLACING)
         except asyncio.TimeoutError:
+            for id in self._lasting.keys() & {*ids.values()}:  # not to be asked again
+                self.end_actor(id, self._lasting[id])
             raise LaunchError(f"nodes did not answer within {PLACING:g} s (ray status)") from None
         return check_nodes(self.placed, request, here)
 
@@ -303,6 +309,7 @@ class Reservation:
         Raises Ray's errors.
         """
         modules, left = list(request.modules), self._lasting.get(node.id)
+        self._used[node.id] = time.monotonic()
         if left is not None and not may_have_devices(request.bundle):
             with contextlib.suppress(self._ray.exceptions.RayActorError):  # it has ended
                 return PlacedNode(node, left, await left.look.remote(modules, not index))
@@ -331,11 +338,17 @@ class Reservation:
             scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(self._group, index),
         ).remote()
 
-    def end_actor(self, node: Node, actor: Any) -> None:
+    def end_actor(self, node: str, actor: Any) -> None:
         """End an actor that may hold something of a run still, and what it started."""
-        if self._lasting.get(node.id) is actor:
-            del self._lasting[node.id]
+        if self._lasting.get(node) is actor:
+            del self._lasting[node]
         self._ray.kill(actor)
+
+    def end_unused(self, seconds: float) -> None:
+        """End the actors on nodes that no run has used for a time, and not the last one either."""
+        used, since = {p.node.id for p in self.placed}, time.monotonic() - seconds
+        for id in [id for id in self._lasting if id not in used and self._used[id] < since]:
+            self.end_actor(id, self._lasting[id])
 
     def release(self) -> None:
         """Give back what was reserved; Ray ends the actors that reserved a part of it."""
@@ -355,7 +368,8 @@ class Reservation:
         _check_listens(context.gcs_address)
         found, seconds = nodes(self._ray), RETURNED - time.monotonic() + self._released
         here = context.get_node_id()
-        if any([await has_ended(node) for node in found if node.id == here]):
+        own = next((node for node in found if node.id == here), None)
+        if own is None or await has_ended(own):
             raise ConnectionError("no process of Ray is left on this host")
         while seconds > 0 and not all(_has_room(n, self._bundle) for n in found if n.id in used):
             await asyncio.sleep(_SOON)

@@ -85,7 +85,7 @@ def test_a_driver_ends_if_no_run_follows_one(monkeypatch: pytest.MonkeyPatch) ->
         serving = asyncio.ensure_future(driver.serve())
         done, _ = await asyncio.wait([serving], timeout=0.2)
         assert not done  # before its first run, a launch may be busy elsewhere
-        launcher.send(("close", (), {}))
+        launcher.send(("rest", (), {}))
         await asyncio.wait_for(serving, 30)
 
     asyncio.run(serve())

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from tests.support.kernel import Notebook
+from tests.support.strangers import listening
 from tests.support.waiting import wait_until
 
 from .runs import DDP, RESUMES, check_the_quickstart, number_of
@@ -166,11 +167,13 @@ def _nodes_processes(notebook: Notebook, cell: str = TELLS, options: str = "") -
 def test_the_next_run_goes_on_with_the_processes_of_the_last(notebook: Notebook) -> None:
     """Also after one that failed; a change beside the notebook or a lost process needs new ones."""
     first = _nodes_processes(notebook)
+    ports = listening(first)  # Ray's own, and not those where ranks met
     failing = "%%distributed -e ray --nodes 2 -n 2\nif os.environ['RANK'] == '1': os.abort()\n"
     assert notebook.run(f"{failing}time.sleep(600)", timeout=120).ename == "RankDied"
     all_cpus = "%%distributed -e ray --nodes 2 -n 4 --view none\nos.getppid()"  # all are free again
     assert not notebook.run(all_cpus, timeout=120).ename
     assert set(notebook.value("nbtrain.last_run().results")) == set(first)
+    assert listening(first) == ports
     notebook.run(f"os.kill({first[1]}, 9)")
     wait_until(lambda: not psutil.pid_exists(first[1]), 30)
     second = _nodes_processes(notebook)

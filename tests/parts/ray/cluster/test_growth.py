@@ -94,7 +94,8 @@ def test_ray_is_started_once_by_a_kernel_that_asks_for_it_and_ended_with_it(
 
     (first,) = launch()
     assert alone.value("nbtrain.last_run().results") == [1, 1]
-    alone.run("os.environ['ASKED'] = 'yes'")  # for the ranks, too
+    # For the ranks, too, but for what each rank has of its own.
+    alone.run("os.environ.update(ASKED='yes', RANK='0', WORLD_SIZE='1', MASTER_PORT='0')")
     assert launch("os.environ['ASKED']") == {first}
     assert alone.value("nbtrain.last_run().results") == ["yes", "yes"]
     request.addfinalizer((tmp_path / "go").touch)
