@@ -117,6 +117,7 @@ def _spawned(rank: int, port: int) -> None:
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ.update({"MASTER_ADDR": "127.0.0.1", **{n: str(v) for n, v in ranks.items()}})
     train()
+    torch.distributed.destroy_process_group()  # else the one that leaves last may abort
 
 
 def train() -> None:
