@@ -166,7 +166,7 @@ class Driver:
             os.environ.setdefault(_AUTH_MODE, auth_mode)
         self._ray = reservation.join(address, sources)
         self._reservation = Reservation(self._ray, functools.partial(self._report, "waiting"))
-        return reservation.nodes(self._ray)
+        return await self._reservation.nodes()
 
     async def nodes(self) -> list[Node]:
         """Return what the nodes of the cluster have that was joined for an earlier run."""

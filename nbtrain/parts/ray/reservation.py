@@ -210,6 +210,8 @@ class Reservation:
         self._used: dict[str, float] = {}
         """When a run began to use them."""
         self._bundle: Mapping[str, float] = {}
+        self._free: dict[str, Mapping[str, float]] = {}
+        """What was free before the run, by the id of the node."""
         self._released = 0.0
         self.placed: list[PlacedNode] = []
 
@@ -371,10 +373,16 @@ class Reservation:
         own = next((node for node in found if node.id == here), None)
         if own is None or await has_ended(own):
             raise ConnectionError("no process of Ray is left on this host")
-        while seconds > 0 and not all(_has_room(n, self._bundle) for n in found if n.id in used):
+        while seconds > 0 and any(self._lacks(node) for node in found if node.id in used):
             await asyncio.sleep(_SOON)
             found, seconds = nodes(self._ray), seconds - _SOON
+        self._free = {node.id: node.free for node in found}
         return found
+
+    def _lacks(self, node: Node) -> bool:
+        """Whether a node has less than before the last run, of what that reserved."""
+        before = self._free.get(node.id, {})
+        return any(node.free.get(name, 0) < before.get(name, 0) for name in self._bundle)
 
 
 def may_have_devices(needed: Mapping[str, float]) -> bool:
