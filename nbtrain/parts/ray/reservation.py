@@ -37,7 +37,7 @@ _AGAIN, _SOON = 1.0, 0.02
 """Seconds between two looks at what is free, and where that must show soon."""
 
 RETURNED = 2.0
-"""Seconds in which Ray reports as free what a run has given back; Ray 2.59 takes 0.1 s."""
+"""Seconds in which Ray reports as free what a run has given back; nodes report every 0.1 s."""
 
 _GET_ONE = (
     "Start one on this host: `ray start --head` (and `ray start --address=HOST:6379` on the "
@@ -297,7 +297,10 @@ class Reservation:
         if lost := [id for id in ids.values() if id not in by_id]:
             raise LaunchError(f"a node that was reserved was lost ({lost[0][:6]}): launch again")
         try:
-            placing = (self._placed(request, i, by_id[ids[i]]) for i in range(len(ids)))
+            # First the node that was first in the last run: it has imported torch for the store.
+            before = self.placed[0].node.id if self.placed else ""
+            order = enumerate(sorted(ids, key=lambda index: (ids[index] != before, index)))
+            placing = (self._placed(request, i, by_id[ids[i]], not place) for place, i in order)
             self.placed = await asyncio.wait_for(asyncio.gather(*placing), PLACING)
         except asyncio.TimeoutError:
             for id in self._lasting.keys() & {*ids.values()}:  # not to be asked again
@@ -305,7 +308,9 @@ class Reservation:
             raise LaunchError(f"nodes did not answer within {PLACING:g} s (ray status)") from None
         return check_nodes(self.placed, request, here)
 
-    async def _placed(self, request: NodeRequest, index: int, node: Node) -> PlacedNode:
+    async def _placed(
+        self, request: NodeRequest, index: int, node: Node, keeps_store: bool
+    ) -> PlacedNode:
         """Return a node of the group with an actor on it: a new one, if none is left from before.
 
         Raises Ray's errors.
@@ -314,9 +319,9 @@ class Reservation:
         self._used[node.id] = time.monotonic()
         if left is not None and not may_have_devices(request.bundle):
             with contextlib.suppress(self._ray.exceptions.RayActorError):  # it has ended
-                return PlacedNode(node, left, await left.look.remote(modules, not index))
+                return PlacedNode(node, left, await left.look.remote(modules, keeps_store))
         actor = self._start_actor(request.bundle, index, node.id)
-        return PlacedNode(node, actor, await actor.look.remote(modules, not index))
+        return PlacedNode(node, actor, await actor.look.remote(modules, keeps_store))
 
     def _start_actor(self, needed: Mapping[str, float], index: int, node: str) -> Any:
         """Start an actor on a node of the group; one that can stay reserves nothing itself.
