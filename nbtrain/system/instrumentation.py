@@ -43,8 +43,13 @@ def scope() -> Iterator[None]:
 
 def undo_later(undo: Undo) -> None:
     """Have something else undone at the end of the `scope`; without one it stays."""
-    if scopes := getattr(_acting, "scopes", _scopes):
-        scopes[-1].append(undo)
+    for scope in _open_scopes()[-1:]:
+        scope.append(undo)
+
+
+def _open_scopes() -> list[list[Undo]]:
+    found: list[list[Undo]] = getattr(_acting, "scopes", _scopes)
+    return found
 
 
 def patch(owner: Any, name: str, around: Callable[..., Any]) -> Undo:
@@ -219,11 +224,10 @@ def when_imported(name: str, action: Callable[[ModuleType], object]) -> Undo:
     if name in sys.modules:
         action(sys.modules[name])
         return lambda: None
-    asked_in = _scopes[-1:]
+    asked_in = _open_scopes()[-1:]
 
     def act(module: ModuleType) -> None:
-        before = getattr(_acting, "scopes", _scopes)
-        _acting.scopes = asked_in
+        before, _acting.scopes = _open_scopes(), asked_in
         try:
             action(module)
         finally:

@@ -375,9 +375,9 @@ def _why_not_found(
     if matches:
         return f"no kept run has the number {number}, and {begin}"
     newest = number_of(every[-1])
-    kept = f"{plural(len(every), 'run')} {'is' if len(every) == 1 else 'are'} kept"
+    total = f"{plural(len(every), 'run')} {'is' if len(every) == 1 else 'are'} kept"
     last = "" if newest is None else f", the newest is #{newest}"
-    return f"no kept run has the number {number} ({kept}{last})"
+    return f"no kept run has the number {number} ({total}{last})"
 
 
 def foreign() -> dict[str, str]:

@@ -1,6 +1,6 @@
 """How fast nbtrain is, next to what it is measured against. From the repository's root:
 
-    python tests/benchmarks                      # everything, about half an hour on two cores
+    python tests/benchmarks                      # everything, about forty minutes on two cores
     python tests/benchmarks --only noop          # or steps, memory, log, guard, …
     python tests/benchmarks --rounds 30          # more rounds where the machine is noisy
     python tests/benchmarks --picture ratios.svg # a picture of all ratios, too

@@ -8,6 +8,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -259,6 +260,22 @@ def test_what_is_patched_after_an_import_belongs_to_where_it_was_asked_for(
     assert hasattr(module.rgb_to_yiq, "__wrapped__") is not is_asked_in_a_scope
     undo()
     assert not hasattr(module.rgb_to_yiq, "__wrapped__")
+
+
+def test_what_an_import_asks_for_belongs_there_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("asks_later", "asked_later"):
+        (tmp_path / f"{name}.py").write_text("def answer(): return 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    undos: list[Callable[[], None]] = []
+    when_imported("asks_later", lambda _m: undos.append(patch("asked_later", "answer", and_ten)))
+    with scope():
+        __import__("asks_later")
+    module = __import__("asked_later")
+    assert module.answer() == 11
+    undos[0]()
+    assert module.answer() == 1
 
 
 def test_an_attribute_that_is_not_there_is_left_alone(unchanged: None) -> None:

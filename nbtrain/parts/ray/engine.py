@@ -222,9 +222,8 @@ class _OwnCluster:
         """Return the variables of the environment that its processes have otherwise, or not."""
         return {n: v for n, v in os.environ.items() if self.environment.get(n) != v}
 
-    @property
     def is_usable(self) -> bool:
-        """Whether it is there, is this process's, and its ranks can get the present environment."""
+        """Ask whether it is there, is this process's, and can give ranks the present variables."""
         is_same = not any(map(_is_read_at_start, self.changes()))
         has_all = self.environment.keys() <= os.environ.keys()
         if self.pid == os.getpid() and is_same and has_all:
@@ -240,13 +239,17 @@ _own_cluster: _OwnCluster | None = None
 
 def _own() -> _OwnCluster:
     global _own_cluster
-    own, _own_cluster = _own_cluster, None  # an interrupt leaves none with half an answer
-    if own is None or not own.is_usable:
-        if own is not None:
-            own.let_go()
-        own = _OwnCluster()
-    _own_cluster = own
-    return own
+    if _own_cluster is not None:
+        is_usable = False
+        try:
+            is_usable = _own_cluster.is_usable()
+        finally:  # an interrupt leaves half an answer behind
+            if not is_usable:
+                _own_cluster.let_go()
+                _own_cluster = None
+    if _own_cluster is None:
+        _own_cluster = _OwnCluster()
+    return _own_cluster
 
 
 def _is_read_at_start(name: str) -> bool:

@@ -286,10 +286,10 @@ class Reservation:
 
         Raises `LaunchError`.
         """
-        if self._group is None:
-            await self.reserve(request, again=again)
         from ray.util import placement_group_table
 
+        if self._group is None:
+            await self.reserve(request, again=again)
         self._bundle = request.bundle
         ids: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
         by_id = {node.id: node for node in nodes(self._ray)}

@@ -44,13 +44,13 @@ Events may share a function: `patch` makes the same patch once.
 
 
 _lasting: set[str] = set()
-"""The events of which libraries tell as long as this process lives."""
+"""The events for which the libraries stay patched."""
 
 
 def keep() -> None:
-    """Have libraries tell of all events from now on, whoever listens: many tasks are to come.
+    """Patch the libraries for all events now, and leave them so: many tasks are to come.
 
-    To patch them for each task takes 1 ms. But for bars, which each task begins anew.
+    To patch them for each task takes 1 ms. Bars are left out: each task begins them anew.
     """
     for event in _WATCH.keys() - {"bar"}:
         for watch in _WATCH[event]:

@@ -25,8 +25,6 @@ _is_scaling = False
 
 def watch() -> None:
     """Tell of backward, and of what scales a loss before it."""
-    global _is_paused, _is_scaling
-    _is_paused = _is_scaling = False
     patch("torch:Tensor", "backward", _backward)
     # Accelerate divides by the steps of the accumulation, and DeepSpeed scales, too.
     patch("accelerate.accelerator:Accelerator", "backward", library_backward)
@@ -41,7 +39,7 @@ def watch() -> None:
 
 
 def forget_scaling() -> None:
-    """Forget that a loss was scaled, at a step: another training may follow."""
+    """Forget that a loss was scaled, at a step or a task's begin: another training may follow."""
     global _is_scaling
     _is_scaling = False
 

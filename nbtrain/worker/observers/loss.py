@@ -52,6 +52,7 @@ class LossMeter(Observer):
         on_diverged: Callable[[float, int], None],
         on_loss: Callable[[Any], None],
     ) -> None:
+        losses.forget_scaling()
         self._reader, self._on_diverged, self._on_loss = reader, on_diverged, on_loss
         self._not_finite = 0  # in a row
         self._first: tuple[float, int] = math.nan, 0  # of that row: the loss, and steps before it
