@@ -145,7 +145,6 @@ class NodeRanks:
         self._folder_note = _change_folder(order.folder)
         self._listener: Any = None
         self._store: Any = None
-        self._is_closed = False
         if order.world.node == 0:
             self._listener = rendezvous.bind(None, order.world.master_addr)
         self._ranks = ChildRanks(self._scratch)
@@ -203,8 +202,6 @@ class NodeRanks:
 
     def _serve(self) -> None:  # if it raises, the ranks cannot meet: they raise that themselves
         self._store = rendezvous.serve(self._listener)
-        if self._is_closed:
-            self._store = None
 
     def _run(self, job: Job) -> None:
         """Start the ranks and watch them to their end, which is this thread's, too."""
@@ -303,7 +300,7 @@ class NodeRanks:
 
     def close(self) -> None:
         """End the ranks that are left and the store, and delete this node's part of the run."""
-        self._is_closed, self._store = True, None
+        self._store = None  # its port is closed with it
         self.signal(self._order.ranks, "kill")
         if self._thread is not None:
             self._thread.join(3)
