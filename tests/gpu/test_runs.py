@@ -342,6 +342,111 @@ def test_notebook_launcher(book: Notebook, show: Shown) -> None:
     assert is_clean(book)
 
 
+def test_ranks_see_the_gpus_that_env_names(book: Notebook, show: Shown) -> None:
+    out = show("%%distributed -n 1 --env CUDA_VISIBLE_DEVICES=3\nprint(torch.cuda.device_count())")
+    assert out.ename == "PreflightError", (out.stdout, out.board)
+    assert "CUDA_VISIBLE_DEVICES=3" in out.evalue
+    from nbtrain.system.gpus import list_gpus
+
+    name = list_gpus()[0].uuid
+    out = show(f"%%distributed -n 1 --env CUDA_VISIBLE_DEVICES={name}\ntorch.ones(2).cuda().sum()")
+    assert not out.ename, out.traceback
+    out = show(
+        "%%distributed -n 2 --env ACCELERATE_USE_CPU=true --out device\n"
+        "from accelerate import PartialState\ndevice = str(PartialState().device)"
+    )
+    assert not out.ename, out.traceback
+    assert book.value("device") == "cpu"
+    assert is_clean(book)
+
+
+def test_values_that_are_still_on_the_gpu_are_logged(book: Notebook, show: Shown) -> None:
+    out = show("""%%distributed
+def train():
+    net = torch.nn.Linear(64, 1).cuda()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for step in range(30):
+        loss = net(torch.ones(8, 64, device="cuda")).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        nbtrain.log({"loss": loss.detach(), "twice": 2 * loss.detach(), "step": step})
+    return loss.item()
+""")
+    assert not out.ename, out.traceback
+    logged = book.value("{k: c.last for k, c in nbtrain.last_run().state.curves.all.items()}")
+    loss = book.value("nbtrain.last_run().value")
+    assert logged["loss"] == pytest.approx(loss)
+    assert logged["twice"] == pytest.approx(2 * loss)
+
+
+def test_a_step_that_is_recorded_as_a_graph_logs(book: Notebook, show: Shown) -> None:
+    out = show("""%%distributed
+def train():
+    net = torch.nn.Linear(64, 1).cuda()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    x = torch.ones(8, 64, device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    def step():
+        optimizer.zero_grad(set_to_none=True)
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+        nbtrain.log({"recorded": 1.0})
+    for _ in range(20):
+        graph.replay()
+        nbtrain.log({"loss": loss})
+    return loss.item()
+""")
+    assert not out.ename, out.traceback
+    logged = book.value("{k: c.last for k, c in nbtrain.last_run().state.curves.all.items()}")
+    assert logged["loss"] == pytest.approx(book.value("nbtrain.last_run().value"))
+
+
+def test_steps_are_timed_by_the_gpu(book: Notebook, show: Shown) -> None:
+    show(DATA)
+    show("""
+def train(model, steps):
+    accelerator = Accelerator()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loader = DataLoader(data, batch_size=32)
+    net, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for _, (inputs, labels) in zip(range(steps), loader):
+        torch.cuda._sleep(4 * 10 ** 7)
+        loss = torch.nn.functional.cross_entropy(net(inputs), labels)
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+report = nbtrain.scaling(train, model, steps=60, ranks=(1,), repeat=2)
+""")
+    out = show("print(report)")
+    assert not out.ename, out.traceback
+    step = book.value("report.rows[0]['step']")
+    assert 0.015 < step < 0.1, out.stdout  # 20 ms at full clock, of which the CPU sees none
+    assert is_clean(book)
+
+
+def test_ray_gives_a_rank_the_gpu(book: Notebook, show: Shown) -> None:
+    pytest.importorskip("ray")
+    show(DATA)
+    for _ in range(2):
+        out = show(f"%%distributed -n 1 -e ray --address local{LOOP}")
+        assert not out.ename, out.traceback
+        assert book.value("nbtrain.last_run().value[1]") in ("cuda", "cuda:0")
+    assert book.value("not torch.equal(before, model.weight)")
+    show("print(nbtrain.last_run().summary())")
+    assert is_clean(book)
+
+
 # Two ranks, NCCL
 
 
