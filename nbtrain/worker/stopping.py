@@ -30,7 +30,7 @@ class StopOnRequest(Observer):
     purpose = "stopping after a step"
 
     def __init__(self, request: Path) -> None:
-        self._request = str(request)
+        self._request, self._main = str(request), threading.main_thread().ident
         self._heard = 0
         self._raised = False
         self.is_asked = self.is_stepping = False
@@ -59,7 +59,7 @@ class StopOnRequest(Observer):
         It begins where its batch is fetched, else where it goes backward. Not in code that asks
         itself, nor in another thread than the main one: there it would end that thread alone.
         """
-        if threading.current_thread() is not threading.main_thread():
+        if threading.get_ident() != self._main:
             return
         self._is_fed = self._is_fed or fetch
         if fetch == self._is_fed and self._has_stepped:

@@ -10,14 +10,26 @@ from functools import partial
 from typing import Any
 
 from ...system.instrumentation import undo_later
-from . import accelerate, batches, fastai, lightning, losses, models, phases, progress_bars, steps
+from . import (
+    accelerate,
+    batches,
+    fastai,
+    guard,
+    lightning,
+    losses,
+    models,
+    phases,
+    progress_bars,
+    steps,
+)
 from . import transformers as trainer
 from .observer import EVENTS, Observer, listeners, tell
 
-__all__ = ["Observer", "add", "tell"]
+__all__ = ["Observer", "add", "begin_task", "drop", "tell"]
 
 _WATCH = {
     "optimizer_made": (steps.watch_made,),
+    "first_stepped": (),  # as far as steps are watched
     "stepped": (steps.watch_steps,),
     "before_next": (),  # as far as losses or batches are watched
     "scaling": (losses.watch,),
@@ -58,6 +70,13 @@ def keep() -> None:
         _lasting.add(event)
 
 
+def begin_task() -> None:
+    """Watch this process from now on; what libraries did before belongs to another task."""
+    guard.activate()
+    losses.forget_scaling()
+    steps.forget_steps()
+
+
 def add(observer: Observer | Any, *events: str) -> None:
     """Tell an observer from now on, of some `events` or of all for which it has a method."""
     purpose = getattr(observer, "purpose", Observer.purpose)
@@ -69,6 +88,13 @@ def add(observer: Observer | Any, *events: str) -> None:
                 watch()
             listeners[event] = (*listeners[event], listener)
             undo_later(partial(_remove, event, listener))
+
+
+def drop(observer: Observer, *events: str) -> None:
+    """Tell an observer no more of events; it has seen what it wanted to know."""
+    for event in events:
+        method = getattr(observer, event)
+        listeners[event] = tuple(each for each in listeners[event] if each[1] != method)
 
 
 def _remove(event: str, listener: Any) -> None:

@@ -21,6 +21,9 @@ class Observer:
     def optimizer_made(self, optimizer: Any) -> None:
         """An optimizer of torch's or fastai's is about to be made: its id may be of a dead one."""
 
+    def first_stepped(self, optimizer: Any) -> None:
+        """An optimizer has made its first step of this task; `stepped` comes next."""
+
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has made a step; the gradients are still there."""
 

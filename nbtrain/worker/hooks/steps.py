@@ -6,6 +6,7 @@ torch's optimizer make one step for each group of parameters: the engine's step 
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from ...system.instrumentation import patch, undo_later, when_imported
@@ -13,6 +14,15 @@ from .observer import tell
 
 _inner: list[Any] | None = None
 """The optimizers that stepped for a library, within one step of its own; None: no library steps."""
+
+
+_known: dict[int, weakref.ref[Any]] = {}
+"""The optimizers that have stepped in this task, by id: those of the dead come again."""
+
+
+def forget_steps() -> None:
+    """Forget which optimizers have stepped: another task begins."""
+    _known.clear()
 
 
 def watch_made() -> None:
@@ -40,9 +50,17 @@ def watch_steps() -> None:
 
 def _stepped(optimizer: Any, *_: Any) -> None:
     if _inner is None:
-        tell("stepped", optimizer)
+        _tell(optimizer)
     else:
         _inner.append(optimizer)
+
+
+def _tell(optimizer: Any) -> None:
+    known = _known.get(id(optimizer))
+    if known is None or known() is not optimizer:
+        _known[id(optimizer)] = weakref.ref(optimizer)
+        tell("first_stepped", optimizer)
+    tell("stepped", optimizer)
 
 
 def _step(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -54,7 +72,7 @@ def _step(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
 def _engine_step(original: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
     result, optimizers = _collected(original, engine, *args, **kwargs)
     if optimizers:  # none: the engine accumulates gradients, or skips a step that overflowed
-        tell("stepped", optimizers[-1])
+        _tell(optimizers[-1])
     return result
 
 

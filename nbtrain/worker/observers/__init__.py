@@ -12,7 +12,7 @@ from ...planning.option_types import SOURCES
 from ...planning.plan import Plan
 from .. import api, hooks, stopping
 from ..device_scalars import captures
-from ..hooks import Observer, guard
+from ..hooks import Observer
 from . import integrations
 from .bars import Bars
 from .evidence.unsynced import UnsyncedModels
@@ -34,7 +34,7 @@ def install(
     reporter = api.active
     if reporter is None:
         return
-    guard.activate()
+    hooks.begin_task()
     integrations.hide_notebook_from_lightning()
     captures.watch()
     if "trainer" in sources:

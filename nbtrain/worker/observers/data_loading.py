@@ -67,7 +67,7 @@ class DataLoadingMeter(Observer):
         self.samples: int | None = None
         self.fed_passes = 0
         """Passes over any data that fed steps."""
-        self._trainers = {threading.main_thread().ident}  # and the thread of the last step
+        self._main = self._trainer = threading.main_thread().ident  # or the last step's thread
         self._newest: LoaderPass | None = None
         self._last: LoaderPass | None = None  # that gave a batch
         self._fed: LoaderPass | None = None  # that gave a batch before a step
@@ -81,8 +81,9 @@ class DataLoadingMeter(Observer):
 
     def note_step(self) -> None:
         """Count the last batch for a step that this thread has taken."""
-        self._trainers = {threading.main_thread().ident, threading.get_ident()}
-        self._credit()
+        self._trainer = threading.get_ident()
+        if self._pending or not self._has_stepped:
+            self._credit()
         last = self._fed = self._last
         if last is not None:
             last.fed = last.batch
@@ -131,7 +132,7 @@ class DataLoadingMeter(Observer):
     def batch(self, it: Any, batch: Any, start: float, is_ahead: bool) -> None:
         """Count a batch."""
         now = time.monotonic()
-        if threading.get_ident() in self._trainers:
+        if threading.get_ident() in (self._main, self._trainer):
             self.waited += now - start
         passed, count = vars(it).get("_nbtrain_pass"), it._num_yielded
         if passed is None or count == 1:

@@ -52,7 +52,6 @@ class LossMeter(Observer):
         on_diverged: Callable[[float, int], None],
         on_loss: Callable[[Any], None],
     ) -> None:
-        losses.forget_scaling()
         self._reader, self._on_diverged, self._on_loss = reader, on_diverged, on_loss
         self._not_finite = 0  # in a row
         self._first: tuple[float, int] = math.nan, 0  # of that row: the loss, and steps before it
@@ -110,7 +109,8 @@ class LossMeter(Observer):
         losses.forget_scaling()
         self._accumulation = max(self._accumulation or 0, self._shares)
         self._shares = 0
-        self._take_held()
+        if self._held:
+            self._take_held()
         self._steps = steps
         self.before_step = self.total, self.count
         if not self._moment.optimizer:
@@ -168,9 +168,11 @@ class LossMeter(Observer):
         torch: Any = sys.modules["torch"]
         if not isinstance(loss, torch.Tensor):
             return
+        if type(loss) is torch.Tensor:
+            self._keep_value(loss, torch)
         # A subclass that only has methods of its own (fastai's, MONAI's) holds a value as a tensor
         # does. One that computes in its own way (DTensor) may have to ask other ranks for it.
-        if type(loss).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        elif type(loss).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
             with torch._C.DisableTorchFunctionSubclass():
                 self._keep_value(loss, torch)
 
@@ -179,7 +181,8 @@ class LossMeter(Observer):
             return
         self._moment = _Moment(self._steps, divisor=losses.divisor(loss))
         self._shares += 1
-        self._on_loss(loss)
+        if self._steps < FIRST_STEPS:
+            self._on_loss(loss)
         if loss.device.type == "cpu":
             self._take(loss.item(), self._moment)
         elif is_late(loss.device.type):  # reading any other would wait for the device

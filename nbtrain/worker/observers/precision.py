@@ -16,7 +16,7 @@ class PrecisionMeter(Observer):
     def __init__(self) -> None:
         self._autocast = self._weights = ""
 
-    def stepped(self, optimizer: Any) -> None:
+    def first_stepped(self, optimizer: Any) -> None:
         """Take note of the weights that the first step changes."""
         if self._weights:
             return

@@ -51,12 +51,14 @@ class TensorMemoryMeter(Observer):
         self._reported: ev.TensorMemory | None = None
         self._due = self._soon = 0.0
 
+    def first_stepped(self, optimizer: Any) -> None:
+        """Take note of an optimizer, and have it counted soon."""
+        self._optimizers[id(optimizer)] = optimizer
+        self._due = min(self._due, self._soon)
+
     def stepped(self, optimizer: Any, now: float | None = None) -> None:
-        """Take note of an optimizer that has made a step, and count if that is due."""
+        """Count if that is due."""
         now = time.monotonic() if now is None else now
-        if id(optimizer) not in self._optimizers:
-            self._optimizers[id(optimizer)] = optimizer
-            self._due = min(self._due, self._soon)
         if now >= self._due:
             self._count(now)
 

@@ -125,7 +125,8 @@ class TrainingMeter(Observer):
             self._begin_epoch(now)
         self._trainings.stepped(optimizer)
         self._loss.note_step(optimizer, self._steps)
-        self._work.note_step(optimizer, self._steps)
+        if self._work.is_sampling:
+            self._work.note_step(optimizer, self._steps)
         self._tick(now, now)
 
     def _look(self, now: float) -> None:
@@ -177,8 +178,10 @@ class TrainingMeter(Observer):
             self._began = began
             threading.Thread(target=self._report_rests, name="nbtrain-counts", daemon=True).start()
         self._ticked = now
+        if now < self._due:
+            return
         torch = _torch_with_cuda()
-        if now >= self._due and not (torch and captures.under_way(torch)):
+        if not (torch and captures.under_way(torch)):
             self._due = now + INTERVAL
             self._reader.deliver()
             self._work.look_at_exchange()
@@ -252,5 +255,7 @@ def _torch_with_cuda() -> Any:
 
 def _learning_rate(optimizer: Any) -> float | None:
     lr: Any = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
+    if type(lr) is float:  # nearly all are
+        return lr
     on_cpu = getattr(getattr(lr, "device", None), "type", "") == "cpu"  # or for a captured step
     return float(lr) if on_cpu or isinstance(lr, (int, float)) else None

@@ -102,6 +102,7 @@ def test_it_is_counted_after_the_first_step_and_then_rarely(
     log = Log()
     seen = TensorMemoryMeter(log, 0)  # type: ignore[arg-type]
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))])
+    seen.first_stepped(optimizer)
     for now in (100.0, 100.1, 100.2, 99.9 + EVERY):
         seen.stepped(optimizer, now)
         optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(3)))
@@ -111,6 +112,7 @@ def test_it_is_counted_after_the_first_step_and_then_rarely(
     seen.stepped(optimizer, 102.0 + 2 * EVERY)
     assert len(log.events) == 2  # nothing new
     other = torch.optim.SGD([nn.Parameter(torch.ones(5))])
+    seen.first_stepped(other)
     seen.stepped(other, 103.0 + 2 * EVERY)
     assert log.events[-1].weights == 80
 
@@ -128,6 +130,7 @@ def test_a_new_optimizer_at_every_step_is_not_counted_at_every_step(
     seen = TensorMemoryMeter(Log(), 0)  # type: ignore[arg-type]
     keep = [torch.optim.SGD([nn.Parameter(torch.ones(3))]) for _ in range(50)]
     for i, optimizer in enumerate(keep):
+        seen.first_stepped(optimizer)
         seen.stepped(optimizer, 100.0 + i / 1000)
     assert len(calls) == 1
 
@@ -140,6 +143,7 @@ def test_nothing_is_kept_alive_and_no_error_reaches_the_step(
     log = Log()
     seen = TensorMemoryMeter(log, 0)  # type: ignore[arg-type]
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))])
+    seen.first_stepped(optimizer)
     seen.stepped(optimizer, 100.0)
     gone = weakref.ref(optimizer)
     del optimizer

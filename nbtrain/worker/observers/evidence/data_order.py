@@ -10,6 +10,7 @@ import zlib
 from typing import Any
 
 from ....findings import Finding
+from ... import hooks
 from ...hooks import Observer
 from ...hooks.guard import guarded
 from .work_sample import digest
@@ -57,7 +58,9 @@ class NumpyNoise(Observer):
 
     def indexes_drawn(self, iterator: Any, indexes: Any) -> None:
         """Look once the sampler has chosen the samples of a batch, before they are read."""
-        if self._left:
+        if not self._left:
+            hooks.drop(self, "indexes_drawn", "batch")
+        else:
             self._before = _numpy_state()
             if self._before != self._at_start:  # seeded, or used for something else
                 self._left = 0

@@ -46,7 +46,6 @@ class UnsyncedModels(Observer):
     def __init__(self, plan: Plan, writer: EventWriter, ranks_stay: bool = False) -> None:
         self._writer, self._task_is_cell = writer, isinstance(plan.task, Cell)
         self._plan, self._ranks_stay = plan, ranks_stay
-        self._seen = weakref.WeakSet[Any]()  # not ids: those of the dead come again
         self._named: set[str] = set()
         models = {name: value for name, value in returned(plan).items() if is_model(value)}
         self._returned = weakref.WeakValueDictionary(models)
@@ -57,11 +56,8 @@ class UnsyncedModels(Observer):
         self._before = {name: weakref.ref(v) for name, v in known.items() if is_model(v)}
         self._known = frozenset(self._variables())
 
-    def stepped(self, optimizer: Any) -> None:
-        """Look at what an optimizer trains, at its first step."""
-        if optimizer in self._seen:
-            return
-        self._seen.add(optimizer)
+    def first_stepped(self, optimizer: Any) -> None:
+        """Look at what an optimizer trains."""
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         trained -= {key for model in self._returned.values() for key in _parameters(model)}
         lost = []

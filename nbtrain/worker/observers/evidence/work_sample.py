@@ -21,6 +21,7 @@ from ....system.source_files import RANK_BODY, is_library
 from ....tracking import clock
 from ....tracking import events as ev
 from ....tracking.event_log import EventWriter
+from ... import hooks
 from ...device_scalars import captures
 from ...hooks import Observer
 from ...hooks.guard import guarded
@@ -80,6 +81,8 @@ class WorkSampler(Observer):
         if self.is_sampling and len(self._batches) < FIRST:
             self._batches.append(digest(batch))
             self._look_at_group()
+        else:
+            hooks.drop(self, "batch")
 
     @_harmless
     def see_loss(self, loss: Any) -> None:
@@ -90,8 +93,6 @@ class WorkSampler(Observer):
     @_harmless
     def note_step(self, optimizer: Any, steps: int) -> None:
         """Take note of one of the first optimizer steps; report after the last of them."""
-        if not self.is_sampling:
-            return
         self._steps = steps
         if self._place is None:
             self._place, self._library = _user_place()
