@@ -21,7 +21,7 @@ from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
 from ..system import accelerator_guard
-from . import spawn_main
+from . import rendezvous, spawn_main
 from .process.finish_process import run_to_end
 from .process.forking import fork_process
 from .process.kernel_detach import die_with
@@ -147,6 +147,10 @@ def _be_rank(
     if not os.read(gate, 1):  # the launch was given up
         return 1
     os.close(gate)
+    if "is_store" in order:
+        die_with(order["parent"])
+        listener, trouble = order["descriptors"]
+        return rendezvous.be_store(socket.socket(fileno=listener), trouble)
     _set_streams(order["log"])
     os.environ.clear()
     os.environ.update({**order["set"], **order["environment"]})

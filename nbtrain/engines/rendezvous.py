@@ -25,6 +25,7 @@ from ..system.files import OUT_OF_DESCRIPTORS
 from ..system.processes import process_identity
 from ..tracking.launch_log import LOGGER
 from .process import kernel_detach
+from .process.fork_server import ForkServer
 from .process.forking import fork_process, ready_to_fork
 
 _PATIENCE = timedelta(seconds=5)
@@ -59,21 +60,32 @@ def bind(port: int | None, host: str = "127.0.0.1") -> socket.socket:
 class StoreProcess:
     """A process that serves the store on a listening socket, which it takes over, until `close`.
 
-    Raises `LaunchError` where it cannot be started. Ranks may connect at once: the socket listens.
+    It is forked from this process, or from a `server` that has imported torch; where nothing
+    `forks`, this process serves it. Raises `LaunchError` where it cannot be started, and the
+    server's own error. Ranks may connect at once: the socket listens.
     """
 
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(
+        self, listener: socket.socket, server: ForkServer | None = None, *, forks: bool = True
+    ) -> None:
         self.pid: int | None = None
         self._served: Any = None
         self._trouble = -1
-        if sys.platform != "linux":  # elsewhere a fork may not call into system libraries
+        if (
+            not forks or sys.platform != "linux"
+        ):  # elsewhere a fork may not call into system libraries
             self._served = serve(listener)
             return
         writer = -1
         try:
             with listener, ready_to_fork():
                 self._trouble, writer = os.pipe()
-                self.pid = fork_process(partial(_be_store, listener, os.getpid(), writer))
+                if server is None:
+                    self.pid = fork_process(partial(_be_store, listener, os.getpid(), writer))
+                else:
+                    order = {"parent": os.getpid(), "is_store": True}
+                    with server.fork([order], [listener.fileno(), writer]) as (self.pid,):
+                        pass
             LOGGER.info("process %d serves the store", self.pid)
         except OSError as error:
             self.close()
@@ -117,6 +129,11 @@ class StoreProcess:
 
 def _be_store(listener: socket.socket, parent: int, trouble: int) -> int:
     kernel_detach.leave_all_but(listener.fileno(), parent)
+    return be_store(listener, trouble)
+
+
+def be_store(listener: socket.socket, trouble: int) -> int:
+    """Serve the store until this process is killed; write why it could not to `trouble`."""
     try:
         _limit_memory()
         store = serve(listener)

@@ -16,10 +16,10 @@ class NodeActor:
     def __init__(self) -> None:
         self._ranks: Any = None
 
-    def look(self, modules: list[str], keeps_store: bool = False) -> dict[str, Any]:
+    def look(self, modules: list[str]) -> dict[str, Any]:
         """Return what this host is: versions, address, and which of `modules` it lacks.
 
-        What `begin` will need is imported from then on, torch included where the store will be.
+        What `begin` will need is imported from then on.
         """
         import contextlib
         import importlib.metadata
@@ -53,18 +53,16 @@ class NodeActor:
             "versions": versions,
             "missing": [name for name in modules if lacks(name)],
         }
-        threading.Thread(target=self._import, args=(keeps_store,), daemon=True).start()
+        threading.Thread(target=self._import, daemon=True).start()
         return facts
 
-    def _import(self, torch: bool) -> None:
+    def _import(self) -> None:
         import contextlib
         import importlib
 
         with contextlib.suppress(Exception):  # whoever needs it later raises
             importlib.import_module("numpy")  # the payload comes as one of its arrays
             importlib.import_module("nbtrain.parts.ray.node_ranks")
-            if torch:
-                importlib.import_module("torch.distributed")
 
     def begin(self, order: Any, payload: Any) -> Any:
         """Get ready to start ranks; return the port of the store, on the node that keeps it."""

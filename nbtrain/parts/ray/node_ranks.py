@@ -24,7 +24,7 @@ from typing import Any
 from ...engines import rendezvous
 from ...engines.base import Action, Exit
 from ...engines.process import fork_server
-from ...engines.process.children import ChildRanks
+from ...engines.process.children import ChildRanks, Store
 from ...engines.process.orphan_reaper import OrphanReaper
 from ...engines.spawn import add_ranks, begin_server
 from ...errors import LaunchError
@@ -144,7 +144,6 @@ class NodeRanks:
         Path(self._payload.path).write_bytes(memoryview(data))
         self._folder_note = _change_folder(order.folder)
         self._listener: Any = None
-        self._store: Any = None
         if order.world.node == 0:
             self._listener = rendezvous.bind(None, order.world.master_addr)
         self._ranks = ChildRanks(self._scratch)
@@ -196,12 +195,7 @@ class NodeRanks:
         )
         self._thread = threading.Thread(target=self._run, args=(job,), name="nbtrain", daemon=True)
         self._thread.start()
-        if self._listener is not None:  # importing torch takes a second: the ranks are under way
-            threading.Thread(target=self._serve, name="nbtrain-store", daemon=True).start()
         return self._pids.result()
-
-    def _serve(self) -> None:  # if it raises, the ranks cannot meet: they raise that themselves
-        self._store = rendezvous.serve(self._listener)
 
     def _run(self, job: Job) -> None:
         """Start the ranks and watch them to their end, which is this thread's, too."""
@@ -212,6 +206,8 @@ class NodeRanks:
                     fork_server.end()  # what it imports may hang
                     raise LaunchError("the launch was given up")
             add_ranks(self._ranks, job, self._order.ranks, self._payload, self._server)
+            if self._listener is not None:
+                self._ranks.meet_at(self._store())
         except BaseException as error:  # `start` raises it in the thread that waits for it
             self._ranks.close()
             self._pids.set_exception(error)
@@ -221,8 +217,21 @@ class NodeRanks:
         self._pids.set_result(self._ranks.pids)
         try:
             self._watch(job.device)
-        finally:  # a full disk: nobody would watch them
+        except BaseException:  # a full disk: nobody would watch them
             self._ranks.close()
+            raise
+
+    def _store(self) -> Store:
+        """Serve the store, also when the ranks of this node have ended: others may need it.
+
+        Not by a fork of this process, in which Ray has threads. Raises `LaunchError`.
+        """
+        if self._server is not None:
+            with contextlib.suppress(fork_server.ServerError):
+                store = rendezvous.StoreProcess(self._listener.dup(), self._server)
+                self._listener.close()
+                return store
+        return rendezvous.StoreProcess(self._listener, forks=False)
 
     def _watch(self, device: str) -> None:
         writer = EventWriter(self.folder.path / node_events(self._order.world.node))
@@ -251,8 +260,8 @@ class NodeRanks:
 
     def _rank_exit(self, ended: Exit) -> RankExit:
         """Return the end of a rank, with its cause and what it left."""
-        rank, cause, code = ended.rank, Cause(), ended.returncode
-        if code == -signal.SIGKILL and rank not in self._killed:
+        rank, cause, code = ended.rank, Cause(ended.cause), ended.returncode
+        if code == -signal.SIGKILL and rank not in self._killed and not cause.text:
             cause = self._oom_kills.explain(node=self._order.name)
         sizes = {name: size(self.folder.path, name) for name in growing_files(rank)}
         verdict, files = "failed" if code is None else "", tuple(self.folder.left_by(rank))
@@ -300,7 +309,6 @@ class NodeRanks:
 
     def close(self) -> None:
         """End the ranks that are left and the store, and delete this node's part of the run."""
-        self._store = None  # its port is closed with it
         self.signal(self._order.ranks, "kill")
         if self._thread is not None:
             self._thread.join(3)

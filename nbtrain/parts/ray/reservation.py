@@ -297,10 +297,7 @@ class Reservation:
         if lost := [id for id in ids.values() if id not in by_id]:
             raise LaunchError(f"a node that was reserved was lost ({lost[0][:6]}): launch again")
         try:
-            # First the node that was first in the last run: it has imported torch for the store.
-            before = self.placed[0].node.id if self.placed else ""
-            order = enumerate(sorted(ids, key=lambda index: (ids[index] != before, index)))
-            placing = (self._placed(request, i, by_id[ids[i]], not place) for place, i in order)
+            placing = (self._placed(request, index, by_id[ids[index]]) for index in sorted(ids))
             self.placed = await asyncio.wait_for(asyncio.gather(*placing), PLACING)
         except asyncio.TimeoutError:
             for id in self._lasting.keys() & {*ids.values()}:  # not to be asked again
@@ -308,9 +305,7 @@ class Reservation:
             raise LaunchError(f"nodes did not answer within {PLACING:g} s (ray status)") from None
         return check_nodes(self.placed, request, here)
 
-    async def _placed(
-        self, request: NodeRequest, index: int, node: Node, keeps_store: bool
-    ) -> PlacedNode:
+    async def _placed(self, request: NodeRequest, index: int, node: Node) -> PlacedNode:
         """Return a node of the group with an actor on it: a new one, if none is left from before.
 
         Raises Ray's errors.
@@ -319,9 +314,9 @@ class Reservation:
         self._used[node.id] = time.monotonic()
         if left is not None and not may_have_devices(request.bundle):
             with contextlib.suppress(self._ray.exceptions.RayActorError):  # it has ended
-                return PlacedNode(node, left, await left.look.remote(modules, keeps_store))
+                return PlacedNode(node, left, await left.look.remote(modules))
         actor = self._start_actor(request.bundle, index, node.id)
-        return PlacedNode(node, actor, await actor.look.remote(modules, keeps_store))
+        return PlacedNode(node, actor, await actor.look.remote(modules))
 
     def _start_actor(self, needed: Mapping[str, float], index: int, node: str) -> Any:
         """Start an actor on a node of the group; one that can stay reserves nothing itself.
