@@ -263,7 +263,8 @@ class NodeRanks:
         rank, cause, code = ended.rank, Cause(ended.cause), ended.returncode
         if code == -signal.SIGKILL and rank not in self._killed and not cause.text:
             cause = self._oom_kills.explain(node=self._order.name)
-        sizes = {name: size(self.folder.path, name) for name in growing_files(rank)}
+        names = (*growing_files(rank), node_events(self._order.world.node))
+        sizes = {name: size(self.folder.path, name) for name in names}
         verdict, files = "failed" if code is None else "", tuple(self.folder.left_by(rank))
         return RankExit(rank, code, ended.time, cause.text, verdict, cause.code, files, sizes)
 
