@@ -28,7 +28,7 @@ first_step  ms from the call to the end of rank 0's first optimizer step in an A
 peers   ms from the call to the end of rank 0's first step on 2 ranks, next to other launchers:
         Accelerate's, torch's, Lightning's, torchrunx, Ray Train, and ipyparallel's engines next to
         live ranks (pip install lightning torchrunx "ray[train]" ipyparallel).
-steps   steps per second of a DDP loop on 2 ranks (gloo), by steps of 3, 20 and 50 ms: under
+steps   steps per second of a DDP loop on 2 ranks (gloo), by steps of 3, 11 and 27 ms: under
         nbtrain, with a tqdm bar, a `nbtrain.log` a step and the board drawn, and under `torchrun`,
         with the bar in a file. And the CPU time that such a step takes, all ranks and the launcher
         together (less is better), which other work on the machine disturbs less.

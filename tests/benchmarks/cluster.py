@@ -30,7 +30,7 @@ from table import Row, Target
 sys.path.append(str(HERE.parent / "parts" / "ray" / "cluster"))
 from simulated import Simulated  # the tests' own
 
-LATENCIES, LAUNCHES, TURNS = 3, 10, 60
+LATENCIES, LAUNCHES, TURNS = 3, 10, 16
 """Rounds of each, by default."""
 
 NODES = 2

@@ -17,9 +17,10 @@ from typing import Any
 WIDTH = 256
 LAYERS = 3
 BATCH = 64
-STEPS = {BATCH: 150, 1024: 30, 2560: 12}
-"""Steps of a turn, by the size of a batch: half a second and more, so that what the launcher does
-now and then is in it. On two cores a step takes 3, 20 or 50 ms."""
+STEPS = {BATCH: 900, 1024: 270, 2560: 110}
+"""Steps of a turn, by the size of a batch. A turn takes three seconds and more: whatever a launcher
+does once a second is due when its turn comes, and of a turn of half a second it would be too much.
+On two cores a step takes 3, 11 or 27 ms, on others twice that."""
 
 
 def train(

@@ -1,6 +1,6 @@
 """Steps per second of a DDP loop that nbtrain watches, next to the same loop under torchrun.
 
-Both worlds live at the same time and take turns of half a second, the other one's launcher
+Both worlds live at the same time and take turns of some seconds, the other one's launcher
 stopped meanwhile: starting them anew for each turn would take longer than a noisy machine stays
 the same. The speed still depends on what else the machine does; the CPU time a step hardly does,
 and on a machine whose cores are all busy training it says the same.
@@ -23,7 +23,7 @@ import psutil
 from kernel import PATIENCE, notebook
 from table import Row, Target
 
-ROUNDS = {64: 100, 1024: 40, 2560: 40}
+ROUNDS = {64: 24, 1024: 24, 2560: 24}
 """By the size of a batch; see `ddp_loop.STEPS`."""
 
 RANKS = 2
