@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -51,11 +50,6 @@ ENDING = 15.0
 
 ANSWERING = 5.0
 """Seconds that a driver has to say what the nodes have, before another is started."""
-
-LATE = 0.5
-"""Seconds of a start after which the board says for what it waits: later launches take 0.2."""
-
-_STARTING = "The nodes receive the function, and import what their ranks need."
 
 _ANSWERS = ("answer", "refusal")
 """The kinds of the messages that end a request."""
@@ -428,7 +422,7 @@ class RemoteRanks(Ranks):
         self._client, self._tails = client, tails
         self._pids: Mapping[int, int] = {}
         self._nodes: Mapping[int, str] = {}
-        self._has_waited, self._waits_at = False, time.monotonic() + LATE
+        self._has_waited = False
         self._is_starting, self._is_closing = True, False
         self._alive = set(range(job.world_size))
         self._is_last = not 1 < job.attempt <= job.plan.max_restarts
@@ -488,8 +482,6 @@ class RemoteRanks(Ranks):
             lost = self._alive - {e.rank for e in self._exits}
             now = clock.now()
             self._exits += [Exit(r, None, now, str(error), "failed") for r in sorted(lost)]
-        if self._is_starting and not self._has_waited and time.monotonic() > self._waits_at:
-            self._add_news("waiting", _STARTING)
         exits = [e for e in self._exits if e.rank in self._alive]
         self._exits = []
         self._alive -= {e.rank for e in exits}

@@ -54,8 +54,6 @@ def test_a_cell_trains_on_two_nodes_and_the_weights_come_home(notebook: Notebook
     steps = notebook.value("[g.step.dropna().tolist() for _, g in run.history.groupby('rank')]")
     assert all(set(range(20)) <= set(of_rank) for of_rank in steps)
     assert notebook.value("len(run.state.hosts)") == 2
-    log = notebook.value("(run.folder / 'launcher.jsonl').read_text()")
-    assert "The nodes receive the function" in log  # a first launch takes seconds
 
 
 def test_a_failure_is_raised_with_the_cells_line_and_the_next_run_works(notebook: Notebook) -> None:
