@@ -118,15 +118,16 @@ def test_the_process_of_the_store_ends_with_the_run_and_holds_no_port(port: int)
 
 
 @linux
-def test_a_store_is_forked_from_a_server_where_this_process_has_no_torch(port: int) -> None:
+def test_a_store_that_is_forked_from_a_server_needs_the_server_no_more(port: int) -> None:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     server = fork_server.ForkServer(os.environ, ["torch.distributed"], facts=None)
     try:
+        wait_until(lambda: not server.is_importing(), 60)
         store = rendezvous.StoreProcess(rendezvous.bind(port), server)
         assert psutil.Process(store.pid).ppid() == os.getpid()
         TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).set("a", "b")
-        server.close()  # it is needed no more
+        server.close()
         client = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         assert client.get("a") == b"b"
         assert not store.trouble()

@@ -24,7 +24,7 @@ from typing import Any
 from ...engines import rendezvous
 from ...engines.base import Action, Exit
 from ...engines.process import fork_server
-from ...engines.process.children import ChildRanks, Store
+from ...engines.process.children import ChildRanks
 from ...engines.process.orphan_reaper import OrphanReaper
 from ...engines.spawn import add_ranks, begin_server
 from ...errors import LaunchError
@@ -99,7 +99,7 @@ class RankExit(Exit):
     files: tuple[str, ...] = ()
     """The files that it left whole."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """The bytes of its files that grew, and will grow no more."""
+    """The bytes of its files that grew, and will grow no more, and of the node's events so far."""
 
 
 @functools.cache
@@ -151,7 +151,7 @@ class NodeRanks:
         # Now, and not when the ranks start: torch takes seconds.
         self._server = begin_server(self._job, order.modules) if order.modules else None
         self._signals: queue.SimpleQueue[tuple[Collection[int], Action]] = queue.SimpleQueue()
-        self._keeps_checkpoints = True
+        self._keeps_checkpoints, self._is_closed = True, False
         self._killed: set[int] = set()
         self._oom_kills = OomKills()
         self._exits: list[RankExit] = []
@@ -206,8 +206,9 @@ class NodeRanks:
                     fork_server.end()  # what it imports may hang
                     raise LaunchError("the launch was given up")
             add_ranks(self._ranks, job, self._order.ranks, self._payload, self._server)
-            if self._listener is not None:
-                self._ranks.meet_at(self._store())
+            if self._listener is not None and not self._has_store_process():
+                # Importing torch takes a second: the ranks are under way.
+                threading.Thread(target=self._serve, name="nbtrain-store", daemon=True).start()
         except BaseException as error:  # `start` raises it in the thread that waits for it
             self._ranks.close()
             self._pids.set_exception(error)
@@ -220,18 +221,30 @@ class NodeRanks:
         except BaseException:  # a full disk: nobody would watch them
             self._ranks.close()
             raise
+        if self._is_closed:  # `close` waited no longer for this thread, which has begun a store
+            self._ranks.close()
 
-    def _store(self) -> Store:
-        """Serve the store, also when the ranks of this node have ended: others may need it.
+    def _has_store_process(self) -> bool:
+        """Serve the store from a process; it stays when the ranks of this node have ended.
 
-        Not by a fork of this process, in which Ray has threads. Raises `LaunchError`.
+        Not by a fork of this process, in which Ray has threads. False where there is no server to
+        fork it from. Raises `LaunchError`.
         """
-        if self._server is not None:
-            with contextlib.suppress(fork_server.ServerError):
-                store = rendezvous.StoreProcess(self._listener.dup(), self._server)
-                self._listener.close()
-                return store
-        return rendezvous.StoreProcess(self._listener, forks=False)
+        if self._server is None or self._server.has_ended():
+            return False
+        try:
+            store = rendezvous.StoreProcess(self._listener.dup(), self._server)
+        except fork_server.ServerError as error:
+            fork_server.end(str(error))
+            return False
+        self._listener.close()
+        self._ranks.meet_at(store)
+        return True
+
+    def _serve(self) -> None:  # if it raises, the ranks cannot meet: they raise that themselves
+        self._ranks.meet_at(rendezvous.StoreProcess(self._listener, forks=False))
+        if self._is_closed:
+            self._ranks.close()
 
     def _watch(self, device: str) -> None:
         writer = EventWriter(self.folder.path / node_events(self._order.world.node))
@@ -243,13 +256,14 @@ class NodeRanks:
             while self._ranks.alive:
                 while not self._signals.empty():
                     self._ranks.signal(*self._signals.get())
-                for ended in self._ranks.wait(TICK):
+                exits = self._ranks.wait(TICK)
+                for ended in exits:
                     sampler.forget(ended.rank)
-                    rank_exit = self._rank_exit(ended)
+                self._sample(sampler, writer)  # first: what it writes comes home with the exits
+                for rank_exit in map(self._rank_exit, exits):
                     with self._changed:
                         self._exits.append(rank_exit)
                         self._changed.notify_all()
-                self._sample(sampler, writer)
         writer.close()
 
     def _sample(self, sampler: Sampler, writer: EventWriter) -> None:
@@ -310,6 +324,7 @@ class NodeRanks:
 
     def close(self) -> None:
         """End the ranks that are left and the store, and delete this node's part of the run."""
+        self._is_closed = True
         self.signal(self._order.ranks, "kill")
         if self._thread is not None:
             self._thread.join(3)

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import pickle
 import sys
-import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -71,7 +70,6 @@ class ResultSender:
         self._objects = {} if job.in_kernel else self._returned
         self._before = {name: self._mark(value) for name, value in self._objects.items()}
         self._at_start: dict[str, ModelAtStart] = {}
-        self._asked = weakref.WeakSet[Any]()
         """Optimizers that have made a step: what they train is as it will be."""
         if rank == 0:
             self._look_at_models()
@@ -128,14 +126,11 @@ class ResultSender:
 
     @property
     def looks_at_steps(self) -> bool:
-        """Whether `stepped` is to be called."""
+        """Whether `first_stepped` is to be called."""
         return bool(self._at_start)
 
-    def stepped(self, optimizer: Any) -> None:
+    def first_stepped(self, optimizer: Any) -> None:
         """Look at the models that an optimizer has begun to train; a hook in the rank calls it."""
-        if optimizer in self._asked:
-            return
-        self._asked.add(optimizer)
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for name, start in self._at_start.items():
             model = self._objects[name]

@@ -6,6 +6,7 @@ rank patches a library in order to observe. What no observer asks for is not pat
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from typing import Any
 
@@ -25,11 +26,11 @@ from . import (
 from . import transformers as trainer
 from .observer import EVENTS, Observer, listeners, tell
 
-__all__ = ["Observer", "add", "begin_task", "drop", "tell"]
+__all__ = ["Observer", "add", "begin_steps", "begin_task", "drop", "tell"]
 
 _WATCH = {
     "optimizer_made": (steps.watch_made,),
-    "first_stepped": (),  # as far as steps are watched
+    "first_stepped": (steps.watch_steps,),
     "stepped": (steps.watch_steps,),
     "before_next": (),  # as far as losses or batches are watched
     "scaling": (losses.watch,),
@@ -55,6 +56,9 @@ Events may share a function: `patch` makes the same patch once.
 """
 
 
+_lock = threading.Lock()
+"""Held while `listeners` change: a thread that reads a loader may drop one."""
+
 _lasting: set[str] = set()
 """The events for which the libraries stay patched."""
 
@@ -74,6 +78,13 @@ def begin_task() -> None:
     """Watch this process from now on; what libraries did before belongs to another task."""
     guard.activate()
     losses.forget_scaling()
+
+
+def begin_steps() -> None:
+    """Tell of each optimizer's next step as its first, now that all who listen were added.
+
+    A thread that an earlier task of this process left behind may have stepped meanwhile.
+    """
     steps.forget_steps()
 
 
@@ -86,7 +97,8 @@ def add(observer: Observer | Any, *events: str) -> None:
             listener = purpose, getattr(observer, event)
             for watch in () if listeners[event] or event in _lasting else _WATCH.get(event, ()):
                 watch()
-            listeners[event] = (*listeners[event], listener)
+            with _lock:
+                listeners[event] = (*listeners[event], listener)
             undo_later(partial(_remove, event, listener))
 
 
@@ -94,8 +106,10 @@ def drop(observer: Observer, *events: str) -> None:
     """Tell an observer no more of events; it has seen what it wanted to know."""
     for event in events:
         method = getattr(observer, event)
-        listeners[event] = tuple(each for each in listeners[event] if each[1] != method)
+        with _lock:
+            listeners[event] = tuple(each for each in listeners[event] if each[1] != method)
 
 
 def _remove(event: str, listener: Any) -> None:
-    listeners[event] = tuple(each for each in listeners[event] if each is not listener)
+    with _lock:
+        listeners[event] = tuple(each for each in listeners[event] if each is not listener)

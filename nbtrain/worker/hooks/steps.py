@@ -7,6 +7,7 @@ torch's optimizer make one step for each group of parameters: the engine's step 
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any
 
 from ...system.instrumentation import patch, undo_later, when_imported
@@ -36,16 +37,30 @@ def _init(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
     original(optimizer, *args, **kwargs)
 
 
+_is_hooked = False
+"""Whether torch calls `_stepped`."""
+
+
 def watch_steps() -> None:
     """Tell after each step."""
-    when_imported(
-        "torch.optim.optimizer",
-        lambda m: undo_later(m.register_optimizer_step_post_hook(_stepped).remove),
-    )
+    when_imported("torch.optim.optimizer", _hook)
     patch("fastai.optimizer:Optimizer", "step", _step)
     patch("deepspeed.runtime.engine:DeepSpeedEngine", "step", _engine_step)
     # Private (seen in torch 2.4 to 2.13): a step with zero gradients, so that there is a state.
     patch("torch.distributed.checkpoint.state_dict", "_init_optim_state", _without_steps)
+
+
+def _hook(module: Any) -> None:
+    global _is_hooked
+    if not _is_hooked:
+        _is_hooked = True
+        undo_later(partial(_unhook, module.register_optimizer_step_post_hook(_stepped)))
+
+
+def _unhook(handle: Any) -> None:
+    global _is_hooked
+    handle.remove()
+    _is_hooked = False
 
 
 def _stepped(optimizer: Any, *_: Any) -> None:

@@ -45,6 +45,7 @@ def install(
         TrainingMeter(reporter, plan).listen(sources)
     for observer in _observers(reporter, sources, plan, ranks_stay):
         hooks.add(observer)
+    hooks.begin_steps()
 
 
 def _observers(

@@ -181,7 +181,7 @@ class LossMeter(Observer):
             return
         self._moment = _Moment(self._steps, divisor=losses.divisor(loss))
         self._shares += 1
-        if self._steps < FIRST_STEPS:
+        if self._steps < FIRST_STEPS:  # who compares ranks wants the first few
             self._on_loss(loss)
         if loss.device.type == "cpu":
             self._take(loss.item(), self._moment)

@@ -70,7 +70,7 @@ class TrainingMeter(Observer):
     def listen(self, sources: Collection[str]) -> None:
         """Be told of the training, with all that this meter is made of."""
         if "steps" in sources:
-            hooks.add(self._precision)  # first: this meter reports it
+            hooks.add(self._precision)
             hooks.add(self)
             if self._work.is_sampling:
                 hooks.add(self._work)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from nbtrain.system import instrumentation
 from nbtrain.worker import hooks
-from nbtrain.worker.hooks import guard
+from nbtrain.worker.hooks import guard, steps
 from nbtrain.worker.hooks.observer import listeners
 
 
@@ -25,6 +26,9 @@ class Told(hooks.Observer):
 
     def optimizer_made(self, optimizer: Any) -> None:
         self.events.append("made")
+
+    def first_stepped(self, optimizer: Any) -> None:
+        self.events.append("first step")
 
     def stepped(self, optimizer: Any) -> None:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
@@ -68,7 +72,7 @@ def test_an_observer_hears_a_training_in_its_order(tmp_path: Any) -> None:
     train(tmp_path / "b.pt")
     assert before == [
         "made",
-        *[("batch", (2, 1), False), ("backward", 2.0), ("stepped", True)],
+        *[("batch", (2, 1), False), ("backward", 2.0), "first step", ("stepped", True)],
         *[("batch", (2, 1), False), ("backward", 0.0), ("stepped", True)],
         "pass ended",
         *[("phase", "saving"), ("phase", "")],
@@ -106,6 +110,27 @@ def test_what_is_kept_is_patched_once_for_many_tasks(
             train(tmp_path / "b.pt")  # between the tasks: nobody is told
     assert first.events == second.events
     assert first.events[0] == "made"
+
+
+def test_an_optimizers_first_step_is_told_once_in_a_task() -> None:
+    told = Told()
+    optimizers = [torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5) for _ in range(2)]
+    with instrumentation.scope():
+        hooks.add(told, "first_stepped")
+        hooks.begin_steps()
+        for optimizer in (*optimizers, *optimizers):
+            optimizer.step()
+        assert told.events == ["first step"] * 2
+        steps._known[id(optimizers[0])] = weakref.ref(Told())  # of a dead one that had its id
+        for optimizer in optimizers:
+            optimizer.step()
+        assert told.events == ["first step"] * 3
+        hooks.begin_steps()
+        optimizers[1].step()
+        assert told.events == ["first step"] * 4
+        hooks.drop(told, "first_stepped")
+        optimizers[0].step()
+    assert told.events == ["first step"] * 4
 
 
 def test_a_fault_in_one_observer_stops_that_one_alone(
