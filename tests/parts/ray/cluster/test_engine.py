@@ -112,6 +112,14 @@ def test_the_first_nodes_store_is_a_process_whose_end_is_the_runs(notebook: Note
     assert "the store in which the ranks meet has ended: it was killed" in told
 
 
+def test_ranks_meet_where_nothing_is_imported_ahead(notebook: Notebook) -> None:
+    notebook.run(SPIN)
+    notebook.run("os.environ['NBTRAIN_PRELOAD'] = 'off'")
+    out = notebook.run("%%distributed -e ray --nodes 2 -n 2 --view none\nspin(5)", timeout=120)
+    notebook.run("del os.environ['NBTRAIN_PRELOAD']")
+    assert not out.ename, out.traceback
+
+
 def test_who_waits_for_whom_is_told_across_nodes(notebook: Notebook) -> None:
     notebook.run(HANGS)
     notebook.run(
