@@ -147,7 +147,7 @@ def _be_rank(
     if not os.read(gate, 1):  # the launch was given up
         return 1
     os.close(gate)
-    if order.get("is_store"):  # of the ranks, which the node's process cannot serve by a fork
+    if order.get("is_store"):  # where the ranks meet, for a process that must not fork itself
         die_with(order["parent"])
         listener, trouble = order["descriptors"]
         return rendezvous.be_store(socket.socket(fileno=listener), trouble)

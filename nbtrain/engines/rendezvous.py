@@ -71,9 +71,8 @@ class StoreProcess:
         self.pid: int | None = None
         self._served: Any = None
         self._trouble = -1
-        if (
-            not forks or sys.platform != "linux"
-        ):  # elsewhere a fork may not call into system libraries
+        # On other systems, a forked process may not call into system libraries.
+        if not forks or sys.platform != "linux":
             self._served = serve(listener)
             return
         writer = -1

@@ -206,7 +206,7 @@ class NodeRanks:
                     fork_server.end()  # what it imports may hang
                     raise LaunchError("the launch was given up")
             add_ranks(self._ranks, job, self._order.ranks, self._payload, self._server)
-            if self._listener is not None and not self._has_store_process():
+            if self._listener is not None and not self._begin_store_process():
                 # Importing torch takes a second: the ranks are under way.
                 threading.Thread(target=self._serve, name="nbtrain-store", daemon=True).start()
         except BaseException as error:  # `start` raises it in the thread that waits for it
@@ -224,11 +224,11 @@ class NodeRanks:
         if self._is_closed:  # `close` waited no longer for this thread, which has begun a store
             self._ranks.close()
 
-    def _has_store_process(self) -> bool:
-        """Serve the store from a process; it stays when the ranks of this node have ended.
+    def _begin_store_process(self) -> bool:
+        """Serve the store from a process, and return True; False where nothing can fork one.
 
-        Not by a fork of this process, in which Ray has threads. False where there is no server to
-        fork it from. Raises `LaunchError`.
+        It is no fork of this process, in which Ray has threads. It stays when the ranks of this
+        node have ended: others may need it. Raises `LaunchError`.
         """
         if self._server is None or self._server.has_ended():
             return False
