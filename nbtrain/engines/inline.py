@@ -14,13 +14,13 @@ from dataclasses import replace
 
 from ..errors import PlanError
 from ..planning.plan import Cell, Plan
-from ..system import accelerator_hooks
+from ..system import accelerator_hooks, instrumentation
 from ..tracking import clock
 from ..tracking.event_log import EventWriter
 from ..transport.job import Job
 from ..worker import api, main, task_runner
 from ..worker.observers.integrations import offer_tracker
-from ..worker.rank_environment import rank_environment
+from ..worker.rank_environment import join_run_world, rank_environment
 from . import rendezvous
 from .base import Action, Engine, Exit, Ranks
 
@@ -67,7 +67,9 @@ class InlineEngine(Engine):
         try:
             os.environ.update(rank_environment(job, 0, before))
             own = _with_own_namespace(job)
-            code, error = main.run_and_report(own, 0, writer, task_runner.run_task)
+            with instrumentation.scope():
+                join_run_world(job.device, 1)
+                code, error = main.run_and_report(own, 0, writer, task_runner.run_task)
         finally:
             if take_back is not None:
                 take_back()

@@ -36,7 +36,7 @@ from .output.rich_output import RichOutput
 from .rank_environment import (
     allow_fsdp_on_cpu,
     fork_child_processes,
-    join_world_on_cpu,
+    join_run_world,
     keep_from_xla,
     keep_process_groups,
     prepare_models_anew,
@@ -113,10 +113,9 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
     fork_child_processes()
     if api.world_size() > 1:
         prepare_models_anew()
-    if job.device == "cpu":
-        join_world_on_cpu()
-        if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
-            allow_fsdp_on_cpu()
+    join_run_world(job.device, size)
+    if job.device == "cpu" and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        allow_fsdp_on_cpu()
     code, error = run_and_report(job, rank, writer, call)
     if error is not None:
         _print_traceback(error, heading=ev.TRACEBACK_FOLLOWS)

@@ -98,16 +98,35 @@ def _xla_precision(plan: Plan, inherited: Mapping[str, str]) -> dict[str, str]:
     return variables
 
 
-def join_world_on_cpu() -> None:
-    """Let a plain `PartialState()` of CPU ranks join the run's world, as one of GPU ranks does.
+def join_run_world(device: str, world_size: int) -> None:
+    """Let a plain `PartialState()` see the run's world: none if this rank is alone in it.
 
-    Accelerate (1.15) joins none without ``cpu=True``, which `Accelerator()` reads in the
-    environment and `PartialState` does not: every rank would be alone, with all of the data. And it
-    calls the device "cpu:0", where `torch.load` (2.13) can load nothing: the `Trainer` of
-    transformers 5.15 could not resume.
+    Accelerate (1.15) takes a process with ``LOCAL_RANK`` for one of several, and wrapped the model
+    of a single rank in DistributedDataParallel. The variable stays, since code written for torchrun
+    reads it. On CPU ranks, Accelerate joins no world without ``cpu=True``, which `Accelerator()`
+    reads in the environment and `PartialState` does not: every rank would be alone, with all of the
+    data. And it calls the device "cpu:0", where `torch.load` (2.13) can load nothing: the `Trainer`
+    of transformers 5.15 could not resume.
     """
-    patch("accelerate.state:PartialState", "__init__", _init_on_cpu)
-    patch("accelerate.state:AcceleratorState", "__init__", _keep_deepspeed)
+    if world_size == 1 and device != "xla":
+        patch("accelerate.state:PartialState", "__init__", _init_alone)
+    if device == "cpu":
+        patch("accelerate.state:PartialState", "__init__", _init_on_cpu)
+        patch("accelerate.state:AcceleratorState", "__init__", _keep_deepspeed)
+
+
+_NEEDS_GROUP = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
+
+
+def _init_alone(original: Any, *args: Any, **kwargs: Any) -> None:
+    """Make the state of one process, except for what trains in a group of one, too."""
+    needs_group = any(os.environ.get(name, "").lower() == "true" for name in _NEEDS_GROUP)
+    local_rank = None if needs_group else os.environ.pop("LOCAL_RANK", None)
+    try:
+        original(*args, **kwargs)
+    finally:
+        if local_rank is not None:
+            os.environ["LOCAL_RANK"] = local_rank
 
 
 def _init_on_cpu(original: Any, state: Any, cpu: bool = False, *args: Any, **kwargs: Any) -> None:
