@@ -26,6 +26,7 @@ from ..planning.option_parser import (
     check_rank_argument,
     for_the_function,
     plan_fields,
+    read_arguments,
     shared_out,
 )
 from ..planning.option_types import HANG_AFTER, SOURCES
@@ -227,12 +228,7 @@ def notebook_launcher(
             "returned, it ran in this kernel, without ranks: pass the function itself, as in "
             "notebook_launcher(trainer.train, num_processes=2)"
         )
-    if not isinstance(args, (tuple, list)):
-        given = with_article(type(args).__name__)
-        raise PlanError(
-            f"args must be a tuple of the function's arguments, not {given}: write args=(x,), with "
-            "the comma, for one argument x"
-        )
+    args = read_arguments(args)
     nodes = None
     if (num_nodes, node_rank) != (1, 0):
         meet_at = rdzv_endpoint or f"{master_addr}:{use_port or 29500}"
@@ -242,8 +238,8 @@ def notebook_launcher(
                 "max_restarts works on one node only. Save checkpoints, and after a failure run "
                 "the cell again on every node"
             )
-    check_rank_argument(function, tuple(args), {})
-    call = Call(function, tuple(args))
+    check_rank_argument(function, args, {})
+    call = Call(function, args)
     plan = Plan(
         call,
         call.name,

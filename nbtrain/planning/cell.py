@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import PlanError
 from ..system.text import shorten
-from .option_parser import rank_call
+from .option_parser import call_with_rank, rank_call
 from .plan import Cell, Parameter, Task
 from .secrets import hidden, is_secret
 from .source_names import bound_names
@@ -59,6 +59,9 @@ def check_parameters(cell: Cell) -> None:
     needed = [p.name for p in cell.parameters if p.default is None]
     if call := rank_call(str(cell.function), needed):
         remedy = f"Its first parameter is the rank: add `{call}` as the last line of the cell."
+    elif missing == needed[:1]:
+        call = call_with_rank(str(cell.function), needed)
+        remedy += f" If it is the rank, as for mp.spawn, add `{call}` as the last line of the cell."
     raise PlanError(
         f"{cell.function}() needs a value for {described}: the notebook has no such variable, and "
         f"there is no default. {remedy}"

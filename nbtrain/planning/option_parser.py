@@ -7,16 +7,17 @@ import functools
 import inspect
 import re
 import shlex
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
 from ..errors import PlanError
 from ..findings import Finding
-from ..system.text import did_you_mean
+from ..system.text import did_you_mean, with_article
 from .option_types import SECONDS, Option, is_variable
 from .plan import OPTIONS, Call, Task
-from .task_values import expression_of
+from .task_values import expression_of, is_model
 
 MAGIC_ONLY = (
     Option(
@@ -186,19 +187,48 @@ def _check_names(name: str, parameters: Mapping[str, Any], given: Mapping[str, A
             raise PlanError(f"neither {name}() nor nbtrain has an argument `{key}`{guess}")
 
 
+def read_arguments(args: Any) -> tuple[Any, ...]:
+    """Return the arguments of `notebook_launcher`, as Accelerate takes them: from any iterable.
+
+    What is rather one argument without its comma raises `PlanError`: a text, a dictionary, an array
+    or a tensor, a model, a data set, a loader.
+    """
+    cls = type(args)
+    torch_data: Any = sys.modules.get("torch.utils.data")
+    is_dict = hasattr(cls, "keys")
+    is_one_value = (
+        issubclass(cls, (str, bytes, bytearray))
+        or hasattr(cls, "shape")
+        or is_model(args)
+        or (torch_data and issubclass(cls, (torch_data.DataLoader, torch_data.Dataset)))
+    )
+    if issubclass(cls, Iterable) and not (is_dict or is_one_value):
+        return tuple(args)
+    remedy = "write args=(x,), with the comma, for one argument x"
+    if args is None:
+        remedy = "leave it out if the function takes none"
+    elif is_dict:
+        remedy += ", or args=x.values() for one argument per value"
+    raise PlanError(
+        f"args must be a tuple of the function's arguments, not {with_article(cls.__name__)}: "
+        f"{remedy}"
+    )
+
+
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _RANK = ("rank", "local_rank", "global_rank", "gpu", "index", "process_index")
 
 
 def check_rank_argument(function: Callable[..., Any], args: Sequence[Any], given: Any) -> None:
-    """Refuse a function written for `mp.spawn` that lacks arguments. Raises `PlanError`.
+    """Refuse a function that lacks its first argument, as one written for `mp.spawn` does.
 
-    A decorator may supply them, so that only its own signature counts.
+    Such functions take their rank first, by any name. A decorator may supply arguments, so that
+    only its own signature counts. Raises `PlanError`.
     """
     parameters = _parameters(function, follow_wrapped=False)
     try:
         inspect.signature(function, follow_wrapped=False).bind(*args, **given)
-    except ValueError:
+    except ValueError:  # written in C
         return
     except TypeError:
         call = Call(function, tuple(args), given)
@@ -208,6 +238,20 @@ def check_rank_argument(function: Callable[..., Any], args: Sequence[Any], given
             raise PlanError(
                 f"{call.name}() takes its rank first, as for mp.spawn. {_rank_remedy(call, names)}"
             ) from None
+        if names and _fits_behind_rank(call):
+            remedy = _rank_remedy(call, names)
+            raise PlanError(
+                f"{call.name}() needs one argument more than it gets. If its first one, "
+                f"`{names[0]}`, is the rank, as for mp.spawn, {remedy[0].lower()}{remedy[1:]}"
+            ) from None
+
+
+def _fits_behind_rank(call: Call) -> bool:
+    try:
+        inspect.signature(call.function, follow_wrapped=False).bind(0, *call.args, **call.kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _rank_remedy(call: Call, parameters: Sequence[str]) -> str:
@@ -215,19 +259,22 @@ def _rank_remedy(call: Call, parameters: Sequence[str]) -> str:
     name = expression_of(call)
     if not name:
         return f"Remove its parameter `{parameters[0]}`, and call `nbtrain.rank()` in it instead."
-    with suppress(TypeError):  # what is given fits behind the rank
-        inspect.signature(call.function).bind(0, *call.args, **call.kwargs)
+    if _fits_behind_rank(call):
         stars = [*(["*args"] if call.args else []), *(["**kwargs"] if call.kwargs else [])]
         if stars:
             rest = ", ".join(stars)
             return f"Pass `lambda {rest}: {name}(nbtrain.rank(), {rest})` instead."
-    return f"Pass `lambda: {rank_call(name, parameters)}` instead."
+    return f"Pass `lambda: {call_with_rank(name, parameters)}` instead."
 
 
 def rank_call(name: str, parameters: Sequence[str]) -> str:
     """Return the call in every rank of a function that takes its rank first; '' for others."""
-    if not parameters or parameters[0] not in _RANK:
-        return ""
+    is_rank_first = bool(parameters) and parameters[0] in _RANK
+    return call_with_rank(name, parameters) if is_rank_first else ""
+
+
+def call_with_rank(name: str, parameters: Sequence[str]) -> str:
+    """Return the call in every rank of a function whose first parameter is the rank."""
     known = {"world_size": "nbtrain.world_size()", "nprocs": "nbtrain.world_size()"}
     rest = [known.get(parameter, parameter) for parameter in parameters[1:]]
     return f"{name}({', '.join(['nbtrain.rank()', *rest])})"

@@ -20,6 +20,18 @@ from tests.support.kernel import Notebook
             "torch.multiprocessing.spawn(train, nprocs=2)",
             "mp.spawn would start ranks within rank R of this run. Call `train(nbtrain.rank(), …)`",
         ),
+        (  # as Ignite and detectron2 do: a function of theirs gets the user's
+            "import logging; torch.multiprocessing.spawn(logging.info, ('gloo', (train,)), 2)",
+            "mp.spawn would start ranks within rank R of this run. Call `train(…)` itself instead",
+        ),
+        (
+            "import logging; torch.multiprocessing.spawn(logging.info, ('gloo',), 2)",
+            "Leave out the option by which logging starts processes: every rank runs this line.",
+        ),
+        (
+            "import functools; torch.multiprocessing.spawn(functools.partial(train, 1), nprocs=2)",
+            "Call `train(nbtrain.rank(), …)` itself instead",
+        ),
         ("nbtrain.launch(train)", "nbtrain would start ranks within rank R of this run. Call"),
         ("get_ipython().run_line_magic('distributed', 'train()')", "nbtrain would start ranks"),
     ],
