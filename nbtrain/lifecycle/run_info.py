@@ -167,7 +167,7 @@ def _if_killed(plan: Plan, ranks: int) -> Sequence[str]:
         loads = build_estimate.loads(plan.task)
         return build_estimate.advice(loads, ranks, host.memory().available) if loads else ()
 
-    return launch_log.advice("the estimate", look)
+    return launch_log.attempt("the estimate", look, ())
 
 
 def _cells(plan: Plan) -> dict[str, str]:

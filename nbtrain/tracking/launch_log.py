@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -113,16 +113,17 @@ def recorded() -> Iterator[None]:
             LOGGER.setLevel(logging.NOTSET)
 
 
-def advice(name: str, look: Callable[[], Iterable[_T]]) -> list[_T]:
-    """Return what a check finds that only advises: nothing, and a line in the log, where it fails.
+def attempt(name: str, look: Callable[[], _T], default: _T) -> _T:
+    """Return what a check finds that only advises; where it raises, log that and return `default`.
 
-    The one place for that: no launch ends by what the user's code looks like, or its values do.
+    The one place for that: no launch ends because an estimate or a remark fails on unusual code,
+    values (a sparse parameter has no storage) or systems.
     """
     try:
-        return list(look())
+        return look()
     except Exception as error:
         LOGGER.info("%s was given up: %s", name, type(error).__name__)
-        return []
+        return default
 
 
 def keep_in(path: Path) -> None:

@@ -113,6 +113,24 @@ def join_run_world(device: str, world_size: int) -> None:
     if device == "cpu":
         patch("accelerate.state:PartialState", "__init__", _init_on_cpu)
         patch("accelerate.state:AcceleratorState", "__init__", _keep_deepspeed)
+        patch("accelerate.accelerator:Accelerator", "prepare_model", _prepare_untrained)
+
+
+def _prepare_untrained(
+    original: Any,
+    accelerator: Any,
+    model: Any,
+    device_placement: bool | None = None,
+    evaluation_mode: bool = False,
+) -> Any:
+    """Return a model that has nothing to train as it is: a loss, a frozen teacher.
+
+    Accelerate (1.15) does so on GPUs. On CPU ranks it wrapped the model in DistributedDataParallel,
+    which refuses one without trainable parameters.
+    """
+    if str(accelerator.distributed_type) == "DistributedType.MULTI_CPU":
+        evaluation_mode |= not any(p.requires_grad for p in model.parameters())
+    return original(accelerator, model, device_placement, evaluation_mode=evaluation_mode)
 
 
 _NEEDS_GROUP = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")

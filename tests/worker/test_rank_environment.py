@@ -275,3 +275,64 @@ def test_a_model_that_is_prepared_twice_in_a_rank_is_wrapped_once() -> None:
         return bool(accelerator.prepare(model) is model)
 
     assert launch(twice, n=2).results == [True, True]
+
+
+def prepare_what_is_not_trained() -> list[str]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    teacher = torch.nn.Linear(2, 2).requires_grad_(False)
+    prepared = [
+        accelerator.prepare(torch.nn.CrossEntropyLoss()),
+        accelerator.prepare(teacher),
+        *accelerator.prepare(torch.nn.BatchNorm1d(2, affine=False), torch.nn.Linear(2, 2)),
+        accelerator.prepare_model(torch.nn.ReLU(), True),
+    ]
+    return [type(each).__name__ for each in prepared]
+
+
+def test_what_has_nothing_to_train_is_prepared_as_it_is() -> None:
+    names = ["CrossEntropyLoss", "Linear", "BatchNorm1d", "DistributedDataParallel", "ReLU"]
+    assert launch(prepare_what_is_not_trained, n=2).results == [names, names]
+
+
+def train_by_accelerate(model: torch.nn.Module) -> tuple[object, ...]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    prepared = accelerator.prepare(model)
+    keys = list(accelerator.get_state_dict(prepared))
+    return prepared is model, str(accelerator.distributed_type), keys, os.environ["LOCAL_RANK"]
+
+
+def train_by_hand(model: torch.nn.Module) -> tuple[object, ...]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    prepared = torch.nn.parallel.DistributedDataParallel(model)
+    prepared(torch.ones(1, 2)).sum().backward()
+    alone = train_by_accelerate(model)
+    dist.destroy_process_group()
+    return type(prepared).__name__, *alone
+
+
+@pytest.mark.parametrize(
+    "engine", ["fork", "inline", pytest.param("spawn", marks=pytest.mark.slow)]
+)
+def test_a_single_rank_trains_the_model_itself(engine: str) -> None:
+    alone = (True, "DistributedType.NO", ["weight", "bias"], "0")
+    model = torch.nn.Linear(2, 2)
+    assert launch(train_by_accelerate, model, engine=engine).value == alone
+    by_hand = launch(train_by_hand, model, engine=engine).value
+    assert by_hand == ("DistributedDataParallel", *alone)
+
+
+def shard_alone(model: torch.nn.Module) -> str:
+    from accelerate import Accelerator
+
+    return str(Accelerator().distributed_type)
+
+
+def test_a_single_rank_that_asks_to_shard_has_a_group_of_one() -> None:
+    env = {"ACCELERATE_USE_FSDP": "true"}
+    assert launch(shard_alone, torch.nn.Linear(2, 2), env=env).value == "DistributedType.FSDP"

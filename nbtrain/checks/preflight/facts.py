@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from ...findings import Finding
@@ -22,6 +23,7 @@ from ...system.accelerator_guard import AcceleratorInit
 from ...system.gpus import Gpu, TorchBuild
 from ...system.host import Memory, Quota, Space
 from ...system.tpu import Tpu
+from ...tracking.launch_log import attempt
 
 
 class EngineTraits(Protocol):
@@ -98,7 +100,9 @@ def gather(plan: Plan, device: str, engine: EngineTraits) -> Facts:
     visible, nvidia_gpus = _visible(device, env)
     tpu_holders = tpu.holders() if device in tpu.ENGINES.values() else {}
     threads = _threads(env, ranks)
-    mentioned = task_values.host_needs(plan.task)
+    mentioned = attempt(
+        "the estimate", partial(task_values.host_needs, plan.task), task_values.HostNeeds()
+    )
     port = plan.port or (0 if plan.nodes else int(plan.env.get("MASTER_PORT", 0)))
     trouble = network.port_trouble(port) if port and not engine.runs_in_kernel else None
     return Facts(
@@ -131,8 +135,8 @@ def gather(plan: Plan, device: str, engine: EngineTraits) -> Facts:
         weights=mentioned.weights,
         workers=mentioned.workers,
         threads=threads,
-        memory=host.memory(),
-        shared_memory=host.shared_memory(),
+        memory=attempt("the look at memory", host.memory, None),
+        shared_memory=attempt("the look at /dev/shm", host.shared_memory, None),
         descriptors=host.descriptors(),
         quotas=tuple(q for q in (host.processes(ranks * (1 + threads)), host.tasks()) if q),
         port_trouble=trouble or "",

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,14 @@ from nbtrain.planning import task_values as reading
 from nbtrain.planning.accelerate_objects import AccelerateObject
 from nbtrain.planning.cell import read_cell
 from nbtrain.planning.plan import Call, Cell, Plan
+from nbtrain.system import host
 from nbtrain.system.accelerator_guard import AcceleratorInit
 from nbtrain.system.gpus import Gpu, Holder, TorchBuild
 from nbtrain.system.host import Memory, Quota, Space
 from nbtrain.system.tpu import Tpu
 from nbtrain.ui import text_summary
 from nbtrain.ui.board import board
+from tests.support.runs import launch
 
 GIB = 1 << 30
 GPU = Gpu(0, "GPU-0", "Tesla T4", total=16384, used=300)
@@ -452,3 +455,51 @@ def test_gathering_here_finds_this_process() -> None:
     assert gathered.memory is not None
     assert gathered.build is not None
     assert gathered.port_trouble == ""
+
+
+def raise_on_every_operation() -> torch.Tensor:
+    class Opaque(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *args: object, **kwargs: object) -> object:
+            raise RuntimeError("not here")
+
+    return torch.Tensor._make_subclass(Opaque, torch.ones(3), True)
+
+
+UNUSUAL_TENSORS: dict[str, Callable[[], torch.Tensor]] = {
+    "sparse": lambda: torch.nn.Parameter(torch.eye(3).to_sparse()),
+    "sparse rows": lambda: torch.nn.Parameter(torch.eye(3).to_sparse_csr()),
+    "nested": lambda: torch.nn.Parameter(
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    ),
+    "opaque": lambda: torch.nn.Parameter(torch.ones(3).to_mkldnn()),
+    "without values": lambda: torch.nn.Parameter(torch.ones(3, device="meta")),
+    "not made yet": torch.nn.UninitializedParameter,
+    "a subclass that raises": raise_on_every_operation,
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of layouts that are in beta
+@pytest.mark.parametrize("kind", UNUSUAL_TENSORS)
+def test_no_unusual_parameter_stops_a_launch(kind: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    model._parameters["extra"] = UNUSUAL_TENSORS[kind]()  # as it is: a Parameter may be refused
+
+    def train(model: torch.nn.Module) -> str:
+        with torch.no_grad():
+            next(model.parameters()).fill_(7.0)
+        return "trained"
+
+    run = launch(train, model)
+    assert run.value == "trained"
+    assert model.weight.flatten().tolist() == [7.0] * 4
+
+
+def test_an_estimate_that_raises_leaves_a_line_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise NotImplementedError("on purpose")
+
+    monkeypatch.setattr(host, "memory", fail)
+    run = launch(int)
+    assert run.value == 0
+    assert "given up: NotImplementedError" in (run.folder / "launcher.log").read_text()
