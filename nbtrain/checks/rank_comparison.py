@@ -28,6 +28,17 @@ _PREPARE = (
     "loop"
 )
 _JOIN = f"make an `accelerator = Accelerator()` in the code, and {_PREPARE}"
+_SPLIT = (
+    "Give each rank a different part: `loader = accelerator.prepare(loader)`, or a loader with "
+    "`sampler=DistributedSampler(dataset)`. Divide a stream with `split_dataset_by_node` of "
+    "Hugging Face datasets, or let your `IterableDataset` skip the samples of the other ranks"
+)
+_SEED = (
+    "Ranks begin with the same random numbers. If the data is drawn by chance, write "
+    "`torch.manual_seed(seed + nbtrain.rank())` before the loop (for numpy, "
+    "`np.random.seed(seed + nbtrain.rank())`). Else give each rank a part of the data: "
+    "`data[nbtrain.rank() :: nbtrain.world_size()]`"
+)
 _ALONE = "If each rank is meant to train alone, have it choose its work by `nbtrain.rank()`"
 
 
@@ -112,29 +123,35 @@ def _together(samples: list[ev.WorkSample]) -> Finding | None:
     """Judge the ranks of a process group."""
     if finding := _not_gathered(samples) or _apart(samples):
         return finding
-    if not (_have_same_losses(samples) and _have_same_batches(samples)):
+    if not _have_same_losses(samples):
         return _equal_noise(samples)
-    count = len(samples)
-    if all(sample.is_wrapped == "whole" for sample in samples):
-        return Finding(
-            "same-batches",
-            f"all {count} ranks train on the same batches{PLACE}, so they learn what one "
-            "rank alone would learn.",
-            "Give each rank a different part: `loader = accelerator.prepare(loader)`, or a loader "
-            "with `sampler=DistributedSampler(dataset)`. Divide a stream with "
-            "`split_dataset_by_node` of Hugging Face datasets, or let your `IterableDataset` skip "
-            "the samples of the other ranks",
-            flaw="all ranks trained on the same batches",
-        )
+    is_wrapped = all(sample.is_wrapped == "whole" for sample in samples)
+    if is_wrapped and not any(sample.batches or sample.gathers for sample in samples):
+        return _same_batches(samples, _SEED)
+    if not _have_same_batches(samples):
+        return _equal_noise(samples)
+    if is_wrapped:
+        return _same_batches(samples, _SEED if samples[0].splits_data else _SPLIT)
     is_apart = not any(sample.has_exchanged or sample.is_wrapped for sample in samples)
     if is_apart and _ended_equally(samples):
         return Finding(
             "no-exchange",
-            f"the {count} ranks exchange no gradients: each trains alone{PLACE}, on the same data.",
+            f"the {len(samples)} ranks exchange no gradients: each trains alone{PLACE}, on the "
+            "same data.",
             f"To train one model on all of them, {_PREPARE}",
             flaw="each rank trained alone",
         )
     return None
+
+
+def _same_batches(samples: list[ev.WorkSample], remedy: str) -> Finding:
+    return Finding(
+        "same-batches",
+        f"all {len(samples)} ranks train on the same batches{PLACE}, so they learn what one rank "
+        "alone would learn.",
+        remedy,
+        flaw="all ranks trained on the same batches",
+    )
 
 
 def _apart(samples: list[ev.WorkSample]) -> Finding | None:

@@ -200,6 +200,8 @@ class WorkSample(Event, kind="work"):
     """The first ones."""
     batches: tuple[str, ...] = ()
     """Checksums of the first ones that loaders gave; "" for one that cannot be read."""
+    splits_data: bool = False
+    """Whether the first of these loaders gives each rank other samples, by its sampler."""
     last_loss: Measured | None = None
     is_last: bool = False
     """Whether the rank's code has ended."""
@@ -211,6 +213,8 @@ class WorkSample(Event, kind="work"):
     """Whether there were collectives between its steps, as far as that is known."""
     asks_rank: bool = False
     """Whether the source asks for the rank."""
+    gathers: bool = False
+    """Whether the source gathers or reduces values of all ranks, of which a loss may be made."""
     is_excused: bool = False
     """Whether ranks may share the training in another way, or the code asks for no notes."""
     file: str = ""

@@ -47,7 +47,11 @@ _SHARDS = ("deepspeed", "megatron", "torch.distributed.pipelining")
 _LIGHTNING = ("lightning.", "lightning_fabric.", "pytorch_lightning.")
 
 _ASKS = re.compile(r"rank|process_index|process_id|split_between_processes", re.IGNORECASE)
+_GATHERS = re.compile(r"all_gather|all_reduce|accelerator\.(gather|reduce)\(")
 _IGNORES = re.compile(r"#\s*nbtrain:\s*ignore(\[[^\]]*migrate[^\]]*\])?\s*$")
+
+_SPLITTERS = ("DistributedSampler", "DistributedSamplerWrapper", "BatchSamplerShard")
+"""Samplers of torch, Catalyst's and Lightning's wrapper, and Accelerate: each rank gets a part."""
 
 _harmless = guarded("comparing the ranks' work")
 
@@ -61,6 +65,7 @@ class WorkSampler(Observer):
         self._writer, self._rank, self._task = writer, rank, task
         self._world_size = world_size
         self._batches: list[str] = []
+        self._splits_data = False
         self._losses: list[Any] = []  # numbers, or detached tensors on a GPU
         self._steps = 0
         self._has_joined = False
@@ -79,6 +84,7 @@ class WorkSampler(Observer):
     def batch(self, iterator: Any, batch: Any, began: float, is_ahead: bool) -> None:
         """Take a batch that a loader gave."""
         if self.is_sampling and len(self._batches) < FIRST:
+            self._splits_data = self._splits_data if self._batches else _splits_data(iterator)
             self._batches.append(digest(batch))
             self._look_at_group()
         else:
@@ -136,7 +142,7 @@ class WorkSampler(Observer):
         self._losses = [float(value) for value in self._losses]
         if not (self._steps or self._batches):
             return
-        asks, ignores = _reads_rank(self._task)
+        asks, gathers, ignores = _read_source(self._task)
         file, line = self._place or ("", 0)
         sample = ev.WorkSample(
             clock.now(),
@@ -144,12 +150,14 @@ class WorkSampler(Observer):
             steps=self._steps,
             losses=tuple(self._losses),
             batches=tuple(self._batches),
+            splits_data=self._splits_data,
             last_loss=loss,
             is_last=is_last,
             has_joined=self._has_joined,
             is_wrapped="part" if "part" in self._wraps else next(iter(self._wraps), ""),
             has_exchanged=self._counts is None or self._counts[0] != self._counts[1],
             asks_rank=asks,
+            gathers=gathers,
             is_excused=self._excuse or (ignores and not self._has_joined),
             shares=self._shares,
             noise=self._noise,
@@ -184,6 +192,16 @@ def _checksum(weights: list[Any]) -> str:
     shapes = "/".join("x".join(map(str, weight.shape)) for weight in weights)
     checksum = digest(weights)
     return f"{shapes} {checksum}" if checksum else ""
+
+
+def _splits_data(iterator: Any) -> bool:
+    """Whether the sampler of a loader's iterator gives each rank other samples."""
+    sampler = getattr(iterator, "_index_sampler", None)
+    while sampler is not None:
+        if any(cls.__name__ in _SPLITTERS for cls in type(sampler).__mro__):
+            return True
+        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+    return False
 
 
 def digest(batch: Any) -> str:
@@ -262,11 +280,13 @@ def _trains_otherwise(optimizer: Any) -> bool:
     return bool(is_shared or is_other or is_rpc or any(name in sys.modules for name in _OTHERS))
 
 
-def _reads_rank(task: Task | None) -> tuple[bool, bool]:
-    """Return whether a task's source asks for its rank, and whether it asks to be left alone.
+def _read_source(task: Task | None) -> tuple[bool, bool, bool]:
+    """Return whether a task's source asks for its rank, gathers values, and asks for no notes.
 
-    Where the source cannot be read, it may ask.
+    A source that cannot be read may do the first two.
     """
     lines = source_lines(task) if task is not None else []
-    asks = not lines or any(_ASKS.search(line.partition("#")[0]) for line in lines)
-    return asks, any(_IGNORES.search(line) for line in lines)
+    code = [line.partition("#")[0] for line in lines]
+    asks = not code or any(map(_ASKS.search, code))
+    gathers = not code or any(map(_GATHERS.search, code))
+    return asks, gathers, any(map(_IGNORES.search, lines))

@@ -6,11 +6,18 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo  # else each rank imports it at its first step, for seconds
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    TensorDataset,
+)
 
 import nbtrain
 from nbtrain.worker.observers.evidence.work_sample import digest
@@ -195,7 +202,65 @@ def only_one_trains() -> None:
         Learner().train()
 
 
+def ddp_without_a_loader(draw: Callable[[int], torch.Tensor]) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(parts()[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(12):
+        model(draw(step)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+INPUTS = DATA.tensors[0]
+
+
+def takes_slices() -> None:
+    ddp_without_a_loader(lambda step: INPUTS[8 * step : 8 * step + 8])
+
+
+def takes_slices_of_its_part() -> None:
+    part = INPUTS[nbtrain.rank() :: nbtrain.world_size()]
+    ddp_without_a_loader(lambda step: part[4 * step : 4 * step + 4])
+
+
+def draws_with_numpy() -> None:
+    ddp_without_a_loader(lambda step: INPUTS[np.random.choice(96, 8)])
+
+
+def draws_with_numpy_by_rank() -> None:
+    np.random.seed(7 + nbtrain.rank())
+    draws_with_numpy()
+
+
+class Drawn(Dataset[Any]):
+    """Samples that are drawn by chance, whichever is asked for."""
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.randn(4), torch.randn(1)
+
+
+def ddp_on_drawn_samples() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(parts()[0])
+    loader = batches(Drawn(), sampler=DistributedSampler(Drawn()))
+    fit(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+
+
+def ddp_on_samples_drawn_by_rank() -> None:
+    torch.manual_seed(7 + nbtrain.rank())
+    ddp_on_drawn_samples()
+
+
 RIGHT = [
+    *(takes_slices_of_its_part, draws_with_numpy_by_rank, ddp_on_samples_drawn_by_rank),
     *(ddp, accelerate, fsdp, tensor_parallel, trainer, inference),
     *(one_batch_over_and_over, sweep, late_sweep, only_one_trains),
     *(members_of_an_ensemble, averages_by_hand, averages_weights_now_and_then),
@@ -283,6 +348,10 @@ def predict() -> float:
 
 JOIN = "write `model, optimizer, loader = accelerator.prepare(model, optimizer, loader)`"
 SPLIT = "`loader = accelerator.prepare(loader)`"
+REPEATED = "all 2 ranks train on the same batches"
+BY_RANK = "`data[nbtrain.rank() :: nbtrain.world_size()]`"
+SEED = "`torch.manual_seed(seed + nbtrain.rank())`"
+NUMPY_SEED = "`np.random.seed(seed + nbtrain.rank())`"
 
 
 @pytest.mark.parametrize(
@@ -294,8 +363,11 @@ SPLIT = "`loader = accelerator.prepare(loader)`"
         (without_prepare, ("the 2 ranks exchange no gradients: each trains alone",), ALONE),
         (only_the_loader_is_prepared, ("trained different weights", JOIN), OWN),
         (averages_the_loss_alone, ("the notebook gets those of rank 0", JOIN), OWN),
-        (ddp_on_all_data, ("all 2 ranks train on the same batches", SPLIT), SAME),
-        (ddp_on_a_stream, ("all 2 ranks train on the same batches", SPLIT), SAME),
+        (ddp_on_all_data, (REPEATED, SPLIT), SAME),
+        (ddp_on_a_stream, (REPEATED, SPLIT), SAME),
+        (takes_slices, (REPEATED, BY_RANK), SAME),
+        (draws_with_numpy, (REPEATED, NUMPY_SEED), SAME),
+        (ddp_on_drawn_samples, (REPEATED, SEED), SAME),
         (predict, ("all 2 ranks went over the same batches",), "succeeded"),
     ],
 )
