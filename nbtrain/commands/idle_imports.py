@@ -85,7 +85,7 @@ def _is_idle() -> bool:
     A kernel ignores interrupts between two messages (seen in ipykernel 6.17 to 7.4); one that came
     in an import would break the module.
     """
-    from ..engines.process.lost_threads import is_the_kernels
+    from ..system.lost_threads import is_the_kernels
 
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         return False

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..errors import LaunchError
 from ..planning.plan import Task
+from ..system.lost_threads import lost_in_a_fork
 from ..transport.job import Job
 from ..transport.weights import fingerprints
 from ..worker import main, task_runner
@@ -26,7 +27,6 @@ from .process import kernel_detach
 from .process.children import ChildRanks
 from .process.finish_process import finish_process
 from .process.forking import fork_process, ready_to_fork
-from .process.lost_threads import lost_in_a_fork
 
 
 class ForkEngine(Engine):

@@ -376,7 +376,7 @@ def _check_task(plan: Plan, device: str, engine: Engine) -> list[Finding]:
     """Return what may go wrong. Raises `PreflightError` for what is certain to."""
 
     def bytes_built() -> int:
-        loads = launch_log.attempt("the estimate", partial(build_estimate.loads, plan.task), [])
+        loads = launch_log.attempt("the estimate", partial(build_estimate.loads, plan.task), ())
         return sum(load.size for load in loads)
 
     on_host = preflight.check(plan, device, engine, bytes_built) if engine.checks_host else ()
@@ -388,7 +388,7 @@ def _check_task(plan: Plan, device: str, engine: Engine) -> list[Finding]:
         ranks=plan.num_processes or 1,
         name_cell=cell_name,
     )
-    in_code = launch_log.attempt("the lint", look, [])
+    in_code = list(launch_log.attempt("the lint", look, ()))
     if engine.ranks_stay:  # a later cell may call it
         in_code = [finding for finding in in_code if finding.code != "not-called"]
     return preflight.unless_refused([*on_host, *in_code])

@@ -1,7 +1,8 @@
 """Finds what a task shares with the notebook after a fork, and must not use at the same time.
 
-A regular file is none of that: a forked rank gets a position of its own in one that is read, and
-what several write goes one after the other.
+Also what would need a thread of the notebook: a fork copies none. A regular file is none of that: a
+forked rank gets a position of its own in one that is read, and what several write goes one after
+the other. Nor is a queue of `multiprocessing`: ranks may all put their results into it.
 """
 
 from __future__ import annotations
@@ -9,16 +10,22 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import queue
+import re
 import socket
 import stat
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from types import FunctionType, ModuleType
 from typing import Any, Literal, NamedTuple
 
+from ..system.lost_threads import notebook_threads
 from .plan import Task
-from .task_values import DEPTH, held, module_of, references
+from .task_values import DEPTH, PLAIN, held, instance_dict, is_model, module_of, references
 
-Kind = Literal["pipe", "database", "connection"]
+Kind = Literal["pipe", "database", "environment", "connection", "process", "thread"]
 
 _DATA = "torch.utils.data"
 _FILES = (io.FileIO, io.BufferedReader, io.TextIOWrapper)  # others may do more when they are asked
@@ -34,13 +41,81 @@ class SharedHandle(NamedTuple):
 def find(task: Task) -> list[SharedHandle]:
     """Return what ranks that are forked share, each once."""
     found: dict[int, SharedHandle] = {}
-    for reference in references(task):
+    task_references = references(task)
+    for reference in task_references:
         # Closed, detached, of another thread: whatever an object of the user's raises.
         with contextlib.suppress(Exception):
             for name, value in ((reference.name, reference.value), *_of_data(reference)):
-                if (kind := _kind(value)) is not None:
+                if (kind := _kind(value)) == "process":
+                    if name.endswith("._process"):  # a manager's, which serves any process
+                        continue
+                    name = _MEMBER.sub("", name)
+                if kind is not None:
                     found.setdefault(id(value), SharedHandle(name, kind))
-    return list(found.values())
+    handles = {handle.name: handle for handle in found.values()}
+    threads = _threads_and_queues()
+    for name, value in ((r.name, r.value) for r in task_references if threads):
+        with contextlib.suppress(Exception):
+            if name not in handles and (thread := _thread_below(value, threads)) is not None:
+                threads = {key: each for key, each in threads.items() if each is not thread}
+                handles[name] = SharedHandle(name, "thread")
+    return list(handles.values())
+
+
+_MEMBER = re.compile(r"\.\w+(\[[^\]]*\])?$")
+"""The end of the name of a process: ``.processes[0]`` of the pool or environment that has it."""
+
+
+def _threads_and_queues() -> dict[int, threading.Thread]:
+    """Return the notebook's threads by their ids, and by those of the queues that they read.
+
+    Left out are threads that read a queue of `multiprocessing`: it brings them what ranks put into
+    it, as loguru's ``enqueue`` does.
+    """
+    found = dict[int, threading.Thread]()
+    for thread in notebook_threads():
+        target = getattr(thread, "_target", None)  # private: where it is not there, none is found
+        owner = getattr(target, "__self__", thread)
+        values = [*vars(thread).values(), *instance_dict(owner).values()]
+        values += getattr(thread, "_args", ())
+        if any(module_of(type(value)) == "multiprocessing.queues" for value in values):
+            continue
+        queues = [value for value in values if type(value) in (queue.Queue, queue.SimpleQueue)]
+        found |= {id(value): thread for value in (thread, *queues)}
+    return found
+
+
+THREAD_SEARCH_DEPTH = 6
+"""Attributes and items within each other. TensorBoard's writer has its thread in the fifth."""
+
+THREAD_SEARCH_VALUES = 1000
+"""Values that are looked at below each one that the task names. A writer has 60."""
+
+
+def _thread_below(value: Any, threads: Mapping[int, threading.Thread]) -> threading.Thread | None:
+    """Return the first of these threads that a value holds, or whose queue it holds."""
+    level: list[Any] = [sys.modules["logging"].root if value is sys.modules["logging"] else value]
+    seen = dict[int, Any]()
+    for _ in range(THREAD_SEARCH_DEPTH):
+        for each in level:
+            if id(each) in threads:
+                return threads[id(each)]
+        seen |= {id(each): each for each in level}
+        parts = [part for each in level for part in _parts(each)]
+        level = [part for part in parts if type(part) not in PLAIN and id(part) not in seen]
+        level = level[: THREAD_SEARCH_VALUES - len(seen)]
+    return None
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    cls = type(value)
+    if is_model(value) or issubclass(cls, (type, ModuleType, FunctionType)):
+        return
+    if issubclass(cls, dict):
+        yield from islice(dict.values(value), THREAD_SEARCH_VALUES)
+    elif issubclass(cls, (list, tuple)):
+        yield from islice(value, THREAD_SEARCH_VALUES)
+    yield from instance_dict(value).values()
 
 
 def _of_data(reference: Any) -> Iterator[tuple[str, Any]]:
@@ -63,6 +138,12 @@ def _kind(value: Any) -> Kind | None:
         cursor.row_factory = None  # the user's may make anything of a row
         has_file = any(path for _, _, path in cursor.execute("PRAGMA database_list"))
         return "database" if has_file else None
+    lmdb = sys.modules.get("lmdb")
+    if lmdb is not None and issubclass(cls, lmdb.Environment):
+        return "environment"
+    multiprocessing: Any = sys.modules.get("multiprocessing.process")
+    if multiprocessing is not None and issubclass(cls, multiprocessing.BaseProcess):
+        return "process" if value.is_alive() else None
     if issubclass(cls, socket.socket):
         is_remote = value.family in (socket.AF_INET, socket.AF_INET6)
         return "connection" if is_remote and value.fileno() >= 0 else None

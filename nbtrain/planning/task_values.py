@@ -61,7 +61,7 @@ _CALLABLE = (
 )
 """What `invocation` looks behind."""
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, range)
+PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, range)
 _CLOSED = frozenset({"nbtrain", "IPython", "ipykernel", "traitlets", "torch"})
 """Packages whose objects are not looked into: several hold the kernel, with all its variables."""
 
@@ -278,7 +278,7 @@ def qualname_of(cls: type) -> str:
     return str(_QUALNAME.__get__(cls))
 
 
-def _instance_dict(value: Any) -> dict[Any, Any]:
+def instance_dict(value: Any) -> dict[Any, Any]:
     """Return an object's own ``__dict__``; nothing where its class has a property of that name."""
     for base in _MRO.__get__(type(value)):
         slot: Any = class_dict(base).get("__dict__")
@@ -307,7 +307,7 @@ def travels_by_value(value: Any) -> bool:
         return False
     member: Any = sys.modules.get(home) if type(home) is str and home != "__main__" else None
     for part in path.split("."):
-        member = (class_dict(member) if is_class(member) else _instance_dict(member)).get(part)
+        member = (class_dict(member) if is_class(member) else instance_dict(member)).get(part)
     return (member.__func__ if type(member) in (staticmethod, classmethod) else member) is not value
 
 
@@ -383,7 +383,7 @@ class _Walk:
         self._unshared: list[tuple[str, Any]] = []
 
     def add(self, name: str, value: Any, depth: int = 0, is_shared: bool = True) -> None:
-        if id(value) in self._seen or type(value) in _PLAIN or len(self._seen) >= VALUES:
+        if id(value) in self._seen or type(value) in PLAIN or len(self._seen) >= VALUES:
             return
         self._seen[id(value)] = value
         self._names[name] += 1
@@ -462,7 +462,7 @@ def held(value: Any) -> dict[str, Any]:
     elif issubclass(cls, (list, tuple)):
         items = list.__iter__(value) if issubclass(cls, list) else tuple.__iter__(value)
         parts = {f"[{index}]": item for index, item in enumerate(islice(items, ITEMS))}
-    for key, item in list(islice(_instance_dict(value).items(), ITEMS)):
+    for key, item in list(islice(instance_dict(value).items(), ITEMS)):
         if type(key) is str:
             parts[f".{key}"] = item
     for base in _MRO.__get__(cls):

@@ -22,6 +22,7 @@ from typing import TypeVar
 from ..system.files import last_bytes
 
 _T = TypeVar("_T")
+_D = TypeVar("_D")
 
 VARIABLE = "NBTRAIN_LOG"
 
@@ -113,7 +114,7 @@ def recorded() -> Iterator[None]:
             LOGGER.setLevel(logging.NOTSET)
 
 
-def attempt(name: str, look: Callable[[], _T], default: _T) -> _T:
+def attempt(name: str, look: Callable[[], _T], default: _D) -> _T | _D:
     """Return what a check finds that only advises; where it raises, log that and return `default`.
 
     The one place for that: no launch ends because an estimate or a remark fails on unusual code,

@@ -30,7 +30,16 @@ from ..tracking.event_log import EventWriter
 from ..transport import exceptions, result_pickler
 from ..transport.job import Job
 from ..transport.weights.sender import ResultSender
-from . import api, checkpoints, failure_evidence, hooks, nested_launches, observers, stopping
+from . import (
+    api,
+    checkpoints,
+    failure_evidence,
+    hooks,
+    inherited_loaders,
+    nested_launches,
+    observers,
+    stopping,
+)
 from .output import shown_errors
 from .output.rich_output import RichOutput
 from .rank_environment import (
@@ -101,6 +110,7 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
         scratch = job_of_process.scratch if job_of_process is not None else job.scratch
         for side in sides_of(job):
             side.begin(job, rank, writer, scratch)
+        inherited_loaders.use_own_workers()
         quiet_tokenizers()
         separate_in_children()
         warn_where_users_call()

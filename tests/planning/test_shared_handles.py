@@ -7,7 +7,8 @@ import pytest
 from tests.support.kernel import Notebook
 
 SETUP = """
-import os, socket, sqlite3, subprocess, sys, tempfile, torch
+import logging, logging.handlers, multiprocessing, os, queue, socket, sqlite3, subprocess
+import sys, tempfile, threading, torch
 folder = tempfile.TemporaryDirectory()
 path = folder.name + '/file.db'
 class Rows(torch.utils.data.Dataset):
@@ -23,6 +24,41 @@ child = subprocess.Popen([sys.executable, '-c', 'print(1)'], stdout=subprocess.P
 server = socket.create_server(('127.0.0.1', 0))
 peer = socket.create_connection(server.getsockname())
 near, far = socket.socketpair()
+class Env:  # its answers come from a process, as those of AsyncVectorEnv and SubprocVecEnv
+    def __init__(self):
+        fork = multiprocessing.get_context('fork')
+        self.pipe, pipe = fork.Pipe()
+        self.workers = {'a': fork.Process(target=self.serve, args=(pipe,), daemon=True)}
+        self.workers['a'].start()
+    def serve(self, pipe):
+        while True:
+            pipe.send(pipe.recv() + 1)
+    def step(self, number):
+        self.pipe.send(number)
+        return self.pipe.recv()
+class Log:  # gives its lines to a thread, as TensorBoard's SummaryWriter
+    def __init__(self):
+        self.inside, self.lines = [{'queue': queue.Queue()}], []
+        threading.Thread(target=self.work, args=(self.inside[0]['queue'],), daemon=True).start()
+    def work(self, lines):
+        while True:
+            self.lines.append(lines.get())
+    def write(self, line):
+        self.inside[0]['queue'].put(line)
+env, own_log, runner = Env(), Log(), type('Runner', (), {})()
+runner.env = Env()
+lines = queue.Queue()
+listener = logging.handlers.QueueListener(lines)
+listener.start()
+logger = logging.getLogger('of.the.notebook')
+logger.addHandler(logging.handlers.QueueHandler(lines))
+try:
+    import lmdb
+    data = [lmdb.open(folder.name + '/lmdb')]
+except ImportError:
+    pass
+results, manager = multiprocessing.get_context('fork').Queue(), multiprocessing.Manager()
+shared = manager.dict()
 log = open(folder.name + '/log', 'w+')
 reader = open('/dev/null')
 """
@@ -31,12 +67,19 @@ SHARED = {
     "disk[0]": ("`disk.database` is a connection to an SQLite database", "Connect inside"),
     "next(iter(loader))": ("`loader.dataset.dataset.database` is a connection to an", "Connect"),
     "child.stdout.read()": ("is a pipe of the notebook", "Read it in a cell above"),
+    "env.step(1)": ("`env` has processes of the notebook", "Create it inside"),
+    "runner.env.step(1)": ("`runner.env` has processes of the notebook", "Create it inside"),
+    "own_log.write('x')": ("`own_log` hands its work to a thread of the notebook", "Create it"),
+    "logger.error('x')": ("`logger` hands its work to a thread of the notebook", "Create it"),
+    "data[0].stat()": ("`data[0]` is an LMDB environment", "Open it inside"),
     "peer.fileno()": ("`peer` is a network connection of the notebook", "Connect inside"),
 }
 
 
 @pytest.mark.parametrize("use", SHARED)
 def test_what_forked_ranks_share_is_named_before_the_start(notebook: Notebook, use: str) -> None:
+    if use.startswith("data"):
+        pytest.importorskip("lmdb", reason="needs lmdb")
     notebook.run(SETUP)
     out = notebook.run(f"%%distributed -n 2\ndef train():\n    {use}")
     text, remedy = SHARED[use]
@@ -49,8 +92,32 @@ def test_what_forked_ranks_share_is_named_before_the_start(notebook: Notebook, u
 
 def test_what_each_rank_has_for_itself_is_not(notebook: Notebook) -> None:
     notebook.run(SETUP)
-    uses = "memory[0], log.write('x'), reader.read(), near.fileno(), os.getpid()"
+    uses = (
+        "memory[0], log.write('x'), reader.read(), near.fileno(), os.getpid(), "
+        "results.put(nbtrain.rank()), shared.update({nbtrain.rank(): 1})"
+    )
     out = notebook.run(f"%%distributed -n 2\ndef train():\n    {uses}")
     assert "✓" in out.board
     assert "of the notebook" not in out.board
     assert "SQLite" not in out.board
+    assert notebook.value("sorted([results.get(), results.get()]), dict(shared)") == (
+        [0, 1],
+        {0: 1, 1: 1},
+    )
+
+
+MADE_INSIDE = """
+    env, own_log = Env(), Log()
+    own_log.write('x')
+    while not own_log.lines:
+        pass
+    return env.step(nbtrain.rank()), own_log.lines
+"""
+
+
+def test_what_the_training_function_creates_works_and_is_not_named(notebook: Notebook) -> None:
+    notebook.run(SETUP)
+    out = notebook.run(f"%%distributed -n 2\ndef train():{MADE_INSIDE}")
+    assert "of the notebook" not in out.board
+    assert notebook.value("nbtrain.last_run().results") == [(1, ["x"]), (2, ["x"])]
+    assert notebook.value("env.step(6)") == 7

@@ -105,6 +105,20 @@ _SHARED: dict[Kind, tuple[str, str]] = {
         "ranks may read wrong data, and damage the database",
         "Connect inside the training function, or when the data set first reads.",
     ),
+    "environment": (
+        "is an LMDB environment. LMDB forbids using it in forked processes: its table of readers "
+        "fills up, here too",
+        "Open it inside the training function, or when the data set first reads.",
+    ),
+    "process": (
+        "has processes of the notebook. Ranks read one another's answers, or wait for ever",
+        "Create it inside the training function.",
+    ),
+    "thread": (
+        "hands its work to a thread of the notebook, which ranks do not have. What they give it is "
+        "lost",
+        "Create it inside the training function. For TensorBoard, use `--track tensorboard`.",
+    ),
     "connection": (
         "is a network connection of the notebook. It is closed in the ranks",
         "Connect inside the training function.",

@@ -30,15 +30,19 @@ def lost_in_a_fork() -> dict[str, tuple[str, ...]]:
 
 
 def _threads() -> tuple[str, ...]:
-    """Return the names of the notebook's threads, but for pools' idle ones, which are renewed."""
+    return tuple(thread.name for thread in notebook_threads())
+
+
+def notebook_threads() -> list[threading.Thread]:
+    """Return the notebook's threads, but for pools' idle ones, which are renewed in a rank."""
     frames = sys._current_frames()
     here = threading.current_thread()
-    return tuple(
-        thread.name
+    return [
+        thread
         for thread in threading.enumerate()
         if not (thread is here or is_the_kernels(thread))
         and not _is_idle(frames.get(thread.ident or 0))
-    )
+    ]
 
 
 def _is_idle(frame: FrameType | None) -> bool:

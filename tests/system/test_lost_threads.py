@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nbtrain.engines.process.lost_threads import lost_in_a_fork
+from nbtrain.system.lost_threads import lost_in_a_fork
 from tests.support.kernel import Notebook
 from tests.support.waiting import wait_until
 
