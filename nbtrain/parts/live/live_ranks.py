@@ -40,6 +40,7 @@ from ...transport.channel import Channel, Listener
 from ...transport.weights.parts import Part
 from ...ui.displays import prompt
 from .engine import LiveEngine, Message
+from .reloaded_modules import ReloadedModules
 from .server import serve
 from .snapshot import Snapshot
 from .variables import Variables, notebook
@@ -255,6 +256,7 @@ class LiveRanks:
     ) -> None:
         self._run, self._channels = run, channels
         self.variables = Variables(self._ask, names, snapshot)
+        self._reloaded = ReloadedModules(channels)
         self._are_far = not all(channel.passes_files for channel in channels.values())
         self._tasks = 0
         self._task_folder: RunFolder | None = None
@@ -347,6 +349,8 @@ class LiveRanks:
         """Send a message to a rank. Raises `OSError` for one that is gone."""
         if rank not in self._channels:
             raise OSError(f"rank {rank} has ended")
+        if message["do"] in ("run", "put"):
+            message = {**message, "reloaded": self._reloaded.take(rank)}
         self._channels[rank].send(message, data)
 
     def receive(self, ranks: Collection[int], timeout: float) -> dict[int, Message | None]:

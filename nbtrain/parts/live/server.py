@@ -32,6 +32,7 @@ from ...worker.output.rich_output import RichOutput
 from ...worker.task_runner import run_task
 from . import mirror, values
 from .groups import ProcessGroups
+from .reloaded_modules import reload_modules
 
 PATIENCE = 0.3
 """Seconds that a task has to hear an interrupt before its collectives are ended."""
@@ -103,6 +104,7 @@ class LiveRank:
                     os.close(data)
                 raise KeyboardInterrupt
             try:
+                reload_modules(message.get("reloaded", {}))
                 answer = self._ACTIONS[message["do"]](self, message, data)
             except Exception as error:  # of what was asked: the rank stays
                 answer = {"error": f"{type(error).__name__}: {error}"}

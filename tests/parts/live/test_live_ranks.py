@@ -860,3 +860,42 @@ def test_a_rank_may_say_hello_before_its_process_is_known(monkeypatch: pytest.Mo
         may_look.set()
         assert known == [0, 1]
         assert ranks.run(nbtrain.rank).results == [0, 1]
+
+
+MODULE = """X = {0}
+def f():
+    return {0}
+class C:
+    def g(self):
+        return {0}
+"""
+RELOADS = {
+    "reload": "importlib.reload(own_module)\nfrom own_module import f, C\nc = C()",
+    "autoreload": "%reload_ext autoreload\n%autoreload 2",
+}
+
+
+@pytest.mark.parametrize("how", RELOADS)
+def test_ranks_run_the_code_of_a_module_that_the_notebook_has_loaded_anew(
+    live: Notebook, tmp_path: Path, how: str
+) -> None:
+    file = tmp_path / "own_module.py"
+    file.write_text(MODULE.format(1))
+    live.run(f"import importlib, sys\nsys.path.insert(0, {str(tmp_path)!r})")
+    live.run("sys.dont_write_bytecode = True  # two versions may have one modification time")
+    live.run("import own_module\nfrom own_module import f, C\nc = C()")
+    if how == "autoreload":
+        live.run(RELOADS[how])
+    see = "%%distributed\nf(), c.g(), own_module.f(), own_module.X"
+    live.run(see)
+    assert live.value("nbtrain.last_run().results") == [(1, 1, 1, 1)] * 2
+    for version in (2, 3):
+        file.write_text(MODULE.format(version))
+        later = time.time() + 10 * version  # `%autoreload` looks for newer files
+        os.utime(file, (later, later))
+        live.run(RELOADS[how])
+        assert live.value("f(), c.g(), own_module.f(), own_module.X") == (version,) * 4
+        live.run("%nbtrain push f")
+        live.run("%%rank 1\npass")
+        live.run(see)
+        assert live.value("nbtrain.last_run().results") == [(version,) * 4] * 2
