@@ -73,7 +73,9 @@ def reload_modules(sources: Mapping[str, str]) -> None:
     Functions, classes and instances that others have already imported change, too, by the means of
     ``%autoreload``. The source comes with the message: a rank on another host may lack the file.
     """
-    from IPython.extensions.autoreload import superreload
+    from IPython.extensions import autoreload
+
+    superreload: Any = autoreload.superreload
 
     for name, source in sources.items():
         module = sys.modules.get(name)
