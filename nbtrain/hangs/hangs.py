@@ -137,7 +137,8 @@ def _holder(stack: RankStack | None) -> str:
     """Return the user's line at which a process is that ends: not the one that launched it."""
     if stack is None:
         return ""
-    last = takewhile(lambda frame: not frame.file.endswith("/finish_process.py"), stack.frames)
+    ends = ("/finish_process.py", "/thread_joining.py")
+    last = takewhile(lambda frame: not frame.file.endswith(ends), stack.frames)
     frames = (frame for frame in chain(last, *stack.threads) if not frame.is_library)
     return next((frame.place for frame in frames), stack.trouble)
 

@@ -56,6 +56,7 @@ from .rank_environment import (
 )
 from .rank_sides import sides_of
 from .task_runner import run_task
+from .thread_joining import join_new_threads, join_threads
 
 FAILED = 1
 """The exit code of a rank whose exception is in its failure file."""
@@ -133,6 +134,7 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
         writer.close()
     elif code == 0:
         with contextlib.suppress(OSError, KeyboardInterrupt):  # all is told
+            join_threads()
             _leave_as_peers_do(job)
     return code
 
@@ -142,6 +144,7 @@ def run_and_report(
 ) -> tuple[int, BaseException | None]:
     """Run the task and leave its outcome in the run folder; return exit code and exception."""
     folder, spare = job.folder, _spare(job)
+    threads = threading.enumerate()
     sender: ResultSender | None = None
     try:
         writer.write(ev.Started(clock.now(), rank, pid=os.getpid()))
@@ -162,6 +165,10 @@ def run_and_report(
         sender.gather()
         is_apart = job.device != "cpu" or job.world is not None or job.in_kernel
         if not job.is_live and (is_apart or sender.has_more):  # queued work may change that
+            if job.in_kernel:
+                join_new_threads(threads)
+            else:
+                join_threads()
             leave_process_group()
         sender.send(value)
         writer.write(ended)

@@ -30,7 +30,6 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import nbtrain
-from nbtrain.engines.process import finish_process
 from nbtrain.hangs.verdict import FailureReport
 from nbtrain.lifecycle import supervisor
 from nbtrain.lifecycle.launcher import run_plan
@@ -39,6 +38,7 @@ from nbtrain.planning.cell import read_cell
 from nbtrain.planning.plan import Plan
 from nbtrain.tracking import events
 from nbtrain.tracking.event_log import read_events
+from nbtrain.worker import thread_joining
 
 FAULTS = {
     "exception": "raise ValueError('bad luck')",
@@ -592,7 +592,7 @@ def _ms(seconds: float | None) -> str:
 
 def main() -> None:
     """Run everything and print the table."""
-    finish_process.QUIET = 0.3
+    thread_joining.IDLE_LIMIT_S = 0.3
     print("| fault | when | engine | verdict | rank | headline | ms to verdict | ms to all gone |")
     print("|" + "---|" * 8)
     for row in ROWS:

@@ -7,22 +7,15 @@ import contextlib
 import gc
 import io
 import os
-import signal
 import stat
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+from ...worker.thread_joining import join_threads
 from ..base import CRASHED
-
-QUIET, LONGEST = 30.0, 600.0
-"""Seconds for threads that outlive the function: to do nothing, and to last in all."""
-
-BUSY = 0.005
-"""CPU seconds per second from which on a process counts as doing something."""
 
 
 def finish_process(inherited_tracker: int | None = None) -> None:
@@ -31,7 +24,7 @@ def finish_process(inherited_tracker: int | None = None) -> None:
     `inherited_tracker` is the process of a resource tracker that belongs to the launcher.
     """
     steps: tuple[Callable[[], object], ...] = (
-        _end_threads,
+        join_threads,
         atexit._run_exitfuncs,
         _leave_multiprocessing,
         lambda: _stop_resource_tracker(inherited_tracker),
@@ -55,56 +48,6 @@ def run_to_end(body: Callable[[], int]) -> NoReturn:
             traceback.print_exc()
     finally:
         os._exit(code)
-
-
-def _end_threads() -> None:
-    """End idle pools, and join the threads that are no daemons as long as they do anything.
-
-    An interpreter would wait for ever. A thread that writes a checkpoint has its time; one that
-    does nothing for `QUIET` seconds, or lasts for `LONGEST`, ends with the process.
-    """
-    before, hook = signal.signal(signal.SIGALRM, _IdleAlarm()), sys.unraisablehook
-    sys.unraisablehook = lambda _unraisable: None  # Python 3.13 prints `_ThreadsAreIdle`
-    signal.setitimer(signal.ITIMER_REAL, 1, 0.2)
-    try:
-        with contextlib.suppress(_ThreadsAreIdle):
-            threading._shutdown()  # type: ignore[attr-defined]
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        sys.unraisablehook = hook
-        signal.signal(signal.SIGALRM, before)
-
-
-class _ThreadsAreIdle(BaseException):
-    """The threads that are left do nothing."""
-
-
-class _IdleAlarm:
-    """Raises `_ThreadsAreIdle`, as a handler, once the process was idle, or lasted, too long."""
-
-    def __init__(self) -> None:
-        self._begun = self._checked = self._busy = time.monotonic()
-        self._spent = time.process_time()
-        self._has_reported = False
-
-    def __call__(self, *_signal: object) -> None:
-        if not self._has_reported and (threads := _still_running()):
-            self._has_reported = True
-            print(f"nbtrain: the function has returned; waiting for {threads}", flush=True)
-        now, spent = time.monotonic(), time.process_time()
-        if spent - self._spent > BUSY * (now - self._checked):
-            self._busy = now
-        self._checked, self._spent = now, spent
-        if now > min(self._busy + QUIET, self._begun + LONGEST):
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            print(f"nbtrain: no longer waiting for {_still_running()}", flush=True)
-            raise _ThreadsAreIdle
-
-
-def _still_running() -> str:
-    others = set(threading.enumerate()) - {threading.main_thread()}
-    names = ", ".join(thread.name for thread in others if not thread.daemon)
-    return f"thread {names} (if it need not end, make it a daemon thread)" if names else ""
 
 
 def _leave_multiprocessing() -> None:

@@ -1,0 +1,87 @@
+"""Waits for the threads that outlive the training function, before the rank leaves its group.
+
+An ordinary interpreter joins threads and executors first, and frees the process group after them.
+A rank that left the group first took it from a thread that still saved a checkpoint, as
+`torch.distributed.checkpoint.async_save` does: the run succeeded, and there was no checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Collection
+
+from ..system.lost_threads import notebook_threads
+
+IDLE_LIMIT_S, TOTAL_LIMIT_S = 30.0, 600.0
+"""How long threads that outlive the function may do nothing, and how long they may last in all."""
+
+BUSY_CPU_SHARE = 0.005
+"""CPU seconds per second from which on a process counts as doing something."""
+
+
+def join_new_threads(before: Collection[threading.Thread]) -> None:
+    """Wait for the threads of a function that ran in the kernel: those that were not there before.
+
+    Not for idle ones of pools, for daemons, or for longer than `IDLE_LIMIT_S`.
+    """
+    deadline = time.monotonic() + IDLE_LIMIT_S
+    while time.monotonic() < deadline:
+        new = [t for t in notebook_threads() if not (t.daemon or t in before)]
+        if not new:
+            return
+        new[0].join(0.01)
+
+
+def join_threads() -> None:
+    """End idle pools, and join the threads that are no daemons as long as they do anything.
+
+    An interpreter would wait for ever. A thread that writes a checkpoint has its time; one that
+    does nothing for `IDLE_LIMIT_S`, or lasts for `TOTAL_LIMIT_S`, ends with the process. Only the
+    first call waits.
+    """
+    before, hook = signal.signal(signal.SIGALRM, _IdleAlarm()), sys.unraisablehook
+    sys.unraisablehook = lambda _unraisable: None  # Python 3.13 prints `_ThreadsAreIdle`
+    signal.setitimer(signal.ITIMER_REAL, 1, 0.2)
+    try:
+        with contextlib.suppress(_ThreadsAreIdle):
+            threading._shutdown()  # type: ignore[attr-defined]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.unraisablehook = hook
+        signal.signal(signal.SIGALRM, before)
+
+
+class _ThreadsAreIdle(BaseException):
+    """The threads that are left do nothing."""
+
+
+class _IdleAlarm:
+    """Raises `_ThreadsAreIdle`, as a handler, once the process was idle, or lasted, too long."""
+
+    def __init__(self) -> None:
+        self._begun = self._checked = self._busy = time.monotonic()
+        self._spent = time.process_time()
+        self._has_reported = False
+
+    def __call__(self, *_signal: object) -> None:
+        if not self._has_reported and (threads := _still_running()):
+            self._has_reported = True
+            print(f"nbtrain: the function has returned; waiting for {threads}", flush=True)
+        now, spent = time.monotonic(), time.process_time()
+        if spent - self._spent > BUSY_CPU_SHARE * (now - self._checked):
+            self._busy = now
+        self._checked, self._spent = now, spent
+        if now > min(self._busy + IDLE_LIMIT_S, self._begun + TOTAL_LIMIT_S):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            print(f"nbtrain: no longer waiting for {_still_running()}", flush=True)
+            raise _ThreadsAreIdle
+
+
+def _still_running() -> str:
+    others = set(threading.enumerate()) - {threading.main_thread()}
+    names = ", ".join(thread.name for thread in others if not thread.daemon)
+    return f"thread {names} (if it need not end, make it a daemon thread)" if names else ""
