@@ -143,36 +143,55 @@ def run_and_report(
     job: Job, rank: int, writer: EventWriter, call: Callable[[Task], Any]
 ) -> tuple[int, BaseException | None]:
     """Run the task and leave its outcome in the run folder; return exit code and exception."""
+    with contextlib.ExitStack() as after:
+        return _run_and_report(job, rank, writer, call, after)
+
+
+def _run_and_report(
+    job: Job,
+    rank: int,
+    writer: EventWriter,
+    call: Callable[[Task], Any],
+    after: contextlib.ExitStack,
+) -> tuple[int, BaseException | None]:
     folder, spare = job.folder, _spare(job)
     threads = threading.enumerate()
     sender: ResultSender | None = None
     try:
-        writer.write(ev.Started(clock.now(), rank, pid=os.getpid()))
-        sender = ResultSender(job, rank, writer)
-        if sender.looks_at_steps:
-            hooks.add(sender)
-        if not (job.in_kernel or job.is_live):
-            renew_accelerate_state(job.plan)
-        task_values.forget_references()
-        value = _run_watched(job.plan.task, call)
-        _finish_device_work(job)
-        data = result_pickler.dump_result(value, job.shared_classes)
-        ended = ev.Ended(clock.now(), rank, result=short_repr(value))
-        _save_result(spare, folder.result(rank), data)  # before what takes longer, and may fail
-        if trouble := result_pickler.reading_trouble(data):
-            returned = ev.ArtifactSaved(clock.now(), rank, ev.RETURNED, "value", trouble=trouble)
-            writer.write(returned)
-        sender.gather()
-        is_apart = job.device != "cpu" or job.world is not None or job.in_kernel
-        if not job.is_live and (is_apart or sender.has_more):  # queued work may change that
-            if job.in_kernel:
-                join_new_threads(threads)
-            else:
-                join_threads()
-            leave_process_group()
-        sender.send(value)
-        writer.write(ended)
-        return 0, None
+        try:
+            writer.write(ev.Started(clock.now(), rank, pid=os.getpid()))
+            sender = ResultSender(job, rank, writer)
+            if sender.looks_at_steps:
+                hooks.add(sender)
+            if not (job.in_kernel or job.is_live):
+                renew_accelerate_state(job.plan)
+            task_values.forget_references()
+            value = _run_watched(job.plan.task, call)
+            _finish_device_work(job)
+            data = result_pickler.dump_result(value, job.shared_classes)
+            ended = ev.Ended(clock.now(), rank, result=short_repr(value))
+            _save_result(spare, folder.result(rank), data)  # before what takes longer, and may fail
+            if trouble := result_pickler.reading_trouble(data):
+                returned = ev.ArtifactSaved(
+                    clock.now(), rank, ev.RETURNED, "value", trouble=trouble
+                )
+                writer.write(returned)
+            sender.gather()
+            is_apart = job.device != "cpu" or job.world is not None or job.in_kernel
+            if not job.is_live and (is_apart or sender.has_more):  # queued work may change that
+                if job.in_kernel:
+                    join_new_threads(threads)
+                else:
+                    join_threads()
+                leave_process_group()
+            sender.send(value)
+            writer.write(ended)
+            return 0, None
+        except BaseException:
+            # First: a DataLoader's handler of SIGCHLD may raise again, for the same worker or
+            # another one, and its error would replace the one that is reported.
+            after.enter_context(failure_evidence.without_child_signals())
+            raise
     except SystemExit as leaving:
         if not job.is_live:
             return _leave(rank, writer, leaving), None
@@ -219,25 +238,24 @@ def _report_failure(
     job: Job, rank: int, writer: EventWriter, spare: Spare, error: BaseException
 ) -> None:
     """Leave an exception in the run folder; where that fails too, its headline and both reasons."""
-    with failure_evidence.without_child_signals():  # first: another worker may end any moment
-        now, headline = clock.now(), type(error).__name__
-        error_type = headline
-        evidence: ev.Evidence = ()
-        writer.write(ev.Failing(now, rank, headline, error_type))
-        try:
-            captured = exceptions.capture(error, job.shared_classes, pickles=False)
-            headline = captured.headline
-            with contextlib.suppress(OSError):  # the room kept free is for the next one
-                write_atomically(job.folder.failure(rank), result_pickler.dumps((now, captured)))
-            evidence = failure_evidence.evidence(error)
-            # Now with the instance, which is dispensable: user code may take too long over it.
-            captured = exceptions.capture(error, job.shared_classes)
-            spare.write(job.folder.failure(rank), result_pickler.dumps((now, captured)))
-        except Exception as second:  # a full disk, no memory: the first failure is still the cause
-            reason = f"its report could not be written: {type(second).__name__}: {second}"
-            is_full = getattr(second, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-            evidence = (*evidence, (DISK_FULL if is_full else "", reason))
-        writer.write(ev.Ended(clock.now(), rank, headline, None, evidence, error_type))
+    now, headline = clock.now(), type(error).__name__
+    error_type = headline
+    evidence: ev.Evidence = ()
+    writer.write(ev.Failing(now, rank, headline, error_type))
+    try:
+        captured = exceptions.capture(error, job.shared_classes, pickles=False)
+        headline = captured.headline
+        with contextlib.suppress(OSError):  # the room kept free is for the next one
+            write_atomically(job.folder.failure(rank), result_pickler.dumps((now, captured)))
+        evidence = failure_evidence.evidence(error)
+        # Now with the instance, which is dispensable: user code may take too long over it.
+        captured = exceptions.capture(error, job.shared_classes)
+        spare.write(job.folder.failure(rank), result_pickler.dumps((now, captured)))
+    except Exception as second:  # a full disk, no memory: the first failure is still the cause
+        reason = f"its report could not be written: {type(second).__name__}: {second}"
+        is_full = getattr(second, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        evidence = (*evidence, (DISK_FULL if is_full else "", reason))
+    writer.write(ev.Ended(clock.now(), rank, headline, None, evidence, error_type))
 
 
 def _run_watched(task: Task, call: Callable[[Task], Any]) -> Any:

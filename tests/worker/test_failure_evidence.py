@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nbtrain.worker import failure_evidence
+from nbtrain.worker import failure_evidence, main
+from tests.support.runs import launch
 from tests.tools.faults import Unavailable, small_disk
 
 
@@ -107,3 +108,26 @@ def test_elsewhere_than_in_the_main_thread_it_does_nothing() -> None:
     thread.start()
     thread.join()
     assert done == [True]
+
+
+def raise_again(*_: object) -> None:
+    raise RuntimeError("DataLoader worker is killed")
+
+
+def fail_after_a_loader_has_taken_the_signal() -> None:
+    signal.signal(signal.SIGCHLD, raise_again)
+    raise ValueError("on purpose")
+
+
+def test_a_worker_that_ends_while_a_failure_is_reported_does_not_replace_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A loader's handler of SIGCHLD raises wherever the rank is: that was exit code 70 once."""
+
+    def sides(_job: object) -> list[object]:
+        signal.raise_signal(signal.SIGCHLD)
+        return []
+
+    monkeypatch.setattr(main, "sides_of", sides)
+    with pytest.raises(ValueError, match="on purpose"):
+        launch(fail_after_a_loader_has_taken_the_signal)
