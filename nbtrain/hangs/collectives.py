@@ -17,6 +17,12 @@ from typing import Any
 from ..system.files import read_regular
 from ..tracking.run_folder import RunFolder
 
+SAME = (
+    "Every rank must call the same collectives in the same order: look for an `if` that only "
+    "some ranks enter, or a loop that ends earlier on one"
+)
+"""What to do where ranks call different collectives."""
+
 DEFAULT = "default_pg"
 ON_NCCL = " on NCCL"
 """Ends the name of a group's NCCL part, which counts by itself where the group has gloo, too."""

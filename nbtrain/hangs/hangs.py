@@ -8,7 +8,7 @@ from itertools import chain, takewhile
 
 from ..system.text import format_duration, format_ranks
 from ..tracking.state import IDLE
-from .collectives import DEFAULT, ON_NCCL, Collective, FlightRecord
+from .collectives import DEFAULT, ON_NCCL, SAME, Collective, FlightRecord
 from .stacks import RankStack
 
 PLACES = 4
@@ -16,11 +16,6 @@ PLACES = 4
 
 NAMES = 3
 """Threads that it names."""
-
-SAME = (
-    "Every rank must call the same collectives in the same order: look for an `if` that only "
-    "some ranks enter, or a loop that ends earlier on one"
-)
 
 SHAPES = "Every rank must give it a tensor of the same shape"
 PADDED = f"{SHAPES}: write x = accelerator.pad_across_processes(x, dim=…) before a gather"

@@ -21,6 +21,7 @@ from ..system.text import format_bytes, format_bytes_of, format_duration, format
 from ..tracking import events as ev
 from ..tracking.state import RankState, RunState
 from ..transport.exceptions import CapturedException, TracebackFrame
+from .collectives import SAME
 from .failures import (
     DISK_FULL,
     FORK_REFUSED,
@@ -31,6 +32,8 @@ from .failures import (
     describe_returncode,
     headline,
 )
+from .unmatched import describe_others
+from .unmatched import explain as explain_unmatched
 
 HANG = Finding("hang", "a hang (--on-hang stop)")
 DEADLOCK = Finding("deadlock", "a deadlock")
@@ -98,7 +101,7 @@ def explain(state: RunState, failures: Sequence[Failure]) -> FailureReport | Non
     if state.status == "interrupted":
         return None
     if state.status == "timed out":
-        reluctant = [f"rank {r.rank} {_held_out(r)}" for r in state.ranks if _held_out(r)]
+        reluctant = [f"rank {r.rank} {how}" for r in state.ranks if (how := _held_out(r, state))]
         return FailureReport("timeout", -1, too_long(state), tuple(reluctant))
     if failures:
         return _of_rank(headline(failures), failures, state)
@@ -117,10 +120,10 @@ def too_long(state: RunState) -> str:
     return f"took longer than its timeout: {state.message}"
 
 
-def _held_out(rank: RankState) -> str:
+def _held_out(rank: RankState, state: RunState) -> str:
     """Describe how a rank ended that did not stop when it was asked."""
     if rank.status == "failed":
-        return line(rank)
+        return line(rank, state)
     return "had to be killed" if rank.returncode == -signal.SIGKILL else ""
 
 
@@ -143,7 +146,13 @@ def _of_rank(cause: Failure, failures: Sequence[Failure], state: RunState) -> Fa
     stack = [f'  File "{f.filename}", line {f.line} in {f.function}' for f in frames]
     known = remedies("\n".join((cause.summary, details, *stack)))
     known += remedies_of_rank(rank, state)
-    if cause.is_secondary:
+    unmatched = explain_unmatched(rank, state, line_of_failure)
+    if unmatched:
+        kind, text, known = "communication", unmatched, (*known, SAME)
+    elif died and kind == "communication":
+        where = describe_others(rank, state, line_of_failure)
+        text, known = f"{text}; {where}" if where else text, (*known, SAME)
+    elif cause.is_secondary:
         kind, text = "communication", lost(state, text)
     memory = _held_on_gpu(rank, state) if kind == "cuda out of memory" else ""
     if kind != "cuda out of memory" and "memory" in kind + cause.summary:
@@ -240,13 +249,15 @@ def describe_endings(ended: str, state: RunState) -> str:
     return ", ".join(f"{format_ranks(ranks)} {status}" for status, ranks in groups.items())
 
 
-def line(rank: RankState) -> str:
+def line(rank: RankState, state: RunState) -> str:
     """Return the headline of one rank's failure, from the picture alone."""
-    return kind_and_line(rank)[1]
+    return kind_and_line(rank, state)[1]
 
 
-def kind_and_line(rank: RankState) -> tuple[str, str]:
+def kind_and_line(rank: RankState, state: RunState) -> tuple[str, str]:
     """Return the kind and the headline of one rank's failure, from the picture alone."""
+    if unmatched := explain_unmatched(rank, state, line_of_failure):
+        return "communication", unmatched
     raised = bool(rank.error) and not rank.has_left and (rank.returncode or 0) >= 0
     if raised or not rank.is_over:
         return diagnose(rank.error or "", "", None, rank.evidence, died=False)
@@ -409,8 +420,10 @@ def note(cause: Failure, state: RunState, report: FailureReport) -> str:
     seen = state.ranks[cause.rank].evidence
     unused = [each.text for each in seen if each.code == NO_GRADIENT]
     named = [f"nbtrain: {line}" for line in filter(None, [*unused, report.memory])]
+    is_unmatched = bool(explain_unmatched(state.ranks[cause.rank], state, line_of_failure))
+    subject = f"rank {cause.rank} " if is_unmatched else ""
     return "\n".join(
-        [text, *named, *([] if known else [f"nbtrain: {report.headline}"]), *report.advice]
+        [text, *named, *([] if known else [f"nbtrain: {subject}{report.headline}"]), *report.advice]
     )
 
 
@@ -435,8 +448,8 @@ def trouble(rank: RankState, state: RunState, width: int = 160) -> str:
     """Return what went wrong in a rank, in a line; empty if nothing did."""
     if is_only_echo(rank, state):
         return "lost its peers"
-    text = line(rank) if _has_failed(rank) else ""
-    if rank.has_lost_peers and text:
+    text = line(rank, state) if _has_failed(rank) else ""
+    if rank.has_lost_peers and text and not explain_unmatched(rank, state, line_of_failure):
         text = lost(state, text)
     alike = (r for r in state.ranks[: rank.rank] if text and r.error and r.error == rank.error)
     if (first := next(alike, None)) is not None and _has_failed(first):

@@ -210,7 +210,7 @@ def describe_failure(state: RunState) -> str:
     if not failed:
         return "no rank reported why"
     first = min(failed, key=lambda rank: rank.ended or 0.0)
-    return f"rank {first.rank}: {line(first)}"
+    return f"rank {first.rank}: {line(first, state)}"
 
 
 def _has_begun(rank: RankState) -> bool:

@@ -360,6 +360,9 @@ class Ended(Event):
     """What the rank saw of the cause (`nbtrain.worker.failure_evidence`)."""
     error_type: str = ""
     """As in `Failing`."""
+    collectives: tuple[tuple[int, str, str, bool], ...] = ()
+    """The last ones that it called in its default process group: number, name, shape as ``3x4``,
+    and whether it is still pending. Of a rank that returned, only the last number."""
 
 
 NO_VARIABLE = "no-variable"

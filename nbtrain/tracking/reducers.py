@@ -263,6 +263,7 @@ def _ended(rank: Draft, event: ev.Ended) -> Draft:
         "result": strip_escapes_by_line(event.result),
         "ended": event.time,
         "evidence": _evidence(event),
+        "collectives": event.collectives,
         "timeline": rank["timeline"].ended(
             event.time,
             has_failed=event.error is not None,

@@ -279,6 +279,8 @@ class RankState:
     """As in `events.Exited`."""
     evidence: tuple[Finding, ...] = ()
     """What the rank or its host saw of how it ended."""
+    collectives: tuple[tuple[int, str, str, bool], ...] = ()
+    """As in `events.Ended`."""
     saved: tuple[ev.ArtifactSaved, ...] = ()
     """What it saved for the notebook."""
     displayed: tuple[ev.Displayed, ...] = ()

@@ -143,7 +143,7 @@ def _trouble(state: RunState) -> tuple[str, int]:
     if rank is not None:
         place = verdict.line_of_failure(rank)
         head = f"rank {rank.rank}" + (f" at {place}" if place else "")
-        lines = [head, shorten(" ".join(verdict.line(rank).split()), 90)]
+        lines = [head, shorten(" ".join(verdict.line(rank, state).split()), 90)]
     else:
         note = state.notes[0] if state.flaw and state.notes else ""
         text = (header.trouble(state) or note).replace("`", "")

@@ -78,7 +78,7 @@ def next_step(state: RunState) -> str:
 
 def _after_failure(rank: RankState, state: RunState) -> str:
     """Return the remedy of a known error, else of its kind, else the line to change."""
-    kind, line = verdict.kind_and_line(rank)
+    kind, line = verdict.kind_and_line(rank, state)
     known = remedies(f"{line}\n{rank.error or ''}") or remedies_of_rank(rank, state)
     if known:
         return known[0]

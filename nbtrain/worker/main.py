@@ -169,7 +169,8 @@ def _run_and_report(
             value = _run_watched(job.plan.task, call)
             _finish_device_work(job)
             data = result_pickler.dump_result(value, job.shared_classes)
-            ended = ev.Ended(clock.now(), rank, result=short_repr(value))
+            called = failure_evidence.last_collective()
+            ended = ev.Ended(clock.now(), rank, result=short_repr(value), collectives=called)
             _save_result(spare, folder.result(rank), data)  # before what takes longer, and may fail
             if trouble := result_pickler.reading_trouble(data):
                 returned = ev.ArtifactSaved(
@@ -241,6 +242,7 @@ def _report_failure(
     now, headline = clock.now(), type(error).__name__
     error_type = headline
     evidence: ev.Evidence = ()
+    called = failure_evidence.last_collectives(job.folder.recorder(rank))
     writer.write(ev.Failing(now, rank, headline, error_type))
     try:
         captured = exceptions.capture(error, job.shared_classes, pickles=False)
@@ -255,7 +257,7 @@ def _report_failure(
         reason = f"its report could not be written: {type(second).__name__}: {second}"
         is_full = getattr(second, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
         evidence = (*evidence, (DISK_FULL if is_full else "", reason))
-    writer.write(ev.Ended(clock.now(), rank, headline, None, evidence, error_type))
+    writer.write(ev.Ended(clock.now(), rank, headline, None, evidence, error_type, called))
 
 
 def _run_watched(task: Task, call: Callable[[Task], Any]) -> Any:

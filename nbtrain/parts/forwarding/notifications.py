@@ -82,5 +82,5 @@ def reason(state: RunState) -> str:
     """Return why a run failed, was stopped, or hangs; empty for one that is well."""
     culprit = verdict.culprit(state)
     if culprit is not None and state.status == "failed":
-        return f"rank {culprit.rank}: {verdict.line(culprit)}"
+        return f"rank {culprit.rank}: {verdict.line(culprit, state)}"
     return state.explanation or state.hang

@@ -221,7 +221,7 @@ def _is_restarted(state: RunState) -> bool:
 
 def _failure(rank: RankState, state: RunState) -> str:
     """Draw a failure: rank and line, the exception, what to change, and the other ranks."""
-    line = verdict.line(rank)
+    line = verdict.line(rank, state)
     place = verdict.line_of_failure(rank)
     head = f"rank {rank.rank}" + (f" at {place}" if place else "")
     seen = (each.text for each in rank.evidence if not line.startswith(each.text))

@@ -243,10 +243,11 @@ def is_in_group() -> bool:
 def collectives() -> int:
     """Return how many collectives this process has begun, in any group."""
     world: Any = sys.modules["torch.distributed.distributed_c10d"]._world  # seen in 2.4 to 2.13
-    return sum(map(_begun_in, list(world.pg_map)))
+    return sum(map(begun_in, list(world.pg_map)))
 
 
-def _begun_in(group: Any) -> int:
+def begun_in(group: Any) -> int:
+    """Return how many collectives this process has begun in a group."""
     try:
         return int(group._get_sequence_number_for_group())
     except RuntimeError:  # a group of several backends, or of one by its device ("cpu:gloo")
