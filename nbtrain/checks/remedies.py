@@ -61,6 +61,11 @@ _KNOWN = {
         "A BatchNorm got a batch of one sample, often the last batch of an epoch: "
         "DataLoader(…, drop_last=True) leaves that batch out."
     ),
+    "fork\\(\\) called from a process already using GNU OpenMP": (
+        "The notebook has run a parallel function of numba, whose threads a forked rank lacks. "
+        "Start fresh processes: `%%distributed --engine spawn`. Or restart the kernel, and set "
+        "NUMBA_THREADING_LAYER=workqueue in the environment before numba is imported."
+    ),
     r"os\._exit\(": (
         "os._exit ends a process at once, so the rank returns nothing. To end it early, return "
         "from the function, or raise an exception."
@@ -82,6 +87,13 @@ _WAIT = (
 )
 
 
+_JOIN_FIRST = (
+    "The ranks have not joined each other. If another rank writes the file: make an "
+    "`Accelerator()` at the beginning, and call accelerator.wait_for_everyone() on every rank "
+    "between writing and reading."
+)
+
+
 _FEWER = (
     "Probably a rank had fewer batches than the others; each needs the same number. "
     "accelerator.prepare(loader) and DistributedSampler see to it, and drop_last=True does if the "
@@ -98,7 +110,9 @@ def remedies_of_rank(rank: RankState, state: RunState) -> tuple[str, ...]:
             return (_FEWER,)
     first = state.ranks[0]
     alone = rank.rank > 0 and (not first.error or first.has_lost_peers)
-    return (_WAIT,) if alone and _UNFINISHED.search(rank.error or "") else ()
+    if not (alone and _UNFINISHED.search(rank.error or "")):
+        return ()
+    return (_WAIT if rank.collectives else _JOIN_FIRST,)
 
 
 def remedies(text: str) -> tuple[str, ...]:

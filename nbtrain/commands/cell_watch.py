@@ -15,6 +15,7 @@ import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..lifecycle import run
 from ..system import accelerator_guard, accelerator_hooks
 from ..system.instrumentation import patch
 from ..system.text import shorten
@@ -145,6 +146,9 @@ class CellWatch:
         self._expecting = False
         if self._stack:
             cell = self._stack.pop()
+            for refusal in run.take_refusals():
+                if result.success:
+                    print(f"nbtrain: a launch was refused, and the cell caught it: {refusal}")
             if cell.number is not None and not result.success:
                 self.failures[cell.number] = self._line_of_failure(result.error_in_exec)
                 self._explain_name(result.error_in_exec)

@@ -52,7 +52,7 @@ from . import background
 from .follower import Follower
 from .launch_sides import launch_sides
 from .restarts import run_attempts
-from .run import Run, conclude, draw_live, earlier, going_on, let_go, remember
+from .run import Run, conclude, draw_live, earlier, going_on, let_go, refusals_kept, remember
 from .run_info import manifest
 from .supervisor import Interrupts, Supervisor
 
@@ -69,6 +69,7 @@ START_PATIENCE = 20.0
 """Seconds that a cell waits until the ranks of a run in the background were started."""
 
 
+@refusals_kept()
 def launch(
     function: Callable[..., Any],
     /,
@@ -185,6 +186,7 @@ def launch(
     return run_plan(Plan(call, call.name, **plan_fields(given)), notes)
 
 
+@refusals_kept()
 def notebook_launcher(
     function: Callable[..., Any],
     args: Any = (),
@@ -262,6 +264,7 @@ def _requested_port(use_port: str | int | None) -> int | None:
     return int(text)
 
 
+@refusals_kept()
 @launch_log.recorded()
 def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | None = None) -> Run:
     """Resolve a plan, check it, prepare its engine, execute it; return the run, or raise its error.

@@ -362,7 +362,8 @@ class Ended(Event):
     """As in `Failing`."""
     collectives: tuple[tuple[int, str, str, bool], ...] = ()
     """The last ones that it called in its default process group: number, name, shape as ``3x4``,
-    and whether it is still pending. Of a rank that returned, only the last number."""
+    and whether it is still pending. Of a rank that returned, only the last number; without a group
+    nothing."""
 
 
 NO_VARIABLE = "no-variable"

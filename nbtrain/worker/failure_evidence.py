@@ -92,13 +92,19 @@ RECORDER_TIMEOUT_S = 1.0
 
 def last_collectives(recorder: Path) -> Collectives:
     """Return the last collectives of the default group, by this rank's own recorder."""
+    if not is_in_group():
+        return ()
     with contextlib.suppress(Exception):
-        record = collectives.fetch(recorder, RECORDER_TIMEOUT_S) if is_in_group() else None
+        record = collectives.fetch(recorder, RECORDER_TIMEOUT_S)
         groups = record.by_group if record is not None else {}
         names = (collectives.DEFAULT, collectives.DEFAULT + collectives.ON_NCCL)
-        last = max((groups.get(name, ()) for name in names), key=len)[-LAST_COLLECTIVES:]
-        return tuple((c.number, c.name, "x".join(map(str, c.shape or ())), c.pending) for c in last)
-    return ()
+        if last := max((groups.get(name, ()) for name in names), key=len)[-LAST_COLLECTIVES:]:
+            return tuple((c.number, c.name, _shown(c.shape), c.pending) for c in last)
+    return ((0, "", "", False),)
+
+
+def _shown(shape: tuple[int, ...] | None) -> str:
+    return "x".join(map(str, shape or ()))
 
 
 def evidence(error: BaseException) -> ev.Evidence:

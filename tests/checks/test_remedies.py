@@ -110,3 +110,10 @@ def test_a_rank_that_ends_early_is_given_a_remedy(batches: tuple[int, int]) -> N
     assert run is not None
     assert run.failure is not None
     assert any("`with model.join():`" in advice for advice in run.failure.advice)
+
+
+def test_a_fork_that_numba_refuses_is_told_two_ways_out() -> None:
+    log = "Terminating: fork() called from a process already using GNU OpenMP, this is unsafe."
+    (remedy,) = remedies(f"was killed by SIGTERM\n{log}")
+    assert "--engine spawn" in remedy
+    assert "NUMBA_THREADING_LAYER=workqueue" in remedy

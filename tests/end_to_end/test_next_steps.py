@@ -15,6 +15,7 @@ READS = {
         "from safetensors.torch import load, save; load(save({'a': torch.ones(99)})[:50])"
     ),
 }
+JOIN = "    torch.distributed.init_process_group('gloo')\n"
 WAIT = "call accelerator.wait_for_everyone(), or torch.distributed.barrier(), on every rank"
 
 
@@ -23,7 +24,7 @@ def test_a_file_that_another_rank_still_writes_is_to_be_waited_for(
     notebook: Notebook, name: str
 ) -> None:
     cell = f"    if nbtrain.rank() == 1:\n        {READS[name]}\n    time.sleep(60)\n"
-    out = notebook.run(f"%%distributed -n 2\ndef train():\n{cell}")
+    out = notebook.run(f"%%distributed -n 2\ndef train():\n{JOIN}{cell}")
     assert out.ename not in ("", "KeyboardInterrupt")
     assert WAIT in out.traceback
     page = (out.updates or out.displays)[-1]["text/html"]
@@ -78,3 +79,57 @@ def test_workers_that_have_nothing_of_the_notebook_are_to_be_forked(
     assert not notebook.run(
         "%%distributed -n 1\nfor x in DataLoader(Own(), num_workers=1): pass"
     ).ename
+
+
+FILE = """%%distributed -n 2
+from accelerate import Accelerator
+def train(joins={joins}):
+    import pathlib, time
+    file = pathlib.Path("written-by-rank-0.txt")
+    if joins:
+        accelerator = Accelerator()
+    if nbtrain.rank() == 0:
+        time.sleep(0 if joins else 60)
+        file.write_text("x")
+    if joins:
+        accelerator.wait_for_everyone()
+    return file.read_text()
+"""
+
+
+def test_ranks_that_never_joined_are_to_join_before_they_wait_for_a_file(
+    notebook: Notebook,
+) -> None:
+    out = notebook.run(FILE.format(joins=False))
+    assert out.ename == "FileNotFoundError"
+    assert "make an `Accelerator()` at the beginning, and call" in out.traceback
+    assert WAIT not in out.traceback
+    out = notebook.run(FILE.format(joins=True))
+    assert not out.ename, out.traceback
+    assert notebook.value("nbtrain.last_run().results") == ["x", "x"]
+
+
+@pytest.mark.parametrize("refused", ["train, num_processes=2", "train, num_processes=-1"])
+def test_a_refusal_that_the_cell_catches_is_on_the_page(notebook: Notebook, refused: str) -> None:
+    notebook.run("import torch.distributed as dist\ndef train():\n    return nbtrain.rank()")
+    alone = "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)"
+    notebook.run(alone)
+    call = f"nbtrain.launch({refused})"
+    out = notebook.run(f"try:\n    {call}\nexcept Exception as error:\n    caught = str(error)")
+    assert "a launch was refused, and the cell caught it" in out.stdout
+    assert notebook.value("caught") in out.stdout
+    out = notebook.run(call)
+    assert out.ename in ("PlanError", "PreflightError")
+    assert "the cell caught it" not in out.stdout
+
+
+def test_with_a_process_group_in_the_notebook_fresh_processes_train(notebook: Notebook) -> None:
+    notebook.run("import torch.distributed as dist")
+    notebook.run("dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)")
+    cell = "\ndef train():\n    return nbtrain.rank()"
+    out = notebook.run(f"%%distributed -n 2{cell}")
+    assert out.ename == "PreflightError"
+    magic = out.evalue.partition("processes: `")[2].partition("`")[0]
+    out = notebook.run(f"{magic} -n 2{cell}")
+    assert not out.ename, out.traceback
+    assert notebook.value("dist.get_world_size(), nbtrain.last_run().results") == (1, [0, 1])

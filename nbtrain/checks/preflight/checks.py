@@ -44,10 +44,11 @@ def disabled(facts: Facts) -> Iterator[Finding]:
 
 
 _RESTART = "Restart the kernel and initialise it only inside the training function"
-_SPAWN = (
-    "or start the ranks as fresh processes: `%%distributed --engine spawn` "
-    '(`nbtrain.launch(..., engine="spawn")`).'
+_FRESH = (
+    "start the ranks as fresh processes: `%%distributed --engine spawn` "
+    '(`nbtrain.launch(..., engine="spawn")`)'
 )
+_SPAWN = f"or {_FRESH}."
 
 
 def initialized(facts: Facts) -> Iterator[Finding]:
@@ -139,7 +140,8 @@ def process_group(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "process-group",
             "The notebook itself belongs to a process group (torch.distributed is initialized).",
-            "Call torch.distributed.destroy_process_group() in a cell, then launch again.",
+            f"To keep it, {_FRESH}. Or call torch.distributed.destroy_process_group() in a cell, "
+            "then launch again.",
             "refuse",
         )
 

@@ -9,6 +9,7 @@ makes only its pool of processes anew after a fork).
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -54,3 +55,17 @@ def renew(pools: Iterable[ThreadPoolExecutor]) -> None:
     for pool in pools:
         for name, make in _PARTS.items():
             setattr(pool, name, make())
+    for name in _LOKY:
+        module: Any = sys.modules.get(name)
+        executor = getattr(module, "_executor", None)
+        if executor is not None:
+            _kept.append(executor)
+            module._executor = None
+
+
+_LOKY = ("joblib.externals.loky.reusable_executor", "loky.reusable_executor")
+"""Modules that keep joblib's pool of processes for the next call (joblib 1.5, loky 3.5). A thread
+hands the tasks to these processes, so in a child its next call waited for ever."""
+
+_kept: list[Any] = []
+"""Pools of the parent's processes: freed in a child, they would end them."""

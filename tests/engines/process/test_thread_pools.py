@@ -117,3 +117,27 @@ def test_threads_and_pools_of_another_make_are_left_alone() -> None:
         done.set()
         pool.shutdown(wait=False)
         thread.join()
+
+
+SCORES = """
+import joblib, numpy as np
+from sklearn.linear_model import LinearRegression
+from sklearn.model_selection import cross_val_score
+def scores():
+    x = np.arange(24.0).reshape(12, 2)
+    return cross_val_score(LinearRegression(), x, x.sum(1), cv=3, n_jobs=2).round(3).tolist()
+"""
+
+
+def test_a_pool_of_joblibs_that_the_notebook_used_works_in_ranks_and_after_them(
+    notebook: Notebook,
+) -> None:
+    pytest.importorskip("sklearn", reason="needs scikit-learn")
+    notebook.run(SCORES)
+    assert notebook.value("scores()") == [1.0] * 3
+    out = notebook.run("%%distributed -n 2\ndef train():\n    return scores()", timeout=60)
+    assert not out.ename, out.traceback
+    assert notebook.value("nbtrain.last_run().results") == [[1.0] * 3] * 2
+    assert notebook.value("scores()") == [1.0] * 3
+    notebook.run("from joblib.externals.loky import get_reusable_executor")
+    notebook.run("get_reusable_executor().shutdown(wait=True)")
