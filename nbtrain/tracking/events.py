@@ -364,6 +364,9 @@ NO_VARIABLE = "no-variable"
 OTHER_VARIABLE = "other-variable"
 """The code of an argument that was updated, where a variable of its name is another model."""
 
+SAME = "same"
+"""The code of a model in which no value changed: the ranks have only cast it."""
+
 IN_PART = "in-part"
 """The code of weights that were loaded only in part."""
 
@@ -404,7 +407,7 @@ class ArtifactLoaded(Event, kind="loaded"):
     trouble: str = ""
     """Why it could not be loaded."""
     code: str = ""
-    """`NO_VARIABLE`, `IN_PART` or "" of a trouble; without one `OTHER_VARIABLE` or ""."""
+    """`NO_VARIABLE`, `IN_PART` or "" of a trouble; else `OTHER_VARIABLE`, `SAME` or ""."""
 
 
 @dataclass(frozen=True)

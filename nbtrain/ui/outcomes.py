@@ -70,10 +70,14 @@ def artifact_lines(state: RunState) -> list[str]:
         if last.trouble:
             lines.append(f"⚠ {ev.not_updated(last)}")
             continue
+        if loaded is not None and loaded.code == ev.SAME:
+            continue
         is_value = saved.what == "value"
         ranks, size = format_ranks([r for r, _ in sent]), format_bytes(sum(s.size for _, s in sent))
-        content = {"model": f"{format_count(saved.parameters)} parameters", "value": "value"}
-        label = f"{name}: {content.get(saved.what, 'state')}"
+        content = "value" if is_value else "state"
+        if saved.parameters:
+            content = f"{format_count(saved.parameters)} parameters"
+        label = f"{name}: {content}"
         if loaded is not None:
             if saved.adapters:
                 label = label.replace(": ", f": PEFT's adapter {saved.adapters} added, ", 1)

@@ -14,28 +14,10 @@ from ...errors import NbtrainError
 from ...planning.task_values import is_model, is_optimizer, is_scheduler, public
 from . import weights
 from .tensor_kinds import is_lazy, is_strided
+from .wrappers import unwrapped
 
 Part = tuple[str, str, str]
 """The name of a variable; "", "optimizer", "module", "tensor" or "parameter"; and which one."""
-
-_INSIDE = {
-    "DistributedDataParallel": "module",
-    "DataParallel": "module",
-    "FullyShardedDataParallel": "module",
-    "OptimizedModule": "_orig_mod",
-    "AcceleratedOptimizer": "optimizer",
-}
-"""Wrappers of models and optimizers, and where they keep what they wrap."""
-
-
-def unwrapped(value: Any, *, but: str = "") -> Any:
-    """Return a model or an optimizer without what training libraries put around it.
-
-    `but` names a class of theirs that stays.
-    """
-    while type(value).__name__ in _INSIDE and type(value).__name__ != but:
-        value = getattr(value, _INSIDE[type(value).__name__])
-    return value
 
 
 def with_state(values: Mapping[str, Any]) -> dict[str, Any]:

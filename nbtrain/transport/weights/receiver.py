@@ -25,9 +25,9 @@ from ...tracking.run_folder import RunFolder
 from ...tracking.state import RunState
 from .. import result_pickler
 from . import parts, weights
-from .parts import unwrapped
 from .sender import QUICK
 from .weight_file import WeightReader
+from .wrappers import unwrapped
 
 
 class ResultReceiver:
@@ -88,7 +88,8 @@ class ResultReceiver:
         stamps = {sent.name: sent.stamp for sent in saved}
         launch, self._launch = self._launch or _Launch({}, {}, ()), None
         take = functools.partial(_take_weights, folder, names, stamps, self.objects(), troubles)
-        troubles.update(take(launch))
+        more, same = take(launch)
+        troubles.update(more)
         troubles |= launch.bound_anew(self.objects(), self._namespace, troubles)
         try:
             values, lost = _unpickled(folder, self)
@@ -102,8 +103,9 @@ class ResultReceiver:
             name: Finding(ev.OTHER_VARIABLE, "")
             for name, value in self.objects().items()
             if is_model(value) and is_model(own := self._namespace.get(name))
-            if not _ids(own) & _ids(value)  # neither in a wrapper, nor a part of it
+            if unwrapped(own) is not value and not _ids(own) & _ids(value)  # nor a part of it
         }
+        fine |= {name: Finding(ev.SAME, "") for name in same}
         now, unknown = clock.now(), Finding("", "")
         return [
             ev.ArtifactLoaded(now, -1, name, trouble.text, trouble.code)
@@ -217,14 +219,16 @@ def _take_weights(
     objects: Mapping[str, Any],
     lost: Mapping[str, Finding],
     launch: _Launch,
-) -> dict[str, Finding]:
+) -> tuple[dict[str, Finding], list[str]]:
     """Load weights in place; return the reasons why some could not be, by name.
+
+    And the names of those in which no value changed.
 
     Every file is checked before any is loaded. What shares tensors with a model that cannot be
     loaded, or was `lost` in the rank, is not loaded either: else a part of that one would be
     changed.
     """
-    ready, troubles = {}, dict(lost)
+    ready, troubles, same = {}, dict(lost), list[str]()
     with contextlib.ExitStack() as files:
         opened = functools.partial(_opened, folder, stamps, files)
         for name in names:
@@ -238,11 +242,12 @@ def _take_weights(
                 if held := _held_back(objects[name], objects, troubles):
                     raise NbtrainError(f"it belongs to `{held}`, which was not updated")
                 with _as_nbtrain_error():
-                    ready[name]()
+                    if not ready[name]():
+                        same.append(name)
             except NbtrainError as error:
                 code = ev.IN_PART if isinstance(error, weights.PartlyLoaded) else ""
                 troubles[name] = Finding(code, str(error))
-    return troubles
+    return troubles, same
 
 
 def _add_what_shares_tensors(
@@ -284,7 +289,7 @@ def _opened(
 
 def _loading(
     opened: Callable[[str], WeightReader], name: str, target: Any, launch: _Launch | None = None
-) -> Callable[[], None]:
+) -> Callable[[], bool]:
     """Return what loads weights in place; at the end of a run, as they were at its `launch`.
 
     Raises `NbtrainError` if they cannot be loaded.

@@ -37,17 +37,15 @@ from ..job import Job
 from . import parts, weights
 from .fingerprints import fingerprints
 from .model_changes import ModelAtStart
-from .parts import unwrapped
 from .tensor_kinds import size_of
 from .weight_file import WeightFile, save, stamp
+from .wrappers import FSDP, plain_name, plain_paths, unwrapped
 
 QUICK = 512 << 20
 """Bytes of weights that are saved after a failure or an interrupt: there is little time."""
 
 LARGEST = 1 << 30
 """Bytes of an optimizer's state that are copied back unasked: most optimizers serve one run."""
-
-_FLAT = "FullyShardedDataParallel"
 
 
 class ResultSender:
@@ -65,7 +63,7 @@ class ResultSender:
         self._shared, self._is_live = job.shared_classes, job.is_live
         self._returned = returned(plan)
         if self._is_live:  # what a task before wrapped; FSDP puts its own together
-            self._returned = {n: unwrapped(v, but=_FLAT) for n, v in self._returned.items()}
+            self._returned = {n: unwrapped(v, but=FSDP) for n, v in self._returned.items()}
         # In the kernel, the notebook has them already.
         self._objects = {} if job.in_kernel else self._returned
         self._before = {name: self._mark(value) for name, value in self._objects.items()}
@@ -111,7 +109,7 @@ class ResultSender:
     def _mark(self, value: Any) -> Any:
         with contextlib.suppress(Exception):  # a model of a kind that cannot be asked: it is sent
             if self._rank == 0 and is_model(value) and not self._is_live:
-                return fingerprints(weights.named_tensors(value))
+                return fingerprints(weights.contents(value))
         return {}
 
     def _look_at_models(self) -> None:
@@ -220,6 +218,17 @@ class ResultSender:
         if start is None:  # of a kind that cannot be asked
             return weights.changes(model, tensors, self._before[name], entire=entire)
         before = start.renamed(self._before[name], model)
+        if lost := weights.lost_states(model, before):
+            places = ", ".join(f"`{f'{name}.{path}'.rstrip('.')}`" for path in lost)
+            text = (
+                f"The extra state of {places} has values of classes that torch.load does not "
+                "allow, so it is lost when the ranks end."
+            )
+            remedy = (
+                f"Return `{name}.state_dict()` from the function, and load it in the notebook with "
+                f"`{name}.load_state_dict`."
+            )
+            self._writer.write(ev.RunNote.of(Finding("not-copied-back", text, remedy)))
         ready = weights.changes(model, tensors, before, entire=entire)
         remedy = ""
         with contextlib.suppress(Exception):  # of a kind that nobody knows: nothing is advised
@@ -305,7 +314,7 @@ class ResultSender:
         size, value = path.stat().st_size, self._objects[name]
         found = () if self._is_live else ready.about.get("adapters", ())
         new = ", ".join(f"`{each['name']}`" for each in found)
-        known = {weights.plain_name(n) for n, _ in value.named_parameters()} if count else set()
+        known = weights.parameter_names(value) if count else set()
         spoiled = next((n for n in not_finite if n in known), "")  # a mask, a buffer, may be -inf
         about = {"what": kind, "parameters": count, "size": size, "stamp": stamp(path)}
         self._report(name, **about, not_finite=spoiled, adapters=new)
@@ -325,7 +334,7 @@ class ResultSender:
     def _flat_root(self, module: Any) -> Any:
         """Return what FSDP version 1 can put together: the model's wrapper, or the model."""
         wrappers = [wrapper for model, wrapper in self._flattened if model is module]
-        inside = any(type(part).__name__ == _FLAT for part in module.modules())
+        inside = any(type(part).__name__ == FSDP for part in module.modules())
         return wrappers[-1] if wrappers else module if inside else None
 
     def _gathered(self, module: Any) -> dict[str, Any] | None:
@@ -451,7 +460,7 @@ def _gathered_flat(root: Any, module: Any, *, keep: bool) -> dict[str, Any] | No
     And in those that did not get them. On the CPU not by its state_dict: with ``offload_to_cpu``
     that reads freed memory, and the rank dies (SIGSEGV; torch 2.13).
     """
-    flat = next(part for part in root.modules() if type(part).__name__ == _FLAT)
+    flat = next(part for part in root.modules() if type(part).__name__ == FSDP)
     if getattr(flat, "compute_device", None) == sys.modules["torch"].device("cpu"):
         with type(flat).summon_full_params(root, writeback=False):
             tensors = weights.named_tensors(module) if keep else {}
@@ -464,5 +473,6 @@ def _gathered_flat(root: Any, module: Any, *, keep: bool) -> dict[str, Any] | No
     world_rank = sys.modules["torch.distributed"].get_rank()
     if world_rank or not keep:  # torch gives the whole to the first rank of all nodes only
         return None
-    buffers = {weights.plain_name(n): b.detach().cpu() for n, b in module.named_buffers()}
-    return {**buffers, **{weights.plain_name(name): tensor for name, tensor in state.items()}}
+    buffers = {name: buffer.detach().cpu() for name, buffer in module.named_buffers()}
+    paths = plain_paths(module)
+    return {plain_name(name, paths): tensor for name, tensor in {**buffers, **state}.items()}
