@@ -138,11 +138,12 @@ class _Launch:
         changed = list[str]()
         with contextlib.suppress(Exception):  # as above
             changed = weights.changed_names(value, self._marks[name])
-        # A model in shared memory is trained where it is.
-        if not changed or (is_model(value) and weights.has_content(value, file, changed)):
+        unsaved = file.about.get("unchanged", {})
+        changed = [n for n in changed if unsaved.get(n) != weights.SHARED]  # the ranks did
+        if not changed:
             return
         kind = weights.kind_of(value)
-        alone = next((n for n in changed if n in file.about.get("unchanged", ())), None)
+        alone = next((n for n in changed if n in unsaved), None)
         if alone is None:
             remedy = f"run.load({kind}) loads what the run saved"
         else:

@@ -11,7 +11,7 @@ import contextlib
 import errno
 import pickle
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from ...planning.task_values import (
 )
 from ...system.files import write_atomically
 from ...system.instrumentation import patch
+from ...system.processes import shared_memory_spans
 from ...tracking import clock
 from ...tracking import events as ev
 from ...tracking.event_log import EventWriter
@@ -37,7 +38,7 @@ from ..job import Job
 from . import parts, weights
 from .fingerprints import fingerprints
 from .model_changes import ModelAtStart
-from .tensor_kinds import size_of
+from .tensor_kinds import address, size_of
 from .weight_file import WeightFile, save, stamp
 from .wrappers import FSDP, plain_name, plain_paths, unwrapped
 
@@ -67,6 +68,8 @@ class ResultSender:
         # In the kernel, the notebook has them already.
         self._objects = {} if job.in_kernel else self._returned
         self._before = {name: self._mark(value) for name, value in self._objects.items()}
+        is_asked = rank == 0 and not self._is_live
+        self._addresses = _addresses(self._objects.values()) if is_asked else {}
         self._at_start: dict[str, ModelAtStart] = {}
         """Optimizers that have made a step: what they train is as it will be."""
         if rank == 0:
@@ -213,11 +216,32 @@ class ResultSender:
     def _changes(
         self, name: str, tensors: Mapping[str, Any], *, entire: bool = False
     ) -> WeightFile | None:
-        """Return what is sent of a model; None for nothing."""
+        """Return what is sent of a model; None for nothing.
+
+        Without what is in memory that the notebook shares: other ranks may have trained it since.
+        """
+        shared = self._shared_names(tensors)
+        before = {n: mark for n, mark in self._before[name].items() if n not in shared}
+        tensors = {n: tensor for n, tensor in tensors.items() if n not in shared}
+        ready = self._changes_of_own(name, tensors, before, entire)
+        if ready is None or not shared:
+            return ready
+        unchanged = {**ready.about["unchanged"], **dict.fromkeys(shared, weights.SHARED)}
+        return replace(ready, about={**ready.about, "unchanged": unchanged})
+
+    def _shared_names(self, tensors: Mapping[Any, Any]) -> list[Any]:
+        own = {n: (id(t), address(t)) for n, t in tensors.items() if id(t) in self._addresses}
+        places = {n: at for n, (key, at) in own.items() if at and self._addresses[key] == at}
+        spans = shared_memory_spans() if places else []
+        return [n for n, at in places.items() if any(begin <= at < end for begin, end in spans)]
+
+    def _changes_of_own(
+        self, name: str, tensors: Mapping[str, Any], before: Mapping[str, Any], entire: bool
+    ) -> WeightFile | None:
         model, start = self._objects[name], self._at_start.get(name)
         if start is None:  # of a kind that cannot be asked
-            return weights.changes(model, tensors, self._before[name], entire=entire)
-        before = start.renamed(self._before[name], model)
+            return weights.changes(model, tensors, before, entire=entire)
+        before = start.renamed(before, model)
         if lost := weights.lost_states(model, before):
             places = ", ".join(f"`{f'{name}.{path}'.rstrip('.')}`" for path in lost)
             text = (
@@ -249,8 +273,7 @@ class ResultSender:
             with contextlib.suppress(Exception):  # users' own classes: `--out` says why
                 return weights.of_scheduler(value)
             return None
-        states = [state for state in value.state.values() if isinstance(state, dict)]
-        parts = [part for state in states for part in state.values() if part is not None]
+        parts = _state_parts(value)
         has_moved = name in self._stepped and bool(parts)
         if not has_moved and _settings(value) == self._settings[name]:
             return None
@@ -259,6 +282,8 @@ class ResultSender:
         if not all(id(p) in known for group in value.param_groups for p in group["params"]):
             return None  # what it trains is not copied back either
         tensors = [part for part in parts if hasattr(part, "element_size")]
+        if self._shared_names(dict(enumerate(tensors))):
+            return None  # the notebook's has them
         is_apart = any(map(weights.is_sharded, tensors)) or any(map(self._is_in_parts, models))
         if not is_apart and sum(map(size_of, tensors)) <= LARGEST:
             with contextlib.suppress(Exception):  # a state of no known kind: `--out` says why
@@ -419,6 +444,22 @@ class ResultSender:
             f"there is no variable `{name}`. Local variables of a function end when it "
             f"returns. The run assigned: {', '.join(new[-8:]) or 'none'}"
         )
+
+
+def _addresses(values: Iterable[Any]) -> dict[int, int]:
+    """Return where tensors of models and optimizers are in the host's memory, by their ids."""
+    found = {}
+    for value in values:
+        with contextlib.suppress(Exception):  # one of a kind that cannot be asked
+            own = [*value.parameters(), *value.buffers()] if is_model(value) else None
+            parts = _state_parts(value) if own is None else own
+            found.update({id(t): address(t) for t in parts if hasattr(t, "element_size")})
+    return found
+
+
+def _state_parts(optimizer: Any) -> list[Any]:
+    states = [state for state in optimizer.state.values() if isinstance(state, dict)]
+    return [part for state in states for part in state.values() if part is not None]
 
 
 def _settings(value: Any) -> str:

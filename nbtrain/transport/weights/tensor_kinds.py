@@ -56,6 +56,13 @@ def is_block(tensor: torch.Tensor) -> bool:
     return is_strided(tensor) and not tensor.is_conj() and not tensor.is_neg()
 
 
+def address(tensor: torch.Tensor) -> int:
+    """Return where a block begins in the host's memory; 0 if a tensor is none, or elsewhere."""
+    if has_no_bytes(tensor) or tensor.device.type != "cpu" or not is_block(tensor):
+        return 0
+    return tensor.data_ptr()
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a file holds a tensor as it is."""
     return is_block(tensor) and str(tensor.dtype).removeprefix("torch.") in _PLAIN

@@ -45,6 +45,10 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
 
+SHARED = "in shared memory"
+"""Stands for the fingerprint of a tensor that the ranks train where the notebook has it."""
+
+
 class PartlyLoaded(NbtrainError):
     """A file failed while it was loaded: the model has some of its tensors, and not the others."""
 
@@ -340,17 +344,6 @@ def changed_names(value: Any, before: Mapping[str, Any]) -> list[str]:
     return [*names, *(name for name in now if name not in before)]
 
 
-def has_content(module: torch.nn.Module, file: WeightReader, names: Collection[str]) -> bool:
-    """Whether tensors of a module are those of a file, bit by bit."""
-    tensors, tied, saved = contents(module), file.about["tied"], {*file.names()}
-    sources = {name: tied.get(name, name) for name in names}
-    if not (tensors.keys() >= sources.keys() and saved.issuperset(sources.values())):
-        return False
-    kept = {name: fingerprint(tensor) for name, tensor in file.tensors({*sources.values()})}
-    here = fingerprints({name: tensors[name] for name in sources})
-    return all(here[name] == kept[source] for name, source in sources.items())
-
-
 def prepared_load(
     file: WeightReader, target: Any, *, is_handed_over: bool = False
 ) -> Callable[[], bool]:
@@ -556,8 +549,9 @@ def _changed_since(
     for name in tensors.keys() & unchanged.keys() - optional:
         tensor = tensors[name]
         if not has_no_bytes(tensor) and fingerprint(on_cpu(tensor)) != unchanged[name]:
+            reason = "is in shared memory" if unchanged[name] == SHARED else "did not change"
             yield (
-                f"`{name}` did not change in the run, so it was not saved, and the notebook's "
+                f"`{name}` {reason} in the run, so it was not saved, and the notebook's "
                 f"`{name}` differs from the run's"
             )
 

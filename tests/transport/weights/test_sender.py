@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -719,11 +720,79 @@ def test_only_a_model_that_is_another_one_since_the_launch_has_to_be_loaded(
     assert trained(notebook)
 
 
-def test_a_model_in_shared_memory_is_trained_where_it_is(recwarn: Any) -> None:
-    model = Net().share_memory()
-    run(fill, model, 4, background=True).wait()
+def _in_mapped_file(model: Any, tmp_path: Path) -> None:
+    for name, parameter in model.named_parameters():
+        size, shape = parameter.numel(), parameter.shape
+        file = torch.from_file(str(tmp_path / name), shared=True, size=size)
+        parameter.data = file.view(shape).copy_(parameter.data)
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(
+    "share",
+    [lambda model, _: model.share_memory(), lambda m, _: m.head.share_memory(), _in_mapped_file],
+    ids=["all", "a part", "a mapped file"],
+)
+def test_memory_that_the_ranks_share_is_not_copied_over_what_they_trained(
+    share: Any, background: bool, tmp_path: Path, recwarn: Any
+) -> None:
+    """Rank 1 trains on when rank 0 has sent what it has."""
+
+    def train(model: Any) -> None:
+        if os.environ["RANK"] == "0":
+            fill(model, 3)
+            return
+        events = Path(os.environ["NBTRAIN_RUN"]) / "rank-0000.jsonl"
+        wait_until(lambda: '"ended"' in events.read_text())
+        fill(model, 4)
+
+    model = Net()
+    share(model, tmp_path)
+    run(train, model, background=background).wait()
     assert (model.embed.weight == 4).all()
+    assert (model.norm.weight == (4 if model.norm.weight.is_shared() else 3)).all()
     assert not [w for w in recwarn if "not updated" in str(w.message)]
+
+
+class SharedAdam(torch.optim.Adam):
+    """Hogwild's: the ranks have one state, too."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        for group in self.param_groups:
+            for p in group["params"]:
+                zeros = [torch.zeros(shape).share_memory_() for shape in ((), p.shape, p.shape)]
+                self.state[p] = dict(zip(("step", "exp_avg", "exp_avg_sq"), zeros, strict=True))
+
+
+def test_a_state_that_the_ranks_share_is_the_notebooks() -> None:
+    model = Net().share_memory()
+    optimizer = SharedAdam(model.parameters())
+    state = next(iter(optimizer.state.values()))["step"]
+    run(lambda model, optimizer: steps(model, optimizer), model, optimizer)
+    assert state is next(iter(optimizer.state.values()))["step"]
+    assert state > 0
+
+
+def _in_ddp(model: Any) -> None:
+    torch.distributed.init_process_group("gloo")
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    wrapped(torch.arange(6)).sum().backward()
+    torch.distributed.barrier()
+    torch.optim.SGD(wrapped.parameters(), 0.1).step()
+
+
+def test_ddp_over_memory_that_the_ranks_share_is_named_with_what_helps() -> None:
+    model = Net().share_memory()
+    done = run(_in_ddp, model)
+    assert [f.code for f in done.state.findings] == ["shared-weights"]
+    assert done.state.flaw
+    line = done.state.notes[0].partition("launch: `")[2].partition("`")[0]
+    namespace = {"model": model}
+    exec(line, namespace)
+    done = run(_in_ddp, namespace["model"])
+    assert not done.state.flaw
+    assert "32 parameters updated" in text_summary.summary(done.state, 0)
 
 
 def test_what_a_run_did_not_change_and_the_notebook_did_is_named() -> None:
