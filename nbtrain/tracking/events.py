@@ -356,6 +356,8 @@ class Ended(Event):
     """What the rank saw of the cause (`nbtrain.worker.failure_evidence`)."""
     error_type: str = ""
     """As in `Failing`."""
+    checksum: str = ""
+    """Of the pickled result: what is short in the same way need not be equal. Older runs: none."""
 
 
 NO_VARIABLE = "no-variable"

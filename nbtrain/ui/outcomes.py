@@ -37,13 +37,13 @@ class Result(NamedTuple):
 
 def results(state: RunState) -> list[Result]:
     """Return what ranks returned, equal results in one row; empty if all returned None."""
-    by_result: dict[str, list[int]] = {}
+    by_result: dict[tuple[str, str], list[int]] = {}
     for rank in state.ranks:
         if rank.result is not None:
-            by_result.setdefault(rank.result, []).append(rank.rank)
-    if set(by_result) <= {"None"}:
+            by_result.setdefault((rank.result, rank.checksum), []).append(rank.rank)
+    if {text for text, _ in by_result} <= {"None"}:
         return []
-    rows = [Result(name_ranks(ranks, state), text) for text, ranks in by_result.items()]
+    rows = [Result(name_ranks(ranks, state), text) for (text, _), ranks in by_result.items()]
     more = len(rows) - RESULTS
     return [*rows[:RESULTS], *([Result("", plural(more, "more result"))] if more > 0 else [])]
 
