@@ -288,9 +288,12 @@ def _explained(plan: Plan, packing: Packing, error: Exception) -> str:
             dump(value)
         except Exception as reason:  # as above
             path, part = result_pickler.find_unpicklable(value, dump, name)
+            remedy = "Build it inside the training function."
+            if isinstance(part, types.FunctionType):  # what is in the way is inside already
+                remedy = "Define it in a file, and import it from there."
             return (
                 f"`{path}`, a {result_pickler.type_name(part)}, cannot be sent to a fresh process "
-                f"({reason}). {getattr(reason, 'remedy', 'Build it inside the training function.')}"
+                f"({reason}). {getattr(reason, 'remedy', remedy)}"
             )
     return f"the cell's variables cannot be sent to a fresh process together ({error})"
 
@@ -370,8 +373,8 @@ class Pickler(CodePickler):
                 packing.classes[obj] = None
         elif type(obj) is types.FunctionType:
             packing.files[obj.__code__.co_filename] = None
-            if hasattr(obj, "_torchdynamo_orig_callable"):
-                raise TypeError("it was compiled: call torch.compile in the training function")
+            if hasattr(obj, result_pickler.COMPILED):
+                raise CompiledError("it was compiled")
         else:
             refuse_what_belongs_to_one_process(obj)
             reduced = _reduced(obj, packing)
@@ -395,6 +398,12 @@ class Probe(Pickler):
     def persistent_id(self, obj: Any) -> Any:
         torch = sys.modules["torch"]
         return "data" if torch.is_storage(obj) else None
+
+
+class CompiledError(TypeError):
+    """What torch.compile made of a function belongs to one process."""
+
+    remedy = "Call torch.compile in the training function."
 
 
 class OnDeviceError(TypeError):
