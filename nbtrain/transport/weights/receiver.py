@@ -148,8 +148,8 @@ class _Launch:
             remedy = f"run.load({kind}) loads what the run saved"
         else:
             remedy = (
-                f"The run did not change `{alone}`, so its file does not have it. Make the {kind} "
-                f"as it was at the launch, then call run.load({kind}, {name!r})"
+                f"The run did not change {weights.shown_name(alone)}, so its file does not have "
+                f"it. Make the {kind} as it was at the launch, then call run.load({kind}, {name!r})"
             )
         raise NbtrainError(
             f"the notebook changed it after the launch, so it keeps the notebook's values. {remedy}"

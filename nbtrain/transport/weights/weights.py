@@ -417,7 +417,7 @@ def _loading_tensors(
     saved = {**kinds, **{name: kinds[source] for name, source in tied.items()}}
     targets = {n: t for n, t in tensors.items() if n not in unchanged and n not in parts}
     trouble = [
-        *(_state_only_in_rank(name) for name in states if name not in parts),
+        *(_only_in_rank(name) for name in states if name not in parts),
         *_differences(targets, saved, optional),
         *(_only_in_rank(name) for name in unchanged if name not in {*tensors, *optional}),
         *(() if is_handed_over else _changed_since(tensors, unchanged, optional)),
@@ -511,13 +511,16 @@ def _kind(tensor: torch.Tensor, saved: _Kind) -> _Kind:
     return _kind_of(saved[0] if is_lazy(tensor) else shape_of(tensor), stored_kind(tensor))
 
 
-def _state_only_in_rank(name: str) -> str:
+def shown_name(name: str) -> str:
+    """Return how people are told of what a file has by a name."""
     path = name.removesuffix(_STATE)
-    return f"`{path}` has packed weights or an extra state in the rank, not in the notebook"
+    if path == name:
+        return f"`{name}`"
+    return f"the extra state of `{path}`" if path else "the extra state"
 
 
 def _only_in_rank(name: str) -> str:
-    return f"the rank has `{name}`, the notebook's object does not"
+    return f"the rank has {shown_name(name)}, the notebook's object does not"
 
 
 def _differences(
@@ -550,9 +553,10 @@ def _changed_since(
         tensor = tensors[name]
         if not has_no_bytes(tensor) and fingerprint(on_cpu(tensor)) != unchanged[name]:
             reason = "is in shared memory" if unchanged[name] == SHARED else "did not change"
+            shown = shown_name(name)
             yield (
-                f"`{name}` {reason} in the run, so it was not saved, and the notebook's "
-                f"`{name}` differs from the run's"
+                f"{shown} {reason} in the run, so it was not saved, and that of the notebook "
+                "differs from the run's"
             )
 
 
