@@ -228,6 +228,22 @@ def test_parts_that_the_ranks_wrap_are_updated(wrap: Any, recwarn: Any) -> None:
     assert not [w for w in recwarn.list if "not updated" in str(w.message)]
 
 
+nets: list[Any] = []
+
+
+def test_a_variable_that_refers_to_a_wrapped_part_refers_to_the_notebooks() -> None:
+    def train(agent: Any) -> None:
+        agent.nets["critic"] = torch.nn.DataParallel(agent.nets["critic"])
+        fill(agent, 2)
+        nets[:] = [agent.nets["critic"].module, agent.nets["module"]]
+
+    agent: Any = Agent()
+    run(train, agent, num_processes=1, out="nets")
+    assert nets == [agent.nets["critic"], agent.nets["module"]]
+    assert (nets[0].embed.weight == 2).all()
+    nets.clear()
+
+
 class Wrapper(torch.nn.Module):
     """One that nobody knows, with a part of a name that others use, too."""
 
@@ -752,6 +768,12 @@ def test_memory_that_the_ranks_share_is_not_copied_over_what_they_trained(
     assert (model.embed.weight == 4).all()
     assert (model.norm.weight == (4 if model.norm.weight.is_shared() else 3)).all()
     assert not [w for w in recwarn if "not updated" in str(w.message)]
+
+
+def test_what_a_fresh_process_has_a_copy_of_is_copied_back() -> None:
+    model = torch.nn.Linear(2, 2).share_memory()
+    run(lambda model: torch.nn.init.constant_(model.weight, 5) is None, model, engine="spawn")
+    assert (model.weight == 5).all()
 
 
 class SharedAdam(torch.optim.Adam):
