@@ -306,7 +306,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f" → {k}", v) for k, v in inspect.getclosurevars(value).nonlocals.items())
         # Those of functions inside it, too, and no names of attributes: private (2.2 to 3.1).
         used, known = cloudpickle.cloudpickle._extract_code_globals(code), value.__globals__
-        yield from ((f" → {k}", known[k]) for k in used if k in known)
+        yield from ((f" → {k}", known[k]) for k in used if known.get(k, value) is not value)
     elif isinstance(value, types.MethodType):
         yield ".__self__", value.__self__
     elif "_parameters" in getattr(value, "__dict__", ()):  # a torch module

@@ -246,7 +246,7 @@ def test_a_module_goes_by_its_name_whatever_its_class(notebook: Notebook, tmp_pa
 NAMED = {
     "def train(gate=Lock()): pass": "train(gate=…)",
     "def train(*, gate=Lock()): pass": "train(gate=…)",
-    "gate = Lock()\ndef train():\n    def inner(): gate\n    return inner": "train → gate",
+    "gate = Lock()\ndef train():\n    def inner(): train, gate\n    return inner": "train → gate",
     "def train(): pass\ntrain.gate = Lock()": "train.gate",
     "def train(): return train.gate\ntrain.gate = [Lock()]": "train.gate[0]",
 }
