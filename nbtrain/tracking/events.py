@@ -364,6 +364,8 @@ class Ended(Event):
     """The last ones that it called in its default process group: number, name, shape as ``3x4``,
     and whether it is still pending. Of a rank that returned, only the last number; without a group
     nothing."""
+    checksum: str = ""
+    """Of the pickled result: what is short in the same way need not be equal. Older runs: none."""
 
 
 NO_VARIABLE = "no-variable"
@@ -371,6 +373,9 @@ NO_VARIABLE = "no-variable"
 
 OTHER_VARIABLE = "other-variable"
 """The code of an argument that was updated, where a variable of its name is another model."""
+
+SAME = "same"
+"""The code of a model in which no value changed: the ranks have only cast it."""
 
 IN_PART = "in-part"
 """The code of weights that were loaded only in part."""
@@ -412,7 +417,7 @@ class ArtifactLoaded(Event, kind="loaded"):
     trouble: str = ""
     """Why it could not be loaded."""
     code: str = ""
-    """`NO_VARIABLE`, `IN_PART` or "" of a trouble; without one `OTHER_VARIABLE` or ""."""
+    """`NO_VARIABLE`, `IN_PART` or "" of a trouble; else `OTHER_VARIABLE`, `SAME` or ""."""
 
 
 @dataclass(frozen=True)

@@ -261,6 +261,7 @@ def _ended(rank: Draft, event: ev.Ended) -> Draft:
         "error": strip_escapes_by_line(event.error),
         "error_type": _error_type(event),
         "result": strip_escapes_by_line(event.result),
+        "checksum": event.checksum,
         "ended": event.time,
         "evidence": _evidence(event),
         "collectives": event.collectives,

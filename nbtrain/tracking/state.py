@@ -273,6 +273,8 @@ class RankState:
     error_type: str = ""
     """The name of the exception's class, or `events.OS_EXIT`."""
     result: str | None = None
+    checksum: str = ""
+    """As in `events.Ended`."""
     returncode: int | None = None
     cause: str = ""
     cause_code: str = ""

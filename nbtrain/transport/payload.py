@@ -64,17 +64,21 @@ class PackedPlan:
 
 
 def pack(
-    plan: Plan, *, is_fresh: bool = True, there: Mapping[int, Part] | None = None
+    plan: Plan,
+    *,
+    is_fresh: bool = True,
+    leaves_host: bool = False,
+    there: Mapping[int, Part] | None = None,
 ) -> PackedPlan:
     """Pack a plan for processes, `is_fresh` ones get this one's random states and settings, too.
 
-    Of what is `there`, by its id, only its name goes.
+    What `leaves_host` lacks the key by which processes of this host trust each other. Of what is `there`, by its id, only its name goes.
 
     Raises `PlanError` naming the variable that cannot go.
     """
     task = plan.task
     modules = submodules(task.source, task.namespace) if isinstance(task, Cell) else []
-    around = process_state.collect() if is_fresh else None
+    around = process_state.collect(with_key=not leaves_host) if is_fresh else None
     return _packed(_with_needed_names(plan), modules, around, there or {})
 
 
@@ -288,9 +292,12 @@ def _explained(plan: Plan, packing: Packing, error: Exception) -> str:
             dump(value)
         except Exception as reason:  # as above
             path, part = result_pickler.find_unpicklable(value, dump, name)
+            remedy = "Build it inside the training function."
+            if isinstance(part, types.FunctionType):  # what is in the way is inside already
+                remedy = "Define it in a file, and import it from there."
             return (
                 f"`{path}`, a {result_pickler.type_name(part)}, cannot be sent to a fresh process "
-                f"({reason}). {getattr(reason, 'remedy', 'Build it inside the training function.')}"
+                f"({reason}). {getattr(reason, 'remedy', remedy)}"
             )
     return f"the cell's variables cannot be sent to a fresh process together ({error})"
 
@@ -370,8 +377,8 @@ class Pickler(CodePickler):
                 packing.classes[obj] = None
         elif type(obj) is types.FunctionType:
             packing.files[obj.__code__.co_filename] = None
-            if hasattr(obj, "_torchdynamo_orig_callable"):
-                raise TypeError("it was compiled: call torch.compile in the training function")
+            if hasattr(obj, result_pickler.COMPILED):
+                raise CompiledError("it was compiled")
         else:
             refuse_what_belongs_to_one_process(obj)
             reduced = _reduced(obj, packing)
@@ -395,6 +402,12 @@ class Probe(Pickler):
     def persistent_id(self, obj: Any) -> Any:
         torch = sys.modules["torch"]
         return "data" if torch.is_storage(obj) else None
+
+
+class CompiledError(TypeError):
+    """What torch.compile made of a function belongs to one process."""
+
+    remedy = "Call torch.compile in the training function."
 
 
 class OnDeviceError(TypeError):

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
+import multiprocessing.util
 import random
 import sys
 import warnings
+from dataclasses import astuple, dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -29,7 +32,46 @@ _CUDNN_FLAGS = ("benchmark", "deterministic", "allow_tf32")
 """Settings of torch that are attributes."""
 
 
-def collect() -> dict[str, Any]:
+@dataclass(frozen=True)
+class _ProcessSettings:
+    """What multiprocessing sends to a process that it spawns; in force as soon as it is loaded.
+
+    The values that are loaded after it may need it: proxies of a manager connect, and modules may
+    read the arguments when they are imported.
+    """
+
+    argv: list[str]
+    authkey: bytes
+    """The key by which processes of one host trust each other; empty for another host."""
+    start_method: str | None
+    log_to_stderr: bool
+
+    def __reduce__(self) -> Any:
+        return _set_process, astuple(self)
+
+
+def _process_settings(with_key: bool) -> _ProcessSettings:
+    return _ProcessSettings(
+        [*sys.argv],
+        bytes(multiprocessing.current_process().authkey) if with_key else b"",
+        multiprocessing.get_start_method(allow_none=True),
+        bool(getattr(multiprocessing.util, "_log_to_stderr", False)),
+    )
+
+
+def _set_process(
+    argv: list[str], authkey: bytes, start_method: str | None, log_to_stderr: bool
+) -> None:
+    sys.argv[:] = argv
+    if authkey:
+        multiprocessing.current_process().authkey = authkey
+    if start_method in multiprocessing.get_all_start_methods():  # another system may lack it
+        multiprocessing.set_start_method(start_method, force=True)
+    if log_to_stderr:
+        multiprocessing.util.log_to_stderr()
+
+
+def collect(*, with_key: bool = True) -> dict[str, Any]:
     """Return this process's random states, and the settings that a training may depend on."""
     import torch
 
@@ -45,6 +87,7 @@ def collect() -> dict[str, Any]:
         with contextlib.suppress(RuntimeError):  # allow_tf32, beside torch's newer fp32_precision
             settings[name] = getattr(torch.backends.cudnn, name)
     return {
+        "process": _process_settings(with_key),
         "random": random.getstate(),
         "numpy": numpy.random.get_state() if numpy is not None else None,
         "torch": torch.get_rng_state(),

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import importlib
+import importlib.machinery
 import inspect
 import io
 import pickle
@@ -26,6 +29,9 @@ from ..system.text import format_bytes
 
 TRIED = 16 << 20
 """Bytes of a result that is unpickled in the rank, to see that the notebook can."""
+
+COMPILED = "_torchdynamo_orig_callable"
+"""What torch.compile sets on a function that it makes (torch 2.4 to 2.13); private."""
 
 _FILENAME = 10
 """The place of the file's name among the arguments of `types.CodeType` (Python 3.8 to 3.14)."""
@@ -60,12 +66,28 @@ class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]
         except SystemExit as error:  # of a user's __reduce__: nobody asked this process to end
             raise pickle.PicklingError(f"it calls sys.exit({error.code!r})") from error
 
+    @functools.cached_property
+    def _odd_modules(self) -> dict[int, str]:
+        """The names of modules that are objects of another class: cloudpickle knows no such."""
+        usual = (types.ModuleType, type(None))  # None: not to be imported
+        loaded = [*sys.modules.items()]
+        return {id(m): n for n, m in loaded if type(m) not in usual and _is_file(n)}
+
     def reducer_override(self, obj: Any) -> Any:
+        if name := self._odd_modules.get(id(obj)):
+            return importlib.import_module, (name,)
         if type(obj) is types.CodeType:
             make, arguments = self.dispatch_table[types.CodeType](obj)
             named = (*arguments[:_FILENAME], obj.co_filename, *arguments[_FILENAME + 1 :])
             return make, named
         return super().reducer_override(obj)
+
+
+def _is_file(name: str) -> bool:
+    """Whether a module can be imported again: the notebook may have put any object among them."""
+    top = name.partition(".")[0]
+    spec = getattr(sys.modules.get(top), "__spec__", None)
+    return spec is not None or importlib.machinery.PathFinder.find_spec(top) is not None
 
 
 class ResultPickler(CodePickler):
@@ -274,15 +296,22 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{k!r}]", v) for k, v in value.items())
     elif isinstance(value, (list, tuple)):
         yield from ((f"[{i}]", v) for i, v in enumerate(value))
-    elif isinstance(value, types.FunctionType):
+    elif isinstance(value, types.FunctionType) and not hasattr(value, COMPILED):
+        code, last = value.__code__, value.__defaults__ or ()
+        names = code.co_varnames[code.co_argcount - len(last) : code.co_argcount]
+        defaults = {**dict(zip(names, last, strict=True)), **(value.__kwdefaults__ or {})}
+        yield from ((f"({k}=…)", v) for k, v in defaults.items())
+        yield from ((f".{k}", v) for k, v in vars(value).items())
         with contextlib.suppress(ValueError):  # a closure that is not filled yet
-            used = inspect.getclosurevars(value)
-            yield from ((f" → {k}", v) for k, v in {**used.nonlocals, **used.globals}.items())
+            yield from ((f" → {k}", v) for k, v in inspect.getclosurevars(value).nonlocals.items())
+        # Those of functions inside it, too, and no names of attributes: private (2.2 to 3.1).
+        used, known = cloudpickle.cloudpickle._extract_code_globals(code), value.__globals__
+        yield from ((f" → {k}", known[k]) for k in used if known.get(k, value) is not value)
     elif isinstance(value, types.MethodType):
         yield ".__self__", value.__self__
     elif "_parameters" in getattr(value, "__dict__", ()):  # a torch module
         for kind in ("_parameters", "_buffers", "_modules"):
             yield from ((f".{k}", v) for k, v in vars(value).get(kind, {}).items())
         yield from ((f".{k}", v) for k, v in vars(value).items())
-    elif hasattr(value, "__dict__") and not isinstance(value, type):
+    elif hasattr(value, "__dict__") and not isinstance(value, (type, types.FunctionType)):
         yield from ((f".{k}", v) for k, v in vars(value).items())

@@ -37,13 +37,13 @@ class Result(NamedTuple):
 
 def results(state: RunState) -> list[Result]:
     """Return what ranks returned, equal results in one row; empty if all returned None."""
-    by_result: dict[str, list[int]] = {}
+    by_result: dict[tuple[str, str], list[int]] = {}
     for rank in state.ranks:
         if rank.result is not None:
-            by_result.setdefault(rank.result, []).append(rank.rank)
-    if set(by_result) <= {"None"}:
+            by_result.setdefault((rank.result, rank.checksum), []).append(rank.rank)
+    if {text for text, _ in by_result} <= {"None"}:
         return []
-    rows = [Result(name_ranks(ranks, state), text) for text, ranks in by_result.items()]
+    rows = [Result(name_ranks(ranks, state), text) for (text, _), ranks in by_result.items()]
     more = len(rows) - RESULTS
     return [*rows[:RESULTS], *([Result("", plural(more, "more result"))] if more > 0 else [])]
 
@@ -70,10 +70,14 @@ def artifact_lines(state: RunState) -> list[str]:
         if last.trouble:
             lines.append(f"⚠ {ev.not_updated(last)}")
             continue
+        if loaded is not None and loaded.code == ev.SAME:
+            continue
         is_value = saved.what == "value"
         ranks, size = format_ranks([r for r, _ in sent]), format_bytes(sum(s.size for _, s in sent))
-        content = {"model": f"{format_count(saved.parameters)} parameters", "value": "value"}
-        label = f"{name}: {content.get(saved.what, 'state')}"
+        content = "value" if is_value else "state"
+        if saved.parameters:
+            content = f"{format_count(saved.parameters)} parameters"
+        label = f"{name}: {content}"
         if loaded is not None:
             if saved.adapters:
                 label = label.replace(": ", f": PEFT's adapter {saved.adapters} added, ", 1)

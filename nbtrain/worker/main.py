@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import traceback
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,8 +170,13 @@ def _run_and_report(
             value = _run_watched(job.plan.task, call)
             _finish_device_work(job)
             data = result_pickler.dump_result(value, job.shared_classes)
-            called = failure_evidence.last_collective()
-            ended = ev.Ended(clock.now(), rank, result=short_repr(value), collectives=called)
+            ended = ev.Ended(
+                clock.now(),
+                rank,
+                result=short_repr(value),
+                collectives=failure_evidence.last_collective(),
+                checksum=f"{zlib.crc32(data):08x}",
+            )
             _save_result(spare, folder.result(rank), data)  # before what takes longer, and may fail
             if trouble := result_pickler.reading_trouble(data):
                 returned = ev.ArtifactSaved(

@@ -224,6 +224,64 @@ def test_a_variable_that_cannot_go_stops_the_launch_before_it(notebook: Notebook
     assert notebook.run("%%distributed -n 2 -e spawn\nrows = [1]\nsum(rows)").ename == ""
 
 
+def test_a_module_goes_by_its_name_whatever_its_class(notebook: Notebook, tmp_path: Path) -> None:
+    (tmp_path / "own_settings.py").write_text(
+        "import sys, threading\nclass Settings:\n    lock, rate = threading.Lock(), 0.5\n"
+        "sys.modules[__name__] = Settings()\n"
+    )
+    notebook.run(
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import own_settings as settings, torch, types\nfrom torch.backends import mkldnn\n"
+        "def seed_everything():\n    torch.backends.cudnn.deterministic = True\n"
+        "class Config:\n    rate = 0.25\n"
+        "sys.modules['made_here'] = made_here = Config()\n"  # no rank could import it
+        "def train():\n    seed_everything()\n    with settings.lock:\n"
+        "        return torch.backends.cudnn.deterministic, settings.rate, made_here.rate, "
+        "mkldnn is torch.backends.mkldnn, str(torch.ops)\n"
+        "run = nbtrain.launch(train, num_processes=1, engine='spawn')"
+    )
+    assert notebook.value("run.value == (True, 0.5, 0.25, True, str(torch.ops))")
+
+
+NAMED = {
+    "def train(gate=Lock()): pass": "train(gate=…)",
+    "def train(*, gate=Lock()): pass": "train(gate=…)",
+    "gate = Lock()\ndef train():\n    def inner(): train, gate\n    return inner": "train → gate",
+    "def train(): pass\ntrain.gate = Lock()": "train.gate",
+    "def train(): return train.gate\ntrain.gate = [Lock()]": "train.gate[0]",
+}
+
+
+def test_what_is_named_is_outside_of_the_function(notebook: Notebook) -> None:
+    notebook.run("from threading import Lock")
+    for source, named in NAMED.items():
+        out = notebook.run(f"{source}\nnbtrain.launch(train, num_processes=1, engine='spawn')")
+        assert out.ename == "PlanError", source
+        assert f"`{named}`, a _thread.lock, " in out.evalue
+        assert "Build it inside the training function." in out.evalue
+    compiled = "@torch.compile\ndef step(): pass\ndef train(): step()\n"
+    out = notebook.run(f"import torch\n{compiled}nbtrain.launch(train, engine='spawn')")
+    assert "`train → step`, a " in out.evalue
+    assert "Build it" not in out.evalue
+
+
+def test_a_fresh_process_has_what_multiprocessing_sends_to_its_own(notebook: Notebook) -> None:
+    out = notebook.run(
+        "import multiprocessing as mp, os, sys\n"
+        "argv, method = [*sys.argv], mp.get_start_method(allow_none=True)\n"
+        "sys.argv += ['--rate', '0.5']\n"
+        "mp.set_start_method('forkserver', force=True)\n"
+        "manager = mp.Manager()\nseen, told = manager.dict(), manager.Queue()\n"
+        "def train():\n    seen[os.environ['RANK']] = mp.get_start_method()\n"
+        "    told.put(sys.argv)\n"
+        "nbtrain.launch(train, num_processes=2, engine='spawn')\n"
+        "arrived = dict(seen), [told.get(), told.get()] == 2 * [sys.argv]\n"
+        "manager.shutdown()\nsys.argv[:] = argv\nmp.set_start_method(method, force=True)"
+    )
+    assert not out.ename, out.traceback
+    assert notebook.value("arrived") == ({"0": "forkserver", "1": "forkserver"}, True)
+
+
 def test_the_first_word_and_the_last_of_a_killed_rank_are_there() -> None:
     def train() -> None:
         print("last words")
@@ -434,7 +492,7 @@ def test_what_would_arrive_as_something_else_is_refused(notebook: Notebook) -> N
         ("computed.sum()", "`computed` is computed from tensors that need gradients"),
         (
             "compiled(1)",
-            "it was compiled: call torch.compile in the training function",
+            "Call torch.compile in the training function",
         ),
     ):
         out = notebook.run(f"%%distributed -n 1 -e spawn\n{cell}")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import nbtrain
 from nbtrain.commands import cli
@@ -20,9 +23,11 @@ from nbtrain.tracking.event_log import read_events
 from nbtrain.tracking.reducers import fold
 from nbtrain.tracking.run_folder import RunFolder
 from nbtrain.tracking.state import RankState, RunState
+from nbtrain.ui import outcomes
 from nbtrain.ui.board import board
 from nbtrain.ui.summary import summary
 from tests.support.kernel import Notebook
+from tests.support.runs import launch
 from tests.support.waiting import wait_until
 
 GIB = 1 << 30
@@ -283,3 +288,23 @@ def test_a_driver_that_does_not_answer_is_left_alone(
         may_answer.set()
     assert watch is not None
     wait_until(lambda: watch.is_over)
+
+
+@pytest.mark.parametrize(
+    ("result", "rows"),
+    [
+        ("torch.full((3,), float(rank % 2))", ["ranks 0, 2", "rank 1"]),
+        ("{'loss': 0.5 + rank * 1e-9}", ["rank 0", "rank 1", "rank 2"]),
+        ("'x' * 300 + str(min(rank, 1))", ["rank 0", "ranks 1–2"]),
+        ("[[[[rank]]]]", ["rank 0", "rank 1", "rank 2"]),
+        ("{n: torch.zeros(2) for n in 'abcdefghij'}", ["all ranks"]),
+        ("{'a', 'b', 1.5}", ["all ranks"]),
+    ],
+)
+def test_only_equal_results_share_a_row(result: str, rows: list[str]) -> None:
+    def task() -> Any:
+        return eval(result, {"rank": int(os.environ["RANK"]), "torch": torch})
+
+    run = launch(task, n=3)
+    assert [row.ranks for row in outcomes.results(run.state)] == rows
+    assert [row.ranks for row in outcomes.results(nbtrain.Run.open(run.folder).state)] == rows

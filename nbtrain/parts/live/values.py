@@ -16,8 +16,8 @@ from ...transport import result_pickler
 from ...transport.channel import written
 from ...transport.weights import parts
 from ...transport.weights.fingerprints import fingerprints
-from ...transport.weights.parts import unwrapped
 from ...transport.weights.weights import is_sharded
+from ...transport.weights.wrappers import unwrapped
 
 _DULL = (ModuleType, FunctionType, type)
 _SHELL = ("In", "Out", "exit", "quit", "get_ipython", "open")

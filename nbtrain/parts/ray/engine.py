@@ -350,7 +350,9 @@ class RayEngine(Engine):
             modules={**modules, "nbtrain": True, "torch": True},
         )
         client.send(Driver.place, request)
-        with contextlib.closing(payload.pack(plan)) as packed:  # while the nodes get ready
+        with contextlib.closing(
+            payload.pack(plan, leaves_host=True)
+        ) as packed:  # while the nodes get ready
             answer = client.answer(on_message=_printer(plan))
             self.notes = (*self.notes, *(Finding("node", text) for text in answer))
             path = packed.path.replace("/proc/self/", f"/proc/{os.getpid()}/")

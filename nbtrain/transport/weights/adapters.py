@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...errors import NbtrainError
+from .wrappers import plain_parts
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,7 @@ def adapters(module: torch.nn.Module) -> list[Adapter]:
     peft: Any = sys.modules.get("peft.tuners.tuners_utils")
     tuners: Any = getattr(sys.modules.get("peft.mapping"), "PEFT_TYPE_TO_TUNER_MAPPING", {})
     found = list[Adapter]()
-    for path, part in module.named_modules() if peft is not None else ():
+    for path, part in plain_parts(module).items() if peft is not None else ():
         configs = vars(part).get("peft_config")
         layers = [each for each in part.modules() if isinstance(each, peft.BaseTunerLayer)]
         if isinstance(part, peft.BaseTuner) or not isinstance(configs, dict) or not layers:
@@ -73,7 +74,7 @@ def insert(module: torch.nn.Module, new: Collection[Adapter]) -> None:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the rank has shown them
             for adapter in new:
-                part = module.get_submodule(adapter["path"])
+                part = plain_parts(module)[adapter["path"]]
                 config = peft.PeftConfig.from_peft_type(**adapter["config"])
                 start = getattr(config, "init_lora_weights", None)
                 if isinstance(start, str):  # a decomposition, or one that asks for data
@@ -82,7 +83,8 @@ def insert(module: torch.nn.Module, new: Collection[Adapter]) -> None:
                 if isinstance(start, str):
                     config.init_lora_weights = start
         for adapter in new:
-            for layer in module.get_submodule(adapter["path"]).modules():
+            part = plain_parts(module)[adapter["path"]]
+            for layer in part.modules():
                 if isinstance(layer, layer_type):
                     if layer.active_adapters != adapter["active"]:
                         layer.set_adapter(adapter["active"])
@@ -90,7 +92,7 @@ def insert(module: torch.nn.Module, new: Collection[Adapter]) -> None:
                     if not adapter["enabled"]:
                         layer.enable_adapters(False)
             if adapter.get("of_transformers"):
-                setattr(module.get_submodule(adapter["path"]), _OF_TRANSFORMERS, True)
+                setattr(part, _OF_TRANSFORMERS, True)
     except Exception as error:  # whatever PEFT raises for a model that it cannot change
         reason = f"{type(error).__name__}: {error}"
         raise NbtrainError(f"PEFT cannot put the run's adapter into it ({reason})") from error

@@ -15,6 +15,7 @@ from ...findings import Finding
 from . import weights
 from .adapters import Adapter, adapters, identity
 from .tensor_kinds import is_lazy, shape_of
+from .wrappers import plain_parts
 
 
 class ModelAtStart:
@@ -30,11 +31,11 @@ class ModelAtStart:
         self._tensors = {name: weakref.ref(tensor) for name, tensor in tensors.items()}
         self._kinds = {name: (_shape(t), t.dtype) for name, t in tensors.items()}
         self._caches = weights.transient_names(model)
-        self._paths = {path for path, _ in model.named_modules()}
+        self._classes = {path: type(part) for path, part in plain_parts(model).items()}
 
     def new_adapters(self, model: Any) -> list[Adapter]:
         """Return the adapters that PEFT has put into the model since, which it can do again."""
-        found = [each for each in adapters(model) if each["path"] in self._paths]
+        found = [each for each in adapters(model) if each["path"] in self._classes]
         return [each for each in found if identity(each) not in self._adapters]
 
     def renamed(self, before: Mapping[str, Any], model: Any) -> dict[str, Any]:
@@ -78,7 +79,7 @@ class ModelAtStart:
         steps = (
             _resizing(model, names, self._variable)
             or _quantizing(model, names, self._variable)
-            or _replacing(model, names, self._variable, self._paths)
+            or _replacing(model, names, self._variable, self._classes)
         )
         return Finding("changed-model", text, self._remedy(steps))
 
@@ -149,7 +150,7 @@ def _resizing(model: Any, names: Collection[str], variable: str) -> list[str]:
 
 def _quantizing(model: Any, names: Collection[str], variable: str) -> list[str]:
     """Return the call that quantizes all linear layers, if there is nothing else that differs."""
-    parts = dict(model.named_modules())
+    parts = plain_parts(model)
     homes = {type(parts.get(name.rpartition(".")[0])).__module__ for name in names}
     is_left = any(type(part).__module__ == "torch.nn.modules.linear" for part in parts.values())
     if is_left or homes != {"torch.ao.nn.quantized.dynamic.modules.linear"}:
@@ -159,20 +160,21 @@ def _quantizing(model: Any, names: Collection[str], variable: str) -> list[str]:
 
 
 def _replacing(
-    model: Any, names: Collection[str], variable: str, places: Collection[str]
+    model: Any, names: Collection[str], variable: str, classes: Mapping[str, type]
 ) -> list[str]:
     """Return assignments that make the layers of some tensors anew, if torch's `repr` is enough.
 
-    `places` are the paths of the parts that there were before.
+    `classes` are those of the parts that there were before, by path.
     """
-    parts = {weights.plain_name(path): part for path, part in model.named_modules()}
+    parts = plain_parts(model)
     steps = []
     for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
         part = parts.get(path)
         code = f"torch.nn.{part!r}"
         above = path.rpartition(".")[0]
-        is_new = path not in places and above in places and not _is_list(parts.get(above))
-        if not path or not (path in places or is_new) or not _makes(code, part):
+        is_same = type(parts.get(above)) is classes.get(above)  # else it wraps what was there
+        is_new = path not in classes and is_same and not _is_list(parts.get(above))
+        if not path or not (path in classes or is_new) or not _makes(code, part):
             return []
         steps.append(f"{_expression(parts, path, variable)} = {code}")
     return steps

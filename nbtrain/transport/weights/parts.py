@@ -14,28 +14,13 @@ from ...errors import NbtrainError
 from ...planning.task_values import is_model, is_optimizer, is_scheduler, public
 from . import weights
 from .tensor_kinds import is_lazy, is_strided
+from .wrappers import plain_parts, plain_paths, unwrapped
 
 Part = tuple[str, str, str]
-"""The name of a variable; "", "optimizer", "module", "tensor" or "parameter"; and which one."""
+"""The name of a variable; what of it; and which one.
 
-_INSIDE = {
-    "DistributedDataParallel": "module",
-    "DataParallel": "module",
-    "FullyShardedDataParallel": "module",
-    "OptimizedModule": "_orig_mod",
-    "AcceleratedOptimizer": "optimizer",
-}
-"""Wrappers of models and optimizers, and where they keep what they wrap."""
-
-
-def unwrapped(value: Any, *, but: str = "") -> Any:
-    """Return a model or an optimizer without what training libraries put around it.
-
-    `but` names a class of theirs that stays.
-    """
-    while type(value).__name__ in _INSIDE and type(value).__name__ != but:
-        value = getattr(value, _INSIDE[type(value).__name__])
-    return value
+That is "", "optimizer", "module", "inside" (a module in a wrapper), "tensor" or "parameter".
+"""
 
 
 def with_state(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,7 +47,9 @@ def parts(values: Mapping[str, Any]) -> dict[int, Part]:
 
 def _parts_of(value: Any) -> Iterator[tuple[Any, str, str]]:
     if is_model(value):
-        yield from ((module, "module", path) for path, module in value.named_modules())
+        paths = plain_paths(value)
+        for path, module in value.named_modules():
+            yield module, "module" if paths[path] == path else "inside", paths[path]
         yield from ((t, "tensor", path) for path, t in weights.named_tensors(value).items())
     elif is_optimizer(value) or is_scheduler(value):
         yield value, "", ""
@@ -80,13 +67,15 @@ def find(part: Sequence[str], values: Mapping[str, Any]) -> Any:
         value = unwrapped(values[name])
         if kind == "module":
             return value.get_submodule(path)
+        if kind == "inside":
+            return plain_parts(value)[path]
         if kind == "tensor":
             return weights.named_tensors(value)[path]
         if kind == "parameter":
             return _parameters(value)[int(path)]
         return _optimizer(value) if kind else value
     except (AttributeError, IndexError, KeyError):
-        what = f"`{name}` ({path})" if kind in ("module", "tensor") else f"`{name}`"
+        what = f"`{name}` ({path})" if kind in ("module", "inside", "tensor") else f"`{name}`"
         raise NbtrainError(f"it refers to {what}, which no longer exists") from None
 
 

@@ -25,9 +25,9 @@ from ...tracking.run_folder import RunFolder
 from ...tracking.state import RunState
 from .. import result_pickler
 from . import parts, weights
-from .parts import unwrapped
 from .sender import QUICK
 from .weight_file import WeightReader
+from .wrappers import unwrapped
 
 
 class ResultReceiver:
@@ -88,7 +88,8 @@ class ResultReceiver:
         stamps = {sent.name: sent.stamp for sent in saved}
         launch, self._launch = self._launch or _Launch({}, {}, ()), None
         take = functools.partial(_take_weights, folder, names, stamps, self.objects(), troubles)
-        troubles.update(take(launch))
+        more, same = take(launch)
+        troubles.update(more)
         troubles |= launch.bound_anew(self.objects(), self._namespace, troubles)
         try:
             values, lost = _unpickled(folder, self)
@@ -102,8 +103,9 @@ class ResultReceiver:
             name: Finding(ev.OTHER_VARIABLE, "")
             for name, value in self.objects().items()
             if is_model(value) and is_model(own := self._namespace.get(name))
-            if not _ids(own) & _ids(value)  # neither in a wrapper, nor a part of it
+            if unwrapped(own) is not value and not _ids(own) & _ids(value)  # nor a part of it
         }
+        fine |= {name: Finding(ev.SAME, "") for name in same}
         now, unknown = clock.now(), Finding("", "")
         return [
             ev.ArtifactLoaded(now, -1, name, trouble.text, trouble.code)
@@ -136,17 +138,18 @@ class _Launch:
         changed = list[str]()
         with contextlib.suppress(Exception):  # as above
             changed = weights.changed_names(value, self._marks[name])
-        # A model in shared memory is trained where it is.
-        if not changed or (is_model(value) and weights.has_content(value, file, changed)):
+        unsaved = file.about.get("unchanged", {})
+        changed = [n for n in changed if unsaved.get(n) != weights.SHARED]  # the ranks did
+        if not changed:
             return
         kind = weights.kind_of(value)
-        alone = next((n for n in changed if n in file.about.get("unchanged", ())), None)
+        alone = next((n for n in changed if n in unsaved), None)
         if alone is None:
             remedy = f"run.load({kind}) loads what the run saved"
         else:
             remedy = (
-                f"The run did not change `{alone}`, so its file does not have it. Make the {kind} "
-                f"as it was at the launch, then call run.load({kind}, {name!r})"
+                f"The run did not change {weights.shown_name(alone)}, so its file does not have "
+                f"it. Make the {kind} as it was at the launch, then call run.load({kind}, {name!r})"
             )
         raise NbtrainError(
             f"the notebook changed it after the launch, so it keeps the notebook's values. {remedy}"
@@ -217,14 +220,16 @@ def _take_weights(
     objects: Mapping[str, Any],
     lost: Mapping[str, Finding],
     launch: _Launch,
-) -> dict[str, Finding]:
+) -> tuple[dict[str, Finding], list[str]]:
     """Load weights in place; return the reasons why some could not be, by name.
+
+    And the names of those in which no value changed.
 
     Every file is checked before any is loaded. What shares tensors with a model that cannot be
     loaded, or was `lost` in the rank, is not loaded either: else a part of that one would be
     changed.
     """
-    ready, troubles = {}, dict(lost)
+    ready, troubles, same = {}, dict(lost), list[str]()
     with contextlib.ExitStack() as files:
         opened = functools.partial(_opened, folder, stamps, files)
         for name in names:
@@ -238,11 +243,12 @@ def _take_weights(
                 if held := _held_back(objects[name], objects, troubles):
                     raise NbtrainError(f"it belongs to `{held}`, which was not updated")
                 with _as_nbtrain_error():
-                    ready[name]()
+                    if not ready[name]():
+                        same.append(name)
             except NbtrainError as error:
                 code = ev.IN_PART if isinstance(error, weights.PartlyLoaded) else ""
                 troubles[name] = Finding(code, str(error))
-    return troubles
+    return troubles, same
 
 
 def _add_what_shares_tensors(
@@ -284,7 +290,7 @@ def _opened(
 
 def _loading(
     opened: Callable[[str], WeightReader], name: str, target: Any, launch: _Launch | None = None
-) -> Callable[[], None]:
+) -> Callable[[], bool]:
     """Return what loads weights in place; at the end of a run, as they were at its `launch`.
 
     Raises `NbtrainError` if they cannot be loaded.

@@ -11,7 +11,7 @@ import contextlib
 import errno
 import pickle
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from ...planning.task_values import (
 )
 from ...system.files import write_atomically
 from ...system.instrumentation import patch
+from ...system.processes import shared_memory_spans
 from ...tracking import clock
 from ...tracking import events as ev
 from ...tracking.event_log import EventWriter
@@ -37,17 +38,15 @@ from ..job import Job
 from . import parts, weights
 from .fingerprints import fingerprints
 from .model_changes import ModelAtStart
-from .parts import unwrapped
-from .tensor_kinds import size_of
+from .tensor_kinds import address, size_of
 from .weight_file import WeightFile, save, stamp
+from .wrappers import FSDP, plain_name, plain_paths, unwrapped
 
 QUICK = 512 << 20
 """Bytes of weights that are saved after a failure or an interrupt: there is little time."""
 
 LARGEST = 1 << 30
 """Bytes of an optimizer's state that are copied back unasked: most optimizers serve one run."""
-
-_FLAT = "FullyShardedDataParallel"
 
 
 class ResultSender:
@@ -65,10 +64,12 @@ class ResultSender:
         self._shared, self._is_live = job.shared_classes, job.is_live
         self._returned = returned(plan)
         if self._is_live:  # what a task before wrapped; FSDP puts its own together
-            self._returned = {n: unwrapped(v, but=_FLAT) for n, v in self._returned.items()}
+            self._returned = {n: unwrapped(v, but=FSDP) for n, v in self._returned.items()}
         # In the kernel, the notebook has them already.
         self._objects = {} if job.in_kernel else self._returned
         self._before = {name: self._mark(value) for name, value in self._objects.items()}
+        is_asked = rank == 0 and not self._is_live
+        self._addresses = _addresses(self._objects.values()) if is_asked else {}
         self._at_start: dict[str, ModelAtStart] = {}
         """Optimizers that have made a step: what they train is as it will be."""
         if rank == 0:
@@ -111,7 +112,7 @@ class ResultSender:
     def _mark(self, value: Any) -> Any:
         with contextlib.suppress(Exception):  # a model of a kind that cannot be asked: it is sent
             if self._rank == 0 and is_model(value) and not self._is_live:
-                return fingerprints(weights.named_tensors(value))
+                return fingerprints(weights.contents(value))
         return {}
 
     def _look_at_models(self) -> None:
@@ -215,11 +216,43 @@ class ResultSender:
     def _changes(
         self, name: str, tensors: Mapping[str, Any], *, entire: bool = False
     ) -> WeightFile | None:
-        """Return what is sent of a model; None for nothing."""
+        """Return what is sent of a model; None for nothing.
+
+        Without what is in memory that the notebook shares: other ranks may have trained it since.
+        """
+        shared = self._shared_names(tensors)
+        before = {n: mark for n, mark in self._before[name].items() if n not in shared}
+        tensors = {n: tensor for n, tensor in tensors.items() if n not in shared}
+        ready = self._changes_of_own(name, tensors, before, entire)
+        if ready is None or not shared:
+            return ready
+        unchanged = {**ready.about["unchanged"], **dict.fromkeys(shared, weights.SHARED)}
+        return replace(ready, about={**ready.about, "unchanged": unchanged})
+
+    def _shared_names(self, tensors: Mapping[Any, Any]) -> list[Any]:
+        own = {n: (id(t), address(t)) for n, t in tensors.items() if id(t) in self._addresses}
+        places = {n: at for n, (key, at) in own.items() if at and self._addresses[key] == at}
+        spans = shared_memory_spans() if places else []
+        return [n for n, at in places.items() if any(begin <= at < end for begin, end in spans)]
+
+    def _changes_of_own(
+        self, name: str, tensors: Mapping[str, Any], before: Mapping[str, Any], entire: bool
+    ) -> WeightFile | None:
         model, start = self._objects[name], self._at_start.get(name)
         if start is None:  # of a kind that cannot be asked
-            return weights.changes(model, tensors, self._before[name], entire=entire)
-        before = start.renamed(self._before[name], model)
+            return weights.changes(model, tensors, before, entire=entire)
+        before = start.renamed(before, model)
+        if lost := weights.lost_states(model, before):
+            places = ", ".join(f"`{f'{name}.{path}'.rstrip('.')}`" for path in lost)
+            text = (
+                f"The extra state of {places} has values of classes that torch.load does not "
+                "allow, so it is lost when the ranks end."
+            )
+            remedy = (
+                f"Return `{name}.state_dict()` from the function, and load it in the notebook with "
+                f"`{name}.load_state_dict`."
+            )
+            self._writer.write(ev.RunNote.of(Finding("not-copied-back", text, remedy)))
         ready = weights.changes(model, tensors, before, entire=entire)
         remedy = ""
         with contextlib.suppress(Exception):  # of a kind that nobody knows: nothing is advised
@@ -240,8 +273,7 @@ class ResultSender:
             with contextlib.suppress(Exception):  # users' own classes: `--out` says why
                 return weights.of_scheduler(value)
             return None
-        states = [state for state in value.state.values() if isinstance(state, dict)]
-        parts = [part for state in states for part in state.values() if part is not None]
+        parts = _state_parts(value)
         has_moved = name in self._stepped and bool(parts)
         if not has_moved and _settings(value) == self._settings[name]:
             return None
@@ -250,6 +282,8 @@ class ResultSender:
         if not all(id(p) in known for group in value.param_groups for p in group["params"]):
             return None  # what it trains is not copied back either
         tensors = [part for part in parts if hasattr(part, "element_size")]
+        if self._shared_names(dict(enumerate(tensors))):
+            return None  # the notebook's has them
         is_apart = any(map(weights.is_sharded, tensors)) or any(map(self._is_in_parts, models))
         if not is_apart and sum(map(size_of, tensors)) <= LARGEST:
             with contextlib.suppress(Exception):  # a state of no known kind: `--out` says why
@@ -305,7 +339,7 @@ class ResultSender:
         size, value = path.stat().st_size, self._objects[name]
         found = () if self._is_live else ready.about.get("adapters", ())
         new = ", ".join(f"`{each['name']}`" for each in found)
-        known = {weights.plain_name(n) for n, _ in value.named_parameters()} if count else set()
+        known = weights.parameter_names(value) if count else set()
         spoiled = next((n for n in not_finite if n in known), "")  # a mask, a buffer, may be -inf
         about = {"what": kind, "parameters": count, "size": size, "stamp": stamp(path)}
         self._report(name, **about, not_finite=spoiled, adapters=new)
@@ -325,7 +359,7 @@ class ResultSender:
     def _flat_root(self, module: Any) -> Any:
         """Return what FSDP version 1 can put together: the model's wrapper, or the model."""
         wrappers = [wrapper for model, wrapper in self._flattened if model is module]
-        inside = any(type(part).__name__ == _FLAT for part in module.modules())
+        inside = any(type(part).__name__ == FSDP for part in module.modules())
         return wrappers[-1] if wrappers else module if inside else None
 
     def _gathered(self, module: Any) -> dict[str, Any] | None:
@@ -412,6 +446,22 @@ class ResultSender:
         )
 
 
+def _addresses(values: Iterable[Any]) -> dict[int, int]:
+    """Return where tensors of models and optimizers are in the host's memory, by their ids."""
+    found = {}
+    for value in values:
+        with contextlib.suppress(Exception):  # one of a kind that cannot be asked
+            own = [*value.parameters(), *value.buffers()] if is_model(value) else None
+            parts = _state_parts(value) if own is None else own
+            found.update({id(t): address(t) for t in parts if hasattr(t, "element_size")})
+    return found
+
+
+def _state_parts(optimizer: Any) -> list[Any]:
+    states = [state for state in optimizer.state.values() if isinstance(state, dict)]
+    return [part for state in states for part in state.values() if part is not None]
+
+
 def _settings(value: Any) -> str:
     """Return what an optimizer or a scheduler is set to, to be compared with a later look."""
     with contextlib.suppress(Exception):  # users' own classes
@@ -451,7 +501,7 @@ def _gathered_flat(root: Any, module: Any, *, keep: bool) -> dict[str, Any] | No
     And in those that did not get them. On the CPU not by its state_dict: with ``offload_to_cpu``
     that reads freed memory, and the rank dies (SIGSEGV; torch 2.13).
     """
-    flat = next(part for part in root.modules() if type(part).__name__ == _FLAT)
+    flat = next(part for part in root.modules() if type(part).__name__ == FSDP)
     if getattr(flat, "compute_device", None) == sys.modules["torch"].device("cpu"):
         with type(flat).summon_full_params(root, writeback=False):
             tensors = weights.named_tensors(module) if keep else {}
@@ -464,5 +514,6 @@ def _gathered_flat(root: Any, module: Any, *, keep: bool) -> dict[str, Any] | No
     world_rank = sys.modules["torch.distributed"].get_rank()
     if world_rank or not keep:  # torch gives the whole to the first rank of all nodes only
         return None
-    buffers = {weights.plain_name(n): b.detach().cpu() for n, b in module.named_buffers()}
-    return {**buffers, **{weights.plain_name(name): tensor for name, tensor in state.items()}}
+    buffers = {name: buffer.detach().cpu() for name, buffer in module.named_buffers()}
+    paths = plain_paths(module)
+    return {plain_name(name, paths): tensor for name, tensor in {**buffers, **state}.items()}

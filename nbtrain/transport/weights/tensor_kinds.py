@@ -56,6 +56,13 @@ def is_block(tensor: torch.Tensor) -> bool:
     return is_strided(tensor) and not tensor.is_conj() and not tensor.is_neg()
 
 
+def address(tensor: torch.Tensor) -> int:
+    """Return where a block begins in the host's memory; 0 if a tensor is none, or elsewhere."""
+    if has_no_bytes(tensor) or tensor.device.type != "cpu" or not is_block(tensor):
+        return 0
+    return tensor.data_ptr()
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a file holds a tensor as it is."""
     return is_block(tensor) and str(tensor.dtype).removeprefix("torch.") in _PLAIN
@@ -122,6 +129,13 @@ def encoded(tensor: torch.Tensor) -> torch.Tensor:
     content = tensor.detach().to_dense() if tensor.is_mkldnn else tensor.detach().cpu()
     if is_strided(content):  # neither the class, which `torch.load` refuses, nor what it views
         content = content.as_subclass(torch.Tensor).resolve_conj().resolve_neg().clone()
+    return saved_bytes(content)
+
+
+def saved_bytes(content: Any) -> torch.Tensor:
+    """Return what `torch.save` writes of a value."""
+    import torch
+
     buffer = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that quantized or nested tensors will change one day
@@ -129,14 +143,16 @@ def encoded(tensor: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
-def decoded(data: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that `encoded` made bytes of."""
+def decoded(data: torch.Tensor) -> Any:
+    """Return the tensor that `encoded`, or the value that `saved_bytes` made bytes of.
+
+    Raises `pickle.UnpicklingError` for a value whose class could run code.
+    """
     import torch
 
     with warnings.catch_warnings(), _nested_are_safe():
         warnings.simplefilter("ignore")
-        tensor: torch.Tensor = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
-    return tensor
+        return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
 
 
 @contextlib.contextmanager

@@ -69,12 +69,17 @@ def save(content: WeightFile, path: Path) -> list[str]:
     text = json.dumps(about)
     metadata = {"format": "pt", _KEY: text, _CHECKSUM: _text_checksum(text)}
     try:
-        save_file(_apart(stored), path, metadata)
+        save_file({_key(name): t for name, t in _apart(stored).items()}, path, metadata)
     except SafetensorError as error:  # it has no errno, but Rust's text of one
         code = re.search(r"\(os error (\d+)\)", str(error))
         number = int(code[1]) if code else 0
         raise OSError(number, os.strerror(number) if code else str(error)) from error
     return not_finite
+
+
+def _key(name: str) -> str:
+    """Return a tensor's name in a file: the format has the metadata under one of its own."""
+    return f"{name}'" if name.startswith("__metadata__") else name
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -150,7 +155,7 @@ class WeightReader:
                 size = 0
                 while waiting and size < MAPPED:
                     name = waiting.pop()
-                    tensor = file.get_tensor(name)
+                    tensor = file.get_tensor(_key(name))
                     size += tensor.nbytes
                     yield name, tensor
                 del tensor  # what refers to a mapping keeps it
@@ -178,7 +183,8 @@ class WeightReader:
                 f"{self.path} was written by an earlier version of nbtrain; "
                 "safetensors.torch.load_file(path) returns its tensors"
             )
-        if metadata.get(_CHECKSUM) != _text_checksum(text) or names != about["tensors"].keys():
+        is_whole = metadata.get(_CHECKSUM) == _text_checksum(text)
+        if not is_whole or names != {*map(_key, about["tensors"])}:
             raise self._damaged("its header is not what the rank wrote")
         return about
 

@@ -7,10 +7,12 @@ and fingerprints of tensors that were left out, as they did not change.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -22,25 +24,29 @@ from .adapters import insert, undone
 from .fingerprints import fingerprint, fingerprints, on_cpu, same_bits
 from .tensor_kinds import (
     assign,
+    decoded,
     fits_a_file,
     has_no_bytes,
     is_block,
     is_finite,
     is_lazy,
     is_strided,
+    saved_bytes,
     shape_of,
     size_of,
     stored_kind,
     without_repeats,
 )
 from .weight_file import WeightFile, WeightReader
+from .wrappers import plain_name, plain_paths
 
 if TYPE_CHECKING:
     import torch
     from torch.optim.lr_scheduler import LRScheduler
 
-_WRAPPED = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-"""What torch.compile, FSDP and activation checkpointing put into the names of tensors."""
+
+SHARED = "in shared memory"
+"""Stands for the fingerprint of a tensor that the ranks train where the notebook has it."""
 
 
 class PartlyLoaded(NbtrainError):
@@ -53,21 +59,83 @@ def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
     )
-    return {plain_name(name): tensor for name, tensor in every}
+    paths = plain_paths(module)
+    return {plain_name(name, paths): tensor for name, tensor in every}
 
 
-def plain_name(name: str) -> str:
-    """Return a tensor's name as it is without wrappers."""
-    for part in _WRAPPED:
-        name = name.replace(part, "")
-    return name
+def parameter_names(module: torch.nn.Module) -> set[str]:
+    """Return the names that a module's parameters have in `named_tensors`."""
+    paths = plain_paths(module)
+    return {plain_name(n, paths) for n, _ in module.named_parameters(remove_duplicate=False)}
+
+
+_STATE = "..state"
+"""Ends the names of what is no tensor of a part. No tensor's name has two dots in succession."""
+
+
+def _parts_with_state(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the parts whose classes say what a state_dict has of them, by the names of that."""
+    import torch
+
+    paths, cls = plain_paths(module), torch.nn.Module
+    return {
+        f"{paths[path]}{_STATE}": part
+        for path, part in module.named_modules()
+        if type(part)._save_to_state_dict is not cls._save_to_state_dict
+        or type(part).get_extra_state is not cls.get_extra_state
+    }
+
+
+def states(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return as bytes what a state_dict has beside the named tensors.
+
+    That is, packed weights of quantized layers, and extra states.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name, part in _parts_with_state(module).items():
+        # Nothing that cannot be pickled: no file of the user's could have it either.
+        with contextlib.suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that torch's quantization is deprecated
+            state: dict[str, Any] = {}
+            part._save_to_state_dict(state, "", keep_vars=True)
+            own = {key: v for key, v in state.items() if key not in {*_tensor_names(part)}}
+            if own:
+                found[name] = saved_bytes(own)
+    return found
+
+
+def contents(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return all that a file can have of a module."""
+    return {**named_tensors(module), **states(module)}
+
+
+def _tensor_names(part: torch.nn.Module) -> list[str]:
+    return [*part._parameters.keys(), *part._buffers.keys()]
+
+
+def lost_states(module: torch.nn.Module, before: Mapping[str, Any]) -> list[str]:
+    """Return the paths of parts whose states changed and cannot be read without running code."""
+    return [
+        name.removesuffix(_STATE)
+        for name, state in states(module).items()
+        if name in before and fingerprint(state) != before[name] and not _is_readable(state)
+    ]
+
+
+def _is_readable(state: torch.Tensor) -> bool:
+    try:
+        decoded(state)
+    except Exception:  # it has values of a class that torch does not know
+        return False
+    return True
 
 
 def transient_names(module: torch.nn.Module) -> set[str]:
     """Return the names of buffers that no state_dict has: caches, most of them."""
+    paths = plain_paths(module)
     return {
-        plain_name(f"{prefix}.{name}" if prefix else name)
-        for prefix, part in module.named_modules(remove_duplicate=False)
+        plain_name(f"{path}.{name}", paths)
+        for path, part in module.named_modules(remove_duplicate=False)
         for name in part._non_persistent_buffers_set
     }
 
@@ -84,6 +152,10 @@ def changes(
     Only the tensors that changed, if they are less than half of the bytes and `entire` is False:
     else the file may as well serve any model. Raises `NbtrainError` for what no file can have.
     """
+    apart = states(module)
+    lost = [name for name, state in apart.items() if not _is_readable(state)]
+    tensors = {name: t for name, t in {**tensors, **apart}.items() if name not in lost}
+    before = {name: mark for name, mark in before.items() if name not in lost}
     changed, same = _parted(tensors, before)
     if not changed and same.keys() == before.keys():
         return None
@@ -92,7 +164,8 @@ def changes(
             reason = "has no memory" if has_no_bytes(tensor) else "is in the format of oneDNN"
             raise NbtrainError(f"`{name}` changed and {reason} in the rank, so it cannot be saved")
     rest = {name: tensor for name, tensor in tensors.items() if fits_a_file(tensor)}
-    if entire or 2 * _bytes_of(changed.values()) > _bytes_of(rest.values()):
+    own = [tensor for name, tensor in changed.items() if name not in apart]
+    if entire or 2 * _bytes_of(own) > _bytes_of(rest.values()):
         copies = {id(t): on_cpu(t) for name, t in rest.items() if name not in changed}
         changed = {n: changed[n] if n in changed else copies[id(t)] for n, t in rest.items()}
         same = {name: mark for name, mark in same.items() if name not in rest}
@@ -142,32 +215,12 @@ def of_module(
             unique[name] = tensor
     left_out = unchanged or {}
     transient = sorted(transient_names(module) & {*tensors, *left_out})
-    buffers = {plain_name(name) for name, _ in module.named_buffers()}
-    count = sum(t.numel() for name, t in unique.items() if name not in buffers)
+    paths = plain_paths(module)
+    others = {plain_name(name, paths) for name, _ in module.named_buffers()}
+    others.update(_parts_with_state(module))
+    count = sum(t.numel() for name, t in unique.items() if name not in others)
     about = {"parameters": count, "tied": tied, "transient": transient, "unchanged": left_out}
-    packed = {
-        path: _to_json(dict(part.state_dict()), _PACKED + path, unique)
-        for path, part in _packed_parts(module).items()
-    }
-    return WeightFile(unique, {"kind": "model", "packed": packed, **about})
-
-
-_PACKED = "torch.ao:"
-"""What the names of tensors begin with that are no parameters or buffers, but packed into one."""
-
-
-def _packed_parts(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return the parts that torch has quantized: their weights are in no parameter or buffer."""
-    found: dict[str, torch.nn.Module] = {}
-    for path, part in module.named_modules():
-        is_packed = type(part).__module__.startswith("torch.ao.nn.")
-        if (
-            is_packed
-            and hasattr(part, "_packed_params")
-            and plain_name(path.rpartition(".")[0]) not in found
-        ):
-            found[plain_name(path)] = part
-    return found
+    return WeightFile(unique, {"kind": "model", **about})
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer, *, keep: bool = True) -> WeightFile:
@@ -212,6 +265,8 @@ def _to_json(value: Any, place: str, tensors: dict[str, torch.Tensor], keep: boo
         return _to_json(item, f"{place}.{key}" if place else str(key), tensors, keep)
 
     if isinstance(value, torch.Tensor):
+        while place in tensors:  # keys "a.b" and "a" with "b" in it, or 1 and "1"
+            place += "'"
         entire = whole(value)
         if keep:
             tensors[place] = entire.detach().cpu()
@@ -275,7 +330,7 @@ def marks(value: Any) -> dict[str, Any]:
     if is_optimizer(value) or is_scheduler(value):
         file = of_scheduler(value) if is_scheduler(value) else of_optimizer(value)
         return {**fingerprints(file.tensors), "its settings": json.dumps(file.about["state"])}
-    tensors, caches = named_tensors(value), transient_names(value)
+    tensors, caches = contents(value), transient_names(value)
     return fingerprints({name: t for name, t in tensors.items() if name not in caches})
 
 
@@ -289,21 +344,12 @@ def changed_names(value: Any, before: Mapping[str, Any]) -> list[str]:
     return [*names, *(name for name in now if name not in before)]
 
 
-def has_content(module: torch.nn.Module, file: WeightReader, names: Collection[str]) -> bool:
-    """Whether tensors of a module are those of a file, bit by bit."""
-    tensors, tied, saved = named_tensors(module), file.about["tied"], {*file.names()}
-    sources = {name: tied.get(name, name) for name in names}
-    if not (tensors.keys() >= sources.keys() and saved.issuperset(sources.values())):
-        return False
-    kept = {name: fingerprint(tensor) for name, tensor in file.tensors({*sources.values()})}
-    here = fingerprints({name: tensors[name] for name in sources})
-    return all(here[name] == kept[source] for name, source in sources.items())
-
-
 def prepared_load(
     file: WeightReader, target: Any, *, is_handed_over: bool = False
-) -> Callable[[], None]:
+) -> Callable[[], bool]:
     """Check that a file fits a module or an optimizer; return what loads it, in place.
+
+    That returns whether a value changed.
 
     What is not in the file, as it did not change in the run, has to be in the target as it was in
     the run, but for the model that the run itself began with (`is_handed_over`): whatever the
@@ -327,12 +373,13 @@ def prepared_load(
             "the optimizer's parameters have other shapes in the notebook than in the rank"
         )
     tensors = {name: tensor.clone() for name, tensor in file.tensors(file.names())}
-    return functools.partial(target.load_state_dict, _from_json(file.about["state"], tensors))
+    state = _from_json(file.about["state"], tensors)
+    return lambda: target.load_state_dict(state) is None
 
 
 def _loading_module(
     file: WeightReader, module: torch.nn.Module, is_handed_over: bool
-) -> Callable[[], None]:
+) -> Callable[[], bool]:
     """Return what loads a model's tensors, and first adds adapters that these have no place for."""
     try:
         return _loading_tensors(file, module, is_handed_over)
@@ -341,7 +388,7 @@ def _loading_module(
             raise
     import torch
 
-    def load() -> None:
+    def load() -> bool:
         before = {id(tensor) for tensor in named_tensors(module).values()}
         with undone(module, is_trial=False):
             insert(module, file.about["adapters"])
@@ -350,6 +397,7 @@ def _loading_module(
                     kind = file.shape_and_kind(name)[1]
                     tensor.data = tensor.data.to(getattr(torch, kind, tensor.dtype))
             _loading_tensors(file, module, is_handed_over)()
+        return True
 
     with undone(module, is_trial=True):
         insert(module, file.about["adapters"])
@@ -359,18 +407,17 @@ def _loading_module(
 
 def _loading_tensors(
     file: WeightReader, module: torch.nn.Module, is_handed_over: bool
-) -> Callable[[], None]:
+) -> Callable[[], bool]:
     tied, unchanged = file.about["tied"], file.about["unchanged"]
-    tensors = named_tensors(module)
+    parts, tensors = _parts_with_state(module), contents(module)
     optional = {*file.about["transient"], *transient_names(module)}
-    names = [name for name in file.names() if not name.startswith(_PACKED)]
+    states = [name for name in file.names() if name.endswith(_STATE)]
+    names = [name for name in file.names() if name not in states]
     kinds = {name: _kind_of(*file.shape_and_kind(name)) for name in names}
-    parts, packed = _packed_parts(module), file.about.get("packed", {})
     saved = {**kinds, **{name: kinds[source] for name, source in tied.items()}}
-    targets = {name: tensor for name, tensor in tensors.items() if name not in unchanged}
+    targets = {n: t for n, t in tensors.items() if n not in unchanged and n not in parts}
     trouble = [
-        *(f"`{n}` is quantized in the rank, not in the notebook" for n in packed if n not in parts),
-        *(f"`{n}` is quantized in the notebook, not in the rank" for n in parts if n not in packed),
+        *(_only_in_rank(name) for name in states if name not in parts),
         *_differences(targets, saved, optional),
         *(_only_in_rank(name) for name in unchanged if name not in {*tensors, *optional}),
         *(() if is_handed_over else _changed_since(tensors, unchanged, optional)),
@@ -388,55 +435,62 @@ def _loading_tensors(
             if not any(t is tensor for t in same):
                 same.append(tensor)
     _check_still_tied(file, wanted, {id(tensors[n]): n for n in unchanged if n in tensors})
-    return functools.partial(_write, file, wanted, {n: (parts[n], packed[n]) for n in packed})
+    found = [(parts[n], decoded(t)) for n, t in file.tensors(states)] if states else []
+    return functools.partial(_write, file, wanted, found)
 
 
 def _write(
     file: WeightReader,
     wanted: Mapping[str, list[torch.Tensor]],
-    packed: Mapping[str, tuple[torch.nn.Module, Any]],
-) -> None:
-    """Write into the tensors what differs there.
+    states: Collection[tuple[torch.nn.Module, Any]],
+) -> bool:
+    """Write into the tensors what differs there; return whether anything did.
 
     Nothing else: a buffer may be in memory that is read-only. And a model that a rank has only
     cast, to evaluate it in half precision, is no less precise here.
     """
     import torch
 
-    written = 0
+    written, has_changed = 0, bool(states)
     try:
         with torch.no_grad():
             for name, value in file.tensors(wanted):
                 for target in wanted[name]:
-                    _write_tensor(target, value)
+                    has_changed |= _write_tensor(target, value)
                     written += 1
-            inside = [name for name in file.names() if name.startswith(_PACKED)] if packed else []
-            tensors = {name: value.clone() for name, value in file.tensors(inside)}
-            for part, state in packed.values():
-                known = part.state_dict()  # with the version of its format
-                known.update(_from_json(state, tensors))
-                part.load_state_dict(known)
+            for part, state in states:
+                errors: list[str] = []
+                version = {"version": part._version}
+                part._load_from_state_dict(state, "", version, False, [], [], errors)
+                if errors:
+                    raise RuntimeError("; ".join(errors))
     except Exception as error:  # the file system failed, or the device's memory is full
         count = sum(map(len, wanted.values()))
         raise PartlyLoaded(
             f"only {written} of its {count} tensors were loaded "
             f"({type(error).__name__}: {error}), so it is neither as it was nor as the run left it"
         ) from error
+    return has_changed
 
 
-def _write_tensor(target: torch.Tensor, value: torch.Tensor) -> None:
+def _write_tensor(target: torch.Tensor, value: torch.Tensor) -> bool:
     if is_lazy(target):
         target.materialize(value.shape)  # type: ignore[attr-defined]  # as torch's own loading does
     there = value.to(target.device)
     if not is_block(target) or not is_block(value):
+        if fingerprint(target.detach().to(there.dtype)) == fingerprint(there):
+            return False
         assign(target, there)
-    elif not same_bits(target.detach().to(there.dtype), there):
-        once = without_repeats(target.detach())
-        first = there[tuple(map(slice, once.shape))]
-        if once.shape == there.shape or same_bits(first.expand_as(there), there):
-            once.copy_(first)
-        else:  # an expanded tensor, and the rank's is none any more
-            target.data = there.to(target.dtype, copy=True)
+        return True
+    if same_bits(target.detach().to(there.dtype), there):
+        return False
+    once = without_repeats(target.detach())
+    first = there[tuple(map(slice, once.shape))]
+    if once.shape == there.shape or same_bits(first.expand_as(there), there):
+        once.copy_(first)
+    else:  # an expanded tensor, and the rank's is none any more
+        target.data = there.to(target.dtype, copy=True)
+    return True
 
 
 _Kind = tuple[tuple[int, ...], str]
@@ -457,8 +511,16 @@ def _kind(tensor: torch.Tensor, saved: _Kind) -> _Kind:
     return _kind_of(saved[0] if is_lazy(tensor) else shape_of(tensor), stored_kind(tensor))
 
 
+def shown_name(name: str) -> str:
+    """Return how people are told of what a file has by a name."""
+    path = name.removesuffix(_STATE)
+    if path == name:
+        return f"`{name}`"
+    return f"the extra state of `{path}`" if path else "the extra state"
+
+
 def _only_in_rank(name: str) -> str:
-    return f"the rank has `{name}`, the notebook's object does not"
+    return f"the rank has {shown_name(name)}, the notebook's object does not"
 
 
 def _differences(
@@ -490,15 +552,18 @@ def _changed_since(
     for name in tensors.keys() & unchanged.keys() - optional:
         tensor = tensors[name]
         if not has_no_bytes(tensor) and fingerprint(on_cpu(tensor)) != unchanged[name]:
+            reason = "is in shared memory" if unchanged[name] == SHARED else "did not change"
+            shown = shown_name(name)
             yield (
-                f"`{name}` did not change in the run, so it was not saved, and the notebook's "
-                f"`{name}` differs from the run's"
+                f"{shown} {reason} in the run, so it was not saved, and that of the notebook "
+                "differs from the run's"
             )
 
 
 def _spoiled(file: WeightReader, module: torch.nn.Module) -> Iterator[str]:
     """Yield a parameter that is finite in the notebook, and is not in the rank."""
-    parameters = {plain_name(name): p for name, p in module.named_parameters()}
+    parameters, paths = dict(module.named_parameters()), plain_paths(module)
+    parameters = {plain_name(name, paths): p for name, p in parameters.items()}
     for name in file.about["not_finite"]:
         here = parameters.get(name)
         if here is not None and not is_lazy(here) and is_finite(here):

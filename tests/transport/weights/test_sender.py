@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fractions
 import gc
 import os
 import random
@@ -12,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -166,6 +168,199 @@ def test_a_model_comes_home_trained(train: Callable[[Net], Any]) -> None:
     assert model.embed.weight.requires_grad
     assert "model: 32 parameters updated from rank 0" in text_summary.summary(done.state, 0)
     assert not {f.code for f in done.state.findings} & {"changed-model", "rounded-model"}
+
+
+class Agent(torch.nn.Module):
+    """Two networks, each of which a training library may wrap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nets = torch.nn.ModuleDict({"module": Net(), "critic": Net()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.nets["module"](x) + self.nets["critic"](x)
+        return result
+
+
+class Watched(torch.nn.parallel.DistributedDataParallel):
+    """A wrapper of the user's own, as one of torch's."""
+
+
+def _prepared(part: Any) -> Any:
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True).prepare(part)
+
+
+def _checkpointed(part: Any) -> Any:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    return checkpoint_wrapper(part)
+
+
+def _in_fabric(part: Any) -> Any:
+    fabric: Any = pytest.importorskip("lightning.fabric")
+    return fabric.Fabric(accelerator="cpu", devices=1).setup(part)
+
+
+def _watched(part: Any) -> Any:
+    faster: Any = torch.compile(part, backend="eager")
+    return Watched(faster)
+
+
+@pytest.mark.parametrize(
+    "wrap", [_prepared, _checkpointed, _in_fabric, torch.nn.DataParallel, _watched]
+)
+def test_parts_that_the_ranks_wrap_are_updated(wrap: Any, recwarn: Any) -> None:
+    def train(agent: Any) -> Any:
+        torch.distributed.init_process_group("gloo")
+        for name, part in [*agent.nets.items()]:
+            agent.nets[name] = wrap(part)
+        steps(agent, torch.optim.SGD(agent.parameters(), 0.1))
+        return [p.detach() for p in agent.parameters()]
+
+    agent = Agent()
+    before = copied(agent)
+    done = run(train, agent, num_processes=1)
+    assert all(map(torch.equal, agent.parameters(), done.value))
+    assert not equals(agent, before)
+    assert not {f.code for f in done.state.findings} & {"changed-model", "rounded-model"}
+    assert not [w for w in recwarn.list if "not updated" in str(w.message)]
+
+
+nets: list[Any] = []
+
+
+def test_a_variable_that_refers_to_a_wrapped_part_refers_to_the_notebooks() -> None:
+    def train(agent: Any) -> None:
+        agent.nets["critic"] = torch.nn.DataParallel(agent.nets["critic"])
+        fill(agent, 2)
+        nets[:] = [agent.nets["critic"].module, agent.nets["module"]]
+
+    agent: Any = Agent()
+    run(train, agent, num_processes=1, out="nets")
+    assert nets == [agent.nets["critic"], agent.nets["module"]]
+    assert (nets[0].embed.weight == 2).all()
+    nets.clear()
+
+
+class Wrapper(torch.nn.Module):
+    """One that nobody knows, with a part of a name that others use, too."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+@pytest.mark.filterwarnings("ignore:model was not updated")
+def test_a_part_in_a_wrapper_of_the_users_is_loaded_as_the_run_says() -> None:
+    def train(model: Any) -> None:
+        model[0] = Wrapper(model[0])
+        fill(model, 3)
+
+    model: Any = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    done = run(train, model, num_processes=1)
+    assert "change the notebook's `model` in the same way" in done.state.loaded["model"].trouble
+    model[0] = Wrapper(model[0])
+    done.load(model)
+    assert all((p == 3).all() for p in model.parameters())
+
+
+class Counter(torch.nn.Module):
+    """Has an extra state, of a kind that a subclass chooses."""
+
+    kind: Any = bytes
+    five: Any = (5,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Any = self.kind()
+
+    def get_extra_state(self) -> Any:
+        return {(1, "1"): self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state[1, "1"]
+
+
+class Texts(Counter):
+    kind = set
+
+
+class Fractions(Counter):
+    kind = fractions.Fraction
+    five = 5
+
+
+def _counting(cls: Any) -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(2, 2), cls())
+
+
+def _quantized() -> Any:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU(), torch.nn.Linear(3, 3))
+    return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+
+
+def _pack(model: Any) -> None:
+    weight = torch.quantize_per_tensor(torch.full((3, 3), 2.0), 0.1, 0, torch.qint8)
+    model[2].set_weight_bias(weight, torch.ones(3))
+
+
+def _count(model: Any) -> None:
+    model[1].seen = model[1].kind(model[1].five)
+
+
+@pytest.mark.filterwarnings("ignore:.*quantiz", "ignore:TypedStorage")
+@pytest.mark.parametrize(
+    ("build", "change"),
+    [
+        (_quantized, _pack),
+        (partial(_counting, Counter), _count),
+        (partial(_counting, Texts), _count),
+    ],
+)
+def test_what_a_model_has_in_no_tensor_is_updated(build: Any, change: Any) -> None:
+    model, other = build(), build()
+    assert not run(lambda model: None, model, num_processes=1).state.ranks[0].saved
+    done = run(change, model, num_processes=1)
+    change(other)
+    assert str(model[2:].state_dict()) == str(other[2:].state_dict())
+    assert getattr(model[1], "seen", 0) == getattr(other[1], "seen", 0)
+    assert "model: state updated from rank 0" in text_summary.summary(done.state, 0)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("cast", ["half", "bfloat16", "double"])
+def test_a_model_that_the_ranks_only_cast_is_not_called_updated(cast: str) -> None:
+    model = Net()
+    model.scale = torch.nn.Parameter(torch.rand(3, 3).to_sparse(), requires_grad=False)
+    before = str(model.state_dict())
+    done = run(lambda model: getattr(model.eval(), cast)() and None, model, num_processes=1)
+    assert done.state.ranks[0].saved
+    assert "updated" not in text_summary.summary(done.state, 0)
+    assert str(model.state_dict()) == before
+
+
+def test_new_statistics_are_no_updated_parameters() -> None:
+    model = Net()
+    done = run(lambda model: model(torch.arange(6)).shape, model, num_processes=1)
+    assert "model: state updated from rank 0" in text_summary.summary(done.state, 0)
+    assert model.norm.num_batches_tracked == 1
+
+
+def test_an_extra_state_that_no_file_can_have_is_named_and_the_weights_arrive() -> None:
+    def train(model: Any) -> Any:
+        fill(model, 4)
+        _count(model)
+        return model.state_dict()
+
+    model: Any = _counting(Fractions)
+    done = run(train, model, num_processes=1)
+    assert all((p == 4).all() for p in model.parameters())
+    assert [f.code for f in done.state.findings] == ["not-copied-back"]
+    assert model[1].seen == 0
+    model.load_state_dict(done.value)
+    assert model[1].seen == 5
 
 
 def test_a_model_that_was_only_looked_at_is_not_sent() -> None:
@@ -541,11 +736,85 @@ def test_only_a_model_that_is_another_one_since_the_launch_has_to_be_loaded(
     assert trained(notebook)
 
 
-def test_a_model_in_shared_memory_is_trained_where_it_is(recwarn: Any) -> None:
-    model = Net().share_memory()
-    run(fill, model, 4, background=True).wait()
+def _in_mapped_file(model: Any, tmp_path: Path) -> None:
+    for name, parameter in model.named_parameters():
+        size, shape = parameter.numel(), parameter.shape
+        file = torch.from_file(str(tmp_path / name), shared=True, size=size)
+        parameter.data = file.view(shape).copy_(parameter.data)
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(
+    "share",
+    [lambda model, _: model.share_memory(), lambda m, _: m.head.share_memory(), _in_mapped_file],
+    ids=["all", "a part", "a mapped file"],
+)
+def test_memory_that_the_ranks_share_is_not_copied_over_what_they_trained(
+    share: Any, background: bool, tmp_path: Path, recwarn: Any
+) -> None:
+    """Rank 1 trains on when rank 0 has sent what it has."""
+
+    def train(model: Any) -> None:
+        if os.environ["RANK"] == "0":
+            fill(model, 3)
+            return
+        events = Path(os.environ["NBTRAIN_RUN"]) / "rank-0000.jsonl"
+        wait_until(lambda: '"ended"' in events.read_text())
+        fill(model, 4)
+
+    model = Net()
+    share(model, tmp_path)
+    run(train, model, background=background).wait()
     assert (model.embed.weight == 4).all()
+    assert (model.norm.weight == (4 if model.norm.weight.is_shared() else 3)).all()
     assert not [w for w in recwarn if "not updated" in str(w.message)]
+
+
+def test_what_a_fresh_process_has_a_copy_of_is_copied_back() -> None:
+    model = torch.nn.Linear(2, 2).share_memory()
+    run(lambda model: torch.nn.init.constant_(model.weight, 5) is None, model, engine="spawn")
+    assert (model.weight == 5).all()
+
+
+class SharedAdam(torch.optim.Adam):
+    """Hogwild's: the ranks have one state, too."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        for group in self.param_groups:
+            for p in group["params"]:
+                zeros = [torch.zeros(shape).share_memory_() for shape in ((), p.shape, p.shape)]
+                self.state[p] = dict(zip(("step", "exp_avg", "exp_avg_sq"), zeros, strict=True))
+
+
+def test_a_state_that_the_ranks_share_is_the_notebooks() -> None:
+    model = Net().share_memory()
+    optimizer = SharedAdam(model.parameters())
+    state = next(iter(optimizer.state.values()))["step"]
+    run(lambda model, optimizer: steps(model, optimizer), model, optimizer)
+    assert state is next(iter(optimizer.state.values()))["step"]
+    assert state > 0
+
+
+def _in_ddp(model: Any) -> None:
+    torch.distributed.init_process_group("gloo")
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    wrapped(torch.arange(6)).sum().backward()
+    torch.distributed.barrier()
+    torch.optim.SGD(wrapped.parameters(), 0.1).step()
+
+
+def test_ddp_over_memory_that_the_ranks_share_is_named_with_what_helps() -> None:
+    model = Net().share_memory()
+    done = run(_in_ddp, model)
+    assert [f.code for f in done.state.findings] == ["shared-weights"]
+    assert done.state.flaw
+    line = done.state.notes[0].partition("launch: `")[2].partition("`")[0]
+    namespace = {"model": model}
+    exec(line, namespace)
+    done = run(_in_ddp, namespace["model"])
+    assert not done.state.flaw
+    assert "32 parameters updated" in text_summary.summary(done.state, 0)
 
 
 def test_what_a_run_did_not_change_and_the_notebook_did_is_named() -> None:

@@ -417,6 +417,48 @@ def test_names_are_those_without_wrappers(path: Path) -> None:
     assert same(mine, theirs)
 
 
+@pytest.mark.parametrize("part", ["_orig_mod", "module", "a_orig_mod", "_fsdp_wrapped_module"])
+@pytest.mark.parametrize("name", ["weight", "__metadata__", "_orig_mod_", "module_"])
+@pytest.mark.parametrize("wraps", [False, True])
+def test_names_that_wrappers_or_files_use_are_the_users_too(
+    part: str, name: str, wraps: bool, path: Path
+) -> None:
+    def build(factor: int) -> torch.nn.Module:
+        made: Any = torch.nn.Linear(2, 2) if wraps else torch.nn.Module()
+        if wraps:  # a wrapper that has tensors of its own
+            made = torch.compile(made, backend="eager")
+        made.add_module(part, torch.nn.Linear(2, 2))
+        for own in (name, f"{name}'"):
+            made._parameters[own] = torch.nn.Parameter(torch.zeros(2, 2))
+        for index, parameter in enumerate(made.parameters()):
+            torch.nn.init.constant_(parameter, factor * index)
+        return made
+
+    trained, target = build(1), build(0)
+    save(trained, path)
+    load(path, target)
+    assert list(map(str, target.parameters())) == list(map(str, trained.parameters()))
+
+
+class Keyed(torch.optim.SGD):
+    """Has keys in its state that differ only in their types, or in where a dot stands."""
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["1"] = {1: torch.tensor(1.0), "1": torch.tensor(2.0)}
+            self.state[p]["1.1"] = torch.tensor(3.0)
+            self.state[p]["1.1'"] = [torch.tensor(4.0)]
+            self.state[p]["1.1'.0"] = torch.tensor(5.0)
+
+
+def test_each_key_of_an_optimizers_state_has_its_own_tensor(path: Path) -> None:
+    trained, target = (Keyed(Net().parameters(), lr=0.1) for _ in range(2))
+    trained.step()
+    weight_file.save(weights.of_optimizer(trained), path)
+    load(path, target)
+    assert str(target.state_dict()) == str(trained.state_dict())
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.bool])
 @pytest.mark.parametrize("begin", [0, 1, 4])
 @pytest.mark.parametrize("size", [0, 1, 24, 25])
