@@ -51,8 +51,9 @@ from ..worker import api, nested_launches
 from . import background
 from .follower import Follower
 from .launch_sides import launch_sides
+from .refusals import refusals_kept
 from .restarts import run_attempts
-from .run import Run, conclude, draw_live, earlier, going_on, let_go, refusals_kept, remember
+from .run import Run, conclude, draw_live, earlier, going_on, let_go, remember
 from .run_info import manifest
 from .supervisor import Interrupts, Supervisor
 

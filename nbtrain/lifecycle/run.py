@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from ..errors import LaunchError, NbtrainError, PlanError, PreflightError, ResultsLost, RunTimeout
+from ..errors import LaunchError, NbtrainError, ResultsLost, RunTimeout
 from ..hangs import stacks, verdict
 from ..hangs.failures import Failure, headline, to_exception
 from ..hangs.lost_results import LOST
@@ -479,28 +479,6 @@ def let_go(newest: RunFolder, is_over: Callable[[], bool], *, spared: int = 0) -
     if _unpruned > spared:
         _unpruned = 0
         pruning.prune(newest=newest, is_over=is_over)
-
-
-_refusals: list[str] = []
-
-
-@contextlib.contextmanager
-def refusals_kept() -> Iterator[None]:
-    """Keep why a launch was refused, until the cell ends: its code may catch the error."""
-    try:
-        yield
-    except (PlanError, PreflightError) as error:
-        text = f"{type(error).__name__}: {error}"
-        if text not in _refusals:  # one launch may come through two doors
-            _refusals.append(text)
-        raise
-
-
-def take_refusals() -> list[str]:
-    """Return why launches were refused since the last call."""
-    taken = _refusals.copy()
-    _refusals.clear()
-    return taken
 
 
 def last_run() -> Run | None:

@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -168,31 +168,7 @@ def _run_and_report(
                 renew_accelerate_state(job.plan)
             task_values.forget_references()
             value = _run_watched(job.plan.task, call)
-            _finish_device_work(job)
-            data = result_pickler.dump_result(value, job.shared_classes)
-            ended = ev.Ended(
-                clock.now(),
-                rank,
-                result=short_repr(value),
-                collectives=failure_evidence.last_collective(),
-                checksum=f"{zlib.crc32(data):08x}",
-            )
-            _save_result(spare, folder.result(rank), data)  # before what takes longer, and may fail
-            if trouble := result_pickler.reading_trouble(data):
-                returned = ev.ArtifactSaved(
-                    clock.now(), rank, ev.RETURNED, "value", trouble=trouble
-                )
-                writer.write(returned)
-            sender.gather()
-            is_apart = job.device != "cpu" or job.world is not None or job.in_kernel
-            if not job.is_live and (is_apart or sender.has_more):  # queued work may change that
-                if job.in_kernel:
-                    join_new_threads(threads)
-                else:
-                    join_threads()
-                leave_process_group()
-            sender.send(value)
-            writer.write(ended)
+            _deliver(job, rank, writer, spare, sender, value, threads)
             return 0, None
         except BaseException:
             # First: a DataLoader's handler of SIGCHLD may raise again, for the same worker or
@@ -217,6 +193,44 @@ def _run_and_report(
     finally:
         if spare is not _lasting_spare:
             spare.close()
+
+
+def _deliver(
+    job: Job,
+    rank: int,
+    writer: EventWriter,
+    spare: Spare,
+    sender: ResultSender,
+    value: Any,
+    threads: Collection[threading.Thread],
+) -> None:
+    """Leave what the task returned and what it trained, and leave the process group in between.
+
+    `threads` are those that there were before the task.
+    """
+    _finish_device_work(job)
+    data = result_pickler.dump_result(value, job.shared_classes)
+    ended = ev.Ended(
+        clock.now(),
+        rank,
+        result=short_repr(value),
+        collectives=failure_evidence.last_collective(),
+        checksum=f"{zlib.crc32(data):08x}",
+    )
+    _save_result(spare, job.folder.result(rank), data)  # before what takes longer, and may fail
+    if trouble := result_pickler.reading_trouble(data):
+        returned = ev.ArtifactSaved(clock.now(), rank, ev.RETURNED, "value", trouble=trouble)
+        writer.write(returned)
+    sender.gather()
+    is_apart = job.device != "cpu" or job.world is not None or job.in_kernel
+    if not job.is_live and (is_apart or sender.has_more):  # queued work may change that
+        if job.in_kernel:
+            join_new_threads(threads)
+        else:
+            join_threads()
+        leave_process_group()
+    sender.send(value)
+    writer.write(ended)
 
 
 _lasting_spare: Spare | None = None
