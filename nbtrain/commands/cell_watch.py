@@ -11,11 +11,11 @@ import builtins
 import contextlib
 import itertools
 import re
+import sys
 import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..lifecycle import refusals
 from ..system import accelerator_guard, accelerator_hooks
 from ..system.instrumentation import patch
 from ..system.text import shorten
@@ -146,7 +146,8 @@ class CellWatch:
         self._expecting = False
         if self._stack:
             cell = self._stack.pop()
-            for refusal in refusals.take_refusals():
+            refusals: Any = sys.modules.get("nbtrain.lifecycle.refusals")  # not before a launch
+            for refusal in refusals.take_refusals() if refusals is not None else ():
                 if result.success:
                     print(f"nbtrain: a launch was refused, and the cell caught it: {refusal}")
             if cell.number is not None and not result.success:

@@ -72,7 +72,8 @@ def pack(
 ) -> PackedPlan:
     """Pack a plan for processes, `is_fresh` ones get this one's random states and settings, too.
 
-    What `leaves_host` lacks the key by which processes of this host trust each other. Of what is `there`, by its id, only its name goes.
+    What `leaves_host` lacks the key by which processes of this host trust each other. Of what is
+    `there`, by its id, only its name goes.
 
     Raises `PlanError` naming the variable that cannot go.
     """

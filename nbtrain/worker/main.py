@@ -155,7 +155,7 @@ def _run_and_report(
     call: Callable[[Task], Any],
     after: contextlib.ExitStack,
 ) -> tuple[int, BaseException | None]:
-    folder, spare = job.folder, _spare(job)
+    spare = _spare(job)
     threads = threading.enumerate()
     sender: ResultSender | None = None
     try:
