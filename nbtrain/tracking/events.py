@@ -488,7 +488,7 @@ Check = Callable[[Any], Any]
 """Returns a decoded value as its field has it. Raises `TypeError`, or `ValueError`."""
 
 
-_PLAIN = {float, int, bool, str}
+_PLAIN = {float, bool, str}
 
 
 def _whole(value: Any) -> int:
@@ -506,7 +506,15 @@ def _finite(value: Any) -> float:
 def _values(value: Any) -> Values:
     if _PLAIN.issuperset(map(type, value.values())):
         return value  # type: ignore[no-any-return]
-    return {k: v for k, v in value.items() if type(v) in _PLAIN}
+    return {
+        k: v
+        for k, v in value.items()
+        if type(v) in _PLAIN or (type(v) is int and -_LARGEST < v < _LARGEST)
+    }
+
+
+def _measured(value: Any) -> float:
+    return value if type(value) in (float, bool) else _whole(value)
 
 
 def _of(*types: type) -> Check:
@@ -530,7 +538,7 @@ _CHECKS: Mapping[Any, Check] = {
     float: _finite,
     str: _of(str),
     bool: _of(bool),
-    Measured: _of(float, int, bool),
+    Measured: _measured,
     Values: _values,
     Evidence: _evidence,
 }

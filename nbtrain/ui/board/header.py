@@ -473,7 +473,7 @@ def _throughput(state: RunState) -> Figure | None:
         return Figure("steps/s", "0", (f"{per_step} before",) if per_step else ())
     when = "at the end" if state.is_over else ""
     if samples is not None and any(samples.newest):
-        present = math.fsum(samples.newest)
+        present = sum(samples.newest)
         best = len(samples.newest) * max((b.mean for b in samples.band), default=0.0)
         remarks = [when or f"{per_step} steps/s"]
         remarks += [f"{format_rate(best)} at best"] if present < 0.75 * best and not when else []
