@@ -9,6 +9,7 @@ import platform
 from collections.abc import Sequence
 
 from ...hangs import verdict
+from ...planning.secrets import hidden_in_text
 from ...system.text import shorten
 from ...tracking import clock
 from ...tracking import events as ev
@@ -79,8 +80,8 @@ def message(state: RunState, now: float, folder: RunFolder) -> tuple[str, str]:
 
 
 def reason(state: RunState) -> str:
-    """Return why a run failed, was stopped, or hangs; empty for one that is well."""
+    """Return why a run failed, was stopped, or hangs, without secrets; "" for one that is well."""
     culprit = verdict.culprit(state)
     if culprit is not None and state.status == "failed":
-        return f"rank {culprit.rank}: {verdict.line(culprit)}"
+        return f"rank {culprit.rank}: {hidden_in_text(verdict.line(culprit))}"
     return state.explanation or state.hang
