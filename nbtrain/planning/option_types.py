@@ -262,7 +262,7 @@ class Secret(str):
 def secrets_of(texts: str | Iterable[str] | None) -> tuple[Secret, ...]:
     """Return texts that nothing shows."""
     texts = [texts] if isinstance(texts, str) else texts or ()
-    return tuple(dict.fromkeys(Secret(text) for text in texts if text))
+    return tuple(dict.fromkeys(Secret(str(text).strip()) for text in texts))
 
 
 def sources_of(asked: str | Iterable[str]) -> tuple[str, ...]:

@@ -268,7 +268,7 @@ class Plan:
         nargs="+",
         types=(str, Iterable),
         convert=options.secrets_of,
-        must_be=("an address (URL)", lambda url: isinstance(url, str) and ":" in url),
+        must_be=("an address (URL)", lambda url: isinstance(url, str) and (":" in url or not url)),
         part="forwarding",
     )
     debug: bool = option(

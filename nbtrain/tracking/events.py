@@ -461,6 +461,10 @@ class Waiting(Event):
     text: str = ""
 
 
+ABANDONED = "abandoned"
+"""The code of a run that was interrupted by its kernel's end, or by a signal: no user asked."""
+
+
 @dataclass(frozen=True)
 class Finished(Event):
     """Every rank has ended."""
@@ -471,7 +475,8 @@ class Finished(Event):
     flaw: str = ""
     """What makes the result of a run wrong that ended without an error, in a few words."""
     code: str = ""
-    """Why it ended so, for programs: a kind of `FailureReport`, 'hang' or 'deadlock'; or ""."""
+    """Why it ended so, for programs: a kind of `FailureReport`, 'hang', 'deadlock', `ABANDONED`; or
+    ""."""
     remedy: str = ""
     """What to do about the message."""
 

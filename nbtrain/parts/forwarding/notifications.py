@@ -23,7 +23,7 @@ _LONGEST = 500
 
 
 class Notifier:
-    """One address. A run that somebody interrupts is no news to anybody."""
+    """One address. That somebody stops a run is no news; that its kernel ended is."""
 
     name = "--notify"
 
@@ -48,7 +48,7 @@ class Notifier:
 
     def finish(self, state: RunState) -> None:
         """Tell how the run ended."""
-        if state.status != "interrupted":
+        if state.status != "interrupted" or state.code == ev.ABANDONED:
             self._send(state)
 
     def explain(self, error: BaseException) -> str:
