@@ -74,6 +74,18 @@ def test_variables_stay_from_cell_to_cell(live: Notebook) -> None:
     assert out.ename == "ZeroDivisionError"
 
 
+def test_what_keeps_a_rank_from_a_task_is_told_and_the_ranks_stay(live: Notebook) -> None:
+    kind = "class Licensed:\n    def __setstate__(self, state): raise LookupError('expired')"
+    live.run(f"{kind}\nlicensed = Licensed()\nlicensed.x = 1")
+    for cell in ("%%distributed\nlicensed", "ranks.run(print, licensed)"):
+        assert live.run(cell).ename == "LookupError"
+    assert not live.run("%%rank 1\nimport os\nos.dup = None").ename  # it cannot open a cell's log
+    out = live.run("%%distributed\nrank")
+    assert out.ename == "RankDied"
+    assert "TypeError" in out.evalue
+    assert live.value("ranks.dead()") == []
+
+
 def test_equal_outputs_are_shown_once_and_prints_have_their_rank(live: Notebook) -> None:
     out = live.run("%%distributed\nprint('hello')\nif rank: print('second')")
     assert out.stdout.splitlines() == ["[ranks 0–1] hello", "[rank 1] second"]
