@@ -193,7 +193,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
             case "show":
                 run.show()
             case "stop":
-                run.stop("by %nbtrain stop")
+                print(catalog.stop(run, "by %nbtrain stop", "%nbtrain"))
             case _:
                 print(run.stacks())
 

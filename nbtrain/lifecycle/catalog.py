@@ -99,3 +99,17 @@ def find_run(beginning: str = "") -> Run:
     path = folders.find(beginning).path
     known = [run for run in (last, *going_on()) if run is not None and run.folder == path]
     return known[0] if known else Run.open(path)
+
+
+def stop(run: Run, how: str, command: str) -> str:
+    """End a run; return what came of it. Of one that is over: which others a `command` ends.
+
+    Raises `KeyboardInterrupt` while it waits; the run still stops.
+    """
+    if not run.state.is_over:
+        run.stop(how)
+        return f"{run.folder.name}: {run.state.outcome} {run.state.explanation}"
+    lines = [f"{run.folder.name} has ended: {run.state.outcome}"]
+    running = [info for info in run_infos() if info.status == "running"]
+    lines += [f"{info.title} is running: `{command} stop {info.name}` ends it" for info in running]
+    return "\n".join(map(strip_escapes, lines))

@@ -160,6 +160,7 @@ def test_in_a_cell_runs_are_listed_and_drawn_also_from_another_kernel(
     shown = notebook.run(f"%nbtrain show {name}").displays[0]
     assert "'first'" in shown["text/plain"]
     assert "succeeded" in shown["text/html"]
+    assert "has ended: succeeded" in notebook.run("%nbtrain stop").stdout
     out = notebook.run("%nbtrain show nothing-like-it")
     assert out.ename == "PlanError"
     assert len(out.traceback.splitlines()) == 1

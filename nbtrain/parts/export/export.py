@@ -83,7 +83,8 @@ def export(notebook: Path, path: Path, number: int | None = None) -> str:
     options = parse_options([])
     with contextlib.suppress(PlanError):  # `-n {ranks}`: the notebook would fill that in
         options = parse_options(split_line(magic[1] if magic else ""))
-    inputs = {f"cell {n} of {notebook.name}": text for n, text in enumerate(cells, 1)}
+    name = _printable(notebook.name)
+    inputs = {f"cell {n} of {name}": text for n, text in enumerate(cells, 1)}
     return _write(path, inputs, {}, options)
 
 
@@ -172,7 +173,13 @@ def _header(place: str, options: Namespace, name: str, secrets: set[str]) -> str
     head = f"{_HEADER} from {place}, {date.today()}."
     text = "# nbtrain may overwrite this file as long as it begins with the line above. To run it:"
     notes = [f"# Set {name} in the environment first: it is a secret." for name in sorted(secrets)]
-    return "\n".join([head, text, *(f"#     {command}" for command in commands), *notes])
+    lines = [head, text, *(f"#     {command}" for command in commands), *notes]
+    return "\n".join(map(_printable, lines))
+
+
+def _printable(text: str) -> str:
+    """Return a line of a comment: what ends a line, as a file's name may, would begin code."""
+    return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 
 def _settings(source: str, options: Namespace) -> list[str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import select
 import socket
 import threading
 import time
@@ -25,6 +24,7 @@ from ...engines.process.forking import fork_process, ready_to_fork
 from ...findings import Finding
 from ...lifecycle.launch_sides import Companion
 from ...planning.plan import Plan
+from ...system.files import is_readable
 from ...tracking import clock
 from ...tracking import events as ev
 from ...tracking.event_log import Reader, all_events, new_events
@@ -101,7 +101,7 @@ class Forwarder(Companion):
         until = time.monotonic() + wait
         while self._connection is not None:
             left = until - time.monotonic()
-            if not _is_readable(self._connection, max(0.0, min(left, TICK))):
+            if not is_readable(self._connection, max(0.0, min(left, TICK))):
                 if left <= 0 or is_pressed():
                     break
                 continue
@@ -209,7 +209,7 @@ def _follow(
     ranks = range(state.world_size)
     while True:
         is_lost = False
-        if _is_readable(connection, TICK):
+        if is_readable(connection, TICK):
             new = b""
             with contextlib.suppress(OSError):
                 new = connection.recv(1 << 16)
@@ -232,13 +232,6 @@ def _follow(
             thread.put(thread.receiver.take, events, state)
         if state.is_over:
             return state
-
-
-def _is_readable(connection: socket.socket, seconds: float) -> bool:
-    """Wait for bytes, or the end; `select` refuses the descriptors of a process with many."""
-    poller = select.poll()
-    poller.register(connection, select.POLLIN)
-    return bool(poller.poll(1000 * seconds))
 
 
 class _Thread(threading.Thread):

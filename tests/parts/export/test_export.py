@@ -408,3 +408,13 @@ def test_without_a_seed_all_ranks_of_a_script_draw_the_same(tmp_path: Path) -> N
     _script(tmp_path, draw, train)
     first, second = _run(tmp_path / "train.py", tmp_path / "losses", *TORCHRUN)
     assert first == second
+
+
+def test_no_name_of_a_file_is_code_in_the_script(tmp_path: Path) -> None:
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    notebook = _notebook(folder, "x = 1\n!pwd", "%%distributed\ndef train(): pass")
+    odd = notebook.rename(folder / "notes\nraise SystemExit(7)\n\udc80\u2028.ipynb")
+    script = folder / "a\rraise SystemExit(8)\n.py"
+    export(odd, script)
+    subprocess.run([sys.executable, script], check=True, timeout=60)
