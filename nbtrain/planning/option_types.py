@@ -12,6 +12,7 @@ import keyword
 import math
 import os
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -250,6 +251,16 @@ def names_of(texts: str | Iterable[str]) -> tuple[str, ...]:
     return tuple(
         dict.fromkeys(name for text in texts for name in re.split(r"[,\s]+", text) if name)
     )
+
+
+def variable_name(text: str) -> str:
+    """Return a name as Python stores it: in NFKC, where `µ` is the letter of Greek."""
+    return unicodedata.normalize("NFKC", text)
+
+
+def variables_of(texts: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the names of variables in a text or several."""
+    return tuple(dict.fromkeys(map(variable_name, names_of(texts))))
 
 
 class Secret(str):

@@ -121,7 +121,7 @@ class Plan:
         metavar="NAMES",
         nargs="+",
         types=(str, Iterable),
-        convert=options.names_of,
+        convert=options.variables_of,
         must_be=(
             f"variable names (NAME, or NAME{options.OF_ALL})",
             options.is_output,
