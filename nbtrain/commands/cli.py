@@ -81,7 +81,9 @@ def _parser() -> argparse.ArgumentParser:
         ("stop", "stop a run on this host (a notebook's run, too) and wait until it has ended"),
     ):
         command = commands.add_parser(name, help=purpose)
-        text = "a run: its number, or the start of its name (by default the last run)"
+        text = (
+            "a run: its number, its --name, or the start of its folder's name (default: the last)"
+        )
         command.add_argument("run", nargs="?", default="", metavar="RUN", help=text)
         if name in ("show", "logs"):
             command.add_argument("--json", action="store_true", help=_JSON)

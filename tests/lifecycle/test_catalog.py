@@ -192,6 +192,18 @@ def test_a_run_has_a_number_by_which_it_is_found_everywhere(runs: list[nbtrain.R
         nbtrain.Run.open("#999")
 
 
+def test_a_run_is_found_by_the_name_that_the_user_gave_it(notebook: Notebook) -> None:
+    for name in ("one", "two words", "twice", "twice"):
+        notebook.run(f"%%distributed -n 1 --name {name!r} --as run\n{name!r}")
+    for name in ("one", "two words"):
+        assert repr(name) in notebook.run(f"%nbtrain show {name}").displays[-1]["text/plain"]
+    out = notebook.run("%nbtrain show twice")
+    assert out.ename == "PlanError"
+    number = notebook.value("run.state.number")
+    assert f"#{number}" in out.evalue
+    assert "'twice'" in notebook.run(f"%nbtrain show #{number}").displays[-1]["text/plain"]
+
+
 def test_a_name_that_the_user_gives_is_on_the_board_and_in_the_list(notebook: Notebook) -> None:
     cell = """%%distributed -n 1 --name tuned
 def train():
