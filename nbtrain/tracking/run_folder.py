@@ -348,7 +348,7 @@ def runs(
 
 
 def find(beginning: str) -> RunFolder:
-    """Return the kept run whose folder's name is, or uniquely begins with, a text; the newest for ''.
+    """Return the kept run whose folder's name is, or alone begins with, a text; the newest for ''.
 
     A run's number is enough: ``12``, ``#12`` or ``train #12``; so is what it was called
     (``--name``), if no other run is. Raises `PlanError` where there is none, or more than one.
