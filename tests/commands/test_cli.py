@@ -119,7 +119,7 @@ def test_a_run_that_is_followed_ends_with_its_code() -> None:
     assert cli.main(["show"]) == 0
 
 
-@pytest.mark.parametrize("command", ["runs", "show", "logs", "doctor"])
+@pytest.mark.parametrize("command", ["show", "logs"])
 def test_a_terminal_that_is_not_utf_8_and_a_full_disk_get_no_traceback(command: str) -> None:
     def train() -> str:
         print("λ ✓ \ud800")
@@ -130,8 +130,7 @@ def test_a_terminal_that_is_not_utf_8_and_a_full_disk_get_no_traceback(command: 
     nbtrain_ = [sys.executable, "-m", "nbtrain", command]
     ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
     out = subprocess.run(nbtrain_, capture_output=True, env=ascii_only, timeout=60)
-    assert out.stderr == b""
-    assert out.returncode == int(command == "doctor" and cli.main(["doctor"]))
+    assert (out.returncode, out.stderr) == (0, b"")
     assert out.stdout.isascii()
     with open("/dev/full", "wb") as full:
         out = subprocess.run(nbtrain_, stdout=full, stderr=subprocess.PIPE, timeout=60)

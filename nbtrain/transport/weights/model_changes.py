@@ -78,6 +78,7 @@ class ModelAtStart:
         steps = (
             _resizing(model, names, self._variable)
             or _quantizing(model, names, self._variable)
+            or _observing(names, kinds, self._variable)
             or _replacing(model, names, self._variable, self._paths)
         )
         return Finding("changed-model", text, self._remedy(steps))
@@ -156,6 +157,17 @@ def _quantizing(model: Any, names: Collection[str], variable: str) -> list[str]:
         return []
     kinds = "{torch.nn.Linear}"
     return [f"torch.ao.quantization.quantize_dynamic({variable}, {kinds}, inplace=True)"]
+
+
+def _observing(names: Collection[str], kinds: Collection[str], variable: str) -> list[str]:
+    """Return what gives the observers of weights their shape, if nothing else differs.
+
+    Those of quantization-aware training get it at the first batch, which only the ranks have seen.
+    """
+    if not all(name in kinds and "weight_fake_quant" in name.split(".") for name in names):
+        return []
+    parts = f"m in {variable}.modules() if hasattr(m, 'weight_fake_quant')"
+    return [f"[m.weight_fake_quant(m.weight) for {parts}]"]
 
 
 def _replacing(
