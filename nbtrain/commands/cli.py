@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 
@@ -23,18 +25,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     That is 0, 1 for an error, 2 for wrong arguments, and 130 after Ctrl-C.
     """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # it is closed, or of a caller's own kind
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     parser = _parser()
-    options = parser.parse_args(argv)
     try:
-        return _do(options, parser)
-    except (NbtrainError, FileNotFoundError, IndexError) as error:
+        try:
+            return _do(parser.parse_args(argv), parser)
+        finally:
+            print(end="", flush=True)  # here an error can still be reported
+    except BrokenPipeError:  # the reader has closed the pipe, as ``head`` does
+        _discard_output()
+        return 0
+    except (NbtrainError, OSError, IndexError) as error:
+        _discard_output()
         print(f"nbtrain: {without_controls(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader has closed the pipe, as ``head`` does
-        sys.stderr.close()
-        return 0
+
+
+def _discard_output() -> None:
+    """Have what could not be written go nowhere: the interpreter writes it again at its end."""
+    try:
+        print(end="", flush=True)
+    except OSError:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 _JSON = "print it as JSON, for a program"
@@ -64,7 +81,9 @@ def _parser() -> argparse.ArgumentParser:
         ("stop", "stop a run on this host (a notebook's run, too) and wait until it has ended"),
     ):
         command = commands.add_parser(name, help=purpose)
-        text = "a run: its number, or the start of its name (by default the last run)"
+        text = (
+            "a run: its number, its --name, or the start of its folder's name (default: the last)"
+        )
         command.add_argument("run", nargs="?", default="", metavar="RUN", help=text)
         if name in ("show", "logs"):
             command.add_argument("--json", action="store_true", help=_JSON)
@@ -140,15 +159,11 @@ def _print_json(value: object) -> None:
 
 
 def _stop(run: Run) -> int:
-    if run.state.is_over:
-        print(f"{run.folder.name} has ended: {run.state.outcome}")
-        return 0
     try:
-        run.stop(how="by `nbtrain stop`")
+        _show(catalog.stop(run, "by `nbtrain stop`", "nbtrain"))
     except KeyboardInterrupt:  # Ctrl-C ends the waiting, and the run still stops
         print(f"{run.folder.name} was asked to stop and has not ended yet", file=sys.stderr)
         return 130
-    _show(f"{run.folder.name}: {run.state.outcome} {run.state.explanation}")
     return 0
 
 

@@ -121,7 +121,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                                (--json: as JSON, for a program)
         %nbtrain runs          list the runs that are kept
         %nbtrain show [RUN]    draw a run here, running or not: RUN is its number, as in 12 or
-                               train #12, or the start of its name
+                               train #12, its --name, or the start of its folder's name
         %nbtrain stop [RUN]    end a run, also one of another kernel
         %nbtrain stacks [RUN]  show the line that each rank of a run is at now
         %%nbtrain migrate      on top of a cell with a plain PyTorch loop: show what to change, as
@@ -159,7 +159,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                 from ..lifecycle import catalog
 
                 print(catalog.page(catalog.run_infos()))
-            case ["show" | "stop" | "stacks", *names] if len(names) <= 1 or names[-1][:1] == "#":
+            case ["show" | "stop" | "stacks", *names]:
                 self._about_run(name, [" ".join(names)] if names else [])
             case ["migrate", *_]:
                 from . import migrate
@@ -193,7 +193,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
             case "show":
                 run.show()
             case "stop":
-                run.stop("by %nbtrain stop")
+                print(catalog.stop(run, "by %nbtrain stop", "%nbtrain"))
             case _:
                 print(run.stacks())
 

@@ -10,7 +10,6 @@ import gc
 import importlib
 import json
 import os
-import select
 import signal
 import socket
 import sys
@@ -21,6 +20,7 @@ from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
 from ..system import accelerator_guard
+from ..system.files import is_readable
 from . import rendezvous, spawn_main
 from .process.finish_process import run_to_end
 from .process.forking import fork_process
@@ -53,7 +53,7 @@ def _serve(order: Mapping[str, Any]) -> int:
         _say(connection, unfit=f"what ranks need initialised {', '.join(used)}")
         return 0
     _say(connection, imported=len(sys.modules), files=_files())
-    while select.select([connection], [], [], IDLE)[0]:
+    while is_readable(connection, IDLE):
         request, descriptors = _receive(connection)
         if request is None:
             return 0

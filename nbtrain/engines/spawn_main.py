@@ -11,13 +11,14 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from ..hangs import stack_dumps
-from ..planning.plan import Call, Plan
+from ..planning.plan import Plan
 from ..planning.world import Placement
 from ..tracking import clock
 from ..tracking.run_folder import RunFolder
-from ..transport import exceptions, payload
+from ..transport import payload
 from ..transport.job import Job
 from ..worker import main as worker
+from ..worker.task_runner import failing_plan
 from .process.finish_process import finish_process, run_to_end
 from .process.kernel_detach import die_with, text_stream
 
@@ -68,12 +69,7 @@ def _load(order: dict[str, Any]) -> tuple[Plan, frozenset[type]]:
         return payload.unpack(order["parcel"])
     except Exception as error:  # whatever the import of a user's module raises
         place = f"while loading {payload.loading()} in a fresh process"
-        exceptions.set_notes(error.with_traceback(None), [place])
-        return Plan(Call(_fail, (error,)), name="load"), frozenset()
+        return failing_plan(error, place), frozenset()
     finally:
         for descriptor in order["descriptors"]:
             os.close(descriptor)
-
-
-def _fail(error: Exception) -> NoReturn:
-    raise error

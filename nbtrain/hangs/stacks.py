@@ -189,8 +189,8 @@ def ask(folder: RunFolder, ranks: Iterable[int], patience: float | None = None) 
     """Return where `ranks` are now; wait up to `patience` s for those that do not answer."""
     manifest = folder.read_manifest()
     cells: Mapping[str, str] = manifest.get("cells", {})
-    if manifest["host"] != platform.node():
-        there = f"runs on another host ({manifest['host']}): its stacks can only be read there"
+    if (host := manifest.get("host", platform.node())) != platform.node():
+        there = f"runs on another host ({host}): its stacks can only be read there"
         return Stacks(RankStack(rank, trouble=there) for rank in ranks)
     if manifest.get("in_kernel"):
         return Stacks(_here(rank, manifest, cells) for rank in ranks)

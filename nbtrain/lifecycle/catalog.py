@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from ..errors import NbtrainError
-from ..system.text import format_duration, plural, shorten
+from ..system.text import format_duration, plural, shorten, strip_escapes
 from ..tracking import clock
 from ..tracking import run_folder as folders
 from ..tracking.overview.epochs import main_metric
@@ -16,14 +16,27 @@ from ..ui.text_summary import ticks
 from .run import Run, going_on, last_run
 from .run_info import RunInfo, frame, run_info
 
+UNREADABLE = "unreadable"
+"""The status of a run whose files are damaged, or cannot be read."""
+
 
 def run_infos() -> list[RunInfo]:
-    """Return the kept runs, the newest last; those whose manifest cannot be read are left out."""
+    """Return the kept runs, the newest last; of one that cannot be read, its name and why."""
     infos = []
     for folder in folders.runs():
-        with contextlib.suppress(OSError, NbtrainError):  # pruned meanwhile, or damaged
+        try:
             infos.append(run_info(folder))
+        # Whatever a damaged or hostile run raises: the list has the others, too.
+        except Exception as error:
+            with contextlib.suppress(OSError):  # pruned meanwhile
+                infos.append(_unreadable(folder, error))
     return infos
+
+
+def _unreadable(folder: folders.RunFolder, error: Exception) -> RunInfo:
+    reason = str(error) if isinstance(error, (NbtrainError, OSError)) else repr(error)
+    created = folder.manifest.lstat().st_mtime
+    return RunInfo(folder.path.name, UNREADABLE, f"{UNREADABLE}: {reason}", created, 0)
 
 
 def runs() -> Any:
@@ -40,16 +53,22 @@ def runs() -> Any:
 
 def page(infos: list[RunInfo], command: str = "%nbtrain") -> str:
     """Return a table of runs, and how to show one of them by a `command`."""
-    skipped = [f"{name} {reason}: skipped" for name, reason in folders.foreign().items()]
+    skipped = [
+        strip_escapes(f"{name} {reason}: skipped") for name, reason in folders.foreign().items()
+    ]
     if not infos:
         return "\n".join([f"No run is kept in {folders.root()}.", *skipped])
     head = ("", "run", "title", "status", "when", "ranks", "took", "last", "", "result")
-    lines = text_table([head, *(_row(info) for info in infos)], "<" * len(head))
+    # A file may hold anything: no cell has a control character.
+    rows = [[strip_escapes(cell) for cell in _row(info)] for info in infos]
+    lines = text_table([head, *rows], "<" * len(head))
     hint = f"{command} show RUN displays a run, {command} stop RUN ends it (RUN: its number)."
     return "\n".join([*lines, "", *skipped, hint])
 
 
 def _row(info: RunInfo) -> tuple[str, ...]:
+    if info.status == UNREADABLE:
+        return "", info.name, info.outcome  # the last cell takes the rest of the line
     so_far = None
     if info.status == "running":
         so_far = max(0.0, clock.now(info.clock_offset) - info.created)
@@ -80,3 +99,17 @@ def find_run(beginning: str = "") -> Run:
     path = folders.find(beginning).path
     known = [run for run in (last, *going_on()) if run is not None and run.folder == path]
     return known[0] if known else Run.open(path)
+
+
+def stop(run: Run, how: str, command: str) -> str:
+    """End a run; return what came of it. Of one that is over: which others a `command` ends.
+
+    Raises `KeyboardInterrupt` while it waits; the run still stops.
+    """
+    if not run.state.is_over:
+        run.stop(how)
+        return f"{run.folder.name}: {run.state.outcome} {run.state.explanation}"
+    lines = [f"{run.folder.name} has ended: {run.state.outcome}"]
+    running = [info for info in run_infos() if info.status == "running"]
+    lines += [f"{info.title} is running: `{command} stop {info.name}` ends it" for info in running]
+    return "\n".join(map(strip_escapes, lines))

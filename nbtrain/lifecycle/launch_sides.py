@@ -43,8 +43,11 @@ class Companion:
     def ranks_ended(self) -> None:
         """Let go of ranks: all of an attempt have ended."""
 
-    def finish(self, end: ev.Finished) -> Sequence[ev.Event]:
-        """Hear how the run ended, just before that is written; return events that precede it."""
+    def finish(self, end: ev.Finished, is_pressed: Callable[[], bool]) -> Sequence[ev.Event]:
+        """Hear how the run ended, just before that is written; return events that precede it.
+
+        Where this takes long, ask whether a stop `is_pressed` meanwhile.
+        """
         return ()
 
 

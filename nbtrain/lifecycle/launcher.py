@@ -373,7 +373,15 @@ def _check(plan: Plan, device: str, engine: Engine) -> list[Finding]:
         *config_file.check_device(plan, device),
         *(_check_alone(plan, device) if engine.checks_host else ()),
         *_check_task(plan, device, engine),
+        *([_NO_ADDRESS] if "" in plan.notify else []),
     ]
+
+
+_NO_ADDRESS = Finding(
+    "no-address",
+    "--notify has an empty address, so no message is sent there.",
+    "Check the variable or the expression that gives it.",
+)
 
 
 def _check_task(plan: Plan, device: str, engine: Engine) -> list[Finding]:

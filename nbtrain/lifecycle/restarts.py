@@ -60,6 +60,7 @@ def run_attempts(
 
     Returns an exception that is at hand as such, not in the run folder.
     """
+    supervisor.interrupts = interrupts
     supervisor.companions += companions(job, engine, supervisor.request_stop)
     job = replace(job, plan=job.plan.without_addresses())
     if not engine.ranks_stay:

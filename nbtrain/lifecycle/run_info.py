@@ -229,7 +229,7 @@ def frame(saved_runs: Sequence[RunInfo]) -> Any:
     table = history.table(rows, "a table of runs", (*_COLUMNS, *columns.values()))
     import pandas as pd
 
-    table["created"] = pd.to_datetime(table["created"], unit="s", utc=True)
+    table["created"] = pd.to_datetime(table["created"], unit="s", utc=True, errors="coerce")
     return table
 
 

@@ -107,6 +107,8 @@ class Supervisor:
         self.companions: list[Companion] = []
         """What goes along with the run."""
         self.over = threading.Event()
+        self.interrupts = Interrupts(wanted=False)
+        """Those of the loop that watches."""
         self._folder, self._plan, self._ranks_stay = folder, plan, ranks_stay
         self._reader = Reader(folder, state.world_size)
         self._pictures = Pictures(folder, self._reader)
@@ -405,8 +407,16 @@ class Supervisor:
             message = f"{message}. {self._places[0].upper()}{self._places[1:]}"
         flaw = self.state.flaw if status == "succeeded" else ""
         code = self._stop.code if status == "timed out" else code
+        code = ev.ABANDONED if status == "interrupted" and self._stop.is_hasty else code
         end = ev.Finished(clock.now(), -1, status, message, flaw, code, remedy)
-        self._note(event for each in self.companions for event in each.finish(end))
+        pressed = self._stop.requests, self.interrupts.count
+        had_asked = asked_to_stop(self._folder)
+
+        def is_pressed() -> bool:
+            is_asked = asked_to_stop(self._folder) != had_asked
+            return is_asked or pressed != (self._stop.requests, self.interrupts.count)
+
+        self._note(event for each in self.companions for event in each.finish(end, is_pressed))
         self._note([end])
         self._pictures.keep(self.state, is_last=True)
         LOGGER.info("the run %s after %.1f s", self.state.outcome, self.state.elapsed(clock.now()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import difflib
 import re
 from collections.abc import Iterable
@@ -13,7 +12,7 @@ from ..errors import PlanError
 from ..system.text import shorten
 from .option_parser import call_with_rank, rank_call
 from .plan import Cell, Parameter, Task
-from .secrets import hidden, is_secret
+from .secrets import hidden
 from .source_names import bound_names
 
 
@@ -80,15 +79,21 @@ def title(cell: Cell) -> str:
     if cell.function is None:
         if script := _script(cell):
             return shorten(script, 60)
-        lines = [line for line in cell.source.splitlines() if line.strip()]
-        dull = ("#", "import ", "from ", "get_ipython()")
-        telling = (line for line in lines if not line.lstrip().startswith(dull))
-        first = next(telling, lines[0])
+        first = _first_statement(cell.source)
         if magic := _MAGIC.match(first):  # whatever it is given may be a secret
             return f"{'!' if magic[1] == 'system' else '%'}{magic[2]}"
-        return shorten(hidden(first).strip().rstrip(" :"), 60)
+        return shorten(hidden(first, until=1).partition("\n")[0].strip().rstrip(" :"), 60)
     shown = (_filled(p, cell.namespace) for p in cell.parameters)
     return f"{cell.function}({', '.join(shown)})"
+
+
+def _first_statement(source: str) -> str:
+    """Return the first statement that tells something, from the beginning of its first line."""
+    lines = source.split("\n")  # as ast counts them
+    dull = ("import ", "from ", "get_ipython()")
+    nodes = ast.parse(source).body
+    texts = ["\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in nodes]
+    return next((text for text in texts if not text.startswith(dull)), texts[0])
 
 
 def number_of_untitled(task: Task, name: str) -> int | None:
@@ -126,7 +131,5 @@ def _filled(parameter: Parameter, namespace: dict[str, Any]) -> str:
 
 def _holds_secret(name: str, text: str) -> bool:
     """Whether a value's source is a secret, or has one in it: it may be any expression."""
-    value: object = text
-    with contextlib.suppress(ValueError, SyntaxError):
-        value = ast.literal_eval(text)
-    return is_secret(name, value) or hidden(f"{name}={text}") != f"{name}={text}"
+    source = f"{name} = {text}"
+    return hidden(source) != source

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from ..errors import PlanError
 from ..findings import Finding
 from ..system.text import did_you_mean, with_article
-from .option_types import SECONDS, Option, is_variable
+from .option_types import SECONDS, Option, is_variable, variable_name
 from .plan import OPTIONS, Call, Task
 from .task_values import expression_of, is_model
 
@@ -25,6 +25,7 @@ MAGIC_ONLY = (
         "assign the Run to this notebook variable; nbtrain.last_run() always returns it",
         field="bind",
         metavar="NAME",
+        convert=lambda name: name and variable_name(name),
         must_be=("a variable name", is_variable),
     ),
     Option(

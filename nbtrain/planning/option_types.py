@@ -12,6 +12,7 @@ import keyword
 import math
 import os
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -252,6 +253,16 @@ def names_of(texts: str | Iterable[str]) -> tuple[str, ...]:
     )
 
 
+def variable_name(text: str) -> str:
+    """Return a name as Python stores it: in NFKC, where `µ` is the letter of Greek."""
+    return unicodedata.normalize("NFKC", text)
+
+
+def variables_of(texts: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the names of variables in a text or several."""
+    return tuple(dict.fromkeys(map(variable_name, names_of(texts))))
+
+
 class Secret(str):
     """A text that does not show in what is printed of an object that has it."""
 
@@ -262,7 +273,7 @@ class Secret(str):
 def secrets_of(texts: str | Iterable[str] | None) -> tuple[Secret, ...]:
     """Return texts that nothing shows."""
     texts = [texts] if isinstance(texts, str) else texts or ()
-    return tuple(dict.fromkeys(Secret(text) for text in texts if text))
+    return tuple(dict.fromkeys(Secret(str(text).strip()) for text in texts))
 
 
 def sources_of(asked: str | Iterable[str]) -> tuple[str, ...]:

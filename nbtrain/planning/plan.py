@@ -121,7 +121,7 @@ class Plan:
         metavar="NAMES",
         nargs="+",
         types=(str, Iterable),
-        convert=options.names_of,
+        convert=options.variables_of,
         must_be=(
             f"variable names (NAME, or NAME{options.OF_ALL})",
             options.is_output,
@@ -268,7 +268,7 @@ class Plan:
         nargs="+",
         types=(str, Iterable),
         convert=options.secrets_of,
-        must_be=("an address (URL)", lambda url: isinstance(url, str) and ":" in url),
+        must_be=("an address (URL)", lambda url: isinstance(url, str) and (":" in url or not url)),
         part="forwarding",
     )
     debug: bool = option(

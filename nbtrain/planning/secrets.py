@@ -1,14 +1,24 @@
 """Finds out which of a user's values are secrets, by their names and their shape. Pure.
 
-One rule for all that nbtrain writes into a file or shows: a run's manifest, `nbtrain.runs()`,
-exported scripts. What is missed is a password in a file; what is wrongly taken for a secret is a
-parameter that is not listed, and a script that asks for it in the environment. So a name alone
-counts where it can mean nothing else, and else the look of the value, too.
+One rule for all that nbtrain writes into a file or shows: titles, a run's manifest,
+`nbtrain.runs()`, exported scripts, what a tracker raises. Python's own parser reads a source, so
+that no prefix, type or line break hides a secret. What is missed is a password in a file; what is
+wrongly taken for a secret is a parameter that is not listed, and a script that asks for it in the
+environment. So a name alone counts where it can mean nothing else, and else the look of the value,
+too.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import functools
+import io
 import re
+import sys
+import tokenize
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
@@ -39,9 +49,11 @@ _DRAWN = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[A-Za-z0-9+/=_-]{16,}")
 
 _SHAPES = re.compile(
     r"""
-      [a-z][a-z0-9+.-]*://[^/\s:@]*:[^/\s@]+@        # a URL with a password
+      [a-z][a-z0-9+.-]*://[^/\s:@]*:(?!\0@)[^/\s@]+@        # a URL with a password
+    | (^|[;\s]|--)(?i:[\w-]*(password|passwd|pwd|secret|(api|access)[_-]?key))=   # a connection's
+      (?![{$<%])[^\s;&\0]{4,}
     | [?&](?i:[\w-]*(api[_-]?key|token|signature|credential|sig|password))=[^&\s]{6,}
-    | -----BEGIN\ [A-Z ]*PRIVATE\ KEY-----
+    | -----BEGIN\ [A-Z ]*PRIVATE\ KEY-----([\s\S]*?-----END[A-Z ]*-----|[\s\S]*)
     | \b(?i:Bearer|Basic)\ [\w.+/=-]{12,}
     | \b(sk|pk|rk)[-_](live|test|proj|ant|or)[-_](?=[\w-]*\d)[\w-]{16,}
     | \bsk-(?=[A-Za-z0-9]*\d)[A-Za-z0-9]{20,}\b
@@ -60,8 +72,7 @@ _SHAPES = re.compile(
 
 def is_secret(name: str, value: object) -> bool:
     """Whether a text, bytes or a number, by its name or its shape, does not belong into a file."""
-    plain = _CAMEL.sub("_", name).replace("-", "_").lower()
-    is_named = _ALWAYS.search(plain) is not None
+    plain, is_named = _read_name(name)
     if isinstance(value, (bytes, bytearray)):
         value = bytes(value[:10_000]).decode("latin-1")
     if type(value) is int:
@@ -81,44 +92,252 @@ def is_secret(name: str, value: object) -> bool:
     return bool(_KEY.search(plain) and _DRAWN.fullmatch(text) and not words)
 
 
+@functools.lru_cache(1024)
+def _read_name(name: str) -> tuple[str, bool]:
+    """Return a name as the patterns have it, and whether it can only be that of a secret."""
+    plain = re.sub(r"\W", "_", _CAMEL.sub("_", name)).lower()
+    return plain, _ALWAYS.search(plain) is not None
+
+
 def has_secret(line: str) -> bool:
     """Return whether a line of a shell or a magic has a secret, such as ``%env API_KEY=…``."""
-    parts = [word.rpartition("=") for word in line.split()]
-    return is_secret("", line) or any(is_secret(name, value) for name, _, value in parts)
+    return hidden_in_text(line) != line or any(map(_DRAWN.fullmatch, line.split()))
 
 
-_TEXT = re.compile(r"""(?:["']?(\w+)["'\]]*\s*[=:]\s*)?(?<![\w"'])(["'])([^"'\n]+)\2(?!["'])""")
-"""A text in quotes, after the name of the variable, key or argument that gets it."""
-
-
-_LITERAL = re.compile(
-    r"""(?:["']?(\w+)["'\]]*\s*[=:,]\s*)?[rbfuRBFU]{0,2}(\"{3}|'{3}|"|')(.*?)(?<!\\)\2"""
+_NAMED = re.compile(
+    r"""(?<![\w-])([\w-]+)(["'\]]*\s*[=:]\s*|\s+(?:is\s+)?(?=\S*\d))(["']?)([^\s"',;&]+)"""
 )
-"""A text of any kind, after the name of what gets it."""
+"""A value in a text, after its name; without a sign between the two if it has a digit."""
 
 
-def hidden(line: str) -> str:
-    """Return a line of source with ``…`` in place of each text that is or may be a secret."""
+def hidden_in_text(text: str) -> str:
+    """Return a text that is no source, such as an error's, with ``…`` in place of its secrets."""
 
-    def replaced(match: re.Match[str]) -> str:
-        name, quote, text = match.groups("")
-        if not is_secret(name, text) and not _DRAWN.fullmatch(text):
-            return match[0]
-        return f"{match[0][: match.start(2) - match.start()]}{quote}…{quote}"
+    def cut(match: re.Match[str]) -> str:
+        start = re.match(r"[a-z][a-z0-9+.-]*://|[?&;\s-]*[\w-]+=", match[0])
+        return f"{start[0] if start else ''}…{'@' if match[0].endswith('@') else ''}"
 
-    return _LITERAL.sub(replaced, line)
+    def named(match: re.Match[str]) -> str:
+        name, sign, quote, value = match.groups()
+        return f"{name}{sign}{quote}…" if is_secret(name, value) else match[0]
+
+    return _NAMED.sub(named, _SHAPES.sub(cut, text))
+
+
+Value = str | bytes | int
+
+
+class _Literal(NamedTuple):
+    """A secret in a source: an expression of texts and numbers."""
+
+    node: ast.expr
+    name: str
+    """Of the variable, argument or key that gets it."""
+    value: Value
+
+
+_HANDS_ON = (
+    *(ast.Tuple, ast.List, ast.Set, ast.Starred, ast.UnaryOp, ast.BoolOp, ast.IfExp),
+    *(ast.Attribute, ast.FormattedValue, ast.Await),
+)
+"""Expressions whose parts go by the name of the whole."""
+
+
+def _children(node: ast.AST, name: str) -> Iterator[tuple[ast.AST | None, str]]:
+    """Yield what a part of a source consists of, and the name of what gets it."""
+    match node:
+        case ast.Assign(targets=targets, value=ast.Tuple(elts=values)) if all(
+            isinstance(each, ast.Tuple) and len(each.elts) == len(values) for each in targets
+        ):
+            for target in targets:
+                yield from zip(values, map(_name_of, getattr(target, "elts", [])), strict=True)
+        case ast.Assign(targets=targets, value=value):
+            yield value, next(filter(None, map(_name_of, targets)), "")
+            yield from ((target, "") for target in targets)
+        case ast.AnnAssign(value=value) | ast.AugAssign(value=value) | ast.NamedExpr(value=value):
+            yield value, _name_of(node.target)
+        case ast.keyword(arg=arg, value=value):
+            yield value, name if arg in (None, "default", "value") and name else arg or ""
+        case ast.arguments():
+            by_position = [*node.posonlyargs, *node.args]
+            with_default = by_position[len(by_position) - len(node.defaults) :]
+            yield from zip(node.defaults, (a.arg for a in with_default), strict=True)
+            yield from zip(node.kw_defaults, (a.arg for a in node.kwonlyargs), strict=True)
+        case ast.Dict(keys=keys, values=values):
+            yield from ((key, "") for key in keys)
+            yield from zip(values, (_name_of(k) if k else name for k in keys), strict=True)
+        case ast.Call(func=func, args=args, keywords=keywords):
+            called = _name_of(func)
+            own = name if called[:1].isupper() or called in ("str", "bytes") else ""
+            own = called[3:] if called.startswith("set") else own
+            yield func, name
+            yield from _in_turn(args, own if called != "print" else None)
+            yield from ((each, _text_name(args[0]) if args else own) for each in keywords)
+        case ast.BinOp():
+            yield from ((each, name) for each in _operands(node))
+        case ast.Tuple(elts=[_, _] as both):
+            yield from _in_turn(both, name)
+        case ast.Subscript(value=value, slice=inside):
+            yield from ((value, name), (inside, ""))
+        case _:
+            own = name if isinstance(node, _HANDS_ON) else ""
+            yield from ((child, own) for child in ast.iter_child_nodes(node))
+
+
+def _in_turn(nodes: list[ast.expr], name: str | None) -> Iterator[tuple[ast.expr, str]]:
+    """Yield nodes, of which a text may name the one behind it, as of ``setdefault("KEY", "…")``."""
+    before = ""
+    for node in nodes:
+        is_naming = any(kind.search(_read_name(before)[0]) for kind in (_ALWAYS, _USUALLY, _KEY))
+        yield node, before if is_naming else name or ""
+        before = "" if name is None else _text_name(node)
+
+
+def _text_name(node: ast.expr) -> str:
+    value = node.value if isinstance(node, ast.Constant) else None
+    return value if isinstance(value, str) and re.fullmatch(r"[\w-]+", value) else ""
+
+
+def _name_of(node: ast.expr) -> str:
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name
+        case ast.Subscript(slice=inside):
+            return _name_of(inside)
+        case ast.Constant(value=str(text)):
+            return text
+    return ""
+
+
+def _secrets(node: ast.AST | None, name: str, is_one: _Test, until: int) -> list[_Literal]:
+    """Return the secrets below a node in the lines of a source up to `until`."""
+    if node is None or getattr(node, "lineno", 0) > until:
+        return []
+    if isinstance(node, ast.Constant):
+        value = node.value
+        if isinstance(value, (str, bytes, int)) and is_one(name, value):
+            return [_Literal(node, name, value)]
+        return []
+    found = [
+        each
+        for child, its_name in _children(node, name)
+        for each in _secrets(child, its_name, is_one, until)
+    ]
+    is_whole = isinstance(node, ast.JoinedStr)  # its parts have no places of their own in 3.11
+    if is_whole or (isinstance(node, ast.BinOp) and not found):
+        text = _joined(node)
+        if re.search("[A-Za-z0-9]", text) and (found or is_one(name, text)):
+            return [_Literal(node, name, text)]  # type: ignore[arg-type]
+    return found
+
+
+_Test = Callable[[str, Value], bool]
+
+
+def _joined(node: ast.AST) -> str:
+    """Return a text that is put together of several; a part that no source shows is ``\\0``."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.Constant(value=bytes(content)):
+            return content.decode("latin-1")
+        case ast.JoinedStr(values=parts):
+            return "".join(map(_joined, parts))
+        case ast.BinOp():
+            return "".join(map(_joined, _operands(node)))
+    return "\0"
+
+
+def _operands(node: ast.expr) -> list[ast.expr]:
+    """Return what an expression adds, in order; not by recursion: it may add a thousand lines."""
+    behind: list[ast.expr] = []
+    while isinstance(node, ast.BinOp):
+        behind.append(node.right)
+        node = node.left
+    return [node, *reversed(behind)]
+
+
+def _replaced(
+    source: str, is_one: _Test, shown: Callable[[_Literal, str], str], until: int = sys.maxsize
+) -> str:
+    """Return a source with something else shown for its secrets, and with ``…`` in comments.
+
+    Raises `SyntaxError`, `ValueError` or `RecursionError` for what Python cannot read.
+    """
+    lines = [line.encode() for line in source.split("\n")]  # as ast counts lines, and columns
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line) + 1)
+    content = source.encode()
+    spans: list[tuple[int, int, bytes]] = []
+    for literal in _secrets(ast.parse(source), "", is_one, until):
+        node = literal.node
+        start = starts[node.lineno - 1] + node.col_offset
+        end = starts[(node.end_lineno or 1) - 1] + (node.end_col_offset or 0)
+        spans.append((start, end, shown(literal, content[start:end].decode()).encode()))
+    for (row, column), comment in _comments(source, until) if "#" in source else ():
+        start = starts[row - 1] + len(lines[row - 1].decode()[:column].encode())
+        new = " ".join("…" if _DRAWN.fullmatch(w) else w for w in comment.split(" "))
+        spans.append((start, start + len(comment.encode()), hidden_in_text(new).encode()))
+    for start, end, text in sorted(spans, reverse=True):
+        content = content[:start] + text + content[end:]
+    return content.decode()
+
+
+def _comments(source: str, until: int) -> Iterator[tuple[tuple[int, int], str]]:
+    with contextlib.suppress(tokenize.TokenError, SyntaxError):
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.start[0] > until:
+                return
+            if token.type == tokenize.COMMENT:
+                yield token.start, token.string
+
+
+def hidden(source: str, until: int = sys.maxsize) -> str:
+    """Return a source with ``…`` in place of each text that is or may be a secret.
+
+    Its lines stay where they are; those after `until` are left as they are.
+    """
+
+    def is_one(name: str, value: Value) -> bool:
+        is_drawn = isinstance(value, str) and _DRAWN.fullmatch(value)
+        return bool(is_drawn) or is_secret(name, value)
+
+    def shown(literal: _Literal, typed: str) -> str:
+        ends = "'", "'"
+        if isinstance(literal.node, (ast.Constant, ast.JoinedStr)):
+            prefix = re.match(r"[A-Za-z]*", typed)
+            ends = f"{prefix[0] if prefix else ''}{typed[-1]}", typed[-1]
+        text = "…" if isinstance(literal.value, int) else f"{ends[0]}…{ends[1]}"
+        return text + "\n" * typed.count("\n")
+
+    try:
+        return _replaced(source, is_one, shown, until)
+    except (
+        SyntaxError,
+        ValueError,
+        RecursionError,
+        MemoryError,
+    ):  # nobody knows what is a text in it
+        return "…" + "\n" * source.count("\n")
 
 
 def without_secret_texts(source: str) -> tuple[str, set[str]]:
-    """Return a source that takes its secrets from the environment, and their names there."""
-    secrets: set[str] = set()
+    """Return a source that takes its secrets from the environment, and their names there.
 
-    def replaced(match: re.Match[str]) -> str:
-        name, _, text = match.groups("")
-        if not is_secret(name, text):
-            return match[0]
-        variable = (name or "secret").upper()
-        secrets.add(variable)
-        return match[0][: match.start(2) - match.start()] + f"os.environ[{variable!r}]"
+    Raises `SyntaxError`, `ValueError` or `RecursionError` for what Python cannot read.
+    """
+    variables: dict[str, Value] = {}
 
-    return _TEXT.sub(replaced, source), secrets
+    def shown(literal: _Literal, _: str) -> str:
+        own = re.sub(r"\W", "_", literal.name).strip("_").upper() or "SECRET"
+        own = "PASSWORD" if own == "PWD" else own  # which is the shell's folder
+        several = (own if n == 1 else f"{own}_{n}" for n in range(1, len(variables) + 2))
+        variable = next(n for n in several if variables.get(n, literal.value) == literal.value)
+        variables[variable] = literal.value
+        text = f"os.environ[{variable!r}]"
+        if isinstance(literal.value, bytes):
+            return f"{text}.encode()"
+        return f"int({text})" if isinstance(literal.value, int) else text
+
+    return _replaced(source, is_secret, shown), set(variables)

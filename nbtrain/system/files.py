@@ -8,11 +8,12 @@ import errno
 import functools
 import operator
 import os
+import select
 import stat
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, Protocol
 
 from ..errors import NbtrainError
 
@@ -41,6 +42,20 @@ def read_regular(path: Path, most: int = -1) -> bytes:
     """Return what is in a file, as `open_regular` opens it; at most so many bytes."""
     with open_regular(path) as file:
         return file.read(most)
+
+
+def is_readable(file: int | HasFileno, seconds: float = 0.0) -> bool:
+    """Wait for bytes, or for the end; `select` refuses the descriptors of a process with many."""
+    poller = select.poll()
+    poller.register(file, select.POLLIN)
+    return bool(poller.poll(1000 * seconds))
+
+
+class HasFileno(Protocol):
+    """A socket, for example."""
+
+    def fileno(self) -> int:
+        """Return its descriptor."""
 
 
 class Tail:

@@ -474,6 +474,10 @@ class Waiting(Event):
     text: str = ""
 
 
+ABANDONED = "abandoned"
+"""The code of a run that was interrupted by its kernel's end, or by a signal: no user asked."""
+
+
 @dataclass(frozen=True)
 class Finished(Event):
     """Every rank has ended."""
@@ -484,7 +488,8 @@ class Finished(Event):
     flaw: str = ""
     """What makes the result of a run wrong that ended without an error, in a few words."""
     code: str = ""
-    """Why it ended so, for programs: a kind of `FailureReport`, 'hang' or 'deadlock'; or ""."""
+    """Why it ended so, for programs: a kind of `FailureReport`, 'hang', 'deadlock', `ABANDONED`; or
+    ""."""
     remedy: str = ""
     """What to do about the message."""
 
@@ -501,7 +506,7 @@ Check = Callable[[Any], Any]
 """Returns a decoded value as its field has it. Raises `TypeError`, or `ValueError`."""
 
 
-_PLAIN = {float, int, bool, str}
+_PLAIN = {float, bool, str}
 
 
 def _whole(value: Any) -> int:
@@ -519,7 +524,15 @@ def _finite(value: Any) -> float:
 def _values(value: Any) -> Values:
     if _PLAIN.issuperset(map(type, value.values())):
         return value  # type: ignore[no-any-return]
-    return {k: v for k, v in value.items() if type(v) in _PLAIN}
+    return {
+        k: v
+        for k, v in value.items()
+        if type(v) in _PLAIN or (type(v) is int and -_LARGEST < v < _LARGEST)
+    }
+
+
+def _measured(value: Any) -> float:
+    return value if type(value) in (float, bool) else _whole(value)
 
 
 def _of(*types: type) -> Check:
@@ -543,7 +556,7 @@ _CHECKS: Mapping[Any, Check] = {
     float: _finite,
     str: _of(str),
     bool: _of(bool),
-    Measured: _of(float, int, bool),
+    Measured: _measured,
     Values: _values,
     Evidence: _evidence,
 }

@@ -44,6 +44,9 @@ CHUNK = 4096
 MOST_RANKS = 1 << 16
 """Ranks that a manifest may name; what has more is no manifest."""
 
+LARGEST_NUMBER = 10**7
+"""Which no run and no cell reaches."""
+
 TAIL_BYTES = 1 << 20
 """Bytes at the end of a log that are searched for its last lines."""
 
@@ -124,11 +127,15 @@ def initial_state(manifest: Mapping[str, Any], place: Path | str = "the manifest
         findings=_findings(manifest),
         if_killed=_texts(manifest.get("if_killed")),
         attempts=1 + (restarts if type(restarts) is int else 0),
-        number=number if type(number := manifest.get("number")) is int else None,
-        cell=cell if type(cell := manifest.get("cell")) is int else None,
+        number=_number(manifest.get("number")),
+        cell=_number(manifest.get("cell")),
         earlier=_earlier(manifest.get("earlier")),
         clock_offset=_clock_offset(manifest),
     )
+
+
+def _number(value: Any) -> int | None:
+    return value if type(value) is int and 0 <= value < LARGEST_NUMBER else None
 
 
 def _earlier(outline: Any) -> EarlierRun | None:

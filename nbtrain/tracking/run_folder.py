@@ -234,9 +234,14 @@ def _next_number() -> int | None:
 
 def number_of(folder: RunFolder) -> int | None:
     """Return the number of a run, by which people call it; None for an older one."""
+    number = _of_manifest(folder, "number")
+    return number if type(number) is int else None
+
+
+def _of_manifest(folder: RunFolder, key: str) -> Any:
+    """Return what a manifest has; None where it cannot be read."""
     with contextlib.suppress(OSError, NbtrainError):
-        number = folder.read_manifest().get("number")
-        return number if type(number) is int else None
+        return folder.read_manifest().get(key)
     return None
 
 
@@ -343,10 +348,10 @@ def runs(
 
 
 def find(beginning: str) -> RunFolder:
-    """Return the kept run whose name is, or uniquely begins with, a text; the newest for ''.
+    """Return the kept run whose folder's name is, or alone begins with, a text; the newest for ''.
 
-    A run's number is enough: ``12``, ``#12`` or ``train #12``. Raises `PlanError` where there is
-    none, or more than one.
+    A run's number is enough: ``12``, ``#12`` or ``train #12``; so is what it was called
+    (``--name``), if no other run is. Raises `PlanError` where there is none, or more than one.
     """
     every = runs()
     numbered = _NUMBERED.fullmatch(beginning.strip())
@@ -356,6 +361,11 @@ def find(beginning: str) -> RunFolder:
                 return folder
     matches = [folder for folder in every if folder.path.name.startswith(beginning)]
     exact = [f for f in matches if f.path.name == beginning] if beginning else every[-1:]
+    called = [] if exact else [f for f in every if _of_manifest(f, "name") == beginning]
+    if len(called) > 1:
+        numbers = ", ".join(f"#{number_of(folder)}" for folder in called)
+        raise PlanError(f"{len(called)} kept runs are called {beginning!r}: say which of {numbers}")
+    exact = exact or called
     if not exact and len(matches) != 1:
         number = int(numbered[2]) if numbered else None
         problem = _why_not_found(beginning, number, every, len(matches))

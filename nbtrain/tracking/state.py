@@ -119,7 +119,10 @@ def _rates(old: TrainingProgress, event: ev.TrainingUpdate) -> dict[str, Any]:
     seconds = event.elapsed - old.elapsed
     # Nothing new, or counted anew; or a first moment, which shows no rate.
     is_too_soon = seconds < SHORTEST or event.steps < old.steps or event.waited < old.waited
-    weight = 1 - math.exp(-max(0.0, seconds) / SMOOTHED)
+    # As long as less than that has passed, what is known is the mean of all: a first interval,
+    # which warms up, counts no more than another.
+    whole = 1 - math.exp(-max(seconds, event.elapsed) / SMOOTHED) if seconds > 0 else 1.0
+    weight = (1 - math.exp(-max(0.0, seconds) / SMOOTHED)) / whole
 
     def smooth(before: float | None, count: float | None) -> float | None:
         if is_too_soon or count is None or count < 0:

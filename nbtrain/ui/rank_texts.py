@@ -19,7 +19,7 @@ from ..tracking.overview import run_progress
 from ..tracking.overview.epochs import metric_order
 from ..tracking.overview.run_progress import LONGEST
 from ..tracking.reducers import METRICS
-from ..tracking.state import ProgressBar, RankState, RunState
+from ..tracking.state import ProgressBar, RankState, RunState, TrainingProgress
 from .eta import fraction
 
 _AT_REST = ("stuck?", "waiting")
@@ -89,14 +89,23 @@ def _speed(rate: float, unit: str, units: str = "") -> str:
     return f"{format_rate(rate)} {units or unit}/s"
 
 
+def steps_per_second(trained: Iterable[TrainingProgress]) -> float | None:
+    """Return the steps per second of the fastest rank; time starts at the first batch or step."""
+    made = [(t.steps - (t.batch is None), t.elapsed) for t in trained]
+    return max(
+        (steps / seconds for steps, seconds in made if steps > 0 and seconds > 0), default=None
+    )
+
+
 def pace(rank: RankState) -> str:
     """Return how fast a rank trains, ``12.3 steps/s``; before it does, its bar's rate.
 
-    A bar may be one of files, of a validation or of epochs, and differ from rank to rank.
+    A bar may be one of files, of a validation or of epochs, and differ from rank to rank. What is
+    over has its mean.
     """
     if rank.progress is None or not rank.progress.steps:
         return rate(rank)
-    steps = rank.progress.step_rate
+    steps = steps_per_second([rank.progress]) if rank.is_over else rank.progress.step_rate
     return _speed(steps, "step", "steps") if steps and rank.hang not in _AT_REST else ""
 
 

@@ -14,8 +14,8 @@ from ..hangs.failures import causes
 from ..system.text import format_bytes, format_duration, format_number, format_ranks, plural
 from ..tracking.overview.epochs import metric_order
 from ..tracking.resource_sampler import SLACK
-from ..tracking.state import RankState, RunState, TrainingProgress
-from . import run_texts
+from ..tracking.state import RankState, RunState
+from . import rank_texts, run_texts
 from .board import theme
 from .board.board import cut, framed
 from .tables import LEFT, Cell, html_table, text_table
@@ -178,7 +178,7 @@ def summary(state: RunState, now: float) -> Summary:
         seconds_training=training,
         steps=steps,
         samples=samples,
-        steps_per_second=steps_per_second(trained),
+        steps_per_second=rank_texts.steps_per_second(trained),
         samples_per_second=samples / training if samples and training else None,
         waiting_share=sum(waited) / len(waited) if waited else None,
         metrics=MappingProxyType(last_metrics(state.ranks)),
@@ -186,14 +186,6 @@ def summary(state: RunState, now: float) -> Summary:
         memory_ranks=whole[1],
         memory_parts=memory_parts(state.ranks) if whole[0] else (),
         cards=gpu_cards(state),
-    )
-
-
-def steps_per_second(trained: Iterable[TrainingProgress]) -> float | None:
-    """Return the steps per second of the fastest rank; time starts at the first batch or step."""
-    made = [(t.steps - (t.batch is None), t.elapsed) for t in trained]
-    return max(
-        (steps / seconds for steps, seconds in made if steps > 0 and seconds > 0), default=None
     )
 
 

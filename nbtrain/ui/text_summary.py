@@ -85,8 +85,9 @@ def ticks(values: Sequence[float], width: int) -> str:
     means = list(values[:: -(-len(values) // width) or 1])
     if len(means) < 3:
         return ""
-    if means and min(means) > 0 and max(means) / min(means) > 300:
+    if min(means) > 0 and max(means) / min(means) > 300:
         means = [math.log(mean) for mean in means]
-    low, high = min(means, default=0.0), max(means, default=0.0)
+    means = [mean / 2 for mean in means]  # the span of any two floats is a float then
+    low, high = min(means), max(means)
     per = (len(_TICKS) - 1) / (high - low) if high > low else 0.0
     return "".join(_TICKS[min(7, max(0, round((mean - low) * per)))] for mean in means)

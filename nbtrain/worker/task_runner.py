@@ -7,10 +7,11 @@ from ast import Expr, Expression, Module, PyCF_ALLOW_TOP_LEVEL_AWAIT, parse
 from collections.abc import Coroutine
 from itertools import takewhile
 from types import CodeType
-from typing import Any
+from typing import Any, NoReturn
 
-from ..planning.plan import Call, Cell, Task
+from ..planning.plan import Call, Cell, Plan, Task
 from ..planning.task_values import arguments
+from ..transport.exceptions import set_notes
 
 
 def run_task(task: Task) -> Any:
@@ -26,6 +27,16 @@ def run_task(task: Task) -> Any:
             value = eval(code, task.namespace)
         value = _call(task, value)
     return _in_a_loop(_awaited(value)) if inspect.iscoroutine(value) else value
+
+
+def failing_plan(error: Exception, place: str) -> Plan:
+    """Return a plan that raises what the task's own values raised: the rank's failure as any."""
+    set_notes(error.with_traceback(None), [place])
+    return Plan(Call(_fail, (error,)), name="load")
+
+
+def _fail(error: Exception) -> NoReturn:
+    raise error
 
 
 async def _run_cell_awaiting(cell: Cell, codes: list[CodeType]) -> Any:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -114,3 +117,41 @@ def test_a_run_that_is_followed_ends_with_its_code() -> None:
         launch(fails, n=1)
     assert cli.main(["show", "--follow"]) == 1
     assert cli.main(["show"]) == 0
+
+
+@pytest.mark.parametrize("command", ["show", "logs"])
+def test_a_terminal_that_is_not_utf_8_and_a_full_disk_get_no_traceback(command: str) -> None:
+    def train() -> str:
+        print("λ ✓ \ud800")
+        nbtrain.log(λ=1.0)
+        return "é"
+
+    launch(train, n=1)
+    nbtrain_ = [sys.executable, "-m", "nbtrain", command]
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    out = subprocess.run(nbtrain_, capture_output=True, env=ascii_only, timeout=60)
+    assert (out.returncode, out.stderr) == (0, b"")
+    assert out.stdout.isascii()
+    with open("/dev/full", "wb") as full:
+        out = subprocess.run(nbtrain_, stdout=full, stderr=subprocess.PIPE, timeout=60)
+    assert out.returncode == 1
+    assert len(out.stderr.splitlines()) == 1
+    with_nothing = ["sh", "-c", f"{shlex.join(nbtrain_)} >&-"]
+    out = subprocess.run(with_nothing, stderr=subprocess.PIPE, timeout=60)
+    assert out.stderr == b""
+
+
+def test_who_stops_a_run_that_is_over_hears_which_others_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    going = launch(time.sleep, 600, n=1, background=True)
+    over = launch(lambda: None, n=1)
+    assert cli.main(["stop"]) == 0
+    printed = capsys.readouterr().out
+    assert over.folder.name in printed
+    assert not going.state.is_over
+    (remedy,) = re.findall(r"`nbtrain (stop \S+)`", printed)
+    assert cli.main(remedy.split()) == 0
+    assert going.wait().state.status == "interrupted"
+    assert cli.main(["stop"]) == 0
+    assert "`" not in capsys.readouterr().out.replace("`nbtrain stop`;", "")

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable
 from html import unescape
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from tqdm.auto import tqdm
 
+from nbtrain.ui import eta
 from tests.support.kernel import Notebook
+from tests.support.runs import launch
 
 PREPARE = """
 from torch import nn
@@ -194,3 +201,82 @@ same
     assert notebook.value("nbtrain.last_run().value"), "no data set came to that place"
     epochs = notebook.value("[int(n) for n in nbtrain.last_run().epochs['epoch']]")
     assert epochs == [1, 2, 3, 1, 2, 3]
+
+
+def _once(fails: bool, passes: int = 1) -> None:
+    """Train some epochs of 8 batches; where it `fails`, in the middle of the last."""
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    loader = DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=4)
+    for epoch in range(passes):
+        for number, (x,) in enumerate(loader):
+            if fails and (epoch, number) == (passes - 1, 4):
+                raise RuntimeError("CUDA out of memory")
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+            time.sleep(0.03)  # so that reports come in between
+
+
+def _breaks() -> None:
+    for attempt in range(3):
+        try:
+            _once(fails=attempt < 1, passes=2)
+            break
+        except RuntimeError:
+            pass
+
+
+def _goes_on_below() -> None:
+    for size in (64, 32, 16):
+        try:
+            _once(fails=size > 32)
+        except RuntimeError:
+            continue
+        break
+
+
+def _returns() -> int:
+    tries = 0
+    while True:
+        tries += 1
+        try:
+            _once(fails=tries < 2)
+            return tries
+        except RuntimeError:
+            pass
+
+
+@pytest.mark.parametrize(
+    ("trains", "epochs"),
+    [
+        (_breaks, [(1, 1), (1, 2), (2, 1), (2, 2)]),
+        (_goes_on_below, [(1, 1), (2, 1)]),
+        (_returns, [(1, 1), (2, 1)]),
+    ],
+)
+def test_attempts_are_no_epochs(
+    trains: Callable[[], object], epochs: list[tuple[int, int]]
+) -> None:
+    run = launch(trains)
+    assert [(row.training, row.epoch) for row in run.state.ranks[0].epochs] == epochs
+    assert eta.of_run(run.state) == 1.0
+
+
+@pytest.mark.parametrize(("rounds", "most"), [(1, 6), (10, 12)])
+def test_a_run_that_stops_at_its_last_step_is_done(rounds: int, most: int) -> None:
+    def train() -> None:
+        weight = torch.nn.Parameter(torch.ones(1))
+        optimizer, bar = torch.optim.SGD([weight], lr=0.1), tqdm(total=most)
+        for _epoch in range(rounds):
+            for (x,) in DataLoader(TensorDataset(torch.ones(8, 1)), batch_size=1):
+                (weight * x).sum().backward()
+                optimizer.step()
+                bar.update()
+                time.sleep(0.03)
+                if bar.n == most:
+                    return
+
+    run = launch(train)
+    assert eta.of_run(run.state) == 1.0
+    assert "% done" not in re.sub("<[^>]*>", " ", run._repr_html_())

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 import nbtrain
+from nbtrain.commands import cli
 from nbtrain.errors import PlanError
 from nbtrain.lifecycle import catalog
+from nbtrain.tracking.run_folder import create
 from tests.support.kernel import Notebook
 from tests.support.runs import launch
 
@@ -40,13 +42,61 @@ def test_the_list_tells_of_each_run_in_a_line(runs: list[nbtrain.Run]) -> None:
     assert "2 ranks" in lines[2]
 
 
-def test_no_runs_and_damaged_ones_are_no_trouble(run_root: Path) -> None:
+def test_a_damaged_run_is_a_row_that_says_so(run_root: Path) -> None:
     assert "No run is kept" in catalog.page(catalog.run_infos())
     for name, text in [("a", "{"), ("b", "[]"), ("c", '{"created": "x", "num_processes": 1}')]:
         folder = run_root / "runs" / name
         folder.mkdir(parents=True)
         (folder / "run.json").write_text(text)
-    assert catalog.run_infos() == []
+    infos = catalog.run_infos()
+    assert [(info.name, info.status) for info in infos] == [(n, "unreadable") for n in "abc"]
+    assert len([line for line in catalog.page(infos).splitlines() if "run.json" in line]) == 3
+    assert list(nbtrain.runs()["status"]) == ["unreadable"] * 3
+
+
+def _metrics(*values: object, name: str = "loss") -> str:
+    """Return what a rank reports that logs these values, as its file has them."""
+    record = '{{"kind":"metrics","time":{},"rank":0,"step":{},"values":{{"{}":{}}}}}\n'
+    return "".join(record.format(100 + at, at, name, value) for at, value in enumerate(values))
+
+
+_HUGE = f"1{'0' * 400}"
+_ODD_RUNS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "span": ({}, _metrics("-1e308", "1e308", "0.5"), "succeeded"),
+    "sum": ({}, _metrics(*["1e308"] * 4, name="val_loss"), "succeeded"),
+    "infinities": ({}, _metrics("1e999", "-1e999", "NaN", "1.0"), "succeeded"),
+    "whole": ({}, _metrics(_HUGE, "1", f"-{_HUGE}"), "succeeded"),
+    "smallest": ({}, _metrics("5e-324", "1e308", "1"), "succeeded"),
+    "name": ({}, _metrics("1", "2", name="a\\ud800\\nb"), "succeeded"),
+    "number": ({"number": int(_HUGE), "cell": int(_HUGE)}, "", "succeeded"),
+    "time": ({"created": 9e10, "clock": 1e300}, "", "succeeded"),
+    "status": ({}, "", "\\u001b[31m\\n\\ud800"),
+}
+"""By a name: a manifest, what both ranks reported, and how the launcher says that the run ended."""
+
+
+@pytest.mark.parametrize("kind", _ODD_RUNS)
+def test_an_odd_run_breaks_no_list_and_no_command(
+    kind: str, runs: list[nbtrain.Run], capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest, reported, status = _ODD_RUNS[kind]
+    folder = create(kind, {"name": kind, "created": 99.0, "num_processes": 2, **manifest})
+    end = f'{{"kind":"finished","time":200,"rank":-1,"status":"{status}"}}\n'
+    folder.launcher_events.write_text(end)
+    for rank in range(2):
+        folder.events(rank).write_text(reported.replace('"rank":0', f'"rank":{rank}'))
+    lines = catalog.page(catalog.run_infos()).splitlines()
+    assert len([line for line in lines if folder.path.name in line]) == 1
+    assert "".join(lines).isprintable()
+    assert len(nbtrain.runs()) == 3
+    run = catalog.find_run(folder.path.name)
+    assert run._repr_html_()
+    assert json.loads(json.dumps(run.to_dict(), allow_nan=False))
+    assert len(run.compare(runs[0].folder.name).columns) == 2
+    assert [stack.trouble != "" for stack in run.stacks()] == [True, True]
+    for command in (["runs"], ["runs", "--json"], ["show", folder.path.name], ["logs"]):
+        assert cli.main(command) == 0
+        assert not {*capsys.readouterr().out} & {"\x1b", "\ud800"}, command
 
 
 def test_a_run_whose_kernel_is_gone_is_lost_and_one_that_is_watched_runs(
@@ -110,6 +160,7 @@ def test_in_a_cell_runs_are_listed_and_drawn_also_from_another_kernel(
     shown = notebook.run(f"%nbtrain show {name}").displays[0]
     assert "'first'" in shown["text/plain"]
     assert "succeeded" in shown["text/html"]
+    assert "has ended: succeeded" in notebook.run("%nbtrain stop").stdout
     out = notebook.run("%nbtrain show nothing-like-it")
     assert out.ename == "PlanError"
     assert len(out.traceback.splitlines()) == 1
@@ -139,6 +190,18 @@ def test_a_run_has_a_number_by_which_it_is_found_everywhere(runs: list[nbtrain.R
     assert f"#{second}" in catalog.page(catalog.run_infos())
     with pytest.raises(PlanError, match="no kept run"):
         nbtrain.Run.open("#999")
+
+
+def test_a_run_is_found_by_the_name_that_the_user_gave_it(notebook: Notebook) -> None:
+    for name in ("one", "two words", "twice", "twice"):
+        notebook.run(f"%%distributed -n 1 --name {name!r} --as run\n{name!r}")
+    for name in ("one", "two words"):
+        assert repr(name) in notebook.run(f"%nbtrain show {name}").displays[-1]["text/plain"]
+    out = notebook.run("%nbtrain show twice")
+    assert out.ename == "PlanError"
+    number = notebook.value("run.state.number")
+    assert f"#{number}" in out.evalue
+    assert "'twice'" in notebook.run(f"%nbtrain show #{number}").displays[-1]["text/plain"]
 
 
 def test_a_name_that_the_user_gives_is_on_the_board_and_in_the_list(notebook: Notebook) -> None:

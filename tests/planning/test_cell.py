@@ -45,7 +45,7 @@ def test_titles_show_small_values() -> None:
     values = {"model": object(), "epochs": 3, "name": "x"}
     read = cell.read_cell("def train(model, epochs, name, k=1): ...", "c", values)
     assert cell.title(read) == "train(model, epochs=3, name, k=1)"
-    assert cell.title(Cell("\n# why\n  x + 1\n", "c", {})) == "x + 1"
+    assert cell.title(Cell("\n# why\nx + 1\n", "c", {})) == "x + 1"
     assert cell.title(Cell("import os\nfrom a import b\nwork()", "c", {})) == "work()"
     assert cell.title(Cell("import os", "c", {})) == "import os"
     assert len(cell.title(Cell("x" * 200, "c", {}))) == 60
@@ -66,7 +66,15 @@ def test_titles_show_small_values() -> None:
         ('password="it\'s-me"', 'password="…"'),
         ('login("0123456789abcdef0123456789abcdef01234567")', 'login("…")'),
         ('os.environ.setdefault("WANDB_API_KEY", "a1b2c3d4e5f6g7h8")', None),
-        ('key = b"a1b2c3d4e5f6g7h8i9"', 'key = b"…"'),
+        ("password: str = 'hunter2x'", "password: str = '…'"),
+        ("headers = f'Bearer a1b2c3d4e5f6g7h8'", "headers = f'…'"),
+        ("pem = '''-----BEGIN PRIVATE KEY-----\na1b2'''", "pem = '…'"),
+        ("token = ('hf_'\n  'a1b2c3d4e5f6g7h8i9j0')", "token = ('…'"),
+        ("train()  # token a1b2c3d4", "train()  # token …"),
+        ("class A:\n    pin_password = 123456", "class A"),
+        ("from a import (\n    b,\n)\nwork()", "work()"),
+        ("from a import (\n    b,\n)", "from a import ("),
+        ('key = "a1b2c3d4e5f6g7h8i9"', 'key = "…"'),
     ],
 )
 def test_secrets_of_the_source_are_kept_out_of_titles(source: str, title: str | None) -> None:

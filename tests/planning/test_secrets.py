@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from nbtrain.planning.secrets import has_secret, is_secret, without_secret_texts
+from nbtrain.planning.secrets import (
+    has_secret,
+    hidden,
+    hidden_in_text,
+    is_secret,
+    without_secret_texts,
+)
 
 SECRET = {
     "password": "x1",
@@ -34,6 +40,8 @@ SECRET = {
     "header2": "authorization: bearer abcdefghijklmnop",
     "link": "https://bucket.example/x?X-Amz-Signature=0123456789abcdef",
     "db_password": 123456,
+    "config.pwd": "abc",
+    "command": "psql --password=hunter2 -h db",
     "raw": b"ghp_0123456789abcdefghij",
 }
 
@@ -95,6 +103,12 @@ def test_what_a_training_is_given_every_day_is_none(name: str, value: object) ->
         ),
         ("f(1, 'hf_0123456789abcdefghij')", "f(1, os.environ['SECRET'])"),
         ("login(password='x')", "login(password=os.environ['PASSWORD'])"),
+        ("é = 'é'; pwd = (b'a'\n b'b')", "é = 'é'; pwd = (os.environ['PASSWORD'].encode())"),
+        ("add('--password', default='x')", "add('--password', default=os.environ['PASSWORD'])"),
+        ("if (secret := y or 'x'): pass", "if (secret := y or os.environ['SECRET']): pass"),
+        ("class A:\n  pw: str = F('x')", "class A:\n  pw: str = F(os.environ['PW'])"),
+        ("x = dict([('passwd', 'x')])", "x = dict([('passwd', os.environ['PASSWD'])])"),
+        ("u = f'db://{me}:hunter2@{host}'", "u = os.environ['U']"),
     ],
 )
 def test_a_source_takes_its_secrets_from_the_environment(source: str, masked: str) -> None:
@@ -110,6 +124,12 @@ def test_a_source_takes_its_secrets_from_the_environment(source: str, masked: st
         "x = f'{y} password' + 'b'",
         "form['password'] == 'x'",
         "'a' 'token: x'",
+        "password = getpass('Password: ')",
+        "token = userdata.get('HF_TOKEN')",
+        "header = {'Authorization': f'{kind} {key}'}",
+        "url = f'db://{me}:{password}@{host}'",
+        "print('password', 'is wrong')",
+        "x = 'π'  # the tokens of BERT, see arXiv:1810.04805",
     ],
 )
 def test_a_source_without_secrets_stays_as_it_is(source: str) -> None:
@@ -120,3 +140,25 @@ def test_a_line_of_a_shell_may_have_a_secret() -> None:
     assert has_secret("%env API_KEY=abcdefgh12")
     assert has_secret("!login hf_0123456789abcdefghij")
     assert not has_secret("!pip install -q accelerate")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("at http://me:hunter2@host:5000/api: refused", "at http://…@host:5000/api: refused"),
+        ("{'password': 'hunter2', 'n': 1}", "{'password': '…', 'n': 1}"),
+        ("GET /x?api_key=hunter2x&n=1", "GET /x?api_key=…&n=1"),
+        ("Authorization: Bearer hunter2hunter2==", "Authorization: …"),
+        ("-----BEGIN PRIVATE KEY-----\nhunter2=\n-----END PRIVATE KEY----- x", "… x"),
+        ("the password is hunter2", "the password is …"),
+        ("Run 'a1b2c3d4e5f6a7b8' of project me/bert not found: 404", None),
+        ("the password must not be empty", None),
+    ],
+)
+def test_a_text_of_others_is_shown_without_secrets(text: str, shown: str | None) -> None:
+    assert hidden_in_text(text) == (shown or text)
+
+
+def test_what_python_cannot_read_is_not_shown() -> None:
+    assert hidden("password = 'x") == "…"
+    assert hidden("x = (" + "not " * 2000 + "1)\n") == "…\n"

@@ -36,6 +36,21 @@ def logging_run(steps: int = 300) -> nbtrain.Run:
     return nbtrain.launch(train, num_processes=2, engine="fork", view="none")
 
 
+def test_a_name_that_few_rows_have_is_a_column_like_any_other() -> None:
+    rows = [{"step": n, "rank": 0, "time": 1.0, f"m{n}": n, "text": "a"} for n in range(50)]
+    rows += [{"step": None, "rank": 1, "time": 2.0, "m0": True, "m1": 0.5, "text": "\ud800"}]
+    table = history.frame(rows)
+    assert list(table.columns[:6]) == ["step", "rank", "time", "m0", "text", "m1"]
+    assert [str(table[name].dtype) for name in ("step", "rank", "time", "m7")] == [
+        *("Int64", "int64", "float64", "float64")
+    ]
+    assert table["m7"].dropna().to_dict() == {7: 7.0}
+    assert table["m1"].dropna().to_dict() == {1: 1.0, 50: 0.5}
+    assert table["m0"].dropna().to_dict() == {0: 0, 50: True}
+    assert table["text"].iloc[-1] == "\\ud800"
+    assert table["step"].isna().sum() == 1
+
+
 def test_history_is_everything_that_was_logged() -> None:
     history = logging_run().history
     assert list(history.columns) == [

@@ -9,6 +9,7 @@ import os
 import pickle
 import platform
 import random
+import re
 import time
 import tracemalloc
 from collections.abc import Iterable
@@ -167,14 +168,16 @@ def test_a_lost_run_ended_when_something_was_last_written() -> None:
         ({"format": "new"}, "format 'new'"),
     ],
 )
-def test_a_damaged_manifest_says_what_is_wrong_and_is_not_listed(
+def test_a_damaged_manifest_says_what_is_wrong_in_the_list_too(
     change: dict[str, Any], words: str
 ) -> None:
     folder = written({})
     folder.manifest.write_text(json.dumps({**MANIFEST, **change}))
     with pytest.raises(NbtrainError, match=words):
         Run.open(folder.path)
-    assert catalog.run_infos() == []
+    (info,) = catalog.run_infos()
+    assert (info.name, info.status) == (folder.path.name, "unreadable")
+    assert re.search(words, info.outcome)
 
 
 def test_a_manifest_of_an_older_version_or_with_odd_texts_opens() -> None:

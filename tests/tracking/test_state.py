@@ -248,6 +248,22 @@ def test_a_run_without_any_bar_has_one_from_its_training() -> None:
     assert rank_texts.position(unknown.ranks[0]) == "7 steps · 7.00 steps/s"
 
 
+def test_a_first_interval_counts_no_more_than_others_and_what_is_over_has_its_mean() -> None:
+    slow = trained(steps=1, elapsed=1.0, samples=8)  # a compilation, cuDNN's choice of a kernel
+    rest = [trained(steps=1 + 20 * i, elapsed=1.0 + i, samples=8 + 160 * i) for i in range(1, 4)]
+    state = fold(picture(1), [slow, *rest])
+    seen = state.ranks[0].progress
+    assert seen is not None
+    assert seen.step_rate is not None
+    assert 13 < seen.step_rate < 20  # the mean is 15.25; by full weight of the first, it was 9.6
+    ended = fold(state, [ev.Ended(5.0, 0), ev.Exited(5.0, 0, 0, "done")])
+    assert rank_texts.pace(ended.ranks[0]) == "15.0 steps/s"
+    over = fold(ended, [ev.Finished(5.0, -1, "succeeded")])
+    figure = header._throughput(over)
+    assert figure is not None
+    assert figure.value == "122"
+
+
 def test_rates_and_waiting_are_averaged_over_the_last_seconds() -> None:
     events = [trained(steps=10 * i, elapsed=i, waited=0.5 * i, samples=80 * i) for i in range(60)]
     seen = fold(picture(), events).ranks[0].progress

@@ -62,7 +62,7 @@ def test_a_card_of_a_failure_names_rank_line_and_error() -> None:
 @pytest.mark.parametrize(
     ("name", "texts_of_it"),
     [
-        ("slow-data", ("running, rank 3 slow", "rank 3 waits for data 45 % of the time")),
+        ("slow-data", ("running, rank 3 slow", "rank 3 waits for data 44 % of the time")),
         ("hung", ("stuck for 0:43", "rank 2 is at In[3], line 9")),
         ("lost", ("lost", "the process that watched the run ended")),
         ("results-lost", ("failed", "could not be saved")),

@@ -18,7 +18,6 @@ import ctypes
 import importlib.util
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -28,6 +27,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ...system.files import is_readable
 from ...system.source_files import is_library
 from ...tracking.launch_log import LOGGER
 from .interpreter import interpreter_command
@@ -107,7 +107,7 @@ class ForkServer:
         with contextlib.suppress(ServerError):
             while self._importing:
                 has_answer = b"\n" in self._answers
-                if not has_answer and not select.select([self._socket], [], [], 0)[0]:
+                if not has_answer and not is_readable(self._socket):
                     return True
                 self._take(self._answer())
         return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
+import functools
 import inspect
 import json
 import re
@@ -22,7 +23,7 @@ from ...errors import PlanError
 from ...planning.cell import read_cell, with_lookalikes
 from ...planning.option_parser import parse_options, split_line
 from ...planning.plan import Cell
-from ...planning.secrets import has_secret, is_secret, without_secret_texts
+from ...planning.secrets import has_secret, hidden, is_secret, without_secret_texts
 from ...planning.source_names import bound_names, names_read, plainly_bound
 from ...system.files import write_atomically
 from ...system.text import plural
@@ -82,7 +83,8 @@ def export(notebook: Path, path: Path, number: int | None = None) -> str:
     options = parse_options([])
     with contextlib.suppress(PlanError):  # `-n {ranks}`: the notebook would fill that in
         options = parse_options(split_line(magic[1] if magic else ""))
-    inputs = {f"cell {n} of {notebook.name}": text for n, text in enumerate(cells, 1)}
+    name = _printable(notebook.name)
+    inputs = {f"cell {n} of {name}": text for n, text in enumerate(cells, 1)}
     return _write(path, inputs, {}, options)
 
 
@@ -171,7 +173,13 @@ def _header(place: str, options: Namespace, name: str, secrets: set[str]) -> str
     head = f"{_HEADER} from {place}, {date.today()}."
     text = "# nbtrain may overwrite this file as long as it begins with the line above. To run it:"
     notes = [f"# Set {name} in the environment first: it is a secret." for name in sorted(secrets)]
-    return "\n".join([head, text, *(f"#     {command}" for command in commands), *notes])
+    lines = [head, text, *(f"#     {command}" for command in commands), *notes]
+    return "\n".join(map(_printable, lines))
+
+
+def _printable(text: str) -> str:
+    """Return a line of a comment: what ends a line, as a file's name may, would begin code."""
+    return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 
 def _settings(source: str, options: Namespace) -> list[str]:
@@ -270,6 +278,8 @@ class _Statement:
     def comment_out(self, reason: str) -> None:
         for i in self.lines:
             typed = self.cell.typed[i]
+            if "get_ipython" not in self.cell.lines[i]:
+                typed = self.cell.without_secrets[i]
             shown = "(a line with a secret)" if has_secret(typed) else typed
             self.cell.lines[i] = f"# {shown}".rstrip()
         self.cell.lines[self.lines.start] += _LEFT_OUT + reason
@@ -288,6 +298,7 @@ class _NotebookCell:
         if raw.startswith("%%"):
             raw = f"# This {raw.split()[0]} cell is left out."
         python = str(TransformerManager().transform_cell(raw)).rstrip()  # type: ignore[no-untyped-call,unused-ignore]
+        self._python = python
         self.lines = python.split("\n")  # as ast counts them
         self.typed: list[str] = raw.split("\n")
         if len(self.typed) != len(self.lines):  # a magic over several lines has become one
@@ -300,6 +311,11 @@ class _NotebookCell:
             if self.statements and lines.start < self.statements[-1].lines.stop:  # a = 1; b = 2
                 lines = range(self.statements.pop().lines.start, lines.stop)
             self.statements.append(_Statement(self, lines))
+
+    @functools.cached_property
+    def without_secrets(self) -> list[str]:
+        """Its lines as they were before some became comments, without secrets."""
+        return hidden(self._python).split("\n")
 
 
 def _of_nbtrain(node: ast.stmt) -> set[str]:

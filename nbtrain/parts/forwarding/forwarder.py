@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import select
 import socket
 import threading
 import time
@@ -25,6 +24,7 @@ from ...engines.process.forking import fork_process, ready_to_fork
 from ...findings import Finding
 from ...lifecycle.launch_sides import Companion
 from ...planning.plan import Plan
+from ...system.files import is_readable
 from ...tracking import clock
 from ...tracking import events as ev
 from ...tracking.event_log import Reader, all_events, new_events
@@ -51,6 +51,19 @@ _GONE = (
 )
 
 
+_LATE = (
+    f"the end of this run is not confirmed yet. nbtrain tries for {LONGEST:.0f} s more. Look there "
+    "whether the run is complete: the server may be down."
+)
+_DIED = (
+    "the process that sends this run died before the end was confirmed. What is there may be "
+    "incomplete."
+)
+
+_DONE = "\x06"
+"""How a line begins by which the process says that a receiver has all of the run, or failed."""
+
+
 class Receiver(Protocol):
     """Gets what happens in a run."""
 
@@ -69,8 +82,12 @@ class Receiver(Protocol):
 class Forwarder(Companion):
     """The launcher's end: it says how the run ended, and gets notes."""
 
-    def __init__(self, connection: socket.socket | None = None) -> None:
+    def __init__(
+        self, connection: socket.socket | None = None, receivers: Iterable[str] = ()
+    ) -> None:
         self._connection = connection
+        self._pending = list(receivers)
+        """Those that neither failed nor confirmed the end."""
         self._has_ended = False
         """Whether the other end knows how the run ended."""
         self._buffer = b""
@@ -79,12 +96,15 @@ class Forwarder(Companion):
         """Return what could not be forwarded, in sentences."""
         return self._notes(0.0)
 
-    def _notes(self, wait: float) -> list[ev.Event]:
-        """Return the same, and wait so long for the other's end."""
+    def _notes(self, wait: float, is_pressed: Callable[[], bool] = lambda: True) -> list[ev.Event]:
+        """Return the same, and wait so long for the other's end, or until ■ is pressed."""
         until = time.monotonic() + wait
         while self._connection is not None:
-            if not _is_readable(self._connection, max(0.0, until - time.monotonic())):
-                break
+            left = until - time.monotonic()
+            if not is_readable(self._connection, max(0.0, min(left, TICK))):
+                if left <= 0 or is_pressed():
+                    break
+                continue
             with contextlib.suppress(OSError):
                 if new := self._connection.recv(1 << 16):
                     self._buffer += new
@@ -93,9 +113,13 @@ class Forwarder(Companion):
                 self._buffer += f"{_GONE}\n".encode()
             self._close()
         *lines, self._buffer = self._buffer.split(b"\n")
-        return [ev.RunNote.of(Finding("not-forwarded", line.decode())) for line in lines]
+        texts = [line.decode() for line in lines]
+        for text in texts:
+            if text.startswith(_DONE):
+                self._pending.remove(text.removeprefix(_DONE))
+        return [_note(text) for text in texts if not text.startswith(_DONE)]
 
-    def finish(self, end: ev.Finished) -> list[ev.Event]:
+    def finish(self, end: ev.Finished, is_pressed: Callable[[], bool]) -> list[ev.Event]:
         """Say how the run ended, wait a little until others know, and return what went wrong."""
         if self._connection is None:
             return []
@@ -103,7 +127,17 @@ class Forwarder(Companion):
             self._connection.sendall(ev.to_line(end))
             self._has_ended = True
         # Who stopped the run waits for nothing more; the process sends the rest behind it.
-        notes = self._notes(0.0 if end.status == "interrupted" else PATIENCE)
+        if end.status == "interrupted":
+            notes = self._notes(0.0)
+            self._pending.clear()
+        else:
+            try:
+                notes = self._notes(PATIENCE, is_pressed)
+            except KeyboardInterrupt:  # raised where the rank is this process
+                notes = self._notes(0.0)
+        if self._pending:
+            names, has_died = " and ".join(dict.fromkeys(self._pending)), self._connection is None
+            notes.append(_note(f"{names}: {_DIED if has_died else _LATE}"))
         self._close()
         return notes
 
@@ -113,20 +147,24 @@ class Forwarder(Companion):
         self._connection = None
 
 
+def _note(text: str) -> ev.Event:
+    return ev.RunNote.of(Finding("not-forwarded", text))
+
+
 def start_forwarder(plan: Plan, folder: RunFolder) -> Forwarder:
     """Start the process that sends a run to trackers and to people."""
     ours, other = socket.socketpair()
+    names = [receiver.name for receiver in _receivers(plan, folder)]
     try:
         with ready_to_fork():
             between = fork_process(partial(_fork_again, plan, folder, ours, other))
         with contextlib.suppress(ChildProcessError):  # reaped elsewhere: SIGCHLD is ignored
             os.waitpid(between, 0)
     except OSError:  # no process to be had: the training may go on with those it has
-        other.close()  # which the launcher's end then notes as the end of that process
-        return Forwarder(ours)
+        pass  # the launcher's end then notes the end of that process
     finally:
         other.close()
-    return Forwarder(ours)
+    return Forwarder(ours, names)
 
 
 def _fork_again(plan: Plan, folder: RunFolder, ours: socket.socket, other: socket.socket) -> int:
@@ -160,7 +198,7 @@ def _receivers(plan: Plan, folder: RunFolder) -> list[Receiver]:
     from .trackers import RunTracker
 
     trackers = [RunTracker(name, folder) for name in plan.track]
-    return [*trackers, *(Notifier(url, folder) for url in plan.notify)]
+    return [*trackers, *(Notifier(url, folder) for url in filter(None, plan.notify))]
 
 
 def _follow(
@@ -171,7 +209,7 @@ def _follow(
     ranks = range(state.world_size)
     while True:
         is_lost = False
-        if _is_readable(connection, TICK):
+        if is_readable(connection, TICK):
             new = b""
             with contextlib.suppress(OSError):
                 new = connection.recv(1 << 16)
@@ -196,13 +234,6 @@ def _follow(
             return state
 
 
-def _is_readable(connection: socket.socket, seconds: float) -> bool:
-    """Wait for bytes, or the end; `select` refuses the descriptors of a process with many."""
-    poller = select.poll()
-    poller.register(connection, select.POLLIN)
-    return bool(poller.poll(1000 * seconds))
-
-
 class _Thread(threading.Thread):
     """Serves one receiver: one that waits for a network does not hold up the others."""
 
@@ -224,8 +255,12 @@ class _Thread(threading.Thread):
                 call()
         except BaseException as error:  # a library's own, SystemExit too: a note, never more
             note = f"{self.receiver.name}: {self._reason(error)}"
-            with contextlib.suppress(OSError):  # the launcher does not wait any more
-                self._connection.sendall(" ".join(note.split()).encode() + b"\n")
+            self._send(" ".join(note.split()))
+        self._send(f"{_DONE}{self.receiver.name}")
+
+    def _send(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # the launcher does not wait any more
+            self._connection.sendall(f"{line}\n".encode())
 
     def _reason(self, error: BaseException) -> str:
         text = getattr(self.receiver, "explain", str)(error)

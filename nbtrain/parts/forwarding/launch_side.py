@@ -26,13 +26,13 @@ class ForwardingLaunch(LaunchSide):
         for name in (name.removesuffix(OF_ALL) for name in plan.track):
             if all(find_spec(each) is None for each in _PACKAGES.get(name, (name,))):
                 raise MissingExtra(f"--track {name} needs the package {name}: pip install {name}")
-        if plan.notify and find_spec("apprise") is None:
+        if any(plan.notify) and find_spec("apprise") is None:
             raise MissingExtra(_NO_APPRISE)
 
     def companion(
         self, job: Job, engine: Engine, request_stop: Callable[[str], None]
     ) -> Companion | None:
-        if not job.plan.track and not job.plan.notify:
+        if not job.plan.track and not any(job.plan.notify):
             return None
         from .forwarder import start_forwarder
 

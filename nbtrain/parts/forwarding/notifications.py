@@ -9,6 +9,7 @@ import platform
 from collections.abc import Sequence
 
 from ...hangs import verdict
+from ...planning.secrets import hidden_in_text
 from ...system.text import shorten
 from ...tracking import clock
 from ...tracking import events as ev
@@ -22,7 +23,7 @@ _LONGEST = 500
 
 
 class Notifier:
-    """One address. A run that somebody interrupts is no news to anybody."""
+    """One address. That somebody stops a run is no news; that its kernel ended is."""
 
     name = "--notify"
 
@@ -47,7 +48,7 @@ class Notifier:
 
     def finish(self, state: RunState) -> None:
         """Tell how the run ended."""
-        if state.status != "interrupted":
+        if state.status != "interrupted" or state.code == ev.ABANDONED:
             self._send(state)
 
     def explain(self, error: BaseException) -> str:
@@ -79,8 +80,8 @@ def message(state: RunState, now: float, folder: RunFolder) -> tuple[str, str]:
 
 
 def reason(state: RunState) -> str:
-    """Return why a run failed, was stopped, or hangs; empty for one that is well."""
+    """Return why a run failed, was stopped, or hangs, without secrets; "" for one that is well."""
     culprit = verdict.culprit(state)
     if culprit is not None and state.status == "failed":
-        return f"rank {culprit.rank}: {verdict.line(culprit, state)}"
+        return f"rank {culprit.rank}: {hidden_in_text(verdict.line(culprit, state))}"
     return state.explanation or state.hang

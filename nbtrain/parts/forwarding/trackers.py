@@ -11,6 +11,7 @@ from typing import Any
 
 from ...lifecycle.run_info import run_info
 from ...planning.option_types import OF_ALL
+from ...planning.secrets import hidden_in_text
 from ...system.text import strip_escapes
 from ...tracking import events as ev
 from ...tracking import history
@@ -26,6 +27,9 @@ BETWEEN = 10.0
 
 PROJECT = "nbtrain"
 """The project (experiment) of runs, where the tracker's own variable names no other."""
+
+_LONGEST = 10_000
+"""Characters of an error's text that are looked through."""
 
 _GIB = 2.0**30
 
@@ -75,7 +79,7 @@ class RunTracker:
 
     def explain(self, error: BaseException) -> str:
         """Say what a note says of what the tracker raised."""
-        text = strip_escapes(str(error), 300) or type(error).__name__
+        text = strip_escapes(hidden_in_text(str(error)[:_LONGEST]), 300) or type(error).__name__
         return f"the tracker failed ({type(error).__name__}: {text})"
 
     def _config(self, state: RunState) -> dict[str, Any]:

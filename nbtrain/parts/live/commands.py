@@ -11,7 +11,7 @@ from ...errors import PlanError
 from ...part import PASS, Typed
 from ...planning.option_parser import checked, parser, split_line
 from ...planning.plan import OPTIONS
-from ...system.text import format_bytes, format_ranks, plural
+from ...system.text import format_bytes, format_ranks, plural, shorten
 from ...ui.tables import text_table
 from . import live_ranks
 from .live_ranks import LiveRanks
@@ -23,6 +23,7 @@ START = (
 """The options of ``%nbtrain start``."""
 
 _NOT_LIVE = ("detach", "max_restarts")
+_NUMBER = r"\d{1,9}"
 _HINT = " (%nbtrain? shows the commands)"
 
 
@@ -101,7 +102,7 @@ def _names(name: str, text: str) -> tuple[list[str], dict[str, str]]:
     words, options = split_line(text.replace(",", " ")), dict[str, str]()
     if name == "pull" and "--rank" in words:
         index = words.index("--rank")
-        if not words[index + 1 : index + 2] or not words[index + 1].isdecimal():
+        if not re.fullmatch(_NUMBER, "".join(words[index + 1 : index + 2])):
             raise PlanError("%nbtrain pull: --rank needs a number: %nbtrain pull loss --rank 1")
         options["--rank"] = words[index + 1]
         del words[index : index + 2]
@@ -113,7 +114,7 @@ def _names(name: str, text: str) -> tuple[list[str], dict[str, str]]:
 
 def _rank_of(text: str) -> int | None:
     """Read ``--rank 1``, or nothing. Raises `PlanError`."""
-    match = re.fullmatch(r"(?:(?:--rank|-r)?[ =]*(\d+))?", text.strip())
+    match = re.fullmatch(rf"(?:(?:--rank|-r)?[ =]*({_NUMBER}))?", text.strip())
     if match is None:
         raise PlanError("%nbtrain debug takes only a rank: %nbtrain debug --rank 1")
     return None if match[1] is None else int(match[1])
@@ -138,16 +139,17 @@ def read_ranks(text: str, world_size: int) -> list[int]:
     """Read ``0,2-3``. Raises `PlanError`."""
     ranks: list[int] = []
     for part in text.replace(" ", "").split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        match = re.fullmatch(rf"({_NUMBER})(?:-({_NUMBER}))?", part)
         if match is None:
-            raise PlanError(f"{text!r} does not name ranks: write 0, or 0,2-3")
+            shown = shorten(text, 40)
+            raise PlanError(f"{shown!r} does not name ranks: write 0, or 0,2-3")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise PlanError(f"{part!r} names no ranks: write {last}-{first}")
+        if last >= world_size:  # before the range is a list, which may fill the memory
+            beyond = max(first, world_size)
+            raise PlanError(f"there is no rank {beyond}: the live ranks are 0 to {world_size - 1}")
         ranks += range(first, last + 1)
-    beyond = [rank for rank in ranks if rank >= world_size]
-    if beyond:
-        raise PlanError(f"there is no rank {beyond[0]}: the live ranks are 0 to {world_size - 1}")
     return sorted(set(ranks))
 
 

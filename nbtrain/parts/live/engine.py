@@ -151,7 +151,9 @@ class TaskRanks(Ranks):
             if message is None:
                 exits.append(self._members.end_of(rank))
             elif message["done"] == self._task:
-                exits.append(Exit(rank, message.get("code", 1), clock.now()))
+                # Without a code, the task did not begin: the answer says why.
+                cause = f"could not run the task: {message['error']}" if "error" in message else ""
+                exits.append(Exit(rank, message.get("code", 1), clock.now(), cause))
         self._busy -= {ended.rank for ended in exits}
         return exits
 

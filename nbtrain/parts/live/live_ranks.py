@@ -32,6 +32,7 @@ from ...lifecycle.run import NotRemembered, Run, last_run
 from ...lifecycle.supervisor import Interrupts
 from ...planning import task_values
 from ...planning.option_parser import IDLE_TIMEOUT, plan_fields
+from ...planning.option_types import variable_name
 from ...planning.plan import Call, Cell, Plan
 from ...system.text import format_duration, format_ranks, plural, with_article
 from ...tracking import clock
@@ -714,6 +715,7 @@ class LiveRanks:
 
     def __getitem__(self, name: str) -> list[Any]:
         """Return the variable `name` of every rank, as a list; one over 1 MiB is only described."""
+        name = variable_name(name)
         values = self.variables.fetch([name], LARGE, self._channels).values()
         return [of_rank[name] for of_rank in values]
 
@@ -727,7 +729,8 @@ class LiveRanks:
             names: names of the notebook's variables.
             values: other values, as ``name=value``.
         """
-        self.variables.push(names, values, self._channels)
+        named = {variable_name(name): value for name, value in values.items()}
+        self.variables.push(list(map(variable_name, names)), named, self._channels)
 
     def pull(self, *names: str, rank: int = 0) -> None:
         """Copy variables of a rank into the notebook, under the same names.
@@ -740,7 +743,9 @@ class LiveRanks:
         """
         self._check_rank(rank)
         is_whole = not rank and not self.dead()
-        self.variables.pull(names, rank, self._pull_in_place if is_whole else None)
+        self.variables.pull(
+            list(map(variable_name, names)), rank, self._pull_in_place if is_whole else None
+        )
 
     @_in_use
     def _pull_in_place(self, names: Sequence[str], notebook: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ from ...transport.channel import Address, Channel, connect
 from ...transport.weights import parts
 from ...worker import api, checkpoints, hooks, main, stopping
 from ...worker.output.rich_output import RichOutput
-from ...worker.task_runner import run_task
+from ...worker.task_runner import failing_plan, run_task
 from . import mirror, values
 from .groups import ProcessGroups
 from .reloaded_modules import reload_modules
@@ -168,7 +168,11 @@ class LiveRank:
     def _run_task(self, message: Message, data: int | None) -> Message:
         assert data is not None
         with self._task_folder(message) as folder, self._in_folder(folder):
-            plan, classes = self._plan(message, data)
+            try:
+                plan, classes = self._plan(message, data)
+            except Exception as error:  # whatever the user's classes raise as they are loaded
+                place = f"while loading {payload.loading()} in a live rank"
+                plan, classes = failing_plan(error, place), frozenset()
             of_process = main.job_of_process
             assert of_process is not None
             job = replace(
@@ -192,8 +196,8 @@ class LiveRank:
             plan, classes = payload.unpack(f"/proc/self/fd/{data}", restores=False)
         finally:
             os.close(data)
-        for name in before.keys() - set(message["sent"]):
-            self._namespace[name] = before[name]
+            for name in before.keys() - set(message["sent"]):
+                self._namespace[name] = before[name]
         return plan, classes
 
     @contextlib.contextmanager

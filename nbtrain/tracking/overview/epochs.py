@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, zip_longest
-from statistics import fmean
 
 from .. import events as ev
 from ..state import EpochRow, RunState
@@ -96,7 +95,7 @@ def _row(some: list[EpochRow], restarts: Sequence[tuple[float, float]]) -> Epoch
             if isinstance(value, (int, float)) and not is_aside(name):
                 column = f"{name} (logged)" if name in OWN else name
                 values.setdefault(column, []).append(float(value))
-    means = {name: fmean(each) for name, each in values.items()}
+    means = {name: sum(each) / len(each) for name, each in values.items()}
     first, seconds = some[0], max(row.seconds for row in some)
     return Epoch(first.epoch, _steps(first, restarts), seconds, means, first.training)
 

@@ -102,6 +102,8 @@ def fraction(rank: RankState) -> float | None:
     nor does one that has ended while the function goes on, as that of a preparation.
     """
     loops = rank.progress.loops if rank.progress is not None else ()
+    if loops and rank.status == "done" and _has_ended_all_steps(rank):
+        return 1.0
     if loops and rank.status == "done" and _is_in_last_epoch_of_stream(rank):
         return None
     if loops:
@@ -116,6 +118,13 @@ def fraction(rank: RankState) -> float | None:
     if bars is not None and not is_of_epoch(rank, nest):
         return bars
     return 1.0 if rank.status == "done" and bars is None and rank.progress is None else None
+
+
+def _has_ended_all_steps(rank: RankState) -> bool:
+    """Whether a bar of all the steps is full: a loop may stop at `max_steps`, in any epoch."""
+    trained = rank.progress
+    full = [bar.n for bar in rank.bars.values() if bar.fraction == 1]
+    return trained is not None and trained.steps in full and trained.steps != trained.batches
 
 
 def _is_in_last_epoch_of_stream(rank: RankState) -> bool:

@@ -79,6 +79,7 @@ class ModelAtStart:
         steps = (
             _resizing(model, names, self._variable)
             or _quantizing(model, names, self._variable)
+            or _observing(names, kinds, self._variable)
             or _replacing(model, names, self._variable, self._classes)
         )
         return Finding("changed-model", text, self._remedy(steps))
@@ -157,6 +158,17 @@ def _quantizing(model: Any, names: Collection[str], variable: str) -> list[str]:
         return []
     kinds = "{torch.nn.Linear}"
     return [f"torch.ao.quantization.quantize_dynamic({variable}, {kinds}, inplace=True)"]
+
+
+def _observing(names: Collection[str], kinds: Collection[str], variable: str) -> list[str]:
+    """Return what gives the observers of weights their shape, if nothing else differs.
+
+    Those of quantization-aware training get it at the first batch, which only the ranks have seen.
+    """
+    if not all(name in kinds and "weight_fake_quant" in name.split(".") for name in names):
+        return []
+    parts = f"m in {variable}.modules() if hasattr(m, 'weight_fake_quant')"
+    return [f"[m.weight_fake_quant(m.weight) for {parts}]"]
 
 
 def _replacing(

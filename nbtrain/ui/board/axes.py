@@ -45,7 +45,7 @@ def of_values(low: float, high: float, intervals: int, *, log: bool = False) -> 
     """Return the axis for values from `low` to `high`."""
     low, high = max(-_HUGE, low), min(_HUGE, high)
     if log and 0 < low < high:
-        return _logarithmic(low, high, intervals)
+        return _logarithmic(max(1 / _HUGE, low), max(10 / _HUGE, high), intervals)
     if high - low <= 1e-6 * max(abs(low), abs(high)) or high - low < 1 / _HUGE:
         low, high = min(0.0, low), max(0.0, high)
         high = high if high - low > 1 / _HUGE else 1.0

@@ -465,21 +465,35 @@ def _step(x: float) -> str:
     return f"step {format_number(round(x))}"
 
 
+def _mean_throughput(state: RunState) -> Figure | None:
+    """Return the throughput of a run that is over: the last moments say little of it."""
+    trained = [rank.progress for rank in state.ranks if rank.progress is not None]
+    steps = rank_texts.steps_per_second(trained)
+    if steps is None:
+        return None
+    rate = f"{format_rate(steps)} steps/s"
+    samples = sum((each.samples or 0) / each.elapsed for each in trained if each.elapsed > 0)
+    if samples:
+        return Figure("samples/s", format_rate(samples), ("on average", rate))
+    return Figure("steps/s", format_rate(steps), ("on average",))
+
+
 def _throughput(state: RunState) -> Figure | None:
+    if state.is_over:
+        return _mean_throughput(state)
     rates = state.curves.all
     steps, samples = rates.get("steps/s"), rates.get("samples/s")
     per_step = format_rate(steps.last) if steps is not None and steps.last else ""
     if run_texts.is_stuck(state):
         return Figure("steps/s", "0", (f"{per_step} before",) if per_step else ())
-    when = "at the end" if state.is_over else ""
     if samples is not None and any(samples.newest):
-        present = math.fsum(samples.newest)
+        present = sum(samples.newest)
         best = len(samples.newest) * max((b.mean for b in samples.band), default=0.0)
-        remarks = [when or f"{per_step} steps/s"]
-        remarks += [f"{format_rate(best)} at best"] if present < 0.75 * best and not when else []
+        remarks = [f"{per_step} steps/s"]
+        remarks += [f"{format_rate(best)} at best"] if present < 0.75 * best else []
         return Figure("samples/s", format_rate(present), tuple(remarks))
     if per_step:
-        return Figure("steps/s", per_step, (when,) if when else ())
+        return Figure("steps/s", per_step)
     if _phase(state):
         return None
     moving = [

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from html import escape
-from statistics import fmean, median
+from statistics import median
 from typing import NamedTuple
 
 from ...hangs import verdict
@@ -211,7 +211,7 @@ def _loss(row: Row) -> str:
     losses = [rank.loss for rank in row.ranks if rank.loss is not None]
     if not losses:
         return ""
-    loss = losses[0] if len(losses) == 1 else fmean(losses)
+    loss = losses[0] if len(losses) == 1 else sum(losses) / len(losses)
     has_digits = 1e-3 <= abs(loss) < 1e3  # all of one length: they stand below each other
     text = f"{loss:#.4g}" if has_digits else format_number(loss)
     text = text if math.isfinite(loss) else f"<b>{text}</b>"

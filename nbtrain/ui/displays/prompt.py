@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import select
 import sys
 from typing import Any, Protocol
 
+from ...system.files import is_readable
 from .html_display import in_marimo, ipython_shell
 
 
@@ -79,7 +79,7 @@ class TerminalPrompt:
     def answer(self) -> str | None:
         """Return the line that was typed, once it is; None until then."""
         if b"\n" not in self._typed:
-            if not select.select([self._descriptor], [], [], 0)[0]:
+            if not is_readable(self._descriptor):
                 return None
             read = os.read(self._descriptor, 4096)
             self._typed += read or b"quit\n"  # Ctrl-D

@@ -195,3 +195,14 @@ def test_an_interrupt_while_it_imports_starts_no_rank(kernel: Notebook, tmp_path
     )
     go_on.touch()
     assert asked(kernel, f"{IS_FORKED}, 'fake_package' in sys.modules") == [(True, True)] * 2
+
+
+def test_a_kernel_with_thousands_of_open_files_starts_fresh_ranks(kernel: Notebook) -> None:
+    kernel.run(
+        "import resource\nmost = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))\n"
+        "files = [open(os.devnull) for _ in range(1100)]"
+    )
+    for _ in range(2):  # the second asks the process that the first has started
+        assert asked(kernel, IS_FORKED) == [True, True]
+    assert kernel.value("os.dup(0)") > 1024

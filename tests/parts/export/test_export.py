@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -299,10 +300,33 @@ def test_a_parameter_keeps_its_default_where_no_cell_is_certain_to_make_its_valu
     assert script.endswith("    train(y=y)\n")
 
 
-def test_a_secret_that_python_reads_in_two_parts_is_one_clear_error(tmp_path: Path) -> None:
-    cells = ("token = 'hf_0123456789abcdefghij' 'xyz'", "%%distributed\ndef train(): pass")
-    with pytest.raises(PlanError, match=r"a script cannot contain `token = os\.environ"):
-        _script(tmp_path, *cells)
+def test_a_secret_where_only_a_literal_can_be_is_one_clear_error(tmp_path: Path) -> None:
+    case = "match x:\n    case 'hf_0123456789abcdefghij':\n        pass"
+    with pytest.raises(PlanError, match=r"a script cannot contain `case os\.environ"):
+        _script(tmp_path, f"x = 1\n{case}", "%%distributed\ndef train(): pass")
+
+
+def test_no_way_to_write_a_secret_gets_it_into_a_script(tmp_path: Path) -> None:
+    cells = (
+        "password: str = 'hunter2'\nraw = r'hf_hunter2hunter2hunter2xx'",
+        "pem = '''-----BEGIN PRIVATE KEY-----\nhunter2\n'''\nkey = b'hf_hunter2hunter2hunter2xx'",
+        "auth = ('me', 'hunter2')\ntoken = ('hf_'\n    'hunter2hunter2hunter2xx')",
+        "import os\nos.environ.setdefault('DB_PASSWORD', 'hunter2')",
+        "db_password = 222222\n# token hunter2hunter2\nurl = 'db://me:' + 'hunter2@' + 'host'",
+        "!login hunter2hunter2hunter2\n%env X_TOKEN=hunter2hunter2",
+        "again = 'hf_hunter2hunter2hunter2xx'; await x",
+        "%%distributed\ndef train(): print(password, key, auth, token, db_password, url, pem)",
+    )
+    text = _script(tmp_path, *cells)
+    assert "hunter2" not in text
+    assert "222222" not in text
+    names = re.findall(r"# Set (\w+) in the environment", text)
+    values = {name: f"{at}-{name}" for at, name in enumerate(names)} | {"DB_PASSWORD_2": "234567"}
+    command, env = [sys.executable, tmp_path / "train.py"], {**os.environ, **values}
+    ran = subprocess.run(command, env=env, check=True, timeout=100, capture_output=True, text=True)
+    for name in ("PASSWORD", "AUTH", "AUTH_2", "TOKEN", "KEY", "URL", "PEM"):
+        assert values[name] in ran.stdout
+    assert " 234567 " in ran.stdout
 
 
 def test_secrets_are_not_written(notebook: Notebook, tmp_path: Path) -> None:
@@ -321,11 +345,11 @@ def test_secrets_are_not_written(notebook: Notebook, tmp_path: Path) -> None:
         "# Set API_KEY in the environment first: it is a secret.",
         "# Set HF_TOKEN in the environment first: it is a secret.",
         "os.environ.setdefault('A', 'b')",
-        "'api_key': os.environ['API_KEY'], 'pwd': os.environ['PWD']",
+        "'api_key': os.environ['API_KEY'], 'pwd': os.environ['PASSWORD']",
         "pad_token = '<pad>'",
     ):
         assert line in text
-    environment = {**os.environ, "API_KEY": "12", "PWD": "3", "HF_TOKEN": "x"}
+    environment = {**os.environ, "API_KEY": "12", "PASSWORD": "3", "HF_TOKEN": "x"}
     subprocess.run([sys.executable, str(script)], env=environment, check=True, timeout=100)
 
 
@@ -384,3 +408,13 @@ def test_without_a_seed_all_ranks_of_a_script_draw_the_same(tmp_path: Path) -> N
     _script(tmp_path, draw, train)
     first, second = _run(tmp_path / "train.py", tmp_path / "losses", *TORCHRUN)
     assert first == second
+
+
+def test_no_name_of_a_file_is_code_in_the_script(tmp_path: Path) -> None:
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    notebook = _notebook(folder, "x = 1\n!pwd", "%%distributed\ndef train(): pass")
+    odd = notebook.rename(folder / "notes\nraise SystemExit(7)\n\udc80\u2028.ipynb")
+    script = folder / "a\rraise SystemExit(8)\n.py"
+    export(odd, script)
+    subprocess.run([sys.executable, script], check=True, timeout=60)

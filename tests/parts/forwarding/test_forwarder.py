@@ -29,6 +29,10 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
     other.close()
 
 
+def never() -> bool:
+    return False
+
+
 class Failing:
     """A receiver that fails at its start."""
 
@@ -48,15 +52,18 @@ def test_nothing_piles_up_for_a_receiver_that_failed(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
     ours, other = ends
-    thread = forwarder._Thread(Failing(), other)
+    receiver = Failing()
+    thread = forwarder._Thread(receiver, other)
     thread.put(thread.receiver.start, picture())
     thread.join()
     for _ in range(3):
         thread.put(thread.receiver.take, [], picture())
     assert thread._calls.empty()
-    (note,) = Forwarder(ours).notes()
+    launcher = Forwarder(ours, [receiver.name])
+    (note,) = launcher.notes()
     assert isinstance(note, ev.RunNote)
     assert note.text.startswith("failing: no such tracker. The training continues")
+    assert launcher.finish(ev.Finished(2.0, -1, "succeeded"), lambda: True) == []  # told already
 
 
 def test_the_end_of_the_process_is_noted_unless_the_run_is_over(
@@ -69,20 +76,60 @@ def test_the_end_of_the_process_is_noted_unless_the_run_is_over(
     assert isinstance(note, ev.RunNote)
     assert "nothing more of this run is sent" in note.text
     assert died.notes() == []
-    assert died.finish(ev.Finished(2.0, -1, "succeeded")) == []
+    assert died.finish(ev.Finished(2.0, -1, "succeeded"), never) == []
     ours, other = socket.socketpair()
     alive, sent = Forwarder(ours), list[bytes]()
     thread = threading.Thread(target=lambda: (sent.append(other.recv(1 << 16)), other.close()))
     thread.start()
-    assert alive.finish(ev.Finished(2.0, -1, "succeeded")) == []
+    assert alive.finish(ev.Finished(2.0, -1, "succeeded"), never) == []
     thread.join()
     assert b"succeeded" in sent[0]
+
+
+@pytest.mark.parametrize(
+    ("confirmed", "dies", "named"),
+    [
+        (b"", False, {"mlflow", "wandb"}),
+        (b"\x06wandb\n", False, {"mlflow"}),
+        (b"\x06mlflow\n", True, {"wandb"}),
+    ],
+)
+def test_an_end_that_is_not_confirmed_is_a_note(
+    confirmed: bytes,
+    dies: bool,
+    named: set[str],
+    ends: tuple[socket.socket, socket.socket],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(forwarder, "PATIENCE", 30.0 if dies else 0.01)
+    ours, other = ends
+    other.sendall(confirmed)
+    thread = threading.Thread(target=lambda: (other.recv(1 << 16), other.close()))
+    if dies:
+        thread.start()
+    (note,) = Forwarder(ours, ["mlflow", "wandb"]).finish(ev.Finished(2.0, -1, "succeeded"), never)
+    if dies:
+        thread.join()
+    assert isinstance(note, ev.RunNote)
+    assert note.code == "not-forwarded"
+    assert {name for name in ("mlflow", "wandb") if name in note.text} == named
+    assert ("died" in note.text) == dies
+
+
+def test_who_presses_stop_at_the_end_waits_no_longer(
+    ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forwarder, "PATIENCE", 1e6)
+    (note,) = Forwarder(ends[0], ["mlflow"]).finish(
+        ev.Finished(2.0, -1, "succeeded"), iter([False, True]).__next__
+    )
+    assert isinstance(note, ev.RunNote)
 
 
 def test_who_stopped_a_run_waits_for_no_tracker(ends: tuple[socket.socket, socket.socket]) -> None:
     ours, other = ends
     began = time.monotonic()
-    Forwarder(ours).finish(ev.Finished(2.0, -1, "interrupted"))
+    Forwarder(ours).finish(ev.Finished(2.0, -1, "interrupted"), never)
     assert time.monotonic() - began < forwarder.PATIENCE / 2
     assert b"interrupted" in other.recv(1 << 16)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import nbtrain
+from nbtrain.parts.forwarding import forwarder
 from tests.support.hangs import launched
 from tests.support.kernel import Notebook
 from tests.support.runs import launch
@@ -129,6 +131,42 @@ def test_a_dead_address_costs_one_note_that_does_not_show_it() -> None:
         "The training continues; nothing more of this run is sent there.",
     )
     assert has_secret(run.folder) == []
+
+
+def test_a_service_that_never_answers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwarder, "PATIENCE", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        run = launch(train, n=2, notify=f"json://127.0.0.1:{port}/{SECRET}?rto=600&cto=600")
+    (note,) = run.state.findings
+    assert (run.state.status, note.code) == ("succeeded", "not-forwarded")
+    assert note.text.startswith("--notify: ")
+    assert has_secret(run.folder) == []
+
+
+@pytest.mark.parametrize("empty", ["", [" "], ["", "json://localhost:1/x"]])
+def test_an_empty_address_is_told(empty: str | list[str]) -> None:
+    run = launch(train, n=1, notify=empty)
+    assert [note.code for note in run.state.findings].count("no-address") == 1
+    assert run.state.status == "succeeded"
+
+
+def test_a_background_run_whose_kernel_dies_is_told(
+    server: tuple[str, Inbox], start_kernel: Callable[..., Notebook], tmp_path: Path
+) -> None:
+    url, inbox = server
+    kernel = start_kernel(warm=True)
+    kernel.run("%load_ext nbtrain\nimport nbtrain, time")
+    cell = f"%%distributed -n 1 --background --notify {url}\n"
+    flag = tmp_path / "began"
+    out = kernel.run(f"{cell}open({str(flag)!r}, 'w').close()\ntime.sleep(600)")
+    assert out.ename == "", out.traceback
+    wait_until(flag.exists, 60)
+    kernel.process.kill()
+    message = inbox.get(timeout=60)
+    assert "interrupted" in message["title"]
+    assert "kernel" in message["message"]
+    assert inbox.empty()
 
 
 def test_an_address_of_no_service_is_a_note_too() -> None:

@@ -20,6 +20,7 @@ from nbtrain.parts.forwarding import trackers
 from nbtrain.parts.forwarding.trackers import Machine, StepMeans
 from nbtrain.planning.option_types import TRACKERS
 from nbtrain.tracking import events as ev
+from nbtrain.tracking.run_folder import RunFolder
 from tests.support.runs import launch
 from tests.support.waiting import wait_until
 
@@ -163,6 +164,13 @@ def test_a_tracker_that_fails_leaves_the_run_alone_and_one_note(
     (note,) = run.state.notes
     assert note.startswith("tensorboard: the tracker failed (")
     assert note.endswith("The training continues; nothing more of this run is sent there.")
+
+
+def test_a_note_of_a_tracker_shows_no_secret(tmp_path: Path) -> None:
+    failed = ConnectionError("GET http://me:hunter2@host:5000/api?token=hunter2x&n=1: refused")
+    note = trackers.RunTracker("mlflow", RunFolder(tmp_path)).explain(failed)
+    assert "host:5000/api" in note
+    assert "hunter2" not in note
 
 
 def test_the_kernel_s_process_imports_no_tracker() -> None:

@@ -74,6 +74,31 @@ def test_variables_stay_from_cell_to_cell(live: Notebook) -> None:
     assert out.ename == "ZeroDivisionError"
 
 
+def test_what_keeps_a_rank_from_a_task_is_told_and_the_ranks_stay(live: Notebook) -> None:
+    kind = "class Licensed:\n    def __setstate__(self, state): raise LookupError('expired')"
+    live.run(f"{kind}\nlicensed = Licensed()\nlicensed.x = 1")
+    for cell in ("%%distributed\nlicensed", "ranks.run(print, licensed)"):
+        assert live.run(cell).ename == "LookupError"
+    assert not live.run("%%rank 1\nimport os\nos.dup = None").ename  # it cannot open a cell's log
+    out = live.run("%%distributed\nrank")
+    assert out.ename == "RankDied"
+    assert "TypeError" in out.evalue
+    assert live.value("ranks.dead()") == []
+
+
+def test_names_are_those_that_python_stores(live: Notebook) -> None:
+    """In NFKC, which a name that is typed as a text is not."""
+    micro, first, bold = "\N{MICRO SIGN}", "\N{LATIN SMALL LIGATURE FI}rst", "\U0001d431"
+    assert not live.run(f"{first} = 5\n%nbtrain push {first}").ename
+    assert not live.run(f"%%distributed --as {bold}\n{micro} = {first} + 1").ename
+    assert live.value(f"{bold}.state.status") == "succeeded"
+    assert not live.run(f"%nbtrain pull {micro}").ename
+    assert live.value(f"{micro}, ranks['{micro}']") == (6, [6, 6])
+    assert not live.run(f"%%distributed -n 2 --new --out {bold}@all\n{bold} = 7").ename
+    assert live.value(bold) == [7, 7]
+    assert live.value(f"ranks.push(**{{'{bold}': 8}}), ranks['x']") == (None, [8, 8])
+
+
 def test_equal_outputs_are_shown_once_and_prints_have_their_rank(live: Notebook) -> None:
     out = live.run("%%distributed\nprint('hello')\nif rank: print('second')")
     assert out.stdout.splitlines() == ["[ranks 0–1] hello", "[rank 1] second"]

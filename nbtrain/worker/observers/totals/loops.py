@@ -78,6 +78,8 @@ def loops_around(frame: FrameType | None) -> Loops | None:
         for statement in reversed(statements):
             if _is_over_words(statement):  # ``for phase in ("train", "val")``: steps in one alone
                 continue
+            if _tries_again(statement):  # a round that succeeds is the last
+                continue
             loop = _loop(statement, around)
             if loop is None and (has_inner or isinstance(statement, ast.While)):
                 return None
@@ -176,6 +178,15 @@ def _may_hold_variables(code: CodeType) -> bool:
     # ``model.eval()`` has the name, too, but is no `eval`.
     called = _SEEN_ELSEWHERE.intersection(code.co_names)
     return not called.isdisjoint(global_names(code))
+
+
+def _tries_again(statement: Statement) -> bool:
+    """Return whether only a failure leads to another round: ``for attempt in …: try: …; break``."""
+    last = statement.body[-1]
+    blocks = [last.orelse or last.body, last.finalbody] if isinstance(last, ast.Try) else []
+    ends = [last, *(block[-1] for block in blocks if block)]
+    has_handler = any(isinstance(each, ast.Try) for each in statement.body)
+    return has_handler and any(isinstance(end, (ast.Break, ast.Return)) for end in ends)
 
 
 def _is_over_words(statement: Statement) -> bool:
