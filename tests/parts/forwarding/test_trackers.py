@@ -26,7 +26,7 @@ from tests.support.waiting import wait_until
 
 
 def train(lr: float = 0.1, fails: bool = False) -> None:
-    torch.manual_seed(0)
+    torch.manual_seed(nbtrain.rank())
     torch.distributed.init_process_group("gloo")
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr)
