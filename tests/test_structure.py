@@ -116,6 +116,7 @@ TESTED_TOGETHER = {
     "engines/[bfir]*": "engines/test_contract.py",  # one suite for every engine
     "engines/spawn_main": "engines/test_spawn.py",
     "engines/process/*": "end_to_end/test_kernel_health.py",  # what they leave in a kernel
+    "planning/frameworks": "worker/observers/evidence/test_lone_frameworks.py",
     "findings": "checks/preflight/test_preflight.py",
     "errors": "end_to_end/test_readme.py",  # every exception is in the reference
     "transport/weights/[mpr]*": "transport/weights/test_sender.py",  # what is sent, and arrives

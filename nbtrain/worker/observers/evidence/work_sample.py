@@ -142,7 +142,7 @@ class WorkSampler(Observer):
         self._losses = [float(value) for value in self._losses]
         if not (self._steps or self._batches):
             return
-        asks, gathers, ignores = _read_source(self._task)
+        asks, gathers, ignores = read_source(self._task)
         file, line = self._place or ("", 0)
         sample = ev.WorkSample(
             clock.now(),
@@ -281,7 +281,7 @@ def _trains_otherwise(optimizer: Any) -> bool:
     return bool(is_shared or is_other or is_rpc or any(name in sys.modules for name in _OTHERS))
 
 
-def _read_source(task: Task | None) -> tuple[bool, bool, bool]:
+def read_source(task: Task | None) -> tuple[bool, bool, bool]:
     """Return whether a task's source asks for its rank, gathers values, and asks for no notes.
 
     A source that cannot be read may do the first two.
