@@ -127,7 +127,8 @@ def _together(samples: list[ev.WorkSample]) -> Finding | None:
         return _equal_noise(samples)
     is_wrapped = all(sample.is_wrapped == "whole" for sample in samples)
     if is_wrapped and not any(sample.batches or sample.gathers for sample in samples):
-        return _same_batches(samples, _SEED)
+        # In 16 bits, different batches have one loss, too.
+        return None if _have_few_bits(samples[0].losses) else _same_batches(samples, _SEED)
     if not _have_same_batches(samples):
         return _equal_noise(samples)
     if is_wrapped:
@@ -234,6 +235,11 @@ def _have_same_losses(samples: list[ev.WorkSample]) -> bool:
         and all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(first, sample.losses, strict=True))
         for sample in samples
     )
+
+
+def _have_few_bits(losses: tuple[float, ...]) -> bool:
+    """Whether all are numbers of bfloat16 or float16, whose significands have up to 11 bits."""
+    return all((math.frexp(loss)[0] * 2**11).is_integer() for loss in losses)
 
 
 def _have_same_batches(samples: list[ev.WorkSample]) -> bool:
