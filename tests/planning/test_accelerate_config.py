@@ -244,7 +244,7 @@ def test_a_file_that_is_missing_is_said_to_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(PlanError, match=r"there is no config file .*nope\.yaml"):
-        nbtrain.launch(len, config=str(tmp_path / "nope.yaml"))
+        nbtrain.launch(print, config=str(tmp_path / "nope.yaml"))
 
     def train(config: str = "a.yaml") -> None: ...
 
@@ -263,4 +263,4 @@ def test_a_file_that_is_missing_is_said_to_be(
 def test_fsdp_1_on_cpu_ranks_is_refused(tmp_path: Path) -> None:
     file = _file(tmp_path, FSDP.replace("fsdp_version: 2", "fsdp_version: 1"))
     with pytest.raises(PlanError, match="fsdp_version: 2"):
-        nbtrain.launch(len, config=file)
+        nbtrain.launch(print, config=file)

@@ -220,7 +220,7 @@ def test_a_function_that_takes_its_rank_is_refused_with_the_line_to_write() -> N
         with pytest.raises(PlanError, match=line):
             nbtrain.notebook_launcher(work, args)
     parsing.check_rank_argument(work, (0, 2, "name"), {})
-    parsing.check_rank_argument(lambda x: x, (), {})  # the ranks report what is missing
+    parsing.check_rank_argument(lambda x, y: x, (), {})  # the ranks report what is missing
 
 
 def test_a_decorator_may_supply_the_rank_and_other_arguments() -> None:
