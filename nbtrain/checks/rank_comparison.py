@@ -127,7 +127,8 @@ def _together(samples: list[ev.WorkSample]) -> Finding | None:
         return _equal_noise(samples)
     is_wrapped = all(sample.is_wrapped == "whole" for sample in samples)
     if is_wrapped and not any(sample.batches or sample.gathers for sample in samples):
-        return _same_batches(samples, _SEED)
+        # In 16 bits, different batches have one loss, too.
+        return None if _have_few_bits(samples[0].losses) else _same_batches(samples, _SEED)
     if not _have_same_batches(samples):
         return _equal_noise(samples)
     if is_wrapped:
@@ -222,15 +223,23 @@ def _read_only(samples: list[ev.WorkSample]) -> Finding | None:
 
 
 def _have_same_losses(samples: list[ev.WorkSample]) -> bool:
-    """Whether the first losses are equal, and not all one: a constant says nothing."""
+    """Whether the first losses are equal, though they change from step to step.
+
+    If they hardly change, any data may give them: a last layer of zeros in a warm-up does.
+    """
     first = samples[0].losses
-    if len(first) < LOSSES or len(set(first)) < 2:
+    if len(first) < LOSSES or math.isclose(min(first), max(first), rel_tol=1e-3):
         return False
     return all(
         len(sample.losses) == len(first)
         and all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(first, sample.losses, strict=True))
         for sample in samples
     )
+
+
+def _have_few_bits(losses: tuple[float, ...]) -> bool:
+    """Whether all are numbers of bfloat16 or float16, whose significands have up to 11 bits."""
+    return all((math.frexp(loss)[0] * 2**11).is_integer() for loss in losses)
 
 
 def _have_same_batches(samples: list[ev.WorkSample]) -> bool:

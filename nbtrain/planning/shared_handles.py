@@ -23,7 +23,16 @@ from typing import Any, Literal, NamedTuple
 
 from ..system.lost_threads import notebook_threads
 from .plan import Task
-from .task_values import DEPTH, PLAIN, held, instance_dict, is_model, module_of, references
+from .task_values import (
+    DEPTH,
+    PLAIN,
+    held,
+    instance_dict,
+    is_model,
+    module_of,
+    namespace,
+    references,
+)
 
 Kind = Literal["pipe", "database", "environment", "connection", "process", "thread"]
 
@@ -56,7 +65,8 @@ def find(task: Task) -> list[SharedHandle]:
     threads = _threads_and_queues()
     for name, value in ((r.name, r.value) for r in task_references if threads):
         with contextlib.suppress(Exception):
-            if name not in handles and (thread := _thread_below(value, threads)) is not None:
+            thread = None if name in handles else _thread_below(value, threads, namespace(task))
+            if thread is not None:
                 threads = {key: each for key, each in threads.items() if each is not thread}
                 handles[name] = SharedHandle(name, "thread")
     return list(handles.values())
@@ -92,10 +102,15 @@ THREAD_SEARCH_VALUES = 1000
 """Values that are looked at below each one that the task names. A writer has 60."""
 
 
-def _thread_below(value: Any, threads: Mapping[int, threading.Thread]) -> threading.Thread | None:
-    """Return the first of these threads that a value holds, or whose queue it holds."""
+def _thread_below(
+    value: Any, threads: Mapping[int, threading.Thread], variables: dict[str, Any]
+) -> threading.Thread | None:
+    """Return the first of these threads that a value holds, or whose queue it holds.
+
+    What leads to all of the notebook's variables, as the shell does, does not hold them.
+    """
     level: list[Any] = [sys.modules["logging"].root if value is sys.modules["logging"] else value]
-    seen = dict[int, Any]()
+    seen: dict[int, Any] = {id(variables): variables}
     for _ in range(THREAD_SEARCH_DEPTH):
         for each in level:
             if id(each) in threads:

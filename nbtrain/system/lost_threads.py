@@ -34,20 +34,24 @@ def _threads() -> tuple[str, ...]:
 
 
 def notebook_threads() -> list[threading.Thread]:
-    """Return the notebook's threads, but for pools' idle ones, which are renewed in a rank."""
+    """Return the notebook's threads, but for those that a rank starts anew when it needs them."""
     frames = sys._current_frames()
     here = threading.current_thread()
     return [
         thread
         for thread in threading.enumerate()
         if not (thread is here or is_the_kernels(thread))
-        and not _is_idle(frames.get(thread.ident or 0))
+        and not _is_renewed(thread, frames.get(thread.ident or 0))
     ]
 
 
-def _is_idle(frame: FrameType | None) -> bool:
-    """Whether a thread of a `ThreadPoolExecutor` waits for work, in C."""
-    return (
+def _is_renewed(thread: threading.Thread, frame: FrameType | None) -> bool:
+    """Whether a thread feeds a `multiprocessing.Queue`, or waits for a `ThreadPoolExecutor`'s work.
+
+    Python starts the first anew after a fork. The second waits in C.
+    """
+    target = getattr(thread, "_target", None)
+    return getattr(target, "__module__", "") == "multiprocessing.queues" or (
         frame is not None
         and frame.f_code.co_name == "_worker"
         and frame.f_globals.get("__name__") == ThreadPoolExecutor.__module__

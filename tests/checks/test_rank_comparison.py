@@ -32,7 +32,10 @@ def ranks(first: ev.WorkSample, **second: object) -> list[ev.WorkSample]:
         (ranks(replace(ALONE, is_last=True), batches=("1:c", "1:d")), ""),
         (ranks(replace(ALONE, is_last=True), losses=OTHER), ""),
         (ranks(TOGETHER), "all ranks trained on the same batches"),
-        (ranks(replace(TOGETHER, batches=())), "all ranks trained on the same batches"),
+        (
+            ranks(replace(TOGETHER, batches=(), losses=(2.7, 2.5, 2.2, 2.0))),
+            "all ranks trained on the same batches",
+        ),
         (ranks(APART), "each rank trained alone"),
         (ranks(replace(APART, weights="3x4 8:a"), weights="3x4 8:b"), OWN),
         (ranks(replace(APART, weights="3x4 8:a", has_exchanged=True), weights="3x4 8:b"), OWN),
@@ -60,8 +63,12 @@ def test_equal_or_lonely_work_is_a_flaw(samples: list[ev.WorkSample], flaw: str)
         ranks(replace(TOGETHER, batches=("", "1:b"))),
         ranks(replace(TOGETHER, losses=(1.0,) * 8)),
         ranks(replace(TOGETHER, batches=(), losses=(1.0,) * 8)),
-        ranks(replace(TOGETHER, batches=(), losses=(3.0, 2.0, 1.0))),
-        ranks(replace(TOGETHER, batches=(), gathers=True)),  # a loss of what all ranks predict
+        ranks(replace(TOGETHER, batches=(), losses=(2.9, 1.9, 0.9))),
+        ranks(replace(TOGETHER, batches=(), losses=(6.96875, 6.9375, 6.625, 6.5))),  # bfloat16
+        ranks(replace(TOGETHER, batches=(), losses=(2.30259, 2.302588, 2.302585, 2.30258))),
+        ranks(
+            replace(TOGETHER, batches=(), losses=(2.7, 2.5, 2.2, 2.0), gathers=True)
+        ),  # a loss of what all ranks predict
         ranks(replace(TOGETHER, is_wrapped="part")),  # a mesh: some ranks share a model
         ranks(replace(TOGETHER, is_wrapped="")),  # tensor parallel
         ranks(replace(APART, has_exchanged=True)),

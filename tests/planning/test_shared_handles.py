@@ -59,6 +59,11 @@ except ImportError:
     pass
 results, manager = multiprocessing.get_context('fork').Queue(), multiprocessing.Manager()
 shared = manager.dict()
+results.put(0)  # by a thread, which a rank's own queue starts anew
+results.get()
+read = torch.utils.data.DataLoader(range(4), num_workers=1, persistent_workers=True)
+list(read)
+shell = get_ipython()
 log = open(folder.name + '/log', 'w+')
 reader = open('/dev/null')
 """
@@ -94,7 +99,8 @@ def test_what_each_rank_has_for_itself_is_not(notebook: Notebook) -> None:
     notebook.run(SETUP)
     uses = (
         "memory[0], log.write('x'), reader.read(), near.fileno(), os.getpid(), "
-        "results.put(nbtrain.rank()), shared.update({nbtrain.rank(): 1})"
+        "results.put(nbtrain.rank()), shared.update({nbtrain.rank(): 1}), "
+        "len(list(read)), shell.banner"
     )
     out = notebook.run(f"%%distributed -n 2\ndef train():\n    {uses}")
     assert "✓" in out.board

@@ -54,13 +54,17 @@ def _mark(module: ModuleType) -> list[Any]:
     """Return what a module is made of: its loading, and the code of its functions and methods.
 
     `importlib.reload` gives it a new specification. ``%autoreload`` (IPython 9) may change only the
-    code of functions, in place.
+    code of functions, in place. Functions that it got later, as by an import in a function, are
+    not of its source: to load it anew for them would reset its variables.
     """
     values = list(vars(module).values())
     for cls in [value for value in values if isinstance(value, type)]:
         values += vars(cls).values() if cls.__module__ == module.__name__ else ()
-    codes = [value.__code__ for value in values if type(value) is FunctionType]
-    return [module.__spec__, *codes]
+    functions = [value for value in values if type(value) is FunctionType]
+    own = [
+        f for f in functions if f.__module__ == module.__name__ and "<locals>" not in f.__qualname__
+    ]
+    return [module.__spec__, *(function.__code__ for function in own)]
 
 
 def _are_same(mark: list[Any], known: list[Any]) -> bool:

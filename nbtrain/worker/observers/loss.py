@@ -42,6 +42,9 @@ class _Moment:
 class LossMeter(Observer):
     """Keeps the last loss; a GPU's is read behind the work (see `nbtrain.worker.device_scalars`).
 
+    Of several losses in a step the last counts. The first of them may only make an adversarial
+    example, or be the first pass of SAM: neither it nor the sum would be the loss then.
+
     A loss that cannot be known behind a scaler (a sum of scaled losses, say) is not reported: no
     number is better than a wrong one.
     """

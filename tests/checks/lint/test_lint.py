@@ -41,6 +41,7 @@ NOT_LOOPS = (  # wrong on purpose, plain on purpose, for one rank
     "telemetry.py",
     "test_weights.py",
     "test_unsynced.py",
+    "test_folds.py",
     "test_hooks.py",
     "check_system.py",
     "gpu",

@@ -924,3 +924,26 @@ def test_ranks_run_the_code_of_a_module_that_the_notebook_has_loaded_anew(
         live.run("%%rank 1\npass")
         live.run(see)
         assert live.value("nbtrain.last_run().results") == [(version,) * 4] * 2
+
+
+COUNTER = """count = 0
+def add():
+    global count
+    count += 1
+    return count
+def set_up():
+    global parse, act
+    from json import loads as parse
+    act = lambda: 1
+"""
+
+
+def test_a_module_that_gets_a_function_in_the_notebook_keeps_its_state_in_ranks(
+    live: Notebook, tmp_path: Path
+) -> None:
+    (tmp_path / "own_counter.py").write_text(COUNTER)
+    live.run(f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport own_counter")
+    live.run("%%distributed\nown_counter.add()")
+    live.run("own_counter.set_up()\nown_counter.extra = lambda: 2")
+    live.run("%%distributed\nown_counter.add()")
+    assert live.value("nbtrain.last_run().results") == [2, 2]

@@ -164,6 +164,33 @@ def a_mean_that_is_written_as_a_quotient(backwards: int) -> None:
         optimizer.step()
 
 
+@TABLE.row(loss=6.0)
+def an_adversarial_example_before_the_loss() -> None:
+    w, optimizer = one_weight()
+    for _ in range(3):
+        w.sum().backward()
+        optimizer.zero_grad()
+        (2 * w).sum().backward()
+        optimizer.step()
+
+
+def of_two(is_logged: bool) -> None:
+    w, optimizer = one_weight()
+    for _ in range(3):
+        first, last = 5 * w.sum(), w.sum()
+        first.backward()
+        last.backward()
+        optimizer.step()
+        if is_logged:
+            nbtrain.log(loss=first + last)
+
+
+@pytest.mark.parametrize(("is_logged", "loss"), [(False, 3.0), (True, 18.0)])
+def test_of_two_losses_the_last_is_shown_or_what_is_logged(is_logged: bool, loss: float) -> None:
+    history = launch(of_two, is_logged).history
+    assert set(history["loss"].dropna()) == {loss}
+
+
 @pytest.mark.parametrize(("loop", "expected"), TABLE.rows)
 def test_the_loss_is_the_one_before_anything_scales_it(
     loop: Callable[[], Any], expected: dict[str, Any], request: pytest.FixtureRequest

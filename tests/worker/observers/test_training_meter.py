@@ -532,6 +532,7 @@ def test_a_step_by_which_torch_makes_an_optimizers_state_does_not_count() -> Non
 def test_a_group_with_a_backend_per_device_is_compared(backend: str | None) -> None:
     def train(model: torch.nn.Module, backend: str | None) -> None:
         torch.distributed.init_process_group(backend)
+        torch.manual_seed(nbtrain.rank())
         model = torch.nn.parallel.DistributedDataParallel(model)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for _ in range(20):

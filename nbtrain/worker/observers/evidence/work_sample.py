@@ -47,7 +47,7 @@ _SHARDS = ("deepspeed", "megatron", "torch.distributed.pipelining")
 _LIGHTNING = ("lightning.", "lightning_fabric.", "pytorch_lightning.")
 
 _ASKS = re.compile(r"rank|process_index|process_id|split_between_processes", re.IGNORECASE)
-_GATHERS = re.compile(r"all_gather|all_reduce|accelerator\.(gather|reduce)\(")
+_GATHERS = re.compile(r"all_gather|all_reduce|acc\w*\.(gather|reduce)\(")
 _IGNORES = re.compile(r"#\s*nbtrain:\s*ignore(\[[^\]]*migrate[^\]]*\])?\s*$")
 
 _SPLITTERS = ("DistributedSampler", "DistributedSamplerWrapper", "BatchSamplerShard")

@@ -230,6 +230,34 @@ def draws_with_numpy() -> None:
     ddp_without_a_loader(lambda step: INPUTS[np.random.choice(96, 8)])
 
 
+def a_last_layer_of_zeros_in_a_warm_up() -> None:
+    from accelerate import Accelerator
+
+    acc, model = Accelerator(), nn.Linear(4, 3)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6))
+    torch.manual_seed(7 + nbtrain.rank())
+    for _ in range(12):
+        x, y = torch.randn(32, 4), torch.randint(3, (32,))
+        acc.backward(nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def the_loss_of_what_all_ranks_draw() -> None:
+    from accelerate import Accelerator
+
+    acc, (model, optimizer) = Accelerator(), parts()
+    model, optimizer = acc.prepare(model, optimizer)
+    torch.manual_seed(7 + nbtrain.rank())
+    for _ in range(12):
+        x = acc.gather(torch.randn(8, 4))
+        acc.backward(model(x).pow(2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def draws_with_numpy_by_rank() -> None:
     np.random.seed(7 + nbtrain.rank())
     draws_with_numpy()
@@ -261,6 +289,7 @@ def ddp_on_samples_drawn_by_rank() -> None:
 
 RIGHT = [
     *(takes_slices_of_its_part, draws_with_numpy_by_rank, ddp_on_samples_drawn_by_rank),
+    *(a_last_layer_of_zeros_in_a_warm_up, the_loss_of_what_all_ranks_draw),
     *(ddp, accelerate, fsdp, tensor_parallel, trainer, inference),
     *(one_batch_over_and_over, sweep, late_sweep, only_one_trains),
     *(members_of_an_ensemble, averages_by_hand, averages_weights_now_and_then),
