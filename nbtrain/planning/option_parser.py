@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from types import FunctionType
 from typing import Any, NoReturn
 
 from ..errors import PlanError
@@ -239,12 +240,19 @@ def check_rank_argument(function: Callable[..., Any], args: Sequence[Any], given
             raise PlanError(
                 f"{call.name}() takes its rank first, as for mp.spawn. {_rank_remedy(call, names)}"
             ) from None
-        if names and _fits_behind_rank(call):
+        if names and _is_plain(function) and _fits_behind_rank(call):
             remedy = _rank_remedy(call, names)
             raise PlanError(
                 f"{call.name}() needs one argument more than it gets. If its first one, "
                 f"`{names[0]}`, is the rank, as for mp.spawn, {remedy[0].lower()}{remedy[1:]}"
             ) from None
+
+
+def _is_plain(function: Any) -> bool:
+    """Whether nothing supplies arguments in between, whatever signature it shows."""
+    inner: Any = getattr(function, "__func__", function)
+    decorated = hasattr(inner, "__wrapped__") or hasattr(inner, "__signature__")
+    return type(inner) is FunctionType and not decorated
 
 
 def _fits_behind_rank(call: Call) -> bool:

@@ -16,8 +16,8 @@ import socket
 import stat
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, islice
 from types import FunctionType, ModuleType
 from typing import Any, Literal, NamedTuple
 
@@ -51,14 +51,15 @@ def find(task: Task) -> list[SharedHandle]:
     """Return what ranks that are forked share, each once."""
     found: dict[int, SharedHandle] = {}
     task_references = references(task)
+    by_name = {reference.name: reference.value for reference in task_references}
     for reference in task_references:
         # Closed, detached, of another thread: whatever an object of the user's raises.
         with contextlib.suppress(Exception):
             for name, value in ((reference.name, reference.value), *_of_data(reference)):
                 if (kind := _kind(value)) == "process":
-                    if name.endswith("._process"):  # a manager's, which serves any process
-                        continue
                     name = _MEMBER.sub("", name)
+                    if _is_manager(by_name.get(name)):  # which serves any process
+                        continue
                 if kind is not None:
                     found.setdefault(id(value), SharedHandle(name, kind))
     handles = {handle.name: handle for handle in found.values()}
@@ -70,6 +71,11 @@ def find(task: Task) -> list[SharedHandle]:
                 threads = {key: each for key, each in threads.items() if each is not thread}
                 handles[name] = SharedHandle(name, "thread")
     return list(handles.values())
+
+
+def _is_manager(value: Any) -> bool:
+    managers: Any = sys.modules.get("multiprocessing.managers")
+    return managers is not None and issubclass(type(value), managers.BaseManager)
 
 
 _MEMBER = re.compile(r"\.\w+(\[[^\]]*\])?$")
@@ -101,6 +107,9 @@ THREAD_SEARCH_DEPTH = 6
 THREAD_SEARCH_VALUES = 1000
 """Values that are looked at below each one that the task names. A writer has 60."""
 
+THREAD_SEARCH_ITEMS = 2000
+"""Items of one value, plain ones included. A writer has a list of 1,550 numbers."""
+
 
 def _thread_below(
     value: Any, threads: Mapping[int, threading.Thread], variables: dict[str, Any]
@@ -116,21 +125,24 @@ def _thread_below(
             if id(each) in threads:
                 return threads[id(each)]
         seen |= {id(each): each for each in level}
-        parts = [part for each in level for part in _parts(each)]
-        level = [part for part in parts if type(part) not in PLAIN and id(part) not in seen]
-        level = level[: THREAD_SEARCH_VALUES - len(seen)]
+        parts = (part for each in level for part in _parts(each) if id(part) not in seen)
+        level = list(islice(parts, THREAD_SEARCH_VALUES - len(seen)))
     return None
 
 
 def _parts(value: Any) -> Iterator[Any]:
+    """Yield what a value holds, but for plain values: a list of numbers may be a data set."""
     cls = type(value)
+    parts: Iterable[Any] = ()
     if is_model(value) or issubclass(cls, (type, ModuleType, FunctionType)):
         return
     if issubclass(cls, dict):
-        yield from islice(dict.values(value), THREAD_SEARCH_VALUES)
+        parts = dict.values(value)
     elif issubclass(cls, (list, tuple)):
-        yield from islice(value, THREAD_SEARCH_VALUES)
-    yield from instance_dict(value).values()
+        parts = list.__iter__(value) if issubclass(cls, list) else tuple.__iter__(value)
+    for part in islice(chain(parts, instance_dict(value).values()), THREAD_SEARCH_ITEMS):
+        if type(part) not in PLAIN:
+            yield part
 
 
 def _of_data(reference: Any) -> Iterator[tuple[str, Any]]:

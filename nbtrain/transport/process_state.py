@@ -36,6 +36,9 @@ _CUDNN_FLAGS = ("benchmark", "deterministic", "allow_tf32")
 class _ProcessSettings:
     """What multiprocessing sends to a process that it spawns; in force as soon as it is loaded.
 
+    But for the start method: workers of a DataLoader that start afresh from a rank lack the
+    notebook's classes.
+
     The values that are loaded after it may need it: proxies of a manager connect, and modules may
     read the arguments when they are imported.
     """
@@ -43,7 +46,6 @@ class _ProcessSettings:
     argv: list[str]
     authkey: bytes
     """The key by which processes of one host trust each other; empty for another host."""
-    start_method: str | None
     log_to_stderr: bool
 
     def __reduce__(self) -> Any:
@@ -54,19 +56,14 @@ def _process_settings(with_key: bool) -> _ProcessSettings:
     return _ProcessSettings(
         [*sys.argv],
         bytes(multiprocessing.current_process().authkey) if with_key else b"",
-        multiprocessing.get_start_method(allow_none=True),
         bool(getattr(multiprocessing.util, "_log_to_stderr", False)),
     )
 
 
-def _set_process(
-    argv: list[str], authkey: bytes, start_method: str | None, log_to_stderr: bool
-) -> None:
+def _set_process(argv: list[str], authkey: bytes, log_to_stderr: bool) -> None:
     sys.argv[:] = argv
     if authkey:
         multiprocessing.current_process().authkey = authkey
-    if start_method in multiprocessing.get_all_start_methods():  # another system may lack it
-        multiprocessing.set_start_method(start_method, force=True)
     if log_to_stderr:
         multiprocessing.util.log_to_stderr()
 

@@ -86,8 +86,14 @@ class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]
 def _is_file(name: str) -> bool:
     """Whether a module can be imported again: the notebook may have put any object among them."""
     top = name.partition(".")[0]
-    spec = getattr(sys.modules.get(top), "__spec__", None)
-    return spec is not None or importlib.machinery.PathFinder.find_spec(top) is not None
+    module = sys.modules.get(top)
+    is_module = issubclass(type(module), types.ModuleType)  # else attributes are the user's code
+    if is_module and type(vars(module).get("__spec__")) is importlib.machinery.ModuleSpec:
+        return True
+    try:
+        return importlib.machinery.PathFinder.find_spec(top) is not None
+    except Exception:  # what is there under this name has an odd specification
+        return False
 
 
 class ResultPickler(CodePickler):

@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 from ..system.instrumentation import patch
+from . import api
 
 _KINDS = {
     "torch.utils.data.dataloader": ("DataLoader", "_MultiProcessingDataLoaderIter"),
@@ -29,7 +30,8 @@ def use_own_workers() -> None:
     for module, (loader, iterator) in _KINDS.items():
         patch(f"{module}:{loader}", "__iter__", _iterate)
         patch(f"{module}:{iterator}", "_shutdown_workers", _shut_down)
-        patch(f"{module}:{iterator}", "_next_data", _next_data)
+        if api.world_size() > 1:  # else nobody takes another rank's batches
+            patch(f"{module}:{iterator}", "_next_data", _next_data)
 
 
 def _is_inherited(iterator: Any) -> bool:

@@ -224,10 +224,10 @@ def _deliver(
     sender.gather()
     is_apart = job.device != "cpu" or job.world is not None or job.in_kernel
     if not job.is_live and (is_apart or sender.has_more):  # queued work may change that
-        if job.in_kernel:
-            join_new_threads(threads)
-        else:
+        if not job.in_kernel:
             join_threads()
+        elif _has_process_group():
+            join_new_threads(threads)
         leave_process_group()
     sender.send(value)
     writer.write(ended)
@@ -358,10 +358,9 @@ def _leave_as_peers_do(job: Job) -> None:
     To free a group, gloo (torch 2.13) waits up to 10 ms for each peer, idle, and for its queued
     work. Once each peer has returned from its task, none waits for that.
     """
-    dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
+    if not _has_process_group():
         return
-    groups = [dist.group.WORLD]
+    groups = [sys.modules["torch.distributed"].group.WORLD]
     leave_process_group()
     freeing = threading.Thread(target=groups.clear, name="nbtrain-leave", daemon=True)
     try:
@@ -378,6 +377,10 @@ def _leave_as_peers_do(job: Job) -> None:
 
 def leave_process_group() -> None:
     """Leave the default process group, if this process is in one."""
+    if _has_process_group():
+        sys.modules["torch.distributed"].destroy_process_group()
+
+
+def _has_process_group() -> bool:
     dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
+    return bool(dist is not None and dist.is_available() and dist.is_initialized())

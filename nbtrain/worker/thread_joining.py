@@ -23,17 +23,24 @@ BUSY_CPU_SHARE = 0.005
 """CPU seconds per second from which on a process counts as doing something."""
 
 
+KERNEL_IDLE_LIMIT_S = 1.0
+"""The same for threads of a rank that is the kernel: a cell waits for them."""
+
+
 def join_new_threads(before: Collection[threading.Thread]) -> None:
     """Wait for the threads of a function that ran in the kernel: those that were not there before.
 
-    Not for idle ones of pools, for daemons, or for longer than `IDLE_LIMIT_S`.
+    Not for daemons, idle ones of pools, longer than they do anything, or than `IDLE_LIMIT_S`.
     """
-    deadline = time.monotonic() + IDLE_LIMIT_S
-    while time.monotonic() < deadline:
+    begun = busy = time.monotonic()
+    spent = time.process_time()
+    while time.monotonic() < min(busy + KERNEL_IDLE_LIMIT_S, begun + IDLE_LIMIT_S):
         new = [t for t in notebook_threads() if not (t.daemon or t in before)]
         if not new:
             return
-        new[0].join(0.01)
+        new[0].join(0.1)
+        if time.process_time() - spent > BUSY_CPU_SHARE * 0.1:
+            busy, spent = time.monotonic(), time.process_time()
 
 
 def join_threads() -> None:

@@ -6,13 +6,24 @@ functions are sent by name, so live ranks would go on with their old code, for e
 
 from __future__ import annotations
 
+import contextlib
 import linecache
+import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...system.source_files import is_library
+
+
+class _Mark(NamedTuple):
+    """What a module was at a look: its loading, the code of its functions, and its file."""
+
+    spec: Any
+    codes: list[Any]
+    stat: tuple[int, int]
+    """When the file was written, and its size."""
 
 
 class ReloadedModules:
@@ -20,59 +31,75 @@ class ReloadedModules:
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._libraries: set[str] = set()
-        self._marks = self._all_marks()
+        self._marks: dict[str, _Mark] = {}
         self._sources: dict[int, dict[str, str]] = {rank: {} for rank in ranks}
+        self._look()
 
     def take(self, rank: int) -> dict[str, str]:
         """Return what a rank is to load anew: sources by the names of modules."""
-        marks = self._all_marks()
-        for name, mark in marks.items():
-            known = self._marks.get(name)
-            if known is not None and not _are_same(mark, known):
-                file = sys.modules[name].__file__ or ""
-                linecache.checkcache(file)
-                source = "".join(linecache.getlines(file))
-                for waiting in self._sources.values():
-                    waiting[name] = source
-        self._marks = marks
+        for name, source in self._look().items():
+            for waiting in self._sources.values():
+                waiting[name] = source
         taken, self._sources[rank] = self._sources[rank], {}
         return taken
 
-    def _all_marks(self) -> dict[str, list[Any]]:
-        marks = {}
+    def _look(self) -> dict[str, str]:
+        found = {}
         for name, module in list(sys.modules.items()):
-            if name not in self._libraries:
-                file = vars(module).get("__file__") if type(module) is ModuleType else None
-                if type(file) is str and not is_library(file) and name != "__main__":
-                    marks[name] = _mark(module)
-                else:
-                    self._libraries.add(name)
-        return marks
+            if name in self._libraries:
+                continue
+            file = vars(module).get("__file__") if type(module) is ModuleType else None
+            if type(file) is not str or is_library(file) or name == "__main__":
+                self._libraries.add(name)
+                continue
+            mark, known = _mark(module, file), self._marks.get(name)
+            if known is not None and _is_reloaded(mark, known):
+                linecache.checkcache(file)
+                source = "".join(linecache.getlines(file))
+                try:
+                    compile(source, file, "exec")
+                except SyntaxError:  # it is being edited: look again when it is whole
+                    continue
+                found[name] = source
+            self._marks[name] = mark
+        return found
 
 
-def _mark(module: ModuleType) -> list[Any]:
-    """Return what a module is made of: its loading, and the code of its functions and methods.
+def _mark(module: ModuleType, file: str) -> _Mark:
+    """Return what a module is now.
 
     `importlib.reload` gives it a new specification. ``%autoreload`` (IPython 9) may change only the
     code of functions, in place. Functions that it got later, as by an import in a function, are
-    not of its source: to load it anew for them would reset its variables.
+    not of its source.
     """
     values = list(vars(module).values())
     for cls in [value for value in values if isinstance(value, type)]:
         values += vars(cls).values() if cls.__module__ == module.__name__ else ()
     functions = [value for value in values if type(value) is FunctionType]
-    own = [
-        f for f in functions if f.__module__ == module.__name__ and "<locals>" not in f.__qualname__
-    ]
-    return [module.__spec__, *(function.__code__ for function in own)]
+    own = [f for f in functions if f.__module__ == module.__name__]
+    stat = (0, 0)
+    with contextlib.suppress(OSError):  # it was deleted
+        stat = (os.stat(file).st_mtime_ns, os.stat(file).st_size)
+    return _Mark(
+        module.__spec__, [f.__code__ for f in own if "<locals>" not in f.__qualname__], stat
+    )
 
 
-def _are_same(mark: list[Any], known: list[Any]) -> bool:
-    return len(mark) == len(known) and all(a is b for a, b in zip(mark, known, strict=True))
+def _is_reloaded(mark: _Mark, known: _Mark) -> bool:
+    """Whether there is code that was not there before, of a file that has changed.
+
+    A function that somebody replaced, in a module as it is, is no reason to reset its variables.
+    """
+    before = set(map(id, known.codes))
+    is_new = mark.spec is not known.spec or any(id(code) not in before for code in mark.codes)
+    return is_new and mark.stat != known.stat
 
 
-def reload_modules(sources: Mapping[str, str]) -> None:
+def reload_modules(sources: dict[str, str]) -> None:
     """Run sources in their modules, where this process has them, and change what came of the old.
+
+    What was run is taken out of `sources`; what raises stays there, for the next time. A module's
+    variables stay, as by `importlib.reload`.
 
     Functions, classes and instances that others have already imported change, too, by the means of
     ``%autoreload``. The source comes with the message: a rank on another host may lack the file.
@@ -81,11 +108,12 @@ def reload_modules(sources: Mapping[str, str]) -> None:
 
     superreload: Any = autoreload.superreload
 
-    for name, source in sources.items():
+    for name, source in list(sources.items()):
         module = sys.modules.get(name)
         if module is None:
+            del sources[name]
             continue
-        before = {key: value for key, value in vars(module).items() if key.startswith("__")}
+        before = dict(vars(module))
         code = compile(source, str(module.__file__), "exec")
 
         def run(module: ModuleType, before: Any = before, code: Any = code) -> ModuleType:
@@ -96,6 +124,7 @@ def reload_modules(sources: Mapping[str, str]) -> None:
         lines = source.splitlines(keepends=True)
         linecache.cache[str(module.__file__)] = len(source), None, lines, str(module.__file__)
         superreload(module, run, _old_objects)
+        del sources[name]
 
 
 _old_objects: dict[Any, Any] = {}

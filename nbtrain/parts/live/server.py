@@ -66,6 +66,7 @@ class LiveRank:
         self._waiting: queue.SimpleQueue[tuple[Message, int | None] | None] = queue.SimpleQueue()
         self._namespace = vars(sys.modules["__main__"])
         self._known: set[str] = set()
+        self._reloaded: dict[str, str] = {}  # modules that are still to be loaded anew
         self._task: int | None = None
         self._called_off: int | None = None  # a task that was interrupted before it began
         self._has_heard = False
@@ -104,7 +105,7 @@ class LiveRank:
                     os.close(data)
                 raise KeyboardInterrupt
             try:
-                reload_modules(message.get("reloaded", {}))
+                self._reload(message, data)
                 answer = self._ACTIONS[message["do"]](self, message, data)
             except Exception as error:  # of what was asked: the rank stays
                 answer = {"error": f"{type(error).__name__}: {error}"}
@@ -114,6 +115,16 @@ class LiveRank:
             self._stop_listening()
         signal.signal(signal.SIGINT, idle)
         return answer
+
+    def _reload(self, message: Message, data: int | None) -> None:
+        """Load modules anew that the notebook has; what failed before is tried again."""
+        self._reloaded |= message.get("reloaded", {})
+        try:
+            reload_modules(self._reloaded)
+        except BaseException:
+            if data is not None:  # no action will close it
+                os.close(data)
+            raise
 
     def _hear(self, _signum: int, _frame: object) -> None:
         if not self._has_heard:

@@ -461,15 +461,19 @@ def _write(
             for part, state in states:
                 errors: list[str] = []
                 version = {"version": part._version}
-                part._load_from_state_dict(state, "", version, False, [], [], errors)
+                own = {**part._parameters, **part._buffers}  # which it may read, and keeps
+                given = {n: t for n, t in own.items() if t is not None} | state
+                part._load_from_state_dict(given, "", version, False, [], [], errors)
                 if errors:
                     raise RuntimeError("; ".join(errors))
     except Exception as error:  # the file system failed, or the device's memory is full
         count = sum(map(len, wanted.values()))
-        raise PartlyLoaded(
-            f"only {written} of its {count} tensors were loaded "
-            f"({type(error).__name__}: {error}), so it is neither as it was nor as the run left it"
-        ) from error
+        reason = f"({type(error).__name__}: {error})"
+        text = "its tensors were loaded, and its extra state was not"
+        if written < count:
+            text = f"only {written} of its {count} tensors were loaded, so it is neither as it was nor "
+            text += "as the run left it"
+        raise PartlyLoaded(f"{text} {reason}") from error
     return has_changed
 
 
