@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+from ...planning.task_values import class_dict, is_class, module_of
 from ...system.source_files import is_library
 
 
@@ -73,15 +74,17 @@ def _mark(module: ModuleType, file: str) -> _Mark:
     not of its source.
     """
     values = list(vars(module).values())
-    for cls in [value for value in values if isinstance(value, type)]:
-        values += vars(cls).values() if cls.__module__ == module.__name__ else ()
+    for cls in [value for value in values if is_class(value)]:  # a proxy is not asked for its class
+        values += class_dict(cls).values() if module_of(cls) == module.__name__ else ()
     functions = [value for value in values if type(value) is FunctionType]
     own = [f for f in functions if f.__module__ == module.__name__]
     stat = (0, 0)
     with contextlib.suppress(OSError):  # it was deleted
         stat = (os.stat(file).st_mtime_ns, os.stat(file).st_size)
     return _Mark(
-        module.__spec__, [f.__code__ for f in own if "<locals>" not in f.__qualname__], stat
+        vars(module).get("__spec__"),
+        [f.__code__ for f in own if "<locals>" not in f.__qualname__],
+        stat,
     )
 
 

@@ -471,8 +471,8 @@ def _write(
         reason = f"({type(error).__name__}: {error})"
         text = "its tensors were loaded, and its extra state was not"
         if written < count:
-            text = f"only {written} of its {count} tensors were loaded, so it is neither as it was nor "
-            text += "as the run left it"
+            text = f"only {written} of its {count} tensors were loaded, so it is neither as it was "
+            text += "nor as the run left it"
         raise PartlyLoaded(f"{text} {reason}") from error
     return has_changed
 
