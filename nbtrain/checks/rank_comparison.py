@@ -36,7 +36,7 @@ _SPLIT = (
 _SEED = (
     "Ranks begin with the same random numbers. If the data is drawn by chance, write "
     "`torch.manual_seed(seed + nbtrain.rank())` before the loop (for numpy, "
-    "`np.random.seed(seed + nbtrain.rank())`). Else give each rank a part of the data: "
+    "`np.random.seed(seed + nbtrain.rank())`). Otherwise, give each rank a part of the data: "
     "`data[nbtrain.rank() :: nbtrain.world_size()]`"
 )
 _ALONE = "If each rank is meant to train alone, have it choose its work by `nbtrain.rank()`"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
 from ..errors import PlanError, PreflightError
@@ -17,7 +18,8 @@ def refusals_kept() -> Iterator[None]:
         yield
     except (PlanError, PreflightError) as error:
         text = f"{type(error).__name__}: {error}"
-        if text not in _refusals:  # one launch may come through two doors
+        is_of_cell = threading.current_thread() is threading.main_thread()
+        if is_of_cell and text not in _refusals:  # one launch may come through two doors
             _refusals.append(text)
         raise
 

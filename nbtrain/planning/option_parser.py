@@ -206,10 +206,10 @@ def read_arguments(args: Any) -> tuple[Any, ...]:
     )
     if issubclass(cls, Iterable) and not (is_dict or is_one_value):
         return tuple(args)
-    remedy = "write args=(x,), with the comma, for one argument x"
     if args is None:
-        remedy = "leave it out if the function takes none"
-    elif is_dict:
+        raise PlanError("args is None: leave it out if the function takes no arguments")
+    remedy = "write args=(x,), with the comma, for one argument x"
+    if is_dict:
         remedy += ", or args=x.values() for one argument per value"
     raise PlanError(
         f"args must be a tuple of the function's arguments, not {with_article(cls.__name__)}: "
@@ -243,8 +243,8 @@ def check_rank_argument(function: Callable[..., Any], args: Sequence[Any], given
         if names and _is_plain(function) and _fits_behind_rank(call):
             remedy = _rank_remedy(call, names)
             raise PlanError(
-                f"{call.name}() needs one argument more than it gets. If its first one, "
-                f"`{names[0]}`, is the rank, as for mp.spawn, {remedy[0].lower()}{remedy[1:]}"
+                f"{call.name}() lacks one argument. If its first one, `{names[0]}`, is the rank, "
+                f"as for mp.spawn, {remedy[0].lower()}{remedy[1:]}"
             ) from None
 
 

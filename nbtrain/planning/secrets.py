@@ -24,7 +24,7 @@ _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 _ALWAYS = re.compile(
     r"(passwor(d|t)|passwd|passphrase|secret|credential|authtoken)s?($|_|\d)"
-    r"|(^|_)(pass|pwd|pw|passcode|passkey|creds|auth|authorization|cookies?|dsn|webhook|pat)(_?\d+)?$"
+    r"|(^|_)(pass|pwd|pw|passcode|passkey|creds|auth|authorization|cookies?|dsn|webhook)(_?\d+)?$"
     r"|(^|_)(connection|conn)_(string|str)$|^(pg|ssh)pass(word)?$"
 )
 """Names of texts that are secret however short they are."""
@@ -32,8 +32,11 @@ _ALWAYS = re.compile(
 _USUALLY = re.compile(r"token(_?\d+)?$|(api|access|private|signing|client)_?keys?(_id)?(_?\d+)?$")
 """Names of texts that are secret unless they are as short as a word."""
 
-_KEY = re.compile(r"(^|_)\w*key(_id)?(_?\d+)?$")
-"""Names of texts that are secret if they look drawn by chance."""
+_KEY = re.compile(r"(^|_)\w*(key(_id)?|(?<![^_])pat)(_?\d+)?$")
+"""Names of texts that are secret if they look drawn by chance. A ``pat`` may be a pattern."""
+
+_NUMBERS = re.compile(r"passwor(d|t)|passwd|passphrase|passcode|secret|(^|_)pin($|_)")
+"""Names of whole numbers that are secret: a ``high_pass`` or ``cookies`` may be any number."""
 
 _OF_A_TOKENIZER = re.compile(
     r"(^|_)(pad|bos|eos|unk|sep|cls|class|mask|image|img|special|additional|start|end|prompt)_"
@@ -49,12 +52,15 @@ _DRAWN = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[A-Za-z0-9+/=_-]{16,}")
 
 _SHAPES = re.compile(
     r"""
-      [a-z][a-z0-9+.-]*://[^/\s:@]*:(?!\0@)[^/\s@]+@        # a URL with a password
+      [a-z][a-z0-9+.-]*://[^/\s:@]*:(?!\0@)[^\s"'<>]+@       # a URL with a password
+    | [a-z][a-z0-9+.-]*://(?=[^/\s:@]*\d)[^/\s:@]{12,}@     # or with a token
     | (^|[;\s]|--)(?i:[\w-]*(password|passwd|pwd|secret|(api|access)[_-]?key))=   # a connection's
       (?![{$<%])[^\s;&\0]{4,}
     | [?&](?i:[\w-]*(api[_-]?key|token|signature|credential|sig|password))=[^&\s]{6,}
     | -----BEGIN\ [A-Z ]*PRIVATE\ KEY-----([\s\S]*?-----END[A-Z ]*-----|[\s\S]*)
-    | \b(?i:Bearer|Basic)\ [\w.+/=-]{12,}
+    | (?i:authorization["']?\s*[:=]\s*["']?)\w+\ [^\s"']{4,}
+    | \b(?i:Bearer|Basic|Token)\ [\w.+/=-]{12,}
+    | (?i:(api|access|secret)[\ _-]?key|token|password)\ ['"][^\s'"]{6,}
     | \b(sk|pk|rk)[-_](live|test|proj|ant|or)[-_](?=[\w-]*\d)[\w-]{16,}
     | \bsk-(?=[A-Za-z0-9]*\d)[A-Za-z0-9]{20,}\b
     | \bhf_(?=[A-Za-z0-9]*\d)[A-Za-z0-9]{20,}\b
@@ -76,7 +82,7 @@ def is_secret(name: str, value: object) -> bool:
     if isinstance(value, (bytes, bytearray)):
         value = bytes(value[:10_000]).decode("latin-1")
     if type(value) is int:
-        return is_named and abs(value) > 999
+        return _NUMBERS.search(plain) is not None and abs(value) > 999
     if not isinstance(value, str):
         return False
     text = str.__str__(value)[:10_000]  # of a subclass, whatever that does when it is indexed
@@ -105,21 +111,29 @@ def has_secret(line: str) -> bool:
 
 
 _NAMED = re.compile(
-    r"""(?<![\w-])([\w-]+)(["'\]]*\s*[=:]\s*|\s+(?:is\s+)?(?=\S*\d))(["']?)([^\s"',;&]+)"""
+    r"""(?<![\w-])([\w-]+)(["'\]]*\s*[=:]\s*|\s+(?:is\s+)?(?=\S*\d)(?=\S{6}))"""
+    r"""(?:(["'])(.+?)(?=\3)|()([^\s"',;&]+))"""
 )
 """A value in a text, after its name; without a sign between the two if it has a digit."""
+
+
+_LEFT = re.compile(
+    r"[a-z][a-z0-9+.-]*://|[?&;\s-]*[\w-]+=|(?i:authorization[\"']?\s*[:=]\s*)|[\w _-]+ ['\"]"
+)
+"""What is left of a shape in a text: what says of which kind it is."""
 
 
 def hidden_in_text(text: str) -> str:
     """Return a text that is no source, such as an error's, with ``…`` in place of its secrets."""
 
     def cut(match: re.Match[str]) -> str:
-        start = re.match(r"[a-z][a-z0-9+.-]*://|[?&;\s-]*[\w-]+=", match[0])
+        start = _LEFT.match(match[0])
         return f"{start[0] if start else ''}…{'@' if match[0].endswith('@') else ''}"
 
     def named(match: re.Match[str]) -> str:
-        name, sign, quote, value = match.groups()
-        return f"{name}{sign}{quote}…" if is_secret(name, value) else match[0]
+        name, sign, quote, quoted, _, plain = match.groups()
+        is_hidden = is_secret(name, quoted or plain)
+        return f"{name}{sign}{quote or ''}…" if is_hidden else match[0]
 
     return _NAMED.sub(named, _SHAPES.sub(cut, text))
 
@@ -146,8 +160,11 @@ _HANDS_ON = (
 def _children(node: ast.AST, name: str) -> Iterator[tuple[ast.AST | None, str]]:
     """Yield what a part of a source consists of, and the name of what gets it."""
     match node:
-        case ast.Assign(targets=targets, value=ast.Tuple(elts=values)) if all(
-            isinstance(each, ast.Tuple) and len(each.elts) == len(values) for each in targets
+        case ast.Assign(targets=targets, value=ast.Tuple(elts=values) | ast.List(elts=values)) if (
+            all(
+                isinstance(each, (ast.Tuple, ast.List)) and len(each.elts) == len(values)
+                for each in targets
+            )
         ):
             for target in targets:
                 yield from zip(values, map(_name_of, getattr(target, "elts", [])), strict=True)
@@ -157,7 +174,11 @@ def _children(node: ast.AST, name: str) -> Iterator[tuple[ast.AST | None, str]]:
         case ast.AnnAssign(value=value) | ast.AugAssign(value=value) | ast.NamedExpr(value=value):
             yield value, _name_of(node.target)
         case ast.keyword(arg=arg, value=value):
-            yield value, name if arg in (None, "default", "value") and name else arg or ""
+            is_value = arg in (None, "default", "fallback", "value") and name
+            yield value, name if is_value else _either(arg or "", name)
+        case ast.For(target=target, iter=values) | ast.comprehension(target=target, iter=values):
+            yield values, _name_of(target)
+            yield from ((c, "") for c in ast.iter_child_nodes(node) if c is not values)
         case ast.arguments():
             by_position = [*node.posonlyargs, *node.args]
             with_default = by_position[len(by_position) - len(node.defaults) :]
@@ -165,14 +186,21 @@ def _children(node: ast.AST, name: str) -> Iterator[tuple[ast.AST | None, str]]:
             yield from zip(node.kw_defaults, (a.arg for a in node.kwonlyargs), strict=True)
         case ast.Dict(keys=keys, values=values):
             yield from ((key, "") for key in keys)
-            yield from zip(values, (_name_of(k) if k else name for k in keys), strict=True)
+            names = (_either(_name_of(k), name) if k else name for k in keys)
+            yield from zip(values, names, strict=True)
+        case ast.MatchMapping(keys=keys, patterns=values):
+            yield from zip(values, map(_name_of, keys), strict=True)
+        case ast.MatchValue(value=value):
+            yield value, name
         case ast.Call(func=func, args=args, keywords=keywords):
             called = _name_of(func)
-            own = name if called[:1].isupper() or called in ("str", "bytes") else ""
+            own = name if called[:1].isupper() or called in ("str", "bytes", "dict", "join") else ""
             own = called[3:] if called.startswith("set") else own
             yield func, name
             yield from _in_turn(args, own if called != "print" else None)
-            yield from ((each, _text_name(args[0]) if args else own) for each in keywords)
+            texts = [*map(_text_name, args)]
+            named = next((text for text in texts if _read_name(text)[1]), [*texts, own][0])
+            yield from ((each, named) for each in keywords)
         case ast.BinOp():
             yield from ((each, name) for each in _operands(node))
         case ast.Tuple(elts=[_, _] as both):
@@ -182,6 +210,11 @@ def _children(node: ast.AST, name: str) -> Iterator[tuple[ast.AST | None, str]]:
         case _:
             own = name if isinstance(node, _HANDS_ON) else ""
             yield from ((child, own) for child in ast.iter_child_nodes(node))
+
+
+def _either(name: str, whole: str) -> str:
+    """Return a part's name, or that of the whole if only that is a secret's: ``passwords``."""
+    return whole if _read_name(whole)[1] and not _read_name(name)[1] else name
 
 
 def _in_turn(nodes: list[ast.expr], name: str | None) -> Iterator[tuple[ast.expr, str]]:

@@ -214,7 +214,8 @@ class WorkSample(Event, kind="work"):
     asks_rank: bool = False
     """Whether the source asks for the rank."""
     gathers: bool = False
-    """Whether the source gathers or reduces values of all ranks, of which a loss may be made."""
+    """Whether the source, or a collective before the loss, gathers values of all ranks: the loss
+    may be made of them."""
     is_excused: bool = False
     """Whether ranks may share the training in another way, or the code asks for no notes."""
     file: str = ""

@@ -73,6 +73,28 @@ def test_a_cell_whose_function_may_take_its_rank_first_names_a_line_that_runs(
     assert notebook.value("nbtrain.last_run().results") == [(0, 1.0), (1, 1.0)]
 
 
+SUPPLIED = """
+import functools, inspect
+def supplies(function):
+    def wrapper(*args):
+        return function(7, *args)
+    wrapper.__signature__ = inspect.signature(function)  # as wrapt's, and so sacred's
+    return wrapper
+@supplies
+def captured(config):
+    return config
+"""
+
+
+def test_a_decorator_that_shows_the_inner_signature_may_supply_the_argument(
+    notebook: Notebook,
+) -> None:
+    notebook.run(SUPPLIED)
+    out = notebook.run("notebook_launcher(captured, num_processes=2)")
+    assert not out.ename, out.traceback
+    assert notebook.value("nbtrain.last_run().results") == [7, 7]
+
+
 def test_a_function_that_lacks_more_or_nothing_is_not_taken_for_one_with_a_rank(
     notebook: Notebook,
 ) -> None:

@@ -28,8 +28,9 @@ class Env:  # its answers come from a process, as those of AsyncVectorEnv and Su
     def __init__(self):
         fork = multiprocessing.get_context('fork')
         self.pipe, pipe = fork.Pipe()
-        self.workers = {'a': fork.Process(target=self.serve, args=(pipe,), daemon=True)}
-        self.workers['a'].start()
+        self._process = fork.Process(target=self.serve, args=(pipe,), daemon=True)
+        self.workers = {'a': self._process}
+        self._process.start()
     def serve(self, pipe):
         while True:
             pipe.send(pipe.recv() + 1)
@@ -74,8 +75,8 @@ SHARED = {
     "child.stdout.read()": ("is a pipe of the notebook", "Read it in a cell above"),
     "env.step(1)": ("`env` has processes of the notebook", "Create it inside"),
     "runner.env.step(1)": ("`runner.env` has processes of the notebook", "Create it inside"),
-    "own_log.write('x')": ("`own_log` hands its work to a thread of the notebook", "Create it"),
-    "logger.error('x')": ("`logger` hands its work to a thread of the notebook", "Create it"),
+    "own_log.write('x')": ("`own_log` works through a thread of the notebook", "Create it"),
+    "logger.error('x')": ("`logger` works through a thread of the notebook", "Create it"),
     "data[0].stat()": ("`data[0]` is an LMDB environment", "Open it inside"),
     "peer.fileno()": ("`peer` is a network connection of the notebook", "Connect inside"),
 }

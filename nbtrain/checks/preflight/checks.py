@@ -116,8 +116,8 @@ _SHARED: dict[Kind, tuple[str, str]] = {
         "Create it inside the training function.",
     ),
     "thread": (
-        "hands its work to a thread of the notebook, which ranks do not have. What they give it is "
-        "lost",
+        "works through a thread of the notebook. Forked ranks have no such thread, so what they "
+        "give it is lost",
         "Create it inside the training function. For TensorBoard, use `--track tensorboard`.",
     ),
     "connection": (

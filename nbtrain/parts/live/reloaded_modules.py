@@ -24,7 +24,7 @@ class _Mark(NamedTuple):
     spec: Any
     codes: list[Any]
     stat: tuple[int, int]
-    """When the file was written, and its size."""
+    """When the file that it was loaded from was written, and its size."""
 
 
 class ReloadedModules:
@@ -62,6 +62,8 @@ class ReloadedModules:
                 except SyntaxError:  # it is being edited: look again when it is whole
                     continue
                 found[name] = source
+            elif known is not None:  # a file may be written long before it is loaded
+                mark = mark._replace(stat=known.stat)
             self._marks[name] = mark
         return found
 

@@ -947,3 +947,25 @@ def test_a_module_that_gets_a_function_in_the_notebook_keeps_its_state_in_ranks(
     live.run("own_counter.set_up()\nown_counter.extra = lambda: 2")
     live.run("%%distributed\nown_counter.add()")
     assert live.value("nbtrain.last_run().results") == [2, 2]
+
+
+def test_a_module_that_does_not_load_in_the_ranks_is_tried_again(
+    live: Notebook, tmp_path: Path
+) -> None:
+    """Not once: after the error, the ranks would go on with the old code."""
+    file = tmp_path / "other_module.py"
+    file.write_text("def f():\n    return 1\n")
+    live.run(f"import importlib, os, sys\nsys.path.insert(0, {str(tmp_path)!r})")
+    live.run("sys.dont_write_bytecode = True\nimport other_module")
+    see = "%%distributed\nother_module.f()"
+    live.run(see)
+    raises = "import nbtrain\nassert not os.environ.get('BREAKS')\n"
+    file.write_text(f"import os\n{raises}def f():\n    return 2\n")
+    live.run("%%distributed\nos.environ['BREAKS'] = 'yes'")
+    live.run("importlib.reload(other_module)")
+    for _ in range(2):
+        assert live.run(see).ename
+    file.write_text("def f():\n    return 33\n")
+    live.run("importlib.reload(other_module)")
+    assert not live.run(see).ename
+    assert live.value("nbtrain.last_run().results") == [33, 33]

@@ -66,6 +66,7 @@ class WorkSampler(Observer):
         self._world_size = world_size
         self._batches: list[str] = []
         self._splits_data = False
+        self._gathers = self._has_buffers = self._has_stepped = False
         self._losses: list[Any] = []  # numbers, or detached tensors on a GPU
         self._steps = 0
         self._has_joined = False
@@ -93,6 +94,9 @@ class WorkSampler(Observer):
     @_harmless
     def see_loss(self, loss: Any) -> None:
         """Take a loss, of any kind of device."""
+        if self._has_stepped and self._counts is not None:  # DDP broadcasts buffers in between
+            self._gathers |= not self._has_buffers and collectives() != self._counts[1]
+        self._has_stepped = False
         if self.is_sampling and len(self._losses) < FIRST and loss.device.type in ("cpu", "cuda"):
             self._losses.append(loss.item() if loss.device.type == "cpu" else loss.detach())
 
@@ -106,6 +110,7 @@ class WorkSampler(Observer):
             every = [p for group in optimizer.param_groups for p in group["params"]]
             self._trained = [weakref.ref(p) for p in every[:: -(-len(every) // WEIGHTS) or 1]]
         self.look_at_exchange()
+        self._has_stepped = self.is_sampling
         torch: Any = sys.modules["torch"]
         is_capturing = torch.cuda.is_initialized() and captures.under_way(torch)
         if steps >= STEPS and not is_capturing:
@@ -157,7 +162,7 @@ class WorkSampler(Observer):
             is_wrapped="part" if "part" in self._wraps else next(iter(self._wraps), ""),
             has_exchanged=self._counts is None or self._counts[0] != self._counts[1],
             asks_rank=asks,
-            gathers=gathers,
+            gathers=gathers or self._gathers,
             is_excused=self._excuse or (ignores and not self._has_joined),
             shares=self._shares,
             noise=self._noise,
@@ -173,6 +178,7 @@ class WorkSampler(Observer):
 
     def wrapped(self, wrapper: Any) -> None:
         """Take note whether the ranks of a data-parallel model are all of them."""
+        self._has_buffers |= any(True for _ in getattr(wrapper, "buffers", tuple)())
         mesh = getattr(getattr(wrapper, "mesh_info", None), "mesh", None)
         if mesh is not None:
             size = mesh.size()

@@ -287,7 +287,27 @@ def ddp_on_samples_drawn_by_rank() -> None:
     ddp_on_drawn_samples()
 
 
+def gathers_in_a_library() -> None:
+    """As a contrastive loss of a package does, whose source nobody reads."""
+    import torch.distributed as dist
+
+    gather = getattr(dist, "all_" + "gather")
+    dist.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(parts()[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    part = INPUTS[nbtrain.rank() :: nbtrain.world_size()]
+    for step in range(12):
+        own = model(part[4 * step : 4 * step + 4])
+        every = [torch.zeros_like(own) for _ in range(2)]
+        gather(every, own.detach())
+        every[nbtrain.rank()] = own
+        torch.cat(every).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 RIGHT = [
+    gathers_in_a_library,
     *(takes_slices_of_its_part, draws_with_numpy_by_rank, ddp_on_samples_drawn_by_rank),
     *(a_last_layer_of_zeros_in_a_warm_up, the_loss_of_what_all_ranks_draw),
     *(ddp, accelerate, fsdp, tensor_parallel, trainer, inference),
