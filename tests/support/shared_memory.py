@@ -11,13 +11,14 @@ import psutil
 def names() -> set[str]:
     """Return what this user has in /dev/shm now.
 
-    Without the semaphores of processes that `multiprocessing` spawns: a tracker of their own
-    deletes them, behind their owner's end and held by nobody.
+    Without the semaphores of processes that `multiprocessing` spawns, and what joblib's pools have:
+    a tracker of their own deletes them, behind their owner's end and held by nobody.
     """
     found = set()
+    tracked = ("sem.mp-", "sem.loky-", "joblib_memmapping_folder_")
     for entry in os.scandir("/dev/shm") if os.path.isdir("/dev/shm") else ():
         with contextlib.suppress(OSError):
-            if entry.stat().st_uid == os.getuid() and not entry.name.startswith("sem.mp-"):
+            if entry.stat().st_uid == os.getuid() and not entry.name.startswith(tracked):
                 found.add(entry.name)
     return found
 

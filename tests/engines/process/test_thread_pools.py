@@ -8,6 +8,7 @@ import threading
 import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -130,9 +131,10 @@ def scores():
 
 
 def test_a_pool_of_joblibs_that_the_notebook_used_works_in_ranks_and_after_them(
-    notebook: Notebook,
+    notebook: Notebook, tmp_path: Path
 ) -> None:
     pytest.importorskip("sklearn", reason="needs scikit-learn")
+    notebook.run(f"import os\nos.environ['JOBLIB_TEMP_FOLDER'] = {str(tmp_path)!r}")
     notebook.run(SCORES)
     assert notebook.value("scores()") == [1.0] * 3
     out = notebook.run("%%distributed -n 2\ndef train():\n    return scores()", timeout=60)
