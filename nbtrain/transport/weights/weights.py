@@ -97,7 +97,7 @@ def states(module: torch.nn.Module) -> dict[str, torch.Tensor]:
         with contextlib.suppress(Exception), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that torch's quantization is deprecated
             state: dict[str, Any] = {}
-            part._save_to_state_dict(state, "", keep_vars=True)
+            part._save_to_state_dict(state, "", True)  # by position, as torch does: names differ
             own = {key: v for key, v in state.items() if key not in {*_tensor_names(part)}}
             if own:
                 found[name] = saved_bytes(own)

@@ -25,6 +25,7 @@ from nbtrain.tracking import run_folder
 from nbtrain.transport.weights import sender
 from nbtrain.ui import text_summary
 from tests.support.kernel import Notebook, by_all
+from tests.support.runs import launch
 from tests.support.versions import needs
 from tests.support.waiting import wait_until
 
@@ -1227,3 +1228,33 @@ def test_a_mask_of_infinities_is_no_reason_to_leave_the_weights() -> None:
     run(train, model)
     assert (model.weight == 1).all()
     assert model.mask.isinf().all()
+
+
+class Scaled(torch.nn.Linear):
+    """Keeps a number in its state dict, under parameter names of its own, and reads its weight."""
+
+    scale = 1.0
+
+    def _save_to_state_dict(self, found: Any, start: str, keep: bool) -> None:
+        super()._save_to_state_dict(found, start, keep)
+        found[f"{start}scale"] = self.scale
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        assert state[f"{prefix}weight"].shape == self.weight.shape
+        self.scale = state.pop(f"{prefix}scale", self.scale)
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+@pytest.mark.parametrize("with_weights", [True, False])
+def test_a_number_that_a_part_keeps_in_its_state_dict_comes_back(with_weights: bool) -> None:
+    def train(model: torch.nn.Module) -> None:
+        part: Any = model[0]  # type: ignore[index]
+        part.scale = 3.0
+        if with_weights:
+            torch.nn.init.constant_(part.weight, 5.0)
+
+    model = torch.nn.Sequential(Scaled(2, 2))
+    run = launch(train, model)
+    assert run.state.outcome == "succeeded"
+    assert model[0].scale == 3.0
+    assert bool((model[0].weight == 5.0).all()) is with_weights
