@@ -17,7 +17,18 @@ from typing import Any
 
 from .errors import PlanError
 
-TABLE = ("live", "debugger", "memory", "scaling", "export", "forwarding", "tpu", "ray", "nodes", "frameworks")
+TABLE = (
+    "live",
+    "debugger",
+    "memory",
+    "scaling",
+    "export",
+    "forwarding",
+    "tpu",
+    "ray",
+    "nodes",
+    "frameworks",
+)
 """The parts of this installation, in the order of the help."""
 
 PASS = object()
