@@ -6,7 +6,6 @@ harm, nor is TensorFlow's list of devices (measured with JAX 0.10 and TensorFlow
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
@@ -25,11 +24,3 @@ def in_use() -> tuple[str, ...]:
         "TensorFlow": getattr(context, "_context_handle", None) is not None,
     }
     return tuple(name for name, is_used in found.items() if is_used)
-
-
-def in_world() -> tuple[str, ...]:
-    """Return the frameworks whose processes the code has joined, or been told to join."""
-    jax: Any = sys.modules.get("jax._src.distributed")
-    has_client = getattr(getattr(jax, "global_state", None), "client", None) is not None
-    found = {"JAX": has_client, "TensorFlow": "TF_CONFIG" in os.environ}
-    return tuple(name for name, has_joined in found.items() if has_joined)

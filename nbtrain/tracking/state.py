@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -41,6 +42,11 @@ ECHOES = (
     "watchdog caught collective operation timeout",
 )
 """What torch says in a rank when another one went away: the echo of a failure, not its cause."""
+
+ECHOES_OF_ANY_TYPE = re.compile(
+    r"gloo \w+ failed|collective ops is aborted by|jax distributed service detected fatal errors"
+)
+"""What JAX (by errors of several types, or an abort) and TensorFlow say then."""
 
 
 @dataclass(frozen=True)
@@ -516,6 +522,7 @@ def not_finite_loss(event: ev.NotFinite) -> str:
 
 
 def is_secondary_failure(error_type: str, text: str) -> bool:
-    """Whether an error is what a rank raises when another one went away; `text` is torch's."""
+    """Whether an error is what a rank raises when another one went away."""
     text = text.lower()
-    return error_type in _ECHOING and any(echo in text for echo in ECHOES)
+    is_echo = error_type in _ECHOING and any(echo in text for echo in ECHOES)
+    return is_echo or bool(ECHOES_OF_ANY_TYPE.search(text))

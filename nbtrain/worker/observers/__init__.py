@@ -15,7 +15,6 @@ from ..device_scalars import captures
 from ..hooks import Observer
 from . import integrations
 from .bars import Bars
-from .evidence.lone_frameworks import LoneFrameworks
 from .evidence.unsynced import UnsyncedModels
 from .phases import PhaseMeter
 from .tensor_memory import TensorMemoryMeter
@@ -58,8 +57,6 @@ def _observers(
         yield TensorMemoryMeter(writer, rank, plan.task if plan else None)
         if plan is not None and rank == 0:
             yield UnsyncedModels(plan, writer, ranks_stay)
-            if reporter.world_size > 1:
-                yield LoneFrameworks(plan.task, writer)
         if stopping.active is not None:
             yield stopping.active
     if "phases" in sources:

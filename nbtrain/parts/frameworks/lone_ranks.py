@@ -1,0 +1,67 @@
+"""Finds ranks that each compute with TensorFlow or JAX by themselves."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from ...findings import Finding
+from ...planning import frameworks
+from ...planning.plan import Task
+from ...tracking import events as ev
+from ...tracking.event_log import EventWriter
+from ...worker import api
+from ...worker.hooks import Observer
+from ...worker.observers.evidence.work_sample import is_in_group, read_source
+
+_CONNECT = {
+    "JAX": "call `jax.distributed.initialize()` first in the function",
+    "TensorFlow": "create the model under `tf.distribute.MultiWorkerMirroredStrategy()` in the "
+    "function",
+}
+
+
+class LoneRanks(Observer):
+    """Looks, at the end, whether this rank has computed with a framework without the other ranks.
+
+    Not where it is connected with them by another framework or by torch, where it trained with
+    torch, or where the code asks for its rank: ranks may share the work on purpose.
+    """
+
+    purpose = "looking for ranks that compute alone"
+
+    def __init__(self, task: Task, writer: EventWriter) -> None:
+        self._task, self._writer = task, writer
+        self._before = frameworks.in_use()
+
+    def finish(self, wait: bool) -> None:
+        """Note what the ranks of a run used by themselves; one of them says it for all."""
+        new = sorted(set(frameworks.in_use()) - set(self._before))
+        if not wait or not new or api.optimizer_steps or is_in_group() or is_in_world():
+            return
+        asks, _gathers, ignores = read_source(self._task)
+        if asks or ignores:
+            return
+        names = " and ".join(new)
+        connect = ", or ".join(_CONNECT[name] for name in new)
+        finding = Finding(
+            "lone-framework",
+            f"each rank used {names} by itself: the ranks are not connected.",
+            f"To train one model on all ranks, {connect}. One process of {names} can also use all "
+            "devices of this host: then leave out %%distributed, or use `-n 1`. If each rank is "
+            "meant to work alone, have it choose its work by `nbtrain.rank()`",
+            flaw=f"each rank used {names} alone",
+        )
+        self._writer.write(ev.RunNote.of(finding))
+
+
+def is_in_world() -> bool:
+    """Whether this process is connected with others of JAX or TensorFlow."""
+    # Private names (JAX 0.10, TensorFlow 2.21); where they have moved, it is connected with none.
+    jax: Any = sys.modules.get("jax._src.distributed")
+    tensorflow: Any = sys.modules.get("tensorflow.python.eager.context")
+    context = getattr(tensorflow, "_context", None)
+    return (
+        getattr(getattr(jax, "global_state", None), "client", None) is not None
+        or getattr(context, "_server_def", None) is not None
+    )
