@@ -52,6 +52,10 @@ def _class_of_main(name: str) -> Any:
         raise AttributeError(f"the notebook no longer has the class {name}") from None
 
 
+REDUCERS: dict[str, Callable[[Any], Any]] = {}
+"""What parts pickle in their own way, by the package of a value's class; see `pickle.Pickler`."""
+
+
 class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]
     """A cloudpickle whose functions still know where their source is.
 
@@ -80,6 +84,10 @@ class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]
             make, arguments = self.dispatch_table[types.CodeType](obj)
             named = (*arguments[:_FILENAME], obj.co_filename, *arguments[_FILENAME + 1 :])
             return make, named
+        if REDUCERS and (reduce := REDUCERS.get(str(type(obj).__module__).partition(".")[0])):
+            reduced = reduce(obj)
+            if reduced is not NotImplemented:
+                return reduced
         return super().reducer_override(obj)
 
 

@@ -7,6 +7,7 @@ code which never asks is left alone. What the code, or ``--env``, has set stays.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -32,15 +33,33 @@ EARLY_JOIN_TIMEOUT_S = 10.0
 
 def join_when_asked(world: World, task: Task, own: Iterable[str]) -> None:
     """Have each library find the ranks when it asks. `own` are variables that the user gave."""
-    # From the notebook's environment: what the code sets later, or --env, is the user's own.
-    for name in {TF_CONFIG, *_keras_variables(world, "")}.difference(own):
-        os.environ.pop(name, None)
+    _watch_libraries(world, own)
     if _names_variables(task):
         _set_variables(world)
+
+
+def join_early(library: str, own: Iterable[str]) -> None:
+    """Connect the ranks before a value of the library is made, which forbids it afterwards."""
+    world = current_world()
+    if world.size == 1 or library not in ("JAX", "TensorFlow"):
+        return
+    _watch_libraries(world, own)
+    if library == "JAX":
+        importlib.import_module("jax").distributed.initialize()
+    else:
+        importlib.import_module("tensorflow").distribute.MultiWorkerMirroredStrategy()
+
+
+def _watch_libraries(world: World, own: Iterable[str]) -> None:
+    # From the notebook's environment: what the code sets later, or --env, is the user's own.
+    for name in {TF_CONFIG, *_keras_variables(world, "")}.difference(own, _set_here):
+        os.environ.pop(name, None)
     resolver = "tensorflow.python.distribute.cluster_resolver.tfconfig_cluster_resolver"
     patch(resolver, "_load_tf_config", _load_tf_config)
     patch("keras.src.distribution.distribution_lib", "initialize", _initialize_keras)
     patch("jax._src.distributed:State", "initialize", _initialize_jax)
+    for owner in ("jax._src.distributed", "jax.distributed"):
+        patch(owner, "initialize", _initialize_jax_once)
     when_imported("jax._src.clusters.cluster", _add_cluster)
 
 
@@ -63,13 +82,23 @@ def _texts(function: Any) -> list[str]:
     return texts
 
 
+_set_here: set[str] = set()
+"""The variables that were set in this process, which live ranks keep."""
+
+
+def _set_variable(name: str, value: str) -> None:
+    if name not in os.environ:
+        os.environ[name] = value
+        _set_here.add(name)
+
+
 def _set_variables(world: World) -> None:
     try:
         found = addresses(EARLY_JOIN_TIMEOUT_S)
     except Exception as error:  # a strategy that asks says it again
         LOGGER.info("the variables of TensorFlow and Keras were not set: %s", error)
         return
-    os.environ.setdefault(TF_CONFIG, _tf_config(world, found.workers))
+    _set_variable(TF_CONFIG, _tf_config(world, found.workers))
     _set_keras_variables(world, found.coordinator)
 
 
@@ -82,7 +111,7 @@ def _tf_config(world: World, workers: Sequence[str]) -> str:
 def _load_tf_config(original: Any) -> Any:
     world = current_world()
     if TF_CONFIG not in os.environ:
-        os.environ[TF_CONFIG] = _tf_config(world, addresses().workers)
+        _set_variable(TF_CONFIG, _tf_config(world, addresses().workers))
         _show_own_gpu(world.local_rank)
     return original()
 
@@ -109,7 +138,7 @@ def _keras_variables(world: World, coordinator: str) -> dict[str, str]:
 
 def _set_keras_variables(world: World, coordinator: str) -> None:
     for name, value in _keras_variables(world, coordinator).items():
-        os.environ.setdefault(name, value)
+        _set_variable(name, value)
 
 
 def _initialize_keras(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -135,6 +164,12 @@ def _initialize_jax(original: Any, state: Any, *args: Any, **named: Any) -> None
     if named.get("shutdown_timeout_seconds") == JAX_SHUTDOWN_TIMEOUT_S:
         named["shutdown_timeout_seconds"] = NO_TIMEOUT_S
     original(state, *args, **named)
+
+
+def _initialize_jax_once(original: Any, *args: Any, **named: Any) -> None:
+    """Do nothing where the ranks are connected: by `join_early`, or by a cell on live ranks."""
+    if not sys.modules["jax"].distributed.is_initialized():
+        original(*args, **named)
 
 
 def leave_jax() -> None:

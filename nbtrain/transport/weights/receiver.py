@@ -9,7 +9,8 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from ...errors import NbtrainError
 from ...findings import Finding
@@ -30,6 +31,25 @@ from .weight_file import WeightReader
 from .wrappers import unwrapped
 
 
+class ModelKind(Protocol):
+    """Models of another library than torch, which a part of nbtrain copies back."""
+
+    def find(self, plan: Plan) -> dict[str, Any]:
+        """Return the models of this kind that a plan copies back, by name."""
+
+    def fingerprint(self, model: Any) -> Any:
+        """Return what differs once a weight of the model does."""
+
+    def load(self, model: Any, path: Path) -> None:
+        """Set a model's weights to those of a file. Raises if they do not fit."""
+
+
+model_kinds: list[ModelKind] = []
+"""What parts add."""
+
+CHANGED = "the notebook changed it after the launch, so it keeps the notebook's values"
+
+
 class ResultReceiver:
     """Copies results into the notebook's own objects, as long as they live, and its variables.
 
@@ -38,6 +58,12 @@ class ResultReceiver:
 
     def __init__(self, plan: Plan) -> None:
         self._objects = {name: weakref.ref(value) for name, value in returned(plan).items()}
+        self._others = {
+            name: (kind, weakref.ref(model))
+            for kind in model_kinds
+            for name, model in kind.find(plan).items()
+        }
+        self._fingerprints = dict[str, Any]()
         self._namespace = namespace(plan.task)
         self._has_received = False
         self._out = [name.removesuffix(OF_ALL) for name in plan.out]
@@ -46,6 +72,8 @@ class ResultReceiver:
     def remember(self) -> None:
         """Remember what the notebook holds now, as it may change that before the run has ended."""
         self._launch = _Launch(self.objects(), self._namespace, self._out)
+        for name, (kind, ref) in self._others.items():
+            self._fingerprints[name] = kind.fingerprint(ref())
 
     def objects(self) -> dict[str, Any]:
         """Return the models and optimizers that are copied back, if they are there still."""
@@ -85,11 +113,14 @@ class ResultReceiver:
             if sent.trouble:
                 troubles.setdefault(sent.name, Finding(sent.code, sent.trouble))
         names = [sent.name for sent in saved if sent.what != "value" and sent.name not in troubles]
+        others = [name for name in names if name in self._others]
+        names = [name for name in names if name not in self._others]
         stamps = {sent.name: sent.stamp for sent in saved}
         launch, self._launch = self._launch or _Launch({}, {}, ()), None
         take = functools.partial(_take_weights, folder, names, stamps, self.objects(), troubles)
         more, same = take(launch)
         troubles.update(more)
+        troubles.update(self._load_others(folder, others))
         troubles |= launch.bound_anew(self.objects(), self._namespace, troubles)
         try:
             values, lost = _unpickled(folder, self)
@@ -112,6 +143,23 @@ class ResultReceiver:
             for name in dict.fromkeys([*(sent.name for sent in saved), *troubles])
             for trouble in [troubles.get(name) or fine.get(name, unknown)]
         ]
+
+    def _load_others(self, folder: RunFolder, names: Collection[str]) -> dict[str, Finding]:
+        """Load the weights of models of other libraries; return why some could not be."""
+        troubles = {}
+        for name in names:
+            kind, ref = self._others[name]
+            before = self._fingerprints.get(name)
+            if (model := ref()) is None:
+                troubles[name] = Finding("", "the notebook's object no longer exists")
+            elif before is not None and kind.fingerprint(model) != before:
+                troubles[name] = Finding("", CHANGED)
+            else:
+                try:
+                    kind.load(model, folder.weights_of(name))
+                except Exception as error:  # whatever the library raises for what does not fit
+                    troubles[name] = Finding("", f"{type(error).__name__}: {error}")
+        return troubles
 
 
 class _Launch:
@@ -151,9 +199,7 @@ class _Launch:
                 f"The run did not change {weights.shown_name(alone)}, so its file does not have "
                 f"it. Make the {kind} as it was at the launch, then call run.load({kind}, {name!r})"
             )
-        raise NbtrainError(
-            f"the notebook changed it after the launch, so it keeps the notebook's values. {remedy}"
-        )
+        raise NbtrainError(f"{CHANGED}. {remedy}")
 
     def bound_anew(
         self, objects: Mapping[str, Any], namespace: Mapping[str, Any], lost: Collection[str]

@@ -1,0 +1,122 @@
+"""Copies the weights of Keras models that a task was given back into the notebook's, in place.
+
+Keras on torch needs none of it: there a model is one of torch's. Each weight is returned bit for
+bit; the state of the optimizer is not.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...errors import NbtrainError
+from ...planning.plan import Plan
+from ...planning.task_values import by_name, is_model, references
+from ...system.files import write_atomically
+from ...tracking import clock
+from ...tracking import events as ev
+from ...tracking.event_log import EventWriter
+from ...tracking.run_folder import RunFolder
+from ...transport.weights.receiver import model_kinds
+from ...transport.weights.weight_file import stamp
+
+
+class KerasModels:
+    """How the notebook gets the weights; see `nbtrain.transport.weights.receiver.ModelKind`."""
+
+    def find(self, plan: Plan) -> dict[str, Any]:
+        return find_models(plan)
+
+    def fingerprint(self, model: Any) -> Any:
+        return [zlib.crc32(array.tobytes()) for array in model.get_weights()]
+
+    def load(self, model: Any, path: Path) -> None:
+        from safetensors.numpy import load_file
+
+        if not model.built:
+            raise NbtrainError(
+                "it is not built in the notebook. Build it there (`model.build(...)`) before the "
+                "launch, or return `model.get_weights()` from the function"
+            )
+        saved, own = load_file(path), model.get_weights()
+        if len(saved) != len(own):
+            raise NbtrainError(f"it has {len(own)} weights, and the rank's had {len(saved)}")
+        weights = [saved[name] for name in sorted(saved)]
+        pairs = zip(weights, own, strict=True)
+        model.set_weights([w.view(o.dtype) if _is_foreign(o) else w for w, o in pairs])
+
+
+def register() -> None:
+    """Have the notebook load the weights of Keras models."""
+    if not any(isinstance(kind, KerasModels) for kind in model_kinds):
+        model_kinds.append(KerasModels())
+
+
+def find_models(plan: Plan) -> dict[str, Any]:
+    """Return the Keras models that the task refers to and that are copied back, by name."""
+    classes = tuple(
+        sys.modules[package].Model for package in ("keras", "tf_keras") if package in sys.modules
+    )
+    if not classes:
+        return {}
+    named = {name: by_name(plan.task).get(name) for name in plan.out}
+    if plan.sync:
+        named |= {r.name: r.value for r in references(plan.task) if r.is_shared}
+    found = {n: v for n, v in named.items() if isinstance(v, classes) and not is_model(v)}
+    first = {id(model): name for name, model in reversed(found.items())}
+    inner = [name for name in found if any(name.startswith(f"{other}.") for other in found)]
+    return {n: v for n, v in found.items() if first[id(v)] == n and n not in inner}
+
+
+def send_weights(
+    models: Mapping[str, Any], rank: int, folder: RunFolder, writer: EventWriter
+) -> None:
+    """Save the weights of models in the run's folder. Every rank calls it; rank 0 saves.
+
+    Reports what cannot be saved, and raises nothing: the training is done.
+    """
+    for name, model in models.items():
+        path = folder.weights_of(name)
+        saved = ev.ArtifactSaved(clock.now(), rank, name, "model")
+        try:
+            weights = [_whole(weight.value) for weight in model.weights]
+            if rank == 0:
+                size = _write(path, weights)
+                parameters = sum(weight.size for weight in weights)
+                saved = replace(saved, parameters=parameters, size=size, stamp=stamp(path))
+        except Exception as error:  # whatever the library raises; a full disk
+            saved = replace(saved, trouble=f"{type(error).__name__}: {error}")
+        if rank == 0:
+            writer.write(saved)
+
+
+def _write(path: Path, weights: Sequence[Any]) -> int:
+    """Write weights, which have an order and no names; return the number of bytes."""
+    from safetensors.numpy import save
+
+    weights = [w.view(f"u{w.itemsize}") if _is_foreign(w) else w for w in weights]
+    data = save({f"{i:06}": np.ascontiguousarray(w) for i, w in enumerate(weights)})
+    path.parent.mkdir(exist_ok=True)
+    write_atomically(path, data)
+    return len(data)
+
+
+def _is_foreign(array: Any) -> bool:
+    """Whether an array is of a type that is not NumPy's own: safetensors (0.8) has no bfloat16."""
+    return bool(array.dtype.kind == "V")
+
+
+def _whole(value: Any) -> Any:
+    """Return a weight as an array of NumPy; gather one that the ranks have in parts."""
+    value = value() if callable(value) else value  # a method of tf_keras' variables
+    if getattr(value, "is_fully_addressable", True) or value.is_fully_replicated:
+        return np.asarray(value)
+    multihost: Any = importlib.import_module("jax.experimental.multihost_utils")
+    return multihost.process_allgather(value, tiled=True)
