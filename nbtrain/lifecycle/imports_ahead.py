@@ -92,7 +92,11 @@ def pieces(own: bool = False) -> Iterator[str]:
     """
     if not is_on() or threading.current_thread() is not threading.main_thread():
         return
+    # After TensorFlow's libraries, triton's end the process by SIGSEGV (2.21, then 3.7.1).
+    is_fatal = "tensorflow" in sys.modules and "triton" not in sys.modules
     for name in (*(OWN if own else ()), *NAMES):
+        if is_fatal and name == "torch._dynamo":  # which imports triton
+            continue
         if name not in sys.modules and name not in _failed and "torch" in sys.modules:
             yield name
             _import(name)
