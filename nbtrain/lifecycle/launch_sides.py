@@ -57,6 +57,13 @@ class LaunchSide:
     def check(self, plan: Plan) -> None:
         """Refuse a plan. Raises `NbtrainError`; nothing was started."""
 
+    def replace_engine(self, plan: Plan, engine: Engine) -> Engine:
+        """Return the engine that starts the ranks, by default the one that was chosen.
+
+        Raises `NbtrainError`; nothing was started.
+        """
+        return engine
+
     def place(self, options: Namespace) -> CellPlace | None:
         """Return where a cell with these options runs, if not in new ranks. Raises `PlanError`."""
         return None

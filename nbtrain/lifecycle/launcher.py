@@ -283,6 +283,8 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
     engine = engine or engines.choose(plan)
     task_values.keep_references(plan.task)
     try:
+        for side in launch_sides():
+            engine = side.replace_engine(plan, engine)
         plan, device = engine.resolve(plan)
         LOGGER.info("%s on %s", plural(plan.num_processes or 1, "rank"), device)
         findings += _check(plan, device, engine)
