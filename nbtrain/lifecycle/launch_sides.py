@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from .. import part
 from ..engines import Engine
+from ..findings import Finding
 from ..planning.plan import Cell, Plan
 from ..tracking import events as ev
 from ..tracking.state import RunState
@@ -63,6 +64,10 @@ class LaunchSide:
         Raises `NbtrainError`; nothing was started.
         """
         return engine
+
+    def findings(self, plan: Plan, device: str, engine: Engine) -> Iterable[Finding]:
+        """Return what may go wrong with a plan that is resolved, and what refuses it."""
+        return ()
 
     def place(self, options: Namespace) -> CellPlace | None:
         """Return where a cell with these options runs, if not in new ranks. Raises `PlanError`."""
