@@ -116,7 +116,6 @@ TESTED_TOGETHER = {
     "engines/[bfir]*": "engines/test_contract.py",  # one suite for every engine
     "engines/spawn_main": "engines/test_spawn.py",
     "engines/process/*": "end_to_end/test_kernel_health.py",  # what they leave in a kernel
-    "planning/frameworks": "worker/observers/evidence/test_lone_frameworks.py",
     "findings": "checks/preflight/test_preflight.py",
     "errors": "end_to_end/test_readme.py",  # every exception is in the reference
     "transport/weights/[mpr]*": "transport/weights/test_sender.py",  # what is sent, and arrives
@@ -125,6 +124,7 @@ TESTED_TOGETHER = {
     "checks/lint/*": "checks/lint/test_lint.py",  # cells in, findings out
     "checks/preflight/*": "checks/preflight/test_preflight.py",
     "parts/*/launch_side": "test_part.py",  # with the part, and without it
+    "parts/frameworks/inherited": "parts/frameworks/test_kernel_state.py",  # in real ranks
     "parts/debugger/*": "parts/debugger/test_conversation.py",
     "parts/live/*": "parts/live/test_live_ranks.py",  # a kernel, cell by cell
     "parts/memory/*": "parts/memory/test_memory.py",  # estimates against real allocations

@@ -93,7 +93,8 @@ class CellWatch:
         accelerator_hooks.block(mode == "block")
 
     def _before(self, info: Any) -> None:
-        self._warn(accelerator_guard.look())  # by a thread or a callback, between two cells
+        # By a thread, or by a callback.
+        self._warn(accelerator_guard.look(statement="code that ran between two cells"))
         self._expecting = True
         self._stack.append(_Running(info.raw_cell or ""))
 
@@ -184,14 +185,13 @@ class CellWatch:
 
     def _warn(self, touches: list[accelerator_guard.AcceleratorInit]) -> None:
         for touch in touches if self.mode != "off" else ():
-            place = touch.place if touch.cell is not None else "code that ran between two cells"
             remedy = f"Restart the kernel and use {touch.name} only inside the training function"
             on_tpu = touch.name in accelerator_guard.OF_ONE_PROCESS
             users = "ranks" if on_tpu else "forked ranks"
             remedy += "." if on_tpu else ", or launch with --engine spawn."
             print(
-                f"nbtrain: {place} initialised {touch.name}, so {users} cannot use {touch.name}. "
-                f"{remedy}"
+                f"nbtrain: {touch.place} initialised {touch.name}, so {users} cannot use "
+                f"{touch.name}. {remedy}"
             )
 
 

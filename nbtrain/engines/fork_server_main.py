@@ -73,7 +73,7 @@ def _plugins() -> list[str]:
 
 
 def _import(names: Sequence[str]) -> frozenset[str]:
-    """Import modules; return the accelerators that were initialised: then nothing may be forked."""
+    """Import modules; return what they have initialised or used: then nothing may be forked."""
     is_collecting = gc.isenabled()
     gc.disable()  # nothing that is imported is garbage
     for name in names:
@@ -82,7 +82,7 @@ def _import(names: Sequence[str]) -> frozenset[str]:
     if is_collecting:
         gc.enable()
     gc.freeze()  # never visited again: the pages are shared with the ranks
-    return accelerator_guard.initialized()
+    return accelerator_guard.initialized() | accelerator_guard.frameworks_in_use()
 
 
 def _files() -> dict[str, str]:

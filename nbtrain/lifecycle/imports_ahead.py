@@ -92,21 +92,14 @@ def pieces(own: bool = False) -> Iterator[str]:
     """
     if not is_on() or threading.current_thread() is not threading.main_thread():
         return
+    # After TensorFlow's libraries, triton's end the process by SIGSEGV (2.21, then 3.7.1).
+    is_fatal = "tensorflow" in sys.modules and "triton" not in sys.modules
     for name in (*(OWN if own else ()), *NAMES):
-        if name in NAMES and _would_crash():
-            return
+        if is_fatal and name == "torch._dynamo":  # which imports triton
+            continue
         if name not in sys.modules and name not in _failed and "torch" in sys.modules:
             yield name
             _import(name)
-
-
-def _would_crash() -> bool:
-    """Whether the next import may end this process.
-
-    `torch._dynamo` imports triton where it is installed, with each torch for GPUs. Imported after
-    TensorFlow, it ended the process by SIGSEGV (TensorFlow 2.21, triton 3.7); before it, it works.
-    """
-    return "tensorflow" in sys.modules and "triton" not in sys.modules
 
 
 def are_for_ranks(variables: Mapping[str, str]) -> bool:

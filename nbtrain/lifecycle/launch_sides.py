@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from .. import part
 from ..engines import Engine
+from ..findings import Finding
 from ..planning.plan import Cell, Plan
 from ..tracking import events as ev
 from ..tracking.state import RunState
@@ -56,6 +57,17 @@ class LaunchSide:
 
     def check(self, plan: Plan) -> None:
         """Refuse a plan. Raises `NbtrainError`; nothing was started."""
+
+    def replace_engine(self, plan: Plan, engine: Engine) -> Engine:
+        """Return the engine that starts the ranks, by default the one that was chosen.
+
+        Raises `NbtrainError`; nothing was started.
+        """
+        return engine
+
+    def findings(self, plan: Plan, device: str, engine: Engine) -> Iterable[Finding]:
+        """Return what may go wrong with a plan that is resolved, and what refuses it."""
+        return ()
 
     def place(self, options: Namespace) -> CellPlace | None:
         """Return where a cell with these options runs, if not in new ranks. Raises `PlanError`."""

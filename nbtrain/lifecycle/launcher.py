@@ -283,6 +283,8 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
     engine = engine or engines.choose(plan)
     task_values.keep_references(plan.task)
     try:
+        for side in launch_sides():
+            engine = side.replace_engine(plan, engine)
         plan, device = engine.resolve(plan)
         LOGGER.info("%s on %s", plural(plan.num_processes or 1, "rank"), device)
         findings += _check(plan, device, engine)
@@ -403,7 +405,8 @@ def _check_task(plan: Plan, device: str, engine: Engine) -> list[Finding]:
     in_code = list(launch_log.attempt("the lint", look, ()))
     if engine.ranks_stay:  # a later cell may call it
         in_code = [finding for finding in in_code if finding.code != "not-called"]
-    return preflight.unless_refused([*on_host, *in_code])
+    of_parts = [found for side in launch_sides() for found in side.findings(plan, device, engine)]
+    return preflight.unless_refused([*on_host, *of_parts, *in_code])
 
 
 _LOGGED = ("name", "engine", "mixed_precision", "timeout", "max_restarts", "env", "scaling")

@@ -134,17 +134,6 @@ def shared_handles(facts: Facts) -> Iterator[Finding]:
         yield Finding("shared-handle", f"`{handle.name}` {text}.", remedy)
 
 
-def used_frameworks(facts: Facts) -> Iterator[Finding]:
-    """TensorFlow and JAX have threads that a forked process lacks."""
-    for name in facts.frameworks if facts.forks else ():
-        yield Finding(
-            "framework-in-use",
-            f"{name} has computed in this kernel. A rank that is forked from it and uses {name} "
-            "may hang.",
-            f"Restart the kernel and use {name} only inside the training function, {_SPAWN}",
-        )
-
-
 def process_group(facts: Facts) -> Iterator[Finding]:
     """A process belongs to one default process group."""
     if facts.in_process_group and (facts.forks or facts.inline):
@@ -435,7 +424,6 @@ QUESTIONS: tuple[Question, ...] = (
         initialized,
         accelerator_state,
         shared_handles,
-        used_frameworks,
         process_group,
         precision,
         inline_timeout,

@@ -7,16 +7,14 @@ already, and initialises no accelerator.
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from types import ModuleType
 from typing import Protocol
 
 from ...findings import Finding
-from ...planning import accelerate_objects, frameworks, shared_handles, task_values
+from ...planning import accelerate_objects, shared_handles, task_values
 from ...planning.accelerate_objects import AccelerateObject
 from ...planning.plan import Plan
 from ...planning.shared_handles import SharedHandle
@@ -57,8 +55,6 @@ class Facts:
     touches: tuple[AcceleratorInit, ...] = ()
     accelerate_held: tuple[AccelerateObject, ...] = ()
     shared_handles: tuple[SharedHandle, ...] = ()
-    frameworks: tuple[str, ...] = ()
-    """Those beside torch that the kernel computes with, and that the task mentions."""
     in_process_group: bool = False
     build: TorchBuild | None = None
     visible: int = 0
@@ -124,7 +120,6 @@ def gather(plan: Plan, device: str, engine: EngineTraits) -> Facts:
         if accelerate_objects.is_set() and not _may_stay(plan)
         else (),
         shared_handles=tuple(shared_handles.find(plan.task)) if engine.forks_kernel else (),
-        frameworks=attempt("the look at frameworks", partial(_frameworks, plan), ()),
         in_process_group=bool(dist and dist.is_available() and dist.is_initialized()),
         build=build,
         visible=visible,
@@ -147,17 +142,6 @@ def gather(plan: Plan, device: str, engine: EngineTraits) -> Facts:
         port_trouble=trouble or "",
         port_listener=processes.port_listener(port) if trouble else "",
     )
-
-
-def _frameworks(plan: Plan) -> tuple[str, ...]:
-    if not (used := frameworks.in_use()):
-        return ()
-    values = [reference.value for reference in task_values.references(plan.task)]
-    names = [v.__name__ if type(v) is ModuleType else type(v).__module__ for v in values]
-    names += re.findall(r"\b\w+", "\n".join(task_values.source_lines(plan.task)))
-    mentioned = {str(name).partition(".")[0] for name in names}
-    keras = {"keras"} & mentioned
-    return tuple(f for f in used if keras or mentioned.intersection(frameworks.PACKAGES[f]))
 
 
 def _may_stay(plan: Plan) -> bool:

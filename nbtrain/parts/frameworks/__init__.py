@@ -2,4 +2,7 @@
 
 from ...part import Part
 
-PART = Part(rank_side="frameworks.rank_side:FrameworksRank")
+PART = Part(
+    launch_side="frameworks.launch_side:FrameworksLaunch",
+    rank_side="frameworks.rank_side:FrameworksRank",
+)

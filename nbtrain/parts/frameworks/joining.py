@@ -12,10 +12,8 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from types import CodeType
 from typing import Any
 
-from ...planning.plan import Cell, Task
 from ...system.instrumentation import patch, when_imported
 from ...tracking.launch_log import LOGGER
 from .world import JOIN_TIMEOUT_S, World, addresses, current_world
@@ -31,26 +29,20 @@ EARLY_JOIN_TIMEOUT_S = 10.0
 """For variables that code reads by itself: on live ranks, some may not run the cell."""
 
 
-def join_when_asked(world: World, task: Task, own: Iterable[str]) -> None:
-    """Have each library find the ranks when it asks. `own` are variables that the user gave."""
-    _watch_libraries(world, own)
-    if _names_variables(task):
-        _set_variables(world)
-
-
 def join_early(library: str, own: Iterable[str]) -> None:
     """Connect the ranks before a value of the library is made, which forbids it afterwards."""
     world = current_world()
     if world.size == 1 or library not in ("JAX", "TensorFlow"):
         return
-    _watch_libraries(world, own)
+    join_when_asked(world, own)
     if library == "JAX":
         importlib.import_module("jax").distributed.initialize()
     else:
         importlib.import_module("tensorflow").distribute.MultiWorkerMirroredStrategy()
 
 
-def _watch_libraries(world: World, own: Iterable[str]) -> None:
+def join_when_asked(world: World, own: Iterable[str]) -> None:
+    """Have each library find the ranks when it asks. `own` are variables that the user gave."""
     # From the notebook's environment: what the code sets later, or --env, is the user's own.
     for name in {TF_CONFIG, *_keras_variables(world, "")}.difference(own, _set_here):
         os.environ.pop(name, None)
@@ -63,25 +55,6 @@ def _watch_libraries(world: World, own: Iterable[str]) -> None:
     when_imported("jax._src.clusters.cluster", _add_cluster)
 
 
-def _names_variables(task: Task) -> bool:
-    """Whether the code of a task reads the variables by itself, as TensorFlow's tutorial does."""
-    if isinstance(task, Cell):
-        return TF_CONFIG in task.source or KERAS_VARIABLE in task.source
-    return any(text.startswith((TF_CONFIG, KERAS_VARIABLE)) for text in _texts(task.function))
-
-
-def _texts(function: Any) -> list[str]:
-    """Return the texts in a function and the functions inside it."""
-    codes, texts = [getattr(function, "__code__", None)], list[str]()
-    for code in codes:
-        for value in getattr(code, "co_consts", ()):
-            if isinstance(value, str):
-                texts.append(value)
-            elif isinstance(value, CodeType):
-                codes.append(value)
-    return texts
-
-
 _set_here: set[str] = set()
 """The variables that were set in this process, which live ranks keep."""
 
@@ -92,7 +65,8 @@ def _set_variable(name: str, value: str) -> None:
         _set_here.add(name)
 
 
-def _set_variables(world: World) -> None:
+def set_variables(world: World) -> None:
+    """Set the variables for code that reads them by itself."""
     try:
         found = addresses(EARLY_JOIN_TIMEOUT_S)
     except Exception as error:  # a strategy that asks says it again

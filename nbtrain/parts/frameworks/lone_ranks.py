@@ -6,8 +6,8 @@ import sys
 from typing import Any
 
 from ...findings import Finding
-from ...planning import frameworks
 from ...planning.plan import Task
+from ...system.accelerator_guard import frameworks_in_use
 from ...tracking import events as ev
 from ...tracking.event_log import EventWriter
 from ...worker import api
@@ -32,11 +32,11 @@ class LoneRanks(Observer):
 
     def __init__(self, task: Task, writer: EventWriter) -> None:
         self._task, self._writer = task, writer
-        self._before = frameworks.in_use()
+        self._before = frameworks_in_use()
 
     def finish(self, wait: bool) -> None:
         """Note what the ranks of a run used by themselves; one of them says it for all."""
-        new = sorted(set(frameworks.in_use()) - set(self._before))
+        new = sorted(set(frameworks_in_use()) - set(self._before))
         if not wait or not new or api.optimizer_steps or is_in_group() or is_in_world():
             return
         asks, _gathers, ignores = read_source(self._task)

@@ -1,31 +1,103 @@
-"""What a rank does for TensorFlow, JAX and Keras."""
+"""What a rank does for TensorFlow, JAX and Keras: nothing before it imports one of them."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
+from types import CodeType
+from typing import Any
+
+from ...planning.plan import Cell, Task
+from ...system import accelerator_guard
+from ...system.instrumentation import when_imported
 from ...tracking.event_log import EventWriter
 from ...transport.job import Job
 from ...worker import hooks
 from ...worker.rank_sides import RankSide
-from . import joining, keras_models, values, world
-from .lone_ranks import LoneRanks
+
+_LIBRARIES = ("tensorflow", "jax", "keras", "tf_keras")
+_VARIABLES = ("TF_CONFIG", "KERAS_DISTRIBUTION_")
 
 
 class FrameworksRank(RankSide):
     """Makes the ranks one world of each library, when it asks for one."""
 
+    def __init__(self) -> None:
+        self._has_begun = False
+        self._models: Mapping[str, Any] = {}
+
     def begin(self, job: Job, rank: int, writer: EventWriter, scratch: str) -> None:
-        values.register()
-        self._rank, self._writer = rank, writer
-        self._models = keras_models.find_models(job.plan)
-        own = world.set_world(job)
-        if own.size == 1:
+        if not self._has_begun and accelerator_guard.frameworks_in_use() and _is_forked():
+            from .inherited import refuse_inherited
+
+            refuse_inherited()
+        self._has_begun, self._has_joined = True, False
+        self._job, self._rank, self._writer, self._models = job, rank, writer, {}
+        for library in _LIBRARIES:
+            when_imported(library, self._join)
+        if _names_variables(job.plan.task):
+            self._join()
+            self._set_variables()
+        if "keras" in sys.modules or "tf_keras" in sys.modules:
+            from .keras_models import find_models
+
+            self._models = find_models(job.plan)
+
+    def _join(self, _module: object = None) -> None:
+        """Let the libraries find the other ranks; once a task."""
+        if self._has_joined:
             return
-        joining.join_when_asked(own, job.plan.task, job.plan.env)
-        if own.rank == 0 and "steps" in job.plan.telemetry:
-            hooks.add(LoneRanks(job.plan.task, writer))
+        from . import joining, values, world
+        from .lone_ranks import LoneRanks
+
+        self._has_joined = True
+        values.register()
+        own, plan = world.set_world(self._job), self._job.plan
+        if own.size > 1:
+            joining.join_when_asked(own, plan.env)
+            if own.rank == 0 and "steps" in plan.telemetry:
+                hooks.add(LoneRanks(plan.task, self._writer))
+
+    def _set_variables(self) -> None:
+        from . import joining, world
+
+        if (own := world.current_world()).size > 1:
+            joining.set_variables(own)
 
     def returned(self, job: Job) -> None:
         if self._models:
-            keras_models.send_weights(self._models, self._rank, job.folder, self._writer)
-        if not job.is_live:  # a later cell goes on in the same world
-            joining.leave_jax()
+            from .keras_models import send_weights
+
+            send_weights(self._models, self._rank, job.folder, self._writer)
+        if "jax" in sys.modules and not job.is_live:  # a later cell goes on in the same world
+            from .joining import leave_jax
+
+            leave_jax()
+
+
+def _is_forked() -> bool:
+    """Whether this rank is a copy of the notebook's process; a fresh one has its own state."""
+    from ... import engines
+    from ...worker import main
+
+    job = main.job_of_process
+    return job is not None and engines.get(job.plan.engine).forks_kernel
+
+
+def _names_variables(task: Task) -> bool:
+    """Whether the code of a task reads the variables by itself, as TensorFlow's tutorial does."""
+    if isinstance(task, Cell):
+        return any(name in task.source for name in _VARIABLES)
+    return any(text.startswith(_VARIABLES) for text in _texts(task.function))
+
+
+def _texts(function: Any) -> list[str]:
+    """Return the texts in a function and the functions inside it."""
+    codes, texts = [getattr(function, "__code__", None)], list[str]()
+    for code in codes:
+        for value in getattr(code, "co_consts", ()):
+            if isinstance(value, str):
+                texts.append(value)
+            elif isinstance(value, CodeType):
+                codes.append(value)
+    return texts

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from ...planning import frameworks, task_values
+from ...planning import task_values
 from ...planning.plan import Plan
+from ...system.accelerator_guard import frameworks_in_use
 from ...system.instrumentation import when_imported
 from ...transport.result_pickler import REDUCERS
 from . import joining, keras_models
@@ -89,7 +90,7 @@ def _array(
     """Return an array of the library, or of NumPy where nothing computes with the library."""
     if _is_rank():
         _join(library, joins)
-    elif library not in frameworks.in_use():
+    elif library not in frameworks_in_use():
         return data
     if library == TENSORFLOW:
         tf: Any = importlib.import_module("tensorflow")

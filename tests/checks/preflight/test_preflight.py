@@ -219,13 +219,6 @@ def test_a_dirty_kernel_is_refused_for_fork_alone_and_two_ways_out_are_offered()
         assert preflight.ask(fine) == []
 
 
-def test_a_framework_that_the_kernel_computes_with_is_told_to_forked_ranks_alone() -> None:
-    given = facts(frameworks=("JAX",))
-    assert the_finding(given).code == "framework-in-use"
-    assert "--engine spawn" in the_finding(given).remedy
-    assert not preflight.ask(facts(engine="spawn", frameworks=("JAX",)))
-
-
 def test_fresh_processes_inherit_no_accelerator_and_no_process_group() -> None:
     held = (AccelerateObject("acc", "Accelerator"),)
     state = {"accelerate_held": held, "in_process_group": True}

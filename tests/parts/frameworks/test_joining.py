@@ -110,7 +110,9 @@ def test_losses_on_all_ranks_equal_those_of_one_process(notebook: Notebook, pack
     notebook.run("%nbtrain start -n 2", timeout=120)
     try:
         for _ in range(2):  # the second cell finds the ranks connected
-            assert results_of("%%distributed\ndef again():\n    return train()") == [(expected, 2)] * 2
+            assert (
+                results_of("%%distributed\ndef again():\n    return train()") == [(expected, 2)] * 2
+            )
     finally:
         notebook.run("%nbtrain stop", timeout=60)
 
@@ -127,4 +129,6 @@ def test_one_rank_has_no_world_and_what_the_user_sets_stays(notebook: Notebook) 
     configs = [json.loads(config) for config, _ in notebook.value("nbtrain.last_run().results")]
     workers = [config["cluster"]["worker"] for config in configs]
     assert workers[0] == workers[1] and len(set(workers[0])) == 2
-    assert [config["task"] for config in configs] == [{"type": "worker", "index": i} for i in (0, 1)]
+    assert [config["task"] for config in configs] == [
+        {"type": "worker", "index": i} for i in (0, 1)
+    ]

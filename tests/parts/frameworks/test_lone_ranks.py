@@ -1,4 +1,4 @@
-"""Ranks that each compute with JAX or TensorFlow alone, and kernels that have: real ones."""
+"""Ranks that each compute with JAX or TensorFlow alone: real ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ USES = {
     "jax": ("import jax", "float(jax.numpy.ones(3).sum())"),
     "tensorflow": ("import tensorflow", "float(tensorflow.reduce_sum(tensorflow.ones(3)))"),
 }
-CODES = "[f['code'] for f in nbtrain.last_run().to_dict()['findings']]"
 
 
 @pytest.mark.parametrize("package", USES)
@@ -26,22 +25,3 @@ def test_ranks_that_compute_alone_are_told_unless_they_ask_for_their_rank(
     for options, body in (("-n 1", use), ("-n 2", f"({use}, nbtrain.rank())[0]")):
         notebook.run(f"%%distributed {options}\ndef train():\n    return {body}", timeout=60)
         assert notebook.value(f"{outcome}, nbtrain.last_run().value") == ("succeeded", 3.0)
-
-
-@pytest.mark.parametrize("package", USES)
-def test_a_kernel_that_has_computed_is_named_and_fresh_processes_work(
-    notebook: Notebook, package: str
-) -> None:
-    pytest.importorskip(package, reason=f"needs {package}")
-    imports, use = USES[package]
-    notebook.run(imports)
-    unused = "%%distributed -n 2\ndef train():\n    return 1"
-    notebook.run(f"{use}")
-    notebook.run(unused)
-    assert notebook.value(CODES) == []
-    cell = f"def train():\n    return ({use}, nbtrain.rank())[0]"
-    out = notebook.run(f"%%distributed -n 2 --engine spawn\n{cell}", timeout=90)
-    assert not out.ename, out.traceback
-    assert notebook.value("nbtrain.last_run().results") == [3.0, 3.0]
-    notebook.run(f"%%distributed -n 2 --timeout 1 --view none\n{cell}", timeout=60)
-    assert "framework-in-use" in notebook.value(CODES)

@@ -1,0 +1,119 @@
+"""Finds, before a launch, what fails in TensorFlow, JAX and Keras themselves."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from ...checks import lint
+from ...checks.lint.source_index import Binding, Unit, called, receiver
+from ...engines import Engine
+from ...findings import Finding
+from ...planning.plan import Plan
+from ...system.source_files import is_library
+from ...tracking.launch_log import attempt
+from .kernel_state import PACKAGES, module_name, packages_in
+
+_STRATEGY = "MultiWorkerMirroredStrategy"
+_LEGACY = "TF_USE_LEGACY_KERAS"
+_BROKEN = ((3, 0), (3, 16))
+"""From which version of Keras to before which; seen in 3.15.1 (keras#20585)."""
+
+
+def known_failures(plan: Plan, device: str, engine: Engine) -> Iterator[Finding]:
+    """Yield what a task on several ranks would run into."""
+    packages = packages_in(plan.task)
+    here = sys.modules if engine.forks_kernel else {}
+    if device == "cuda" and packages & PACKAGES["JAX"] and "tensorflow" in {*packages, *here}:
+        yield Finding(
+            "tensorflow-beside-jax",
+            "The ranks import TensorFlow beside JAX, after which JAX's collectives on GPUs may "
+            "fail (jax#39167).",
+            "If they do, import JAX alone: in a new kernel, or with --engine spawn.",
+        )
+    if _STRATEGY in packages and "fit" in packages and _has_broken_fit(plan, packages, engine):
+        yield from attempt("the look at Keras", lambda: list(_broken_fit(plan, engine)), [])
+
+
+def _has_broken_fit(plan: Plan, packages: set[str], engine: Engine) -> bool:
+    """Return whether the ranks' `fit` is that of a broken Keras, with TensorFlow."""
+    env = {**os.environ, **plan.env}
+    if packages & {_LEGACY, "tf_keras", "KERAS_BACKEND"}:  # the code itself chooses
+        return False
+    if env.get(_LEGACY) in ("1", "true", "True") and not (
+        engine.forks_kernel and _has_chosen_keras_3()
+    ):
+        return False
+    try:
+        numbers = re.findall(r"\d+", importlib.metadata.version("keras"))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    is_broken = _BROKEN[0] <= tuple(map(int, numbers[:2])) < _BROKEN[1]
+    return is_broken and env.get("KERAS_BACKEND", "tensorflow") == "tensorflow"
+
+
+def _has_chosen_keras_3() -> bool:
+    """Return whether ``tf.keras`` is Keras 3 in this process, and so in its copies."""
+    keras: Any = getattr(sys.modules.get("tensorflow"), "keras", None)
+    return keras is not None and vars(keras).get("_tfll_keras_version") == "keras_3"
+
+
+def _broken_fit(plan: Plan, engine: Engine) -> Iterator[Finding]:
+    options = f"--env {_LEGACY}=1"
+    if engine.forks_kernel and "tensorflow" in sys.modules:  # which Keras it has is settled
+        options += " --engine spawn"
+    for unit in lint.read(plan.task):
+        for call in unit.calls:
+            if called(call) == "fit" and _is_of_keras(unit, receiver(call)):
+                yield unit.finding(
+                    call,
+                    "keras-fit",
+                    f"`fit` of Keras 3 fails under {_STRATEGY} (keras#20585).",
+                    remedy=f"Use Keras 2: `tf.keras` with {options}, and the package tf_keras. Or "
+                    "write the training loop yourself (`strategy.run`), or use Keras with the JAX "
+                    "backend.",
+                    level="refuse",
+                )
+                return
+
+
+def _is_of_keras(unit: Unit, model: ast.expr | None) -> bool:
+    """Return whether a variable is a Keras model: compiled here, or made in a strategy's scope."""
+    if not isinstance(model, ast.Name):
+        return False
+    compiled = (receiver(call) for call in unit.calls if called(call) == "compile")
+    if any(isinstance(each, ast.Name) and each.id == model.id for each in compiled):
+        return True
+    return any(_is_made_in_scope(unit, binding) for binding in unit.bindings(model))
+
+
+def _is_made_in_scope(unit: Unit, binding: Binding) -> bool:
+    above = unit.ancestors(binding.statement)
+    blocks = [node for node in above if isinstance(node, ast.With)]
+    in_scope = any(called(item.context_expr) == "scope" for each in blocks for item in each.items)
+    return in_scope and not _is_of_another_library(unit, binding.value)
+
+
+def _is_of_another_library(unit: Unit, value: ast.expr | None) -> bool:
+    """Return whether what makes a value is from an installed package, and not from Keras."""
+    root: ast.AST | None = value
+    while isinstance(root, (ast.Call, ast.Attribute)):
+        root = root.func if isinstance(root, ast.Call) else root.value
+    if not isinstance(root, ast.Name):
+        return False
+    modules = [module_name(unit.value(root))]
+    for statement in (binding.statement for binding in unit.bindings(root)):
+        if isinstance(statement, ast.ImportFrom):
+            modules.append(statement.module or "")
+        elif isinstance(statement, ast.Import):
+            modules += [alias.name for alias in statement.names]
+    packages = {module.partition(".")[0] for module in modules}
+    packages -= {"", "__main__", "keras", "tensorflow"}
+    specs = map(importlib.util.find_spec, packages)
+    return any(spec is not None and is_library(spec.origin or "") for spec in specs)
