@@ -126,6 +126,7 @@ TESTED_TOGETHER = {
     "parts/*/launch_side": "test_part.py",  # with the part, and without it
     "parts/frameworks/inherited": "parts/frameworks/test_kernel_state.py",  # in real ranks
     "parts/debugger/*": "parts/debugger/test_conversation.py",
+    "parts/frameworks/[crw]*": "parts/frameworks/test_optax_steps.py",
     "parts/live/*": "parts/live/test_live_ranks.py",  # a kernel, cell by cell
     "parts/memory/*": "parts/memory/test_memory.py",  # estimates against real allocations
     "parts/ray/*": "parts/ray/cluster/test_engine.py",  # a real Ray

@@ -153,7 +153,7 @@ def _metric(name: str, value: Any) -> float | str:
     if isinstance(value, (bool, int)) and abs(value) < 1 << 53:
         return value
     try:
-        return float(value.detach() if hasattr(value, "detach") else value)
+        return float(value.item() if hasattr(value, "item") else value)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise TypeError(
             f"nbtrain.log: {name} is a {type(value).__name__}; a metric is a number, a text "

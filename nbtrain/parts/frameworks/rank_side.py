@@ -14,6 +14,7 @@ from ...tracking.event_log import EventWriter
 from ...transport.job import Job
 from ...worker import hooks
 from ...worker.rank_sides import RankSide
+from . import watched_modules
 
 _LIBRARIES = ("tensorflow", "jax", "keras", "tf_keras")
 _VARIABLES = ("TF_CONFIG", "KERAS_DISTRIBUTION_")
@@ -33,6 +34,7 @@ class FrameworksRank(RankSide):
             refuse_inherited()
         self._has_begun, self._has_joined = True, False
         self._job, self._rank, self._writer, self._models = job, rank, writer, {}
+        watched_modules.watch(job.plan.telemetry, writer, rank)
         for library in _LIBRARIES:
             when_imported(library, self._join)
         if _names_variables(job.plan.task):

@@ -128,7 +128,8 @@ def test_one_rank_has_no_world_and_what_the_user_sets_stays(notebook: Notebook) 
     notebook.run(cell.format("2", read))
     configs = [json.loads(config) for config, _ in notebook.value("nbtrain.last_run().results")]
     workers = [config["cluster"]["worker"] for config in configs]
-    assert workers[0] == workers[1] and len(set(workers[0])) == 2
+    assert workers[0] == workers[1]
+    assert len(set(workers[0])) == 2
     assert [config["task"] for config in configs] == [
         {"type": "worker", "index": i} for i in (0, 1)
     ]

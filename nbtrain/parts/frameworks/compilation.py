@@ -1,0 +1,58 @@
+"""Reports that JAX compiles, or that TensorFlow traces, as the phase "compiling"."""
+
+from __future__ import annotations
+
+import threading
+from types import ModuleType
+from typing import Any
+
+from ...system.instrumentation import patch
+from ...worker.hooks import tell
+
+DELAY_S = 0.2
+"""Seconds that it lasts before it is reported: JAX compiles each operation outside of `jit`."""
+
+
+def watch_jax(module: ModuleType, *_: object) -> None:
+    """Watch what compiles a program, or reads it from the cache. Private; seen in JAX 0.10."""
+    patch(module, "compile_or_get_cached", _compile)
+
+
+def watch_tensorflow(module: ModuleType, *_: object) -> None:
+    """Watch what traces a ``tf.function``. Private; seen in TensorFlow 2.21.
+
+    XLA compiles later, inside the program's first call, which tells nobody.
+    """
+    patch(module, "_create_concrete_function", _compile)
+
+
+def _compile(original: Any, *args: Any, **kwargs: Any) -> Any:
+    compiling = _Compiling()
+    try:
+        return original(*args, **kwargs)
+    finally:
+        compiling.end()
+
+
+class _Compiling:
+    """Something that is being compiled, and is reported if it lasts."""
+
+    def __init__(self) -> None:
+        self._is_over = self._is_reported = False
+        self._lock = threading.Lock()
+        self._timer = threading.Timer(DELAY_S, self._report)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _report(self) -> None:
+        with self._lock:
+            if not self._is_over:
+                self._is_reported = True
+                tell("phase", "compiling")
+
+    def end(self) -> None:
+        self._timer.cancel()
+        with self._lock:
+            self._is_over = True
+            if self._is_reported:
+                tell("phase", "")

@@ -1,0 +1,77 @@
+"""Counts the steps that optax makes outside of `jit`.
+
+Inside, Python runs once, while JAX traces: a step could be counted by a callback in the compiled
+program alone, which is another program then. So nothing is added there, and nothing counted.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Collection
+from types import ModuleType
+from typing import Any
+
+from ...system.instrumentation import patch
+from ...tracking import clock
+from ...tracking import events as ev
+from ...tracking.event_log import EventWriter
+from ...worker import api, hooks
+from ...worker.hooks.guard import guarded
+from ...worker.hooks.observer import Observer
+from ...worker.observers.totals.training_place import TrainingPlace
+from ...worker.observers.training_meter import INTERVAL
+
+_PURPOSE = "counting the steps of optax"
+
+
+def watch(
+    module: ModuleType | Any, _sources: Collection[str], writer: EventWriter, rank: int
+) -> None:
+    """Count the updates that are applied."""
+    meter = UpdateMeter(writer, rank)
+    hooks.add(meter)
+
+    def apply(original: Any, params: Any, updates: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(params, updates, *args, **kwargs)
+        meter.count(updates)
+        return result
+
+    patch(module, "apply_updates", apply)
+
+
+class UpdateMeter(Observer):
+    """Counts updates whose values are there, and reports them twice a second."""
+
+    purpose = _PURPOSE
+
+    def __init__(self, writer: EventWriter, rank: int) -> None:
+        self._writer, self._rank = writer, rank
+        self._place = TrainingPlace()
+        self._steps = 0
+        self._began: float | None = None
+        self._due = 0.0
+
+    @guarded(_PURPOSE)
+    def count(self, updates: Any) -> None:
+        """Count an update, unless JAX traces it."""
+        jax: Any = sys.modules["jax"]
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(updates)[:1]):
+            return
+        self._steps = api.optimizer_steps = api.optimizer_steps + 1
+        now = time.monotonic()
+        if now >= self._due:
+            self._began, self._due = self._began or now, now + INTERVAL
+            self._place.look(self._steps, 0)
+            self._report()
+
+    def finish(self, wait: bool) -> None:
+        """Report the last count, unless another training came after it."""
+        if self._began is not None and self._steps == api.optimizer_steps:
+            self._report()
+
+    def _report(self) -> None:
+        elapsed = time.monotonic() - (self._began or 0.0)
+        place = self._place.report(self._steps, 0, None, None, None)
+        counts = {"steps": self._steps, "elapsed": elapsed, **place._asdict()}
+        self._writer.write(ev.TrainingUpdate(clock.now(), self._rank, **counts))
