@@ -10,12 +10,12 @@ from ...planning.plan import Task
 from ...system.accelerator_guard import frameworks_in_use
 from ...tracking import events as ev
 from ...tracking.event_log import EventWriter
-from ...worker import api
 from ...worker.hooks import Observer
 from ...worker.observers.evidence.work_sample import is_in_group, read_source
 
 _CONNECT = {
-    "JAX": "call `jax.distributed.initialize()` first in the function",
+    "JAX": "call `jax.distributed.initialize()` (Keras: `keras.distribution.initialize()`) first in "
+    "the function",
     "TensorFlow": "create the model under `tf.distribute.MultiWorkerMirroredStrategy()` in the "
     "function",
 }
@@ -33,11 +33,16 @@ class LoneRanks(Observer):
     def __init__(self, task: Task, writer: EventWriter) -> None:
         self._task, self._writer = task, writer
         self._before = frameworks_in_use()
+        self._trains_with_torch = False
+
+    def first_stepped(self, optimizer: Any) -> None:
+        """Note that an optimizer of torch's trains."""
+        self._trains_with_torch = True
 
     def finish(self, wait: bool) -> None:
         """Note what the ranks of a run used by themselves; one of them says it for all."""
         new = sorted(set(frameworks_in_use()) - set(self._before))
-        if not wait or not new or api.optimizer_steps or is_in_group() or is_in_world():
+        if not wait or not new or self._trains_with_torch or is_in_group() or is_in_world():
             return
         asks, _gathers, ignores = read_source(self._task)
         if asks or ignores:
