@@ -82,6 +82,11 @@ SEARCHED = {
     "recipes/fsdp2": "FSDP, FSDP2, FSDP2 checkpoint, sharded checkpoint, fully_shard, DCP",
     "recipes/metrics": "evaluate, gather, gather_for_metrics, accuracy, validation",
     "recipes/streaming": "IterableDataset, streaming dataset, split_dataset_by_node",
+    "guides/frameworks": "TF_CONFIG, tf.distribute, MultiWorkerMirroredStrategy, MirroredStrategy, "
+    "tf.keras, jax.distributed, flax, equinox, optax, keras.distribution, PerReplica",
+    "recipes/tensorflow": "tf.distribute, custom training loop, MultiWorkerMirroredStrategy",
+    "recipes/jax": "jax.distributed, sharding, optax",
+    "recipes/keras_jax": "keras.distribution, DataParallel",
     "recipes/optuna": "hyperparameter search, tune",
     "guides/launching": "number of GPUs, which GPU, choose GPU, four of eight GPUs, two GPUs, "
     "use only 4 GPUs, two experiments at once, parallel experiments, init_process_group, "
