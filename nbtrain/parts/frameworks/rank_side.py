@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import marshal
 import sys
 from collections.abc import Mapping
-from types import CodeType
 from typing import Any
 
 from ...planning.plan import Cell, Task
@@ -17,7 +17,7 @@ from ...worker.rank_sides import RankSide
 from . import watched_modules
 
 _LIBRARIES = ("tensorflow", "jax", "keras", "tf_keras")
-_VARIABLES = ("TF_CONFIG", "KERAS_DISTRIBUTION_")
+_VARIABLES = (b"TF_CONFIG", b"KERAS_DISTRIBUTION_")
 
 
 class FrameworksRank(RankSide):
@@ -88,18 +88,6 @@ def _is_forked() -> bool:
 
 def _names_variables(task: Task) -> bool:
     """Whether the code of a task reads the variables by itself, as TensorFlow's tutorial does."""
-    if isinstance(task, Cell):
-        return any(name in task.source for name in _VARIABLES)
-    return any(text.startswith(_VARIABLES) for text in _texts(task.function))
-
-
-def _texts(function: Any) -> list[str]:
-    """Return the texts in a function and the functions inside it."""
-    codes, texts = [getattr(function, "__code__", None)], list[str]()
-    for code in codes:
-        for value in getattr(code, "co_consts", ()):
-            if isinstance(value, str):
-                texts.append(value)
-            elif isinstance(value, CodeType):
-                codes.append(value)
-    return texts
+    code = None if isinstance(task, Cell) else getattr(task.function, "__code__", None)
+    text = task.source.encode() if isinstance(task, Cell) else marshal.dumps(code)
+    return any(name in text for name in _VARIABLES)
