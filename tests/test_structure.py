@@ -124,7 +124,7 @@ TESTED_TOGETHER = {
     "checks/lint/*": "checks/lint/test_lint.py",  # cells in, findings out
     "checks/preflight/*": "checks/preflight/test_preflight.py",
     "parts/*/launch_side": "test_part.py",  # with the part, and without it
-    "parts/frameworks/inherited": "parts/frameworks/test_kernel_state.py",  # in real ranks
+    "parts/frameworks/[ir]*": "parts/frameworks/test_kernel_state.py",  # in real ranks
     "parts/debugger/*": "parts/debugger/test_conversation.py",
     "parts/frameworks/[crw]*": "parts/frameworks/test_optax_steps.py",
     "parts/live/*": "parts/live/test_live_ranks.py",  # a kernel, cell by cell

@@ -61,7 +61,9 @@ def _has_broken_fit(plan: Plan, packages: set[str], engine: Engine) -> bool:
 def _has_chosen_keras_3() -> bool:
     """Return whether ``tf.keras`` is Keras 3 in this process, and so in its copies."""
     keras: Any = getattr(sys.modules.get("tensorflow"), "keras", None)
-    return keras is not None and vars(keras).get("_tfll_keras_version") == "keras_3"
+    # A lazy module has no name of its own before its first use, which chooses.
+    name = "" if keras is None else str(vars(keras).get("__name__", ""))
+    return name.partition(".")[0] == "keras"
 
 
 def _broken_fit(plan: Plan, engine: Engine) -> Iterator[Finding]:
