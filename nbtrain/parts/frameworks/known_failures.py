@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
-import importlib.util
 import os
 import re
 import sys
@@ -16,9 +15,8 @@ from ...checks.lint.source_index import Binding, Unit, called, receiver
 from ...engines import Engine
 from ...findings import Finding
 from ...planning.plan import Plan
-from ...system.source_files import is_library
 from ...tracking.launch_log import attempt
-from .kernel_state import PACKAGES, module_name, packages_in
+from .kernel_state import PACKAGES, packages_in
 
 _STRATEGY = "MultiWorkerMirroredStrategy"
 _LEGACY = "TF_USE_LEGACY_KERAS"
@@ -98,24 +96,4 @@ def _is_of_keras(unit: Unit, model: ast.expr | None) -> bool:
 def _is_made_in_scope(unit: Unit, binding: Binding) -> bool:
     above = unit.ancestors(binding.statement)
     blocks = [node for node in above if isinstance(node, ast.With)]
-    in_scope = any(called(item.context_expr) == "scope" for each in blocks for item in each.items)
-    return in_scope and not _is_of_another_library(unit, binding.value)
-
-
-def _is_of_another_library(unit: Unit, value: ast.expr | None) -> bool:
-    """Return whether what makes a value is from an installed package, and not from Keras."""
-    root: ast.AST | None = value
-    while isinstance(root, (ast.Call, ast.Attribute)):
-        root = root.func if isinstance(root, ast.Call) else root.value
-    if not isinstance(root, ast.Name):
-        return False
-    modules = [module_name(unit.value(root))]
-    for statement in (binding.statement for binding in unit.bindings(root)):
-        if isinstance(statement, ast.ImportFrom):
-            modules.append(statement.module or "")
-        elif isinstance(statement, ast.Import):
-            modules += [alias.name for alias in statement.names]
-    packages = {module.partition(".")[0] for module in modules}
-    packages -= {"", "__main__", "keras", "tensorflow"}
-    specs = map(importlib.util.find_spec, packages)
-    return any(spec is not None and is_library(spec.origin or "") for spec in specs)
+    return any(called(item.context_expr) == "scope" for each in blocks for item in each.items)

@@ -20,7 +20,6 @@ def train():
     {body}
 """
 SCOPE = "with strategy.scope(): model = build()\n    model.fit(x)"
-SCALER = "from IPython.display import HTML as Scaler\n    "
 
 REFUSED = {
     "made in the scope": SCOPE,
@@ -35,10 +34,6 @@ FINE = {
     "tf_keras": ("-n 2", f"import tf_keras\n    {SCOPE}"),
     "Keras on JAX": ("-n 2 --env KERAS_BACKEND=jax", SCOPE),
     "another library's fit": ("-n 2", "scaler = Scaler()\n    scaler.fit(x)"),
-    "another library's fit in the scope": (
-        "-n 2",
-        SCALER + "with strategy.scope(): scaler = Scaler()\n    scaler.fit(x)",
-    ),
     "a loop of one's own": ("-n 2", "strategy.run(step)  # model.fit(x) would fail"),
 }
 
