@@ -14,8 +14,8 @@ from ...worker.hooks import Observer
 from ...worker.observers.evidence.work_sample import is_in_group, read_source
 
 _CONNECT = {
-    "JAX": "call `jax.distributed.initialize()` (Keras: `keras.distribution.initialize()`) first in "
-    "the function",
+    "JAX": "call `jax.distributed.initialize()` first in the function (with Keras: "
+    "`keras.distribution.initialize()`)",
     "TensorFlow": "create the model under `tf.distribute.MultiWorkerMirroredStrategy()` in the "
     "function",
 }
