@@ -125,8 +125,10 @@ TESTED_TOGETHER = {
     "checks/preflight/*": "checks/preflight/test_preflight.py",
     "parts/*/launch_side": "test_part.py",  # with the part, and without it
     "parts/frameworks/[ir]*": "parts/frameworks/test_kernel_state.py",  # in real ranks
+    "parts/frameworks/keras_models": "parts/frameworks/test_values.py",
+    "parts/frameworks/world": "parts/frameworks/test_joining.py",
+    "parts/frameworks/progress/*": "parts/frameworks/test_keras_progress.py",
     "parts/debugger/*": "parts/debugger/test_conversation.py",
-    "parts/frameworks/[crw]*": "parts/frameworks/test_optax_steps.py",
     "parts/live/*": "parts/live/test_live_ranks.py",  # a kernel, cell by cell
     "parts/memory/*": "parts/memory/test_memory.py",  # estimates against real allocations
     "parts/ray/*": "parts/ray/cluster/test_engine.py",  # a real Ray

@@ -14,7 +14,7 @@ from ...tracking.event_log import EventWriter
 from ...transport.job import Job
 from ...worker import hooks
 from ...worker.rank_sides import RankSide
-from . import watched_modules
+from .progress import watched_modules
 
 _LIBRARIES = ("tensorflow", "jax", "keras", "tf_keras")
 _VARIABLES = (b"TF_CONFIG", b"KERAS_DISTRIBUTION_")

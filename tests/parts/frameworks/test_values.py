@@ -43,7 +43,7 @@ def test_arrays_of_jax_arrive_as_numpys_until_the_notebook_computes(kernel: Note
     )
     ran(kernel, "half, shared = nbtrain.last_run().value.values()")
     assert kernel.value("[type(v).__name__ for v in (kept, half, shared)]") == ["ndarray"] * 3
-    assert kernel.value("str(half.dtype), kept == 1 / 3, shared.tolist()") == (
+    assert kernel.value("str(half.dtype), bool(kept == 1 / 3), shared.tolist()") == (
         "bfloat16",
         True,
         [1.0, 1.0],
@@ -131,7 +131,7 @@ def test_a_keras_model_that_was_given_has_the_trained_weights(kernel: Notebook) 
     assert kernel.value(same.format("nbtrain.last_run().value")) is True
     assert kernel.value(same.format("before")) is False
     assert kernel.value("model.layers[0] is layer") is True
-    assert "parameters updated" in kernel.value("repr(nbtrain.last_run().summary())")
+    assert kernel.value("list(nbtrain.last_run().state.loaded)") == ["models['net']"]
     ran(kernel, "before = model.get_weights()")
     ran(kernel, f"%%distributed -n 2 --no-sync\n{train}")
     assert kernel.value(same.format("before")) is True

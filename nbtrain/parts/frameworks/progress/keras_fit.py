@@ -9,15 +9,15 @@ from collections.abc import Callable, Collection, Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from ...system.instrumentation import patch
-from ...tracking import clock
-from ...tracking import events as ev
-from ...tracking.event_log import EventWriter
-from ...worker import api, hooks
-from ...worker.hooks.guard import guarded
-from ...worker.hooks.observer import Observer, listeners
-from ...worker.observers.totals.trainings import TrainingCount
-from ...worker.observers.training_meter import INTERVAL
+from ....system.instrumentation import patch
+from ....tracking import clock
+from ....tracking import events as ev
+from ....tracking.event_log import EventWriter
+from ....worker import api, hooks
+from ....worker.hooks.guard import guarded
+from ....worker.hooks.observer import Observer, listeners
+from ....worker.observers.totals.trainings import TrainingCount
+from ....worker.observers.training_meter import INTERVAL
 
 _PURPOSE = "reporting the progress of Keras"
 _telemetry = guarded(_PURPOSE)

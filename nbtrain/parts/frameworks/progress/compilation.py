@@ -6,8 +6,8 @@ import threading
 from types import ModuleType
 from typing import Any
 
-from ...system.instrumentation import patch
-from ...worker.hooks import tell
+from ....system.instrumentation import patch
+from ....worker.hooks import tell
 
 DELAY_S = 0.2
 """Seconds that it lasts before it is reported: JAX compiles each operation outside of `jit`."""

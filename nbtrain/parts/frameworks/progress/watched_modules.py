@@ -6,14 +6,14 @@ from collections.abc import Collection
 from functools import partial
 from types import ModuleType
 
-from ...part import load
-from ...system.instrumentation import when_imported
-from ...tracking.event_log import EventWriter
+from ....part import load
+from ....system.instrumentation import when_imported
+from ....tracking.event_log import EventWriter
 
 _WATCH = {
-    "keras.src.callbacks.callback_list": ("steps", "keras_progress:watch"),
-    "tf_keras.src.callbacks": ("steps", "keras_progress:watch"),
-    "keras.src.backend.torch.trainer": ("steps", "keras_progress:hide_from_torch"),
+    "keras.src.callbacks.callback_list": ("steps", "keras_fit:watch"),
+    "tf_keras.src.callbacks": ("steps", "keras_fit:watch"),
+    "keras.src.backend.torch.trainer": ("steps", "keras_fit:hide_from_torch"),
     "optax": ("steps", "optax_steps:watch"),
     "jax._src.compiler": ("phases", "compilation:watch_jax"),
     "tensorflow.python.eager.polymorphic_function.tracing_compilation": (
@@ -34,4 +34,4 @@ def watch(sources: Collection[str], writer: EventWriter, rank: int) -> None:
 def _begin(
     name: str, sources: Collection[str], writer: EventWriter, rank: int, module: ModuleType
 ) -> None:
-    load(f"frameworks.{name}")(module, sources, writer, rank)
+    load(f"frameworks.progress.{name}")(module, sources, writer, rank)

@@ -12,15 +12,15 @@ from collections.abc import Collection
 from types import ModuleType
 from typing import Any
 
-from ...system.instrumentation import patch
-from ...tracking import clock
-from ...tracking import events as ev
-from ...tracking.event_log import EventWriter
-from ...worker import api, hooks
-from ...worker.hooks.guard import guarded
-from ...worker.hooks.observer import Observer
-from ...worker.observers.totals.training_place import TrainingPlace
-from ...worker.observers.training_meter import INTERVAL
+from ....system.instrumentation import patch
+from ....tracking import clock
+from ....tracking import events as ev
+from ....tracking.event_log import EventWriter
+from ....worker import api, hooks
+from ....worker.hooks.guard import guarded
+from ....worker.hooks.observer import Observer
+from ....worker.observers.totals.training_place import TrainingPlace
+from ....worker.observers.training_meter import INTERVAL
 
 _PURPOSE = "counting the steps of optax"
 
