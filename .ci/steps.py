@@ -412,6 +412,19 @@ tests tests/parts/tpu/test_torch_tpu.py
         limit=1200,
     ),
     Step(
+        "frameworks",
+        "TensorFlow, JAX and Keras: ranks as one world of each, and their recipes",
+        """
+enter frameworks
+install "torch==2.13.*" -e ".[test]" -r tests/requirements/frameworks.txt
+export TF_CPP_MIN_LOG_LEVEL=3
+tests -m "slow or not slow" tests/parts/frameworks
+tests -m "slow or not slow" tests/end_to_end/test_recipes.py -k "tensorflow or jax or keras"
+""",
+        needs=("uv",),
+        limit=3600,
+    ),
+    Step(
         "trackers",
         "trackers and messages: the real packages, offline",
         """

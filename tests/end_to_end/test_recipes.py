@@ -58,6 +58,10 @@ RECIPES = {
     "optuna": Recipe(("optuna",), 32, 512, "best of 9"),
     "diffusion": Recipe(("diffusers",), 160, 2560, "of 16 samples are right"),
     "fastai": Recipe(("fastai",), 80, 1280, "accuracy"),
+    "tensorflow": Recipe(("tensorflow",), says="the weights of both ranks are equal: True"),
+    "jax": Recipe(("jax", "optax"), says="the weights of both ranks are equal: True"),
+    "keras_jax": Recipe(("keras", "jax"), 80, 0, "the weights of both ranks are equal: True"),
+    "keras_torch": Recipe(("keras",), 80, 1280, "accuracy"),
 }
 
 TUTORIALS = {
