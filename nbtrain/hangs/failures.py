@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ..errors import RankDied
-from ..tracking.state import ECHOES, ECHOES_OF_ANY_TYPE, RankState, RunState, is_secondary_failure
+from ..tracking.state import ECHO_OF_JAX, ECHOES, RankState, RunState, is_secondary_failure
 from ..transport.exceptions import CapturedException, restore, set_notes
 
 NO_GRADIENT = "no gradient"
@@ -44,7 +44,7 @@ class Failure:
             text = self.log.lower()
             is_native = "terminate called" in text or "watchdog" in text
             is_echo = is_native and any(echo in text for echo in ECHOES)
-            is_echo = is_echo or ECHOES_OF_ANY_TYPE.search(text) is not None
+            is_echo = is_echo or ECHO_OF_JAX in text
             return self.returncode == -signal.SIGABRT and is_echo
         return is_secondary_failure(self.error.type_name, self.error.text)
 

@@ -43,10 +43,14 @@ ECHOES = (
 )
 """What torch says in a rank when another one went away: the echo of a failure, not its cause."""
 
+ECHO_OF_JAX = "jax distributed service detected fatal errors"
+"""What JAX prints before it aborts a process whose peer is gone."""
+
 ECHOES_OF_ANY_TYPE = re.compile(
-    r"gloo \w+ failed|collective ops is aborted by|jax distributed service detected fatal errors"
+    r"gloo (?:all\w+|reduce\w*|collective\w+|broadcast|send|recv) failed"
+    r"|collective ops is aborted by"
 )
-"""What JAX (by errors of several types, or an abort) and TensorFlow say then."""
+"""What JAX and TensorFlow say then, in errors of several types."""
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """Makes the first use of an inherited TensorFlow or JAX an error in a forked rank, not a hang.
 
-Nothing in the task's code has shown that it uses them: a package does that is not the user's own.
-Data that is there can still be read (``np.asarray`` of an array, ``tensor.numpy()``). Seen with
-JAX 0.10 and TensorFlow 2.21; where a private name has moved, it is left alone.
+The task's code names neither library, but a package that it calls may use one. Data that is there
+can still be read (``np.asarray`` of an array, ``tensor.numpy()``). Seen with JAX 0.10 and
+TensorFlow 2.21; where a private name has moved, it is left alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any, NoReturn
 
@@ -18,10 +19,12 @@ from .kernel_state import describe
 def refuse_inherited() -> None:
     """Have what the kernel has computed with raise in this process, which is forked from it."""
     names = accelerator_guard.frameworks_in_use()
-    if "TensorFlow" in names:
-        _refuse_tensorflow(sys.modules["tensorflow.python.eager.context"])
-    if "JAX" in names:
-        _refuse_jax()
+    with contextlib.suppress(AttributeError, KeyError):
+        if "TensorFlow" in names:
+            _refuse_tensorflow(sys.modules["tensorflow.python.eager.context"])
+    with contextlib.suppress(AttributeError, KeyError):
+        if "JAX" in names:
+            _refuse_jax()
 
 
 def _refuse_tensorflow(module: Any) -> None:

@@ -46,9 +46,9 @@ class KerasModels:
                 "launch, or return `model.get_weights()` from the function"
             )
         saved, own = load_file(path), model.get_weights()
-        if len(saved) != len(own):
-            raise NbtrainError(f"it has {len(own)} weights, and the rank's had {len(saved)}")
         weights = [saved[name] for name in sorted(saved)]
+        if [w.shape for w in weights] != [o.shape for o in own]:  # else some would be set
+            raise NbtrainError("its weights are not of the shapes that the rank's had")
         pairs = zip(weights, own, strict=True)
         model.set_weights([w.view(o.dtype) if _is_foreign(o) else w for w, o in pairs])
 
@@ -61,9 +61,8 @@ def register() -> None:
 
 def find_models(plan: Plan) -> dict[str, Any]:
     """Return the Keras models that the task refers to and that are copied back, by name."""
-    classes = tuple(
-        sys.modules[package].Model for package in ("keras", "tf_keras") if package in sys.modules
-    )
+    kinds = (getattr(sys.modules.get(name), "Model", None) for name in ("keras", "tf_keras"))
+    classes = tuple(kind for kind in kinds if isinstance(kind, type))
     if not classes:
         return {}
     named = {name: by_name(plan.task).get(name) for name in plan.out}
@@ -102,7 +101,7 @@ def _write(path: Path, weights: Sequence[Any]) -> int:
     from safetensors.numpy import save
 
     weights = [w.view(f"u{w.itemsize}") if _is_foreign(w) else w for w in weights]
-    data = save({f"{i:06}": np.ascontiguousarray(w) for i, w in enumerate(weights)})
+    data = save({f"{i:06}": np.asarray(w, order="C") for i, w in enumerate(weights)})
     path.parent.mkdir(exist_ok=True)
     write_atomically(path, data)
     return len(data)

@@ -5,6 +5,7 @@ A forked process lacks the threads of TensorFlow and JAX, and waits for them for
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterable
@@ -82,7 +83,8 @@ def used_by(task: Task, frameworks: Iterable[str]) -> set[str]:
     if "keras" in packages:
         backends = {"jax": {"JAX"}, "tensorflow": {"TensorFlow"}, "torch": set[str]()}
         config: Any = getattr(sys.modules.get("keras"), "config", None)  # not in Keras 2
-        backend = config.backend() if hasattr(config, "backend") else ""
+        chosen = os.environ.get("KERAS_BACKEND", "tensorflow")
+        backend = config.backend() if hasattr(config, "backend") else chosen
         used |= backends.get(backend, set(PACKAGES)).intersection(frameworks)
     return used
 

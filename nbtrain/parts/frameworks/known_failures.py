@@ -15,7 +15,6 @@ from ...checks.lint.source_index import Binding, Unit, called, receiver
 from ...engines import Engine
 from ...findings import Finding
 from ...planning.plan import Plan
-from ...tracking.launch_log import attempt
 from .kernel_state import PACKAGES, packages_in
 
 _STRATEGY = "MultiWorkerMirroredStrategy"
@@ -36,7 +35,7 @@ def known_failures(plan: Plan, device: str, engine: Engine) -> Iterator[Finding]
             "If they do, import JAX alone: in a new kernel, or with --engine spawn.",
         )
     if _STRATEGY in packages and "fit" in packages and _has_broken_fit(plan, packages, engine):
-        yield from attempt("the look at Keras", lambda: list(_broken_fit(plan, engine)), [])
+        yield from _broken_fit(plan, engine)
 
 
 def _has_broken_fit(plan: Plan, packages: set[str], engine: Engine) -> bool:

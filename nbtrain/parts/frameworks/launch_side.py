@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from functools import partial
 from types import FunctionType
 
 from ...engines import Engine
@@ -12,20 +13,19 @@ from ...lifecycle.launch_sides import LaunchSide
 from ...planning import task_values
 from ...planning.plan import Cell, Plan, Task
 from ...system import accelerator_guard
+from ...tracking.launch_log import attempt
 
-_NAMES = ("tensorflow", "jax", "keras")
+_NAMES = ("tensorflow", "jax", "keras", "tf_keras")
 
 
 class FrameworksLaunch(LaunchSide):
     """Chooses fresh processes where forked ranks would hang, and refuses what would fail."""
 
-    def check(self, plan: Plan) -> None:
-        if any(name in sys.modules for name in _NAMES):
-            from .values import prepare
-
-            prepare(plan)
-
     def replace_engine(self, plan: Plan, engine: Engine) -> Engine:
+        if _has_imported():
+            from . import values
+
+            attempt("the look at frameworks", partial(values.prepare, plan), None)
         if not (engine.forks_kernel and accelerator_guard.frameworks_in_use()):
             return engine
         from .kernel_state import choose_engine
@@ -33,11 +33,17 @@ class FrameworksLaunch(LaunchSide):
         return choose_engine(plan, engine)
 
     def findings(self, plan: Plan, device: str, engine: Engine) -> Iterable[Finding]:
-        if plan.num_processes == 1 or not _may_use(plan.task):
+        if plan.num_processes == 1 or engine.ranks_stay or not _may_use(plan.task):
             return ()
         from .known_failures import known_failures
 
-        return known_failures(plan, device, engine)
+        look = partial(known_failures, plan, device, engine)
+        return attempt("the look at frameworks", lambda: list(look()), [])
+
+
+def _has_imported() -> bool:
+    """Whether this process has imported one of the frameworks."""
+    return any(sys.modules.get(name) is not None for name in _NAMES)
 
 
 def _may_use(task: Task) -> bool:
@@ -45,7 +51,7 @@ def _may_use(task: Task) -> bool:
 
     Nothing is parsed: this is asked before every launch.
     """
-    if any(name in sys.modules for name in _NAMES):
+    if _has_imported():
         return True
     values = (reference.value for reference in task_values.references(task))
     code = [value.__code__.co_names for value in values if type(value) is FunctionType]

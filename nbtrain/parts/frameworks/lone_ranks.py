@@ -10,8 +10,10 @@ from ...planning.plan import Task
 from ...system.accelerator_guard import frameworks_in_use
 from ...tracking import events as ev
 from ...tracking.event_log import EventWriter
+from ...worker import api
 from ...worker.hooks import Observer
 from ...worker.observers.evidence.work_sample import is_in_group, read_source
+from .joining import jax_world
 
 _CONNECT = {
     "JAX": "call `jax.distributed.initialize()` first in the function (with Keras: "
@@ -33,7 +35,7 @@ class LoneRanks(Observer):
     def __init__(self, task: Task, writer: EventWriter) -> None:
         self._task, self._writer = task, writer
         self._before = frameworks_in_use()
-        self._trains_with_torch = False
+        self._trains_with_torch = api.optimizer_steps > 0
 
     def first_stepped(self, optimizer: Any) -> None:
         """Note that an optimizer of torch's trains."""
@@ -62,11 +64,6 @@ class LoneRanks(Observer):
 
 def is_in_world() -> bool:
     """Whether this process is connected with others of JAX or TensorFlow."""
-    # Private names (JAX 0.10, TensorFlow 2.21); where they have moved, it is connected with none.
-    jax: Any = sys.modules.get("jax._src.distributed")
-    tensorflow: Any = sys.modules.get("tensorflow.python.eager.context")
-    context = getattr(tensorflow, "_context", None)
-    return (
-        getattr(getattr(jax, "global_state", None), "client", None) is not None
-        or getattr(context, "_server_def", None) is not None
-    )
+    # Private (TensorFlow 2.21); where the name has moved, it is connected with none.
+    context = getattr(sys.modules.get("tensorflow.python.eager.context"), "_context", None)
+    return jax_world() is not None or getattr(context, "_server_def", None) is not None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import marshal
+import os
 import sys
 from collections.abc import Mapping
+from types import CodeType
 from typing import Any
 
 from ...planning.plan import Cell, Task
@@ -13,38 +14,49 @@ from ...system.instrumentation import when_imported
 from ...tracking.event_log import EventWriter
 from ...transport.job import Job
 from ...worker import hooks
+from ...worker.hooks.guard import guarded
 from ...worker.rank_sides import RankSide
 from .progress import watched_modules
 
-_LIBRARIES = ("tensorflow", "jax", "keras", "tf_keras")
-_VARIABLES = (b"TF_CONFIG", b"KERAS_DISTRIBUTION_")
+LIBRARIES = ("tensorflow", "jax", "keras", "tf_keras")
+VARIABLES = (
+    "TF_CONFIG",
+    "KERAS_DISTRIBUTION_JOB_ADDRESSES",
+    "KERAS_DISTRIBUTION_NUM_PROCESSES",
+    "KERAS_DISTRIBUTION_PROCESS_ID",
+)
+"""By which TensorFlow and Keras find their processes."""
 
 
 class FrameworksRank(RankSide):
     """Makes the ranks one world of each library, when it asks for one."""
 
     def __init__(self) -> None:
-        self._has_begun = False
+        self._inherited: dict[str, str] | None = None
         self._models: Mapping[str, Any] = {}
 
     def begin(self, job: Job, rank: int, writer: EventWriter, scratch: str) -> None:
-        if not self._has_begun and accelerator_guard.frameworks_in_use() and _is_forked():
-            from .inherited import refuse_inherited
+        if self._inherited is None:  # the first task of this process
+            if accelerator_guard.frameworks_in_use() and _is_forked():
+                from .inherited import refuse_inherited
 
-            refuse_inherited()
-        self._has_begun, self._has_joined = True, False
+                refuse_inherited()
+            given = {n: os.environ[n] for n in VARIABLES if n in os.environ}
+            self._inherited = {n: v for n, v in given.items() if n not in job.plan.env}
         self._job, self._rank, self._writer, self._models = job, rank, writer, {}
+        self._has_joined = False
         watched_modules.watch(job.plan.telemetry, writer, rank)
-        for library in _LIBRARIES:
+        for library in LIBRARIES:
             when_imported(library, self._join)
         if _names_variables(job.plan.task):
             self._join()
             self._set_variables()
-        if "keras" in sys.modules or "tf_keras" in sys.modules:
+        if any(sys.modules.get(name) is not None for name in ("keras", "tf_keras")):
             from .keras_models import find_models
 
             self._models = find_models(job.plan)
 
+    @guarded("connecting ranks of TensorFlow and JAX")
     def _join(self, _module: object = None) -> None:
         """Let the libraries find the other ranks; once a task."""
         if self._has_joined:
@@ -54,12 +66,13 @@ class FrameworksRank(RankSide):
 
         self._has_joined = True
         values.register()
-        own, plan = world.set_world(self._job), self._job.plan
+        own, plan = world.set_world(self._job, self._rank), self._job.plan
         if own.size > 1:
-            joining.join_when_asked(own, plan.env)
+            joining.join_when_asked(self._inherited or {})
             if own.rank == 0 and "steps" in plan.telemetry:
                 hooks.add(LoneRanks(plan.task, self._writer))
 
+    @guarded("setting TF_CONFIG")
     def _set_variables(self) -> None:
         from . import joining, world
 
@@ -71,10 +84,16 @@ class FrameworksRank(RankSide):
             from .keras_models import send_weights
 
             send_weights(self._models, self._rank, job.folder, self._writer)
-        if "jax" in sys.modules and not job.is_live:  # a later cell goes on in the same world
+        if "jax._src.distributed" in sys.modules and not job.is_live:  # else a cell may go on
             from .joining import leave_jax
 
             leave_jax()
+
+    def failed(self, job: Job, error: BaseException) -> None:
+        if "jax._src.distributed" in sys.modules and not job.is_live:
+            from .joining import abandon_jax
+
+            abandon_jax()
 
 
 def _is_forked() -> bool:
@@ -88,6 +107,14 @@ def _is_forked() -> bool:
 
 def _names_variables(task: Task) -> bool:
     """Whether the code of a task reads the variables by itself, as TensorFlow's tutorial does."""
-    code = None if isinstance(task, Cell) else getattr(task.function, "__code__", None)
-    text = task.source.encode() if isinstance(task, Cell) else marshal.dumps(code)
-    return any(name in text for name in _VARIABLES)
+    if isinstance(task, Cell):
+        return any(name in task.source for name in VARIABLES)
+    return _has_name(getattr(task.function, "__code__", None))
+
+
+def _has_name(code: Any) -> bool:
+    """Whether one of the variables is a constant of a function, or of a function inside it."""
+    constants = code.co_consts if type(code) is CodeType else ()
+    return any(value in VARIABLES for value in constants if type(value) is str) or any(
+        _has_name(value) for value in constants if type(value) is CodeType
+    )

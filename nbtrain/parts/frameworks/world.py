@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from ...errors import LaunchError
+from ...planning.world import Placement
 from ...system.network import is_loopback, own_address
 from ...transport.job import Job
 
@@ -34,32 +35,7 @@ class World:
     size: int
     store_host: str
     store_port: int
-    attempt: str
-
-    @staticmethod
-    def of_environment() -> World:
-        """Return the world that the variables of this rank describe: those that torchrun sets."""
-        env = os.environ
-        return World(
-            int(env["RANK"]),
-            int(env["LOCAL_RANK"]),
-            int(env["WORLD_SIZE"]),
-            env["MASTER_ADDR"],
-            int(env["MASTER_PORT"]),
-            env["TORCHELASTIC_RESTART_COUNT"],
-        )
-
-    @staticmethod
-    def of_job(job: Job) -> World:
-        """Return the same, with the store's own port: code for `mp.spawn` sets another one."""
-        seen, place = World.of_environment(), job.world
-        host, port = (place.master_addr, place.master_port) if place else ("127.0.0.1", job.port)
-        return World(seen.rank, seen.local_rank, seen.size, host, port, seen.attempt)
-
-    @property
-    def is_on_this_host(self) -> bool:
-        """Whether all ranks are on one host."""
-        return is_loopback(self.store_host)
+    attempt: int
 
 
 @dataclass(frozen=True)
@@ -70,36 +46,46 @@ class Addresses:
     coordinator: str
 
 
-_current: World | None = None
-_reserved: list[socket.socket] = []
+_world: World | None = None
+_addresses: Addresses | None = None
 
 
-def set_world(job: Job) -> World:
+def set_world(job: Job, rank: int) -> World:
     """Remember where the ranks of a job meet, and return it."""
-    global _current
-    if _current is None:  # a live rank's world is that of its first task
-        _current = World.of_job(job)
-    return _current
+    global _world
+    if _world is None:  # a live rank's world is that of its first task
+        place = job.world or Placement(0, 1, 0, job.world_size, "127.0.0.1", job.port)
+        local = rank - place.begin
+        host, port = place.master_addr, place.master_port
+        _world = World(place.first + local, local, place.size, host, port, job.attempt)
+    return _world
 
 
 def current_world() -> World:
     """Return the world of this rank, also before its task has begun: values are loaded earlier."""
-    return _current or World.of_environment()
+    if _world is not None:
+        return _world
+    numbers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+    rank, local, size, port, restarts = (int(os.environ[name]) for name in numbers)
+    return World(rank, local, size, os.environ["MASTER_ADDR"], port, restarts + 1)
 
 
-@functools.cache
 def addresses(timeout_s: float = JOIN_TIMEOUT_S) -> Addresses:
     """Reserve and publish this rank's addresses, and return those of all ranks.
 
     Raises `LaunchError` if another rank has published none within `timeout_s` seconds.
     """
+    global _addresses
+    if _addresses is not None:
+        return _addresses
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     world = current_world()
     host, port, patience = world.store_host, world.store_port, timedelta(seconds=timeout_s)
     of_run = TCPStore(host, port, None, False, patience, wait_for_workers=False)
     store = PrefixStore(f"nbtrain/frameworks/{world.attempt}", of_run)
-    store.set(str(world.rank), " ".join(_reserve(world)))
+    own = [f"{_own_host(world)}:{reserved.getsockname()[1]}" for reserved in _reserve()]
+    store.set(str(world.rank), " ".join(own))
     ranks = [str(rank) for rank in range(world.size)]
     deadline = time.monotonic() + timeout_s
     while not store.check(ranks):  # not `get`: no signal ends torch's own wait
@@ -111,16 +97,19 @@ def addresses(timeout_s: float = JOIN_TIMEOUT_S) -> Addresses:
             )
         time.sleep(POLL_INTERVAL_S)
     published = [store.get(rank).decode().split() for rank in ranks]
-    return Addresses(tuple(worker for worker, _ in published), published[0][1])
+    _addresses = Addresses(tuple(worker for worker, _ in published), published[0][1])
+    return _addresses
+
+
+def _own_host(world: World) -> str:
+    return "127.0.0.1" if is_loopback(world.store_host) else str(own_address(world.store_host))
 
 
 @functools.cache
-def _reserve(world: World) -> list[str]:
-    """Return the addresses of this rank: as a worker, and as the coordinator."""
-    host = "127.0.0.1" if world.is_on_this_host else own_address(world.store_host)
-    for _ in range(2):
-        reserved = socket.socket()
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(("", 0))
-        _reserved.append(reserved)
-    return [f"{host}:{reserved.getsockname()[1]}" for reserved in _reserved]
+def _reserve() -> list[socket.socket]:
+    """Reserve two ports: as a worker, and as the coordinator."""
+    reserved = [socket.socket(), socket.socket()]
+    for each in reserved:
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        each.bind(("", 0))
+    return reserved

@@ -73,7 +73,8 @@ class ResultReceiver:
         """Remember what the notebook holds now, as it may change that before the run has ended."""
         self._launch = _Launch(self.objects(), self._namespace, self._out)
         for name, (kind, ref) in self._others.items():
-            self._fingerprints[name] = kind.fingerprint(ref())
+            with contextlib.suppress(Exception):  # whatever the library raises: nobody can tell
+                self._fingerprints[name] = kind.fingerprint(ref())
 
     def objects(self) -> dict[str, Any]:
         """Return the models and optimizers that are copied back, if they are there still."""

@@ -79,3 +79,48 @@ def test_the_error_is_the_users_own_with_the_cells_line(
         assert "from rank 1 of 2" in out.traceback
         assert "nbtrain/" not in out.traceback.replace("nbtrain: ", "")
     assert not notebook.run("%%distributed\nnbtrain.rank()").ename
+
+
+WORLD = {
+    "jax": "import jax, jax.numpy as jnp\n"
+    "    from jax.experimental.multihost_utils import process_allgather\n"
+    "    jax.distributed.initialize()\n"
+    "    together = lambda: process_allgather(jnp.ones(2))",
+    "tensorflow": "import tensorflow as tf\n"
+    "    strategy = tf.distribute.MultiWorkerMirroredStrategy()\n"
+    "    def replica():\n"
+    "        return tf.distribute.get_replica_context().all_reduce('sum', tf.ones(2))\n"
+    "    together = tf.function(lambda: strategy.run(replica))",
+}
+ENDS = {
+    "raises": ("", "raise LookupError('mine')", "LookupError", "raise LookupError('mine')"),
+    "dies": ("", "os.kill(os.getpid(), signal.SIGKILL)", "RankDied", "rank 1 was killed"),
+    "hangs": ("--hang-after 8 --on-hang stop", "time.sleep(1e6)", "RunTimeout", "time.sleep(1e6)"),
+    "is interrupted": ("", "time.sleep(1e6)", "KeyboardInterrupt", ""),
+}
+
+
+@pytest.mark.parametrize("library", WORLD)
+def test_a_rank_that_leaves_its_peers_in_a_collective_is_named(
+    start_kernel: Callable[..., Notebook], library: str
+) -> None:
+    pytest.importorskip(library)
+    notebook = start_kernel()
+    notebook.run(
+        "import os, signal, time; os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'\n"
+        f"%load_ext nbtrain\nimport nbtrain, torch._dynamo\nimport {library}",
+        timeout=100,
+    )
+    for case, (options, end, name, shown) in ENDS.items():
+        cell = (
+            f"%%distributed -n 2 {options}\ndef train():\n    {WORLD[library]}\n"
+            f"    together()\n    if nbtrain.rank():\n        print('alone now', flush=True)\n"
+            f"        {end}\n    together()"
+        )
+        asked = "alone now" if name == "KeyboardInterrupt" else None
+        out = notebook.run(cell, timeout=150, interrupt_on=asked)
+        assert (out.ename, case) == (name, case), out.traceback
+        assert shown in out.traceback, (case, out.traceback)
+    cell = f"%%distributed -n 2\ndef train():\n    {WORLD[library]}\n    return len(together())"
+    assert not notebook.run(cell, timeout=100).ename
+    assert notebook.value("nbtrain.last_run().results") == [2, 2]

@@ -39,23 +39,25 @@ def test_arrays_of_jax_arrive_as_numpys_until_the_notebook_computes(kernel: Note
         "    mesh = jax.sharding.Mesh(jax.devices(), 'x')\n"
         "    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())\n"
         "    shared = jax.jit(lambda: jnp.ones(2), out_shardings=everywhere)()\n"
-        "    return {'half': jnp.ones(2, jnp.bfloat16), 'shared': shared}",
+        "    return {'half': jnp.ones(2, jnp.bfloat16), 'shared': shared, "
+        "'key': jax.random.key(3)}",
     )
-    ran(kernel, "half, shared = nbtrain.last_run().value.values()")
-    assert kernel.value("[type(v).__name__ for v in (kept, half, shared)]") == ["ndarray"] * 3
+    ran(kernel, "half, shared, key = nbtrain.last_run().value.values()")
+    assert kernel.value("[type(v).__name__ for v in (kept, half, shared, key)]") == ["ndarray"] * 4
     assert kernel.value("str(half.dtype), bool(kept == 1 / 3), shared.tolist()") == (
         "bfloat16",
         True,
         [1.0, 1.0],
     )
     assert kernel.value(IN_USE) == []
-    ran(kernel, "import jax.numpy as jnp\ngiven = jnp.arange(3.0)\nkey = jnp.float32(2)")
+    ran(kernel, "import jax, jax.numpy as jnp\ngiven = jnp.arange(3.0)\nkey = jax.random.key(3)")
     ran(
         kernel,
         "%%distributed -n 2\n"
-        "def train(given):\n"
+        "def train(given, key):\n"
         "    import jax\n"
         "    jax.distributed.initialize()\n"
+        "    assert jax.random.bits(key) == jax.random.bits(jax.random.key(3))\n"
         "    return type(given).__name__, given.at[0].set(jax.process_count())",
     )
     name, value = "nbtrain.last_run().value[0]", "nbtrain.last_run().value[1]"
@@ -112,7 +114,8 @@ def test_a_keras_model_that_was_given_has_the_trained_weights(kernel: Notebook) 
         kernel,
         "import os\nos.environ['KERAS_BACKEND'] = 'jax'\nimport keras\n"
         "keras.utils.set_random_seed(0)\n"
-        "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), "
+        "model = keras.Sequential([keras.Input((4,)), keras.layers.Normalization(), "
+        "keras.layers.Dense(3), "  # the first has a scalar among its weights
         "keras.layers.BatchNormalization(), keras.layers.Dense(1, dtype='bfloat16')])\n"
         "model.compile('sgd', 'mse')\n"
         "models = {'net': model}\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from types import ModuleType
 from typing import Any
@@ -10,7 +11,7 @@ from ....system.instrumentation import patch
 from ....worker.hooks import tell
 
 DELAY_S = 0.2
-"""Seconds that it lasts before it is reported: JAX compiles each operation outside of `jit`."""
+"""A shorter compilation is not reported: JAX compiles each operation outside of `jit`."""
 
 
 def watch_jax(module: ModuleType, *_: object) -> None:
@@ -42,7 +43,8 @@ class _Compiling:
         self._lock = threading.Lock()
         self._timer = threading.Timer(DELAY_S, self._report)
         self._timer.daemon = True
-        self._timer.start()
+        with contextlib.suppress(RuntimeError):  # this process can start no more threads
+            self._timer.start()
 
     def _report(self) -> None:
         with self._lock:

@@ -43,7 +43,7 @@ def _after(note: Callable[..., None]) -> Callable[..., Any]:
 
 
 class FitMeter(Observer):
-    """Follows a fit beside its callbacks, and is none of them.
+    """Follows a fit without a callback in its list.
 
     For one that wants each batch, Keras reads the values of each: the training would wait for the
     device. Here they are read when they are reported. Validation makes no steps.
@@ -191,7 +191,7 @@ _TORCH = ("indexes_drawn", "batch", "pass_ended", "before_next", "scaling", "bac
 
 
 def hide_from_torch(module: ModuleType | Any, *_: object) -> None:
-    """Have torch not tell what Keras does with it: nobody would count it to a step."""
+    """Ignore the batches and losses of torch within Keras: they belong to no step of torch's."""
     for name in ("fit", "evaluate", "predict"):
         patch(module.TorchTrainer, name, _untold)
 
@@ -199,6 +199,6 @@ def hide_from_torch(module: ModuleType | Any, *_: object) -> None:
 def _untold(original: Any, *args: Any, **kwargs: Any) -> Any:
     with contextlib.ExitStack() as after:
         for event in _TORCH:
-            after.callback(listeners.__setitem__, event, listeners[event])
+            after.callback(listeners.__setitem__, event, listeners.get(event, ()))
             listeners[event] = ()
         return original(*args, **kwargs)

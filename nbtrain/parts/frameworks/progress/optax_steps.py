@@ -41,7 +41,7 @@ def watch(
 
 
 class UpdateMeter(Observer):
-    """Counts updates whose values are there, and reports them twice a second."""
+    """Counts updates outside of `jit`, and reports them twice a second."""
 
     purpose = _PURPOSE
 

@@ -9,6 +9,7 @@ from types import ModuleType
 from ....part import load
 from ....system.instrumentation import when_imported
 from ....tracking.event_log import EventWriter
+from ....worker.hooks.guard import guarded
 
 _WATCH = {
     "keras.src.callbacks.callback_list": ("steps", "keras_fit:watch"),
@@ -31,6 +32,7 @@ def watch(sources: Collection[str], writer: EventWriter, rank: int) -> None:
             when_imported(module, partial(_begin, name, sources, writer, rank))
 
 
+@guarded("watching TensorFlow, JAX and Keras")
 def _begin(
     name: str, sources: Collection[str], writer: EventWriter, rank: int, module: ModuleType
 ) -> None:
