@@ -6,3 +6,12 @@ PART = Part(
     launch_side="frameworks.launch_side:FrameworksLaunch",
     rank_side="frameworks.rank_side:FrameworksRank",
 )
+
+LIBRARIES = ("tensorflow", "jax", "keras", "tf_keras")
+VARIABLES = (
+    "TF_CONFIG",
+    "KERAS_DISTRIBUTION_JOB_ADDRESSES",
+    "KERAS_DISTRIBUTION_NUM_PROCESSES",
+    "KERAS_DISTRIBUTION_PROCESS_ID",
+)
+"""By which TensorFlow and Keras find their processes."""

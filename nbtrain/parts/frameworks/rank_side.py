@@ -16,16 +16,8 @@ from ...transport.job import Job
 from ...worker import hooks
 from ...worker.hooks.guard import guarded
 from ...worker.rank_sides import RankSide
+from . import LIBRARIES, VARIABLES
 from .progress import watched_modules
-
-LIBRARIES = ("tensorflow", "jax", "keras", "tf_keras")
-VARIABLES = (
-    "TF_CONFIG",
-    "KERAS_DISTRIBUTION_JOB_ADDRESSES",
-    "KERAS_DISTRIBUTION_NUM_PROCESSES",
-    "KERAS_DISTRIBUTION_PROCESS_ID",
-)
-"""By which TensorFlow and Keras find their processes."""
 
 
 class FrameworksRank(RankSide):

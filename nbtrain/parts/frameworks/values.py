@@ -22,9 +22,8 @@ from ...planning.plan import Plan
 from ...system.accelerator_guard import frameworks_in_use
 from ...system.instrumentation import when_imported
 from ...transport.result_pickler import REDUCERS
-from . import keras_models
+from . import VARIABLES, keras_models
 from .joining import join_early
-from .rank_side import VARIABLES
 
 JAX, TENSORFLOW = "JAX", "TensorFlow"
 
