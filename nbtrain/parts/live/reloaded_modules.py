@@ -109,10 +109,9 @@ def reload_modules(sources: dict[str, str]) -> None:
     Functions, classes and instances that others have already imported change, too, by the means of
     ``%autoreload``. The source comes with the message: a rank on another host may lack the file.
     """
-    from IPython.extensions import autoreload
-
-    superreload: Any = autoreload.superreload
-
+    if not sources:
+        return
+    superreload = _superreload()
     for name, source in list(sources.items()):
         module = sys.modules.get(name)
         if module is None:
@@ -130,6 +129,18 @@ def reload_modules(sources: dict[str, str]) -> None:
         linecache.cache[str(module.__file__)] = len(source), None, lines, str(module.__file__)
         superreload(module, run, _old_objects)
         del sources[name]
+
+
+def _superreload() -> Any:
+    """Return IPython's way to load a module anew; without one, only the module changes.
+
+    IPython 7's cannot be imported on Python 3.12: it needs the module `imp`.
+    """
+    try:
+        from IPython.extensions import autoreload
+    except ImportError:
+        return lambda module, reload, _old: reload(module)
+    return autoreload.superreload  # type: ignore[attr-defined, unused-ignore]
 
 
 _old_objects: dict[Any, Any] = {}
