@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
-from types import CodeType
+from collections.abc import Collection, Mapping
+from functools import partial
+from types import CodeType, ModuleType
 from typing import Any
 
+from ...part import load
 from ...planning.plan import Cell, Task
 from ...system import accelerator_guard
 from ...system.instrumentation import when_imported
@@ -17,7 +19,20 @@ from ...worker import hooks
 from ...worker.hooks.guard import guarded
 from ...worker.rank_sides import RankSide
 from . import LIBRARIES, VARIABLES
-from .progress import watched_modules
+
+_WATCHED = {
+    "keras.src.callbacks.callback_list": ("steps", "keras_fit:watch"),
+    "tf_keras.src.callbacks": ("steps", "keras_fit:watch"),
+    "keras.src.backend.torch.trainer": ("steps", "keras_fit:hide_from_torch"),
+    "optax": ("steps", "optax_steps:watch"),
+    "jax._src.compiler": ("phases", "compilation:watch_jax"),
+    "tensorflow.python.eager.polymorphic_function.tracing_compilation": (
+        "phases",
+        "compilation:watch_tensorflow",
+    ),
+}
+"""What tells the board of the libraries: by module, the source that it serves, and what is called
+once the module is imported."""
 
 
 class FrameworksRank(RankSide):
@@ -37,7 +52,9 @@ class FrameworksRank(RankSide):
             self._inherited = {n: v for n, v in given.items() if n not in job.plan.env}
         self._job, self._rank, self._writer, self._models = job, rank, writer, {}
         self._has_joined = False
-        watched_modules.watch(job.plan.telemetry, writer, rank)
+        for module, (source, name) in _WATCHED.items():
+            if source in job.plan.telemetry:
+                when_imported(module, partial(_watch, name, job.plan.telemetry, writer, rank))
         for library in LIBRARIES:
             when_imported(library, self._join)
         if _names_variables(job.plan.task):
@@ -86,6 +103,13 @@ class FrameworksRank(RankSide):
             from .joining import abandon_jax
 
             abandon_jax()
+
+
+@guarded("watching TensorFlow, JAX and Keras")
+def _watch(
+    name: str, sources: Collection[str], writer: EventWriter, rank: int, module: ModuleType
+) -> None:
+    load(f"frameworks.progress.{name}")(module, sources, writer, rank)
 
 
 def _is_forked() -> bool:
