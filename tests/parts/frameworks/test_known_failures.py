@@ -83,7 +83,7 @@ with strategy.scope():
     model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
     model.compile("sgd", "mse")
 losses = model.fit(np.ones((8, 3)), np.ones((8, 1)), batch_size=4, verbose=0).history["loss"]
-len(losses), tf.keras.__name__.startswith("tf_keras.")
+len(losses), tf.keras.__name__.partition(".")[0]
 """
 
 
@@ -104,4 +104,4 @@ def test_the_remedy_works_in_a_kernel_that_has_keras_3(
     assert remedy is not None, out.evalue
     out = kernel.run(FIT.format(options=remedy[1]), timeout=250)
     assert not out.ename, out.traceback
-    assert kernel.value("nbtrain.last_run().results") == [(1, True)] * 2
+    assert kernel.value("nbtrain.last_run().results") == [(1, "tf_keras")] * 2
