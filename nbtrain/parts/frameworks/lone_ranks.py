@@ -66,4 +66,6 @@ def is_in_world() -> bool:
     """Whether this process is connected with others of JAX or TensorFlow."""
     # Private (TensorFlow 2.21); where the name has moved, it is connected with none.
     context = getattr(sys.modules.get("tensorflow.python.eager.context"), "_context", None)
-    return jax_world() is not None or getattr(context, "_server_def", None) is not None
+    return (
+        jax_world() is not None or getattr(context, "_collective_ops_server_def", None) is not None
+    )

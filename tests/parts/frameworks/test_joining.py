@@ -58,9 +58,31 @@ TRAIN = {
         losses.append(float(loss))
     return losses, jax.process_count()
 """,
+    "keras": """
+    import keras, jax
+    keras.distribution.initialize()
+    keras.distribution.set_distribution(keras.distribution.DataParallel(auto_shard_dataset=False))
+    dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    model = keras.Sequential([keras.Input((3,)), dense])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    rank, size = nbtrain.rank(), nbtrain.world_size()
+    own = {"x": x[rank::size], "y": y[rank::size, None], "batch_size": 16 // size}
+    return model.fit(**own, epochs=3, verbose=0).history["loss"], jax.process_count()
+""",
+    "tf_keras": """
+    import tensorflow as tf, tf_keras
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        dense = tf_keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        model = tf_keras.Sequential([tf_keras.layers.Input((3,)), dense])
+        model.compile(tf_keras.optimizers.SGD(0.1), "mse")
+    fit = model.fit(x, y[:, None], batch_size=16, shuffle=False, epochs=3, verbose=0)
+    return fit.history["loss"], strategy.num_replicas_in_sync
+""",
 }
 SETUP = """
 import os
+os.environ["KERAS_BACKEND"] = "jax"
 os.environ["TF_CONFIG"] = '{{"cluster": {{"worker": ["other:1", "another:1"]}}, "task": {{}}}}'
 os.environ.update(SLURM_JOB_ID="1", SLURM_STEP_NODELIST="n1", SLURM_NTASKS="1", SLURM_PROCID="0",
                   SLURM_LOCALID="0", SLURM_STEP_NUM_NODES="1")
