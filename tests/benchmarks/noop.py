@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import time
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -20,6 +21,8 @@ PATIENCE = 20.0
 
 AGAINST_ACCELERATE = Target(0.8)
 A_WORLD = {2: Target(0.7), 8: Target(0.9)}
+WITHOUT_A_PART = Target(1.02)
+"""A launch of two ranks takes some 50 ms: this is one."""
 
 
 def rows(rounds: int | None) -> list[Row]:
@@ -39,6 +42,7 @@ def _rows_of(ranks: int, t: dict[str, list[float]]) -> list[Row]:
     return [
         row("no-op / Accelerate's", "nbtrain", "accelerate", AGAINST_ACCELERATE),
         row("no-op with the board / Accelerate's", "board", "accelerate"),
+        row("no-op / without the part frameworks", "nbtrain", "less", WITHOUT_A_PART),
         row("no-op / bare fork + gloo + barrier", "nbtrain", "bare"),
         row("no-op / bare fork + exit", "nbtrain", "fork"),
         row("gloo + barrier / Accelerate's", "gloo", "accelerate's world", A_WORLD[ranks]),
@@ -54,6 +58,7 @@ def measure(ranks: int, rounds: int) -> dict[str, list[float]]:
     seconds = take_turns(
         {
             "nbtrain": lambda: _forget(nbtrain.launch(nothing, num_processes=ranks, view="none")),
+            "less": lambda: without_part("frameworks", ranks),
             "accelerate": lambda: by_accelerate(ranks),
             "board": lambda: _forget(nbtrain.launch(nothing, num_processes=ranks)),
             "fork": lambda: by_bare_fork(ranks, nothing),
@@ -65,6 +70,29 @@ def measure(ranks: int, rounds: int) -> dict[str, list[float]]:
         rounds,
     )
     return {name: [1000 * s for s in figures] for name, figures in seconds.items()}
+
+
+def without_part(name: str, ranks: int) -> float:
+    """Return the seconds of a launch of `nothing` where a part of nbtrain is not installed."""
+    import nbtrain
+    from nbtrain import part
+    from nbtrain.lifecycle import launch_sides
+
+    def read_again() -> None:
+        part.parts.cache_clear()
+        launch_sides.launch_sides.cache_clear()
+        launch_sides.launch_sides()
+
+    table = part.TABLE
+    part.TABLE = tuple(each for each in table if each != name)  # type: ignore[assignment]
+    read_again()
+    start = time.perf_counter()
+    try:
+        nbtrain.launch(nothing, num_processes=ranks, view="none")
+        return time.perf_counter() - start
+    finally:
+        part.TABLE = table
+        read_again()
 
 
 def _forget(_run: object) -> None:

@@ -60,7 +60,7 @@ RECIPES = {
     "fastai": Recipe(("fastai",), 80, 1280, "accuracy"),
     "tensorflow": Recipe(("tensorflow",), says="the weights of both ranks are equal: True"),
     "jax": Recipe(("jax", "optax"), says="the weights of both ranks are equal: True"),
-    "keras_jax": Recipe(("keras", "jax"), 80, 0, "the weights of both ranks are equal: True"),
+    "keras_jax": Recipe(("keras", "jax"), 80, None, "the weights of both ranks are equal: True"),
     "keras_torch": Recipe(("keras",), 80, 1280, "accuracy"),
 }
 

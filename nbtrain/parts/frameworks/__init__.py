@@ -13,5 +13,6 @@ VARIABLES = (
     "KERAS_DISTRIBUTION_JOB_ADDRESSES",
     "KERAS_DISTRIBUTION_NUM_PROCESSES",
     "KERAS_DISTRIBUTION_PROCESS_ID",
+    "JAX_COORDINATOR_ADDRESS",
 )
-"""By which TensorFlow and Keras find their processes."""
+"""By which the libraries find their processes."""

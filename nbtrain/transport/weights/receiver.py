@@ -158,6 +158,8 @@ class ResultReceiver:
             else:
                 try:
                     kind.load(model, folder.weights_of(name))
+                except NbtrainError as error:
+                    troubles[name] = Finding("", str(error))
                 except Exception as error:  # whatever the library raises for what does not fit
                     troubles[name] = Finding("", f"{type(error).__name__}: {error}")
         return troubles

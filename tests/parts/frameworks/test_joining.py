@@ -83,6 +83,7 @@ TRAIN = {
 SETUP = """
 import os
 os.environ["KERAS_BACKEND"] = "jax"
+os.environ["JAX_COORDINATOR_ADDRESS"] = "other:1"
 os.environ["TF_CONFIG"] = '{{"cluster": {{"worker": ["other:1", "another:1"]}}, "task": {{}}}}'
 os.environ.update(SLURM_JOB_ID="1", SLURM_STEP_NODELIST="n1", SLURM_NTASKS="1", SLURM_PROCID="0",
                   SLURM_LOCALID="0", SLURM_STEP_NUM_NODES="1")
