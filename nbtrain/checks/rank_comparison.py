@@ -121,16 +121,16 @@ def _alone(samples: list[ev.WorkSample]) -> Finding | None:
 
 def _together(samples: list[ev.WorkSample]) -> Finding | None:
     """Judge the ranks of a process group."""
-    if finding := _not_gathered(samples) or _apart(samples):
+    if finding := _apart(samples):
         return finding
     if not _have_same_losses(samples):
-        return _equal_noise(samples)
+        return None
     is_wrapped = all(sample.is_wrapped == "whole" for sample in samples)
     if is_wrapped and not any(sample.batches or sample.gathers for sample in samples):
         # In 16 bits, different batches have one loss, too.
         return None if _have_few_bits(samples[0].losses) else _same_batches(samples, _SEED)
     if not _have_same_batches(samples):
-        return _equal_noise(samples)
+        return None
     if is_wrapped:
         return _same_batches(samples, _SEED if samples[0].splits_data else _SPLIT)
     is_apart = not any(sample.has_exchanged or sample.is_wrapped for sample in samples)
@@ -173,40 +173,6 @@ def _apart(samples: list[ev.WorkSample]) -> Finding | None:
         f"To train one model on all of them, {_PREPARE}. {_ALONE}",
         flaw="each rank trained a model of its own",
     )
-
-
-def _equal_noise(samples: list[ev.WorkSample]) -> Finding | None:
-    """Find ranks that change different samples by the same random numbers."""
-    states, batches = {s.noise for s in samples}, {s.batches for s in samples}
-    if states == {""} or len(states) > 1 or len(batches) < len(samples):
-        return None
-    return Finding(
-        "equal-noise",
-        f"all {len(samples)} ranks draw the same random numbers from numpy for their data.",
-        "Before the loop, write `np.random.seed(seed + nbtrain.rank())`: forked ranks all begin "
-        "with the generator of the notebook.",
-    )
-
-
-def _not_gathered(samples: list[ev.WorkSample]) -> Finding | None:
-    """Find a metric that each rank counted of other samples, and that rank 0 logged."""
-    if not all(sample.is_wrapped == "whole" and sample.is_last for sample in samples):
-        return None
-    by_name = [{share[0]: share for share in sample.shares} for sample in samples]
-    for name, (_, value, count, _) in by_name[0].items():
-        every = [shares[name] for shares in by_name if name in shares]
-        values, parts = {share[1] for share in every}, {share[3] for share in every}
-        if len(values) > 1 and len(parts) == len(samples):
-            other = next(share[1] for share in every if share[1] != value)
-            rank = [share[1] for share in every].index(other)
-            return Finding(
-                "not-gathered",
-                f"`{name}` {value:.4g}, as rank 0 logs it, counts only the {count:,} "
-                f"samples that rank 0 read; on rank {rank} it is {other:.4g}.",
-                "To count the samples of all ranks, gather what they predict before it is "
-                "compared: `predictions, y = accelerator.gather_for_metrics((predictions, y))`",
-            )
-    return None
 
 
 def _read_only(samples: list[ev.WorkSample]) -> Finding | None:

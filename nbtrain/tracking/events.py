@@ -223,11 +223,6 @@ class WorkSample(Event, kind="work"):
     line: int = 0
     library: str = ""
     """What calls the step, where that is known: 'lightning'."""
-    shares: tuple[tuple[str, float, int, str], ...] = ()
-    """Metrics that a tracker got, each of this rank's samples alone: its name, its value, how many
-    samples, and the checksum of the first batch of them."""
-    noise: str = ""
-    """Numpy's generator, where the data set has drawn from it as it was when the task began."""
     weights: str = ""
     """At the end: shapes and a checksum of some trained parameters; "" where they are sharded, or
     gone."""

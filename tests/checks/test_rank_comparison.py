@@ -103,17 +103,6 @@ def test_a_finding_is_reported_once_with_its_place() -> None:
     assert not work.check(())
 
 
-def test_a_metric_may_have_any_name() -> None:
-    share = ("val_{split} {}", 0.5, 10, "a")
-    samples = ranks(replace(TOGETHER, is_wrapped="whole", is_last=True, shares=(share,)))
-    other = replace(samples[1], shares=((share[0], 0.25, 10, "b"),))
-    work = WorkComparison(2, dict)
-    work.observe([samples[0], other])
-    (note,) = work.check([])
-    assert note.code == "not-gathered"
-    assert "`val_{split} {}` 0.5" in note.text
-
-
 def test_what_lint_has_said_only_marks_the_run() -> None:
     work = WorkComparison(2, dict)
     work.observe(ranks(ALONE))

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..hooks import Observer
-from .evidence.data_order import DataOrder, NumpyNoise
-from .evidence.metric_shares import MetricShares
+from .evidence.data_order import DataOrder
 
 ENDLESS = 1_000_000_000
 """Batches of a pass that nobody waits for: its sampler has a length, and the loop another end."""
@@ -61,8 +60,7 @@ class DataLoadingMeter(Observer):
 
     def __init__(self, tick: Callable[[float, float], None]) -> None:
         self._tick = tick
-        self.metrics = MetricShares(self._samples_of_pass)
-        self.order, self.noise = DataOrder(), NumpyNoise()
+        self.order = DataOrder()
         self.waited = 0.0
         self.samples: int | None = None
         self.fed_passes = 0
@@ -116,10 +114,6 @@ class DataLoadingMeter(Observer):
             return {"epoch": None, "batch": None, "batches": None}
         return {"epoch": at.epoch, "batch": at.fed or at.batch, "batches": at.batches}
 
-    def _samples_of_pass(self) -> int:
-        """Return how many samples the newest pass has given since the last step."""
-        return self._pending.get(self._newest, 0) if self._newest is not None else 0
-
     def indexes_drawn(self, it: Any, index: Any) -> None:
         """Remember how many samples were asked for: collating may make anything of them."""
         if not it._auto_collation or it._dataset_kind != 0:
@@ -140,7 +134,6 @@ class DataLoadingMeter(Observer):
             passed = LoaderPass(weakref.ref(it), id(it._dataset), number, _length(it))
             self._newest = it._nbtrain_pass = passed
             self._remember_dataset(it._dataset)
-            self.metrics.begin_pass(batch)
         passed.batch = count - is_ahead
         self._last = passed
         _, asked = vars(it).get("_nbtrain_asked", (None, ()))

@@ -79,8 +79,7 @@ class TrainingMeter(Observer):
         if "loss" in sources:
             hooks.add(self._loss)
         if "data" in sources:
-            for observer in (self._loading.noise, self._loading, self._loading.metrics):
-                hooks.add(observer)
+            hooks.add(self._loading)
 
     def finish(self, wait: bool) -> None:
         """Report the last figures; with `wait`, also those on their way."""
@@ -100,8 +99,7 @@ class TrainingMeter(Observer):
         self._end_epoch(now, self._steps)
         self._epoch = None
         if wait:
-            data = self._loading
-            self._work.report(self._steps, self._loss.last(), data.metrics.shares, data.noise.drawn)
+            self._work.report(self._steps, self._loss.last())
 
     def stepped(self, optimizer: Any) -> None:
         """Count a step."""

@@ -1,24 +1,16 @@
-"""What a rank sees of its own loaders: data in the same order each epoch, given twice, or with
-random numbers that other ranks draw, too.
-"""
+"""Finds data that a loader gives in the same order in each epoch, or several times."""
 
 from __future__ import annotations
 
 import sys
 import weakref
-import zlib
 from typing import Any
 
 from ....findings import Finding
-from ... import hooks
-from ...hooks import Observer
 from ...hooks.guard import guarded
 from .work_sample import digest
 
 _harmless = guarded("looking at the order of the data")
-
-BATCHES = 8
-"""Batches in which a data set may ask for random numbers for the first time."""
 
 PASSES = 3
 """Passes in one order that are a fault: an epoch may go over its data twice."""
@@ -39,47 +31,6 @@ def _repeated(workers: int) -> Finding:
         "(`torch.utils.data.get_worker_info()`), or use num_workers=1.",
         flaw=f"every sample came {workers} times",
     )
-
-
-class NumpyNoise(Observer):
-    """Whether a data set draws from numpy's own generator as it was when the task began.
-
-    Forked ranks have the notebook's, so that they draw the same numbers for different samples.
-    Python's own generator is seeded anew by each fork, and torch's in workers by the loader.
-    """
-
-    purpose = "looking at the order of the data"
-
-    def __init__(self) -> None:
-        self.drawn = ""
-        """The generator's state behind the first batch for which it was asked."""
-        self._at_start, self._before = _numpy_state(), ""
-        self._left = BATCHES if self._at_start else 0
-
-    def indexes_drawn(self, iterator: Any, indexes: Any) -> None:
-        """Look once the sampler has chosen the samples of a batch, before they are read."""
-        if not self._left:
-            hooks.drop(self, "indexes_drawn", "batch")
-        else:
-            self._before = _numpy_state()
-            if self._before != self._at_start:  # seeded, or used for something else
-                self._left = 0
-
-    def batch(self, iterator: Any, batch: Any, began: float, is_ahead: bool) -> None:
-        """Look behind a batch."""
-        if self._left and self._before:
-            now = _numpy_state()
-            self.drawn = now if now != self._before else ""
-            self._left = 0 if self.drawn else self._left - 1
-
-
-def _numpy_state() -> str:
-    """Return a digest of numpy's generator; "" where numpy is not there, or has another one."""
-    random: Any = sys.modules.get("numpy.random")  # numpy imports it when it is asked for: 13 ms
-    if random is None:
-        return ""
-    kind, keys, position, *gauss = random.get_state()
-    return f"{zlib.crc32(keys.tobytes()):08x}:{position}:{gauss}" if kind == "MT19937" else ""
 
 
 class DataOrder:

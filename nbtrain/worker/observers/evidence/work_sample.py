@@ -73,8 +73,6 @@ class WorkSampler(Observer):
         self._counts: tuple[int, int] | None = None  # of collectives: first and last
         self._wraps: set[str] = set()
         self._excuse = False
-        self._shares: tuple[tuple[str, float, int, str], ...] = ()
-        self._noise = ""
         self._trained: list[weakref.ref[Any]] = []
         self._place: tuple[str, int] | None = None
         """The line of the user's code that steps: a file and a number."""
@@ -126,18 +124,8 @@ class WorkSampler(Observer):
             self._counts = (count if self._counts is None else self._counts[0], count)
 
     @_harmless
-    def report(
-        self,
-        steps: int,
-        loss: float | None,
-        shares: tuple[tuple[str, float, int, str], ...],
-        noise: str,
-    ) -> None:
-        """Report all that is known at the end of the training; `shares` is of logged metrics.
-
-        `noise` is the state of numpy's generator where the data set has used it.
-        """
-        self._shares, self._noise = shares, noise
+    def report(self, steps: int, loss: float | None) -> None:
+        """Report what is known at the end of the training: its number of steps and last loss."""
         if self._world_size > 1:
             self._steps, self.is_sampling = steps, False
             self._look_at_group()
@@ -164,8 +152,6 @@ class WorkSampler(Observer):
             asks_rank=asks,
             gathers=gathers or self._gathers,
             is_excused=self._excuse or (ignores and not self._has_joined),
-            shares=self._shares,
-            noise=self._noise,
             weights=_checksum([ref() for ref in self._trained]) if is_last else "",
             file=file,
             line=line,

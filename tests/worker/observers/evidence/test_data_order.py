@@ -7,20 +7,10 @@ import pytest
 from tests.support.kernel import Notebook
 
 SETUP = """
-import numpy as np, random, torch, torch.distributed as dist
+import torch, torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 data = TensorDataset(torch.arange(32.0).reshape(16, 2))
-class Noisy(torch.utils.data.Dataset):
-    def __init__(self, draw=lambda: np.random.rand()): self.draw = draw
-    def __len__(self): return 16
-    def __getitem__(self, i): return data[i][0] + float(self.draw())
-class OwnNoise(Noisy):
-    def __getitem__(self, i): return data[i][0] + np.random.default_rng(i).random()
-class NumpyOrder(torch.utils.data.Sampler):
-    def __init__(self): self.rank, self.size = dist.get_rank(), dist.get_world_size()
-    def __len__(self): return 8
-    def __iter__(self): yield from np.random.permutation(16)[self.rank::self.size].tolist()
 class Stream(IterableDataset):
     def __init__(self, splits): self.splits = splits
     def __iter__(self):
@@ -48,26 +38,11 @@ def train():
 
 ORDER = "a DistributedSampler gives its data in the same order in each epoch"
 TWICE = "each of 2 workers of a DataLoader reads the whole IterableDataset"
-NOISE = "all 2 ranks draw the same random numbers from numpy for their data"
 NOTED = {
-    "noise": ({"source": "Noisy()", "begin": "sampler.set_epoch(epoch)"}, NOISE),
-    "normal noise": (
-        {"source": "Noisy(lambda: np.random.randn(3).sum())", "begin": "sampler.set_epoch(epoch)"},
-        NOISE,
-    ),
     "no set_epoch": ({}, ORDER),
     "doubled": ({"source": "Stream(False)", "options": "num_workers=2"}, TWICE),
 }
-_SEEDED = "np.random.seed({}); sampler.set_epoch(epoch)"
 RIGHT = {
-    "a seed a rank": {"source": "Noisy()", "begin": _SEEDED.format("nbtrain.rank()")},
-    "noise of Python": {"source": "Noisy(random.random)", "begin": "sampler.set_epoch(epoch)"},
-    "an own generator": {"source": "OwnNoise()", "begin": "sampler.set_epoch(epoch)"},
-    "an order from numpy": {
-        "source": "data",
-        "options": "sampler=NumpyOrder()",
-        "begin": "sampler.set_epoch(epoch)",
-    },
     "set_epoch": {"begin": "sampler.set_epoch(epoch)"},
     "not shuffled": {"shuffle": False},
     "one worker": {"source": "Stream(False)", "options": "num_workers=1"},
@@ -103,5 +78,4 @@ def test_loops_that_are_right_are_left_in_peace(notebook: Notebook) -> None:
         out = notebook.run(cell(**parts))
         assert not out.ename, out.traceback
         assert ORDER not in out.board, case
-        assert NOISE not in out.board, case
         assert TWICE not in out.board, case
