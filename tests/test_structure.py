@@ -123,6 +123,7 @@ TESTED_TOGETHER = {
     "lifecycle/*": "lifecycle/test_launcher.py",  # whole runs
     "checks/lint/*": "checks/lint/test_lint.py",  # cells in, findings out
     "checks/preflight/*": "checks/preflight/test_preflight.py",
+    "checks/limits": "checks/preflight/test_preflight.py",
     "parts/*/launch_side": "test_part.py",  # with the part, and without it
     "parts/frameworks/[ir]*": "parts/frameworks/test_kernel_state.py",  # in real ranks
     "parts/frameworks/keras_models": "parts/frameworks/test_values.py",

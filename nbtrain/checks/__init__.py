@@ -1,1 +1,1 @@
-"""What nbtrain finds out before, during and after a run, and says: findings, never exceptions."""
+"""Looks for mistakes before, during and after a run, and returns findings."""

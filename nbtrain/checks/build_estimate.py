@@ -1,6 +1,6 @@
-"""Estimates the memory of the checkpoints that each rank loads for itself, by the size of files.
+"""Estimates the memory of checkpoints that each rank loads for itself, from the sizes of files.
 
-Nothing is loaded, built or fetched for it.
+It loads, builds and downloads nothing.
 """
 
 from __future__ import annotations
@@ -17,13 +17,8 @@ from ..findings import Place
 from ..planning.plan import Call, Cell
 from ..system.source_files import cell_name
 from ..system.text import format_bytes
+from . import limits
 from .lint import read
-
-SHARE = 0.25
-"""The share of the available memory from which models that ranks load are worth a remark."""
-
-LARGE = 1 << 30
-"""Bytes from which they are in any case."""
 
 ADVICE = (
     "load the model once, in a cell above, and give it to the function as a parameter, so that all "
@@ -34,20 +29,20 @@ _MODELS = re.compile(r"Model|For[A-Z]|Pipeline|Transformer|UNet")
 
 
 @dataclass(frozen=True)
-class Load:
-    """A line by which every rank loads a model of its own."""
+class CheckpointLoad:
+    """A line that loads a model in every rank."""
 
     place: Place
-    size: int
-    """Bytes of the checkpoint's files."""
+    bytes: int
+    """The size of the checkpoint's files."""
 
 
-def loads(task: Call | Cell) -> list[Load]:
-    """Return what each rank loads, as far as the checkpoints are here.
+def find_loads(task: Call | Cell) -> list[CheckpointLoad]:
+    """Return the loads of a task whose checkpoints are on this host.
 
     Raises what `nbtrain.checks.lint.lint` raises.
     """
-    result: list[Load] = []
+    result: list[CheckpointLoad] = []
     for unit in read(task, cell_name):
         for call in unit.calls:
             match call:
@@ -60,34 +55,44 @@ def loads(task: Call | Cell) -> list[Load]:
                     value: Any = name.value if isinstance(name, ast.Constant) else unit.value(name)
                     size = checkpoint_bytes(value) if type(value) is str else 0
                     place = Place(unit.place, call.lineno, call.col_offset + 1)
-                    result += [Load(place, size)] if size else []
+                    result += [CheckpointLoad(place, size)] if size else []
     return result
 
 
-def advice(loaded: list[Load], ranks: int, available: int | None) -> tuple[str, ...]:
-    """Return how much ranks take that each load a model, and what to write instead.
+def explain(
+    loads: list[CheckpointLoad], ranks: int, available_bytes: int | None
+) -> tuple[str, ...]:
+    """Return a possible reason why memory ran out, and the remedy.
 
-    Empty where none loads any, or what they load is too little to be the reason.
+    Empty if the ranks load too little to be the reason.
     """
-    size = ranks * sum(load.size for load in loaded)
-    if ranks < 2 or not size or size < min(LARGE, SHARE * (available or LARGE)):
-        return ()  # there is no evidence that they are what uses the memory
-    place = max(loaded, key=lambda load: load.size).place
+    size, least = ranks * sum(load.bytes for load in loads), limits.MIN_BUILD_BYTES
+    if ranks < 2 or not size:
+        return ()
+    if size < min(least, limits.MIN_BUILD_SHARE * (available_bytes or least)):
+        return ()
+    place = max(loads, key=lambda load: load.bytes).place
     text = f"each of {ranks} ranks loads a separate copy of the model ({place})"
     text += f": {ranks} x {format_bytes(size // ranks)} = {format_bytes(size)}"
-    text += f", and {format_bytes(available)} were available" if available is not None else ""
-    is_too_much = available is not None and size > available
+    if available_bytes is not None:
+        text += f", and {format_bytes(available_bytes)} were available"
+    is_too_much = available_bytes is not None and size > available_bytes
     reason = "too much for this host's memory" if is_too_much else "if memory ran out"
     return (f"{reason}: {text}", ADVICE)
 
 
 def checkpoint_bytes(name: str) -> int:
-    """Return the size of a checkpoint's weights: a folder, or a model of the hub that is here."""
+    """Return the size of a checkpoint's weights, given a folder or the name of a cached hub model.
+
+    0 if there is none here.
+    """
     folder = Path(name)
     if not folder.is_dir():
         hub = sys.modules.get("huggingface_hub")
         cached = None
-        with contextlib.suppress(Exception):  # not a repository's name, whatever the hub calls it
+        with contextlib.suppress(
+            Exception
+        ):  # the hub has several errors for a text that is no name
             cached = hub.try_to_load_from_cache(name, "config.json") if hub is not None else None
         if not isinstance(cached, str):
             return 0

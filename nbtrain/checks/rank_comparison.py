@@ -1,7 +1,7 @@
-"""Finds ranks that do the same work, or train alone, from what each rank reports.
+"""Compares what the ranks train on, to find ranks that do the same work or train alone.
 
-In doubt it says nothing: tensor parallelism wants the same data on every rank, and ranks may train
-alone on purpose.
+A finding must be certain: with tensor parallelism, all ranks need the same data, and ranks may
+train alone on purpose.
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ from pathlib import Path
 
 from ..findings import Finding
 from ..tracking import events as ev
-
-LOSSES = 4
-"""Losses that are compared, at least."""
+from .limits import MIN_COMPARED_LOSSES
 
 PLACE = "{place}"
-"""Stands in the text of a finding where the place of the step belongs."""
+"""Replaced, in the text of a finding, by the place of the optimizer's step."""
 
-_KNOWN = frozenset({"migrate", "prepare"})
-"""The rules that may have found the same in the code, before the run."""
+_LINT_CODES = frozenset({"migrate", "prepare"})
+"""The rules of lint that may have found the same in the code, before the run."""
 
 _PREPARE = (
     "write `model, optimizer, loader = accelerator.prepare(model, optimizer, loader)` before the "
@@ -43,7 +41,7 @@ _ALONE = "If each rank is meant to train alone, have it choose its work by `nbtr
 
 
 class WorkComparison:
-    """Compares the ranks of a run, and reports what is wrong once."""
+    """Compares the ranks of a run, and reports each finding once."""
 
     def __init__(self, world_size: int, cells: Callable[[], Mapping[str, str]]) -> None:
         self._world_size, self._cells = world_size, cells
@@ -52,7 +50,7 @@ class WorkComparison:
         self._reported: Finding | None = None
 
     def observe(self, events: Iterable[ev.Event]) -> None:
-        """Take what ranks reported of their work; an attempt begins anew."""
+        """Take the ranks' samples from the events of a run. A new attempt forgets earlier ones."""
         for event in events:
             if isinstance(event, ev.WorkSample):
                 self._samples[event.rank], self._is_new = event, True
@@ -61,7 +59,10 @@ class WorkComparison:
                 self._reported = None
 
     def check(self, findings: Iterable[Finding]) -> list[ev.RunNote]:
-        """Return a note, if there is one to give that is not among the run's `findings`."""
+        """Return a note on a new finding, unless lint has it among the `findings` of the run.
+
+        If the finding makes the result wrong, the run is still marked, by a note without a text.
+        """
         before = self._reported
         is_flawed = before is not None and before.flaw
         if not self._is_new or is_flawed or len(self._samples) < self._world_size:
@@ -73,41 +74,40 @@ class WorkComparison:
         self._reported = finding
         place = _place(self._samples[0], self._cells())
         shown = replace(finding, text=finding.text.replace(PLACE, place))
-        # What ended equally is a flaw, too, and no other note.
-        if before is not None or any(known.code in _KNOWN for known in findings):
+        if before is not None or any(known.code in _LINT_CODES for known in findings):
             shown = replace(shown, text="", remedy="")
         return [ev.RunNote.of(shown)] if shown.text or shown.flaw else []
 
 
 def compare(samples: list[ev.WorkSample]) -> Finding | None:
-    """Return what is wrong with the work of all ranks."""
+    """Return what is wrong with the work of all ranks, if anything is."""
     if len(samples) < 2 or any(sample.is_excused for sample in samples):
         return None
     trained = [sample.steps > 0 for sample in samples]
     joined = [sample.has_joined for sample in samples]
     if all(trained) and not any(joined):
-        return _alone(samples)
+        return _judge_separate_ranks(samples)
     if all(trained) and all(joined):
-        return _together(samples)
+        return _judge_process_group(samples)
     if not any(trained) and not any(joined):
-        return _read_only(samples)
+        return _judge_ranks_without_steps(samples)
     return None
 
 
-def _alone(samples: list[ev.WorkSample]) -> Finding | None:
-    """Judge ranks that never formed a process group.
+def _judge_separate_ranks(samples: list[ev.WorkSample]) -> Finding | None:
+    """Return what is wrong with ranks that never formed a process group.
 
-    Only trainings that were the same to their end are wrong for sure: ranks that differ may have
-    been meant to, by a seed of their own, say.
+    Only ranks that trained equally to the end mark the run as flawed. Ranks that differ may be
+    meant to, for example by a seed for each.
     """
     count, first = len(samples), samples[0]
-    is_same = _have_same_losses(samples) and _ended_equally(samples)
+    is_same = _have_same_losses(samples) and _have_same_end(samples)
     asks = any(sample.asks_rank for sample in samples)
     if is_same or (_have_same_losses(samples) and not asks):
         what = (
             f"the {count} ranks never join each other: each trains alone{PLACE}, on the same data"
         )
-    elif not asks and all(sample.steps >= LOSSES for sample in samples):
+    elif not asks and all(sample.steps >= MIN_COMPARED_LOSSES for sample in samples):
         what = f"the {count} ranks never join each other: each trains a separate model{PLACE}"
     else:
         return None
@@ -119,22 +119,22 @@ def _alone(samples: list[ev.WorkSample]) -> Finding | None:
     return Finding("not-joined", f"{what}.", remedy, flaw=flaw)
 
 
-def _together(samples: list[ev.WorkSample]) -> Finding | None:
-    """Judge the ranks of a process group."""
-    if finding := _apart(samples):
+def _judge_process_group(samples: list[ev.WorkSample]) -> Finding | None:
+    """Return what is wrong with the ranks of a process group."""
+    if finding := _find_different_weights(samples):
         return finding
     if not _have_same_losses(samples):
         return None
     is_wrapped = all(sample.is_wrapped == "whole" for sample in samples)
     if is_wrapped and not any(sample.batches or sample.gathers for sample in samples):
-        # In 16 bits, different batches have one loss, too.
-        return None if _have_few_bits(samples[0].losses) else _same_batches(samples, _SEED)
+        # In 16 bits, different batches may have equal losses.
+        return None if _are_16_bit_numbers(samples[0].losses) else _same_batches(samples, _SEED)
     if not _have_same_batches(samples):
         return None
     if is_wrapped:
         return _same_batches(samples, _SEED if samples[0].splits_data else _SPLIT)
     is_apart = not any(sample.has_exchanged or sample.is_wrapped for sample in samples)
-    if is_apart and _ended_equally(samples):
+    if is_apart and _have_same_end(samples):
         return Finding(
             "no-exchange",
             f"the {len(samples)} ranks exchange no gradients: each trains alone{PLACE}, on the "
@@ -146,6 +146,7 @@ def _together(samples: list[ev.WorkSample]) -> Finding | None:
 
 
 def _same_batches(samples: list[ev.WorkSample], remedy: str) -> Finding:
+    """Return the finding that all ranks train on the same batches."""
     return Finding(
         "same-batches",
         f"all {len(samples)} ranks train on the same batches{PLACE}, so they learn what one rank "
@@ -155,10 +156,10 @@ def _same_batches(samples: list[ev.WorkSample], remedy: str) -> Finding:
     )
 
 
-def _apart(samples: list[ev.WorkSample]) -> Finding | None:
-    """Find ranks of one group whose weights differ in the end, though no code asks for its rank.
+def _find_different_weights(samples: list[ev.WorkSample]) -> Finding | None:
+    """Find ranks of a process group whose final weights differ, though no code asks for its rank.
 
-    Not before: ranks that average their weights now and then differ in between.
+    Before the end they may differ: ranks may average their weights only at intervals.
     """
     weights = {sample.weights for sample in samples}
     shapes = {sample.weights.partition(" ")[0] for sample in samples}  # of stages, they differ
@@ -175,8 +176,8 @@ def _apart(samples: list[ev.WorkSample]) -> Finding | None:
     )
 
 
-def _read_only(samples: list[ev.WorkSample]) -> Finding | None:
-    """Judge ranks that took no optimizer step."""
+def _judge_ranks_without_steps(samples: list[ev.WorkSample]) -> Finding | None:
+    """Return what is wrong with ranks that took no optimizer step."""
     is_over = all(sample.is_last and not sample.asks_rank for sample in samples)
     if not (is_over and _have_same_batches(samples)):
         return None
@@ -189,12 +190,13 @@ def _read_only(samples: list[ev.WorkSample]) -> Finding | None:
 
 
 def _have_same_losses(samples: list[ev.WorkSample]) -> bool:
-    """Whether the first losses are equal, though they change from step to step.
+    """Return whether the ranks' first losses are equal, and change from step to step.
 
-    If they hardly change, any data may give them: a last layer of zeros in a warm-up does.
+    Losses that hardly change do not depend on the data: with a last layer of zeros, for example, or
+    during a warm-up.
     """
     first = samples[0].losses
-    if len(first) < LOSSES or math.isclose(min(first), max(first), rel_tol=1e-3):
+    if len(first) < MIN_COMPARED_LOSSES or math.isclose(min(first), max(first), rel_tol=1e-3):
         return False
     return all(
         len(sample.losses) == len(first)
@@ -203,26 +205,30 @@ def _have_same_losses(samples: list[ev.WorkSample]) -> bool:
     )
 
 
-def _have_few_bits(losses: tuple[float, ...]) -> bool:
-    """Whether all are numbers of bfloat16 or float16, whose significands have up to 11 bits."""
+def _are_16_bit_numbers(losses: tuple[float, ...]) -> bool:
+    """Return whether all numbers fit bfloat16 or float16, with significands of up to 11 bits."""
     return all((math.frexp(loss)[0] * 2**11).is_integer() for loss in losses)
 
 
 def _have_same_batches(samples: list[ev.WorkSample]) -> bool:
-    """Whether the first batches are equal, and not all one, as where a test overfits one batch."""
+    """Return whether the ranks' first batches are equal, and differ from one another.
+
+    A test that overfits one batch is right.
+    """
     first = samples[0].batches
     if "" in first or len(set(first)) < 2:
         return False
     return all(sample.batches == first for sample in samples)
 
 
-def _ended_equally(samples: list[ev.WorkSample]) -> bool:
+def _have_same_end(samples: list[ev.WorkSample]) -> bool:
+    """Return whether all ranks have ended, with equal steps, losses and batches."""
     ends = {(s.steps, s.losses, s.last_loss, s.batches) for s in samples}
     return all(sample.is_last for sample in samples) and len(ends) == 1
 
 
 def _place(sample: ev.WorkSample, cells: Mapping[str, str]) -> str:
-    """Return the place of a step, as a part of a sentence: `` (In[3], line 7)``."""
+    """Return the place of a step as it stands in a sentence: `` (In[3], line 7)``."""
     if not sample.file:
         return ""
     return f" ({cells.get(sample.file) or Path(sample.file).name}, line {sample.line})"

@@ -1,4 +1,4 @@
-"""Returns what to change in the code after an error whose text is known. Pure."""
+"""Returns remedies for errors whose texts are known, as pure functions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _UNUSED = (
     "DistributedDataParallel(model, find_unused_parameters=True). Otherwise use them in the "
     "loss, or remove them from the model."
 )
-_PARTED = (
+_UNEQUAL_SIZES = (
     r"(?:collective mismatch|op\.preamble\.length|Connection (?:closed|reset) by peer|Broken pipe)"
     r'[\s\S]*torch/distributed/distributed_c10d\.py", line \d+'
 )
-"""What gloo says of ranks that took part in a collective with unequal sizes, and its line."""
-_KNOWN = {
+"""The error of gloo when ranks take part in a collective with unequal sizes, and its line."""
+_REMEDIES = {
     rf"AttributeError: '(?:{_WRAPPERS})' object has no attribute '(\w+)'": (
         r"The model is wrapped on the ranks: write model.module.\1, or, with Accelerate, "
         r"accelerator.unwrap_model(model).\1"
@@ -38,13 +38,13 @@ _KNOWN = {
         'model.gradient_checkpointing_enable({"use_reentrant": False}).'
     ),
     "Parameter indices which did not receive grad|parameters which did not receive grad": _UNUSED,
-    rf"{_PARTED} in (?:all_gather|gather)": (
+    rf"{_UNEQUAL_SIZES} in (?:all_gather|gather)": (
         "Every rank must take part in a gather, with a tensor of the same shape. If the shapes "
         "differ, write x = accelerator.pad_across_processes(x, dim=…) before it, or gather "
         "objects: accelerator.gather_for_metrics(x, use_gather_object=True), or "
         "torch.distributed.all_gather_object."
     ),
-    rf"{_PARTED} in (?:all_)?reduce\n": (
+    rf"{_UNEQUAL_SIZES} in (?:all_)?reduce\n": (
         "Every rank must take part in a reduce, with a tensor of the same shape."
     ),
     r"CUDA (?:error: )?out of memory": (
@@ -78,7 +78,7 @@ _UNFINISHED = re.compile(
     r"PytorchStreamReader failed|unexpected EOF|^UnpicklingError|pickle data was truncated|"
     r"^JSONDecodeError|^EmptyDataError|invalid load key"
 )
-"""What is raised for a file that is not there yet, or in part."""
+"""Errors from a file that does not exist yet, or is still being written."""
 
 _WAIT = (
     "If another rank writes the file, it may not have finished: call "
@@ -94,7 +94,7 @@ _JOIN_FIRST = (
 )
 
 
-_FEWER = (
+_FEWER_BATCHES = (
     "Probably a rank had fewer batches than the others; each needs the same number. "
     "accelerator.prepare(loader) and DistributedSampler see to it, and drop_last=True does if the "
     "parts of the data are equal. With DDP, `with model.join():` around the loop lets a rank end "
@@ -103,11 +103,14 @@ _FEWER = (
 
 
 def remedies_of_rank(rank: RankState, state: RunState) -> tuple[str, ...]:
-    """Return what to change where a rank failed that others left, or at a file that rank 0 has."""
+    """Return remedies for a rank that failed because of what other ranks did.
+
+    They left a collective, or had not finished writing the file that this rank reads.
+    """
     if rank.has_lost_peers and rank.progress is not None:
         left = [r.progress.steps for r in state.ranks if r.status == "done" and r.progress]
         if left and min(left) <= rank.progress.steps:
-            return (_FEWER,)
+            return (_FEWER_BATCHES,)
     first = state.ranks[0]
     alone = rank.rank > 0 and (not first.error or first.has_lost_peers)
     if not (alone and _UNFINISHED.search(rank.error or "")):
@@ -116,8 +119,8 @@ def remedies_of_rank(rank: RankState, state: RunState) -> tuple[str, ...]:
 
 
 def remedies(text: str) -> tuple[str, ...]:
-    """Return what to change, for each known error in the text of a failure."""
-    matches = ((re.search(sign, text), remedy) for sign, remedy in _KNOWN.items())
+    """Return the remedy of each known error in the text of a failure."""
+    matches = ((re.search(sign, text), remedy) for sign, remedy in _REMEDIES.items())
     return tuple(
         match.expand(remedy) if r"\1" in remedy else remedy
         for match, remedy in matches

@@ -390,8 +390,10 @@ def _check_task(plan: Plan, device: str, engine: Engine) -> list[Finding]:
     """Return what may go wrong. Raises `PreflightError` for what is certain to."""
 
     def bytes_built() -> int:
-        loads = launch_log.attempt("the estimate", partial(build_estimate.loads, plan.task), ())
-        return sum(load.size for load in loads)
+        loads = launch_log.attempt(
+            "the estimate", partial(build_estimate.find_loads, plan.task), ()
+        )
+        return sum(load.bytes for load in loads)
 
     on_host = preflight.check(plan, device, engine, bytes_built) if engine.checks_host else ()
     look = partial(

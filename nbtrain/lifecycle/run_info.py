@@ -164,8 +164,8 @@ def _if_killed(plan: Plan, ranks: int) -> Sequence[str]:
     """Return what to say if a rank is killed for want of memory: what each loads for itself."""
 
     def look() -> Sequence[str]:
-        loads = build_estimate.loads(plan.task)
-        return build_estimate.advice(loads, ranks, host.memory().available) if loads else ()
+        loads = build_estimate.find_loads(plan.task)
+        return build_estimate.explain(loads, ranks, host.memory().available) if loads else ()
 
     return launch_log.attempt("the estimate", look, ())
 

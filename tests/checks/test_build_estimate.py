@@ -9,7 +9,7 @@ import pytest
 from transformers import BertConfig, BertModel, BertTokenizer
 
 from nbtrain.checks import build_estimate
-from nbtrain.checks.build_estimate import Load
+from nbtrain.checks.build_estimate import CheckpointLoad
 from nbtrain.findings import Place
 from nbtrain.planning import cell
 from nbtrain.planning.plan import Call
@@ -20,8 +20,8 @@ SMALL = BertConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=2)
 SIZE = sum(t.numel() * 4 for t in BertModel(SMALL).parameters())
 
 
-def loads(source: str, **namespace: Any) -> list[Load]:
-    return build_estimate.loads(cell.read_cell(source, "c", namespace))
+def loads(source: str, **namespace: Any) -> list[CheckpointLoad]:
+    return build_estimate.find_loads(cell.read_cell(source, "c", namespace))
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_a_checkpoint_is_as_large_as_its_files(line: str, tmp_path: Path) -> Non
     BertModel(SMALL).save_pretrained(tmp_path)
     source = f"def train():\n    model = {line}"
     (load,) = loads(source, path=str(tmp_path))
-    assert load.size == pytest.approx(SIZE, rel=0.02)
+    assert load.bytes == pytest.approx(SIZE, rel=0.02)
     assert load.place == Place("", 2, 13)
     assert loads(source.replace("(path", f"({str(tmp_path)!r}")) == [load]
 
@@ -52,7 +52,7 @@ def test_what_is_not_known_is_nothing(source: str, tmp_path: Path) -> None:
     BertModel(SMALL).save_pretrained(tmp_path)
     names = {"BertModel": BertModel, "BertTokenizer": BertTokenizer}
     assert loads(source, path=str(tmp_path), config=SMALL, **names) == []
-    assert build_estimate.loads(Call(len)) == []
+    assert build_estimate.find_loads(Call(len)) == []
 
 
 def test_ranks_that_load_more_than_there_is_are_warned_of_and_their_end_is_explained(
@@ -75,16 +75,16 @@ def test_ranks_that_load_more_than_there_is_are_warned_of_and_their_end_is_expla
 
 
 def test_what_ranks_load_is_reported_with_what_to_write_instead() -> None:
-    loaded = [Load(Place("", 3, 1), SIZE), Load(Place("In[2]", 4, 1), 2)]
+    loaded = [CheckpointLoad(Place("", 3, 1), SIZE), CheckpointLoad(Place("In[2]", 4, 1), 2)]
     total, available = SIZE + 2, 1 << 28
-    assert build_estimate.advice(loaded, 8, available) == (
+    assert build_estimate.explain(loaded, 8, available) == (
         f"if memory ran out: each of 8 ranks loads a separate copy of the model (line 3): "
         f"8 x {format_bytes(total)} = {format_bytes(8 * total)}, and {format_bytes(available)} "
         "were available",
         build_estimate.ADVICE,
     )
-    (reason, _) = build_estimate.advice(loaded, 8, SIZE)
+    (reason, _) = build_estimate.explain(loaded, 8, SIZE)
     assert reason.startswith("too much for this host's memory: each of 8")
-    assert build_estimate.advice(loaded, 1, SIZE) == ()
-    assert build_estimate.advice(loaded, 8, 1 << 30) == ()  # too little to be the reason
-    assert build_estimate.advice([], 8, None) == ()
+    assert build_estimate.explain(loaded, 1, SIZE) == ()
+    assert build_estimate.explain(loaded, 8, 1 << 30) == ()  # too little to be the reason
+    assert build_estimate.explain([], 8, None) == ()

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 
 from ...findings import Edit, Finding
 from ...planning.plan import Call, Cell
+from ..limits import LINT_BUDGET_S
 from .migration import apply_edits, migration
 from .program import Program
 from .rules import backward, devices
@@ -29,10 +30,7 @@ from .source_index import Clock, OutOfTime, Unit
 from .training_loop import unprepared
 from .uncalled_function import uncalled
 
-__all__ = ["BUDGET_S", "CODES", "Edit", "Finding", "OutOfTime", "apply_edits", "lint", "read"]
-
-BUDGET_S = 0.2
-"""Seconds of a processor that reading the code may take: a cell of 2,000 lines takes them."""
+__all__ = ["CODES", "Edit", "Finding", "OutOfTime", "apply_edits", "lint", "read"]
 
 CODES = {
     "backward": "`loss.backward()` in a loop under Accelerate",
@@ -77,7 +75,7 @@ def lint(
 
 def read(task: Call | Cell, name_cell: NameCell | None = None) -> list[Unit]:
     """Return the source that is looked at, within the budget; raises what `lint` raises."""
-    return gather(task, Clock(BUDGET_S), name_cell)
+    return gather(task, Clock(LINT_BUDGET_S), name_cell)
 
 
 def _findings(program: Program, device: str, sharded: bool, ranks: int | None) -> Iterator[Finding]:

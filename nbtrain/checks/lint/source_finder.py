@@ -17,10 +17,8 @@ from pathlib import Path
 from ...planning.plan import Call, Cell
 from ...planning.task_values import arguments, function_of, visible
 from ...system.source_files import is_library
+from ..limits import MAX_SOURCE_CHARS
 from .source_index import MISSING, Clock, OutOfTime, Unit, is_function
-
-MOST_CHARACTERS = 100_000
-"""Characters of a source that is read; the parser, which no clock stops, takes 80 ms for them."""
 
 NameCell = Callable[[str], str | None]
 """Turns a cell's file name into what the user calls it ("In[3]"); None if it is no cell."""
@@ -74,7 +72,7 @@ def gather(task: Call | Cell, clock: Clock, name_cell: NameCell | None = None) -
 
 def _cell(cell: Cell, clock: Clock) -> Unit:
     """Return a whole cell."""
-    if len(cell.source) > MOST_CHARACTERS:
+    if len(cell.source) > MAX_SOURCE_CHARS:
         raise OutOfTime
     module = ast.parse(cell.source)
     defined = [node for node in module.body if is_function(node) and node.name == cell.function]
@@ -87,7 +85,7 @@ def _cell(cell: Cell, clock: Clock) -> Unit:
 
 
 def _parse(lines: list[str]) -> ast.Module | None:
-    if not 0 < sum(map(len, lines)) <= MOST_CHARACTERS:
+    if not 0 < sum(map(len, lines)) <= MAX_SOURCE_CHARS:
         return None
     try:
         return ast.parse("".join(lines))

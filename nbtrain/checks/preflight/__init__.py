@@ -1,6 +1,6 @@
-"""Checks whether a plan can start here: findings with remedies. It changes nothing.
+"""Checks whether a plan can start here, and returns findings with remedies. Changes nothing.
 
-The questions are pure functions of `Facts`; `facts.gather` is the one place that looks.
+The checks are pure functions of `Facts`. Only `facts.gather` looks at the process and the host.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from dataclasses import replace
 from ...errors import AcceleratorInitializedError, PlanError, PreflightError
 from ...findings import NOWHERE, Finding
 from ...planning.plan import Plan
-from .checks import QUESTIONS
+from .checks import CHECKS
 from .facts import EngineTraits, Facts, gather
 
-__all__ = ["Facts", "ask", "check", "error_of", "findings", "unless_refused"]
+__all__ = ["Facts", "check", "error_of", "findings", "run_checks", "unless_refused"]
 
 
 def check(
-    plan: Plan, device: str, engine: EngineTraits, builds: Callable[[], int] = int
+    plan: Plan, device: str, engine: EngineTraits, built_bytes: Callable[[], int] = int
 ) -> list[Finding]:
     """Return what will probably go wrong with a plan.
 
-    `builds` returns how many bytes each rank will build for itself, as far as that is known; it is
-    called only if nothing else refuses the plan, as it takes longer than all the rest. Raises
-    `PreflightError` with every reason why the ranks of this plan could not work.
+    `built_bytes` returns the size of the models that each rank loads for itself, 0 if unknown. It
+    takes longer than all checks, so it is called only if none of them refuses the plan. Raises
+    `PreflightError` or `PlanError` with every reason why the ranks of this plan could not run.
     """
     facts = gather(plan, device, engine)
-    result = unless_refused(ask(facts))
-    if built := builds():
-        result = unless_refused(ask(replace(facts, builds=built)))
+    result = unless_refused(run_checks(facts))
+    if built := built_bytes():
+        result = unless_refused(run_checks(replace(facts, built_bytes=built)))
     return result
 
 
 def unless_refused(result: list[Finding]) -> list[Finding]:
-    """Return findings that refuse nothing. Raises the error of the first that does."""
+    """Return findings if none of them refuses the launch; else raise the error of the first one."""
     refusals = [finding for finding in result if finding.level == "refuse"]
     if refusals:
         raise error_of(refusals[0])("\n".join(finding.shown for finding in refusals))
@@ -42,7 +42,7 @@ def unless_refused(result: list[Finding]) -> list[Finding]:
 
 
 def error_of(refusal: Finding) -> type[PlanError | PreflightError]:
-    """Return what a refused launch raises: code cannot run as written, or the kernel's state."""
+    """Return what a refused launch raises: `PlanError` if the reason is a line of the code."""
     if refusal.place != NOWHERE:
         return PlanError
     is_initialized = refusal.code == "accelerator-initialized"
@@ -50,10 +50,13 @@ def error_of(refusal: Finding) -> type[PlanError | PreflightError]:
 
 
 def findings(plan: Plan, device: str, engine: EngineTraits) -> list[Finding]:
-    """Return what `check` would refuse or warn of, raising nothing. The plan has no 'auto' left."""
-    return ask(gather(plan, device, engine))
+    """Return what `check` would refuse or warn about, and raise nothing.
+
+    The engine of the plan is chosen: it is not "auto".
+    """
+    return run_checks(gather(plan, device, engine))
 
 
-def ask(facts: Facts) -> list[Finding]:
-    """Return the findings of every question. Pure."""
-    return [finding for question in QUESTIONS for finding in question(facts)]
+def run_checks(facts: Facts) -> list[Finding]:
+    """Return the findings of all checks."""
+    return [finding for check in CHECKS for finding in check(facts)]

@@ -1,6 +1,6 @@
-"""The checks of preflight, each from `Facts` alone: could these ranks work at all?
+"""The checks before a launch, as functions of `Facts`: could the ranks run here at all?
 
-About this process and the options; about accelerators; about what this host has left.
+First those of this process and the options, then of accelerators, then of the host's resources.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from ...system.accelerator_guard import OF_ONE_PROCESS
 from ...system.gpus import Holder
 from ...system.text import format_bytes, format_bytes_of, plural, with_article
 from ...system.tpu import XLA_INSTALL
-from .facts import Facts, Question
+from .. import limits
+from .facts import Check, Facts
 
 
-def fork(facts: Facts) -> Iterator[Finding]:
-    """Windows has no fork."""
-    if facts.forks and not facts.can_fork:
+def check_fork_support(facts: Facts) -> Iterator[Finding]:
+    """Refuse to fork on Windows, which has no fork."""
+    if facts.forks_kernel and not facts.can_fork:
         yield Finding(
             "no-fork",
             "This system cannot fork.",
@@ -32,8 +33,8 @@ def fork(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def disabled(facts: Facts) -> Iterator[Finding]:
-    """A word of NBTRAIN_DISABLE that names nothing switches nothing off."""
+def check_disabled_options(facts: Facts) -> Iterator[Finding]:
+    """Warn about a word of NBTRAIN_DISABLE that is no option or engine."""
     words = set(option_types.disabled(facts.env)) - {*ENGINES, "live", "num_nodes"}
     if words:
         words -= {name.replace("-", "_") for name in option_types.engine_plugins()}
@@ -51,40 +52,41 @@ _FRESH = (
 _SPAWN = f"or {_FRESH}."
 
 
-def initialized(facts: Facts) -> Iterator[Finding]:
-    """Ranks forked from a process that has initialised an accelerator cannot use it.
+def check_initialized_accelerators(facts: Facts) -> Iterator[Finding]:
+    """Refuse to fork ranks from a kernel that has initialised their accelerator.
 
-    A TPU belongs to one process at a time: fresh ranks cannot use it either.
+    CUDA and XLA do not survive a fork. A TPU belongs to one process at a time, so fresh ranks
+    cannot use it either.
     """
     on_tpu = facts.device in tpu.ENGINES.values()
-    if facts.device == "cpu" or not (facts.forks or on_tpu):
+    if facts.device == "cpu" or not (facts.forks_kernel or on_tpu):
         return
-    for touch in facts.touches:
-        if on_tpu and touch.name not in OF_ONE_PROCESS:
+    for init in facts.accelerator_inits:
+        if on_tpu and init.name not in OF_ONE_PROCESS:
             continue
-        called = f" Called from {touch.calls[-1]}." if touch.calls else ""
+        called = f" Called from {init.calls[-1]}." if init.calls else ""
         users = "ranks" if on_tpu else "ranks forked from the kernel"
         yield Finding(
             "accelerator-initialized",
-            f"{touch.name} is already initialised in this kernel, so {users} cannot use it. "
-            f"First seen: {touch.place}.{called}",
+            f"{init.name} is already initialised in this kernel, so {users} cannot use it. "
+            f"First seen: {init.place}.{called}",
             f"{_RESTART}." if on_tpu else f"{_RESTART}, {_SPAWN}",
             "refuse",
         )
 
 
-def accelerator_state(facts: Facts) -> Iterator[Finding]:
-    """An Accelerator of the notebook knows of one process: with it, each rank would train alone."""
-    for held in facts.accelerate_held if facts.forks else ():
-        place = f" ({held.place})" if held.place else ""
+def check_accelerate_objects(facts: Facts) -> Iterator[Finding]:
+    """Refuse an Accelerator that the notebook made for one process: each rank would train alone."""
+    for made in facts.accelerate_objects if facts.forks_kernel else ():
+        place = f" ({made.place})" if made.place else ""
         message = (
-            f"`{held.name}` ({with_article(held.kind)}) was made in the notebook, for one process"
+            f"`{made.name}` ({with_article(made.kind)}) was made in the notebook, for one process"
         )
-        if held.is_trainer:
+        if made.is_trainer:
             remedy = (
-                f"Create the {held.kind} and its TrainingArguments inside the training function."
+                f"Create the {made.kind} and its TrainingArguments inside the training function."
             )
-        elif held.kind == "Accelerator":
+        elif made.kind == "Accelerator":
             remedy = "Create it inside the training function, once in every rank."
         else:
             remedy = "Call `prepare` inside the training function, in every rank."
@@ -127,16 +129,16 @@ _SHARED: dict[Kind, tuple[str, str]] = {
 }
 
 
-def shared_handles(facts: Facts) -> Iterator[Finding]:
-    """Forked ranks share what the notebook has open."""
+def check_shared_handles(facts: Facts) -> Iterator[Finding]:
+    """Warn about open pipes, connections and processes that forked ranks would share."""
     for handle in facts.shared_handles:
         text, remedy = _SHARED[handle.kind]
         yield Finding("shared-handle", f"`{handle.name}` {text}.", remedy)
 
 
-def process_group(facts: Facts) -> Iterator[Finding]:
-    """A process belongs to one default process group."""
-    if facts.in_process_group and (facts.forks or facts.inline):
+def check_process_group(facts: Facts) -> Iterator[Finding]:
+    """Refuse ranks that inherit the notebook's process group: a process has one default group."""
+    if facts.in_process_group and (facts.forks_kernel or facts.runs_in_kernel):
         yield Finding(
             "process-group",
             "The notebook itself belongs to a process group (torch.distributed is initialized).",
@@ -146,16 +148,16 @@ def process_group(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def precision(facts: Facts) -> Iterator[Finding]:
-    """CPUs and TPUs cannot train in fp16."""
+def check_precision(facts: Facts) -> Iterator[Finding]:
+    """Refuse fp16 on CPUs and TPUs, which cannot train in it."""
     if facts.plan.mixed_precision == "fp16" and facts.device != "cuda":
         has = "this host has none" if facts.device == "cpu" else "a TPU trains in bf16"
         yield Finding("fp16", f"fp16 needs a GPU; {has}.", "Use -p bf16 or -p no.", "refuse")
 
 
-def inline_timeout(facts: Facts) -> Iterator[Finding]:
-    """No other process watches a rank that is this process."""
-    if facts.inline and facts.plan.timeout is not None:
+def check_inline_timeout(facts: Facts) -> Iterator[Finding]:
+    """Refuse a timeout for a rank in the kernel: no other process could enforce it."""
+    if facts.runs_in_kernel and facts.plan.timeout is not None:
         yield Finding(
             "inline-timeout",
             "The inline engine cannot enforce a timeout.",
@@ -164,21 +166,18 @@ def inline_timeout(facts: Facts) -> Iterator[Finding]:
         )
 
 
-CROWDED = 0.1
-"""The share of a GPU that others must hold to be reported; a desktop holds less."""
-
 _EXCLUSIVE, _PROHIBITED = 3, 2
 
 
-def enough(facts: Facts) -> Iterator[Finding]:
-    """Rank i drives GPU i, and NCCL refuses two ranks on one GPU; gloo does not."""
-    ranks, gpus = facts.ranks, facts.visible
-    if facts.on_cpu or facts.inline or not 0 < gpus < ranks:
+def check_gpu_count(facts: Facts) -> Iterator[Finding]:
+    """Refuse more ranks than GPUs, unless they use gloo: NCCL takes one rank on each GPU."""
+    ranks, gpus = facts.ranks, facts.gpu_count
+    if facts.on_cpu or facts.runs_in_kernel or not 0 < gpus < ranks:
         return
     seen = f"{ranks} ranks were asked for, but the ranks see only {plural(gpus, 'GPU')}"
     hidden = next((n for n in _VISIBILITY if n in facts.env), None)
     seen += f" ({hidden}={facts.env[hidden]})" if hidden else ""
-    if "gloo" in facts.source.lower():
+    if "gloo" in facts.source_code.lower():
         remedy = f"In the function, let each rank choose a GPU (its rank modulo {gpus})."
         yield Finding("shared-gpus", f"{seen}. With gloo, ranks can share a GPU.", remedy)
         return
@@ -193,12 +192,12 @@ def enough(facts: Facts) -> Iterator[Finding]:
 _VISIBILITY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
-def crowded(facts: Facts) -> Iterator[Finding]:
-    """The ranks lack the memory that others, this kernel included, hold on a GPU."""
+def check_gpu_memory(facts: Facts) -> Iterator[Finding]:
+    """Warn about GPU memory that other processes, or this kernel, have allocated."""
     for gpu in () if facts.on_cpu else facts.gpus[: facts.ranks]:
-        held = [h for h in gpu.holders if h.pid != facts.kernel]
-        own = sum(h.mib or 0 for h in gpu.holders if h.pid == facts.kernel)
-        if gpu.total and gpu.used >= CROWDED * gpu.total:
+        held = [h for h in gpu.holders if h.pid != facts.kernel_pid]
+        own = sum(h.mib or 0 for h in gpu.holders if h.pid == facts.kernel_pid)
+        if gpu.total and gpu.used >= limits.MIN_REPORTED_GPU_SHARE * gpu.total:
             yield Finding(
                 "gpu-in-use",
                 f"GPU {gpu.index} ({gpu.name}) is in use: "
@@ -223,8 +222,8 @@ def _holders(held: list[Holder], own: int, facts: Facts) -> str:
     return "; ".join(texts) or "by processes that are not visible from here"
 
 
-def mode(facts: Facts) -> Iterator[Finding]:
-    """In an exclusive compute mode a GPU takes one process at a time, or none."""
+def check_compute_mode(facts: Facts) -> Iterator[Finding]:
+    """Refuse or warn where a GPU's compute mode allows one process at a time, or none."""
     for gpu in () if facts.on_cpu else facts.gpus[: facts.ranks]:
         remedy = f"Run `nvidia-smi -i {gpu.index} -c DEFAULT` as root, or leave this GPU out."
         if gpu.mode == _PROHIBITED:
@@ -234,7 +233,7 @@ def mode(facts: Facts) -> Iterator[Finding]:
                 remedy,
                 "refuse",
             )
-        elif gpu.mode == _EXCLUSIVE and (gpu.holders or facts.ranks > facts.visible):
+        elif gpu.mode == _EXCLUSIVE and (gpu.holders or facts.ranks > facts.gpu_count):
             there = ", ".join(facts.holder_names.get(h.pid, f"pid {h.pid}") for h in gpu.holders)
             yield Finding(
                 "gpu-mode",
@@ -244,17 +243,17 @@ def mode(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def unused(facts: Facts) -> Iterator[Finding]:
-    """The host has an accelerator that the ranks will not use."""
+def check_unused_accelerators(facts: Facts) -> Iterator[Finding]:
+    """Warn about an accelerator that the ranks will not use."""
     build = facts.build
-    if facts.device != "cpu" or "ACCELERATE_USE_CPU" in facts.env or facts.inline:
+    if facts.device != "cpu" or "ACCELERATE_USE_CPU" in facts.env or facts.runs_in_kernel:
         return
-    if facts.visible and build is not None and not (build.cuda or build.hip or build.xpu):
+    if facts.gpu_count and build is not None and not (build.cuda or build.hip or build.xpu):
         yield Finding(
             "cpu-build",
-            f"This host has {plural(facts.visible, 'NVIDIA GPU')}, but "
+            f"This host has {plural(facts.gpu_count, 'NVIDIA GPU')}, but "
             f"torch {build.version} was built for the CPU only: the ranks will not use "
-            f"{'them' if facts.visible > 1 else 'it'}.",
+            f"{'them' if facts.gpu_count > 1 else 'it'}.",
             "Install a CUDA build of torch (pytorch.org shows the command), then restart the "
             "kernel.",
         )
@@ -267,9 +266,14 @@ def unused(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def unused_tpu(facts: Facts) -> Iterator[Finding]:
-    """The host has a TPU that the ranks will not use."""
-    if facts.tpu is None or not facts.on_cpu or facts.inline or "ACCELERATE_USE_CPU" in facts.env:
+def check_unused_tpu(facts: Facts) -> Iterator[Finding]:
+    """Warn about a TPU that the ranks will not use."""
+    if (
+        facts.tpu is None
+        or not facts.on_cpu
+        or facts.runs_in_kernel
+        or "ACCELERATE_USE_CPU" in facts.env
+    ):
         return
     if not facts.has_torch_xla and not tpu.has_torch_tpu():
         reason, remedy = "torch_xla is not installed", f"{XLA_INSTALL}, then restart the kernel."
@@ -288,8 +292,8 @@ def unused_tpu(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def held_tpu(facts: Facts) -> Iterator[Finding]:
-    """A process that outlived its launcher, after an interrupt for example, holds chips."""
+def check_tpu_holders(facts: Facts) -> Iterator[Finding]:
+    """Refuse a TPU that another process holds, such as one that outlived its launcher."""
     if not facts.tpu_holders:
         return
     wanted = tpu.chips_of(facts.ranks, facts.plan.env) if facts.device == "xla" else None
@@ -318,18 +322,8 @@ def _chips(numbers: Collection[int]) -> str:
     return f"chip{'s' if len(numbers) > 1 else ''} {', '.join(map(str, sorted(numbers)))}"
 
 
-BATCHES = 32 << 20
-"""Bytes of /dev/shm per DataLoader worker: about two prefetched batches of images."""
-
-DESCRIPTORS = 16
-DESCRIPTORS_A_RANK = 2
-"""What a launch opens, measured at 1 to 16 ranks: 7, and per rank its pidfd and its connection to
-the store. The process of a rank starts with the kernel's and opens about 13 for gloo (then one per
-peer): 16 covers both."""
-
-
-def port(facts: Facts) -> Iterator[Finding]:
-    """The port that was asked for must be free."""
+def check_port(facts: Facts) -> Iterator[Finding]:
+    """Refuse a port that is in use."""
     if facts.port_trouble:
         holder = f", by {facts.port_listener}" if facts.port_listener else ""
         number, source = facts.plan.port, "use_port"
@@ -343,17 +337,17 @@ def port(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def memory(facts: Facts) -> Iterator[Finding]:
-    """Each rank needs memory for the models that it builds and, on the CPU, for the weights."""
-    if facts.memory is None or facts.inline:
+def check_host_memory(facts: Facts) -> Iterator[Finding]:
+    """Warn if the ranks' models, and on the CPU their training, need more memory than there is."""
+    if facts.memory is None or facts.runs_in_kernel:
         return
-    weights = facts.weights if facts.on_cpu else 0
+    weights = facts.weight_bytes if facts.on_cpu else 0
     available, ranks = facts.memory.available, facts.ranks
-    # Twice: the weights, and gradients of their size. Nobody trains with less.
-    if ranks * (facts.builds + 2 * weights) <= available:
+    # Twice the weights: training needs at least gradients of the same size.
+    if ranks * (facts.built_bytes + 2 * weights) <= available:
         return
-    most = ranks * (facts.builds + 4 * weights)
-    parts = [f"builds {format_bytes(facts.builds)}"] if facts.builds else []
+    most = ranks * (facts.built_bytes + 4 * weights)
+    parts = [f"builds {format_bytes(facts.built_bytes)}"] if facts.built_bytes else []
     if weights:
         parts.append(
             f"trains {format_bytes(weights)} of weights ({format_bytes(4 * weights)} with "
@@ -372,25 +366,31 @@ def memory(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def shared_memory(facts: Facts) -> Iterator[Finding]:
-    """DataLoader workers send batches through /dev/shm, which has 64 MiB in a plain container."""
-    space, workers = facts.shared_memory, facts.ranks * facts.workers
-    if space is None or space.free >= workers * BATCHES:
+def check_shared_memory(facts: Facts) -> Iterator[Finding]:
+    """Warn if /dev/shm is too small for the batches of DataLoader workers.
+
+    A container has 64 MiB by default.
+    """
+    space, per_worker = facts.shared_memory, limits.SHM_BYTES_PER_LOADER_WORKER
+    needed = facts.ranks * facts.workers_per_rank * per_worker
+    if space is None or space.free >= needed:
         return
     yield Finding(
         "shared-memory",
         f"/dev/shm has {format_bytes(space.free)} free of {format_bytes(space.size)}, and "
-        f"{plural(facts.ranks, 'rank')} with {plural(facts.workers, 'DataLoader worker')} each may "
-        f"need {format_bytes(workers * BATCHES)} ({format_bytes(BATCHES)} per worker). With less, "
+        f"{plural(facts.ranks, 'rank')} with "
+        f"{plural(facts.workers_per_rank, 'DataLoader worker')} each may need "
+        f"{format_bytes(needed)} ({format_bytes(per_worker)} per worker). With less, "
         "a worker dies of a bus error.",
         "Use num_workers=0, or start the container with a larger --shm-size.",
     )
 
 
-def descriptors(facts: Facts) -> Iterator[Finding]:
-    """The launcher holds a few open files per rank."""
-    quota, needed = facts.descriptors, DESCRIPTORS + DESCRIPTORS_A_RANK * facts.ranks
-    if quota is None or facts.inline or quota.holds(needed):
+def check_open_files(facts: Facts) -> Iterator[Finding]:
+    """Refuse a launch that would exceed the limit on open files."""
+    quota = facts.open_files
+    needed = limits.LAUNCH_FILES_COUNT + limits.RANK_FILES_COUNT * facts.ranks
+    if quota is None or facts.runs_in_kernel or quota.holds(needed):
         return
     enough = max(4096, 1 << (quota.used + needed).bit_length())
     yield Finding(
@@ -402,14 +402,15 @@ def descriptors(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def processes(facts: Facts) -> Iterator[Finding]:
-    """The limit counts the ranks and their threads alike."""
-    needed = facts.ranks * (1 + facts.threads)
-    for quota in () if facts.inline else facts.quotas:
+def check_process_limits(facts: Facts) -> Iterator[Finding]:
+    """Refuse a launch that would exceed a limit on processes, which counts threads, too."""
+    needed = facts.ranks * (1 + facts.threads_per_rank)
+    for quota in () if facts.runs_in_kernel else facts.quotas:
         if not quota.holds(needed):
             yield Finding(
                 "processes",
-                f"{plural(facts.ranks, 'rank')} with {plural(facts.threads, 'thread')} each "
+                f"{plural(facts.ranks, 'rank')} with "
+                f"{plural(facts.threads_per_rank, 'thread')} each "
                 f"will be {needed} more processes and threads; {quota.used} of the {quota.limit} "
                 f"allowed are in use ({quota.source}).",
                 "Raise that limit, or use fewer ranks.",
@@ -417,17 +418,24 @@ def processes(facts: Facts) -> Iterator[Finding]:
             )
 
 
-QUESTIONS: tuple[Question, ...] = (
-    *(
-        fork,
-        disabled,
-        initialized,
-        accelerator_state,
-        shared_handles,
-        process_group,
-        precision,
-        inline_timeout,
-    ),
-    *(enough, crowded, mode, unused, unused_tpu, held_tpu),
-    *(port, memory, shared_memory, descriptors, processes),
+CHECKS: tuple[Check, ...] = (
+    check_fork_support,
+    check_disabled_options,
+    check_initialized_accelerators,
+    check_accelerate_objects,
+    check_shared_handles,
+    check_process_group,
+    check_precision,
+    check_inline_timeout,
+    check_gpu_count,
+    check_gpu_memory,
+    check_compute_mode,
+    check_unused_accelerators,
+    check_unused_tpu,
+    check_tpu_holders,
+    check_port,
+    check_host_memory,
+    check_shared_memory,
+    check_open_files,
+    check_process_limits,
 )

@@ -1,7 +1,7 @@
-"""Gathers the facts that the checks need, once: the plan, this process, this host.
+"""Gathers what the checks need to know about the plan, this process and this host.
 
-Gathering is cheap (it runs before every launch), imports nothing heavy that is not imported
-already, and initialises no accelerator.
+This runs before every launch, so it is fast, imports no large package and initialises no
+accelerator.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ...tracking.launch_log import attempt
 
 
 class EngineTraits(Protocol):
-    """What is asked of an engine; `nbtrain.engines.Engine` says what each means."""
+    """The attributes of `nbtrain.engines.Engine` that the checks use."""
 
     forks_kernel: bool
     runs_in_kernel: bool
@@ -35,43 +35,45 @@ class EngineTraits(Protocol):
 
 @dataclass(frozen=True)
 class Facts:
-    """Values only; the defaults are those of a host on which nothing is wrong.
-
-    `list_gpus` are those the ranks will see, `visible` their number (also AMD's); `env` is what the
-    ranks inherit; `kernel` is this process; `weights` are the bytes of the trainable parameters
-    that the task refers to, `workers` its DataLoader workers per rank, `threads` the CPU threads
-    that a rank gets.
-    """
+    """What the checks need to know. With the defaults, they find nothing."""
 
     plan: Plan
     device: str = "cpu"
-    forks: bool = True
-    """Whether the ranks inherit this process's state; spawned ones start afresh."""
-    inline: bool = False
-    """Whether the one rank is this process."""
+    forks_kernel: bool = True
+    """Whether the ranks inherit this process's state. Spawned ranks do not."""
+    runs_in_kernel: bool = False
+    """Whether the only rank is this process."""
     env: Mapping[str, str] = field(default_factory=dict)
-    kernel: int = -1
+    """The environment of the ranks."""
+    kernel_pid: int = -1
     can_fork: bool = True
-    touches: tuple[AcceleratorInit, ...] = ()
-    accelerate_held: tuple[AccelerateObject, ...] = ()
+    accelerator_inits: tuple[AcceleratorInit, ...] = ()
+    accelerate_objects: tuple[AccelerateObject, ...] = ()
     shared_handles: tuple[SharedHandle, ...] = ()
     in_process_group: bool = False
     build: TorchBuild | None = None
-    visible: int = 0
+    gpu_count: int = 0
+    """The number of GPUs that the ranks see, AMD's too."""
     gpus: tuple[Gpu, ...] = ()
+    """Those of NVIDIA that the ranks see."""
     holder_names: Mapping[int, str] = field(default_factory=dict)
+    """Names of the processes that use these GPUs, by pid."""
     unused_accelerator: str = ""
     tpu: Tpu | None = None
     tpu_holders: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    """The chips that other processes hold, by the name of the process."""
     has_torch_xla: bool = False
-    source: str = ""
-    weights: int = 0
-    workers: int = 0
-    builds: int = 0
-    threads: int = 1
+    source_code: str = ""
+    weight_bytes: int = 0
+    """The size of the trainable parameters that the task refers to."""
+    workers_per_rank: int = 0
+    """DataLoader workers."""
+    built_bytes: int = 0
+    """The size of the models that each rank loads for itself."""
+    threads_per_rank: int = 1
     memory: Memory | None = None
     shared_memory: Space | None = None
-    descriptors: Quota | None = None
+    open_files: Quota | None = None
     quotas: tuple[Quota, ...] = ()
     port_trouble: str = ""
     port_listener: str = ""
@@ -82,25 +84,25 @@ class Facts:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the ranks train on the CPU, for want of an accelerator or by choice."""
+        """Whether the ranks train on the CPU, by choice or because there is no accelerator."""
         asked = self.env.get("ACCELERATE_USE_CPU", "").lower()
         return self.device == "cpu" or asked in ("1", "true", "yes", "on", "y", "t")
 
 
-Question = Callable[[Facts], Iterator[Finding]]
-"""A check: it yields what it finds in the facts, and looks at nothing else."""
+Check = Callable[[Facts], Iterator[Finding]]
+"""Yields findings. It depends on the facts alone."""
 
 
 def gather(plan: Plan, device: str, engine: EngineTraits) -> Facts:
-    """Look at everything that the questions are about."""
+    """Return the facts about a plan, this process and this host."""
     torch, env = sys.modules.get("torch"), {**os.environ, **plan.env}
     dist = sys.modules.get("torch.distributed")
     build = gpus.build_of(torch) if torch is not None else None
     ranks = plan.num_processes or 1
-    visible, nvidia_gpus = _visible(device, env)
+    gpu_count, nvidia_gpus = _visible_gpus(device, env)
     tpu_holders = tpu.holders() if device in tpu.ENGINES.values() else {}
     threads = _threads(env, ranks)
-    mentioned = attempt(
+    needs = attempt(
         "the estimate", partial(task_values.host_needs, plan.task), task_values.HostNeeds()
     )
     port = plan.port or (0 if plan.nodes else int(plan.env.get("MASTER_PORT", 0)))
@@ -111,18 +113,18 @@ def gather(plan: Plan, device: str, engine: EngineTraits) -> Facts:
         engine.forks_kernel,
         engine.runs_in_kernel,
         env,
-        kernel=os.getpid(),
+        kernel_pid=os.getpid(),
         can_fork=hasattr(os, "fork"),
-        touches=tuple(
+        accelerator_inits=tuple(
             accelerator_guard.first_cause(name) for name in sorted(accelerator_guard.initialized())
         ),
-        accelerate_held=tuple(accelerate_objects.made_for_one(plan.task))
-        if accelerate_objects.is_set() and not _may_stay(plan)
+        accelerate_objects=tuple(accelerate_objects.made_for_one(plan.task))
+        if accelerate_objects.is_set() and not _can_reuse_accelerator(plan)
         else (),
         shared_handles=tuple(shared_handles.find(plan.task)) if engine.forks_kernel else (),
         in_process_group=bool(dist and dist.is_available() and dist.is_initialized()),
         build=build,
-        visible=visible,
+        gpu_count=gpu_count,
         gpus=nvidia_gpus,
         holder_names={
             h.pid: processes.process_name(h.pid) for gpu in nvidia_gpus for h in gpu.holders
@@ -131,27 +133,27 @@ def gather(plan: Plan, device: str, engine: EngineTraits) -> Facts:
         unused_accelerator=gpus.unused_accelerator(build) if build is not None else "",
         tpu=tpu.find(env=env),
         has_torch_xla=tpu.has_torch_xla(),
-        source=mentioned.source,
-        weights=mentioned.weights,
-        workers=mentioned.workers,
-        threads=threads,
+        source_code=needs.source,
+        weight_bytes=needs.weights,
+        workers_per_rank=needs.workers,
+        threads_per_rank=threads,
         memory=attempt("the look at memory", host.memory, None),
         shared_memory=attempt("the look at /dev/shm", host.shared_memory, None),
-        descriptors=host.descriptors(),
+        open_files=host.descriptors(),
         quotas=tuple(q for q in (host.processes(ranks * (1 + threads)), host.tasks()) if q),
         port_trouble=trouble or "",
         port_listener=processes.port_listener(port) if trouble else "",
     )
 
 
-def _may_stay(plan: Plan) -> bool:
-    """Whether one rank, alone, can go on with an Accelerator that the notebook made."""
+def _can_reuse_accelerator(plan: Plan) -> bool:
+    """Return whether a single rank can use the Accelerator that the notebook made."""
     wanted = plan.mixed_precision or "no"
     is_alone = plan.num_processes == 1 and plan.nodes is None
     return is_alone and wanted in ("no", accelerate_objects.precision())
 
 
-def _visible(device: str, env: Mapping[str, str]) -> tuple[int, tuple[Gpu, ...]]:
+def _visible_gpus(device: str, env: Mapping[str, str]) -> tuple[int, tuple[Gpu, ...]]:
     """Return how many GPUs the ranks will see, and NVIDIA's of them as NVML describes them.
 
     NVML lists GPUs by their place on the bus, CUDA by default the fastest first: on a host with
@@ -165,5 +167,6 @@ def _visible(device: str, env: Mapping[str, str]) -> tuple[int, tuple[Gpu, ...]]
 
 
 def _threads(env: Mapping[str, str], ranks: int) -> int:
+    """Return the number of CPU threads of each rank, from OMP_NUM_THREADS or the host."""
     asked = env.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(asked) if asked.isdecimal() else host.threads_per_rank(ranks)

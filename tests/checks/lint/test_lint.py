@@ -605,7 +605,7 @@ def test_what_is_too_long_to_be_read_in_time_is_given_up(source: str) -> None:
     start = time.thread_time()
     with pytest.raises(lint.OutOfTime):
         lint.lint(Cell(source, "<cell>", {}))
-    assert time.thread_time() - start < 10 * lint.BUDGET_S  # of this thread, and far from it
+    assert time.thread_time() - start < 10 * lint.LINT_BUDGET_S  # of this thread, and far from it
 
 
 @pytest.mark.parametrize("error", [RecursionError, lint.OutOfTime, RuntimeError])

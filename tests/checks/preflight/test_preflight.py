@@ -45,15 +45,17 @@ GPU = Gpu(0, "GPU-0", "Tesla T4", total=16384, used=300)
 def facts(n: int = 2, engine: str = "fork", port: int | None = None, **given: Any) -> Facts:
     made = Plan(Call(print), "print", num_processes=n, engine=engine, port=port)
     chosen = engines.get(engine)
-    return Facts(made, forks=chosen.forks_kernel, inline=chosen.runs_in_kernel, **given)
+    return Facts(
+        made, forks_kernel=chosen.forks_kernel, runs_in_kernel=chosen.runs_in_kernel, **given
+    )
 
 
 def on_gpus(n: int, *gpus: Gpu, **given: Any) -> Facts:
-    return facts(n, device="cuda", gpus=gpus, visible=len(gpus), **given)
+    return facts(n, device="cuda", gpus=gpus, gpu_count=len(gpus), **given)
 
 
 def the_finding(given: Facts) -> Finding:
-    (finding,) = preflight.ask(given)
+    (finding,) = preflight.run_checks(given)
     assert "\n" not in finding.shown
     return finding
 
@@ -66,9 +68,9 @@ def said(given: Facts, level: str) -> str:
 
 def test_where_nothing_is_wrong_nothing_is_said() -> None:
     for engine in ("fork", "spawn"):
-        assert preflight.ask(facts(engine=engine)) == []
-        assert preflight.ask(on_gpus(2, GPU, replace(GPU, index=1), engine=engine)) == []
-    assert preflight.ask(facts(1, "inline")) == []
+        assert preflight.run_checks(facts(engine=engine)) == []
+        assert preflight.run_checks(on_gpus(2, GPU, replace(GPU, index=1), engine=engine)) == []
+    assert preflight.run_checks(facts(1, "inline")) == []
 
 
 # Ranks and GPUs
@@ -83,8 +85,8 @@ def test_more_ranks_than_gpus_are_refused_with_the_number_that_fits() -> None:
 
 
 def test_with_gloo_or_on_the_cpu_ranks_may_outnumber_gpus() -> None:
-    assert "gloo" in said(on_gpus(2, GPU, source="init_process_group('gloo')"), "warn")
-    assert preflight.ask(on_gpus(2, GPU, env={"ACCELERATE_USE_CPU": "true"})) == []
+    assert "gloo" in said(on_gpus(2, GPU, source_code="init_process_group('gloo')"), "warn")
+    assert preflight.run_checks(on_gpus(2, GPU, env={"ACCELERATE_USE_CPU": "true"})) == []
 
 
 def test_the_plans_own_variables_decide_which_gpus_are_seen(
@@ -96,7 +98,7 @@ def test_the_plans_own_variables_decide_which_gpus_are_seen(
         Call(print), "print", num_processes=2, engine="fork", env={"CUDA_VISIBLE_DEVICES": "1"}
     )
     gathered = preflight.facts.gather(asked, "cuda", ForkEngine())
-    assert (gathered.visible, gathered.gpus) == (1, (two[1],))
+    assert (gathered.gpu_count, gathered.gpus) == (1, (two[1],))
     with pytest.raises(PreflightError, match="CUDA_VISIBLE_DEVICES=1"):
         preflight.check(asked, "cuda", ForkEngine())
 
@@ -112,22 +114,25 @@ def test_a_gpu_that_others_fill_is_told_with_who_and_how_much() -> None:
 
 def test_what_the_kernel_itself_holds_is_told_apart() -> None:
     mine = replace(GPU, used=3000, holders=(Holder(42, 2700),))
-    line = said(on_gpus(1, mine, kernel=42, engine="spawn"), "warn")
+    line = said(on_gpus(1, mine, kernel_pid=42, engine="spawn"), "warn")
     assert "(this kernel holds 2.6 GiB)" in line
     assert "Restart the kernel to free the memory" in line
-    unseen = said(on_gpus(1, replace(GPU, used=3000), kernel=42), "warn")
+    unseen = said(on_gpus(1, replace(GPU, used=3000), kernel_pid=42), "warn")
     assert "not visible from here" in unseen
 
 
 def test_only_gpus_that_ranks_will_use_are_looked_at() -> None:
     busy = replace(GPU, index=1, used=16000)
-    assert preflight.ask(on_gpus(1, GPU, busy)) == []
-    assert preflight.ask(facts(gpus=(busy,), visible=1, env={"ACCELERATE_USE_CPU": "1"})) == []
+    assert preflight.run_checks(on_gpus(1, GPU, busy)) == []
+    assert (
+        preflight.run_checks(facts(gpus=(busy,), gpu_count=1, env={"ACCELERATE_USE_CPU": "1"}))
+        == []
+    )
 
 
 def test_an_exclusive_gpu_with_somebody_on_it_is_told() -> None:
     exclusive = replace(GPU, mode=3)
-    assert preflight.ask(on_gpus(1, exclusive)) == []
+    assert preflight.run_checks(on_gpus(1, exclusive)) == []
     line = said(on_gpus(1, replace(exclusive, holders=(Holder(7, 5),))), "warn")
     assert "EXCLUSIVE_PROCESS" in line
     assert "pid 7" in line
@@ -137,11 +142,14 @@ def test_an_exclusive_gpu_with_somebody_on_it_is_told() -> None:
 
 def test_accelerators_that_stay_unused_are_told() -> None:
     cpu = TorchBuild("2.13.0+cpu")
-    line = said(facts(build=cpu, visible=2), "warn")
+    line = said(facts(build=cpu, gpu_count=2), "warn")
     assert "2 NVIDIA GPUs, but torch 2.13.0+cpu was built for the CPU only" in line
     assert "Install a CUDA build" in line
-    assert preflight.ask(facts(build=cpu)) == []
-    assert preflight.ask(facts(build=cpu, visible=1, env={"ACCELERATE_USE_CPU": "true"})) == []
+    assert preflight.run_checks(facts(build=cpu)) == []
+    assert (
+        preflight.run_checks(facts(build=cpu, gpu_count=1, env={"ACCELERATE_USE_CPU": "true"}))
+        == []
+    )
     assert "will train on the CPU" in said(facts(unused_accelerator="MPS (Apple's GPU)"), "warn")
 
 
@@ -154,8 +162,8 @@ def test_a_tpu_that_stays_unused_is_told_with_the_reason() -> None:
     there = {**tpu, "has_torch_xla": True}
     assert "PJRT_DEVICE is CPU" in said(facts(**there, env={"PJRT_DEVICE": "CPU"}), "warn")
     assert "the fork engine does not use it" in said(facts(**there, engine="fork"), "warn")
-    assert preflight.ask(facts(**tpu, env={"ACCELERATE_USE_CPU": "true"})) == []
-    assert preflight.ask(facts(**there, engine="xla", device="xla")) == []
+    assert preflight.run_checks(facts(**tpu, env={"ACCELERATE_USE_CPU": "true"})) == []
+    assert preflight.run_checks(facts(**there, engine="xla", device="xla")) == []
 
 
 @pytest.mark.part("tpu")
@@ -181,7 +189,7 @@ def test_a_chip_that_the_run_does_not_take_may_be_held() -> None:
 
 def test_what_switches_nothing_off_is_named() -> None:
     assert (
-        preflight.ask(
+        preflight.run_checks(
             facts(env={"NBTRAIN_DISABLE": "detach, --max-restarts ray live --save --no-sync"})
         )
         == []
@@ -196,19 +204,24 @@ def test_what_switches_nothing_off_is_named() -> None:
 @pytest.mark.part("tpu")
 def test_on_a_tpu_a_kernel_that_used_xla_is_refused_and_no_spawning_is_offered() -> None:
     dirty = facts(
-        engine="xla", device="xla", touches=(AcceleratorInit("XLA", 3, 1, "xr.world_size()"),)
+        engine="xla",
+        device="xla",
+        accelerator_inits=(AcceleratorInit("XLA", 3, 1, "xr.world_size()"),),
     )
     line = said(dirty, "refuse")
     assert "XLA is already initialised in this kernel" in line
     assert "First seen: In[3], line 1: `xr.world_size()`." in line
     assert "spawn" not in line
     assert (
-        preflight.ask(facts(engine="xla", device="xla", touches=(AcceleratorInit("CUDA"),))) == []
+        preflight.run_checks(
+            facts(engine="xla", device="xla", accelerator_inits=(AcceleratorInit("CUDA"),))
+        )
+        == []
     )
 
 
 def test_a_dirty_kernel_is_refused_for_fork_alone_and_two_ways_out_are_offered() -> None:
-    dirty = {"touches": (AcceleratorInit("CUDA", 3, 1, "x.cuda()"),)}
+    dirty = {"accelerator_inits": (AcceleratorInit("CUDA", 3, 1, "x.cuda()"),)}
     finding = the_finding(on_gpus(1, GPU, **dirty))
     line = finding.shown
     assert (finding.level, preflight.error_of(finding)) == ("refuse", AcceleratorInitializedError)
@@ -216,14 +229,14 @@ def test_a_dirty_kernel_is_refused_for_fork_alone_and_two_ways_out_are_offered()
     assert "Restart the kernel" in line
     assert "--engine spawn" in line
     for fine in (on_gpus(1, GPU, engine="spawn", **dirty), facts(**dirty)):
-        assert preflight.ask(fine) == []
+        assert preflight.run_checks(fine) == []
 
 
 def test_fresh_processes_inherit_no_accelerator_and_no_process_group() -> None:
     held = (AccelerateObject("acc", "Accelerator"),)
-    state = {"accelerate_held": held, "in_process_group": True}
-    assert len(preflight.ask(facts(**state))) == 2
-    assert preflight.ask(facts(engine="spawn", **state)) == []
+    state = {"accelerate_objects": held, "in_process_group": True}
+    assert len(preflight.run_checks(facts(**state))) == 2
+    assert preflight.run_checks(facts(engine="spawn", **state)) == []
 
 
 # The host
@@ -231,19 +244,19 @@ def test_fresh_processes_inherit_no_accelerator_and_no_process_group() -> None:
 
 def test_memory_is_weighed_against_what_every_rank_builds_and_trains() -> None:
     memory = Memory(8 * GIB, 64 * GIB, 8 * GIB, capped=True)
-    assert preflight.ask(facts(4, memory=memory, weights=GIB)) == []
-    line = said(facts(5, memory=memory, weights=GIB), "warn")
+    assert preflight.run_checks(facts(4, memory=memory, weight_bytes=GIB)) == []
+    line = said(facts(5, memory=memory, weight_bytes=GIB), "warn")
     assert "5 ranks may need 20.0 GiB of memory; 8.0 GiB is available" in line
     assert "(this container's limit is 8.0 GiB)" in line
     assert "trains 1.0 GiB of weights" in line
-    assert "builds 3.0 GiB" in said(facts(3, memory=memory, builds=3 * GIB), "warn")
-    assert preflight.ask(on_gpus(2, GPU, GPU, memory=memory, weights=3 * GIB)) == []
+    assert "builds 3.0 GiB" in said(facts(3, memory=memory, built_bytes=3 * GIB), "warn")
+    assert preflight.run_checks(on_gpus(2, GPU, GPU, memory=memory, weight_bytes=3 * GIB)) == []
 
 
 def test_too_small_a_dev_shm_for_the_loaders_workers_is_told_in_figures() -> None:
     docker = Space(64 << 20, 64 << 20)
-    assert preflight.ask(facts(2, shared_memory=docker, workers=1)) == []
-    line = said(facts(2, shared_memory=docker, workers=4), "warn")
+    assert preflight.run_checks(facts(2, shared_memory=docker, workers_per_rank=1)) == []
+    line = said(facts(2, shared_memory=docker, workers_per_rank=4), "warn")
     assert "/dev/shm has 64 MiB free of 64 MiB" in line
     assert "may need 256 MiB (32 MiB per worker)" in line
     assert "num_workers=0" in line
@@ -251,19 +264,19 @@ def test_too_small_a_dev_shm_for_the_loaders_workers_is_told_in_figures() -> Non
 
 
 def test_limits_that_cannot_hold_the_ranks_are_refused() -> None:
-    assert preflight.ask(facts(4, descriptors=Quota(100, 124), threads=2)) == []
-    line = said(facts(4, descriptors=Quota(101, 124)), "refuse")
+    assert preflight.run_checks(facts(4, open_files=Quota(100, 124), threads_per_rank=2)) == []
+    line = said(facts(4, open_files=Quota(101, 124)), "refuse")
     assert "4 ranks must open 24 more files; 101 of the 124 allowed are open" in line
     assert "ulimit -n 4096" in line
-    line = said(facts(1, descriptors=Quota(124, 124)), "refuse")
+    line = said(facts(1, open_files=Quota(124, 124)), "refuse")
     assert line.startswith("1 rank must open 18 more files")
-    many = said(facts(5000, descriptors=Quota(101, 10_000), threads=2), "refuse")
+    many = said(facts(5000, open_files=Quota(101, 10_000), threads_per_rank=2), "refuse")
     assert "ulimit -n 16384" in many  # more than what they need
     quota = Quota(90, 100, "this container's pids.max")
-    assert preflight.ask(facts(5, quotas=(quota,), threads=1)) == []
-    line = said(facts(5, quotas=(quota,), threads=2), "refuse")
+    assert preflight.run_checks(facts(5, quotas=(quota,), threads_per_rank=1)) == []
+    line = said(facts(5, quotas=(quota,), threads_per_rank=2), "refuse")
     assert "will be 15 more processes and threads; 90 of the 100 allowed are in use" in line
-    assert preflight.ask(facts(1, "inline", quotas=(quota,), threads=99)) == []
+    assert preflight.run_checks(facts(1, "inline", quotas=(quota,), threads_per_rank=99)) == []
 
 
 def test_a_busy_port_is_refused_with_the_one_who_has_it() -> None:
@@ -406,7 +419,7 @@ def test_every_reason_is_in_one_error_and_warnings_do_not_raise() -> None:
     huge = preflight.check(calm, "cpu", InlineEngine(), lambda: 1 << 60)
     assert huge == []
     forked = Plan(Call(print), "print", num_processes=1, engine="fork")
-    (warning,) = preflight.check(forked, "cpu", ForkEngine(), builds=lambda: 1 << 60)
+    (warning,) = preflight.check(forked, "cpu", ForkEngine(), built_bytes=lambda: 1 << 60)
     assert warning.text.startswith("1 rank may need")
 
 
@@ -451,7 +464,7 @@ print('clean')
 
 def test_gathering_here_finds_this_process() -> None:
     gathered = preflight.facts.gather(Plan(Call(print), "p", 2, "fork"), "cpu", ForkEngine())
-    assert gathered.kernel == os.getpid()
+    assert gathered.kernel_pid == os.getpid()
     assert gathered.memory is not None
     assert gathered.build is not None
     assert gathered.port_trouble == ""

@@ -1,0 +1,27 @@
+"""Limits of the checks: what is compared, reported, estimated and read, and why that much."""
+
+LINT_BUDGET_S = 0.2
+"""CPU time for reading the code before a launch. A cell of 2,000 lines takes it."""
+
+MAX_SOURCE_CHARS = 100_000
+"""Longer sources are not read. The parser, which cannot be interrupted, takes 80 ms for these."""
+
+MIN_COMPARED_LOSSES = 4
+"""Fewer equal losses may be a coincidence."""
+
+MIN_REPORTED_GPU_SHARE = 0.1
+"""The share of a GPU's memory in use from which a launch warns. A desktop takes less."""
+
+SHM_BYTES_PER_LOADER_WORKER = 32 << 20
+"""About two prefetched batches of images."""
+
+LAUNCH_FILES_COUNT = 16
+RANK_FILES_COUNT = 2
+"""Files that a launch opens. Measured at 1 to 16 ranks: 7, and two for each rank (its pidfd and its
+connection to the store). A rank begins with the kernel's open files and adds about 13 for gloo,
+then one for each peer; 16 covers both."""
+
+MIN_BUILD_BYTES = 1 << 30
+MIN_BUILD_SHARE = 0.25
+"""From this size, or this share of the available memory, the models that ranks load are named when
+memory runs out."""
