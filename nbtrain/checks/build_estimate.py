@@ -43,8 +43,8 @@ def find_loads(task: Call | Cell) -> list[CheckpointLoad]:
     Raises what `nbtrain.checks.lint.lint` raises.
     """
     result: list[CheckpointLoad] = []
-    for unit in read(task, cell_name):
-        for call in unit.calls:
+    for source in read(task, cell_name):
+        for call in source.calls:
             match call:
                 case ast.Call(
                     func=ast.Attribute(
@@ -52,9 +52,11 @@ def find_loads(task: Call | Cell) -> list[CheckpointLoad]:
                     ),
                     args=[ast.Constant() | ast.Name() as name, *_],
                 ) if _MODELS.search(cls):
-                    value: Any = name.value if isinstance(name, ast.Constant) else unit.value(name)
+                    value: Any = (
+                        name.value if isinstance(name, ast.Constant) else source.value(name)
+                    )
                     size = checkpoint_bytes(value) if type(value) is str else 0
-                    place = Place(unit.place, call.lineno, call.col_offset + 1)
+                    place = Place(source.place, call.lineno, call.col_offset + 1)
                     result += [CheckpointLoad(place, size)] if size else []
     return result
 

@@ -1,10 +1,7 @@
 """Limits of the checks: what is compared, reported, estimated and read, and why that much."""
 
-LINT_BUDGET_S = 0.2
-"""CPU time for reading the code before a launch. A cell of 2,000 lines takes it."""
-
 MAX_SOURCE_CHARS = 100_000
-"""Longer sources are not read. The parser, which cannot be interrupted, takes 80 ms for these."""
+"""Longer sources are not read before a launch. Ordinary code of this length takes 0.3 s."""
 
 MIN_COMPARED_LOSSES = 4
 """Fewer equal losses may be a coincidence."""

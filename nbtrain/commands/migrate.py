@@ -6,7 +6,7 @@ import difflib
 import re
 from typing import Any
 
-from ..checks.lint import OutOfTime, apply_edits, lint
+from ..checks.lint import SourceTooLongError, apply_edits, lint
 from ..errors import PlanError
 from ..planning.cell import read_cell
 
@@ -39,23 +39,20 @@ def migrated(shell: Any, source: str) -> str:
     python = shell.transform_cell(body)
     try:
         findings = lint(read_cell(python, "<cell>", shell.user_ns))
-    except OutOfTime:
+    except SourceTooLongError:
         raise PlanError("%%nbtrain migrate: this cell is too long to be read") from None
     loop = next((finding for finding in findings if finding.code == "migrate"), None)
     if loop is None:
         raise PlanError(
-            "%%nbtrain migrate: this cell has no plain PyTorch loop to migrate (one that steps an "
-            "optimizer, without Accelerate or DistributedDataParallel)"
+            "%%nbtrain migrate: this cell has no loop that can be changed automatically: one plain "
+            "PyTorch loop over a DataLoader, in the same function as its model and optimizer, "
+            "without Accelerate or DistributedDataParallel. To change a loop by hand, follow "
+            "huggingface.co/docs/accelerate/basic_tutorials/migration"
         )
     if loop.place.source:
         raise PlanError(
             f"%%nbtrain migrate: the loop is in {loop.place}: put %%nbtrain migrate on top of that "
             "cell"
-        )
-    if not loop.edits:
-        raise PlanError(
-            f"%%nbtrain migrate: this loop needs changes by hand. {loop.shown}. The steps are at "
-            "huggingface.co/docs/accelerate/basic_tutorials/migration"
         )
     typed, parsed = body.split("\n"), python.split("\n")
     for line in (edit.line for edit in loop.edits if edit.delete):

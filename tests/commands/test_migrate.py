@@ -48,7 +48,7 @@ def test_the_cell_is_replaced_by_one_that_trains_one_model(notebook: Notebook) -
     assert out.ename == "", out.traceback
     assert notebook.value("nbtrain.last_run().results[0] == nbtrain.last_run().results[1]")
     assert notebook.value("nbtrain.last_run().state.notes") == ()
-    assert "no plain PyTorch loop" in notebook.run("%%nbtrain migrate\n" + migrated).evalue
+    assert "no loop that can be changed" in notebook.run("%%nbtrain migrate\n" + migrated).evalue
 
 
 def test_the_note_of_a_launch_names_the_command(notebook: Notebook) -> None:
@@ -60,11 +60,11 @@ def test_the_note_of_a_launch_names_the_command(notebook: Notebook) -> None:
 @pytest.mark.parametrize(
     ("cell", "problem"),
     [
-        ("%%nbtrain migrate\nx = 1", "no plain PyTorch loop"),
+        ("%%nbtrain migrate\nx = 1", "no loop that can be changed"),
         ("%%nbtrain migrate --all\nx = 1", "unknown arguments '--all'"),
         ("%%nbtrain doctor\nx = 1", "for a cell is `migrate`"),
         ("%nbtrain migrate", "on top of the cell"),
-        ("%%nbtrain migrate\n" + CELL.replace("loss.back", "(scale * loss).back"), "by hand"),
+        ("%%nbtrain migrate\n" + CELL.replace("loss.back", "scaler.scale(loss).back"), "by hand"),
         ("%%nbtrain migrate\n%%distributed\ntrain(model, optimizer, loader)", "on top of that"),
         ("%%nbtrain migrate\ndef train(:\n    pass", "invalid syntax"),
     ],

@@ -714,4 +714,4 @@ def train(model):
     Learner(model).fit()
 """,
 }
-"""Plain loops whose migration is not certain: one note, no edits."""
+"""Plain loops whose migration is not certain: no edits."""

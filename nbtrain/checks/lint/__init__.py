@@ -1,15 +1,13 @@
-"""Lint: finds what a cell, and the functions that it calls, will do wrong on several ranks.
+"""Lint: finds what a cell will do wrong on several ranks.
 
 By `ast` alone: nothing of the user's is imported, executed or evaluated. What is reported is
-certain; in doubt it stays quiet. It only advises, so that it reads little and gives up in time:
-whoever launches goes on without it. One finding refuses: nobody wants a cell that runs nothing.
+certain; in doubt it stays quiet. It only advises, so that it reads little: the cell itself, and the
+functions of the notebook that it calls, each by itself. One finding refuses: nobody wants a cell
+that runs nothing.
 
-    source_index.py     one piece of source, indexed
-    source_finder.py    which pieces of source are read: the cell, and what it calls directly
-    value_kinds.py      what a notebook variable is, by its exact type
-    program.py          all pieces together; what only one rank does
-    rules.py, save_rule.py, training_loop.py, uncalled_function.py    the five rules
-    migration.py        the edits by which a plain loop trains on all ranks
+    source.py       one cell or function: its tree, its names, what only one rank runs
+    rules.py, training_loop.py, uncalled_function.py    the five rules
+    migration.py    the edits by which a plain loop trains on all ranks
 """
 
 from __future__ import annotations
@@ -20,17 +18,13 @@ from collections.abc import Iterator, Sequence
 
 from ...findings import Edit, Finding
 from ...planning.plan import Call, Cell
-from ..limits import LINT_BUDGET_S
-from .migration import apply_edits, migration
-from .program import Program
-from .rules import backward, devices
-from .save_rule import saving
-from .source_finder import NameCell, gather
-from .source_index import Clock, OutOfTime, Unit
-from .training_loop import unprepared
-from .uncalled_function import uncalled
+from .migration import apply_edits, find_migration
+from .rules import check_backward, check_devices, check_saves
+from .source import NameCell, Source, SourceTooLongError, read
+from .training_loop import check_prepared
+from .uncalled_function import check_calls
 
-__all__ = ["CODES", "Edit", "Finding", "OutOfTime", "apply_edits", "lint", "read"]
+__all__ = ["CODES", "Edit", "Finding", "SourceTooLongError", "apply_edits", "lint", "read"]
 
 CODES = {
     "backward": "`loss.backward()` in a loop under Accelerate",
@@ -59,43 +53,39 @@ def lint(
         ranks: how many there will be; None: several. One rank has no peers to trip over.
         name_cell: turns a cell's file name into "In[3]", None for a file of another kind.
 
-    Raises `OutOfTime`, and whatever `ast` raises for code that it cannot read.
+    Raises `SourceTooLongError`, and whatever `ast` raises for code that it cannot read.
     """
-    units = read(task, name_cell)
-    if not units:
-        return ()
-    lines = {unit.place: unit.lines for unit in units}
-    rules = _findings(Program(units), device, sharded, ranks)
-    findings = (f for f in dict.fromkeys(rules) if not _silences(lines[f.place.source], f))
-    order = list(lines)
-    return tuple(
-        sorted(findings, key=lambda f: (order.index(f.place.source), f.place.line, f.place.column))
-    )
+    sources = read(task, name_cell)
+    names = set[str]().union(*(source.names for source in sources))
+    findings: list[Finding] = []
+    for source in sources:
+        others = [other.tree for other in sources if other is not source]
+        rules = (
+            check_calls(source, others),
+            check_backward(source),
+            check_prepared(source),
+            _check_peers(source, names, device, sharded) if ranks != 1 else (),
+        )
+        found = dict.fromkeys(itertools.chain(*rules))
+        kept = (finding for finding in found if not _is_silenced(source.lines, finding))
+        findings += sorted(kept, key=lambda f: (f.place.line, f.place.column))
+    return tuple(findings)
 
 
-def read(task: Call | Cell, name_cell: NameCell | None = None) -> list[Unit]:
-    """Return the source that is looked at, within the budget; raises what `lint` raises."""
-    return gather(task, Clock(LINT_BUDGET_S), name_cell)
-
-
-def _findings(program: Program, device: str, sharded: bool, ranks: int | None) -> Iterator[Finding]:
-    yield from uncalled(program)
-    yield from backward(program)
-    yield from unprepared(program)
-    if ranks == 1:
-        return
-    migrations = list(migration(program))
-    yield from migrations
-    if not any(finding.edits for finding in migrations):  # whose edits choose the devices, too
-        yield from devices(program, device)
+def _check_peers(source: Source, names: set[str], device: str, sharded: bool) -> Iterator[Finding]:
+    """Yield what is wrong because there are other ranks."""
+    if migration := find_migration(source, names):  # whose edits choose the devices, too
+        yield migration
+    else:
+        yield from check_devices(source, device, names)
     if not sharded:
-        yield from saving(program)
+        yield from check_saves(source, names)
 
 
 _IGNORE = re.compile(r"#\s*nbtrain:\s*ignore(?:\[([^\]]*)\])?")
 
 
-def _silences(lines: Sequence[str], finding: Finding) -> bool:
+def _is_silenced(lines: Sequence[str], finding: Finding) -> bool:
     """Return whether a comment on the finding's line, or above all code, asks to leave it out."""
     comments = itertools.takewhile(lambda text: not text.strip() or text.lstrip()[0] == "#", lines)
     return any(

@@ -2,21 +2,31 @@
 
 The edits are those of Accelerate's migration guide (huggingface.co/docs/accelerate,
 basic_tutorials/migration), and given only where their effect is certain: one function with
-model, optimizer and loader in sight. Else a single finding says that each rank trains alone.
+model, optimizer and loader in sight. For any other loop the comparison of ranks tells, after the
+first steps, that each rank trains alone.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from ...findings import Edit, Finding
-from .program import Program
-from .rules import pinned_strings
-from .source_index import Unit, called, devices_of, dotted, is_function, names_in, receiver
-from .training_loop import Loop, loop_of, loops_around, role
+from .rules import devices_of, notebook_device, pinned_strings
+from .source import (
+    MISSING,
+    Source,
+    called,
+    dotted,
+    first_line,
+    is_function,
+    loops_around,
+    names_in,
+    receiver,
+)
+from .training_loop import Loop, find_loop
 
 _DISTRIBUTED = re.compile(
     r"distributed|dist|init_process_group|DistributedDataParallel|DDP|FullyShardedDataParallel"
@@ -39,8 +49,6 @@ _UNWRAPPED = frozenset({"state_dict", "save_pretrained", "generate", "config"})
 _MEASURED = re.compile(
     r"loss|acc|best|patience|metric|val|score|nan|stop|err|counter", re.IGNORECASE
 )
-_ALONE = "each rank would train a separate model"
-_COMMAND = "`%%nbtrain migrate` on top of its cell shows what to change, as a diff"
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 _CLIPPED = frozenset({"parameters", "max_norm", "norm_type", "clip_value"})
 """What the Accelerator's own functions for clipping take."""
@@ -71,54 +79,46 @@ def apply_edits(source: str, edits: Iterable[Edit]) -> str:
     return "\n".join(lines)
 
 
-def migration(program: Program) -> Iterator[Finding]:
-    """A plain loop: a finding whose edits let it train on all ranks; in doubt one without edits."""
-    nodes = [node for unit in program.units for node in unit.nodes]
+def find_migration(source: Source, names: set[str]) -> Finding | None:
+    """Return a finding whose edits let a plain loop train on all ranks; None if none is certain.
+
+    `names` are those in all sources of the task.
+    """
     # A class of the notebook's own that derives from nothing is no library's Trainer.
-    plain = {n.name for n in nodes if isinstance(n, ast.ClassDef) and not (n.bases or n.keywords)}
-    texts = {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
-    if any(map(_DISTRIBUTED.fullmatch, program.names - plain)) or texts & {"RANK", "LOCAL_RANK"}:
-        return
+    classes = [node for node in source.nodes if isinstance(node, ast.ClassDef)]
+    plain = {node.name for node in classes if not (node.bases or node.keywords)}
+    texts = {node.value for node in source.nodes if isinstance(node, ast.Constant)}
+    if any(map(_DISTRIBUTED.fullmatch, names - plain)) or texts & {"RANK", "LOCAL_RANK"}:
+        return None
     backwards = [
-        (unit, call)
-        for unit, call in program.calls("backward")
-        if receiver(call) is not None and not call.args
-        if not program.skipped(call, unit)
+        call
+        for call in source.calls
+        if called(call) == "backward" and receiver(call) is not None and not call.args
+        if source.runs(call)
     ]
-    if program.accelerated or not backwards or not _steps_an_optimizer(program):
-        return
-    unit, first = backwards[0]
-    loop = loop_of(first, unit)
-    text = f"this loop does not use the other ranks: {_ALONE}"
-    if not loops_around(first, unit):
-        text = f"this step does not use the other ranks: {_ALONE}"
+    loop = find_loop(backwards[0], source) if len(backwards) == 1 else None
+    if loop is None or source.place.endswith(".py"):
+        return None
     try:
-        _require(loop is not None, len(backwards) == 1, not unit.place.endswith(".py"))
-        assert loop is not None
-        edits = _Migration(loop, program).edits()
-        yield unit.finding(first, "migrate", f"{text}, on all of the data; {_COMMAND}", edits=edits)
+        edits = _Migration(loop).edits()
     except _UncertainError:
-        yield unit.finding(first, "migrate", f"{text}; use Accelerate or DDP")
-
-
-def _steps_an_optimizer(program: Program) -> bool:
-    """Return whether an optimizer, and nothing else, is certain to be stepped somewhere."""
-    for unit, call in program.calls("step"):
-        owner = receiver(call)
-        if owner is not None and any("opt" in dotted(o).lower() for o in (owner, *call.args)):
-            return True
-        if isinstance(owner, ast.Name) and role(owner, unit) == "optimizer":
-            return True
-    return False
+        return None
+    return source.finding(
+        loop.backward,
+        "migrate",
+        "this loop does not use the other ranks: each rank would train a separate model, on all "
+        "of the data; `%%nbtrain migrate` on top of its cell shows what to change, as a diff",
+        edits=edits,
+    )
 
 
 class _Migration:
     """The edits of one loop. Raises `_UncertainError` where one of them is not certain."""
 
-    def __init__(self, loop: Loop, program: Program) -> None:
-        self.loop, self.unit, self.program = loop, loop.unit, program
-        self.scope = loop.unit.scope(loop.backward)
-        self.bound = loop.unit.bound[self.scope]
+    def __init__(self, loop: Loop) -> None:
+        self.loop, self.source = loop, loop.source
+        self.scope = loop.source.scope(loop.backward)
+        self.bound = loop.source.bound[self.scope]
         _require(len(loop.models) == 1, loop.optimizers, loop.loaders)
         (self.model,) = loop.models
         schedulers = filter(self._is_scheduler, loop.stepped)
@@ -131,20 +131,20 @@ class _Migration:
         """Return the lines to insert, and those to replace."""
         self._check_shape()
         self._check_control()
-        inserted = self._insertions()
-        self._hand_in_what_is_rebound()
+        inserted = self._insert_accelerator()
+        self._add_rebound_parameters()
         backward = self.loop.backward
-        start = self.unit.character(backward.lineno, backward.col_offset)
+        start = self.source.column(backward.lineno, backward.col_offset)
         self._change(backward.lineno, start, start, "accelerator.backward(")
         self._rewrite_end(backward, f"{_more(backward)})")
         for call in self.loop.calls:
             if called(call) in _CLIPPING and {k.arg for k in call.keywords} <= _CLIPPED:
                 self._replace(call.func, f"accelerator.{called(call)}")
-        self._place()
-        self._unwrap()
+        self._replace_devices()
+        self._unwrap_model()
         replaced: list[Edit] = []
         for line, spans in self.spans.items():
-            text = self.unit.lines[line - 1]
+            text = self.source.lines[line - 1]
             _require(all(first[1] <= second[0] for first, second in pairwise(sorted(spans))))
             for start, end, new in sorted(spans, reverse=True):
                 text = text[:start] + new + text[end:]
@@ -167,10 +167,10 @@ class _Migration:
         inner = [n for n in ast.walk(loop.around[0]) if isinstance(n, ast.Call)]
         _require(sum(dotted(call.func) == self.model for call in inner) == 1)
         _require(not any(dotted(a) == self.model for call in inner for a in call.args))
-        if node is not self.unit.entry and is_function(node):
-            calls = list(self.program.calls(node.name))
-            _require(len(calls) == 1, node in self.program.everywhere)
-            _require(not any(loops_around(call, unit) for unit, call in calls))
+        if node is not self.source.entry and is_function(node):
+            calls = [call for call in self.source.calls if called(call) == node.name]
+            _require(len(calls) == 1, node in self.source.everywhere)
+            _require(not loops_around(calls[0], self.source))
 
     def _check_control(self) -> None:
         """Require that nothing which a rank measures on its own data steers the loop.
@@ -189,53 +189,53 @@ class _Migration:
     def _is_scheduler(self, name: str) -> bool:
         """Return whether a name is a learning rate scheduler that the innermost loop steps."""
         made = [binding.value for binding in self.bound.get(name, [])]
-        inside = self.loop.around[0] in self.unit.ancestors(self.loop.stepped[name])
+        inside = self.loop.around[0] in self.source.ancestors(self.loop.stepped[name])
         if not inside or len(made) != 1 or not isinstance(made[0], ast.Call):
             return False
         given = [*made[0].args, *(keyword.value for keyword in made[0].keywords)]
         return any(dotted(argument) in self.loop.optimizers for argument in given)
 
-    def _insertions(self) -> list[Edit]:
+    def _insert_accelerator(self) -> list[Edit]:
         """Import Accelerate, make the Accelerator, and let everything go through ``prepare``."""
-        unit, outermost = self.unit, self.loop.around[-1]
-        body = getattr(self.scope, "body", [])
-        top, start = _start(unit.module.body), _start(body, past_imports=True)
+        source, outermost = self.source, self.loop.around[-1]
+        top = _first_statement(source.module.body)
+        start = _first_statement(getattr(self.scope, "body", []), past_imports=True)
         if top is None or start is None:
             raise _UncertainError
-        _require(_stands_alone(start, unit), _stands_alone(outermost, unit))
-        margin, names = _indent(start, unit), ", ".join(self.names)
+        _require(_stands_alone(start, source), _stands_alone(outermost, source))
+        names = ", ".join(self.names)
         made = ["accelerator = Accelerator()"]
         made += [f"{name} = {_RANK_DEVICE}" for name in self._outside_devices()]
-        prepared = f"{_indent(outermost, unit)}{names} = accelerator.prepare({names})"
+        prepared = f"{_indent(outermost, source)}{names} = accelerator.prepare({names})"
         return [
-            Edit(_first_line(top), insert="from accelerate import Accelerator"),
-            *(Edit(_first_line(start), insert=margin + text) for text in made),
+            Edit(first_line(top), insert="from accelerate import Accelerator"),
+            *(Edit(first_line(start), insert=_indent(start, source) + text) for text in made),
             Edit(outermost.lineno, insert=prepared),
         ]
 
-    def _hand_in_what_is_rebound(self) -> None:
+    def _add_rebound_parameters(self) -> None:
         """Make parameters of the notebook's variables: ``prepare`` assigns to them here."""
-        unit, node = self.unit, self.scope
+        source, node = self.source, self.scope
         names = [name for name in self.names if name not in self.bound]
         if isinstance(node, ast.Module) or not names:
             return
-        outside = all(unit.home(n, node) is None and n in unit.namespace for n in names)
-        if not (outside and is_function(node) and unit.is_cell and node is unit.entry):
-            raise _UncertainError
-        line = unit.lines[node.lineno - 1]
+        for name in names:
+            _require(source.scope_of_name(name, node) is None, name in source.namespace)
+        if not is_function(node) or node is not source.entry or node is source.tree:
+            raise _UncertainError  # an earlier cell has its calls elsewhere
+        line = source.lines[node.lineno - 1]
         head = re.match(rf"\s*(async\s+)?def\s+{node.name}\s*\(\s*", line)
         if head is None or any(isinstance(n, ast.Global) for n in ast.walk(node)):
             raise _UncertainError
         more = ", " if line[head.end() : head.end() + 1] not in (")", "") else ""
         self._change(node.lineno, head.end(), head.end(), ", ".join(names) + more)
 
-    def _place(self) -> None:
+    def _replace_devices(self) -> None:
         """Let every device that the source writes out be the rank's own."""
-        unit = self.unit
-        for node in unit.nodes:
+        for node in self.source.nodes:
             match node:
                 case ast.Assign(targets=[ast.Name()]) if _is_device(node.value):
-                    if unit.scope(node) is self.scope:
+                    if self.source.scope(node) is self.scope:
                         self._replace(node.value, _RANK_DEVICE)
         for call in self._calls():
             keywords = {keyword.arg for keyword in call.keywords}
@@ -249,39 +249,43 @@ class _Migration:
         names = [device for call in self._calls() for device in devices_of(call)]
         outside: dict[str, None] = {}
         for name in (name for name in names if isinstance(name, ast.Name)):
-            kind, own = self.unit.kind(name), self.bound.get(name.id, [])
-            is_device = name.id == "device" if kind is None else kind.startswith("device")
+            is_unknown = self.source.value(name) is MISSING
+            is_device = name.id == "device" if is_unknown else notebook_device(self.source, name)
+            own = self.bound.get(name.id, [])
             if is_device and not any(isinstance(b.statement, ast.Assign) for b in own):
                 outside[name.id] = None
         return list(outside)
 
     def _calls(self) -> list[ast.Call]:
         """Return the calls of the loop's function, and of what is defined in it."""
-        return [call for call in self.unit.calls if self.scope in self.unit.ancestors(call)]
+        return [call for call in self.source.calls if self.scope in self.source.ancestors(call)]
 
-    def _unwrap(self) -> None:
+    def _unwrap_model(self) -> None:
         """Ask the model inside the wrapper for what the wrapper does not have."""
+        source, model = self.source, self.model
         start, innermost = self.loop.around[-1].lineno, self.loop.around[0]
-        home = self.unit.home(self.model, self.scope)
-        for use in (load for load in self.unit.loads if load.id == self.model):
-            if self.unit.home(use.id, self.unit.scope(use)) is not home:
+        for use in (node for node in source.nodes if isinstance(node, ast.Name)):
+            if use.id != model or not isinstance(use.ctx, ast.Load):
+                continue
+            scope = source.scope(use)
+            if source.scope_of_name(model, scope) is not source.scope_of_name(model, self.scope):
                 continue  # another variable of that name
-            above, around = self.unit.parents.get(use), list(self.unit.ancestors(use))
-            is_after = use.lineno >= start or self.unit.scope(use) is not self.scope
-            is_call = isinstance(above, ast.Call) and above.func is use
-            attribute = above.attr if isinstance(above, ast.Attribute) else ""
+            parent, around = source.parents.get(use), list(source.ancestors(use))
+            is_after = use.lineno >= start or scope is not self.scope
+            is_call = isinstance(parent, ast.Call) and parent.func is use
+            attribute = parent.attr if isinstance(parent, ast.Attribute) else ""
             if self.scope in around and is_after and not is_call and attribute not in _FORWARDED:
                 # A part of the model that is trained by itself goes around the wrapper.
                 _require(innermost not in around or attribute in _UNWRAPPED)
-                self._replace(use, f"accelerator.unwrap_model({self.model})")
+                self._replace(use, f"accelerator.unwrap_model({model})")
 
     def _change(self, line: int, start: int, end: int, text: str) -> None:
         self.spans.setdefault(line, []).append((start, end, text))
 
     def _replace(self, node: ast.expr, text: str) -> None:
         _require(node.end_lineno == node.lineno)
-        start = self.unit.character(node.lineno, node.col_offset)
-        end = self.unit.character(node.lineno, node.end_col_offset or 0)
+        start = self.source.column(node.lineno, node.col_offset)
+        end = self.source.column(node.lineno, node.end_col_offset or 0)
         self._change(node.lineno, start, end, text)
 
     def _rewrite_end(self, call: ast.Call, text: str) -> None:
@@ -289,9 +293,9 @@ class _Migration:
         owner, line = receiver(call), call.end_lineno or 0
         if owner is None or owner.end_lineno != line:
             raise _UncertainError
-        start = self.unit.character(line, owner.end_col_offset or 0)
-        end = self.unit.character(line, call.end_col_offset or 0)
-        tail = self.unit.lines[line - 1][start:]
+        start = self.source.column(line, owner.end_col_offset or 0)
+        end = self.source.column(line, call.end_col_offset or 0)
+        tail = self.source.lines[line - 1][start:]
         dot = start + len(tail) - len(tail.lstrip(" )"))  # behind the parentheses around x
         self._change(line, dot, end, text)
 
@@ -310,7 +314,7 @@ def _is_device(value: ast.expr | None) -> bool:
     return is_made or any(pinned_strings(value))
 
 
-def _start(body: Sequence[ast.stmt], past_imports: bool = False) -> ast.stmt | None:
+def _first_statement(body: Sequence[ast.stmt], past_imports: bool = False) -> ast.stmt | None:
     """Return the first statement after the docstring, ``global`` and what must come first."""
     passed: tuple[type[ast.stmt], ...] = (ast.Global, ast.Nonlocal)
     if past_imports:
@@ -323,22 +327,16 @@ def _start(body: Sequence[ast.stmt], past_imports: bool = False) -> ast.stmt | N
     return None
 
 
-def _stands_alone(statement: ast.stmt, unit: Unit) -> bool:
+def _stands_alone(statement: ast.stmt, source: Source) -> bool:
     """Return whether a statement shares none of its lines with another."""
-    start = unit.character(statement.lineno, statement.col_offset)
-    before = unit.lines[statement.lineno - 1][:start]
+    start = source.column(statement.lineno, statement.col_offset)
+    before = source.lines[statement.lineno - 1][:start]
     last = statement.end_lineno or statement.lineno
-    after = unit.lines[last - 1][unit.character(last, statement.end_col_offset or 0) :].strip()
+    after = source.lines[last - 1][source.column(last, statement.end_col_offset or 0) :].strip()
     return not before.strip() and (not after or after.startswith("#"))
 
 
-def _indent(statement: ast.stmt, unit: Unit) -> str:
+def _indent(statement: ast.stmt, source: Source) -> str:
     """Return the white space a statement's line begins with."""
-    line = unit.lines[statement.lineno - 1]
+    line = source.lines[statement.lineno - 1]
     return line[: len(line) - len(line.lstrip())]
-
-
-def _first_line(statement: ast.stmt) -> int:
-    """Return a statement's first line, its decorators' included."""
-    decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
-    return min([statement.lineno, *(decorator.lineno for decorator in decorators)])

@@ -1,64 +1,50 @@
-"""The rules about ``backward`` and about devices. In doubt, they find nothing."""
+"""The rules about ``backward``, devices and files. In doubt, they find nothing."""
 
 from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 
 from ...findings import Finding
-from .program import Program, outermost
-from .source_index import Unit, called, devices_of, dotted, is_function, names_in, receiver
-from .value_kinds import ACCELERATORS
+from .source import MISSING, Source, called, dotted, names_in, receiver
+
+ACCELERATORS = re.compile(r"(cuda|xpu|npu|hpu|mlu|musa)(:\d+)?")
+"""A device string that pins an accelerator."""
 
 
-def backward(program: Program) -> Iterator[Finding]:
-    """``loss.backward()`` in a training step of a program that has an Accelerator."""
-    if not program.accelerated:
-        return
-    stepping = {unit.scope(call) for unit, call in program.calls("step")}
-    for unit, call in program.calls("backward"):
-        loss, scope, top = receiver(call), unit.scope(call), outermost(call, unit)
-        if (
-            loss is None
-            or call.args
-            or scope not in stepping
-            or dotted(loss) in ("self", "cls")
-            or called(loss) == "super"
-            or program.is_accelerator(loss, unit)
-            or program.skipped(call, unit)
-            or (is_function(top) and top not in program.everywhere)
-            or _is_apart(scope, unit, program)
-        ):
-            continue
-        yield unit.finding(
-            call,
-            "backward",
-            "`.backward()` bypasses Accelerate, which scales the loss for fp16 and for gradient "
-            f"accumulation; write `accelerator.backward({_shown(loss)})`",
-        )
+def check_backward(source: Source) -> Iterator[Finding]:
+    """``loss.backward()`` in a training step that has an Accelerator.
 
-
-def _is_apart(scope: ast.AST, unit: Unit, program: Program) -> bool:
-    """Return whether a function trains by itself beside Accelerate, for comparison.
-
-    Others call ``prepare``; it does not, nor does what makes its optimizer, which no caller gives
-    it.
+    The step's own function steps the optimizer, and calls the Accelerator's `prepare` or takes the
+    Accelerator as a parameter. Others may train beside it, to compare.
     """
-    preparing = {u.scope(c) for u, c in program.calls() if called(c).startswith("prepare")}
-    owners = [receiver(c) for c in unit.calls if called(c) == "step" and unit.scope(c) is scope]
-    names = [owner for owner in owners if isinstance(owner, ast.Name)]
-    bound = [binding.statement for name in names for binding in unit.bindings(name)]
-    makers = {called(getattr(statement, "value", None)) for statement in bound}
-    is_given = any(isinstance(statement, ast.arg) for statement in bound)
-    is_prepared = scope in preparing or makers & {getattr(node, "name", "") for node in preparing}
-    return bool(preparing and bound) and not is_given and not is_prepared
-
-
-def _shown(loss: ast.expr) -> str:
-    """Return the source of a loss, for a message."""
-    text = ast.unparse(loss)
-    return text if 0 < len(text) <= 40 and "\n" not in text else "loss"
+    stepping, prepared = set[ast.AST](), set[ast.AST]()
+    for call in source.calls:
+        if called(call) == "step":
+            stepping.add(source.scope(call))
+        if called(call).startswith("prepare") and source.is_accelerator(receiver(call)):
+            prepared.add(source.scope(call))
+    for argument in source.nodes:
+        if isinstance(argument, ast.arg) and "accelerator" in argument.arg.lower():
+            prepared.add(source.scope(argument))
+    for call in source.calls:
+        loss = receiver(call)
+        is_backward = called(call) == "backward" and loss is not None and not call.args
+        if not is_backward or source.scope(call) not in stepping & prepared:
+            continue
+        assert loss is not None
+        is_own = dotted(loss) in ("self", "cls") or called(loss) == "super"
+        if not is_own and not source.is_accelerator(loss) and source.runs(call):
+            text = ast.unparse(loss)
+            yield source.finding(
+                call,
+                "backward",
+                "`.backward()` bypasses Accelerate, which scales the loss for fp16 and for "
+                "gradient accumulation; write "
+                f"`accelerator.backward({text if len(text) <= 40 else 'loss'})`",
+            )
 
 
 _CHOOSERS = re.compile(r"Accelerator|PartialState|\w*TrainingArguments").fullmatch
@@ -70,48 +56,70 @@ _TAKE_A_TYPE = frozenset({"GradScaler", "autocast", "custom_fwd", "custom_bwd"})
 _ASKS = frozenset({"is_available", "device_count", "is_cuda_available", "is_torch_cuda_available"})
 
 
-def devices(program: Program, host: str) -> Iterator[Finding]:
+def check_devices(source: Source, host: str, names: set[str]) -> Iterator[Finding]:
     """A device that is the same on every rank: written out, or chosen in the notebook.
 
-    `host` is what the ranks train on, "cpu" or "cuda".
+    Args:
+        host: the type of device that the ranks train on, "cpu" or "cuda".
+        names: those in all sources of the task.
     """
     instead = "accelerator.device"
-    if not program.accelerated:
-        number = "local_rank" if "local_rank" in program.names else "os.environ['LOCAL_RANK']"
+    if not has_accelerator(names):
+        number = "local_rank" if "local_rank" in names else "os.environ['LOCAL_RANK']"
         instead = f'f"cuda:{{{number}}}"'
-    for unit, node, text in _pinned(program, host):
-        if not program.skipped(node, unit):
-            text = (
-                f"{text} is hard-coded, so every rank would use the same device; write `{instead}`"
+    for node, device in _pinned_devices(source, host):
+        if source.runs(node):
+            yield source.finding(
+                node,
+                "device",
+                f"{device} is hard-coded, so every rank would use the same device; "
+                f"write `{instead}`",
             )
-            yield unit.finding(node, "device", text)
-    reported: set[str] = set()
-    for unit, name in ((u, name) for u in program.units for name in _placing_names(u)):
-        _, is_device, kind = (unit.kind(name) or "").partition("device: ")
-        on_cpu = kind == "cpu" and (host == "cpu" or "device" not in name.id.lower())
-        if is_device and not on_cpu and name.id not in reported and not program.skipped(name, unit):
+    reported = set[str]()
+    for name in _placing_names(source):
+        device = notebook_device(source, name)
+        on_cpu = device == "cpu" and (host == "cpu" or "device" not in name.id.lower())
+        if device and not on_cpu and name.id not in reported and source.runs(name):
             reported.add(name.id)
-            text = (
-                f"`{name.id}` is a {kind} device of the notebook, so every rank would use the same"
+            yield source.finding(
+                name,
+                "device",
+                f"`{name.id}` is a {device} device of the notebook, so every rank would use the "
+                f"same; use `{instead}`",
             )
-            yield unit.finding(name, "device", f"{text}; use `{instead}`")
 
 
-def _pinned(program: Program, host: str) -> Iterator[tuple[Unit, ast.expr, str]]:
+def has_accelerator(names: set[str]) -> bool:
+    """Return whether code with these names uses Accelerate's Accelerator."""
+    return "Accelerator" in names or "accelerator" in names
+
+
+def notebook_device(source: Source, name: ast.Name) -> str:
+    """Return the type of the device that a name of the notebook holds, as "cuda", else ''."""
+    value, torch = source.value(name), sys.modules.get("torch")
+    if type(value) is not str and type(value) is not getattr(torch, "device", MISSING):
+        return ""
+    text = str(value)
+    known = ACCELERATORS.fullmatch(text) or text in ("cpu", "mps", "mps:0")
+    return text.partition(":")[0] if known else ""
+
+
+def _pinned_devices(source: Source, host: str) -> Iterator[tuple[ast.expr, str]]:
     """Yield what pins every rank to one device, and the device.
 
     A plain "cuda" is each rank's own where something chose the rank's GPU.
     """
-    nodes = (node for unit in program.units for node in unit.nodes)
-    if any(isinstance(n, ast.Constant) and n.value == "CUDA_VISIBLE_DEVICES" for n in nodes):
+    texts = (node.value for node in source.nodes if isinstance(node, ast.Constant))
+    if "CUDA_VISIBLE_DEVICES" in texts:
         return
-    calls = [call for _, call in program.calls()]
-    is_chosen = any(map(_chooses_device, calls))
-    is_chosen |= host != "cpu" and any(_CHOOSERS(called(call)) for call in calls)
-    for unit in program.units:
-        for node, text in _written(unit):
-            if (":" in text or not is_chosen) and not _asks_before(node, unit, host):
-                yield unit, node, text
+    is_chosen = any(map(_chooses_device, source.calls))
+    is_chosen |= host != "cpu" and any(_CHOOSERS(called(call)) for call in source.calls)
+    for node, device in _written_devices(source):
+        tests = [a.test for a in source.ancestors(node) if isinstance(a, (ast.If, ast.IfExp))]
+        asks = host == "cpu" and any(names_in(test) & _ASKS for test in tests)
+        is_for_old_torch = any("hasattr(torch" in ast.unparse(test) for test in tests)
+        if (":" in device or not is_chosen) and not asks and not is_for_old_torch:
+            yield node, device
 
 
 def _chooses_device(call: ast.Call) -> bool:
@@ -121,31 +129,25 @@ def _chooses_device(call: ast.Call) -> bool:
     return (sets and not is_constant) or called(call) == "init_device_mesh"
 
 
-def _asks_before(node: ast.AST, unit: Unit, host: str) -> bool:
-    """Return whether a node is evaluated only where there is an accelerator, or an old torch."""
-    tests = [a.test for a in unit.ancestors(node) if isinstance(a, (ast.If, ast.IfExp))]
-    asks = host == "cpu" and any(not names_in(test).isdisjoint(_ASKS) for test in tests)
-    return asks or any(ast.unparse(test) == "hasattr(torch, 'accelerator')" for test in tests)
-
-
-def _written(unit: Unit) -> Iterator[tuple[ast.expr, str]]:
+def _written_devices(source: Source) -> Iterator[tuple[ast.expr, str]]:
     """Yield the expressions that write a device out, and the device."""
-    for call in unit.calls:
-        name, path, arguments = called(call), dotted(call.func), devices_of(call)
-        if path.endswith("cuda.set_device") or (path == "torch.device" and len(call.args) == 1):
+    for call in source.calls:
+        name, arguments = called(call), devices_of(call)
+        sets = dotted(call.func).endswith("cuda.set_device")
+        if sets or (dotted(call.func) == "torch.device" and len(call.args) == 1):
             arguments += call.args
         if name == "cuda" and receiver(call) and not call.args and not call.keywords:
             yield call, "cuda"
-        for index in call.args[-1:] if name == "cuda" or path.endswith("cuda.set_device") else ():
+        for index in call.args[-1:] if name == "cuda" or sets else ():
             if isinstance(index, ast.Constant) and type(index.value) is int:
                 yield call, f"cuda:{index.value}"
         for argument in arguments if name not in _TAKE_A_TYPE else ():
             yield from pinned_strings(argument)
     # device = "cuda", where that variable then places something
-    used = {(name.id, unit.home(name.id, unit.scope(name))) for name in _placing_names(unit)}
-    for node in unit.nodes:
+    used = {(n.id, source.scope_of_name(n.id, source.scope(n))) for n in _placing_names(source)}
+    for node in source.nodes:
         match node:
-            case ast.Assign(targets=[ast.Name(id=name)]) if (name, unit.scope(node)) in used:
+            case ast.Assign(targets=[ast.Name(id=name)]) if (name, source.scope(node)) in used:
                 yield from pinned_strings(node.value)
 
 
@@ -160,10 +162,96 @@ def pinned_strings(argument: ast.expr | None) -> Iterator[tuple[ast.expr, str]]:
             yield argument, text
 
 
-def _placing_names(unit: Unit) -> Iterator[ast.Name]:
+def devices_of(call: ast.Call) -> list[ast.expr]:
+    """Return the arguments that name a device: ``device=…``, and the first of ``.to(…)``."""
+    devices = [keyword.value for keyword in call.keywords if keyword.arg == "device"]
+    return devices + (call.args[:1] if called(call) == "to" and receiver(call) else [])
+
+
+def _placing_names(source: Source) -> Iterator[ast.Name]:
     """Yield the names that say where something goes."""
-    for call in unit.calls:
+    for call in source.calls:
         first = call.args[:1] if dotted(call.func) == "torch.device" else []
         for argument in devices_of(call) + first:
             if isinstance(argument, ast.Name):
                 yield argument
+
+
+_WRITERS = {
+    **dict.fromkeys(("torch.save", "joblib.dump", "pickle.dump", "cloudpickle.dump"), 1),
+    **dict.fromkeys(("save_file", "safetensors.torch.save_file", "safe_save_file"), 1),
+    **dict.fromkeys(("np.save", "np.savez", "np.savez_compressed"), 0),
+    **dict.fromkeys(("numpy.save", "numpy.savez", "numpy.savez_compressed"), 0),
+}
+"""What writes a file, and which argument says where."""
+
+_OWN = re.compile(
+    r"rank|process|worker|device|pid|uuid|te?mp|seed|host|buffer|bytes|stream|proc|shard|null",
+    re.IGNORECASE,
+)
+"""Names in a path that may make it each rank's own."""
+
+_PATHS = frozenset(
+    {"join", "joinpath", "Path", "str", "format", "fspath", "open", "with_suffix", "with_name"}
+    | {"expanduser", "resolve", "absolute", "abspath", "PurePath", "strftime", "now", "round"}
+)
+"""What makes the same path on every rank if it is given the same."""
+
+_SHARDED = re.compile(
+    r"FSDP|FullyShardedDataParallel(Plugin)?|fully_shard|FullyShard\w*|ParallelismConfig|tp_plan"
+    r"|parallelize_module|deepspeed|DeepSpeedPlugin|MegatronLMPlugin|fsdp_plugin|dp_shard_size"
+)
+"""What shows that a rank has a part of the model: then all ranks have to take part in a save."""
+
+
+def check_saves(source: Source, names: set[str]) -> Iterator[Finding]:
+    """A file written by every rank. `names` are those in all sources of the task."""
+    if any(map(_SHARDED.fullmatch, names)):
+        return
+    condition = "accelerator.is_main_process" if has_accelerator(names) else "nbtrain.rank() == 0"
+    for call in source.calls:
+        path = _written_path(call)
+        if path is None or source.scope(call) not in source.everywhere or source.is_guarded(call):
+            continue
+        if _is_same_on_all_ranks(path, source):
+            yield source.finding(
+                call,
+                "save",
+                "every rank would write this file at the same time; write it under "
+                f"`if {condition}:`, or put the rank into its path",
+            )
+
+
+def _written_path(call: ast.Call) -> ast.expr | None:
+    """Return where a call writes to, if it writes whatever the rank."""
+    keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+    place = _WRITERS.get(dotted(call.func))
+    if called(call) == "save_pretrained" and receiver(call) is not None:
+        place = 0
+    if place is None or keywords.keys() & {None, "is_main_process", "save_function"}:
+        return None
+    if len(call.args) > place:
+        return call.args[place]
+    given = (keywords.get(name) for name in ("f", "file", "filename", "save_directory"))
+    return next(filter(None, given), None)
+
+
+def _is_same_on_all_ranks(path: ast.expr, source: Source, depth: int = 4) -> bool:
+    """Return whether a path is certain to be the same on every rank."""
+    if depth == 0 or source.mentions_rank(path) or isinstance(path, (ast.Starred, ast.Lambda)):
+        return False
+    for node in ast.walk(path):
+        name = dotted(node).rpartition(".")[2]
+        if name and _OWN.search(name):
+            return False
+        if isinstance(node, ast.Call) and called(node) not in _PATHS:
+            return False
+        bound = source.bindings(node) if isinstance(node, ast.Name) else []
+        for statement, value in bound:
+            if len(bound) > 1 or (value is None and isinstance(statement, ast.Assign)):
+                return False  # what it holds there is not known
+            if isinstance(statement, ast.arg) and source.scope(statement) is not source.entry:
+                return False  # what callers hand in is not known
+            if value is not None and not _is_same_on_all_ranks(value, source, depth - 1):
+                return False
+    return True

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from ...findings import Finding
-from .program import Program
-from .source_index import FunctionNode, Unit, called, is_function, names_in, receiver
+from .source import FunctionNode, Source, called, is_function, names_in, receiver
 
 _NAMES = re.compile(r"(^|_)(train|fit|finetune|fine_tune)(_|$)|training|^main$", re.IGNORECASE)
 _RUNS_THE_REST = ("time", "capture", "timeit", "prun")
@@ -18,20 +17,21 @@ _RUNS_THE_REST = ("time", "capture", "timeit", "prun")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
-def uncalled(program: Program) -> Iterator[Finding]:
-    """A cell whose only training is in a function that nothing calls."""
-    unit = program.units[0]
-    if not unit.is_cell:
+def check_calls(source: Source, others: Sequence[ast.AST]) -> Iterator[Finding]:
+    """A cell whose only training is in a function that nothing calls.
+
+    `others` are the functions of earlier cells that it calls.
+    """
+    if not isinstance(source.tree, ast.Module):
         return
-    yield from _behind_a_magic(unit)
-    body = unit.module.body
+    yield from _check_cell_magic(source)
+    body = source.tree.body
     starts = [s for s in body if not is_function(s) or s is body[-1]]
-    others = [u.tree for u in program.units[1:]]
-    if idle := _left_out(body, starts, others):
+    if idle := _find_uncalled(body, starts, others):
         happens = "the ranks run this cell"
         if is_function(body[-1]):
             happens += f" and call {body[-1].name}(), its last function"
-        yield unit.finding(
+        yield source.finding(
             idle,
             "not-called",
             f"{happens}; nothing calls {idle.name}(). Make `def {idle.name}` the last statement "
@@ -39,9 +39,9 @@ def uncalled(program: Program) -> Iterator[Finding]:
         )
 
 
-def _behind_a_magic(unit: Unit) -> Iterator[Finding]:
+def _check_cell_magic(source: Source) -> Iterator[Finding]:
     """A cell magic on top, which takes the functions below it as a text."""
-    match unit.module.body:
+    match source.module.body:
         case [
             ast.Expr(
                 value=ast.Call(
@@ -52,8 +52,8 @@ def _behind_a_magic(unit: Unit) -> Iterator[Finding]:
         ] if magic in _RUNS_THE_REST:
             with suppress(SyntaxError):  # another magic in there, perhaps
                 body = ast.parse(text).body
-                if idle := _left_out(body, [s for s in body if not is_function(s)]):
-                    yield unit.finding(
+                if idle := _find_uncalled(body, [s for s in body if not is_function(s)]):
+                    yield source.finding(
                         statement,
                         "not-called",
                         f"`%%{magic}` runs the rest of the cell by itself, so nothing calls "
@@ -62,7 +62,7 @@ def _behind_a_magic(unit: Unit) -> Iterator[Finding]:
                     )
 
 
-def _left_out(
+def _find_uncalled(
     body: Sequence[ast.stmt], starts: Sequence[ast.AST], others: Sequence[ast.AST] = ()
 ) -> FunctionNode | None:
     """Return the last function that trains and is never mentioned, if nothing else trains.
@@ -73,16 +73,16 @@ def _left_out(
     nodes = [node for tree in (*body, *others) for node in ast.walk(tree)]
     definitions = {node.name: node for node in nodes if isinstance(node, _DEFINITIONS)}
     stack = [*starts, *(s for s in body if is_function(s) and s.decorator_list)]
-    live: set[ast.AST] = set()
+    running: set[ast.AST] = set()
     while stack:
         node = stack.pop()
-        if node not in live:
-            live.add(node)
+        if node not in running:
+            running.add(node)
             texts = (n.value for n in ast.walk(node) if isinstance(n, ast.Constant))
             names = {*names_in(node), *(text for text in texts if isinstance(text, str))}
             stack += [definitions[name] for name in names & definitions.keys()]
-    idle = [s for s in body if is_function(s) and s not in live and _trains(s)]
-    return idle[-1] if idle and not any(map(_trains, live)) else None
+    idle = [s for s in body if is_function(s) and s not in running and _trains(s)]
+    return idle[-1] if idle and not any(map(_trains, running)) else None
 
 
 def _trains(node: ast.AST) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...checks import lint
-from ...checks.lint.source_index import Binding, Unit, called, receiver
+from ...checks.lint.source import Binding, Source, called, receiver
 from ...engines import Engine
 from ...findings import Finding
 from ...planning.plan import Plan
@@ -67,10 +67,10 @@ def _broken_fit(plan: Plan, engine: Engine) -> Iterator[Finding]:
     options = f"--env {_LEGACY}=1"
     if engine.forks_kernel and "tensorflow" in sys.modules:  # which Keras it has is settled
         options += " --engine spawn"
-    for unit in lint.read(plan.task):
-        for call in unit.calls:
-            if called(call) == "fit" and _is_of_keras(unit, receiver(call)):
-                yield unit.finding(
+    for source in lint.read(plan.task):
+        for call in source.calls:
+            if called(call) == "fit" and _is_of_keras(source, receiver(call)):
+                yield source.finding(
                     call,
                     "keras-fit",
                     f"`fit` of Keras 3 fails under {_STRATEGY} (keras#20585).",
@@ -82,17 +82,17 @@ def _broken_fit(plan: Plan, engine: Engine) -> Iterator[Finding]:
                 return
 
 
-def _is_of_keras(unit: Unit, model: ast.expr | None) -> bool:
+def _is_of_keras(source: Source, model: ast.expr | None) -> bool:
     """Return whether a variable is a Keras model: compiled here, or made in a strategy's scope."""
     if not isinstance(model, ast.Name):
         return False
-    compiled = (receiver(call) for call in unit.calls if called(call) == "compile")
+    compiled = (receiver(call) for call in source.calls if called(call) == "compile")
     if any(isinstance(each, ast.Name) and each.id == model.id for each in compiled):
         return True
-    return any(_is_made_in_scope(unit, binding) for binding in unit.bindings(model))
+    return any(_is_made_in_scope(source, binding) for binding in source.bindings(model))
 
 
-def _is_made_in_scope(unit: Unit, binding: Binding) -> bool:
-    above = unit.ancestors(binding.statement)
+def _is_made_in_scope(source: Source, binding: Binding) -> bool:
+    above = source.ancestors(binding.statement)
     blocks = [node for node in above if isinstance(node, ast.With)]
     return any(called(item.context_expr) == "scope" for each in blocks for item in each.items)
