@@ -44,10 +44,10 @@ def migrated(shell: Any, source: str) -> str:
     loop = next((finding for finding in findings if finding.code == "migrate"), None)
     if loop is None:
         raise PlanError(
-            "%%nbtrain migrate: this cell has no loop that can be changed automatically: one plain "
-            "PyTorch loop over a DataLoader, in the same function as its model and optimizer, "
-            "without Accelerate or DistributedDataParallel. To change a loop by hand, follow "
-            "huggingface.co/docs/accelerate/basic_tutorials/migration"
+            "%%nbtrain migrate: this cell has no loop that can be changed automatically. Such a "
+            "loop goes over a DataLoader, its function has the model and the optimizer, and it "
+            "uses neither Accelerate nor DistributedDataParallel. To change a loop by hand, "
+            "follow huggingface.co/docs/accelerate/basic_tutorials/migration"
         )
     if loop.place.source:
         raise PlanError(

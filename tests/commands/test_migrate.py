@@ -64,7 +64,7 @@ def test_the_note_of_a_launch_names_the_command(notebook: Notebook) -> None:
         ("%%nbtrain migrate --all\nx = 1", "unknown arguments '--all'"),
         ("%%nbtrain doctor\nx = 1", "for a cell is `migrate`"),
         ("%nbtrain migrate", "on top of the cell"),
-        ("%%nbtrain migrate\n" + CELL.replace("loss.back", "scaler.scale(loss).back"), "by hand"),
+        ("%%nbtrain migrate\n" + CELL.replace("loss.back", "(scale * loss).back"), "by hand"),
         ("%%nbtrain migrate\n%%distributed\ntrain(model, optimizer, loader)", "on top of that"),
         ("%%nbtrain migrate\ndef train(:\n    pass", "invalid syntax"),
     ],

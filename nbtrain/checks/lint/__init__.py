@@ -22,7 +22,7 @@ from .migration import apply_edits, find_migration
 from .rules import check_backward, check_devices, check_saves
 from .source import NameCell, Source, SourceTooLongError, read
 from .training_loop import check_prepared
-from .uncalled_function import check_calls
+from .uncalled_function import check_uncalled
 
 __all__ = ["CODES", "Edit", "Finding", "SourceTooLongError", "apply_edits", "lint", "read"]
 
@@ -61,7 +61,7 @@ def lint(
     for source in sources:
         others = [other.tree for other in sources if other is not source]
         rules = (
-            check_calls(source, others),
+            check_uncalled(source, others),
             check_backward(source),
             check_prepared(source),
             _check_peers(source, names, device, sharded) if ranks != 1 else (),

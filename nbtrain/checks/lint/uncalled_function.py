@@ -17,7 +17,7 @@ _RUNS_THE_REST = ("time", "capture", "timeit", "prun")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
-def check_calls(source: Source, others: Sequence[ast.AST]) -> Iterator[Finding]:
+def check_uncalled(source: Source, others: Sequence[ast.AST]) -> Iterator[Finding]:
     """A cell whose only training is in a function that nothing calls.
 
     `others` are the functions of earlier cells that it calls.
