@@ -91,20 +91,6 @@ def loops_around(frame: FrameType | None) -> Loops | None:
     return Loops(tuple(reversed(known)), has_inner, tuple(reversed(key)))
 
 
-def name_of(value: Any, frame: FrameType | None) -> str:
-    """Return the name of the variable around a frame that holds a value; "" where none does.
-
-    An optimizer may be in one that Accelerate has prepared.
-    """
-    for around in _frames(frame):
-        with _variables(around) as variables:
-            for name, each in variables.maps[0].items():
-                inner = vars(each).get("optimizer") if hasattr(each, "__dict__") else None
-                if each is value or (inner is value and type(each).__name__.endswith("Optimizer")):
-                    return name
-    return ""
-
-
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     for _ in range(_DEEPEST):
         if frame is None or frame.f_code.co_filename in RANK_BODY:
