@@ -148,6 +148,7 @@ TESTED_TOGETHER = {
     "ui/board/*": "ui/board/test_board.py",  # the whole board, read as a browser would
     "ui/displays/*": "ui/displays/test_select.py",  # through a real kernel
     "ui/*": "tracking/test_state.py",
+    "worker/limits": "worker/observers/test_training_meter.py",
     "worker/rank_sides": "test_part.py",
     "worker/hooks/*": "worker/hooks/test_hooks.py",
     "worker/observers/*": "worker/observers/test_training_meter.py",

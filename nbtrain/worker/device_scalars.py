@@ -14,9 +14,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 from ..system.instrumentation import patch
-
-MOST = 1024
-"""Values under way, at most: with more of them, the reader waits for the oldest."""
+from . import limits
 
 Then = Callable[[dict[str, Any]], None]
 
@@ -114,11 +112,13 @@ class ScalarReader:
         streams = {t.device: torch.cuda.current_stream(t.device) for t in tensors.values()}
         with self._lock:
             self._submitted.append(lambda: _begin(torch, tensors, streams, then))
-            self.deliver(at_least=len(self._waiting) + len(self._submitted) - MOST)
+            self.deliver(
+                at_least=len(self._waiting) + len(self._submitted) - limits.MAX_PENDING_SCALARS
+            )
 
     def finish(self, wait: bool) -> None:
         """Deliver what has arrived; with `wait`, all there is."""
-        self.deliver(at_least=MOST if wait else 0)
+        self.deliver(at_least=limits.MAX_PENDING_SCALARS if wait else 0)
         for reader in self._others.values():
             reader.finish(wait)
 

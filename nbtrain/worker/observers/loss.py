@@ -9,17 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .. import limits
 from ..device_scalars import ScalarReader, captures, is_late
 from ..hooks import Observer, losses
-
-INTERVAL = 0.5
-"""Seconds between two losses that are read off a GPU or TPU."""
-
-FIRST_STEPS = 256
-"""Steps from the start whose losses are all reported: a short training is a curve, too."""
-
-SKIPPED = 10
-"""Losses in a row that are not finite and that a loop, or a `GradScaler`, may skip."""
 
 
 @dataclass(slots=True)
@@ -185,7 +177,7 @@ class LossMeter(Observer):
             return
         self._moment = _Moment(self._steps, divisor=losses.divisor(loss))
         self._shares += 1
-        if self._steps < FIRST_STEPS:  # who compares ranks wants the first few
+        if self._steps < limits.MAX_FIRST_LOSSES:  # who compares ranks wants the first few
             self._on_loss(loss)
         if loss.device.type == "cpu":
             self._take(loss.item(), self._moment)
@@ -196,7 +188,7 @@ class LossMeter(Observer):
             now = time.monotonic()
             is_cuda = loss.device.type == "cuda"
             if now >= self._due and not (is_cuda and captures.under_way(torch)):
-                self._due = now + INTERVAL
+                self._due = now + limits.REPORT_INTERVAL_S
                 self._to_read = len(self._owners) if self._takes_turns else 1
             if self._to_read:
                 self._to_read -= 1
@@ -208,7 +200,7 @@ class LossMeter(Observer):
 
     def _take(self, value: float, moment: _Moment) -> None:
         if moment.divisor > 1:
-            if self._accumulation is None and len(self._shares_to_take) < FIRST_STEPS:
+            if self._accumulation is None and len(self._shares_to_take) < limits.MAX_FIRST_LOSSES:
                 self._shares_to_take.append((moment, value))
                 return
             # A share of an accumulation, and not a mean that the user writes as a quotient.
@@ -217,7 +209,7 @@ class LossMeter(Observer):
         if not self._takes_turns or moment.optimizer == self._owners[0]:
             self._value = value
             self._add(value)
-        if moment.steps < FIRST_STEPS or self._takes_turns:
+        if moment.steps < limits.MAX_FIRST_LOSSES or self._takes_turns:
             self._remember(moment, value)
         if math.isfinite(value):
             self._not_finite, self._suspect, self.has_diverged = 0, None, False
@@ -231,7 +223,7 @@ class LossMeter(Observer):
     def _remember(self, moment: _Moment, value: float) -> None:
         """Keep a loss for a curve: of the first steps, and the last of each optimizer."""
         each = self._each
-        if moment.steps >= FIRST_STEPS:
+        if moment.steps >= limits.MAX_FIRST_LOSSES:
             each[:] = each[-len(self._owners) :]
         elif each and each[-1][0].steps == moment.steps and not self._takes_turns:
             each.pop()  # the last of an accumulation, or of two that take turns
@@ -240,5 +232,7 @@ class LossMeter(Observer):
     def _judge(self, moment: _Moment) -> None:
         """Report a loss that is not finite once a step followed it: a loop may skip that step."""
         self.has_diverged = self.has_diverged or moment.has_led_to_step
-        if self._not_finite >= SKIPPED or (self.has_diverged and not self._has_scaler):
+        if self._not_finite >= limits.MAX_SKIPPED_LOSSES or (
+            self.has_diverged and not self._has_scaler
+        ):
             self._on_diverged(*self._first)

@@ -21,9 +21,7 @@ from typing import Any, NamedTuple
 
 from ....planning.task_values import global_names
 from ....system.source_files import RANK_BODY, is_own
-
-_DEEPEST = 60
-"""Frames that are looked at."""
+from ... import limits
 
 _BARS = ("tqdm", "trange", "track", "progress", "progress_bar", "tqdm_notebook", "notebook_tqdm")
 _NO_LOOPS = ("torch.", "accelerate.", "tqdm.", "contextlib", "functools", "threading")
@@ -92,7 +90,7 @@ def loops_around(frame: FrameType | None) -> Loops | None:
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    for _ in range(_DEEPEST):
+    for _ in range(limits.MAX_FRAMES):
         if frame is None or frame.f_code.co_filename in RANK_BODY:
             return
         module = str(frame.f_globals.get("__name__", ""))
@@ -305,8 +303,8 @@ def _value(node: ast.expr, variables: Mapping[str, Any]) -> Any:
         case ast.BinOp(left, sign, right):
             numbers = (_whole(_value(each, variables)) for each in (left, right))
             return _OPERATORS[type(sign)](*numbers)
-        case ast.Call(ast.Name("range"), limits, []):
-            return range(*(_whole(_value(limit, variables)) for limit in limits))
+        case ast.Call(ast.Name("range"), bounds, []):
+            return range(*(_whole(_value(bound, variables)) for bound in bounds))
         case ast.Call(ast.Name("len"), [inner], []):
             return len(_value(inner, variables))
         case ast.Call(ast.Name("int"), [inner], []):
