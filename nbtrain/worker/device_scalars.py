@@ -48,7 +48,7 @@ class GraphCaptures:
         self.count = 0
 
     def watch(self, graph: Any = "torch.cuda.graphs:CUDAGraph") -> None:
-        """Count what begins and ends on a class of graphs; torch's was seen in 2.4 to 2.13."""
+        """Count what begins and ends on a class of graphs; torch's was seen in 2.7 to 2.13."""
         patch(graph, "capture_begin", self._begin)
         patch(graph, "capture_end", self._end)
 

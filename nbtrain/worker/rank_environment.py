@@ -241,7 +241,7 @@ def serve_own_store(served: int) -> None:
             connected.set()
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = before
 
-    patch("torch.distributed.rendezvous", "_create_c10d_store", create)  # torch 2.4 to 2.13
+    patch("torch.distributed.rendezvous", "_create_c10d_store", create)  # torch 2.7 to 2.13
 
 
 def fork_child_processes() -> None:
@@ -356,7 +356,7 @@ def keep_process_groups() -> None:
             kept.extend(module._world.pg_map)
         original(group)
 
-    patch("torch.distributed.distributed_c10d", "_update_default_pg", update)  # torch 2.4 to 2.7
+    patch("torch.distributed.distributed_c10d", "_update_default_pg", update)  # torch 2.7
     patch("torch.nn.parallel.distributed:DistributedDataParallel", "__init__", wrap)
 
 

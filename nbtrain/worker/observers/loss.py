@@ -103,7 +103,8 @@ class LossMeter(Observer):
         losses.forget_scaling()
         self._accumulation = max(self._accumulation or 0, self._shares)
         self._shares = 0
-        self._take_shares()
+        if self._shares_to_take:
+            self._take_shares()
         self._steps = steps
         self.before_step = self.total, self.count
         if not self._moment.optimizer:

@@ -225,7 +225,7 @@ def is_in_group() -> bool:
 
 def collectives() -> int:
     """Return how many collectives this process has begun, in any group."""
-    world: Any = sys.modules["torch.distributed.distributed_c10d"]._world  # seen in 2.4 to 2.13
+    world: Any = sys.modules["torch.distributed.distributed_c10d"]._world  # seen in 2.7 to 2.13
     return sum(map(begun_in, list(world.pg_map)))
 
 
