@@ -143,6 +143,7 @@ TESTED_TOGETHER = {
     "system/processes": "system/test_host.py",
     "system/source_files": "transport/test_exceptions.py",
     "hangs/failures": "transport/test_exceptions.py",
+    "hangs/limits": "hangs/test_watchdog.py",
     "tracking/[er]*": "tracking/test_state.py",  # events in, the picture out
     "transport/*": "transport/test_payload.py",
     "ui/board/*": "ui/board/test_board.py",  # the whole board, read as a browser would

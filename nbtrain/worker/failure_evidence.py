@@ -84,12 +84,12 @@ def last_collectives(recorder: Path) -> Collectives:
     if not is_in_group():
         return ()
     with contextlib.suppress(Exception):
-        record = collectives.fetch(recorder, limits.RECORDER_TIMEOUT_S)
+        record = collectives.read_recorder(recorder, limits.RECORDER_TIMEOUT_S)
         groups = record.by_group if record is not None else {}
-        names = (collectives.DEFAULT, collectives.DEFAULT + collectives.ON_NCCL)
+        names = (collectives.DEFAULT_GROUP, collectives.DEFAULT_GROUP + collectives.NCCL_SUFFIX)
         longest = max((groups.get(name, ()) for name in names), key=len)
         if last := longest[-limits.MAX_LAST_COLLECTIVES :]:
-            return tuple((c.number, c.name, _shown(c.shape), c.pending) for c in last)
+            return tuple((c.number, c.name, _shown(c.shape), c.is_pending) for c in last)
     return ((0, "", "", False),)
 
 
