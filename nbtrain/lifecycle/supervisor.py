@@ -33,7 +33,6 @@ from ..tracking import events as ev
 from ..tracking.event_log import EventWriter, Reader
 from ..tracking.launch_log import LOGGER
 from ..tracking.reducers import fold
-from ..tracking.replay import Pictures
 from ..tracking.resource_sampler import Sampler
 from ..tracking.run_folder import RunFolder, asked_to_stop, mark_stopping, recreate
 from ..tracking.state import RunState
@@ -112,7 +111,6 @@ class Supervisor:
         """Those of the loop that watches."""
         self._folder, self._plan, self._ranks_stay = folder, plan, ranks_stay
         self._reader = Reader(folder, state.world_size)
-        self._pictures = Pictures(folder, self._reader)
         self._writer = EventWriter(folder.launcher_events, RESERVED)
         self._disk = DiskWatch(folder, self._writer)
         self._watchdog = HangWatchdog(folder, state.world_size, plan.hang_after)
@@ -195,7 +193,6 @@ class Supervisor:
             self._note(self._disk.restore(self.state))
         self._note(ranks.news())
         self._take(self._reader.read(ended={e.rank for e in exits}))
-        self._pictures.keep(self.state)
         self._note(self._work.check(self.state.findings))
         self._note(event for each in self.companions for event in each.notes())
         self._take_exits(exits)
@@ -421,7 +418,6 @@ class Supervisor:
 
         self._note(event for each in self.companions for event in each.finish(end, is_pressed))
         self._note([end])
-        self._pictures.keep(self.state, is_last=True)
         LOGGER.info("the run %s after %.1f s", self.state.outcome, self.state.elapsed(clock.now()))
         self._writer.close()
         self.over.set()

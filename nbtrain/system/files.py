@@ -116,21 +116,9 @@ class Tail:
         self._offset += len(data)
         return data
 
-    def begins_a_line(self, offset: int) -> bool:
-        """Whether what is in front of that place ends with a line. Raises `OSError`."""
-        if not offset:
-            return True
-        with open_regular(self._path) as file:
-            return os.pread(file.fileno(), 1, offset - 1) == b"\n"
-
     def skip_to(self, offset: int) -> None:
         """Go on reading from there."""
         self._offset, self._rest = offset, b""
-
-    @property
-    def place(self) -> int:
-        """Where the next line begins."""
-        return self._offset - len(self._rest)
 
     @property
     def behind(self) -> bool:

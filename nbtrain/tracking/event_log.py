@@ -13,7 +13,7 @@ import functools
 import os
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ..system.files import Tail, reserve_beyond_end
@@ -94,18 +94,6 @@ class Reader:
         if count:
             self._seconds.append((time.monotonic() - began) / count)
         return events
-
-    def places(self) -> list[int]:
-        """Return where the next event begins in the file of each rank."""
-        return [tail.place for tail in self.ranks]
-
-    def skip_to(self, launcher: int, ranks: Sequence[int]) -> None:
-        """Go on reading from there. Raises `ValueError` where no line of a file ends there."""
-        tails = {self.launcher: launcher, **dict(zip(self.ranks, ranks, strict=True))}
-        for tail, place in tails.items():
-            if not tail.begins_a_line(place):
-                raise ValueError("a file was written again")
-            tail.skip_to(place)
 
     @property
     def is_slow(self) -> bool:

@@ -20,12 +20,6 @@ from .run_folder import DELETED, SCALING, RunFolder, is_watched, root, runs
 KEEP = 20
 """How many runs stay."""
 
-TRIVIAL = 30.0
-"""Seconds that a run takes at most which goes before others, if it trained and logged nothing."""
-
-RECENT = 5
-"""The newest runs, which stay even if they are trivial: their logs are still looked at."""
-
 KEEP_WEIGHTS = 3
 """How many of these runs keep their weights, which are large; so many more whose weights nobody has
 loaded yet keep them, too."""
@@ -39,10 +33,6 @@ IN_USE = "in-use-"
 MARKED = 86400.0
 """Seconds for which a run of another host, and a mark of one, holds after the run's last event:
 nobody here can see whether its process lives, and a clock may have jumped."""
-
-
-_WORK = (b"metrics", b"training", b"progress", b"saved")
-"""The kinds of events that a rank which does something leaves."""
 
 _TICK = 1000
 """Nanoseconds between two runs of which the clock says nothing."""
@@ -84,8 +74,7 @@ def _is_valid(mark: Path) -> bool:
     try:
         user = json.loads(read_regular(mark, 1 << 16))
         if user["host"] != platform.node():
-            newest = max(mark.stat().st_mtime_ns, _last_write(RunFolder(mark.parent)))
-            return time.time() - newest / 1e9 < MARKED
+            return time.time() - mark.stat().st_mtime < MARKED
         identity = process_identity(user["pid"])
         return identity is not None and identity == user["started"]
     except OSError as error:  # unless it was released meanwhile, nobody can know
@@ -126,9 +115,6 @@ def prune(
     every = sorted(folders, key=lambda folder: times[folder.path])
     measured = [folder for folder in every if folder.path.name.endswith(SCALING)]
     trained = [folder for folder in every if folder not in measured]
-    if len(trained) > keep:
-        trivial = [folder for folder in trained[:-RECENT] if _is_trivial(folder)]
-        trained = [*trivial, *(folder for folder in trained if folder not in trivial)]
     for folder in (*may_go(trained, keep), *may_go(measured, KEEP_SCALING)):
         with contextlib.suppress(OSError):
             folder.path.rename(folder.path.with_name(DELETED + folder.path.name))
@@ -150,18 +136,6 @@ def _last_write(folder: RunFolder) -> int:
         with contextlib.suppress(OSError):  # another kernel prunes, too
             times.append(path.stat().st_mtime_ns)
     return max(times)
-
-
-def _is_trivial(folder: RunFolder) -> bool:
-    """Whether a run is over after seconds, with no sign of training, and nothing was logged."""
-    with contextlib.suppress(OSError):
-        begun = folder.manifest.stat().st_mtime
-        ended = _last_write(folder) / 1e9
-        reported = read_regular(folder.events(0), 1 << 16)
-        is_over = b'"kind":"finished"' in last_bytes(folder.launcher_events)
-        has_trained = any(b'"kind":"%s"' % kind in reported for kind in _WORK)
-        return is_over and ended - begun <= TRIVIAL and not has_trained
-    return False
 
 
 def _is_awaited(folder: RunFolder) -> bool:

@@ -8,31 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import importlib
-import io
 import math
 import os
-import pickle
 import platform
-import re
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from ..errors import NbtrainError
 from ..findings import Finding
-from ..system.files import Tail, open_regular, read_own, write_atomically
+from ..system.files import Tail, open_regular
 from ..system.processes import boot
 from ..system.text import strip_escapes
 from . import clock
 from . import events as ev
-from .curves import Curves, Series
 from .event_log import Reader, all_events
 from .reducers import LOG_LINES, NOTE, ended, fold
 from .run_folder import FORMAT, RunFolder, is_watched
@@ -52,14 +44,6 @@ TAIL_BYTES = 1 << 20
 
 COUNTED_BYTES = 1 << 26
 """Bytes of all logs in which lines are counted, the last of each."""
-
-LONG = 4 << 20
-"""Bytes of events that take about half a second to read and fold."""
-
-BETWEEN = 10.0
-"""Seconds between two pictures that are saved, at least."""
-
-LARGEST_PICTURE = 1 << 28
 
 _CLOSING = (ev.Exited.kind, ev.Finished.kind)
 """What the launcher writes once everything a rank wrote has been read, in this order."""
@@ -171,103 +155,9 @@ def _texts(lines: Any) -> tuple[str, ...]:
     return tuple(strip_escapes(str(line), NOTE) for line in lines)
 
 
-class Pictures:
-    """Saves the picture of a run now and then, so that what led to it need not be read again."""
-
-    def __init__(self, folder: RunFolder, reader: Reader) -> None:
-        self._folder, self._reader = folder, reader
-        self._bytes, self._due = 0, 0.0
-
-    def keep(self, state: RunState, *, is_last: bool = False) -> None:
-        """Save a picture that has all that was read, where reading it again would take long."""
-        now = time.monotonic()
-        if not is_last and now < self._due:
-            return
-        self._due = now + BETWEEN
-        places = self._reader.places()
-        size = sum(places)
-        if size < LONG or (not is_last and size - self._bytes < LONG):
-            return
-        self._bytes = size
-        ranks = tuple(replace(rank, log=(), log_count=0) for rank in state.ranks)
-        with contextlib.suppress(OSError):  # no room; the events are there
-            own = self._folder.launcher_events.stat().st_size
-            saved = (_version(), own, places, clock.now(), replace(state, ranks=ranks))
-            buffer = io.BytesIO()
-            _PicturePickler(buffer, 5).dump(saved)
-            write_atomically(self._folder.picture, buffer.getvalue())
-
-
-def _version() -> list[str]:
-    """Return what differs where another version of nbtrain has another picture."""
-    parts = (RunState, RankState, Curves, Series, Finding)
-    own = str(vars(sys.modules["nbtrain"])["__version__"])
-    return [own, *(f.name for part in parts for f in fields(part))]
-
-
-class _PicturePickler(pickle.Pickler):
-    def reducer_override(self, obj: Any) -> Any:
-        return (_read_only, (dict(obj),)) if type(obj) is MappingProxyType else NotImplemented
-
-
-def _read_only(content: dict[Any, Any]) -> Mapping[Any, Any]:
-    return MappingProxyType(content)
-
-
-class _PictureUnpickler(pickle.Unpickler):
-    """Makes what a picture consists of, and calls nothing else: a folder may be a stranger's."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == (__name__, _read_only.__name__):
-            return _read_only
-        package, _, _ = __name__.rpartition(".")
-        parts = {f"{package}.{part}" for part in _PARTS}
-        if module in {*parts, Finding.__module__}:
-            found = getattr(importlib.import_module(module), name, None)
-            if isinstance(found, type) and (is_dataclass(found) or issubclass(found, tuple)):
-                return found
-        raise pickle.UnpicklingError(f"a picture has no {module}.{name}")
-
-
-_PARTS = ("state", "curves", "events", "overview.timeline")
-"""The modules of what a picture consists of."""
-
-
-_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-def _is_clean(value: Any) -> bool:
-    """Whether no text has what a terminal would take for more than text."""
-    if isinstance(value, str):
-        return _UNPRINTABLE.search(value) is None
-    if isinstance(value, Mapping):
-        return all(_is_clean(k) and _is_clean(v) for k, v in value.items())
-    if isinstance(value, (tuple, list, set, frozenset)):
-        return all(map(_is_clean, value))
-    return _is_clean(vars(value)) if is_dataclass(value) else True
-
-
-def _from_picture(
-    folder: RunFolder, reader: Reader, state: RunState
-) -> tuple[RunState, float] | None:
-    """Return the picture that was saved, and have the reader go on after it; None for none."""
-    with contextlib.suppress(Exception):  # whatever a damaged file raises: the events are there
-        data = io.BytesIO(read_own(folder.picture, LARGEST_PICTURE))
-        version, own, places, last, saved = _PictureUnpickler(data).load()
-        is_fit = version == _version() and isinstance(saved, RunState) and _is_clean(saved)
-        if is_fit and len(saved.ranks) == state.world_size and type(last) is float:
-            reader.skip_to(own, places)
-            return replace(saved, clock_offset=state.clock_offset), last
-    for tail in (reader.launcher, *reader.ranks):
-        tail.skip_to(0)
-    return None
-
-
 def _folded(folder: RunFolder, reader: Reader, state: RunState) -> tuple[RunState, float]:
     """Return the picture after all there is, and when the last of it was written."""
     last, closing = state.created, list[ev.Event]()
-    if (begun := _from_picture(folder, reader, state)) is not None:
-        state, last = begun
     logged = -math.inf
     ranks = range(state.world_size)
     events = heapq.merge(*map(_timed, [reader.launcher, *reader.ranks]), key=itemgetter(0))

@@ -76,7 +76,6 @@ class RunFolder:
     manifest = _File("run.json")
     launcher_events = _File("launcher.jsonl")
     launcher_log = _File("launcher.log")
-    picture = _File("launcher.picture")
     stop_request_file = _File("stop-wish")
     stopping_file = _File("stop")
     checkpoints = _File("checkpoints")

@@ -63,19 +63,6 @@ def test_a_long_run_is_not_gone_as_soon_as_it_ends_for_the_short_ones_meanwhile(
     assert [run.weights.exists() for run in (long, *short[1:])] == [True, False, True, True]
 
 
-def test_runs_that_did_nothing_go_before_those_that_trained_and_the_newest() -> None:
-    real = [made(at=1e9 + n) for n in range(pruning.RECENT - 1)]
-    for run in real:
-        run.events(0).write_bytes(b'{"kind":"started"}\n{"kind":"metrics"}\n')
-    long = made(at=1e9 + pruning.RECENT - 1, lasts=2 * pruning.TRIVIAL)
-    trivial = [made(at=1e9 + 100 + n) for n in range(2 * pruning.RECENT)]
-    for run in (long, *trivial):
-        run.events(0).write_bytes(b'{"kind":"started"}\n')
-    pruning.prune(keep=2 * pruning.RECENT)
-    # Somebody looks at the newest.
-    assert kept() == paths(*real, long, *trivial[-pruning.RECENT :])
-
-
 def test_weights_that_nobody_took_yet_do_not_go_for_those_of_later_runs() -> None:
     """A run in the background ended, and others are run in other notebooks before `run.wait()`."""
     count = pruning.KEEP_WEIGHTS + 1
@@ -139,9 +126,7 @@ def test_a_mark_of_another_host_holds_for_a_day() -> None:
     mark = run.path / f"{pruning.IN_USE}1-abc"
     mark.write_text(json.dumps({"pid": 1, "host": "elsewhere", "started": "x"}))
     assert pruning.is_in_use(run)
-    for path in (mark, run.manifest, run.launcher_events):
-        assert pruning.is_in_use(run)  # the run goes on, or has just ended
-        os.utime(path, (1e9, 1e9))
+    os.utime(mark, (1e9, 1e9))
     assert not pruning.is_in_use(run)
 
 

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
-import pickle
 import platform
 import random
 import re
 import time
 import tracemalloc
 from collections.abc import Iterable
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import nbtrain
 from nbtrain.errors import NbtrainError
-from nbtrain.findings import Finding
 from nbtrain.lifecycle import catalog
 from nbtrain.lifecycle.run import Run
 from nbtrain.tracking import events as ev
 from nbtrain.tracking import replay
 from nbtrain.tracking.reducers import LOG_LINES, ended, fold
 from nbtrain.tracking.run_folder import RunFolder, create
-from nbtrain.tracking.state import RankState, RunState
+from nbtrain.tracking.state import RunState
 
 GONE = {"launcher": 2**22 + 1, "host": platform.node()}
 MANIFEST: dict[str, Any] = {
@@ -296,95 +291,3 @@ def test_a_mutated_manifest_opens_or_says_what_is_wrong(seed: int) -> None:
     assert not told or "run.json" in told
     assert "\n" not in told
     assert catalog.page(catalog.run_infos())
-
-
-@pytest.fixture
-def long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have even a short run count as one with many events."""
-    monkeypatch.setattr(replay, "LONG", 1)
-    monkeypatch.setattr(replay, "BETWEEN", 0.0)
-
-
-def _reporting() -> int:
-    for step in range(300):
-        nbtrain.log(step=step, loss=1 / (1 + step), name="é")
-    print("done")
-    return 7
-
-
-def _folded_anew(folder: RunFolder) -> RunState:
-    aside = folder.picture.rename(folder.path / "aside")
-    state = replay.read_state(folder)
-    aside.rename(folder.picture)
-    return state
-
-
-@pytest.mark.usefixtures("long")
-def test_a_picture_is_that_of_the_events_and_only_what_came_after_it_is_read() -> None:
-    run = nbtrain.launch(_reporting, num_processes=2, view="none")
-    folder = RunFolder(run.folder)
-    saved, anew = replay.read_state(folder), _folded_anew(folder)
-    assert (saved.status, saved.message) == ("succeeded", anew.message)
-    assert saved.curves.all["loss"].ends == anew.curves.all["loss"].ends
-    assert saved.curves.all["loss"].bins.keys() == anew.curves.all["loss"].bins.keys()
-    for one, other in zip(saved.ranks, anew.ranks, strict=True):
-        assert one == replace(other, fresh=one.fresh, timeline=one.timeline)
-    lines, more = folder.events(0).read_bytes(), ev.Metrics(ev.FOREVER / 2, 0, 300, {"late": 1.0})
-    folder.events(0).write_bytes(lines.replace(b"loss", b"lost") + ev.to_line(more))
-    assert replay.read_state(folder).ranks[0].metrics.keys() == {"loss", "name", "late"}
-    assert _folded_anew(folder).ranks[0].metrics.keys() == {"lost", "name", "late"}
-
-
-def test_a_picture_takes_all_that_a_run_can_have() -> None:
-    state = RunState("train()", "fork", (RankState(0),), 1000.0)
-    more = [
-        ev.RunNote.of(Finding("disk-full", "no room", "Free space")),
-        ev.ArtifactSaved(1008, 0, "model", "model", 7, 28),
-        ev.ArtifactLoaded(1012, -1, "model", "it has grown"),
-        ev.NotFinite(1004, -1, 0, 3, "nan"),
-        ev.EpochEnd(1005, 0, 1, 9, 2.5, 0.25),
-        ev.Displayed(1005, 0, {"text/html": "<b>"}),
-        ev.Exited(1010, 0, -9, "failed", "why", (("", "seen"),), ev.OUT_OF_MEMORY),
-    ]
-    read = (ev.from_line(ev.to_line(event)) for event in [*VALID, *more])
-    state = fold(state, filter(None, read))
-    assert state.findings
-    buffer = io.BytesIO()
-    replay._PicturePickler(buffer, 5).dump(state)
-    buffer.seek(0)
-    assert replay._PictureUnpickler(buffer).load() == state
-
-
-class _Hostile:
-    def __reduce__(self) -> Any:
-        return os.system, ("touch hacked",)
-
-
-@pytest.mark.usefixtures("long")
-@pytest.mark.parametrize("damage", ["cut", "hostile", "another version", "escapes", "shorter"])
-def test_a_picture_that_does_not_fit_is_passed_over(
-    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    run = nbtrain.launch(_reporting, num_processes=2, view="none")
-    folder = RunFolder(run.folder)
-    data = folder.picture.read_bytes()
-    if damage == "cut":
-        folder.picture.write_bytes(data[: len(data) // 2])
-    elif damage == "hostile":
-        folder.picture.write_bytes(pickle.dumps(_Hostile()))
-    elif damage == "another version":
-        folder.picture.write_bytes(data.replace(b"0.", b"9.", 1))
-    elif damage == "escapes":
-        folder.picture.write_bytes(data.replace(b"_reporting", b"\x1b[2Jrting!"))
-    else:
-        folder.events(1).write_bytes(folder.events(1).read_bytes()[:-200])
-    state = replay.read_state(folder)
-    assert state.name == "_reporting"
-    assert state.ranks[0].metrics["loss"] == pytest.approx(1 / 300)
-    assert not (tmp_path / "hacked").exists()
-
-
-def test_a_short_run_has_no_picture() -> None:
-    run = nbtrain.launch(_reporting, num_processes=1, view="none")
-    assert not RunFolder(run.folder).picture.exists()

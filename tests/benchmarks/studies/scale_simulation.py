@@ -4,8 +4,7 @@
 
 Ranks are made up, what they write is not: a real run folder with a file of events for each rank, as
 ranks write them in a minute. Each row is one number of ranks; below is the exponent of each column,
-fitted to the rows from 64 ranks on: 1 is proportional to the ranks, 0 does not grow. Then: a run of
-seven days, whose files are as long as 10^8 events (holes where nobody reads). Writes
+fitted to the rows from 64 ranks on: 1 is proportional to the ranks, 0 does not grow. Writes
 notebooks/growth.svg. Times are CPU times of this process.
 """
 
@@ -104,10 +103,8 @@ def measured(ranks: int, place: Path) -> list[float]:
         seconds.append(1e3 * (time.process_time() - taken))
     memory = memory_of(folder)
     state = fold(state, reader.read(ended=range(ranks)))  # as at the end of a run: all there is
-    pictures = replay.Pictures(folder, reader)
     launcher.write(ev.Finished(begun + SECONDS, -1, "succeeded"))
     state = fold(state, [ev.Finished(begun + SECONDS, -1, "succeeded")])
-    pictures.keep(state, is_last=True)
     launcher.close()
     figures += [cpu_ms(reader.read), sorted(seconds)[SECONDS // 2]]
     figures += [cpu_ms(lambda: board.render(state, time.time()))]
@@ -132,42 +129,6 @@ def exponent(sizes: list[int], figures: list[float]) -> float:
     points = [(math.log(n), math.log(f)) for n, f in zip(sizes, figures, strict=True)]
     x, y = (sum(p[i] for p in points) / len(points) for i in (0, 1))
     return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)
-
-
-def seven_days(place: Path, ranks: int = 8, events: int = 10**8) -> tuple[float, float, float]:
-    """Return GB of events, seconds until the run is open, and MB of the picture that has them.
-
-    The holes stand for lines of which the picture has all that the board shows; behind them is what
-    ranks wrote after it.
-    """
-    folder = RunFolder(place / "week")
-    folder.path.mkdir(mode=0o700)
-    folder.manifest.write_text(json.dumps(manifest(ranks)))
-    state, reader = replay.initial_state(folder.read_manifest()), Reader(folder, ranks)
-    writer = EventWriter(folder.launcher_events)
-    writer.write(ev.Spawned(time.time(), 0, 1))
-    begun, size = time.time() - 7 * 86400, 0
-    for minute in range(7 * 24 * 60):
-        now = [e for r in range(ranks) for e in reports(r, minute, begun + 60 * minute)]
-        state = fold(state, now)
-        size = max(size, len(ev.to_line(now[0])))
-    length = events // ranks * size
-    for rank, tail in enumerate(reader.ranks):
-        with folder.events(rank).open("wb") as file:
-            file.truncate(length - 1)
-            file.seek(length - 1)
-            file.write(b"\n")
-        tail.skip_to(length)
-    replay.Pictures(folder, reader).keep(state)
-    for rank in range(ranks):
-        with folder.events(rank).open("ab") as file:
-            file.write(b"".join(map(ev.to_line, reports(rank, 10_081, time.time()))))
-    taken = time.perf_counter()
-    run = Run.open(folder.path)
-    taken = time.perf_counter() - taken
-    assert run.state.ranks[0].step == 10_081
-    gigabytes = sum(folder.events(rank).stat().st_size for rank in range(ranks)) / 1e9
-    return gigabytes, taken, folder.picture.stat().st_size / 1e6
 
 
 def drawn(sizes: list[int], table: list[list[float]], exponents: list[float]) -> str:
@@ -222,8 +183,6 @@ def main() -> None:
             for column in range(len(COLUMNS))
         ]
         print("power", *(f"{power:.2f}" for power in powers), sep="\t")
-        size, seconds, picture = seven_days(Path(name))
-        print(f"10^8 events, {size:.1f} GB, opened in {seconds:.2f} s; picture {picture:.2f} MB")
     if largest == SIZES[-1]:
         PICTURE.write_text(drawn(sizes, table, powers))
 
