@@ -119,7 +119,7 @@ TESTED_TOGETHER = {
     "findings": "checks/preflight/test_preflight.py",
     "errors": "end_to_end/test_readme.py",  # every exception is in the reference
     "transport/weights/[mpr]*": "transport/weights/test_sender.py",  # what is sent, and arrives
-    "lifecycle/run_info": "tracking/test_history.py",  # tables of runs
+    "lifecycle/run_info": "tracking/overview/test_history.py",  # tables of runs
     "lifecycle/*": "lifecycle/test_launcher.py",  # whole runs
     "checks/lint/*": "checks/lint/test_lint.py",  # cells in, findings out
     "checks/preflight/*": "checks/preflight/test_preflight.py",
@@ -149,6 +149,7 @@ TESTED_TOGETHER = {
     "ui/board/*": "ui/board/test_board.py",  # the whole board, read as a browser would
     "ui/displays/*": "ui/displays/test_select.py",  # through a real kernel
     "ui/*": "tracking/test_state.py",
+    "tracking/limits": "tracking/test_pruning.py",
     "worker/limits": "worker/observers/test_training_meter.py",
     "worker/rank_sides": "test_part.py",
     "worker/hooks/*": "worker/hooks/test_hooks.py",

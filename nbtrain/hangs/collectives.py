@@ -185,7 +185,7 @@ def read_recorders(
     """Return the records of the ranks that reply within about `timeout_s`, by rank."""
     deadline = time.monotonic() + timeout_s
     if folder.questions.exists():
-        return _read_remote_recorders(folder.asked, ranks, deadline)
+        return _read_remote_recorders(folder.reply_folder, ranks, deadline)
     records: dict[int, FlightRecord] = {}
     for rank in ranks:
         left = deadline - time.monotonic()

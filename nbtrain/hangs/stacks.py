@@ -192,7 +192,7 @@ def read_stacks(folder: RunFolder, ranks: Iterable[int], timeout_s: float | None
     is_remote = folder.questions.exists()
     if timeout_s is None:
         timeout_s = limits.REMOTE_REPLY_TIMEOUT_S if is_remote else limits.STACK_REPLY_TIMEOUT_S
-    folder = folder.asked if is_remote else folder
+    folder = folder.reply_folder if is_remote else folder
     deadline = time.monotonic() + timeout_s
     results = [send_signal(folder, rank, is_remote=is_remote) for rank in ranks]
     if is_remote:

@@ -134,14 +134,14 @@ def _explain_rank_failure(
     # If native code ended a rank, only its log shows the reason.
     native_log = cause.log if (cause.returncode or 0) < 0 else ""
     details = _texts(cause.error) if cause.error is not None else native_log
-    died = cause.error is None and (not rank.error or rank.has_left)
+    died = cause.error is None and (not rank.error or rank.has_called_exit)
     kind, text = diagnose(
         cause.summary,
         details,
         rank.returncode,
         rank.evidence,
         died=died,
-        has_left=rank.has_left,
+        has_left=rank.has_called_exit,
         code=rank.cause_code,
     )
     frames = reversed(cause.error.frames) if cause.error is not None else ()
@@ -260,7 +260,7 @@ def classify_rank_failure(rank: RankState, state: RunState) -> tuple[str, str]:
     """Return the kind and the headline of one rank's failure, from the state alone."""
     if mismatch := explain_mismatch(rank, state, line_of_failure):
         return "communication", mismatch
-    raised = bool(rank.error) and not rank.has_left and (rank.returncode or 0) >= 0
+    raised = bool(rank.error) and not rank.has_called_exit and (rank.returncode or 0) >= 0
     if raised or not rank.is_over:
         return diagnose(rank.error or "", "", None, rank.evidence, died=False)
     log = "\n".join(rank.log[-60:]) if (rank.returncode or 0) < 0 else ""
@@ -270,7 +270,7 @@ def classify_rank_failure(rank: RankState, state: RunState) -> tuple[str, str]:
         rank.returncode,
         rank.evidence,
         died=True,
-        has_left=rank.has_left,
+        has_left=rank.has_called_exit,
         code=rank.cause_code,
     )
 
@@ -284,7 +284,7 @@ def describe_death(rank: RankState) -> str:
         return ending
     if (rank.returncode or 0) < 0:  # the launcher killed it after a timeout
         return f"failed with {rank.error}; its process then did not exit and was killed"
-    if rank.has_left:
+    if rank.has_called_exit:
         return f"{ending} ({rank.error})"
     return f"failed with {rank.error}; its report could not be written"
 

@@ -22,7 +22,7 @@ from ..engines.process import kernel_detach
 from ..engines.process.forking import fork_process, ready_to_fork
 from ..errors import LaunchError
 from ..tracking.launch_log import LOGGER
-from ..tracking.run_folder import RunFolder, hand_over
+from ..tracking.run_folder import RunFolder, set_watching_process
 from ..tracking.state import RunState
 from ..transport.job import Job
 from .launch_sides import Companion
@@ -68,7 +68,7 @@ def _fork_supervisor(watch: partial[int], folder: RunFolder) -> int:
     """Fork the supervisor and write its process down: should it die at once, that shows."""
     process = fork_process(watch)
     try:
-        hand_over(folder, process)
+        set_watching_process(folder, process)
     except BaseException:  # whatever it was: a run that nobody knows of is not left behind
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)

@@ -14,9 +14,9 @@ from ..errors import LaunchError
 from ..tracking import clock
 from ..tracking import events as ev
 from ..tracking.event_log import new_events
-from ..tracking.reducers import ended, fold
-from ..tracking.replay import catch_up, in_order, read_state
-from ..tracking.run_folder import RunFolder, ask_to_stop, is_watched
+from ..tracking.reducers import end_run, fold
+from ..tracking.replay import catch_up, read_state, split_closing
+from ..tracking.run_folder import RunFolder, is_watched, request_stop
 from ..tracking.state import RunState
 
 TICK = 0.1
@@ -83,7 +83,7 @@ class Follower:
 
     def request_stop(self, how: str) -> None:
         """Ask the process that watches the run to end it."""
-        ask_to_stop(self._folder, how)
+        request_stop(self._folder, how)
 
     def _follow(self) -> None:
         due = 0.0
@@ -107,7 +107,7 @@ class Follower:
         launcher_events: list[ev.Event] = []
         with contextlib.suppress(OSError):  # out of descriptors: the next look may do
             launcher_events += new_events(self._reader.launcher)
-        ready, closing = in_order(launcher_events, [])
+        ready, closing = split_closing(launcher_events, [])
         ended_ranks = {event.rank for event in closing if event.rank >= 0}
         if any(isinstance(event, ev.Attempt) for event in ready):  # theirs first, then the next
             ended_ranks = set(range(self.state.world_size))
@@ -141,7 +141,7 @@ class Follower:
                 f"its folder cannot be read ({error})" if is_there else "its folder was deleted"
             )
             if not self.state.is_over:
-                self.state = ended(self.state, "lost", clock.now(self.state.clock_offset), reason)
+                self.state = end_run(self.state, "lost", clock.now(self.state.clock_offset), reason)
         if self._supervisor is not None:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(self._supervisor, 0)

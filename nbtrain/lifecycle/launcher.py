@@ -266,7 +266,7 @@ def _requested_port(use_port: str | int | None) -> int | None:
 
 
 @refusals_kept()
-@launch_log.recorded()
+@launch_log.record_launch()
 def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | None = None) -> Run:
     """Resolve a plan, check it, prepare its engine, execute it; return the run, or raise its error.
 

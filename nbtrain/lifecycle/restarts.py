@@ -18,7 +18,7 @@ from ..findings import Finding
 from ..hangs.failures import find_causes
 from ..hangs.verdict import describe_rank_failure
 from ..system.processes import process_identity
-from ..tracking.run_folder import set_aside
+from ..tracking.run_folder import archive_attempt
 from ..tracking.state import RankState, RunState
 from ..transport.job import Job
 from ..worker import checkpoints
@@ -91,7 +91,7 @@ def run_attempts(
             reason = (
                 f"attempt {state.attempt} of {state.attempts} failed: {describe_failure(state)}"
             )
-            set_aside(job.folder, job.world_size, state.attempt)
+            archive_attempt(job.folder, job.world_size, state.attempt)
             number = state.attempt + 1
             if not supervisor.begin_again(
                 number, reason, seconds_before_restart(number), interrupts

@@ -20,11 +20,12 @@ from ..hangs.lost_results import RESULTS_LOST
 from ..system.files import open_regular, read_regular
 from ..system.text import plural
 from ..tracking import clock, pruning
-from ..tracking import history as past
-from ..tracking.curves import RATES, evenly, smoothed
+from ..tracking import limits as tracking_limits
+from ..tracking.curves import RATES, smooth, spread_evenly
+from ..tracking.overview import history as past
 from ..tracking.overview.epochs import epoch_table, main_metric
 from ..tracking.pruning import Mark
-from ..tracking.replay import MOST_POINTS, TAIL_BYTES, read_state
+from ..tracking.replay import read_state
 from ..tracking.run_folder import RunFolder, find
 from ..tracking.state import RankState, RunState
 from ..transport import result_pickler
@@ -152,7 +153,7 @@ class Run:
         try:
             return open_regular(self._folder.result(rank))
         except FileNotFoundError:
-            self._folder.check_it_is_there()
+            self._folder.check_exists()
             return None
 
     def _keep_results(self) -> None:
@@ -170,7 +171,7 @@ class Run:
     @property
     def out(self) -> dict[str, Any]:
         """The variables that ``--out`` (`out`) copied back, by name."""
-        self._folder.check_it_is_there()
+        self._folder.check_exists()
         return home.values(self._folder, self._home)
 
     def load(self, model: Any = None, name: str | None = None) -> None:
@@ -263,10 +264,10 @@ class Run:
         try:
             with open_regular(self._folder.log(rank)) as file:
                 size = file.seek(0, os.SEEK_END)
-                file.seek(max(0, size - TAIL_BYTES) if tail is not None else 0)
+                file.seek(max(0, size - tracking_limits.MAX_TAIL_BYTES) if tail is not None else 0)
                 text = file.read().decode("utf-8", "replace")
         except FileNotFoundError:
-            self._folder.check_it_is_there()
+            self._folder.check_exists()
             return []
         lines = text.removesuffix("\n").split("\n") if text else []
         return lines if tail is None else lines[-tail:] if tail > 0 else []
@@ -282,7 +283,7 @@ class Run:
             MissingExtra: pandas is not installed.
             NbtrainError: the run's folder was deleted.
         """
-        self._folder.check_it_is_there()
+        self._folder.check_exists()
         return past.frame(past.rows(self._folder, self.state.world_size))
 
     @property
@@ -339,7 +340,7 @@ class Run:
         """
         runs = [Run.open(run) if isinstance(run, str) else run for run in (self, *others)]
         for run in runs:
-            run._folder.check_it_is_there()
+            run._folder.check_exists()
         return frame([run_info(run._folder) for run in runs]).set_index("run").T
 
     def wait(self) -> Run:
@@ -388,7 +389,7 @@ class Run:
         Print the result to read it. It takes milliseconds, or up to half a second if a rank cannot
         answer. It also works for a run of another kernel on this host.
         """
-        self._folder.check_it_is_there()
+        self._folder.check_exists()
         return stacks.read_stacks(self._folder, range(self.state.world_size))
 
     def summary(self) -> Summary:
@@ -533,11 +534,14 @@ def _remember_curve(run: Run) -> None:
     """Keep the main curve of a run, if it has one."""
     state, curves = run.state, run.state.curves.all
     metric = main_metric(name for name in curves if name not in RATES)
-    points = smoothed(curves[metric].band) if metric is not None else []
+    points = smooth(curves[metric].band) if metric is not None else []
     if metric is None or len(points) < 8:
         return
     title = state.title if state.number is None else f"{state.title} #{state.number}"
-    rounded = [(x, float(f"{y:.5g}")) for x, y in evenly(points, MOST_POINTS - 1)]
+    rounded = [
+        (x, float(f"{y:.5g}"))
+        for x, y in spread_evenly(points, tracking_limits.MAX_PREVIOUS_POINTS - 1)
+    ]
     _outlines.pop(state.name, None)
     _outlines[state.name] = {"title": title, "metric": metric, "points": rounded}
     while len(_outlines) > OUTLINES:

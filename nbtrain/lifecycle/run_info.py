@@ -22,8 +22,9 @@ from ..system.files import last_bytes
 from ..system.processes import process_identity
 from ..system.source_files import cell_numbers
 from ..system.text import strip_escapes
-from ..tracking import clock, history, launch_log
+from ..tracking import clock, launch_log
 from ..tracking import events as ev
+from ..tracking.overview import history
 from ..tracking.overview.epochs import main_metric
 from ..tracking.replay import initial_state
 from ..tracking.run_folder import RunFolder, is_watched
@@ -98,9 +99,11 @@ def run_info(folder: RunFolder) -> RunInfo:
     tails = [_tail(folder.events(rank)) for rank in ranks]
     updates = [e for tail in tails for e in tail if isinstance(e, ev.TrainingUpdate)]
     seen = next((strip_escapes(e.precision, 20) for e in reversed(updates) if e.precision), "")
-    metrics = history.last(history.merged(tails))
+    metrics = history.last(history.merge_rows(tails))
     main = main_metric(metrics) or ""
-    lately = [row[main] for row in history.merged(tails[:1]) if history.is_number(row.get(main))]
+    lately = [
+        row[main] for row in history.merge_rows(tails[:1]) if history.is_number(row.get(main))
+    ]
     results = [e.result for e in tails[0] if isinstance(e, ev.Ended) and e.result]
     return RunInfo(
         folder.path.name,

@@ -34,7 +34,7 @@ from ..tracking.event_log import EventWriter, Reader
 from ..tracking.launch_log import LOGGER
 from ..tracking.reducers import fold
 from ..tracking.resource_sampler import Sampler
-from ..tracking.run_folder import RunFolder, asked_to_stop, mark_stopping, recreate
+from ..tracking.run_folder import RunFolder, mark_stopping, recreate, stop_request
 from ..tracking.state import RunState
 from .launch_sides import Companion
 from .stop_policy import StopController
@@ -256,7 +256,7 @@ class Supervisor:
                 self.show(self.state, clock.now())
                 pause(TICK)
             # Also when the wait is over: ■ may have come just as it ended.
-            pressed, asked = self._is_pressed(interrupts), asked_to_stop(self._folder) or ""
+            pressed, asked = self._is_pressed(interrupts), stop_request(self._folder) or ""
             now = time.monotonic()
             self._begin_stop(self._stop.check(now, self.state, pressed=pressed, asked=asked))
         if is_told and self._stop.cause is None:
@@ -343,7 +343,7 @@ class Supervisor:
             self.state,
             ranks.alive,
             pressed=self._is_pressed(interrupts),
-            asked=asked_to_stop(self._folder) or "",
+            asked=stop_request(self._folder) or "",
         )
         if begins and self._stop.cause != "failed":
             self._places = self._where()
@@ -410,10 +410,10 @@ class Supervisor:
         code = ev.ABANDONED if status == "interrupted" and self._stop.is_hasty else code
         end = ev.Finished(clock.now(), -1, status, message, flaw, code, remedy)
         pressed = self._stop.requests, self.interrupts.count
-        had_asked = asked_to_stop(self._folder)
+        had_asked = stop_request(self._folder)
 
         def is_pressed() -> bool:
-            is_asked = asked_to_stop(self._folder) != had_asked
+            is_asked = stop_request(self._folder) != had_asked
             return is_asked or pressed != (self._stop.requests, self.interrupts.count)
 
         self._note(event for each in self.companions for event in each.finish(end, is_pressed))

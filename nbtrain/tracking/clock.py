@@ -1,9 +1,9 @@
 """The time of day, read once when the process or its last launch began, and counted from there.
 
-``time.time()`` jumps when the clock is set (by NTP, by hand, by a host that resumes a virtual
-machine). The events of a run are ordered by their times and its duration is a difference of two, so
-a jump of an hour made a run of ten seconds one of an hour, or none, and put one attempt's failure
-into another. Times of files are the system's: compare these with ``time.time()``.
+``time.time()`` jumps when the clock is set: by NTP, by hand, or when a virtual machine is resumed.
+Events are ordered by time, and a duration is the difference of two times. After a jump of an hour,
+a run of ten seconds took an hour or 0 s, and a failure belonged to the wrong attempt. Compare times
+of files with ``time.time()``, because they are the system's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Keeps curves of a run's numbers in bounded size: a band over all ranks.
 
-A band is what the ranks reported in a bin of steps: lowest, highest, mean. It halves its resolution
-when it is full, so a curve of a week takes as much as one of a minute, and is the same whether it
-was folded live or from files.
+A band has the lowest, the highest and the mean value of all ranks in each bin of steps. When it has
+too many bins, it halves its resolution. So the curve of a week takes as much memory as that of a
+minute, and it is the same for a live run and a reopened one.
 """
 
 from __future__ import annotations
@@ -16,21 +16,14 @@ from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
-POINTS = 256
-"""Bins of a band at most."""
-
-NAMES = 24
-"""Metrics that have curves, the first that come; the files have all."""
+from . import limits
 
 RATES = ("steps/s", "samples/s", "lr")
-"""Names of curves that say nothing of the model."""
-
-UNCHARTED = 1000
-"""Further names that are counted."""
+"""Curves that are not results of the model."""
 
 
 class Bin(NamedTuple):
-    """Values of all ranks at neighbouring steps; `x` is the last of the steps."""
+    """The values of all ranks in a range of steps; `x` is the last of the steps."""
 
     x: float
     low: float
@@ -38,18 +31,18 @@ class Bin(NamedTuple):
     total: float
     size: int
     lost: float = 0.0
-    """What the total lacks for being rounded. Without it, the mean would depend on which rank's
-    report was read first, and a reopened run would differ from the live one by a pixel."""
+    """The rounding error of `total`. Without it the mean would depend on the order of the
+    ranks' reports, and a reopened run would differ from the live one by a pixel."""
 
     @property
     def mean(self) -> float:
         _, low, high, total, size, lost = self
         mean = (total + lost) / size
-        return mean if low <= mean <= high else low / 2 + high / 2  # the sum was beyond any float
+        return mean if low <= mean <= high else low / 2 + high / 2  # the sum had overflowed
 
 
-def joined(known: Bin, new: tuple[float, float, float, float, int, float]) -> Bin:
-    """Return one bin for two. The sum is Knuth's, which keeps what rounding takes away."""
+def join_bins(known: Bin, new: tuple[float, float, float, float, int, float]) -> Bin:
+    """Return one bin for two. Knuth's sum (TwoSum) keeps the rounding error."""
     x, low, high, total, size, lost = known
     new_x, new_low, new_high, new_total, new_size, new_lost = new
     whole = total + new_total
@@ -66,24 +59,24 @@ def joined(known: Bin, new: tuple[float, float, float, float, int, float]) -> Bi
 
 
 class End(NamedTuple):
-    """The newest point of a rank; `shift` was added to its step, because steps had gone back."""
+    """A rank's newest point. `shift` was added to its step because its steps had restarted."""
 
     x: float
     value: float
     shift: float
     first: float
-    """Where the present counting began."""
+    """The step at which the current count began."""
     before: tuple[float, float, float] | None = None
-    """`x`, `shift` and `first` before it, as long as one value alone says that it began."""
+    """`x`, `shift` and `first` before that, as long as only one value shows the restart."""
 
 
 _Point = TypeVar("_Point", Bin, tuple[float, float])
 
 
-def evenly(points: Sequence[_Point], limit: int) -> list[_Point]:
-    """Return about `limit` points, evenly over the steps, the first and the newest among them.
+def spread_evenly(points: Sequence[_Point], limit: int) -> list[_Point]:
+    """Return about `limit` points, evenly over the steps, with the first and the last.
 
-    Not every nth: the first steps of a run are reported one by one, later ones now and then.
+    Not every nth point: the first steps of a run are all reported, and later ones are not.
     """
     if len(points) <= limit:
         return list(points)
@@ -101,7 +94,7 @@ def evenly(points: Sequence[_Point], limit: int) -> list[_Point]:
 class Series:
     """One number over the steps. `ends` has the newest value of each rank, NaN if not finite.
 
-    Only a `CurvesDraft` adds to one, of its own: those of a `Curves` stay as they are.
+    A series in `Curves` never changes. A `CurvesDraft` adds values to its own copies.
     """
 
     bins: dict[int, Bin] = field(default_factory=dict)
@@ -112,14 +105,13 @@ class Series:
 
     @cached_property
     def band(self) -> list[Bin]:
-        """Return the band in order, each bin wide enough to have a value of every rank.
+        """The bins in order, each wide enough to contain a value of every rank.
 
-        Ranks that report twice a second do so at steps of their own: a mean over those that
-        happened to meet in a bin would jump between them. Nor does it follow the few that are
-        ahead.
+        Ranks report at different steps, so a mean over the few ranks in a narrow bin would jump.
+        The band ends where only a few ranks have arrived.
         """
         enough = 0.75 * len(self.ends)
-        limit = self._reached()
+        limit = self._common_step()
         band: list[Bin] = []
         together: list[Bin] = []
         size = 0
@@ -129,14 +121,14 @@ class Series:
             together.append(self.bins[key])
             size += self.bins[key].size
             if size >= len(self.ends):
-                band.append(reduce(joined, together))
+                band.append(reduce(join_bins, together))
                 together, size = [], 0
-        if together and (size >= enough or not band):  # else most have yet to come to it
-            band.append(reduce(joined, together))
+        if together and (size >= enough or not band):  # otherwise most ranks are still before it
+            band.append(reduce(join_bins, together))
         return band
 
-    def _reached(self) -> float:
-        """Return how far all ranks have come, else most, else, if they do not go together, any."""
+    def _common_step(self) -> float:
+        """Return the step that all ranks have reached, or most; infinity if they are far apart."""
         places = sorted(end.x for end in self.ends.values())
         if not places or not self.bins:
             return math.inf
@@ -145,11 +137,11 @@ class Series:
         together = (x for x in (places[0], places[len(places) // 4]) if x - first > half)
         return next(together, math.inf)
 
-    def thinned(self, points: int) -> list[Bin]:
-        """Return the band in at most `points` bins of as many steps, neighbours joined.
+    def thin(self, points: int) -> list[Bin]:
+        """Return the band in at most `points` bins of equal width.
 
-        The first stands alone: it is where the curve begins. What is left over at the end goes
-        with its neighbour: few values alone jump.
+        The first bin stays, so that the curve begins where it did. The last one is joined with its
+        neighbour, because a mean of few values would jump.
         """
         first, rest = self.band[:1], self.band[1:]
         if len(rest) < points:
@@ -157,12 +149,13 @@ class Series:
         begin, most = rest[0].x, points - 2
         width = (rest[-1].x - begin) / (points - 1) or 1.0
         groups = groupby(rest, lambda each: min(most, int((each.x - begin) / width)))
-        return [*first, *(reduce(joined, group) for _, group in groups)]
+        return [*first, *(reduce(join_bins, group) for _, group in groups)]
 
     def since(self, step: float) -> Series:
-        """Return the curve behind a step; of one that counts anew, no more than the present count.
+        """Return the curve after a step, or from the restart of its steps on.
 
-        The whole where nothing is behind it: a metric may be logged at steps of another count.
+        Returns the whole curve if it has nothing after the step, because a metric may be logged
+        with steps of another count.
         """
         if step == -math.inf:
             return self
@@ -174,7 +167,7 @@ class Series:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The lowest and the highest value there was."""
+        """The lowest and the highest value."""
         bins = self.bins.values()
         return min(map(itemgetter(1), bins)), max(map(itemgetter(2), bins))
 
@@ -186,38 +179,38 @@ class Series:
 
     @cached_property
     def newest(self) -> list[float]:
-        """The newest value of each rank, where it is finite."""
+        """The newest values of the ranks that are finite."""
         return [end.value for end in self.ends.values() if math.isfinite(end.value)]
 
     @cached_property
     def last(self) -> float | None:
-        """The mean of the ranks' newest values; None where there is none."""
+        """The mean of the ranks' newest values; None without values."""
         newest = self.newest
         return math.fsum(value / len(newest) for value in newest) if newest else None
 
     def copy(self) -> Series:
-        """Return a series that may be added to."""
+        """Return a copy that values can be added to."""
         return replace(self, bins=dict(self.bins), ends=dict(self.ends))
 
     def add(self, rank: int, step: float | None, value: float) -> None:
         """Add a rank's value."""
         try:
             value = float(value)
-        except OverflowError:  # an integer beyond any float
+        except OverflowError:  # an integer that is larger than any float
             value = math.inf
-        is_finite = value - value == 0.0  # no NaN, no infinity: the quickest way to ask
+        is_finite = value - value == 0.0  # the fastest test for NaN and infinity
         y = value if is_finite else math.nan
         x, self.ends[rank] = _place(step, y, self.ends.get(rank))
         key = int(x // self.width)
         if is_finite:
             known = self.bins.get(key)
             new = x, value, value, value, 1, 0.0
-            self.bins[key] = Bin(*new) if known is None else joined(known, new)
+            self.bins[key] = Bin(*new) if known is None else join_bins(known, new)
         elif value != value:
             self.nans += 1
         else:
             self.infinities += 1
-        while len(self.bins) > POINTS:
+        while len(self.bins) > limits.MAX_CURVE_BINS:
             self._halve()
 
     def _halve(self) -> None:
@@ -226,42 +219,44 @@ class Series:
         for half in bins.values():
             key = int(half.x // self.width)
             known = self.bins.get(key)
-            self.bins[key] = half if known is None else joined(known, half)
+            self.bins[key] = half if known is None else join_bins(known, half)
 
 
-def smoothed(band: list[Bin]) -> list[tuple[float, float]]:
-    """Return the means of a band, each averaged with those around it, by step.
+def smooth(band: list[Bin]) -> list[tuple[float, float]]:
+    """Return the means of a band by step, each averaged with its neighbours.
 
-    Forth and back, so that the curve does not lag behind what it is of. Over a part of the steps,
-    not of the points: where they are dense, the curve would be another.
+    The average runs forwards and then backwards, so that the curve does not lag. Its width is a
+    share of the steps, and not a number of points, which are dense at the start of a run.
     """
     points = [(each.x, each.mean) for each in band]
-    reach = (points[-1][0] - points[0][0]) / 36 or 1.0 if points else 1.0  # none of a nan loss
-    return _averaged(_averaged(points, reach)[::-1], reach)[::-1]
+    reach = (
+        (points[-1][0] - points[0][0]) / 36 or 1.0 if points else 1.0
+    )  # a NaN loss has no points
+    return _average_forwards(_average_forwards(points, reach)[::-1], reach)[::-1]
 
 
-def _averaged(points: list[tuple[float, float]], reach: float) -> list[tuple[float, float]]:
-    """Return each point averaged with those before it, exponentially, over `reach` steps."""
-    followed: list[tuple[float, float]] = []
+def _average_forwards(points: list[tuple[float, float]], reach: float) -> list[tuple[float, float]]:
+    """Return each point averaged with earlier ones, exponentially, over `reach` steps."""
+    averaged: list[tuple[float, float]] = []
     for x, y in points:
-        x_before, before = followed[-1] if followed else (x, y)
-        followed.append((x, before + min(1.0, abs(x - x_before) / reach) * (y - before)))
-    return followed
+        x_before, before = averaged[-1] if averaged else (x, y)
+        averaged.append((x, before + min(1.0, abs(x - x_before) / reach) * (y - before)))
+    return averaged
 
 
 def _place(step: float | None, value: float, end: End | None) -> tuple[float, End]:
-    """Return where a value belongs, and the newest point after it.
+    """Return the step of a value on the curve, and the rank's newest point after it.
 
-    A step that goes back is either late, and belongs where it says, or begins to count anew, and
-    the curve goes on. A late step is not far back; a new count does not go on where the former
-    ended.
+    A step that is smaller than the last one is either late, and keeps its place, or restarts the
+    count, and continues the curve. A late step is not far back, and after a restart the steps do
+    not continue from the old count.
     """
     if end is None:
         x = 0.0 if step is None else step
         return x, End(x, value, 0.0, x)
     at, _, shift, first, before = end
     if step is not None and before is not None and step + before[1] > before[0]:
-        _, shift, first = before  # the one between was only late
+        _, shift, first = before  # the value between was only late
         step = max(step, at - shift)
     x = at + 1 if step is None else step + shift
     if x >= at:
@@ -277,49 +272,53 @@ class Curves:
     """Every curve of a run, by name."""
 
     logged: Mapping[str, Series] = field(default_factory=dict)
-    """Of the metrics that the user logs."""
-    seen: Mapping[str, Series] = field(default_factory=dict)
-    """Of what torch shows unasked."""
+    """The metrics that the user logs."""
+    automatic: Mapping[str, Series] = field(default_factory=dict)
+    """The numbers that are observed in torch."""
     uncharted: frozenset[int] = frozenset()
     """The hashes of names that have no curve."""
 
     @property
     def all(self) -> dict[str, Series]:
-        """Return every curve by name; where the user logs one that is seen too, the user's."""
-        return {**self.seen, **self.logged}
+        """Every curve by name. If a name is logged and observed, the logged curve."""
+        return {**self.automatic, **self.logged}
 
 
 class CurvesDraft:
-    """Curves that are being added to, within one fold."""
+    """Curves that values are added to during one fold."""
 
     def __init__(self, curves: Curves) -> None:
         self._curves = curves
         self._logged: dict[str, Series] = {}
-        self._seen: dict[str, Series] = {}
+        self._automatic: dict[str, Series] = {}
         self._uncharted: set[int] = set()
 
     def add_logged(self, rank: int, step: float | None, name: str, value: Any) -> None:
-        """Add a value that the user logged, if it is a number and there is room for its name."""
+        """Add a logged value if it is a number, and its name is one of the first."""
         if type(value) is not float and type(value) is not int:
             return
         known = self._curves.logged
-        if name in self._logged or name in known or len({*known, *self._logged}) < NAMES:
+        if (
+            name in self._logged
+            or name in known
+            or len({*known, *self._logged}) < limits.MAX_CURVES
+        ):
             _draft(self._logged, known, name).add(rank, step, value)
-        elif len(self._uncharted) < UNCHARTED:
+        elif len(self._uncharted) < limits.MAX_COUNTED_NAMES:
             self._uncharted.add(hash(name))
 
-    def add_seen(self, rank: int, step: float, name: str, value: float) -> None:
-        """Add a value that was seen unasked; their names are few."""
-        _draft(self._seen, self._curves.seen, name).add(rank, step, value)
+    def add_automatic(self, rank: int, step: float, name: str, value: float) -> None:
+        """Add a value that was observed in torch. There are few such names."""
+        _draft(self._automatic, self._curves.automatic, name).add(rank, step, value)
 
     def freeze(self) -> Curves:
-        """Return the curves as they are now; the draft is used up."""
+        """Return the curves. The draft must not be used again."""
         old = self._curves
         uncharted = old.uncharted | self._uncharted if self._uncharted else old.uncharted
         return Curves(
             MappingProxyType({**old.logged, **self._logged}),
-            MappingProxyType({**old.seen, **self._seen}),
-            old.uncharted if len(old.uncharted) >= UNCHARTED else uncharted,
+            MappingProxyType({**old.automatic, **self._automatic}),
+            old.uncharted if len(old.uncharted) >= limits.MAX_COUNTED_NAMES else uncharted,
         )
 
 

@@ -1,8 +1,7 @@
 """Writes and reads the files of events: one process appends lines of JSON, any process reads.
 
-Each rank has its own file, the launcher another. A line is written with a single ``write(2)`` to a
-descriptor in append mode, so a line survives a SIGKILL of its writer, and a reader never waits for
-a writer.
+Each rank has a file, and so has the launcher. A line is written by a single ``write(2)`` in append
+mode, so it survives a SIGKILL of its writer, and readers never wait for writers.
 """
 
 from __future__ import annotations
@@ -17,38 +16,23 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ..system.files import Tail, reserve_beyond_end
-from . import clock
+from . import clock, limits
 from . import events as ev
 from .run_folder import RunFolder
 
-LOG_BYTES = 1 << 16
-"""The most that is read of a log in one call: the end of what is new."""
-
-
-PATIENCE = 0.2
-"""Seconds that the files of ranks that go on are read for: an interrupt waits as long, at most."""
-
-
-SLOW = 0.01
-"""Seconds for the files of a rank, by which a slow disk is known; others take 0.1 ms."""
-
-
-DELETED = 0.1
-"""Seconds between two looks at whether the file was deleted."""
-
 
 def event_tail(path: Path) -> Tail:
-    """Return a tail that holds little of a file of events: many may be read side by side."""
+    """Return a tail that keeps little in memory, because many files are read side by side."""
     return Tail(path, limit=1 << 16, longest=1 << 20)
 
 
 def new_events(tail: Tail) -> Iterator[ev.Event]:
-    """Yield the events that were appended since the last time, of a long file some of them."""
+    """Yield the events that were appended since the last call; of many, only the first."""
     return (event for line in tail.lines() if (event := ev.from_line(line)) is not None)
 
 
 def all_events(tail: Tail) -> Iterator[ev.Event]:
-    """Yield every event from where the tail stands to the end of its file."""
+    """Yield every event from the tail's position to the end of its file."""
     while True:
         yield from new_events(tail)
         if not tail.behind:
@@ -61,48 +45,48 @@ def read_events(path: Path) -> Iterator[ev.Event]:
 
 
 class Reader:
-    """Reads what was appended to the files of a run since the last time."""
+    """Reads what was appended to the files of a run since the last call."""
 
     def __init__(self, folder: RunFolder, world_size: int) -> None:
         ranks = range(world_size)
         self.launcher = event_tail(folder.launcher_events)
         self.ranks = [event_tail(folder.events(r)) for r in ranks]
-        self.logs = [Tail(folder.log(r), limit=LOG_BYTES, skip=True) for r in ranks]
+        self.logs = [Tail(folder.log(r), limit=limits.MAX_LOG_READ_BYTES, skip=True) for r in ranks]
         self._order = deque(ranks)
-        self._seconds = deque[float](maxlen=5)  # for the files of a rank, of the last reads
+        self._seconds_per_rank = deque[float](maxlen=5)  # of the last calls
 
     def read(self, *, ended: Collection[int] = ()) -> list[ev.Event]:
-        """Return new events of ranks, lines of output among them; of the `ended`, all there are.
+        """Return new events of ranks, including output; of the `ended` ranks, all that are left.
 
-        What cannot be read now (this process is out of descriptors, a file system is away, or is so
-        slow that it took `PATIENCE` to read from some ranks) is there for the next time.
+        What cannot be read in this call is read in a later one: this process is out of file
+        descriptors, the file system does not respond, or `limits.READ_TIMEOUT_S` have passed.
         """
         events: list[ev.Event] = []
         began, count = time.monotonic(), len(ended)
         for rank in ended:
             with contextlib.suppress(OSError):
-                events.extend(self._of_rank(rank, is_over=True))
+                events.extend(self._read_rank(rank, is_over=True))
         for _ in range(len(self._order)):
-            if time.monotonic() > began + PATIENCE:
+            if time.monotonic() > began + limits.READ_TIMEOUT_S:
                 break
             count += 1
             rank = self._order[0]
             self._order.rotate(-1)
             if rank not in ended:
                 with contextlib.suppress(OSError):
-                    events.extend(self._of_rank(rank, is_over=False))
+                    events.extend(self._read_rank(rank, is_over=False))
         if count:
-            self._seconds.append((time.monotonic() - began) / count)
+            self._seconds_per_rank.append((time.monotonic() - began) / count)
         return events
 
     @property
     def is_slow(self) -> bool:
-        """Whether the disk takes long over each call."""
-        return min(self._seconds, default=0.0) > SLOW
+        """Whether the disk is slow."""
+        return min(self._seconds_per_rank, default=0.0) > limits.SLOW_DISK_S
 
-    def _of_rank(self, rank: int, is_over: bool) -> Iterator[ev.Event]:
+    def _read_rank(self, rank: int, is_over: bool) -> Iterator[ev.Event]:
         tail, log = self.ranks[rank], self.logs[rank]
-        # Read first and yielded last: a rank reports its failure before it prints the traceback.
+        # Read before the events: a rank reports its failure before it prints the traceback.
         lines = tuple(line.decode("utf-8", "replace") for line in log.lines(flush=is_over))
         yield from all_events(tail) if is_over else new_events(tail)
         if lines:
@@ -111,21 +95,20 @@ class Reader:
 
 
 class EventWriter:
-    """Appends events to a file; safe to use from several threads and after a fork.
+    """Appends events to a file, from several threads and after a fork.
 
-    A full disk costs the report of the training, not the training: what is written there is lost,
-    and `trouble` has the error. With `reserved` bytes kept free for it, where the file system does
-    that, a short file is complete even on a disk that others fill. A file that was deleted is made
-    again, if its folder is.
+    On a full disk, events are lost and `trouble` has the error, but the training continues. If the
+    file system can reserve space, `reserved` bytes are kept free for the file, so that a short file
+    is complete on a full disk, too. A deleted file is created again as soon as its folder exists.
     """
 
     def __init__(self, path: Path, reserved: int = 0) -> None:
         self._path = path.absolute()
         self._reserved, self._room = reserved, reserved
         self.trouble: OSError | None = None
-        self._fd = _opened(path)
+        self._fd = _open_for_append(path)
         self._has_links = True
-        self._looks = 0.0  # when the file is looked for next
+        self._next_check = 0.0
         size = os.fstat(self._fd).st_size
         self._is_torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
         self._reserve()
@@ -142,21 +125,20 @@ class EventWriter:
         values: dict[str, float | str],
         at: int = 0,
     ) -> bool:
-        """Append a `Metrics` event by the shortest way; return whether all its numbers are finite.
+        """Append a `Metrics` event in the fastest way; return whether all numbers are finite.
 
-        This one is called in training loops. Between two steps of a training, what is not in the
-        CPU's caches makes json's encoder take 23 µs, and a question to the file system 8: the text
-        is put together by hand, in one function.
+        Training loops call this. Between two steps, when little of it is in the CPU's caches, the
+        JSON encoder took 23 µs and a system call 8 µs, so the line is built by hand.
         """
         is_finite, body = True, ""
         for name, value in values.items():
             if type(value) is not float:
                 text = ev.encode(value)
-            elif value - value == 0.0:  # finite, asked the quickest way
+            elif value - value == 0.0:  # the fastest test for a finite number
                 text = repr(value)
             else:
                 text, is_finite = ev.encode(value), False
-            body = f"{body},{_quoted(name)}:{text}" if body else f"{_quoted(name)}:{text}"
+            body = f"{body},{_encode_name(name)}:{text}" if body else f"{_encode_name(name)}:{text}"
         at_step = f',"at":{at}' if at else ""
         number = "null" if step is None else step
         line = f'{{"kind":"metrics","time":{time!r},"rank":{rank},"step":{number}{at_step}'
@@ -165,8 +147,8 @@ class EventWriter:
 
     def _append(self, line: bytes) -> None:
         now = time.monotonic()
-        if now >= self._looks:
-            self._looks = now + DELETED
+        if now >= self._next_check:
+            self._next_check = now + limits.DELETED_CHECK_INTERVAL_S
             self._recreate_if_deleted()
         if self._is_torn:
             line = b"\n" + line
@@ -177,24 +159,24 @@ class EventWriter:
             written = os.write(self._fd, line)
         except OSError as error:
             self.trouble = self.trouble or error
-        else:  # the end of a disk may take the beginning of a line
+        else:  # a disk that becomes full may take only the start of a line
             self._is_torn = written < len(line)
 
     def _recreate_if_deleted(self) -> None:
         try:
             if not self._has_links or os.fstat(self._fd).st_nlink:
                 return
-            descriptor = _opened(self._path)
-        except OSError:  # it was closed; or its folder is gone, so far
+            descriptor = _open_for_append(self._path)
+        except OSError:  # the file was closed, or its folder was deleted
             return
         os.dup2(descriptor, self._fd, inheritable=False)
         os.close(descriptor)
-        self._has_links = os.fstat(self._fd).st_nlink > 0  # not every file system counts them
+        self._has_links = os.fstat(self._fd).st_nlink > 0  # some file systems count no links
         self._is_torn = False
         self._reserve()
 
     def _reserve(self) -> None:
-        """Have room kept for what comes, beyond the file's end (Linux, and not everywhere)."""
+        """Reserve space after the file's end, where Linux and the file system can."""
         if not self._reserved:
             return
         try:
@@ -205,18 +187,18 @@ class EventWriter:
                 self.trouble = self.trouble or error
 
     def close(self) -> None:
-        """Close the file; later writes go nowhere."""
+        """Close the file. Later writes are lost."""
         descriptor, self._fd = self._fd, -1
         if self._reserved:
-            with contextlib.suppress(OSError):  # what was kept free is given back
+            with contextlib.suppress(OSError):  # free the reserved space
                 os.ftruncate(descriptor, os.fstat(descriptor).st_size)
         os.close(descriptor)
 
 
 @functools.lru_cache(1024)
-def _quoted(name: str) -> str:
+def _encode_name(name: str) -> str:
     return ev.encode(name)
 
 
-def _opened(path: Path) -> int:
+def _open_for_append(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)

@@ -1,6 +1,6 @@
-"""Defines what happens in a run: each kind of event, and its line of JSON.
+"""Defines the events of a run, and their lines of JSON.
 
-What `from_line` returns has the types that its fields declare, so nobody checks an event again.
+The fields of an event that `from_line` returns have the declared types, so no reader checks them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ..findings import Finding
 from . import clock
 
 Measured = Annotated[float, "measured"]
-"""A number of the training's own, which may be NaN or infinite, or a whole number of any size."""
+"""A number that the training computes: it may be NaN or infinite."""
 
 Values = Mapping[str, float | str]
-"""Measured numbers and texts, by name."""
+"""Numbers and texts by name."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Event:
     """Something that happened to a rank, or to the run."""
 
     kind: ClassVar[str] = ""
-    """How files name the class: its own name in lower case, but for those that say another."""
+    """The name of the class in files: lower case, unless the class declares another."""
     time: float
     """Seconds since the epoch."""
     rank: int
@@ -43,7 +43,7 @@ class Spawned(Event):
 
     pid: int = 0
     node: str = ""
-    """The host it is on, where that is not the launcher's."""
+    """Its host, if that is not the launcher's."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Progress(Event):
     """A progress bar moved."""
 
     bar: int = 0
-    """Which of the rank's bars."""
+    """The number of the bar in its rank."""
     n: float = 0
     total: float | None = None
     elapsed: float = 0.0
@@ -77,87 +77,84 @@ class Metrics(Event):
     step: int | None = None
     values: Values = field(default_factory=dict)
     at: int = 0
-    """The optimizer steps that were made then; 0: none was seen."""
+    """The number of optimizer steps before; 0 if none was observed."""
 
 
 @dataclass(frozen=True)
 class TrainingCounts:
-    """How far a training has come, counted since its start. None: not known."""
+    """Counts of a training since its start. None: unknown."""
 
     steps: int = 0
     """Optimizer steps."""
     elapsed: float = 0.0
     """Seconds since the first batch."""
     waited: float = 0.0
-    """How many of the elapsed seconds were spent waiting for the loader."""
+    """The part of these seconds spent waiting for the loader."""
     samples: int | None = None
     loss: Measured | None = None
-    """The last loss whose value is known."""
+    """The last loss that was read."""
     has_diverged: bool = False
-    """Whether a step was made with a loss that is not finite, and none since was finite."""
+    """Whether the losses of the last steps were not finite."""
     lr: float | None = None
     precision: str = ""
-    """'no', 'bf16', 'fp16', 'fp8', or 'bf16 weights' where nothing casts them; "": not known."""
+    """'no', 'bf16', 'fp16', 'fp8', or 'bf16 weights' without autocast; "": unknown."""
     epoch: int | None = None
-    """From 1, as are `batch` and `batches`, of the loader that feeds the optimizer."""
+    """From 1, as `batch` and `batches`, of the loader whose batches are trained on."""
     batch: int | None = None
     batches: int | None = None
     allocated: int | None = None
-    """Bytes of GPU memory, as torch counts them; `reserved` and `peak` too."""
+    """Bytes of GPU memory, as torch counts them, as `reserved` and `peak`."""
     reserved: int | None = None
     peak: int | None = None
     loops: tuple[tuple[str, int, int, int], ...] = ()
-    """Where the training stands in all that it will do, from the outside in: a loop's name, rounds
-    that are done, of how many, and the number of the first. Empty where that is not all known."""
+    """The loops around a step, from the outermost in: name, rounds done, all rounds, and the number
+    of the first. Empty unless all of it is known."""
     epochs: int | None = None
     """The number of the last epoch."""
     training: int = 1
     """As in `EpochEnd`."""
     losses: tuple[tuple[int, Measured, str], ...] = ()
-    """Losses since the last report, each with its step: of the first steps, and where several
-    optimizers step in turn, which the third member then names."""
+    """Losses since the last report, each with its step and a name: of the first steps, and if
+    several optimizers take turns. Only then is the name not ""."""
 
 
 @dataclass(frozen=True)
 class TrainingUpdate(TrainingCounts, Event, kind="training"):
-    """The rank's training goes on; seen in torch, without a call by the user."""
+    """The counts of a rank's training, observed in torch."""
 
     rests: bool = False
-    """Whether these are the last counts of a training that has not gone on since."""
+    """Whether the training has not continued since these counts."""
 
 
 @dataclass(frozen=True)
 class EpochEnd(Event, kind="epoch"):
-    """An epoch is over: the next has taken its first step, or the code has ended."""
+    """An epoch has ended: the next made its first step, or the code returned."""
 
     epoch: int = 0
-    """As the loop counts it."""
+    """The number that the loop gives it."""
     steps: int = 0
     """Optimizer steps since the start."""
     seconds: float = 0.0
-    """With its validation."""
+    """Including its validation."""
     loss: Measured | None = None
-    """The mean of its losses; on a GPU, of those that were read."""
+    """The mean of its losses. On a GPU not all are read."""
     training: int = 1
-    """Which one of the function's it is of: a fold trains another model, from its first epoch."""
+    """The number of the training in the function: each fold of a cross-validation is one."""
 
 
 JOINING = "joining"
-"""The phase of a rank that is becoming one of several, which it waits for."""
+"""The phase of a rank that forms a process group and waits for the other ranks."""
 
 
 @dataclass(frozen=True)
 class NotFinite(Event, kind="not_finite"):
-    """A rank's loss is not a number, or infinite, for the first time.
-
-    An event of the run.
-    """
+    """A rank's loss was NaN or infinite for the first time. An event of the run."""
 
     loss_rank: int = 0
     step: int = 0
-    """Steps that were done before; -1: not known."""
+    """The number of steps before; -1: unknown."""
     loss: str = ""
-    """``nan``, ``inf`` or ``-inf``: JSON has none of them."""
+    """``nan``, ``inf`` or ``-inf``, which JSON numbers cannot be."""
 
 
 _LOSS = re.compile(
@@ -167,41 +164,38 @@ _LOSS = re.compile(
 
 @lru_cache(4096)
 def is_training_loss(name: str) -> bool:
-    """Whether a metric of this name is the training's loss: one of the validation may be nan."""
+    """Whether a metric of this name is the loss of the training, and not of a validation."""
     return _LOSS.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)
 class Phase(Event):
-    """The rank began something other than training: 'joining', 'saving', 'compiling'.
-
-    It is '' when that is done.
-    """
+    """The rank began another phase than training: 'joining', 'saving', 'compiling'; '' ends it."""
 
     phase: str = ""
 
 
 @dataclass(frozen=True)
 class Debugger(Event):
-    """A debugger waits in the rank for somebody to answer; without an address, the code goes on."""
+    """A debugger waits for commands in the rank. Without an address, it has ended."""
 
     address: str = ""
-    """The socket that it listens at."""
+    """Its socket."""
     place: str = ""
-    """Where in the code it stands."""
+    """The line of the code."""
 
 
 @dataclass(frozen=True)
 class WorkSample(Event, kind="work"):
-    """What a rank trains on and with whom, after its first steps, and again at its end."""
+    """The rank's data and how it trains together with others: after its first steps, at its end."""
 
     steps: int = 0
     losses: tuple[float, ...] = ()
-    """The first ones."""
+    """The first losses."""
     batches: tuple[str, ...] = ()
-    """Checksums of the first ones that loaders gave; "" for one that cannot be read."""
+    """Checksums of the first batches; "" for a batch that cannot be read."""
     splits_data: bool = False
-    """Whether the first of these loaders gives each rank other samples, by its sampler."""
+    """Whether the sampler of the first loader gives each rank different samples."""
     last_loss: Measured | None = None
     is_last: bool = False
     """Whether the rank's code has ended."""
@@ -210,27 +204,26 @@ class WorkSample(Event, kind="work"):
     is_wrapped: str = ""
     """Whether a model is data-parallel over all ranks ('whole'), or over some ('part')."""
     has_exchanged: bool = True
-    """Whether there were collectives between its steps, as far as that is known."""
+    """Whether there were collectives between its steps; True if that is unknown."""
     asks_rank: bool = False
-    """Whether the source asks for the rank."""
+    """Whether the source uses the rank."""
     gathers: bool = False
-    """Whether the source, or a collective before the loss, gathers values of all ranks: the loss
-    may be made of them."""
+    """Whether values of all ranks were gathered before the loss, which may be made of them."""
     is_excused: bool = False
-    """Whether ranks may share the training in another way, or the code asks for no notes."""
+    """Whether ranks may share the training in another way, or the code wants no notes."""
     file: str = ""
-    """Where the user's code takes the steps, as `line`."""
+    """The file of the user's line that makes the steps."""
     line: int = 0
     library: str = ""
-    """What calls the step, where that is known: 'lightning'."""
+    """The library that makes the step, if one does: 'lightning'."""
     weights: str = ""
-    """At the end: shapes and a checksum of some trained parameters; "" where they are sharded, or
-    gone."""
+    """At the end: shapes and a checksum of some trained parameters; "" if they are sharded or were
+    deleted."""
 
 
 @dataclass(frozen=True)
 class Compiled(Event):
-    """Torch_xla compiled programs for the rank: how many since its start, in how long."""
+    """The number of programs that torch_xla has compiled for the rank, and the time that took."""
 
     programs: int = 0
     seconds: float = 0.0
@@ -246,31 +239,31 @@ class Group(Event):
 
 @dataclass(frozen=True)
 class Hang(Event):
-    """Ranks make no progress, and the launcher has looked why; an empty text ends that."""
+    """Ranks make no progress, and why. An empty text: they make progress again."""
 
     text: str = ""
     stuck: tuple[int, ...] = ()
-    """The ranks that others wait for; empty, as `waiting` is, where nobody knows."""
+    """The ranks that others wait for; empty if unknown, as `waiting`."""
     waiting: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Resources(Event):
-    """The launcher measured what a rank and its child processes use, from outside."""
+    """The launcher measured a rank and its child processes."""
 
     cpu: float | None = None
     """Cores."""
     memory: int | None = None
-    """Bytes of its own (USS, or RSS where that cannot be read)."""
+    """Bytes (USS, or RSS if that cannot be read)."""
     gpu: int | None = None
     """The index of its device."""
     gpu_memory: int | None = None
-    """Bytes it holds there."""
+    """Bytes that it uses there."""
 
 
 @dataclass(frozen=True)
 class TensorMemory(Event, kind="held"):
-    """The rank counted the bytes of its models and optimizers on one kind of device."""
+    """The rank counted the bytes of its models and optimizers on one type of device."""
 
     on: str = ""
     weights: int = 0
@@ -291,18 +284,19 @@ class Host(Event):
     """A host's memory and GPUs were measured."""
 
     used: int = 0
-    """Bytes of memory, of the limit that counts."""
+    """Bytes of memory in use."""
     limit: int = 0
+    """Bytes of memory that can be used."""
     whose: str = ""
-    """What sets the limit: 'container' or 'host'."""
+    """The source of the limit: 'container' or 'host'."""
     gpus: tuple[tuple[int, str, int, int, float | None], ...] = ()
     """(index, name, used bytes, total bytes, utilization in % or None) of each."""
     node: str = ""
-    """The host's name, where it is not the launcher's."""
+    """The host's name if it is not the launcher's."""
 
 
 TRACEBACK_FOLLOWS = "nbtrain: the exception that ended this rank:"
-"""The line of a rank's log after which there is nothing but what the notebook raises anyway."""
+"""After this line of a rank's log, there is only the exception that the notebook raises."""
 
 
 @dataclass(frozen=True)
@@ -311,29 +305,29 @@ class Output(Event):
 
     lines: tuple[str, ...] = ()
     passed: int = 0
-    """How many more lines there were before them."""
+    """The number of lines before them that were skipped."""
 
 
 @dataclass(frozen=True)
 class Displayed(Event):
-    """The rank displayed something rich: a figure, a table, the value of a cell."""
+    """The rank displayed a figure, a table, or the value of a cell."""
 
     data: Values = field(default_factory=dict)
-    """Its forms, by MIME type; binary ones in base64."""
+    """The content by MIME type; binary content in base64."""
     name: str = ""
-    """It takes the place of one of that name, if there is one."""
+    """It replaces the display of this name, if there is one."""
     clears: bool = False
-    """Whether it takes the place of all that the rank displayed before."""
+    """Whether it replaces everything that the rank displayed before."""
 
 
 Evidence = tuple[tuple[str, str], ...]
-"""Findings about the end of a rank, each as its code ("" where no program asks) and its text."""
+"""Findings about the end of a rank, each as a code, which may be "", and a text."""
 
 OUT_OF_MEMORY, NOT_MEMORY = "out of memory", "not memory"
-"""Of a rank that was killed: the system did it to free memory, or memory was not the reason."""
+"""Codes of a rank that was killed: by the system to free memory, or for another reason."""
 
 OS_EXIT = "os._exit"
-"""The `error_type` of a rank that leaves its process, which raises nothing."""
+"""The `error_type` of a rank that called ``os._exit``, which raises nothing."""
 
 
 @dataclass(frozen=True)
@@ -350,70 +344,69 @@ class Ended(Event):
     """The user's code ended."""
 
     error: str | None = None
-    """What it raised; None: it returned."""
+    """The exception that it raised; None if it returned."""
     result: str | None = None
     evidence: Evidence = ()
-    """What the rank saw of the cause (`nbtrain.worker.failure_evidence`)."""
+    """What the rank found out about the cause (`nbtrain.worker.failure_evidence`)."""
     error_type: str = ""
     """As in `Failing`."""
     collectives: tuple[tuple[int, str, str, bool], ...] = ()
-    """The last ones that it called in its default process group: number, name, shape as ``3x4``,
-    and whether it is still pending. Of a rank that returned, only the last number; without a group
-    nothing."""
+    """The last collectives of its default process group: number, name, shape as ``3x4``, and
+    whether it is pending. Of a rank that returned, only the last number."""
     checksum: str = ""
-    """Of the pickled result: what is short in the same way need not be equal. Older runs: none."""
+    """Of the pickled result, because `result` may be equal for different results."""
 
 
 NO_VARIABLE = "no-variable"
-"""The code of a value of ``--out`` that was not returned, as there was no variable."""
+"""The code of a name in ``--out`` without a variable."""
 
 OTHER_VARIABLE = "other-variable"
-"""The code of an argument that was updated, where a variable of its name is another model."""
+"""The code of an argument that was updated although the variable of its name is another model."""
 
 SAME = "same"
-"""The code of a model in which no value changed: the ranks have only cast it."""
+"""The code of a model whose values did not change."""
 
 IN_PART = "in-part"
-"""The code of weights that were loaded only in part."""
+"""The code of weights that were loaded in part."""
 
 RETURNED = "the return value"
-"""The name of what the function returned, among what a rank saved."""
+"""The name of the return value, among the names of saved values."""
 
 
 @dataclass(frozen=True)
 class ArtifactSaved(Event, kind="saved"):
-    """The rank saved something for the notebook."""
+    """The rank saved a value for the notebook."""
 
     name: str = ""
     what: str = "value"
     """'model', 'optimizer', 'scheduler' or 'value'."""
     parameters: int = 0
-    """Of a model."""
+    """The number of a model's parameters."""
     size: int = 0
     """Bytes."""
     trouble: str = ""
     """Why it could not be saved."""
     code: str = ""
-    """Of the trouble: `NO_VARIABLE`, the name of a system error ("ENOSPC"), or ""."""
+    """The code of the trouble: `NO_VARIABLE`, a system error such as "ENOSPC", or ""."""
     not_finite: str = ""
-    """The first parameter of a model that is nan or inf."""
+    """The first parameter of a model that is NaN or infinite."""
     lost: bool = False
-    """Whether the run's folder could not take it: it is nowhere any more."""
+    """Whether it could not be written into the run's folder, so that it is lost."""
     stamp: str = ""
-    """Of a file of weights, when the rank closed it: it changes once somebody writes to it."""
+    """Identifies a file of weights as the rank closed it; changes when the file is written."""
     adapters: str = ""
-    """Names of PEFT's adapters that the rank has put into the model."""
+    """The names of PEFT adapters that the rank added to the model."""
 
 
 @dataclass(frozen=True)
 class ArtifactLoaded(Event, kind="loaded"):
-    """The notebook loaded what rank 0 had saved."""
+    """The notebook loaded a value that rank 0 had saved."""
 
     name: str = ""
     trouble: str = ""
     """Why it could not be loaded."""
     code: str = ""
-    """`NO_VARIABLE`, `IN_PART` or "" of a trouble; else `OTHER_VARIABLE`, `SAME` or ""."""
+    """With a trouble `NO_VARIABLE`, `IN_PART` or ""; without `OTHER_VARIABLE`, `SAME` or ""."""
 
 
 @dataclass(frozen=True)
@@ -425,9 +418,9 @@ class Exited(Event):
     verdict: str = ""
     """The rank's last status: done, failed or stopped."""
     cause: str = ""
-    """What it died of, where more is known than the return code shows."""
+    """Why it died, if more is known than the return code."""
     evidence: Evidence = ()
-    """What speaks for that cause."""
+    """The facts behind the cause."""
     code: str = ""
     """The cause for programs: `OUT_OF_MEMORY`, `NOT_MEMORY`, 'disk full', or ""."""
 
@@ -443,35 +436,35 @@ class Attempt(Event):
 
 @dataclass(frozen=True)
 class Stopping(Event):
-    """The launcher began to end the ranks."""
+    """The launcher started to end the ranks."""
 
     reason: str = ""
 
 
 @dataclass(frozen=True)
 class RunNote(Event, kind="note"):
-    """Something is wrong with the run or its surroundings, but the run goes on."""
+    """Something may be wrong with the run, which continues."""
 
     text: str = ""
     flaw: str = ""
     code: str = ""
-    """As `Finding` has them all; older runs have no code."""
+    """As in `Finding`; missing in older runs."""
 
     @classmethod
     def of(cls, finding: Finding) -> RunNote:
-        """Return the event of a finding that was made now."""
+        """Return the event of a finding, with the current time."""
         return cls(clock.now(), -1, finding.shown, finding.flaw, finding.code)
 
 
 @dataclass(frozen=True)
 class Waiting(Event):
-    """The run waits for something before its ranks start; "" when that has come."""
+    """The run waits before its ranks start; an empty text ends that."""
 
     text: str = ""
 
 
 ABANDONED = "abandoned"
-"""The code of a run that was interrupted by its kernel's end, or by a signal: no user asked."""
+"""The code of a run that ended with its kernel or by a signal, and not at the user's request."""
 
 
 @dataclass(frozen=True)
@@ -482,56 +475,55 @@ class Finished(Event):
     """How the run ended."""
     message: str = ""
     flaw: str = ""
-    """What makes the result of a run wrong that ended without an error, in a few words."""
+    """Why the result is wrong although the run ended without an error, in a few words."""
     code: str = ""
-    """Why it ended so, for programs: a kind of `FailureReport`, 'hang', 'deadlock', `ABANDONED`; or
-    ""."""
+    """A kind of `FailureReport`, 'hang', 'deadlock', `ABANDONED`, or ""."""
     remedy: str = ""
     """What to do about the message."""
 
 
 KINDS: Mapping[str, type[Event]] = {cls.kind: cls for cls in Event.__subclasses__()}
 
-FOREVER = 1e11
-"""Seconds since the epoch that no clock shows."""
+LATEST_TIME = 1e11
+"""Seconds since the epoch; a later time is an error."""
 
-_LARGEST = 1 << 53
-"""Whole numbers up to which a float is exact; no step and no byte count is larger."""
+_MAX_EXACT_INT = 1 << 53
+"""A float has each integer up to this one exactly; counts of steps and bytes are smaller."""
 
 Check = Callable[[Any], Any]
-"""Returns a decoded value as its field has it. Raises `TypeError`, or `ValueError`."""
+"""Converts a decoded value to the type of its field. Raises `TypeError` or `ValueError`."""
 
 
 _PLAIN = {float, bool, str}
 
 
-def _whole(value: Any) -> int:
-    if type(value) is int and -_LARGEST < value < _LARGEST:
+def _check_int(value: Any) -> int:
+    if type(value) is int and -_MAX_EXACT_INT < value < _MAX_EXACT_INT:
         return value
     raise TypeError
 
 
-def _finite(value: Any) -> float:
+def _check_finite(value: Any) -> float:
     if type(value) is float and value - value == 0.0:  # no NaN, no infinity
         return value
-    return _whole(value)
+    return _check_int(value)
 
 
-def _values(value: Any) -> Values:
+def _check_values(value: Any) -> Values:
     if _PLAIN.issuperset(map(type, value.values())):
         return value  # type: ignore[no-any-return]
     return {
         k: v
         for k, v in value.items()
-        if type(v) in _PLAIN or (type(v) is int and -_LARGEST < v < _LARGEST)
+        if type(v) in _PLAIN or (type(v) is int and -_MAX_EXACT_INT < v < _MAX_EXACT_INT)
     }
 
 
-def _measured(value: Any) -> float:
-    return value if type(value) in (float, bool) else _whole(value)
+def _check_measured(value: Any) -> float:
+    return value if type(value) in (float, bool) else _check_int(value)
 
 
-def _of(*types: type) -> Check:
+def _check_type(*types: type) -> Check:
     def check(value: Any) -> Any:
         if type(value) in types:
             return value
@@ -540,53 +532,53 @@ def _of(*types: type) -> Check:
     return check
 
 
-def _evidence(value: Any) -> Evidence:
-    """Up to version 0.2, evidence was texts alone."""
+def _check_evidence(value: Any) -> Evidence:
+    """Check evidence, which had only texts up to version 0.2."""
     pairs = (["", each] if type(each) is str else each for each in _list(value))
     fit = (pair for pair in pairs if type(pair) is list and len(pair) == 2)
     return tuple((code, text) for code, text in fit if type(code) is type(text) is str)
 
 
 _CHECKS: Mapping[Any, Check] = {
-    int: _whole,
-    float: _finite,
-    str: _of(str),
-    bool: _of(bool),
-    Measured: _measured,
-    Values: _values,
-    Evidence: _evidence,
+    int: _check_int,
+    float: _check_finite,
+    str: _check_type(str),
+    bool: _check_type(bool),
+    Measured: _check_measured,
+    Values: _check_values,
+    Evidence: _check_evidence,
 }
-_list = _of(list)
+_list = _check_type(list)
 
 
-def _check(hint: Any) -> Check:
-    """Return the check of a type."""
+def _make_check(hint: Any) -> Check:
+    """Return the function that checks a type."""
     if hint in _CHECKS:
         return _CHECKS[hint]
     args = get_args(hint)
-    if get_origin(hint) is not tuple:  # X | None: what is no X is not known
-        return _or_none(_check(args[0]))
+    if get_origin(hint) is not tuple:  # X | None: a value of another type is unknown
+        return _or_none(_make_check(args[0]))
     if args[1] is Ellipsis:
-        member = _or_none(_check(args[0]))
+        member = _or_none(_make_check(args[0]))
         return lambda value: tuple([m for m in map(member, _list(value)) if m is not None])
-    checks = list(map(_check, args))
+    checks = list(map(_make_check, args))
     return lambda value: tuple([c(v) for c, v in zip(checks, _list(value), strict=True)])
 
 
 def _or_none(check: Check) -> Check:
-    def checked(value: Any) -> Any:
+    def check_or_none(value: Any) -> Any:
         try:
             return None if value is None else check(value)
         except (TypeError, ValueError):
             return None
 
-    return checked
+    return check_or_none
 
 
 def _fields(cls: type[Event]) -> tuple[type[Event], dict[str, Any], dict[str, Check]]:
-    """Return a class, its defaults, and the checks of its fields."""
+    """Return the class, the defaults of its fields, and their checks."""
     hints = get_type_hints(cls, include_extras=True)
-    return cls, vars(cls(0.0, 0)), {f.name: _check(hints[f.name]) for f in fields(cls)}
+    return cls, vars(cls(0.0, 0)), {f.name: _make_check(hints[f.name]) for f in fields(cls)}
 
 
 _FIELDS = {kind: _fields(cls) for kind, cls in KINDS.items()}
@@ -600,28 +592,28 @@ def to_line(event: Event) -> bytes:
 
 
 def from_line(line: bytes) -> Event | None:
-    """Decode one line; None for a broken one or for a kind that this version does not know.
+    """Decode one line, or return None if it is broken or its kind is unknown.
 
-    A value of a wrong type becomes None where its field may be; elsewhere the line is no event.
-    Members of a tuple that have a wrong type are left out, and so are fields of a later version.
+    A value of a wrong type becomes unknown if its field can be; otherwise the line is no event.
+    Members of a tuple with a wrong type are left out, and so are fields of later versions.
     """
     try:
         record: dict[str, Any] = _decode(line.decode())
         cls, defaults, checks = _FIELDS[record["kind"]]
-        event = object.__new__(cls)  # a frozen class sets its fields one by one, which takes long
+        event = object.__new__(cls)  # faster than `__init__`, which sets each field by a call
         values = vars(event)
         values.update(defaults)
         for name, value in record.items():
             if name in checks:
                 values[name] = checks[name](value)
-        is_dated = "rank" in record and abs(record["time"]) < FOREVER
+        is_dated = "rank" in record and abs(record["time"]) < LATEST_TIME
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return event if is_dated else None
 
 
-def not_updated(value: ArtifactSaved | ArtifactLoaded) -> str:
-    """Say that a value of the notebook was not updated, or only in part, and the reason."""
+def describe_failed_update(value: ArtifactSaved | ArtifactLoaded) -> str:
+    """Describe that a value of the notebook was not updated, or only in part, and why."""
     name, trouble = value.name, value.trouble
     if name == RETURNED:
         return f"{name} cannot be read: {trouble}"

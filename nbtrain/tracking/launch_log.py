@@ -1,10 +1,10 @@
 """Writes nbtrain's log: what the launcher decides and why, for bug reports.
 
-Records go to the logger ``nbtrain.launcher``, and nowhere as long as nothing is launched. During a
-launch, those at INFO are kept in the run's ``launcher.log``; ``NBTRAIN_LOG=debug`` (or info,
-warning) prints them to stderr, too; and those that the logger ``nbtrain`` is enabled for go on to
-its handlers. No value of an environment variable and no argument of the user's is ever logged, and
-of an exception its type alone.
+The logger is ``nbtrain.launcher``, which is silent outside of launches. During a launch, records
+from INFO on are written to the run's ``launcher.log``. ``NBTRAIN_LOG=debug`` (or info, warning)
+also prints them to stderr, and the handlers of the logger ``nbtrain`` get the records that it is
+enabled for. It never logs values of environment variables, arguments of the user and texts of
+exceptions.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (?:DEBUG|INFO|WARNING|
 
 
 class LaunchLog(logging.Handler):
-    """Takes the records of one launch, which are those of its thread.
+    """Handles the records of one launch, which come from its thread.
 
-    It holds no file open: a rank that is forked meanwhile inherits nothing to close.
+    It keeps no file open, so that a forked rank inherits no descriptor.
     """
 
     def __init__(self) -> None:
@@ -44,17 +44,17 @@ class LaunchLog(logging.Handler):
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         self._thread, self._process = threading.get_ident(), os.getpid()
         self._path: Path | None = None
-        self._lines: list[str] = []  # as long as there is no path
+        self._lines: list[str] = []  # until there is a path
         wanted = os.environ.get(VARIABLE, "")
         self.printed = getattr(logging, wanted.upper(), logging.DEBUG) if wanted else sys.maxsize
 
     @property
     def is_of_this_process(self) -> bool:
-        """Whether this process launches, and was not forked by the launch."""
+        """Whether this process made the launch, and was not forked by it."""
         return os.getpid() == self._process
 
     def keep_in(self, path: Path) -> None:
-        """Append to a file from here on, beginning with what was logged before."""
+        """Write earlier and later records to a file."""
         if self._thread != threading.get_ident():
             return
         self._path = path
@@ -63,15 +63,15 @@ class LaunchLog(logging.Handler):
         self._lines.clear()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep, print and pass on a record, on one line. Raises nothing: it is only a log."""
+        """Write, print and pass on a record, on one line. Raises nothing."""
         if record.thread != self._thread:
             return
         line = self.format(record).replace("\n", " ")
         if record.levelno >= logging.INFO:
             self._keep(line)
-        if not self.is_of_this_process:  # the supervisor of a background run: the file is enough
+        if not self.is_of_this_process:  # the supervisor of a background run writes only the file
             return
-        with contextlib.suppress(Exception):  # a closed stderr, a filter of the program's own
+        with contextlib.suppress(Exception):  # a closed stderr, or a filter that raises
             if record.levelno >= self.printed:
                 print(f"nbtrain: {line}", file=sys.stderr, flush=True)
             if _ROOT.isEnabledFor(record.levelno):
@@ -81,7 +81,7 @@ class LaunchLog(logging.Handler):
         if self._path is None:
             self._lines.append(line)
             return
-        with contextlib.suppress(OSError):  # a full disk, a deleted folder: not worth a training
+        with contextlib.suppress(OSError):  # a full disk or a deleted folder must not end a run
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
             descriptor = os.open(self._path, flags, 0o600)
             try:
@@ -95,9 +95,9 @@ def _logs() -> list[LaunchLog]:
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[None]:
-    """Log what is decided in this thread; afterwards the logger is as it was."""
-    for handler in _logs():  # a rank that launches inherited the log of its own launch
+def record_launch() -> Iterator[None]:
+    """Log what is decided in this thread, and restore the logger afterwards."""
+    for handler in _logs():  # a rank that launches inherits the log of its own launch
         if not handler.is_of_this_process:
             LOGGER.removeHandler(handler)
     log = LaunchLog()
@@ -115,10 +115,10 @@ def recorded() -> Iterator[None]:
 
 
 def attempt(name: str, look: Callable[[], _T], default: _D) -> _T | _D:
-    """Return what a check finds that only advises; where it raises, log that and return `default`.
+    """Return the result of a check that only advises. If it raises, log that, return `default`.
 
-    The one place for that: no launch ends because an estimate or a remark fails on unusual code,
-    values (a sparse parameter has no storage) or systems.
+    No launch must fail because an estimate or advice fails on unusual code, values (a sparse
+    parameter has no storage) or systems.
     """
     try:
         return look()
@@ -128,12 +128,12 @@ def attempt(name: str, look: Callable[[], _T], default: _D) -> _T | _D:
 
 
 def keep_in(path: Path) -> None:
-    """Write the log of this thread's launch to a file: what was logged before, and what follows."""
+    """Write earlier and later records of this thread's launch to a file."""
     for handler in _logs():
         handler.keep_in(path)
 
 
 def printed_in(path: Path) -> str:
-    """Return the end of what processes printed to a ``launcher.log``, which is no record."""
+    """Return the end of what processes printed into a ``launcher.log``, without its records."""
     lines = last_bytes(path).decode("utf-8", "replace").splitlines()
     return "\n".join(line for line in lines if not _LINE.match(line)).strip()[-500:]

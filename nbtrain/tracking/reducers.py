@@ -12,6 +12,7 @@ from ..findings import Finding
 from ..system.source_files import without_launcher
 from ..system.text import strip_escapes, strip_escapes_by_line, without_rank
 from . import events as ev
+from . import limits
 from .curves import CurvesDraft
 from .state import (
     EpochRow,
@@ -23,45 +24,15 @@ from .state import (
     progress_after,
 )
 
-LOG_LINES = 200
-"""How many of a rank's last lines the picture has; the log file has all."""
-
-METRICS = 32
-"""How many metrics of a rank keep their last value in the picture, the first that come."""
-
-SAVED = 1000
-"""How many of the things that a rank saved for the notebook the picture has, the last that come."""
-
-DISPLAYS = 64
-"""How many displays of a rank the picture has, the first that come."""
-
-EPOCHS = 1000
-"""Epochs of a rank that the picture has, the last ones."""
-
-RESTARTS = 16
-"""Restarts that the picture has, the last ones."""
-
-PHASES = 8
-"""Phases of a rank before its first step that are known."""
-
-OPEN_BARS = 16
-"""How many bars of a rank are drawn; a loop that never closes its bars makes ever more."""
-
-NOTE = 1000
-"""Characters of a note, a hang or a trouble that are shown."""
-
 NOT_FINITE = "not-finite"
 """The code of the finding that names a loss."""
 
-NAME = 80
-"""Characters of a metric's, a host's or a variable's name that are shown."""
-
 Draft = dict[str, Any]
-"""Fields of a `RankState` that is being changed within one fold, or of a `RunState`."""
+"""Changed fields of a `RunState`, or all fields of a `RankState` during one fold."""
 
 
 def fold(state: RunState, events: Iterable[ev.Event]) -> RunState:
-    """Return the picture after `events`."""
+    """Return the state after `events`."""
     events = list(events)
     if not events:
         return state
@@ -72,8 +43,8 @@ def fold(state: RunState, events: Iterable[ev.Event]) -> RunState:
         kind = type(event)
         if event.rank < 0:
             if kind in RUN_REDUCERS:
-                state, drafts = _with(state, drafts), {}
-                if kind is ev.Attempt:  # looks how far they are
+                state, drafts = _apply_drafts(state, drafts), {}
+                if kind is ev.Attempt:  # reads the curves
                     state = replace(state, curves=curves.freeze())
                     curves = CurvesDraft(state.curves)
                 state = replace(state, **RUN_REDUCERS[kind](state, event))
@@ -83,13 +54,13 @@ def fold(state: RunState, events: Iterable[ev.Event]) -> RunState:
                 draft = drafts[event.rank] = dict(vars(state.ranks[event.rank]))
             draft.update(RANK_REDUCERS[kind](draft, event))
             _add_to_curves(curves, draft, event)
-    state = _with(state, drafts)
+    state = _apply_drafts(state, drafts)
     if state.status == "starting" and any(r.status != "starting" for r in state.ranks):
         state = replace(state, status="running")
     return replace(state, curves=curves.freeze())
 
 
-def _with(state: RunState, drafts: Mapping[int, Draft]) -> RunState:
+def _apply_drafts(state: RunState, drafts: Mapping[int, Draft]) -> RunState:
     if not drafts:
         return state
     ranks = list(state.ranks)
@@ -98,29 +69,29 @@ def _with(state: RunState, drafts: Mapping[int, Draft]) -> RunState:
     return replace(state, ranks=tuple(ranks))
 
 
-def ended(state: RunState, status: str, at: float, message: str) -> RunState:
-    """Return the picture of a run that is over: no rank goes on."""
+def end_run(state: RunState, status: str, at: float, message: str) -> RunState:
+    """Return the state of a run that has ended, and with it all its ranks."""
     ranks = tuple(r if r.is_over else replace(r, status="stopped") for r in state.ranks)
     return replace(state, ranks=ranks, status=status, ended=at, message=message)
 
 
-# Of the run: what an event changes in the picture.
+# What an event changes in the state of the run.
 
 
-def _hang(state: RunState, event: ev.Hang) -> Draft:
+def _reduce_hang(state: RunState, event: ev.Hang) -> Draft:
     roles = dict.fromkeys(event.waiting, "waiting") | dict.fromkeys(event.stuck, "stuck?")
     ranks = tuple(
-        replace(r, hang=role, timeline=r.timeline.hung(event.time, role))
+        replace(r, hang=role, timeline=r.timeline.add_hang(event.time, role))
         for r in state.ranks
         for role in [roles.get(r.rank, "")]
     )
-    return {"ranks": ranks, "hang": strip_escapes(event.text, NOTE)}
+    return {"ranks": ranks, "hang": _shorten_note(event.text)}
 
 
-def _attempt(state: RunState, event: ev.Attempt) -> Draft:
-    made = max((r.steps_before + r.progress.steps for r in state.ranks if r.progress), default=0)
-    made = max(made, *(r.steps_before for r in state.ranks))
-    ranks = tuple(  # what they printed and logged before stays
+def _reduce_attempt(state: RunState, event: ev.Attempt) -> Draft:
+    steps = max((r.steps_before + r.progress.steps for r in state.ranks if r.progress), default=0)
+    steps = max(steps, *(r.steps_before for r in state.ranks))
+    ranks = tuple(  # logs and metrics of earlier attempts stay
         RankState(
             r.rank,
             metrics=r.metrics,
@@ -128,7 +99,7 @@ def _attempt(state: RunState, event: ev.Attempt) -> Draft:
             log_count=r.log_count,
             epochs=r.epochs,
             timeline=r.timeline,
-            steps_before=made,
+            steps_before=steps,
         )
         for r in state.ranks
     )
@@ -136,28 +107,28 @@ def _attempt(state: RunState, event: ev.Attempt) -> Draft:
     new = {"ranks": ranks, "attempt": event.number, "message": message, "status": "starting"}
     ends = (end.x for series in state.curves.all.values() for end in series.ends.values())
     has_trained = any(rank.progress is not None for rank in state.ranks)
-    reached = made if made or has_trained else max(ends, default=0)
-    new["restarts"] = (*state.restarts, (event.time, reached))[-RESTARTS:]
+    reached = steps if steps or has_trained else max(ends, default=0)
+    new["restarts"] = (*state.restarts, (event.time, reached))[-limits.MAX_EVENTS_KEPT :]
     return {**new, "hang": "", "not_finite": None, "flaws": ()}
 
 
-def _finished(state: RunState, event: ev.Finished) -> Draft:
+def _reduce_finished(state: RunState, event: ev.Finished) -> Draft:
     hang = "" if event.status == "succeeded" else state.hang
     message = strip_escapes_by_line(event.message) or ""
-    remedy, code = strip_escapes(event.remedy), strip_escapes(event.code, NAME)
-    over = ended(state, event.status, event.time, message)
+    remedy, code = strip_escapes(event.remedy), _shorten_name(event.code)
+    over = end_run(state, event.status, event.time, message)
     return {**vars(over), "hang": hang, "remedy": remedy, "code": code}
 
 
-def _run_note(state: RunState, event: ev.RunNote) -> Draft:
-    finding = Finding(event.code, strip_escapes(event.text, NOTE))
-    is_known = not finding.text or finding in state.findings  # another rank's, or an attempt's
-    flaws = (*state.flaws, strip_escapes(event.flaw, NAME)) if event.flaw else state.flaws
+def _reduce_run_note(state: RunState, event: ev.RunNote) -> Draft:
+    finding = Finding(event.code, _shorten_note(event.text))
+    is_known = not finding.text or finding in state.findings  # of another rank, or attempt
+    flaws = (*state.flaws, _shorten_name(event.flaw)) if event.flaw else state.flaws
     return {"findings": (*([] if is_known else [finding]), *state.findings), "flaws": flaws}
 
 
-def _not_finite(state: RunState, event: ev.NotFinite) -> Draft:
-    """Note the earliest such loss: the gradients carry it to the other ranks a step later."""
+def _reduce_not_finite(state: RunState, event: ev.NotFinite) -> Draft:
+    """Keep the earliest loss that is not finite. Gradients carry it to all ranks in one step."""
     if state.not_finite is not None and state.not_finite.time <= event.time:
         return {}
     finding = Finding(
@@ -170,92 +141,102 @@ def _not_finite(state: RunState, event: ev.NotFinite) -> Draft:
     return {"not_finite": event, "findings": (finding, *others)}
 
 
-def _artifact_loaded(state: RunState, event: ev.ArtifactLoaded) -> Draft:
-    name, trouble = strip_escapes(event.name, NAME), strip_escapes(event.trouble, NOTE)
+def _reduce_artifact_loaded(state: RunState, event: ev.ArtifactLoaded) -> Draft:
+    name, trouble = (
+        _shorten_name(event.name),
+        _shorten_note(event.trouble),
+    )
     loaded = {**state.loaded, name: replace(event, name=name, trouble=trouble)}
-    return {"loaded": MappingProxyType(dict(list(loaded.items())[-SAVED:]))}
+    return {"loaded": MappingProxyType(dict(list(loaded.items())[-limits.MAX_ITEMS :]))}
 
 
-def _host(state: RunState, event: ev.Host) -> Draft:
-    node, whose = strip_escapes(event.node, NAME), strip_escapes(event.whose, NAME)
+def _reduce_host(state: RunState, event: ev.Host) -> Draft:
+    node, whose = (
+        _shorten_name(event.node),
+        _shorten_name(event.whose),
+    )
     event = replace(event, node=node, whose=whose)
     return {"hosts": MappingProxyType({**state.hosts, node: event})}
 
 
-def _gpu_memory(state: RunState, event: ev.GpuMemory) -> Draft:
-    gpus = tuple((index, name[:NAME], used) for index, name, used in event.gpus)
+def _reduce_gpu_memory(state: RunState, event: ev.GpuMemory) -> Draft:
+    gpus = tuple((index, name[: limits.MAX_NAME_CHARS], used) for index, name, used in event.gpus)
     return {"gpu_memory": (*state.gpu_memory[:1], replace(event, gpus=gpus))}
 
 
 RUN_REDUCERS: Mapping[type[ev.Event], Callable[[RunState, Any], Draft]] = {
-    ev.Hang: _hang,
-    ev.Attempt: _attempt,
+    ev.Hang: _reduce_hang,
+    ev.Attempt: _reduce_attempt,
     ev.Stopping: lambda _, e: {"status": "stopping", "message": strip_escapes(e.reason)},
-    ev.Finished: _finished,
+    ev.Finished: _reduce_finished,
     ev.Waiting: lambda _, e: {"message": strip_escapes(e.text)},
-    ev.RunNote: _run_note,
-    ev.NotFinite: _not_finite,
-    ev.ArtifactLoaded: _artifact_loaded,
-    ev.Host: _host,
-    ev.GpuMemory: _gpu_memory,
+    ev.RunNote: _reduce_run_note,
+    ev.NotFinite: _reduce_not_finite,
+    ev.ArtifactLoaded: _reduce_artifact_loaded,
+    ev.Host: _reduce_host,
+    ev.GpuMemory: _reduce_gpu_memory,
 }
 
 
-# Of a rank: what an event changes in its draft.
+# What an event changes in the draft of a rank.
 
 
-def _metrics(rank: Draft, event: ev.Metrics) -> Draft:
+def _reduce_metrics(rank: Draft, event: ev.Metrics) -> Draft:
     metrics = dict(rank["metrics"])
     for key, value in event.values.items():
-        name = _name(key[:400])
-        if name in metrics or len(metrics) < METRICS:
+        name = _shorten_name(key[:400])
+        if name in metrics or len(metrics) < limits.MAX_METRICS:
             metrics[name] = strip_escapes(value) if isinstance(value, str) else value
     fresh = rank["fresh"]
-    if not fresh.issuperset(map(_name, event.values)):
-        fresh |= metrics.keys() & set(map(_name, event.values))
+    if not fresh.issuperset(map(_shorten_name, event.values)):
+        fresh |= metrics.keys() & set(map(_shorten_name, event.values))
     return {"metrics": MappingProxyType(metrics), "step": event.step, "fresh": fresh}
 
 
-def _epoch_end(rank: Draft, event: ev.EpochEnd) -> Draft:
+def _reduce_epoch_end(rank: Draft, event: ev.EpochEnd) -> Draft:
     metrics = {name: value for name, value in rank["metrics"].items() if name in rank["fresh"]}
     values = event.loss, MappingProxyType(metrics), event.time
     row = EpochRow(event.epoch, event.steps, event.seconds, *values, event.training)
-    return {"epochs": (*rank["epochs"], row)[-EPOCHS:], "fresh": frozenset()}
+    return {"epochs": (*rank["epochs"], row)[-limits.MAX_ITEMS :], "fresh": frozenset()}
 
 
-def _trained(rank: Draft, event: ev.TrainingUpdate) -> Draft:
+def _reduce_training(rank: Draft, event: ev.TrainingUpdate) -> Draft:
     old = rank["progress"]
     waited = event.waited - (old.waited if old else 0.0)
     seconds = event.elapsed - (old.elapsed if old else 0.0)
     step = event.steps + rank["steps_before"]
     return {
         "progress": progress_after(old, event),
-        "timeline": rank["timeline"].trained(event.time, waited, seconds, step),
+        "timeline": rank["timeline"].add_training(event.time, waited, seconds, step),
     }
 
 
 @lru_cache(4096)
-def _name(key: str) -> str:
-    return strip_escapes(key, NAME)
+def _shorten_name(name: str) -> str:
+    return strip_escapes(name, limits.MAX_NAME_CHARS)
 
 
-def _phase(rank: Draft, event: ev.Phase) -> Draft:
+def _shorten_note(text: str) -> str:
+    return strip_escapes(text, limits.MAX_NOTE_CHARS)
+
+
+def _reduce_phase(rank: Draft, event: ev.Phase) -> Draft:
     phase, trained = strip_escapes(event.phase, 20), rank["progress"]
-    new = {"phase": phase, "timeline": rank["timeline"].phase(event.time, event.phase)}
+    new = {"phase": phase, "timeline": rank["timeline"].add_phase(event.time, event.phase)}
     if trained is None or not trained.steps:
-        new["phases"] = (*rank["phases"], (phase, event.time))[-PHASES:]
+        new["phases"] = (*rank["phases"], (phase, event.time))[-limits.MAX_EVENTS_KEPT :]
     return new
 
 
-def _output(rank: Draft, event: ev.Output) -> Draft:
+def _reduce_output(rank: Draft, event: ev.Output) -> Draft:
     number = event.rank
     shown = [*without_launcher(event.lines)]
-    lines = tuple(without_rank(strip_escapes(ln), number) for ln in shown[-LOG_LINES:])
+    lines = tuple(without_rank(strip_escapes(ln), number) for ln in shown[-limits.MAX_LOG_LINES :])
     count = rank["log_count"] + event.passed + len(shown)
-    return {"log": (rank["log"] + lines)[-LOG_LINES:], "log_count": count}
+    return {"log": (rank["log"] + lines)[-limits.MAX_LOG_LINES :], "log_count": count}
 
 
-def _ended(rank: Draft, event: ev.Ended) -> Draft:
+def _reduce_ended(rank: Draft, event: ev.Ended) -> Draft:
     return {
         "status": "done" if event.error is None else "failing",
         "error": strip_escapes_by_line(event.error),
@@ -265,7 +246,7 @@ def _ended(rank: Draft, event: ev.Ended) -> Draft:
         "ended": event.time,
         "evidence": _evidence(event),
         "collectives": event.collectives,
-        "timeline": rank["timeline"].ended(
+        "timeline": rank["timeline"].add_end(
             event.time,
             has_failed=event.error is not None,
             has_lost_peers=is_secondary_failure(_error_type(event), event.error or ""),
@@ -274,29 +255,35 @@ def _ended(rank: Draft, event: ev.Ended) -> Draft:
 
 
 def _error_type(event: ev.Failing | ev.Ended) -> str:
-    """Return the type of an error; up to version 0.2, it stood in the text alone."""
+    """Return the type of an error. Up to version 0.2, only the text had it."""
     text = (event.error or "").partition(":")[0].partition("(")[0]
     known = SystemExit.__name__ if text == "sys.exit" else text
-    return strip_escapes(event.error_type or known, NAME)
+    return _shorten_name(event.error_type or known)
 
 
-def _artifact_saved(rank: Draft, event: ev.ArtifactSaved) -> Draft:
-    name, trouble = strip_escapes(event.name, NAME), strip_escapes(event.trouble, NOTE)
-    bad = strip_escapes(event.not_finite, NAME)
+def _reduce_artifact_saved(rank: Draft, event: ev.ArtifactSaved) -> Draft:
+    name, trouble = (
+        _shorten_name(event.name),
+        _shorten_note(event.trouble),
+    )
+    bad = _shorten_name(event.not_finite)
     others = [old for old in rank["saved"] if old.name != name]
     return {
-        "saved": (*others[1 - SAVED :], replace(event, name=name, trouble=trouble, not_finite=bad))
+        "saved": (
+            *others[1 - limits.MAX_ITEMS :],
+            replace(event, name=name, trouble=trouble, not_finite=bad),
+        )
     }
 
 
-def _exited(rank: Draft, event: ev.Exited) -> Draft:
+def _reduce_exited(rank: Draft, event: ev.Exited) -> Draft:
     return {
         "status": event.verdict,
         "ended": rank["ended"] or event.time,
         "returncode": event.returncode,
         "cause": strip_escapes(event.cause),
-        "cause_code": strip_escapes(event.code, NAME),
-        "timeline": rank["timeline"].ended(event.time, has_failed=event.verdict == "failed"),
+        "cause_code": _shorten_name(event.code),
+        "timeline": rank["timeline"].add_end(event.time, has_failed=event.verdict == "failed"),
         "evidence": (*rank["evidence"], *_evidence(event)),
         "error": None if event.verdict == "done" else rank["error"],
     }
@@ -304,32 +291,32 @@ def _exited(rank: Draft, event: ev.Exited) -> Draft:
 
 def _evidence(event: ev.Ended | ev.Exited) -> tuple[Finding, ...]:
     known = event.evidence[:16]
-    return tuple(Finding(strip_escapes(code, NAME), strip_escapes(text)) for code, text in known)
+    return tuple(Finding(_shorten_name(code), strip_escapes(text)) for code, text in known)
 
 
-def _displayed(rank: Draft, event: ev.Displayed) -> Draft:
+def _reduce_displayed(rank: Draft, event: ev.Displayed) -> Draft:
     before = () if event.clears else rank["displayed"]
     if event.name and event.name in (each.name for each in before):
         return {"displayed": tuple(event if e.name == event.name else e for e in before)}
-    return {"displayed": (*before, event)[:DISPLAYS]}
+    return {"displayed": (*before, event)[: limits.MAX_DISPLAYS]}
 
 
 RANK_REDUCERS: Mapping[type[ev.Event], Callable[[Draft, Any], Draft]] = {
-    ev.Spawned: lambda _, e: {"pid": e.pid, "node": strip_escapes(e.node, NAME)},
+    ev.Spawned: lambda _, e: {"pid": e.pid, "node": _shorten_name(e.node)},
     ev.Started: lambda rank, e: {
         "status": "running",
         "pid": e.pid,
         "started": e.time,
-        "timeline": rank["timeline"].began(e.time),
+        "timeline": rank["timeline"].begin(e.time),
     },
-    ev.Metrics: _metrics,
-    ev.TrainingUpdate: _trained,
-    ev.EpochEnd: _epoch_end,
+    ev.Metrics: _reduce_metrics,
+    ev.TrainingUpdate: _reduce_training,
+    ev.EpochEnd: _reduce_epoch_end,
     ev.Resources: lambda rank, e: {"usage": rank["usage"].after_measuring(e)},
     ev.TensorMemory: lambda rank, e: {"usage": rank["usage"].after_counting(e)},
-    ev.Progress: lambda rank, e: {"bars": MappingProxyType(_bars(rank["bars"], e))},
-    ev.Output: _output,
-    ev.Phase: _phase,
+    ev.Progress: lambda rank, e: {"bars": MappingProxyType(_update_bars(rank["bars"], e))},
+    ev.Output: _reduce_output,
+    ev.Phase: _reduce_phase,
     ev.Debugger: lambda _, e: {
         "phase": f"debugger at {strip_escapes(e.place, 60)}" if e.address else "",
         "debugger": e.address,
@@ -340,10 +327,10 @@ RANK_REDUCERS: Mapping[type[ev.Event], Callable[[Draft, Any], Draft]] = {
         "error": strip_escapes_by_line(e.error),
         "error_type": _error_type(e),
     },
-    ev.Ended: _ended,
-    ev.ArtifactSaved: _artifact_saved,
-    ev.Displayed: _displayed,
-    ev.Exited: _exited,
+    ev.Ended: _reduce_ended,
+    ev.ArtifactSaved: _reduce_artifact_saved,
+    ev.Displayed: _reduce_displayed,
+    ev.Exited: _reduce_exited,
 }
 
 
@@ -352,40 +339,45 @@ def _add_to_curves(curves: CurvesDraft, rank: Draft, event: ev.Event) -> None:
     if isinstance(event, ev.Metrics):
         step = event.at + before if event.at or before else event.step
         for key, value in event.values.items():
-            curves.add_logged(event.rank, step, _name(key[:400]), value)
+            curves.add_logged(event.rank, step, _shorten_name(key[:400]), value)
     elif isinstance(event, ev.TrainingUpdate):
         progress = rank["progress"]
         for step, loss, name in event.losses:
-            curves.add_seen(event.rank, before + step, strip_escapes(name, NAME) or "loss", loss)
+            curves.add_automatic(
+                event.rank,
+                before + step,
+                _shorten_name(name) or "loss",
+                loss,
+            )
         values = {"loss": None if event.losses else event.loss, "lr": event.lr}
         rates = {"steps/s": progress.step_rate, "samples/s": progress.sample_rate}
         moving = {name: rate for name, rate in rates.items() if rate}
         for name, value in {**values, **moving}.items():
             if value is not None:
-                curves.add_seen(event.rank, before + progress.steps, name, value)
+                curves.add_automatic(event.rank, before + progress.steps, name, value)
 
 
-def _bars(bars: Mapping[int, ProgressBar], event: ev.Progress) -> dict[int, ProgressBar]:
+def _update_bars(bars: Mapping[int, ProgressBar], event: ev.Progress) -> dict[int, ProgressBar]:
     new = dict(bars)
     if event.closed:
-        new.pop(event.bar, None)  # finished last, shown last
+        new.pop(event.bar, None)  # the bar that ended last is shown last
         if not event.kept:
             return new
     texts = strip_escapes(event.description), strip_escapes(event.unit)
     new[event.bar] = ProgressBar(
         event.n, event.total, event.elapsed, *texts, event.closed, event.time
     )
-    if len(new) > OPEN_BARS:
-        del new[list(new)[1]]  # never closed, most likely; the outermost stays
+    if len(new) > limits.MAX_OPEN_BARS:
+        del new[list(new)[1]]  # probably never closed; the outermost bar stays
     closed = [key for key, bar in new.items() if bar.closed]
-    for key in closed[:-1]:  # a bar an epoch, a hundred epochs: the last finished one is enough
-        if not _ended_with(new[closed[-1]], new[key]):
+    for key in closed[:-1]:  # of one bar per epoch, only the last closed one stays
+        if not _was_cut_with(new[closed[-1]], new[key]):
             del new[key]
     return new
 
 
-def _ended_with(outer: ProgressBar, inner: ProgressBar) -> bool:
-    """Whether a bar was ended, before its end, by what ended the one around it: an exception."""
+def _was_cut_with(outer: ProgressBar, inner: ProgressBar) -> bool:
+    """Whether an exception ended a bar and the bar around it, both before they were full."""
     are_cut_short = all(b.fraction is not None and b.fraction < 1 for b in (outer, inner))
     is_around = outer.time - outer.elapsed <= inner.time - inner.elapsed
     return are_cut_short and is_around and outer.time - inner.time < 1

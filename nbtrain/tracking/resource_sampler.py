@@ -1,9 +1,8 @@
-"""Measures memory and CPU time of ranks and host, and what GPUs hold before and after a run.
+"""Measures memory and CPU time of ranks and host, and the GPUs' memory before and after a run.
 
-Ranks are measured from outside: a rank does nothing for it. Reading the memory of a process with
-torch in it (USS) takes milliseconds, so ranks are measured in turn, and, once each was, no more
-often than a small share of the launcher's time allows. A thread asks for the GPUs: their driver
-may take long to answer.
+The launcher measures, and ranks do nothing for it. Reading the memory (USS) of a process with torch
+takes milliseconds. So ranks are measured in turn, and after the first round only in a small share
+of the launcher's time. GPUs are measured in a thread, because their driver may take long.
 """
 
 from __future__ import annotations
@@ -15,27 +14,15 @@ from typing import Any
 
 from ..system import host
 from ..system.gpus import Gpu, GpuWatch
-from . import clock
+from . import clock, limits
 from . import events as ev
 
-ANSWER, GIVEN_BACK = 5.0, 1.0
-"""Seconds that the driver has to answer, and then to free what ended ranks held."""
-
-SLACK = 64 << 20
-"""Bytes by which a GPU's memory may change without a run."""
-
-SHARE = 0.005
-"""The part of the launcher's time that sampling may take; a quarter of it on a crowded host."""
-
-BETWEEN = 0.5, 2.0
-"""Seconds between two samples of ranks, and between two of the host, at least."""
-
 _watches: dict[str, GpuWatch] = {}
-"""The last watch of each purpose: 'run' samples during a run, 'ends' before and after it."""
+"""The last watch for each purpose: 'run' during a run, 'ends' before and after it."""
 
 
 def _watch(purpose: str, delay: float, pause: Callable[[float], float]) -> GpuWatch | None:
-    """Begin to watch the GPUs, unless the driver still holds the thread that did it before."""
+    """Start to watch the GPUs, unless the driver still blocks the thread of the last watch."""
     last = _watches.get(purpose)
     if last is not None and not last.is_over:
         return None
@@ -44,21 +31,25 @@ def _watch(purpose: str, delay: float, pause: Callable[[float], float]) -> GpuWa
 
 
 def measure_gpus(device: str, before: ev.GpuMemory | None) -> Iterator[ev.GpuMemory]:
-    """Yield what the GPUs hold, where there are any; with `before`, as soon as it is no more.
+    """Yield the GPUs' memory; with `before`, as soon as it is as low as before.
 
-    What is not free within a second is reported as it is. A driver that does not answer is left
-    alone, in a thread that it holds, and not asked again.
+    Memory that is not freed within a second is reported as it is. A driver that does not answer
+    keeps its thread, and is not called again.
     """
     watch = _watch("ends", 0.0, lambda _seconds: 0.05) if device == "cuda" else None
     if watch is None:
         return
-    memory, deadline = None, time.monotonic() + ANSWER
+    memory, deadline = None, time.monotonic() + limits.DRIVER_TIMEOUT_S
     while time.monotonic() < deadline and not watch.is_over:
         if watch.seen:
-            deadline = min(deadline, time.monotonic() + GIVEN_BACK) if memory is None else deadline
+            deadline = (
+                min(deadline, time.monotonic() + limits.GPU_RELEASE_TIMEOUT_S)
+                if memory is None
+                else deadline
+            )
             gpus = tuple((gpu.index, gpu.name, gpu.used << 20) for gpu in watch.seen)
             memory = ev.GpuMemory(clock.now(), -1, gpus)
-            if before is None or given_back(before, memory):
+            if before is None or is_released(before, memory):
                 break
         time.sleep(0.01)
     watch.close()
@@ -66,54 +57,61 @@ def measure_gpus(device: str, before: ev.GpuMemory | None) -> Iterator[ev.GpuMem
         yield memory
 
 
-def given_back(before: ev.GpuMemory, after: ev.GpuMemory) -> bool:
-    """Whether no GPU holds more than before."""
-    held = {index: used for index, _, used in before.gpus}
-    return all(used <= held.get(index, used) + SLACK for index, _, used in after.gpus)
+def is_released(before: ev.GpuMemory, after: ev.GpuMemory) -> bool:
+    """Whether no GPU uses more memory than before."""
+    used_before = {index: used for index, _, used in before.gpus}
+    return all(
+        used <= used_before.get(index, used) + limits.GPU_MEMORY_NOISE_BYTES
+        for index, _, used in after.gpus
+    )
 
 
 class Sampler:
     """Measures the processes of ranks (`pids`, by rank) and the host, one at a time.
 
-    To be made once the ranks are forked, and closed before this process forks again.
+    Create it after the ranks are forked, and close it before this process forks again.
     """
 
     def __init__(self, pids: Mapping[int, int], device: str) -> None:
         self._pids = dict(pids)
         self._gpus: GpuWatch | None = None
-        if device == "cuda":  # not at once: a run may be over before a driver answers
-            self._gpus = _watch("run", BETWEEN[0], lambda s: max(BETWEEN[1], s / SHARE))
+        if device == "cuda":  # a short run may end before a driver answers
+            self._gpus = _watch("run", limits.RANK_SAMPLE_INTERVAL_S, _gpu_interval)
         self._order = list(self._pids)
         self._processes: dict[int, Any] = {}
-        self._cpu: dict[int, tuple[float, float]] = {}  # rank -> (when, CPU seconds by then)
+        self._cpu: dict[int, tuple[float, float]] = {}  # by rank: time, CPU seconds
         self._rank_due = self._host_due = time.monotonic()
-        self._has_gpus = False  # in an event of the host
+        self._has_gpus = False  # reported with the host
 
     def sample(self) -> Iterator[ev.Event]:
-        """Yield what was measured in this turn: often nothing."""
+        """Yield what was measured in this turn, often nothing."""
         now = time.monotonic()
-        if now >= self._host_due or (self._seen() and not self._has_gpus):
+        if now >= self._host_due or (self._gpu_readings() and not self._has_gpus):
             yield self._measure_host()
-            self._host_due = _next_time(now, BETWEEN[1])
+            self._host_due = _next_time(now, limits.HOST_SAMPLE_INTERVAL_S)
         elif now >= self._rank_due and self._order:
             rank = self._order.pop(0)
             self._order.append(rank)
             if (resources := self._measure_rank(rank)) is not None:
                 yield resources
             is_round_over = len(self._cpu) >= len(self._order)
-            self._rank_due = _next_time(now, BETWEEN[0]) if is_round_over else now + BETWEEN[0]
+            self._rank_due = (
+                _next_time(now, limits.RANK_SAMPLE_INTERVAL_S)
+                if is_round_over
+                else now + limits.RANK_SAMPLE_INTERVAL_S
+            )
 
     def forget(self, rank: int) -> None:
-        """Measure a rank no more that has ended: its number may soon be another process's."""
+        """Stop measuring a rank that has ended: another process may soon get its pid."""
         if rank in self._order:
             self._order.remove(rank)
 
     def close(self) -> None:
-        """End the watch of the GPUs."""
+        """Stop watching the GPUs."""
         if self._gpus is not None:
             self._gpus.close()
 
-    def _seen(self) -> tuple[Gpu, ...]:
+    def _gpu_readings(self) -> tuple[Gpu, ...]:
         return self._gpus.seen if self._gpus is not None else ()
 
     def _measure_rank(self, rank: int) -> ev.Resources | None:
@@ -131,11 +129,11 @@ class Sampler:
         before, spent_before = self._cpu.get(rank, (now, spent))
         self._cpu[rank] = now, spent
         cpu = max(0.0, spent - spent_before) / (now - before) if now > before else None
-        gpu, gpu_memory = holds(self._pids[rank], self._seen())
+        gpu, gpu_memory = gpu_use(self._pids[rank], self._gpu_readings())
         return ev.Resources(clock.now(), rank, cpu, memory or None, gpu, gpu_memory)
 
     def _measure_host(self) -> ev.Host:
-        memory, gpus = host.memory(), self._seen()
+        memory, gpus = host.memory(), self._gpu_readings()
         self._has_gpus = bool(gpus)
         limit = memory.limit if memory.capped and memory.limit is not None else memory.total
         return ev.Host(
@@ -148,12 +146,11 @@ class Sampler:
         )
 
 
-def holds(pid: int, gpus: Iterable[Gpu]) -> tuple[int | None, int | None]:
-    """Return the GPU a process holds most memory of, and the bytes; nothing where in doubt.
+def gpu_use(pid: int, gpus: Iterable[Gpu]) -> tuple[int | None, int | None]:
+    """Return the GPU that a process uses most, and the bytes; (None, None) if in doubt.
 
-    In a container, some drivers give the host's numbers of processes, others this container's.
-    Those of the host cannot be translated here (/proc has the numbers of a process from one's
-    own namespace downwards), but they show: most are no process of this namespace.
+    In a container, some drivers report pids of the host, and others those of the container. Pids of
+    the host cannot be translated here, but most of them are not processes of this container.
     """
     import psutil
 
@@ -165,16 +162,19 @@ def holds(pid: int, gpus: Iterable[Gpu]) -> tuple[int | None, int | None]:
     return index, mib << 20
 
 
-def _next_time(begun: float, between: float) -> float:
-    """Return when to measure again, so that measuring takes its share of the time only."""
-    share = SHARE / 4 if host.is_crowded() else SHARE
-    return begun + max(between, (time.monotonic() - begun) / share)
+def _gpu_interval(seconds: float) -> float:
+    """Return the seconds until the next measurement of GPUs, after one that took `seconds`."""
+    return max(limits.HOST_SAMPLE_INTERVAL_S, seconds / limits.SAMPLING_SHARE)
+
+
+def _next_time(begun: float, interval_s: float) -> float:
+    """Return when to measure again, so that measuring takes only its share of the time."""
+    share = limits.SAMPLING_SHARE / 4 if host.is_crowded() else limits.SAMPLING_SHARE
+    return begun + max(interval_s, (time.monotonic() - begun) / share)
 
 
 def _usage(process: Any) -> tuple[int, float]:
-    """Return the bytes a process would give back (USS, or RSS where that is not known), and its
-    seconds on a processor.
-    """
+    """Return the bytes of a process (USS, or RSS if that is unknown), and its CPU seconds."""
     import psutil
 
     with contextlib.suppress(psutil.Error):

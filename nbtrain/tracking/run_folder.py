@@ -1,6 +1,6 @@
-"""The run folder: which files it has, where folders are, and which of them stay.
+"""The run folder: the files that it has, where folders are, and how runs are found.
 
-What each file holds is in notebooks/reference/run-folder.md.
+notebooks/reference/run-folder.md describes each file.
 """
 
 from __future__ import annotations
@@ -33,21 +33,15 @@ from ..system.files import (
 )
 from ..system.processes import process_identity
 from ..system.text import plural
+from . import limits
 
 FORMAT = 1
 
-LARGEST_MANIFEST = 64 << 20
-"""Bytes of a file that may still be a manifest."""
-
-QUIET = 60.0
-"""Seconds without a change after which a run of another host counts as ended."""
-
-
 DELETED = ".going-"
-"""How the folder of a run begins that is being deleted."""
+"""The start of a folder's name while the run is deleted."""
 
 SCALING = ".scaling"
-"""How the folder of a run that only measured ends, so that nobody has to look inside."""
+"""The end of the name of a scaling measurement's folder."""
 
 
 class _File:
@@ -61,7 +55,7 @@ class _File:
 
 
 class _RankFile(_File):
-    """The path of a file of each rank, by rank."""
+    """The paths of a file that each rank has."""
 
     def __get__(self, folder: RunFolder, _: type[RunFolder]) -> Callable[[int], Path]:  # type: ignore[override]
         return lambda rank: folder.path / f"rank-{rank:04d}.{self._name}"
@@ -92,16 +86,16 @@ class RunFolder:
     recorded = _RankFile("recorded")
 
     def weights_of(self, name: str) -> Path:
-        """Return the file of ``model`` or ``config['net']``; other than in names is escaped."""
+        """Return the file of ``model`` or ``config['net']``, with other characters escaped."""
         safe = re.sub(r"[^\w.'\[\]-]", lambda sign: quote(sign[0], safe=""), name)
         return self.weights / f"{safe}.safetensors"
 
-    def names_of_weights(self) -> list[str]:
-        """Return the names of all that the run saved."""
+    def list_weights(self) -> list[str]:
+        """Return the names of all weights that the run saved."""
         return sorted(unquote(path.stem) for path in self.weights.glob("*.safetensors"))
 
-    def left_by(self, rank: int) -> list[str]:
-        """Return the names of the files that a rank leaves whole when it is done."""
+    def list_results(self, rank: int) -> list[str]:
+        """Return the names of the files with a rank's results, which are complete at its end."""
         kinds = (self.result(rank), self.failure(rank), self.out(rank))
         paths = [path for path in kinds if path.exists()]
         if rank == 0 and self.weights.exists():
@@ -109,22 +103,22 @@ class RunFolder:
         return [str(path.relative_to(self.path)) for path in paths]
 
     @property
-    def asked(self) -> RunFolder:
-        """The folder in which ranks on other hosts answer: for a task, the live ranks' own."""
+    def reply_folder(self) -> RunFolder:
+        """The folder where ranks on other hosts reply; for a run of live ranks, theirs."""
         return RunFolder(self.questions.resolve().parent)
 
     def ask_remote(self, subject: str, ranks: Collection[int]) -> None:
-        """Have ranks on other hosts asked for their ``stacks``, or their ``recorders``."""
+        """Request the ``stacks`` or the ``recorders`` of ranks on other hosts."""
         path = self.questions / f"{os.getpid()}-{time.monotonic_ns()}.json"
         write_atomically(path, json.dumps([subject, *ranks]).encode())
 
     def read_manifest(self) -> dict[str, Any]:
-        """Return what `create` wrote.
+        """Return the manifest that `create` wrote.
 
-        Raises `FileNotFoundError` where there is none, `NbtrainError` for one that cannot be read.
+        Raises `FileNotFoundError` without one, `NbtrainError` if it cannot be read.
         """
         try:
-            manifest = json.loads(read_own(self.manifest, LARGEST_MANIFEST))
+            manifest = json.loads(read_own(self.manifest, limits.MAX_MANIFEST_BYTES))
         except (FileNotFoundError, NbtrainError):
             raise
         except (OSError, ValueError, RecursionError) as error:
@@ -134,15 +128,15 @@ class RunFolder:
         raise NbtrainError(f"{self.manifest} is not the manifest of a run: {manifest!r:.40}")
 
     def cells(self) -> dict[str, str]:
-        """Return the names of cells (``In[3]``) by their files; none where nobody knows them."""
-        with contextlib.suppress(OSError, NbtrainError):  # deleted meanwhile
+        """Return the names of cells (``In[3]``) by their files, if they are known."""
+        with contextlib.suppress(OSError, NbtrainError):  # the folder was deleted
             return dict(self.read_manifest().get("cells", {}))
         return {}
 
     def check_trust(self) -> None:
-        """Raise `NbtrainError` for the folder of another user's, or that one can write to.
+        """Raise `NbtrainError` if the folder belongs to, or can be written by, another user.
 
-        To open a run is to trust it: its results are pickled, its processes are signalled.
+        Opening a run unpickles its results and sends signals to its processes.
         """
         path = self.path.resolve()
         reason = distrust(path, is_folder=True) if path.is_dir() else ""
@@ -152,7 +146,7 @@ class RunFolder:
                 "unpickled. If you trust it, copy it, and run chmod -R go-w on the copy"
             )
 
-    def check_it_is_there(self) -> None:
+    def check_exists(self) -> None:
         """Raise `NbtrainError` if the folder was deleted."""
         if not self.path.exists():
             raise NbtrainError(
@@ -162,7 +156,7 @@ class RunFolder:
 
 
 def root() -> Path:
-    """Return where run folders live: ``$NBTRAIN_HOME``, else the user's cache."""
+    """Return the folder of all runs: in ``$NBTRAIN_HOME``, or in the user's cache."""
     home = os.environ.get("NBTRAIN_HOME")
     if home:
         return Path(home).expanduser().absolute() / "runs"
@@ -171,7 +165,7 @@ def root() -> Path:
 
 
 def create(name: str, manifest: Mapping[str, Any]) -> RunFolder:
-    """Make a private folder for a new run. Raises `LaunchError` where it cannot be written."""
+    """Make a private folder for a new run. Raises `LaunchError` if it cannot be written."""
     label = re.sub(r"[^A-Za-z0-9_]+", "-", name).strip("-")[:24] or "run"
     stamp = time.strftime("%Y%m%d-%H%M%S")
     try:
@@ -196,13 +190,13 @@ def _unwritable(error: OSError) -> str:
 
 
 def trouble() -> str:
-    """Return why `create` would fail now; "" if it would not. Leaves nothing behind."""
+    """Return why `create` would fail now, or "". Creates nothing."""
     try:
         place = next(path for path in (root(), *root().parents) if path.exists())
         owner = place.stat().st_uid
-        # Of a folder of the user's own, `create` takes the rights of others away first.
+        # If the folder is the user's own, `create` removes the rights of others.
         is_foreign = place == root() and getattr(os, "geteuid", lambda: owner)() not in (owner, 0)
-        if is_foreign and (reason := _untrusted(place)):
+        if is_foreign and (reason := _distrust_reason(place)):
             return reason
         with tempfile.TemporaryFile(dir=place, buffering=0) as file:
             file.write(bytes(4096))
@@ -212,12 +206,12 @@ def trouble() -> str:
 
 
 def _next_number() -> int | None:
-    """Return the number of a new run, one more than that of the last; None where nobody can tell.
+    """Return the number of a new run, one more than the last one; None if that is unknown.
 
-    Runs that start at once in several kernels have different ones.
+    Runs that start in several kernels at the same time get different numbers.
     """
     try:
-        import fcntl  # Windows has none
+        import fcntl  # missing on Windows
 
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
         with open(os.open(root().parent / "run-number", flags, 0o600), "r+") as file:
@@ -232,13 +226,13 @@ def _next_number() -> int | None:
 
 
 def number_of(folder: RunFolder) -> int | None:
-    """Return the number of a run, by which people call it; None for an older one."""
-    number = _of_manifest(folder, "number")
+    """Return the number of a run, as in ``train #12``; None for a run of an older version."""
+    number = _manifest_value(folder, "number")
     return number if type(number) is int else None
 
 
-def _of_manifest(folder: RunFolder, key: str) -> Any:
-    """Return what a manifest has; None where it cannot be read."""
+def _manifest_value(folder: RunFolder, key: str) -> Any:
+    """Return a value of the manifest, or None if it cannot be read."""
     with contextlib.suppress(OSError, NbtrainError):
         return folder.read_manifest().get(key)
     return None
@@ -249,18 +243,18 @@ _NUMBERED = re.compile(r"(?:(.*\S)\s*#|#?)(\d{1,7})")
 
 
 def _make_private(folder: Path) -> None:
-    """Make a folder in which nobody else can put a run. Raises `LaunchError`, `OSError`."""
+    """Make a folder that only its owner can write. Raises `LaunchError`, `OSError`."""
     folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.stat()  # it may be a link of the user's own
+    status = folder.stat()  # it may be a link that the user made
     uid = os.geteuid() if hasattr(os, "geteuid") else status.st_uid
     if uid == status.st_uid and status.st_mode & 0o077:
         with contextlib.suppress(OSError):  # some file systems have no modes
             folder.chmod(stat.S_IMODE(status.st_mode) & ~0o077)
-    if uid and (reason := _untrusted(folder)):  # root knows its own runs by their owner
+    if uid and (reason := _distrust_reason(folder)):  # root checks the owner of each run
         raise LaunchError(reason)
 
 
-def _untrusted(folder: Path) -> str:
+def _distrust_reason(folder: Path) -> str:
     reason = distrust(folder.resolve(), is_folder=True)
     return reason and (
         f"{folder} {reason}, and nbtrain trusts what it finds there. Set NBTRAIN_HOME to a "
@@ -268,11 +262,11 @@ def _untrusted(folder: Path) -> str:
     )
 
 
-def ask_to_stop(folder: RunFolder, how: str) -> None:
-    """Ask the process that watches the run to end it, and say `how`. Raises `NbtrainError`."""
+def request_stop(folder: RunFolder, how: str) -> None:
+    """Request that the run ends; `how` names the requester. Raises `NbtrainError`."""
     with contextlib.suppress(OSError):
         return write_atomically(folder.stop_request_file, how.encode())
-    try:  # a full disk still has room for a name
+    try:  # an empty file can be created on a full disk
         folder.stop_request_file.touch(mode=0o600)
     except OSError as error:
         raise NbtrainError(
@@ -281,17 +275,17 @@ def ask_to_stop(folder: RunFolder, how: str) -> None:
 
 
 def mark_stopping(folder: RunFolder) -> None:
-    """Write the file by which ranks know that an interrupt asks them to stop."""
+    """Write the file that makes ranks stop at an interrupt; without it they ignore SIGINT."""
     with contextlib.suppress(OSError, AttributeError):
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
             os.close(os.open(folder.stopping_file, flags, 0o600))
-        except OSError:  # out of descriptors: mknod needs none
+        except OSError:  # out of file descriptors: mknod does not need one
             os.mknod(folder.stopping_file, 0o600)
 
 
-def asked_to_stop(folder: RunFolder) -> str | None:
-    """Return how the run was asked to stop; None if it was not."""
+def stop_request(folder: RunFolder) -> str | None:
+    """Return how the run was requested to stop; None if it was not."""
     try:
         text = read_regular(folder.stop_request_file, 200).decode("utf-8", "replace")
         return text or "by a request"
@@ -299,17 +293,14 @@ def asked_to_stop(folder: RunFolder) -> str | None:
         return None
 
 
-def hand_over(folder: RunFolder, keeper: int) -> None:
-    """Make a process the one that watches the run."""
-    _write_manifest(folder, folder.read_manifest(), keeper)
+def set_watching_process(folder: RunFolder, pid: int) -> None:
+    """Record the process that watches the run from now on."""
+    _write_manifest(folder, folder.read_manifest(), pid)
 
 
 def recreate(folder: RunFolder, manifest: Mapping[str, Any]) -> None:
-    """Make the folder of a run anew that was deleted while it goes on; this process watches it.
-
-    Raises `OSError`.
-    """
-    folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # a rank may have saved there
+    """Create the folder of a running run again after it was deleted. Raises `OSError`."""
+    folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # a rank may have created it
     _write_manifest(folder, manifest, os.getpid())
 
 
@@ -318,28 +309,28 @@ def _write_manifest(folder: RunFolder, manifest: Mapping[str, Any], launcher: in
     write_atomically(folder.manifest, json.dumps({**manifest, **by}).encode())
 
 
-def set_aside(folder: RunFolder, world_size: int, attempt: int) -> None:
-    """Rename what an attempt left, so that the next one has its own."""
+def archive_attempt(folder: RunFolder, world_size: int, attempt: int) -> None:
+    """Rename the files of a failed attempt before the next one writes its own."""
     for rank in range(world_size):
         for path in (folder.result(rank), folder.failure(rank), folder.out(rank)):
             with contextlib.suppress(FileNotFoundError):
                 path.rename(path.with_name(f"{path.name}.attempt-{attempt}"))
-    shutil.rmtree(folder.weights, ignore_errors=True)  # large, and of an attempt that failed
+    shutil.rmtree(folder.weights, ignore_errors=True)  # too large to keep
 
 
 def runs(
     *, is_trusted: bool = True, is_over: Callable[[], bool] = lambda: False
 ) -> list[RunFolder]:
-    """Return this user's runs under the root, oldest first.
+    """Return this user's runs, oldest first.
 
-    Those into which others could have put something, too, if not `is_trusted`: to delete them.
-    Not all of them once `is_over`: nobody waits for the answer any more.
+    Without `is_trusted`, runs that other users can write to are included, so that they can be
+    deleted. `is_over` ends the search early, with a part of the runs.
     """
     folders: list[tuple[int, RunFolder]] = []
     for path in _paths():
         if is_over():
             break
-        with contextlib.suppress(OSError):  # another kernel prunes, too
+        with contextlib.suppress(OSError):  # another kernel has just deleted it
             reason = distrust(path, is_folder=True)
             if not reason or (not is_trusted and reason == OPEN):
                 folders.append(((path / "run.json").lstat().st_mtime_ns, RunFolder(path)))
@@ -347,10 +338,10 @@ def runs(
 
 
 def find(beginning: str) -> RunFolder:
-    """Return the kept run whose folder's name is, or alone begins with, a text; the newest for ''.
+    """Return the kept run whose folder's name is or begins with a text; the newest run for ''.
 
-    A run's number is enough: ``12``, ``#12`` or ``train #12``; so is what it was called
-    (``--name``), if no other run is. Raises `PlanError` where there is none, or more than one.
+    A run's number is enough (``12``, ``#12`` or ``train #12``), and so is its name (``--name``) if
+    no other run has it. Raises `PlanError` if there is no such run, or more than one.
     """
     every = runs()
     numbered = _NUMBERED.fullmatch(beginning.strip())
@@ -360,22 +351,22 @@ def find(beginning: str) -> RunFolder:
                 return folder
     matches = [folder for folder in every if folder.path.name.startswith(beginning)]
     exact = [f for f in matches if f.path.name == beginning] if beginning else every[-1:]
-    called = [] if exact else [f for f in every if _of_manifest(f, "name") == beginning]
-    if len(called) > 1:
-        numbers = ", ".join(f"#{number_of(folder)}" for folder in called)
-        raise PlanError(f"{len(called)} kept runs are called {beginning!r}: say which of {numbers}")
-    exact = exact or called
+    named = [] if exact else [f for f in every if _manifest_value(f, "name") == beginning]
+    if len(named) > 1:
+        numbers = ", ".join(f"#{number_of(folder)}" for folder in named)
+        raise PlanError(f"{len(named)} kept runs are called {beginning!r}: say which of {numbers}")
+    exact = exact or named
     if not exact and len(matches) != 1:
         number = int(numbered[2]) if numbered else None
-        problem = _why_not_found(beginning, number, every, len(matches))
+        problem = _explain_not_found(beginning, number, every, len(matches))
         raise PlanError(f"{problem}: `%nbtrain runs`, or `nbtrain runs` in a terminal, lists them")
     return (exact or matches)[0]
 
 
-def _why_not_found(
+def _explain_not_found(
     beginning: str, number: int | None, every: Sequence[RunFolder], matches: int
 ) -> str:
-    """Say what was looked for among the kept runs; `matches` of them begin so: none, or several."""
+    """Return why `find` found no run; `matches` is the number of runs that begin with the text."""
     if not every:
         return "no run is kept yet"
     begin = f"{matches} kept runs begin with {beginning!r}"
@@ -390,7 +381,7 @@ def _why_not_found(
 
 
 def foreign() -> dict[str, str]:
-    """Return the names of what is under the root and no run to trust, and why it is not."""
+    """Return the runs that are not trusted: the reason by the name of the folder."""
     reasons = dict[str, str]()
     for path in _paths():
         with contextlib.suppress(OSError):
@@ -406,17 +397,17 @@ def _paths() -> list[Path]:
 
 
 def _time_on_disk(folder: Path) -> float:
-    """Return the time at which a file that is written now is dated: a server has its own clock."""
+    """Return the time of a file that is written now, by the file server's clock."""
     with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:
         return os.fstat(file.fileno()).st_mtime
     return time.time()
 
 
-def is_watched(folder: RunFolder, quiet: float = QUIET) -> bool:
-    """Whether the process that launched the run lives, and has not written its end yet.
+def is_watched(folder: RunFolder, silence_s: float = limits.REMOTE_RUN_SILENCE_S) -> bool:
+    """Whether the process that watches the run is alive and has not written its end yet.
 
-    That of a run from another host cannot be seen here: it is watched unless its files have not
-    changed for `quiet` seconds.
+    A process on another host cannot be checked: it counts as alive until the run's files have not
+    changed for `silence_s`.
     """
     try:
         manifest = folder.read_manifest()
@@ -424,12 +415,12 @@ def is_watched(folder: RunFolder, quiet: float = QUIET) -> bool:
             return False
         if manifest.get("host", platform.node()) != platform.node():
             newest = max((path.stat().st_mtime for path in folder.path.iterdir()), default=0.0)
-            return _time_on_disk(folder.path.parent) - newest < quiet
+            return _time_on_disk(folder.path.parent) - newest < silence_s
         launcher = process_identity(manifest.get("launcher"))
-    except FileNotFoundError:  # it is about to start, or being deleted
+    except FileNotFoundError:  # it is starting, or being deleted
         return True
     except OSError as error:
-        return error.errno in OUT_OF_DESCRIPTORS  # then nobody can know
+        return error.errno in OUT_OF_DESCRIPTORS  # unknown
     except NbtrainError as error:
         return getattr(error.__cause__, "errno", None) in OUT_OF_DESCRIPTORS
     return launcher is not None and manifest.get("launcher_started") in (None, launcher)

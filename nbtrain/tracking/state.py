@@ -11,20 +11,14 @@ from typing import Any
 from ..findings import Finding
 from ..system.text import strip_escapes
 from . import events as ev
+from . import limits
 from .curves import Curves
 from .overview.timeline import Timeline
 
 IDLE = "idle"
-"""The status of a live rank that a task does not run on."""
+"""The status of a live rank without a task."""
 
-SHORTEST = 0.1
-"""Seconds that a rate covers, at least."""
-
-SMOOTHED = 5.0
-"""Seconds over which a rank's rates and its waiting are averaged."""
-
-
-_ECHOING = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
+_ECHO_TYPES = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
 
 ECHOES = (
     "connection closed by peer",
@@ -41,16 +35,16 @@ ECHOES = (
     "client socket has timed out",
     "watchdog caught collective operation timeout",
 )
-"""What torch says in a rank when another one went away: the echo of a failure, not its cause."""
+"""What torch reports in a rank that lost its peers: the echo of a failure, not its cause."""
 
 ECHO_OF_JAX = "jax distributed service detected fatal errors"
-"""What JAX prints before it aborts a process whose peer is gone."""
+"""What JAX prints before it aborts a process that has lost its peers."""
 
 ECHOES_OF_ANY_TYPE = re.compile(
     r"gloo (?:all\w+|reduce\w*|collective\w+|broadcast|send|recv) failed"
     r"|collective ops is aborted by"
 )
-"""What JAX and TensorFlow say then, in errors of several types."""
+"""What JAX and TensorFlow report then, in errors of several types."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +69,7 @@ class ProgressBar:
 
     @property
     def remaining(self) -> float | None:
-        """Seconds left at the mean rate so far."""
+        """Seconds left at the mean rate."""
         if self.closed or not self.rate or self.total is None:
             return None
         return max(0.0, self.total - self.n) / self.rate
@@ -83,37 +77,37 @@ class ProgressBar:
 
 @dataclass(frozen=True)
 class TrainingProgress(ev.TrainingCounts):
-    """How a rank's training goes, as of `time`, with rates that are smoothed."""
+    """The counts and smoothed rates of a rank's training, as of `time`."""
 
     time: float = 0.0
     step_rate: float | None = None
-    """Steps per second, as are the rates of samples and batches."""
+    """Steps per second; the other rates are samples and batches per second."""
     sample_rate: float | None = None
     waiting: float | None = None
     """The share of time, 0 to 1, spent waiting for data."""
     batch_rate: float | None = None
     is_uneven: bool = False
-    """Whether epochs differ in how many batches they have: then none tells how long others take."""
+    """Whether epochs have different numbers of batches, so that their duration is unknown."""
 
     @property
     def bar(self) -> ProgressBar | None:
-        """Where the loader stands, for a loop that shows no bar of its own."""
+        """A bar of the loader's batches, for a loop without a progress bar."""
         if self.batch is None:
             steps = ProgressBar(self.steps, None, self.elapsed, "", "step", time=self.time)
             return steps if self.steps else None
         name = "" if self.epoch is None else f"epoch {self.epoch}"
-        # The rate of an epoch alone would begin anew with each.
+        # Not the time in this epoch: the rate would start again with each epoch.
         elapsed = self.batch / self.batch_rate if self.batch_rate else 0.0
         return ProgressBar(self.batch, self.batches, elapsed, name, "batch", time=self.time)
 
 
-_COUNTS = tuple(f.name for f in fields(ev.TrainingCounts))
+_COUNTS = frozenset(f.name for f in fields(ev.TrainingCounts))
 
 
 def progress_after(old: TrainingProgress | None, event: ev.TrainingUpdate) -> TrainingProgress:
-    """Return how training goes after `event`."""
+    """Return the progress after `event`."""
     old = old or TrainingProgress()
-    counts: dict[str, Any] = {name: getattr(event, name) for name in _COUNTS}
+    counts = {name: value for name, value in vars(event).items() if name in _COUNTS}
     counts["precision"] = strip_escapes(event.precision, 20)
     if event.loss is None:
         counts["loss"] = old.loss
@@ -125,17 +119,20 @@ def progress_after(old: TrainingProgress | None, event: ev.TrainingUpdate) -> Tr
 
 
 def _rates(old: TrainingProgress, event: ev.TrainingUpdate) -> dict[str, Any]:
-    """Return rates and the share of waiting, averaged over the last seconds."""
+    """Return the rates and the share of waiting, averaged over the last seconds."""
     seconds = event.elapsed - old.elapsed
-    # Nothing new, or counted anew; or a first moment, which shows no rate.
-    is_too_soon = seconds < SHORTEST or event.steps < old.steps or event.waited < old.waited
-    # As long as less than that has passed, what is known is the mean of all: a first interval,
-    # which warms up, counts no more than another.
-    whole = 1 - math.exp(-max(seconds, event.elapsed) / SMOOTHED) if seconds > 0 else 1.0
-    weight = (1 - math.exp(-max(0.0, seconds) / SMOOTHED)) / whole
+    # No new counts, counts that started again, or an interval that is too short for a rate.
+    has_restarted = event.steps < old.steps or event.waited < old.waited
+    has_no_rate = has_restarted or seconds < limits.MIN_RATE_S
+    # Until the window is full, the result is the mean of all intervals, so that the first one, in
+    # which a training warms up, has no larger weight.
+    window = (
+        1 - math.exp(-max(seconds, event.elapsed) / limits.RATE_WINDOW_S) if seconds > 0 else 1.0
+    )
+    weight = (1 - math.exp(-max(0.0, seconds) / limits.RATE_WINDOW_S)) / window
 
     def smooth(before: float | None, count: float | None) -> float | None:
-        if is_too_soon or count is None or count < 0:
+        if has_no_rate or count is None or count < 0:
             return before
         now = count / seconds
         return now if before is None else before + weight * (now - before)
@@ -151,7 +148,7 @@ def _rates(old: TrainingProgress, event: ev.TrainingUpdate) -> dict[str, Any]:
 
 
 def _batches_since(old: TrainingProgress, event: ev.TrainingUpdate) -> int | None:
-    """Return how many batches there were since `old`; None where that is not known."""
+    """Return the number of batches since `old`, or None."""
     if event.batch is None or event.epoch is None:
         return None
     if old.epoch is None or event.epoch == old.epoch:
@@ -163,35 +160,34 @@ def _batches_since(old: TrainingProgress, event: ev.TrainingUpdate) -> int | Non
 
 @dataclass(frozen=True)
 class ResourceUsage:
-    """What a rank uses of its host and its GPU."""
+    """The memory and CPU that a rank uses. All memory is in bytes."""
 
     cpu: float | None = None
     """Cores."""
     memory: int | None = None
-    """Bytes, as are all memories here."""
     gpu: int | None = None
     """The index of its GPU."""
     gpu_memory: int | None = None
     first_memory: int | None = None
-    """When it was measured for the first time."""
+    """The memory at the first measurement."""
     measured: float | None = None
-    """When it was measured last."""
+    """The time of the last measurement, in seconds since the epoch."""
     most_memory: int | None = None
     most_gpu_memory: int | None = None
     on: str = ""
-    """The kind of device that has its weights, gradients and optimizer states."""
+    """The type of device with its weights, gradients and optimizer states."""
     weights: int = 0
-    """The most that there was, as of gradients and optimizer states."""
+    """The maximum, as for gradients and optimizer states."""
     gradients: int = 0
     optimizer_states: int = 0
 
     @property
-    def counted(self) -> int:
-        """The bytes of all tensors that were counted."""
+    def tensor_bytes(self) -> int:
+        """The bytes of weights, gradients and optimizer states."""
         return self.weights + self.gradients + self.optimizer_states
 
     def after_measuring(self, event: ev.Resources) -> ResourceUsage:
-        """Return the usage after it was measured from outside."""
+        """Return the usage after the launcher measured the rank."""
         return replace(
             self,
             cpu=event.cpu,
@@ -205,7 +201,7 @@ class ResourceUsage:
         )
 
     def after_counting(self, event: ev.TensorMemory) -> ResourceUsage:
-        """Return the usage after the rank has counted its tensors."""
+        """Return the usage after the rank counted its tensors."""
         return replace(
             self,
             on=event.on,
@@ -220,24 +216,24 @@ def _larger(old: int | None, new: int | None) -> int | None:
 
 
 REST = "Python, libraries, activations"
-"""The part of a host's memory that cannot be divided further."""
+"""The part of a host's memory whose use is unknown."""
 
 
 @dataclass(frozen=True)
 class EpochRow:
-    """What a rank came to in an epoch."""
+    """The results of a rank in an epoch."""
 
     epoch: int
-    """As the loop counts it."""
+    """The number that the loop gives it."""
     steps: int
     """Optimizer steps since the start."""
     seconds: float
     loss: float | None = None
     """The mean of its losses."""
     metrics: Mapping[str, float | str] = field(default_factory=dict)
-    """The last values logged from its first step to the next epoch's."""
+    """The last values logged between its first step and that of the next epoch."""
     ended: float = 0.0
-    """Seconds since the epoch; with its validation."""
+    """Seconds since 1970, after its validation."""
     training: int = 1
     """As in `events.EpochEnd`."""
 
@@ -250,38 +246,37 @@ class RankState:
     status: str = "starting"
     """Starting, running, failing, done, failed or stopped."""
     phase: str = ""
-    """What a running rank is busy with, where that is not training."""
+    """What a running rank does if it is not training."""
     phases: tuple[tuple[str, float], ...] = ()
-    """The phases before its first step, each with when it began."""
+    """The phases before its first step, each with its start."""
     debugger: str = ""
-    """The address of the debugger that waits in it."""
+    """The address of a debugger that waits in it."""
     hang: str = ""
-    """What the rank does in a hang: 'stuck?', 'waiting', or, of its own pace, 'slow?'."""
+    """The rank's role in a hang: 'stuck?', 'waiting', or 'slow?' without a hang."""
     pid: int | None = None
     node: str = ""
-    """The name of its host, where that is not the launcher's."""
+    """The name of its host if that is not the launcher's."""
     started: float | None = None
     ended: float | None = None
     bars: Mapping[int, ProgressBar] = field(default_factory=dict)
     metrics: Mapping[str, float | str] = field(default_factory=dict)
-    """The last values logged, of at most `reducers.METRICS` names."""
+    """The last value of each logged metric, up to `limits.MAX_METRICS`."""
     fresh: frozenset[str] = frozenset()
-    """The names of metrics that were logged in the present epoch."""
+    """The names of metrics that were logged in the current epoch."""
     epochs: tuple[EpochRow, ...] = ()
-    """The epochs that are over, at most `reducers.EPOCHS`."""
+    """The epochs that have ended."""
     timeline: Timeline = field(default_factory=Timeline)
-    """What it did over time."""
     step: int | None = None
     steps_before: int = 0
-    """Optimizer steps of the attempts before this one."""
+    """Optimizer steps of earlier attempts."""
     progress: TrainingProgress | None = None
     usage: ResourceUsage = field(default_factory=ResourceUsage)
     compiled: tuple[int, float] | None = None
-    """How many programs torch_xla compiled, and in how many seconds."""
+    """The number of programs that torch_xla compiled, and the seconds that this took."""
     log: tuple[str, ...] = ()
-    """Its last lines, at most `reducers.LOG_LINES`."""
+    """Its last lines."""
     log_count: int = 0
-    """How many lines were seen; a log that grew by tens of MiB at once has more."""
+    """The number of its lines; too small if a log grew by tens of MiB at once."""
     error: str | None = None
     error_type: str = ""
     """The name of the exception's class, or `events.OS_EXIT`."""
@@ -293,33 +288,34 @@ class RankState:
     cause_code: str = ""
     """As in `events.Exited`."""
     evidence: tuple[Finding, ...] = ()
-    """What the rank or its host saw of how it ended."""
+    """What the rank or its host found out about its end."""
     collectives: tuple[tuple[int, str, str, bool], ...] = ()
     """As in `events.Ended`."""
     saved: tuple[ev.ArtifactSaved, ...] = ()
     """What it saved for the notebook."""
     displayed: tuple[ev.Displayed, ...] = ()
-    """What it displayed, at most `reducers.DISPLAYS`."""
+    """What it displayed."""
 
     @property
     def is_over(self) -> bool:
         return self.status in ("done", "failed", "stopped", IDLE)
 
     @property
-    def has_left(self) -> bool:
+    def has_called_exit(self) -> bool:
         """Whether its code called ``sys.exit`` or ``os._exit``."""
         return self.error_type in (SystemExit.__name__, ev.OS_EXIT)
 
     @property
     def has_lost_peers(self) -> bool:
-        """Whether it failed as a rank does when another one went away."""
+        """Whether it failed because another rank had ended."""
         return is_secondary_failure(self.error_type, self.error or "")
 
     @property
     def nest(self) -> list[ProgressBar]:
-        """The bars that move, from the outside in; if none does, those that ended last.
+        """The open bars, from the outermost in, or the closed ones if no bar is open.
 
-        A bar that ended before the training went on (of a download, of a model's weights) is none.
+        A bar that was closed before the training continued, such as that of a download, is not
+        included.
         """
         moving = [bar for bar in self.bars.values() if not bar.closed]
         trained = self.progress.time if self.progress is not None and self.progress.steps else 0.0
@@ -328,26 +324,23 @@ class RankState:
 
     @property
     def bar(self) -> ProgressBar | None:
-        """The bar to show where there is room for one: the innermost.
-
-        Without any, the one that the training itself makes.
-        """
-        made = self.progress.bar if self.progress is not None else None
-        return next(reversed(self.nest), made)
+        """The innermost bar, or, without one, a bar of the training's batches."""
+        training_bar = self.progress.bar if self.progress is not None else None
+        return next(reversed(self.nest), training_bar)
 
     @property
     def loss(self) -> float | None:
-        """The last loss: the one that was logged, else the one that was seen."""
+        """The last loss that was logged, or otherwise the last that was observed."""
         logged = self.metrics.get("loss")
         if isinstance(logged, (int, float)):
             return logged
         return self.progress.loss if self.progress is not None else None
 
     @property
-    def has_lost_its_loss(self) -> bool:
+    def has_diverged(self) -> bool:
         """Whether the last steps were made with a loss that is not finite.
 
-        Where no loss was seen, the one that was logged tells: whether a step followed is not known.
+        If no loss was observed, the logged one decides, although no step may have followed it.
         """
         if self.progress is not None and self.progress.loss is not None:
             return self.progress.has_diverged
@@ -355,12 +348,12 @@ class RankState:
         return any(isinstance(v, float) and not math.isfinite(v) for v in losses)
 
     def bytes_by_part(self, *, most: bool = False) -> dict[str, int]:
-        """Return the bytes that the rank holds on its GPU, else in its host's memory, by part.
+        """Return the bytes that the rank uses on its GPU, or of its host's memory, by part.
 
-        As of now, or (`most`) when it held most. Weights, gradients and optimizer states are
-        counted in the rank; the rest is what torch, or the system, reports beyond them. Parts that
-        are not known are left out, and so are those that would be less than nothing: memory shared
-        with the notebook counts for neither.
+        Returns the current bytes, or with `most` the maximum. Weights, gradients and optimizer
+        states are counted in the rank; the rest is what torch or the system reports in addition.
+        Parts that are unknown or negative are left out: memory shared with the notebook is in no
+        part.
         """
         usage, progress = self.usage, self.progress or TrainingProgress()
         known = {
@@ -370,8 +363,8 @@ class RankState:
         }
         peak, reserved = progress.peak, progress.reserved
         if peak and usage.on != "cpu":
-            beyond = "activations, temporary buffers" if usage.counted else "allocated"
-            rest = {beyond: peak - usage.counted}
+            beyond = "activations, temporary buffers" if usage.tensor_bytes else "allocated"
+            rest = {beyond: peak - usage.tensor_bytes}
             if reserved is not None:
                 total = usage.most_gpu_memory if most else usage.gpu_memory
                 rest["allocator's reserve"] = reserved - peak
@@ -379,23 +372,23 @@ class RankState:
         else:
             memory = usage.most_memory if most else usage.memory
             in_memory = usage.on == "cpu" and memory is not None
-            rest = {REST: (memory or 0) - usage.counted if in_memory else 0}
+            rest = {REST: (memory or 0) - usage.tensor_bytes if in_memory else 0}
         return {name: size for name, size in {**known, **rest}.items() if size > 0}
 
 
 @dataclass(frozen=True)
-class EarlierRun:
-    """The curve of the notebook's last run of the same name, to compare with."""
+class PreviousRun:
+    """The curve of the notebook's last run of the same name, for comparison."""
 
     title: str
     """``train #11``."""
     metric: str
     points: tuple[tuple[float, float], ...]
-    """Steps and smoothed values, two or more."""
+    """At least two steps with smoothed values."""
 
     @property
     def number(self) -> str:
-        """What tells it from the run that is shown, which has the same name: ``#11``."""
+        """The number at the end of the title, such as ``#11``: the two runs have one name."""
         return self.title.rpartition(" ")[2]
 
 
@@ -410,7 +403,7 @@ class RunState:
     mixed_precision: str = "no"
     device: str = "cpu"
     is_live: bool = False
-    """Whether its ranks are live ones, which stay between the cells."""
+    """Whether its ranks are live ranks, which stay between the cells."""
     status: str = "starting"
     """Starting, running, stopping, succeeded, failed, interrupted, timed out or lost."""
     ended: float | None = None
@@ -420,34 +413,34 @@ class RunState:
     code: str = ""
     """Why the run ended so, for programs; see `events.Finished`."""
     findings: tuple[Finding, ...] = ()
-    """What may go wrong, seen before the run started or since; the newest first."""
+    """What may be wrong with the run, newest first."""
     attempt: int = 1
     attempts: int = 1
-    """How many attempts there are at most."""
+    """The maximum number of attempts."""
     restarts: tuple[tuple[float, float], ...] = ()
-    """When each attempt but the first began, and how far the curves were."""
+    """The start of each attempt except the first, and the last step of the curves then."""
     curves: Curves = field(default_factory=Curves)
     hosts: Mapping[str, ev.Host] = field(default_factory=dict)
-    """How hosts were when last measured, by name; "" is the launcher's own."""
+    """The last measurement of each host, by name; "" is the launcher's host."""
     gpu_memory: tuple[ev.GpuMemory, ...] = ()
-    """Of the launcher's GPUs, before the ranks started and after they ended."""
+    """The launcher's GPUs before the ranks started and after they ended."""
     hang: str = ""
     """Which ranks hang, and where."""
     if_killed: tuple[str, ...] = ()
-    """What may have used the memory, should a rank be killed for want of it."""
+    """What may have used the memory, in case a rank is killed because memory ran out."""
     loaded: Mapping[str, ev.ArtifactLoaded] = field(default_factory=dict)
-    """What the notebook loaded of what ranks saved, by name."""
+    """What the notebook has loaded, by name."""
     flaws: tuple[str, ...] = ()
-    """What notes say of the result, in a few words: that it is wrong."""
+    """Why the result is wrong, in a few words each."""
     not_finite: ev.NotFinite | None = None
     """The first loss of any rank that was not finite."""
     number: int | None = None
-    """By which people call it: ``train #12``."""
+    """The number in ``train #12``."""
     cell: int | None = None
-    """The number of the cell that runs, where it has no function: `name` is a line of it."""
-    earlier: EarlierRun | None = None
+    """The number of the cell that runs, if it has no function; `name` is a line of it then."""
+    previous: PreviousRun | None = None
     clock_offset: float | None = None
-    """Of the launcher's `clock`, which dates the events; None if it is of another host or boot."""
+    """The launcher's `clock.offset()`, or None if it is of another host or another boot."""
 
     @property
     def is_over(self) -> bool:
@@ -455,12 +448,12 @@ class RunState:
 
     @property
     def title(self) -> str:
-        """What people call it in short: ``train(model)``, ``cell [12]``."""
+        """The short title: ``train(model)``, ``cell [12]``."""
         return self.name if self.cell is None else f"cell [{self.cell}]"
 
     @property
     def full_title(self) -> str:
-        """The title, that of a cell with its first telling line."""
+        """The title; for a cell, with the line that `name` has."""
         return self.name if self.cell is None else f"{self.title} {self.name}"
 
     @property
@@ -470,38 +463,38 @@ class RunState:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The findings as people read them: one line each."""
+        """The findings as text, one line each."""
         return tuple(finding.shown for finding in self.findings)
 
     @property
     def flaw(self) -> str:
-        """What makes the result of the run wrong although no rank failed; "" for nothing."""
+        """Why the result is wrong although no rank failed; "" if it is not wrong."""
         for rank in self.ranks:
-            if self.not_finite is not None and rank.has_lost_its_loss:
+            if self.not_finite is not None and rank.has_diverged:
                 return not_finite_loss(self.not_finite)
         spoiled = [saved for rank in self.ranks for saved in rank.saved if saved.not_finite]
         if spoiled:
             return f"`{spoiled[0].not_finite}` of `{spoiled[0].name}` is not finite"
         missing = [name for name, loaded in self.loaded.items() if loaded.trouble]
         failed = "cannot be read" if ev.RETURNED in missing[:1] else "was not updated"
-        if missing and self.loaded[missing[0]].code == ev.NO_VARIABLE:  # there was none before
+        if missing and self.loaded[missing[0]].code == ev.NO_VARIABLE:
             failed = "was not returned"
         return next(iter(self.flaws), f"{missing[0]} {failed}" if missing else "")
 
     @property
     def precision(self) -> str:
-        """What ranks really train in; before that is known, what the launch asked for."""
+        """The precision that ranks train in, or the launch's option until that is known."""
         known = (rank.progress.precision for rank in self.ranks if rank.progress is not None)
         return next(filter(None, known), self.mixed_precision)
 
     @property
     def outcome(self) -> str:
-        """The status as people read it: a run that ended with a flaw has not just succeeded."""
+        """The status as text: a run whose result is wrong is "finished, but …"."""
         return outcome(self.status, self.flaw)
 
     @property
     def host(self) -> ev.Host | None:
-        """What the launcher's own host had left, if ranks run there."""
+        """The last measurement of the launcher's host, if ranks run there."""
         return self.hosts.get("")
 
     @property
@@ -509,12 +502,12 @@ class RunState:
         return len(self.ranks)
 
     def elapsed(self, now: float) -> float:
-        """Seconds since the launch, or that the run took."""
+        """Return the seconds since the launch, or, if the run has ended, that it took."""
         return max(0.0, (self.ended if self.ended is not None else now) - self.created)
 
 
 def outcome(status: str, flaw: str) -> str:
-    """Return how a run ended, for people: ``finished, but …`` where its result is wrong."""
+    """Return how a run ended as text: ``finished, but …`` if its result is wrong."""
     return f"finished, but {flaw}" if flaw and status == "succeeded" else status
 
 
@@ -526,7 +519,7 @@ def not_finite_loss(event: ev.NotFinite) -> str:
 
 
 def is_secondary_failure(error_type: str, text: str) -> bool:
-    """Whether an error is what a rank raises when another one went away."""
+    """Whether a rank raised the error because another one had ended."""
     text = text.lower()
-    is_echo = error_type in _ECHOING and any(echo in text for echo in ECHOES)
+    is_echo = error_type in _ECHO_TYPES and any(echo in text for echo in ECHOES)
     return is_echo or bool(ECHOES_OF_ANY_TYPE.search(text))

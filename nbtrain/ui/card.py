@@ -80,7 +80,7 @@ def image(card: Card) -> str:
 def card(state: RunState, now: float, *, dark: bool = False) -> Card:
     """Return the card of a run, in its light or its dark form."""
     ground, ink, edge = _DARK if dark else _LIGHT
-    state = stragglers.with_slow_ranks_marked(state)
+    state = stragglers.mark_slow_ranks(state)
     pieces = [_head(state, now), _trouble(state), _figures(state, now), _canvas(state, now)]
     inner, y = "", _EDGE
     for drawn, height in pieces:

@@ -6,7 +6,7 @@ import weakref
 
 from ..tracking.overview import run_progress
 from ..tracking.overview.run_progress import fraction as fraction
-from ..tracking.overview.run_progress import is_of_epoch as is_of_epoch
+from ..tracking.overview.run_progress import is_epoch_only as is_epoch_only
 from ..tracking.state import RunState
 
 _last: tuple[weakref.ref[RunState], float, run_progress.RunProgress] | None = None
@@ -18,7 +18,7 @@ def _progress(state: RunState, now: float | None = None) -> run_progress.RunProg
     if _last is not None and _last[0]() is state and now in (None, _last[1]):
         return _last[2]
     at = state.created if now is None else now
-    progress = run_progress.of_run(state, at)
+    progress = run_progress.estimate_run(state, at)
     _last = weakref.ref(state), at, progress
     return progress
 

@@ -12,7 +12,7 @@ from ..system.text import (
     plural,
 )
 from ..tracking import events as ev
-from ..tracking.reducers import METRICS
+from ..tracking import limits as tracking_limits
 from ..tracking.state import RunState
 
 RESULTS = 32
@@ -68,7 +68,7 @@ def artifact_lines(state: RunState) -> list[str]:
         loaded = state.loaded.get(name)
         last = loaded if loaded is not None and loaded.trouble else saved
         if last.trouble:
-            lines.append(f"⚠ {ev.not_updated(last)}")
+            lines.append(f"⚠ {ev.describe_failed_update(last)}")
             continue
         if loaded is not None and loaded.code == ev.SAME:
             continue
@@ -97,4 +97,4 @@ def artifact_lines(state: RunState) -> list[str]:
                 part = f"weights ({format_count(saved.parameters)} parameters, {size})"
             load = "nbtrain.last_run().load() copies it to the notebook"
             lines.append(f"{name}: {ranks} saved its {part}; {load}")
-    return lines[:METRICS]
+    return lines[: tracking_limits.MAX_METRICS]

@@ -15,10 +15,9 @@ from ..system.text import (
     format_rate,
 )
 from ..tracking import events as ev
+from ..tracking import limits as tracking_limits
 from ..tracking.overview import run_progress
 from ..tracking.overview.epochs import metric_order
-from ..tracking.overview.run_progress import LONGEST
-from ..tracking.reducers import METRICS
 from ..tracking.state import ProgressBar, RankState, RunState, TrainingProgress
 from .eta import fraction
 
@@ -34,7 +33,7 @@ def metrics(rank: RankState, limit: int = 6, *, but: Collection[str] = ()) -> st
     rest = sorted((name for name in rank.metrics if name not in but), key=metric_order)
     shown = [f"{name} {format_number(rank.metrics[name])}" for name in rest[:limit]]
     more = len(rest) - len(shown)
-    full = "+" if len(rank.metrics) >= METRICS else ""
+    full = "+" if len(rank.metrics) >= tracking_limits.MAX_METRICS else ""
     return " · ".join([*shown, *([f"{more}{full} more"] if more else [])])
 
 
@@ -116,7 +115,8 @@ def left(rank: RankState) -> str:
         return ""
     is_inside = len(loops) > 1 or len(rank.nest) > 1
     seconds = run_progress.remaining(rank) if is_inside else bar.remaining
-    return format_duration(seconds) if seconds and seconds <= LONGEST else ""
+    is_known = seconds is not None and 0 < seconds <= tracking_limits.MAX_REMAINING_S
+    return format_duration(seconds) if is_known and seconds else ""
 
 
 def badge(rank: RankState) -> str:

@@ -12,7 +12,7 @@ from ..system.text import (
     plural,
 )
 from ..tracking.events import Host
-from ..tracking.overview.run_progress import is_of_epoch, of_bars
+from ..tracking.overview.run_progress import fraction_of_bars, is_epoch_only
 from ..tracking.state import RunState
 from . import rank_texts
 from .eta import fraction, remaining
@@ -29,7 +29,7 @@ def run_position(state: RunState) -> tuple[str, str]:
     if rank.progress is not None and rank.progress.loops:
         return "", rank_texts.bar_positions(rank)
     if rank.nest:
-        share = of_bars(rank) if is_of_epoch(rank) else None
+        share = fraction_of_bars(rank) if is_epoch_only(rank) else None
         return ("" if share is None else f"{int(100 * share)} %"), rank_texts.bar_positions(rank)
     total = "" if bar.total is None else f"/{format_number(bar.total)}"
     amount = f"{format_number(bar.n)}{total}"

@@ -12,8 +12,8 @@ from typing import Any
 from ..hangs import verdict
 from ..hangs.failures import find_causes
 from ..system.text import format_bytes, format_duration, format_number, format_ranks, plural
+from ..tracking import limits as tracking_limits
 from ..tracking.overview.epochs import metric_order
-from ..tracking.resource_sampler import SLACK
 from ..tracking.state import RankState, RunState
 from . import rank_texts, run_texts
 from .board import theme
@@ -53,7 +53,7 @@ class Card:
         """Whether the GPU holds no more than before; None if that is not known."""
         if self.bytes_before is None or self.bytes_after is None:
             return None
-        return self.bytes_after <= self.bytes_before + SLACK
+        return self.bytes_after <= self.bytes_before + tracking_limits.GPU_MEMORY_NOISE_BYTES
 
 
 @dataclass(frozen=True, repr=False)

@@ -22,7 +22,7 @@ _TICKS = "▁▂▃▄▅▆▇█"
 
 def summary(state: RunState, now: float) -> str:
     """Return the whole run in a few lines, its notes first."""
-    state = rank_texts.with_badges(stragglers.with_slow_ranks_marked(state))
+    state = rank_texts.with_badges(stragglers.mark_slow_ranks(state))
     mark = {"succeeded": "✓", "failed": "✗"}.get(state.outcome, "⚠" if state.flaw else "●")
     head = f"{mark} {state.full_title[:200]}: {state.outcome} · {run_texts.facts(state, now)}"
     returned = [f"  {each.arrow}{each.text[:_RESULT]}" for each in outcomes.results(state)]
@@ -77,7 +77,7 @@ def _curve(state: RunState) -> list[str]:
 
 def sparkline(series: Series, width: int = 24) -> str:
     """Return a curve as a line of ticks; by its logarithm where it spans decades."""
-    return ticks([b.mean for b in series.thinned(width)], width)
+    return ticks([b.mean for b in series.thin(width)], width)
 
 
 def ticks(values: Sequence[float], width: int) -> str:

@@ -30,7 +30,7 @@ from nbtrain.lifecycle.run import Run
 from nbtrain.system import processes
 from nbtrain.system.files import Spare, last_bytes, write_atomically
 from nbtrain.tracking import events as ev
-from nbtrain.tracking import pruning
+from nbtrain.tracking import limits
 from nbtrain.tracking import run_folder as folders
 from nbtrain.tracking.event_log import EventWriter, Reader, read_events
 from nbtrain.tracking.run_folder import RunFolder
@@ -476,8 +476,8 @@ for line in sys.stdin:
         assert process.returncode == 0
     remaining = {folder.path.name for folder in folders.runs()}
     assert going.folder.name in remaining  # it is watched, however old
-    assert len(remaining - {going.folder.name}) <= pruning.KEEP + 1
-    assert remaining - {going.folder.name} <= set(made[-pruning.KEEP - 2 :])
+    assert len(remaining - {going.folder.name}) <= limits.MAX_RUNS + 1
+    assert remaining - {going.folder.name} <= set(made[-limits.MAX_RUNS - 2 :])
     going.stop()
 
 

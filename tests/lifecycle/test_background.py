@@ -63,7 +63,7 @@ def _nothing_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         monkeypatch.setenv("NBTRAIN_HOME", str(home.parent))
         for run in folders.runs():
             if folders.is_watched(run):
-                folders.ask_to_stop(run, "by the test")
+                folders.request_stop(run, "by the test")
                 wait_until(lambda run=run: not folders.is_watched(run))
 
 
@@ -406,7 +406,7 @@ def test_one_whose_folder_cannot_be_made_anew_is_lost_and_says_so(
 def test_a_folder_that_is_made_again_after_a_while_is_still_followed(run_root: Path) -> None:
     """On a busy host, the process that watches the run needs seconds for it."""
     folder = folders.create("t", {"name": "t", "created": time.time(), "num_processes": 1})
-    folders.hand_over(folder, os.getpid())
+    folders.set_watching_process(folder, os.getpid())
     follower = Follower(folder)
     follower.start()
     elsewhere = folder.path.rename(run_root / "elsewhere")
@@ -421,7 +421,7 @@ def test_a_folder_that_is_made_again_after_a_while_is_still_followed(run_root: P
 @pytest.mark.slow
 def test_of_one_run_that_is_shown_again_and_again_three_boards_are_live() -> None:
     folder = folders.create("t", {"name": "t", "created": time.time(), "num_processes": 1})
-    folders.hand_over(folder, os.getpid())
+    folders.set_watching_process(folder, os.getpid())
     follower = Follower(folder)
     updates, finished = Counter[int](), list[int]()
     for board in range(5):
@@ -497,7 +497,7 @@ def test_a_keeper_that_cannot_be_made_is_an_error_at_once(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(background, "hand_over", full)
+    monkeypatch.setattr(background, "set_watching_process", full)
     with pytest.raises(LaunchError, match="No space left on device"):
         nbtrain.launch(int, num_processes=1, **{how: True})
     assert not folders.is_watched(folders.runs()[-1])

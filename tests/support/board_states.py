@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from nbtrain.hangs.lost_results import describe_lost_results
 from nbtrain.tracking import events as ev
-from nbtrain.tracking.reducers import ended, fold
+from nbtrain.tracking.reducers import end_run, fold
 from nbtrain.tracking.state import RankState, RunState
 
 BEGAN = 1_790_000_000.0
@@ -248,7 +248,7 @@ ALONE = ev.RunNote(
 def lost() -> RunState:
     """Return a run whose kernel ended, and the process that watched it."""
     reason = "the process that watched the run ended before the run did"
-    return ended(with_bars(4), "lost", BEGAN + 24, reason)
+    return end_run(with_bars(4), "lost", BEGAN + 24, reason)
 
 
 def results_lost() -> RunState:

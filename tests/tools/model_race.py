@@ -38,10 +38,10 @@ IN_LOAD = 0.003
 TRAINER = """
 import json, os, random, sys, warnings, torch
 import nbtrain
-from nbtrain.tracking import pruning
+from nbtrain.tracking import limits, pruning
 from nbtrain.transport.weights.weight_file import WeightReader
 pruning.prune.__defaults__ = (1, *pruning.prune.__defaults__[1:])
-pruning.KEEP_WEIGHTS = 1
+limits.MAX_RUNS_WITH_WEIGHTS = 1
 
 def train(model, value):
     with torch.no_grad():
@@ -106,14 +106,14 @@ notebook.close()
 """
 
 PRUNER = """
-from nbtrain.tracking import pruning
-pruning.KEEP_WEIGHTS = 1
+from nbtrain.tracking import limits, pruning
+limits.MAX_RUNS_WITH_WEIGHTS = 1
 while True:
     pruning.prune(keep=1)
 """
 
 LEFT = """
-from nbtrain.tracking import pruning, run_folder
+from nbtrain.tracking import limits, pruning, run_folder
 pruning.prune(keep=1)
 print(len(list(run_folder.runs())))
 """

@@ -22,14 +22,13 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nbtrain.tracking import pruning
-
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import psutil
 
 from nbtrain import last_run
+from nbtrain.tracking import limits as tracking_limits
 from nbtrain.tracking import run_folder
 from nbtrain.worker import limits
 from tests.tools import faults
@@ -141,7 +140,7 @@ def leaks(before: Look, after: Look) -> list[str]:
     if after.memory - before.memory > GROWTH:
         found.append(f"memory grew by {(after.memory - before.memory) >> 20} MiB")
     kept = [path for path in run_folder.root().iterdir() if path.is_dir()]
-    if len(kept) > pruning.KEEP + 1:
+    if len(kept) > tracking_limits.MAX_RUNS + 1:
         found.append(f"{len(kept)} run folders")
     return found
 

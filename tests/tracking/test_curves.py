@@ -9,7 +9,8 @@ from itertools import pairwise
 import pytest
 
 from nbtrain.tracking import events as ev
-from nbtrain.tracking.curves import POINTS, Curves, CurvesDraft, Series, evenly, smoothed
+from nbtrain.tracking import limits
+from nbtrain.tracking.curves import Curves, CurvesDraft, Series, smooth, spread_evenly
 from nbtrain.tracking.reducers import fold
 from tests.support.runs import picture
 
@@ -30,7 +31,7 @@ def test_a_short_curve_keeps_every_point() -> None:
 
 def test_a_long_curve_is_halved_and_keeps_its_last_point() -> None:
     series = curve(losses([float(i) for i in range(10_001)]))
-    assert len(series.bins) <= POINTS
+    assert len(series.bins) <= limits.MAX_CURVE_BINS
     assert series.band[-1].x == 10_000
     assert all(b.low <= b.mean <= b.high for b in series.band)
     assert series.bounds == (0.0, 10_000.0)
@@ -73,12 +74,12 @@ def test_a_rank_that_stopped_long_ago_does_not_hold_the_mean() -> None:
 
 
 def test_a_thinned_band_begins_where_the_curve_does_and_ends_with_no_few_values() -> None:
-    thin = curve(losses([float(i) for i in range(99)]), 1).thinned(20)
+    thin = curve(losses([float(i) for i in range(99)]), 1).thin(20)
     assert thin[0].size == 1
     assert {b.size for b in thin[1:]} == {5, 6}
     assert len(thin) <= 20
     assert (thin[0].mean, thin[-1].x) == (0.0, 98)
-    assert len(curve(losses([1.0, 2.0]), 1).thinned(20)) == 2
+    assert len(curve(losses([1.0, 2.0]), 1).thin(20)) == 2
 
 
 @pytest.mark.parametrize("ranks", [2, 17])
@@ -164,8 +165,8 @@ def test_the_mean_of_ranks_that_report_at_steps_of_their_own_does_not_jump() -> 
     for step in range(0, 400, 40):
         for rank in range(4):  # rank 3 is ten times as high, and each reports a little later
             x = step + 3 * rank
-            draft.add_seen(rank, x, "loss", (1000.0 - x) * (10 if rank == 3 else 1))
-    band = draft.freeze().seen["loss"].band
+            draft.add_automatic(rank, x, "loss", (1000.0 - x) * (10 if rank == 3 else 1))
+    band = draft.freeze().automatic["loss"].band
     means = [b.mean for b in band]
     assert len(band) == 10
     assert means == sorted(means, reverse=True)
@@ -181,11 +182,11 @@ def seen(steps: int) -> list[ev.Event]:
 @pytest.mark.parametrize("steps", [400, 500, 900, 1500])
 def test_a_curve_has_no_kink_where_steps_are_no_longer_reported_one_by_one(steps: int) -> None:
     series = curve(seen(steps), ranks=1)
-    strong = smoothed(series.band)
+    strong = smooth(series.band)
     off = [abs(x - y) for x, y in strong if 0.2 * steps < x < 0.8 * steps]
     assert max(off) < steps / 100  # neither behind nor ahead
-    thinned = [b.x for b in series.thinned(32)]
-    for drawn in (thinned[1:], [x for x, _ in evenly(strong, 32)]):
+    thinned = [b.x for b in series.thin(32)]
+    for drawn in (thinned[1:], [x for x, _ in spread_evenly(strong, 32)]):
         apart = [after - before for before, after in pairwise(drawn[:-1])]
         assert 16 < len(drawn) <= 33
         assert max(apart) <= 3 * min(apart)

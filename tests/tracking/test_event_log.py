@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from nbtrain.system.files import Tail, last_bytes
-from nbtrain.tracking import event_log, reducers
 from nbtrain.tracking import events as ev
+from nbtrain.tracking import limits, reducers
 from nbtrain.tracking.event_log import EventWriter, Reader, read_events
 from nbtrain.tracking.run_folder import RunFolder
 from nbtrain.tracking.state import RankState, RunState
@@ -172,7 +172,7 @@ def test_a_slow_disk_is_read_in_turns_in_which_every_rank_has_its_own(
         return usual(tail, **how)
 
     monkeypatch.setattr(Tail, "lines", slow)
-    monkeypatch.setattr(event_log, "PATIENCE", 0.05)
+    monkeypatch.setattr(limits, "READ_TIMEOUT_S", 0.05)
     turns = [[event.rank for event in reader.read()] for _ in ranks]
     assert len(turns[0]) < len(ranks)
     assert reader.is_slow
@@ -192,7 +192,7 @@ def test_a_long_line_is_read_whole_by_small_steps(tmp_path: Path) -> None:
 def test_a_file_that_was_deleted_is_made_anew_once_its_folder_is_and_read_from_its_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_log, "DELETED", 0.0)
+    monkeypatch.setattr(limits, "DELETED_CHECK_INTERVAL_S", 0.0)
     path = tmp_path / "run" / "rank-0000.jsonl"
     path.parent.mkdir()
     writer, tail = EventWriter(path, reserved=1 << 12), Tail(path)
@@ -233,5 +233,5 @@ def test_what_versions_up_to_0_2_wrote_of_the_end_of_a_rank_is_read() -> None:
     assert isinstance(event, ev.Ended)
     assert event.evidence == (("", "seen"), ("disk full", "no room"))
     state = reducers.fold(RunState("t", "fork", (RankState(0),), 0.0), [event])
-    assert state.ranks[0].has_left
+    assert state.ranks[0].has_called_exit
     assert [each.text for each in state.ranks[0].evidence] == ["seen", "no room"]

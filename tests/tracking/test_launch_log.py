@@ -91,7 +91,7 @@ def test_a_run_in_the_background_has_the_log_of_both_processes() -> None:
 
 def test_a_record_is_one_line_and_what_processes_print_is_none(tmp_path: Path) -> None:
     path = tmp_path / "launcher.log"
-    with launch_log.recorded():
+    with launch_log.record_launch():
         launch_log.LOGGER.info("note: %s", "a note\nof two lines")
         launch_log.keep_in(path)
     assert path.read_text().endswith(" INFO note: a note of two lines\n")
@@ -106,7 +106,7 @@ def test_a_handler_of_the_user_s_own_gets_it_and_stays() -> None:
     handler.emit = records.append  # type: ignore[method-assign]
     launch_log.LOGGER.addHandler(handler)
     try:
-        with launch_log.recorded():
+        with launch_log.record_launch():
             launch_log.LOGGER.info("the engine")
         assert (launch_log.LOGGER.level, launch_log.LOGGER.propagate) == (logging.NOTSET, True)
         assert launch_log.LOGGER.handlers == [handler]
@@ -119,7 +119,7 @@ def test_a_log_that_cannot_be_printed_ends_no_launch(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(launch_log.VARIABLE, "debug")
     with open(os.devnull, "w") as closed:
         monkeypatch.setattr(sys, "stderr", closed)
-    with launch_log.recorded():
+    with launch_log.record_launch():
         launch_log.LOGGER.info("the engine")
 
 

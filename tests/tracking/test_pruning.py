@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nbtrain.tracking import pruning, run_folder
+from nbtrain.tracking import limits, pruning, run_folder
 
 OVER = b'{"kind":"finished","status":"succeeded"}\n'
 LOADED = OVER + b'{"kind":"loaded"}\n'
@@ -54,7 +54,7 @@ def test_old_runs_leave_the_list_at_once_and_what_a_crash_left_goes_too(run_root
 
 
 def test_a_long_run_is_not_gone_as_soon_as_it_ends_for_the_short_ones_meanwhile() -> None:
-    count = pruning.KEEP_WEIGHTS + 1
+    count = limits.MAX_RUNS_WITH_WEIGHTS + 1
     long, *short = with_weights(
         [made(at=1e9, lasts=100.0), *(made(at=1e9 + n) for n in range(1, count + 1))]
     )
@@ -65,7 +65,7 @@ def test_a_long_run_is_not_gone_as_soon_as_it_ends_for_the_short_ones_meanwhile(
 
 def test_weights_that_nobody_took_yet_do_not_go_for_those_of_later_runs() -> None:
     """A run in the background ended, and others are run in other notebooks before `run.wait()`."""
-    count = pruning.KEEP_WEIGHTS + 1
+    count = limits.MAX_RUNS_WITH_WEIGHTS + 1
     awaited = with_weights([made(at=1e9 + n) for n in range(count)])
     taken = with_weights([made(LOADED, at=2e9 + n) for n in range(count)])
     pruning.prune()
@@ -75,7 +75,7 @@ def test_weights_that_nobody_took_yet_do_not_go_for_those_of_later_runs() -> Non
 
 def test_runs_that_only_measured_do_not_make_others_go() -> None:
     own = [made(at=1e9 + n) for n in range(2)]
-    measured = [made(at=2e9 + n, scaling=True) for n in range(pruning.KEEP_SCALING + 1)]
+    measured = [made(at=2e9 + n, scaling=True) for n in range(limits.MAX_RUNS + 1)]
     pruning.prune(keep=2)
     assert kept() == paths(*own, *measured[1:])
 
@@ -83,7 +83,7 @@ def test_runs_that_only_measured_do_not_make_others_go() -> None:
 def test_a_run_that_a_process_needs_stays_with_its_weights_until_that_is_said() -> None:
     (run,) = with_weights([made(at=1e9)])
     mark = pruning.Mark(run)
-    with_weights([made(LOADED) for _ in range(pruning.KEEP_WEIGHTS + 1)])
+    with_weights([made(LOADED) for _ in range(limits.MAX_RUNS_WITH_WEIGHTS + 1)])
     pruning.prune()
     pruning.prune(keep=1)
     assert run.weights.exists()
@@ -169,6 +169,6 @@ def test_a_run_of_another_host_that_is_silent_for_minutes_is_not_deleted() -> No
     pruning.prune(keep=2)
     assert silent.path.exists()
     for file in silent.path.iterdir():
-        os.utime(file, (now - pruning.MARKED - 60,) * 2)
+        os.utime(file, (now - limits.REMOTE_RUN_KEPT_S - 60,) * 2)
     pruning.prune(keep=2)
     assert not silent.path.exists()

@@ -20,8 +20,8 @@ from nbtrain.errors import NbtrainError
 from nbtrain.lifecycle import catalog
 from nbtrain.lifecycle.run import Run
 from nbtrain.tracking import events as ev
-from nbtrain.tracking import replay
-from nbtrain.tracking.reducers import LOG_LINES, ended, fold
+from nbtrain.tracking import limits, replay
+from nbtrain.tracking.reducers import end_run, fold
 from nbtrain.tracking.run_folder import RunFolder, create
 from nbtrain.tracking.state import RunState
 
@@ -81,7 +81,7 @@ def test_a_long_run_is_folded_in_chunks_and_in_little_memory(
         replay.initial_state(MANIFEST),
         sorted([e for r in range(2) for e in training(r, 20_000)], key=lambda e: e.time),
     )
-    assert state.ranks == ended(at_once, state.status, 0.0, "").ranks
+    assert state.ranks == end_run(at_once, state.status, 0.0, "").ranks
     assert state.curves == at_once.curves
 
 
@@ -116,7 +116,10 @@ def test_of_a_log_of_gigabytes_only_the_end_is_read_and_its_lines_are_counted() 
     finally:
         tracemalloc.stop()
     assert rank.log_count == 300_002
-    assert rank.log == (*(f"line {i}" for i in range(300_001 - LOG_LINES, 300_000)), "last")
+    assert rank.log == (
+        *(f"line {i}" for i in range(300_001 - limits.MAX_LOG_LINES, 300_000)),
+        "last",
+    )
     assert peak < 16 << 20
 
 

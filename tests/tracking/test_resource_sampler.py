@@ -17,7 +17,7 @@ import nbtrain
 from nbtrain.system import gpus
 from nbtrain.system.gpus import Gpu, Holder
 from nbtrain.tracking import events as ev
-from nbtrain.tracking import resource_sampler
+from nbtrain.tracking import limits, resource_sampler
 from nbtrain.tracking.event_log import read_events
 from nbtrain.tracking.resource_sampler import Sampler
 from tests.support.waiting import wait_until
@@ -61,8 +61,9 @@ def start() -> Iterator[Any]:
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pause between two looks."""
-    monkeypatch.setattr(resource_sampler, "BETWEEN", (0.0, 1e6))
-    monkeypatch.setattr(resource_sampler, "SHARE", 1e9)
+    monkeypatch.setattr(limits, "RANK_SAMPLE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(limits, "HOST_SAMPLE_INTERVAL_S", 1e6)
+    monkeypatch.setattr(limits, "SAMPLING_SHARE", 1e9)
 
 
 def rounds(sampler: Sampler, count: int) -> list[ev.Resources]:
@@ -141,12 +142,15 @@ def test_what_a_process_holds_is_told_where_its_number_is_sure_to_be_its_own() -
         Gpu(0, "a", holders=(Holder(own, 300), Holder(alive, 9000))),
         Gpu(1, "b", holders=(Holder(own, 2048),)),
     )
-    assert resource_sampler.holds(own, [stray, main]) == (1, 2048 << 20)
-    assert resource_sampler.holds(own, [Gpu(0, "a", holders=(Holder(own, None),))]) == (None, None)
-    assert resource_sampler.holds(own, []) == (None, None)
+    assert resource_sampler.gpu_use(own, [stray, main]) == (1, 2048 << 20)
+    assert resource_sampler.gpu_use(own, [Gpu(0, "a", holders=(Holder(own, None),))]) == (
+        None,
+        None,
+    )
+    assert resource_sampler.gpu_use(own, []) == (None, None)
     # One that does not exist here: these are the host's numbers, and this one a coincidence.
     other = Gpu(2, "c", holders=(Holder(foreign, 100),))
-    assert resource_sampler.holds(own, [stray, main, other]) == (None, None)
+    assert resource_sampler.gpu_use(own, [stray, main, other]) == (None, None)
 
 
 def test_a_run_keeps_what_was_seen_of_it() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from nbtrain.errors import NbtrainError
 from nbtrain.system import processes
-from nbtrain.tracking import run_folder
+from nbtrain.tracking import limits, run_folder
 
 HERE = {"host": platform.node(), "launcher": os.getpid()}
 
@@ -70,7 +70,7 @@ def test_a_run_of_another_host_is_watched_while_its_files_change(
         real = time.time
         set_forward.setattr(time, "time", lambda: real() + 7200)
         assert run_folder.is_watched(run)
-    before = time.time() - run_folder.QUIET - 1
+    before = time.time() - limits.REMOTE_RUN_SILENCE_S - 1
     for path in run.path.iterdir():
         os.utime(path, (before, before))
     assert not run_folder.is_watched(run)

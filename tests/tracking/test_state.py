@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 
 from nbtrain.tracking import events as ev
+from nbtrain.tracking import limits
 from nbtrain.tracking.overview import run_progress
-from nbtrain.tracking.reducers import LOG_LINES, METRICS, SAVED, fold
+from nbtrain.tracking.reducers import fold
 from nbtrain.tracking.state import ProgressBar, RankState, RunState
 from nbtrain.ui import eta, outcomes, rank_texts, run_texts, text_summary
 from nbtrain.ui.board import board, header, log_panel, theme
@@ -127,10 +128,10 @@ def test_a_bar_does_not_go_back_between_its_parts() -> None:
 
 
 def test_the_log_keeps_the_last_lines_as_a_terminal_would_leave_them() -> None:
-    lines = tuple(f"line {i}" for i in range(LOG_LINES + 50))
+    lines = tuple(f"line {i}" for i in range(limits.MAX_LOG_LINES + 50))
     state = fold(picture(), [ev.Output(1, 0, lines)])
-    assert len(state.ranks[0].log) == LOG_LINES
-    assert state.ranks[0].log_count == LOG_LINES + 50
+    assert len(state.ranks[0].log) == limits.MAX_LOG_LINES
+    assert state.ranks[0].log_count == limits.MAX_LOG_LINES + 50
 
 
 def test_a_hang_is_told_until_there_is_progress_again() -> None:
@@ -335,14 +336,14 @@ def test_the_time_left_is_that_of_the_outermost_bar() -> None:
         ev.Progress(190.0, 0, bar=1, n=50, total=100, elapsed=30.0, description="batch"),
     ]
     state = fold(picture(), [ev.Started(100.0, 0, 1), *bars])
-    assert run_progress.of_run(state, 190.0).remaining == pytest.approx(90 * (4 - 1.5) / 1.5)
-    assert run_progress.of_run(state, 200.0).remaining == pytest.approx(140.0)
+    assert run_progress.estimate_run(state, 190.0).remaining == pytest.approx(90 * (4 - 1.5) / 1.5)
+    assert run_progress.estimate_run(state, 200.0).remaining == pytest.approx(140.0)
     assert "about 2 min left" in run_texts.facts(state, 200.0)
     for jumped in (-1e9, 1e12):  # a clock that was set
-        left = run_progress.of_run(state, jumped).remaining
+        left = run_progress.estimate_run(state, jumped).remaining
         assert left is not None
         assert 80 < left <= 150
-    assert run_progress.of_run(picture(), 200.0).remaining is None
+    assert run_progress.estimate_run(picture(), 200.0).remaining is None
 
 
 def test_a_loop_without_a_bar_tells_what_is_left_of_its_epoch() -> None:
@@ -361,7 +362,7 @@ def test_a_loop_without_a_bar_tells_what_is_left_of_its_epoch() -> None:
 
 def test_metrics_of_a_rank_are_bounded_and_it_says_so() -> None:
     state = fold(picture(), [ev.Metrics(1, 0, 1, {f"m{i}": i for i in range(10_000)})])
-    assert len(state.ranks[0].metrics) == METRICS
+    assert len(state.ranks[0].metrics) == limits.MAX_METRICS
     assert "26+ more" in rank_texts.metrics(state.ranks[0])
     assert len(state.curves.logged) == 24
     drawn = board.render(state, 2.0)
@@ -401,8 +402,8 @@ def test_what_comes_home_is_told_with_how_far_it_has_come() -> None:
 
 
 def test_however_much_comes_home_the_picture_stays_small() -> None:
-    saved = [ev.ArtifactSaved(101, 0, f"v{i}", "value") for i in range(SAVED + 9)]
-    loaded = [ev.ArtifactLoaded(102, -1, f"v{i}") for i in range(SAVED + 9)]
+    saved = [ev.ArtifactSaved(101, 0, f"v{i}", "value") for i in range(limits.MAX_ITEMS + 9)]
+    loaded = [ev.ArtifactLoaded(102, -1, f"v{i}") for i in range(limits.MAX_ITEMS + 9)]
     state = fold(picture(), [*saved, *loaded])
-    assert len(state.ranks[0].saved) == len(state.loaded) == SAVED
-    assert len(told(state)) == METRICS
+    assert len(state.ranks[0].saved) == len(state.loaded) == limits.MAX_ITEMS
+    assert len(told(state)) == limits.MAX_METRICS

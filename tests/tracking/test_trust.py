@@ -17,7 +17,7 @@ import nbtrain
 from nbtrain.errors import LaunchError, NbtrainError
 from nbtrain.lifecycle import catalog
 from nbtrain.lifecycle.run import Run
-from nbtrain.tracking import pruning, run_folder
+from nbtrain.tracking import limits, pruning, run_folder
 
 is_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 STRANGER = 12345
@@ -70,7 +70,7 @@ def test_a_link_among_the_runs_deletes_nothing_where_it_leads(tmp_path: Path) ->
     victim = tmp_path / "victim"
     (victim / "weights").mkdir(parents=True)
     (victim / "run.json").write_text('{"created": 1, "num_processes": 1}')
-    for _ in range(pruning.KEEP_WEIGHTS + 1):
+    for _ in range(limits.MAX_RUNS_WITH_WEIGHTS + 1):
         made()
     link = run_folder.root() / "20200101-000000-link"
     link.symlink_to(victim)

@@ -18,7 +18,7 @@ from nbtrain.planning.plan import Call, Plan
 from nbtrain.system import gpus
 from nbtrain.system.gpus import Gpu
 from nbtrain.tracking import events as ev
-from nbtrain.tracking import resource_sampler
+from nbtrain.tracking import limits, resource_sampler
 from nbtrain.tracking.event_log import read_events
 from nbtrain.tracking.reducers import fold
 from nbtrain.tracking.run_folder import RunFolder
@@ -258,24 +258,24 @@ class Nvml:
 def test_gpus_are_looked_at_until_they_hold_no_more_than_before(
     driver: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resource_sampler, "GIVEN_BACK", 60.0)
+    monkeypatch.setattr(limits, "GPU_RELEASE_TIMEOUT_S", 60.0)
     driver[:] = [600]
     (before,) = resource_sampler.measure_gpus("cuda", None)
     assert before.gpus == ((0, "H200", 600 << 20),)
     driver[:] = [9000, 5000, 610]
     (after,) = resource_sampler.measure_gpus("cuda", before)
     assert after.gpus == ((0, "H200", 610 << 20),)
-    monkeypatch.setattr(resource_sampler, "GIVEN_BACK", 0.0)
+    monkeypatch.setattr(limits, "GPU_RELEASE_TIMEOUT_S", 0.0)
     driver[:] = [9000]
     (kept,) = resource_sampler.measure_gpus("cuda", before)
-    assert not resource_sampler.given_back(before, kept)
+    assert not resource_sampler.is_released(before, kept)
     assert list(resource_sampler.measure_gpus("cpu", None)) == []
 
 
 def test_a_driver_that_does_not_answer_is_left_alone(
     driver: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resource_sampler, "ANSWER", 0.05)
+    monkeypatch.setattr(limits, "DRIVER_TIMEOUT_S", 0.05)
     monkeypatch.setattr(gpus.GpuWatch, "close", lambda self: self._closing.set())
     may_answer.clear()
     driver[:] = [600]

@@ -123,7 +123,7 @@ def test_a_stop_that_comes_while_the_launcher_looks_for_one_is_not_lost(
             asked.append("by another thread")
             run._watcher.request_stop(asked[0])
 
-    monkeypatch.setattr(supervisor, "asked_to_stop", look)
+    monkeypatch.setattr(supervisor, "stop_request", look)
     with pytest.raises(KeyboardInterrupt):
         nbtrain.launch(time.sleep, 20, num_processes=1)
 

@@ -28,8 +28,8 @@ from ...system.files import is_readable
 from ...tracking import clock
 from ...tracking import events as ev
 from ...tracking.event_log import Reader, all_events, new_events
-from ...tracking.reducers import ended, fold
-from ...tracking.replay import in_order, initial_state
+from ...tracking.reducers import end_run, fold
+from ...tracking.replay import initial_state, split_closing
 from ...tracking.run_folder import RunFolder, is_watched
 from ...tracking.state import RunState
 
@@ -220,14 +220,14 @@ def _follow(
             looks = time.monotonic() + WATCHED
             is_lost = not is_watched(folder)
         is_over = end is not None or is_lost
-        ready, closing = in_order((all_events if is_over else new_events)(reader.launcher), [])
+        ready, closing = split_closing((all_events if is_over else new_events)(reader.launcher), [])
         events = [*ready, *reader.read(ended=ranks if is_over else ()), *closing]
         if end is not None:
             events.append(end)
         state = fold(state, events)
         if is_lost and not state.is_over:
             reason = "the process that watched the run ended before the run did"
-            state = ended(state, "lost", clock.now(state.clock_offset), reason)
+            state = end_run(state, "lost", clock.now(state.clock_offset), reason)
         for thread in threads:
             thread.put(thread.receiver.take, events, state)
         if state.is_over:

@@ -14,7 +14,7 @@ from ...planning.option_types import OF_ALL
 from ...planning.secrets import hidden_in_text
 from ...system.text import strip_escapes
 from ...tracking import events as ev
-from ...tracking import history
+from ...tracking.overview import history
 from ...tracking.run_folder import RunFolder
 from ...tracking.state import RunState
 from .notifications import reason
@@ -217,11 +217,11 @@ class StepMeans:
             seen: list[ev.Event] = [e for e in own if isinstance(e, ev.TrainingUpdate)]
             self._by_user |= {name for event in logged for name in event.values}
             before = self._before.get(rank)  # for the rate since then; its own row was sent
-            for row in history.merged([[*([before] if before else []), *seen]]):
+            for row in history.merge_rows([[*([before] if before else []), *seen]]):
                 if before is None or row["time"] != before.time:
                     left = {k: v for k, v in row.items() if k not in self._by_user}
                     rows.append({**left, "rank": rank})
-            rows += [{**row, "rank": rank} for row in history.merged([logged])]
+            rows += [{**row, "rank": rank} for row in history.merge_rows([logged])]
             self._before |= {rank: seen[-1]} if seen else {}
         rows.sort(key=lambda row: float(row["time"]))
         return rows

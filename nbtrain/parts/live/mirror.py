@@ -38,7 +38,7 @@ def mirrored(channel: Channel, task: int, place: str, rank: int) -> Iterator[Run
         is_over.set()
         copying.join()
         with contextlib.suppress(OSError):
-            for name in folder.left_by(rank):  # before the report that it is there
+            for name in folder.list_results(rank):  # before the report that it is there
                 _send(channel, task, name, folder.path / name)
             while _send_growth(channel, task, folder, have):
                 pass

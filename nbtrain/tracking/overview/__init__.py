@@ -1,1 +1,1 @@
-"""Computes from a run's state how far it is, its epochs, and what ranks did over time. Pure."""
+"""Computes views of a run: its progress and epochs, slow ranks, timelines, and the history."""

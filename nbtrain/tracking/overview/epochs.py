@@ -10,22 +10,20 @@ from dataclasses import dataclass, replace
 from itertools import groupby, zip_longest
 
 from .. import events as ev
+from .. import limits
 from ..state import EpochRow, RunState
 
-COLUMNS = 8
-"""Metrics that have a column, the first that come."""
-
 TRAIN_LOSS = "mean loss"
-"""The column of the loss that was seen, where the user logs none of the training."""
+"""The column of the observed loss, if the user logs no loss of the training."""
 
 
-_ASIDE = re.compile(r"^(epoch|(global_)?steps?)$|runtime|_per_second|flos$|_time$", re.I)
-"""Names of numbers that say nothing of a model."""
+_BOOKKEEPING = re.compile(r"^(epoch|(global_)?steps?)$|runtime|_per_second|flos$|_time$", re.I)
+"""Names of numbers that are not results of a model."""
 
 
-def is_aside(name: str) -> bool:
-    """Whether a number says nothing of a model: ``train_runtime``, ``epoch``."""
-    return bool(_ASIDE.search(name))
+def is_bookkeeping(name: str) -> bool:
+    """Whether a number is not a result of a model: ``train_runtime``, ``epoch``."""
+    return bool(_BOOKKEEPING.search(name))
 
 
 OWN = ("training", "epoch", "step", "steps", "time", "seconds", "best")
@@ -37,7 +35,7 @@ class Epoch:
     """A row of the table: means over ranks."""
 
     epoch: int
-    """As the loop counts it."""
+    """The number that the loop gives it."""
     steps: int
     """Optimizer steps since the start."""
     seconds: float
@@ -46,34 +44,34 @@ class Epoch:
     training: int = 1
     """As in `EpochRow`."""
     is_best: bool = False
-    """Of its training."""
+    """Whether it is the best epoch of its training."""
 
 
 @dataclass(frozen=True)
 class EpochTable:
-    """The epochs that are over."""
+    """The epochs that have ended."""
 
     columns: tuple[str, ...] = ()
     rows: tuple[Epoch, ...] = ()
     best_by: str = ""
-    """The column that tells which is best; "" where none does."""
+    """The column that decides which epoch is best; "" if there is none."""
 
     @property
     def has_trainings(self) -> bool:
-        """Whether there is more than one training, as of folds."""
+        """Whether there is more than one training, as in a cross-validation."""
         return len({row.training for row in self.rows}) > 1
 
 
 def epoch_table(state: RunState) -> EpochTable:
-    """Return the table of a run's epochs; without rows where no loader made any."""
+    """Return the table of a run's epochs, without rows if no loader was used."""
     together = zip_longest(*(rank.epochs for rank in state.ranks))
     rows = [_row([row for row in some if row is not None], state.restarts) for some in together]
     names = dict.fromkeys(name for row in rows for name in row.values)
     if any(ev.is_training_loss(name) for name in names if name != TRAIN_LOSS):
         names.pop(TRAIN_LOSS, None)
-    columns = sorted(names, key=metric_order)[:COLUMNS]
+    columns = sorted(names, key=metric_order)[: limits.MAX_EPOCH_COLUMNS]
     best_by = next((name for name in columns if better(name)), "")
-    if not best_by:  # without a validation, the training's own loss, over whole epochs
+    if not best_by:  # without a validation, the mean loss of the training
         losses = (name for name in columns if name == TRAIN_LOSS or ev.is_training_loss(name))
         best_by = next(losses, "")
     marked: list[Epoch] = []
@@ -92,7 +90,7 @@ def _row(some: list[EpochRow], restarts: Sequence[tuple[float, float]]) -> Epoch
         if row.loss is not None:
             values.setdefault(TRAIN_LOSS, []).append(row.loss)
         for name, value in row.metrics.items():
-            if isinstance(value, (int, float)) and not is_aside(name):
+            if isinstance(value, (int, float)) and not is_bookkeeping(name):
                 column = f"{name} (logged)" if name in OWN else name
                 values.setdefault(column, []).append(float(value))
     means = {name: sum(each) / len(each) for name, each in values.items()}
@@ -101,14 +99,14 @@ def _row(some: list[EpochRow], restarts: Sequence[tuple[float, float]]) -> Epoch
 
 
 def _steps(row: EpochRow, restarts: Sequence[tuple[float, float]]) -> int:
-    """Return the steps since the start, with those of earlier attempts, as the curves have them."""
+    """Return the steps since the start, including those of earlier attempts."""
     return row.steps + max(
         (round(reached) for at, reached in restarts if at < row.ended), default=0
     )
 
 
 def present_training(state: RunState) -> tuple[int, float]:
-    """Return which training runs, or ran last, and behind which step; minus infinity: the first."""
+    """Return the number of the last training, and the step before it (-inf for the first)."""
     rank = next((rank for rank in state.ranks if rank.epochs), None)
     if rank is None:
         return 1, -math.inf
@@ -119,8 +117,8 @@ def present_training(state: RunState) -> tuple[int, float]:
 
 @functools.lru_cache(1024)
 def metric_order(name: str) -> int:
-    """Return where a metric stands: the training's loss, a validation's, then the rest."""
-    if is_aside(name):
+    """Return the sort key of a metric: the training's loss, the validation's, then the rest."""
+    if is_bookkeeping(name):
         return 5
     if name == TRAIN_LOSS or ev.is_training_loss(name):
         return 0
@@ -148,15 +146,15 @@ _VALIDATION = re.compile(
 
 
 def validation_of(name: str) -> str:
-    """Return the name of a metric without the word for a validation; "" if it has none."""
+    """Return the name of a validation's metric without the word for it, or ""."""
     return _VALIDATION.sub("", name).strip("_/. -") if _VALIDATION.search(name) else ""
 
 
 def better(name: str) -> str:
-    """Return whether a metric is better 'high' or 'low'; "" where its name does not say it.
+    """Return whether a metric is better 'high' or 'low'; "" if its name does not show it.
 
-    A loss counts if it is a validation's: the training's own lowest is noise. The spread of a
-    reward is neither.
+    Only the loss of a validation counts: the lowest loss of a training is noise. A spread has no
+    best value.
     """
     if _SPREAD.search(name):
         return ""
@@ -166,7 +164,7 @@ def better(name: str) -> str:
 
 
 def main_metric(names: Iterable[str]) -> str | None:
-    """Return the metric to show large: the loss under any of its names, else the first metric."""
+    """Return the most important metric: the loss under any of its names, or the first metric."""
     known = list(names)
     for wanted in ("loss", "train_loss", "train/loss"):
         if wanted in known:
@@ -176,5 +174,5 @@ def main_metric(names: Iterable[str]) -> str | None:
 
 
 def training_names(metric: str) -> list[str]:
-    """Return what a metric of the training may be called that is `metric` in a validation."""
+    """Return the names that `metric` of a validation may have in the training."""
     return [metric, f"train_{metric}", f"train/{metric}", f"training_{metric}"]

@@ -1,75 +1,66 @@
-"""Computes how much of a run is done, and how long the rest takes; None if not known. Pure."""
+"""Computes how much of a run is done, and how long the rest takes. None: unknown. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from .. import limits
 from ..state import ProgressBar, RankState, RunState, TrainingProgress
 from . import stragglers
-
-LONGEST = 366 * 86400.0
-"""Seconds left beyond which nobody knows: a sampler of 10¹⁰ is no promise."""
-
-SEEN, DONE = 3.0, 0.005
-"""Seconds of training, and the share that is done, before a time left is told."""
-
-LATE = 60.0
-"""Seconds for which a time left goes on without a report."""
 
 
 @dataclass(frozen=True)
 class RunProgress:
-    """Where a run, or one rank, stands in all that it will do."""
+    """How far a run, or one rank, is."""
 
     fraction: float | None = None
-    """The share that is done, 0 to 1. Of a run that ended early, the share that it came to."""
+    """The share that is done, 0 to 1. For a run that ended early, the share that it reached."""
     epoch: int | None = None
-    """From 1: the one that runs, as the loop counts it (after a restart it begins at 4, say)."""
+    """The number of the current epoch, from 1, as the loop counts it."""
     epochs: int | None = None
     """The number of the last epoch."""
     first_epoch: int = 1
     """The number of the run's first epoch."""
     batch: int | None = None
     batches: int | None = None
-    """Of the epoch."""
+    """The number of batches in the epoch."""
     step: int | None = None
     """Optimizer steps."""
     steps: int | None = None
-    """About how many optimizer steps there will be: the end of a chart's axis."""
+    """The estimated number of optimizer steps in all: the end of a chart's axis."""
     rate: float | None = None
     """Steps per second; 0 in a hang."""
     remaining: float | None = None
-    """Seconds left."""
+    """Seconds left in the run."""
     remaining_in_epoch: float | None = None
-    """Seconds left in the epoch, where those of the run are not known."""
+    """Seconds left in the epoch, if those of the run are unknown."""
     stuck_for: float | None = None
-    """Seconds since a rank last moved, in a hang."""
+    """Seconds since a rank last made progress, in a hang."""
 
 
-def of_run(state: RunState, now: float) -> RunProgress:
-    """Return where a run stands: where the last of its ranks that train does.
-
-    A rank that is done says nothing of one that goes on, and of which nothing is known.
-    """
-    going_on = [rank for rank in state.ranks if not rank.is_over]
-    stuck = _stuck_for(state, now)  # once: it asks every rank
-    ranks = [_of_rank(rank, state, now, stuck) for rank in going_on or state.ranks]
+def estimate_run(state: RunState, now: float) -> RunProgress:
+    """Return how far a run is: the progress of the slowest rank that is still training."""
+    running = [rank for rank in state.ranks if not rank.is_over]
+    stuck = _stuck_for(state, now)  # computed once: it reads every rank
+    ranks = [_estimate_rank(rank, state, now, stuck) for rank in running or state.ranks]
     known = [p for p in ranks if p.fraction is not None] or [p for p in ranks if p.step is not None]
     if not known:
         return RunProgress(stuck_for=stuck)
     last = min(known, key=lambda p: (p.fraction or 0.0, p.step or 0))
-    if last.remaining and stragglers.are_short_of_data(state):  # all step at the pace of that rank
-        slowed = max(_slowed(rank.progress) for rank in going_on)
-        return replace(last, remaining=min(LONGEST, last.remaining * slowed))
+    if last.remaining and stragglers.are_short_of_data(state):  # all ranks wait for that one
+        factor = max(_slowdown(rank.progress) for rank in running)
+        return replace(last, remaining=min(limits.MAX_REMAINING_S, last.remaining * factor))
     return last
 
 
-def _of_rank(rank: RankState, state: RunState, now: float, stuck: float | None) -> RunProgress:
+def _estimate_rank(
+    rank: RankState, state: RunState, now: float, stuck: float | None
+) -> RunProgress:
     trained = rank.progress
     done = fraction(rank)
-    goes_on = state.status in ("starting", "running") and not rank.is_over and stuck is None
-    left = _remaining(rank, done, now) if goes_on else None
+    is_running = state.status in ("starting", "running") and not rank.is_over and stuck is None
+    left = _remaining(rank, done, now) if is_running else None
     if trained is None:
         return RunProgress(done, remaining=left, stuck_for=stuck)
     loops = trained.loops
@@ -89,7 +80,7 @@ def _of_rank(rank: RankState, state: RunState, now: float, stuck: float | None) 
         total,
         rate,
         left,
-        _remaining_in_epoch(rank, now) if goes_on and left is None else None,
+        _remaining_in_epoch(rank, now) if is_running and left is None else None,
         stuck,
     )
 
@@ -97,9 +88,9 @@ def _of_rank(rank: RankState, state: RunState, now: float, stuck: float | None) 
 def fraction(rank: RankState) -> float | None:
     """Return the share of a rank's work that is done.
 
-    The loops around the steps tell, else the bars that move, from the outermost in. A bar of a part
-    of the work alone, as a bar of an epoch where nobody knows how many there are, tells nothing;
-    nor does one that has ended while the function goes on, as that of a preparation.
+    It follows from the loops around a step, or from the open bars, from the outermost in. A bar of
+    a part of the work does not count: that of one epoch if the number of epochs is unknown, or one
+    that is full while the function still runs, as after a preparation.
     """
     loops = rank.progress.loops if rank.progress is not None else ()
     if loops and rank.status == "done" and _has_ended_all_steps(rank):
@@ -111,24 +102,24 @@ def fraction(rank: RankState) -> float | None:
         for _, done, total, _ in reversed(loops):
             share = min(1.0, (done + share) / max(1, total))
         return share
-    nest = rank.nest  # once: a board asks a thousand ranks
+    nest = rank.nest  # computed once: a board may have a thousand ranks
     if not rank.is_over and all(bar.closed and bar.fraction == 1 for bar in nest):
         return None
-    bars = of_bars(rank, nest)
-    if bars is not None and not is_of_epoch(rank, nest):
+    bars = fraction_of_bars(rank, nest)
+    if bars is not None and not is_epoch_only(rank, nest):
         return bars
     return 1.0 if rank.status == "done" and bars is None and rank.progress is None else None
 
 
 def _has_ended_all_steps(rank: RankState) -> bool:
-    """Whether a bar of all the steps is full: a loop may stop at `max_steps`, in any epoch."""
+    """Whether a bar of all steps is full: a loop may end at `max_steps` in any epoch."""
     trained = rank.progress
     full = [bar.n for bar in rank.bars.values() if bar.fraction == 1]
     return trained is not None and trained.steps in full and trained.steps != trained.batches
 
 
 def _is_in_last_epoch_of_stream(rank: RankState) -> bool:
-    """Whether nobody knows how much of the last epoch is done: the data have no length."""
+    """Whether the last epoch runs over data without a length, so that its end is unknown."""
     trained = rank.progress
     if trained is None or trained.batch is None or trained.batches is not None:
         return False
@@ -136,11 +127,10 @@ def _is_in_last_epoch_of_stream(rank: RankState) -> bool:
     return name == "epoch" and done + 1 == total
 
 
-def is_of_epoch(rank: RankState, nest: Sequence[ProgressBar] | None = None) -> bool:
-    """Whether what is known of a rank's progress is that of its epoch alone.
+def is_epoch_only(rank: RankState, nest: Sequence[ProgressBar] | None = None) -> bool:
+    """Whether only the progress in the current epoch is known, and not the number of epochs.
 
-    So it is for a loop without a bar, and for one with a bar as long as its loader, where nobody
-    knows how many epochs there will be.
+    This is so without a bar, or if the outermost bar is as long as the loader.
     """
     trained = rank.progress
     if trained is None or trained.loops:
@@ -150,7 +140,7 @@ def is_of_epoch(rank: RankState, nest: Sequence[ProgressBar] | None = None) -> b
     return outer is None or (trained.batches is not None and outer.total == trained.batches)
 
 
-def of_bars(rank: RankState, nest: Sequence[ProgressBar] | None = None) -> float | None:
+def fraction_of_bars(rank: RankState, nest: Sequence[ProgressBar] | None = None) -> float | None:
     """Return the share that a rank's bars show, from the outermost in."""
     nest = [b for b in (rank.nest if nest is None else nest) if b.fraction is not None]
     if not nest:
@@ -159,50 +149,50 @@ def of_bars(rank: RankState, nest: Sequence[ProgressBar] | None = None) -> float
     inner = 0.0
     for bar in reversed(inside):
         inner = _within(bar, inner)
-    # What ended within the outermost since that moved: the batches, while the epoch is validated.
+    # Bars within the outermost that have ended since its last step: the batches, in a validation.
     ended = (b for b in rank.bars.values() if b.closed and not outer.closed and b.time > outer.time)
     return _within(outer, max(inner, *(b.fraction or 0.0 for b in ended), 0.0))
 
 
 def _within(bar: ProgressBar, inner: float) -> float:
-    """Return the share of a bar that is done, with `inner` of its present unit."""
+    """Return the share of a bar that is done, with the share `inner` of its current unit."""
     total = bar.total or 1
     return min(1.0, ((bar.fraction or 0.0) * total + inner) / total)
 
 
 def remaining(rank: RankState) -> float | None:
-    """Return the seconds that a rank had left when it was heard of last."""
+    """Return the seconds that a rank had left at its last report."""
     return _remaining(rank, fraction(rank), 0.0)
 
 
 def _remaining(rank: RankState, done: float | None, now: float) -> float | None:
-    """Return the seconds left, if what comes takes as long as what was."""
-    if done is None or done < DONE or done >= 1:
+    """Return the seconds left if the rest of the work is as fast as until now."""
+    if done is None or done < limits.MIN_ESTIMATE_SHARE or done >= 1:
         return 0.0 if done == 1 else None
     trained = rank.progress
     if trained is not None and trained.loops:
-        passed, heard = trained.elapsed, trained.time
+        passed, reported = trained.elapsed, trained.time
         name, rounds, *_ = trained.loops[-1]
-        # The loops may know epochs alone: of these, the first has to be over.
+        # If only the number of epochs is known, the first one must have ended.
         if trained.is_uneven or (trained.batches is None and name != "batch" and rounds == 0):
             return None
     else:
         bars = [b for b in rank.bars.values() if not b.closed and b.fraction is not None]
         if not bars:
             return None
-        heard = max(bar.time for bar in rank.bars.values())  # of the events' clock, not of `now`
-        passed = heard - bars[0].time + bars[0].elapsed
-    if passed < SEEN:
+        reported = max(bar.time for bar in rank.bars.values())  # by the clock of the events
+        passed = reported - bars[0].time + bars[0].elapsed
+    if passed < limits.MIN_ESTIMATE_S:
         return None
-    since = min(LATE, max(0.0, now - heard))
+    since = min(limits.MAX_REPORT_AGE_S, max(0.0, now - reported))
     left = max(0.0, passed * (1 - done) / done - since)
-    return left if left < LONGEST else None
+    return left if left < limits.MAX_REMAINING_S else None
 
 
-def _slowed(trained: TrainingProgress | None) -> float:
-    """Return how many times longer a step takes than on average, since a rank waits for data now.
+def _slowdown(trained: TrainingProgress | None) -> float:
+    """Return how much longer than the average a step takes now because the rank waits for data.
 
-    Not by the present rate of steps, which falls in every validation.
+    The current rate of steps would be wrong: it falls in every validation.
     """
     if trained is None or not trained.waiting or not trained.elapsed:
         return 1.0
@@ -212,16 +202,16 @@ def _slowed(trained: TrainingProgress | None) -> float:
 
 def _remaining_in_epoch(rank: RankState, now: float) -> float | None:
     trained = rank.progress
-    if trained is None or trained.bar is None or trained.elapsed < SEEN:
+    if trained is None or trained.bar is None or trained.elapsed < limits.MIN_ESTIMATE_S:
         return None
     left = trained.bar.remaining
-    if left is None or left > LONGEST:
+    if left is None or left > limits.MAX_REMAINING_S:
         return None
-    return max(0.0, left - min(LATE, max(0.0, now - trained.time)))
+    return max(0.0, left - min(limits.MAX_REPORT_AGE_S, max(0.0, now - trained.time)))
 
 
 def _stuck_for(state: RunState, now: float) -> float | None:
-    """Return for how long no rank has moved, in a hang."""
+    """Return the seconds since a rank made progress, in a hang."""
     if (
         state.is_over
         or not state.hang

@@ -1,8 +1,7 @@
 """Finds ranks that are always slower than the others, and the reason. Pure.
 
-Ranks that step together have one rate: there the rank that the others wait for is the one that
-waits for its data. Only a large and lasting difference is reported: a false "slow" is worse than
-none.
+Ranks that make each step together have one rate. Among them, the slow rank is the one that waits
+for its data. Only a large difference over a long time is reported.
 """
 
 from __future__ import annotations
@@ -12,26 +11,18 @@ from dataclasses import replace
 from statistics import median
 
 from ...system.text import format_ranks
+from .. import limits
 from ..state import RunState, TrainingProgress
 
-LASTED = 15.0
-"""Seconds of training before a rank is called slow; rates are smoothed over 5 s."""
 
-SLOWER = 0.7
-"""The share of the others' rate below which a rank is slow."""
-
-WAITS, MORE = 0.2, 0.15
-"""The share of its time that a slow rank waits for data, at least; and more than the others."""
-
-
-def with_slow_ranks_marked(state: RunState) -> RunState:
-    """Return the picture with 'slow?' at ranks that delay the others, and the reason in `hang`."""
-    lasted = _lasted(state)
-    if state.status != "running" or state.hang or len(lasted) < 2:
+def mark_slow_ranks(state: RunState) -> RunState:
+    """Return the state with 'slow?' at ranks that delay the others, and the reason in `hang`."""
+    compared = _comparable(state)
+    if state.status != "running" or state.hang or len(compared) < 2:
         return state
-    slow, text = _of_their_own_pace(lasted)
+    slow, text = _slow_by_rate(compared)
     if not slow:
-        slow, text = _waiting_for_data(lasted)
+        slow, text = _slow_by_waiting(compared)
     if not slow:
         return state
     changed = tuple(replace(r, hang="slow?") if r.rank in slow else r for r in state.ranks)
@@ -39,51 +30,56 @@ def with_slow_ranks_marked(state: RunState) -> RunState:
 
 
 def are_short_of_data(state: RunState) -> bool:
-    """Whether a rank is marked as slow since it waits for data, and not for another reason."""
-    lasted = _lasted(state)
+    """Whether a rank is marked as slow because it waits for data."""
+    compared = _comparable(state)
     is_marked = any(rank.hang == "slow?" for rank in state.ranks)
-    return is_marked and not _of_their_own_pace(lasted)[0] and bool(_waiting_for_data(lasted)[0])
+    return is_marked and not _slow_by_rate(compared)[0] and bool(_slow_by_waiting(compared)[0])
 
 
-def _lasted(state: RunState) -> dict[int, TrainingProgress]:
-    """Return the trainings that have gone on for long enough to be compared."""
+def _comparable(state: RunState) -> dict[int, TrainingProgress]:
+    """Return the trainings that are long enough to be compared, by rank."""
     return {
         r.rank: r.progress
         for r in state.ranks
         if r.progress is not None
         and r.status == "running"
         and not r.phase
-        and r.progress.elapsed >= LASTED
+        and r.progress.elapsed >= limits.MIN_COMPARED_S
     }
 
 
-def _of_their_own_pace(ranks: Mapping[int, TrainingProgress]) -> tuple[list[int], str]:
+def _slow_by_rate(ranks: Mapping[int, TrainingProgress]) -> tuple[list[int], str]:
     rates = {rank: of.step_rate for rank, of in ranks.items() if of.step_rate}
-    slow, usual = _apart(rates, lambda rate, usual: rate < SLOWER * usual)
+    slow, usual = _find_outliers(rates, lambda rate, usual: rate < limits.SLOW_RATE_SHARE * usual)
     lowest = min((rates[rank] for rank in slow), default=0.0)
     are = "is" if len(slow) == 1 else "are"
     return slow, f"{format_ranks(slow)} {are} slower: {lowest:.3g} steps/s, the others {usual:.3g}"
 
 
-def _waiting_for_data(ranks: Mapping[int, TrainingProgress]) -> tuple[list[int], str]:
+def _slow_by_waiting(ranks: Mapping[int, TrainingProgress]) -> tuple[list[int], str]:
     shares = {rank: of.waiting or 0.0 for rank, of in ranks.items()}
-    slow, usual = _apart(shares, lambda share, usual: share >= max(WAITS, usual + MORE))
+    slow, usual = _find_outliers(
+        shares,
+        lambda share, usual: (
+            share >= max(limits.MIN_SLOW_WAIT_SHARE, usual + limits.MIN_EXTRA_WAIT_SHARE)
+        ),
+    )
     most = max((shares[rank] for rank in slow), default=0.0)
     wait = "waits" if len(slow) == 1 else "wait"
     text = f"{format_ranks(slow)} {wait} for data {100 * most:.0f} % of the time"
     return slow, f"{text}, the others {100 * usual:.0f} %"
 
 
-def _apart(
+def _find_outliers(
     values: Mapping[int, float], is_slow: Callable[[float, float], bool]
 ) -> tuple[list[int], float]:
-    """Return the few ranks that are apart from the rest, and the rest's median."""
+    """Return the ranks that differ from the others, less than half, and the others' median."""
     if len(values) < 2:
         return [], 0.0
     middle = median(values.values())
     if len(values) > 2:
         slow = [rank for rank, value in values.items() if is_slow(value, middle)]
-    else:  # either is the other's measure
+    else:  # compare the two with each other
         (a, of_a), (b, of_b) = values.items()
         slow = [a] if is_slow(of_a, of_b) else [b] if is_slow(of_b, of_a) else []
     rest = [value for rank, value in values.items() if rank not in slow]

@@ -101,7 +101,7 @@ class ResultReceiver:
             writer.close()
         for event in events:
             if event.trouble and event.name not in lost:  # on the board too, where there is one
-                message = ev.not_updated(event)
+                message = ev.describe_failed_update(event)
                 with contextlib.suppress(Warning):  # where warnings are errors
                     warnings.warn_explicit(message, UserWarning, "nbtrain", 1)
         return fold(state, events)
@@ -416,8 +416,8 @@ def load(
 
     Raises `NbtrainError`, and nothing is changed then.
     """
-    folder.check_it_is_there()
-    saved = folder.names_of_weights()
+    folder.check_exists()
+    saved = folder.list_weights()
     known = home.objects() if home is not None else {}
     targets = {n: value for n, value in known.items() if value is target or target is None}
     wanted = [n for n in saved if n in targets]

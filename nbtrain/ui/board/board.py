@@ -90,7 +90,7 @@ def parts(state: RunState, now: float, choices: ViewChoices = ViewChoices()) -> 
 def _parts(
     state: RunState, now: float, choices: ViewChoices = ViewChoices()
 ) -> tuple[str, str, str, str]:
-    marked = rank_texts.with_badges(stragglers.with_slow_ranks_marked(state))
+    marked = rank_texts.with_badges(stragglers.mark_slow_ranks(state))
     notes = "".join(f"<div>{theme.coded(note)}</div>" for note in run_texts.notes(state))
     notes += header.next_step(state) if notes and state.flaw and state.is_over else ""
     notes = header.card(theme.WARN, notes) if notes else ""
@@ -151,7 +151,7 @@ def _overview(state: RunState) -> str:
 
 def _memory(state: RunState) -> str:
     """Draw what the fullest rank's memory holds; of equally full ranks, the first's."""
-    rank = max(state.ranks, key=lambda rank: rank.usage.counted)
+    rank = max(state.ranks, key=lambda rank: rank.usage.tensor_bytes)
     name = f"memory of rank {rank.rank}" if state.world_size > 1 else "memory"
     is_part = state.engine == "fork" and rank.usage.on == "cpu"
     name += ", without what it shares with the notebook" if is_part else ""

@@ -14,17 +14,18 @@ from html import escape
 from typing import NamedTuple
 
 from ...system.text import format_number, format_rate, plural, shorten
-from ...tracking.curves import RATES, UNCHARTED, Series, evenly, smoothed
+from ...tracking import limits as tracking_limits
+from ...tracking.curves import RATES, Series, smooth, spread_evenly
 from ...tracking.overview.epochs import (
     better,
     epoch_table,
-    is_aside,
+    is_bookkeeping,
     main_metric,
     present_training,
     training_names,
     validation_of,
 )
-from ...tracking.state import EarlierRun, RunState
+from ...tracking.state import PreviousRun, RunState
 from .. import eta
 from ..run_texts import is_stuck
 from . import axes, strips, theme
@@ -111,9 +112,9 @@ class Curve:
     def line(self, points: int) -> list[Point]:
         """Return the strong line, smoothed where a measured value jumps."""
         if self.name not in RATES and len(self.series.band) > 24:
-            return evenly(smoothed(self.series.band), points)
+            return spread_evenly(smooth(self.series.band), points)
         per = len(self.series.newest) if self.is_summed else 1
-        line = [(b.x, b.mean * per) for b in self.series.thinned(points)]
+        line = [(b.x, b.mean * per) for b in self.series.thin(points)]
         if line and self.series.last is not None and not self.is_summed:
             line[-1] = line[-1][0], self.series.last
         return line
@@ -181,7 +182,9 @@ def draw(
         drawn += theme.folded(title, _row(small[MOST:]), "margin:4px 0 0")
     more = max(0, len(curves) - 1 - len(small)) + len(state.curves.uncharted)
     if more > 0:
-        is_full = len(state.curves.uncharted) >= UNCHARTED  # there may be more
+        is_full = (
+            len(state.curves.uncharted) >= tracking_limits.MAX_COUNTED_NAMES
+        )  # there may be more
         count = f"{more:,}+ more metrics" if is_full else plural(more, "more metric")
         drawn += f'<div style="{theme.SOFT}">… and {count} in run.history</div>'
     return drawn
@@ -278,8 +281,10 @@ def curves_of(state: RunState, large: str | None = None) -> list[Curve]:
     """
     every = {**state.curves.logged, **state.curves.all}  # the user's own first
     known = {name: Curve(name, series) for name, series in every.items()}
-    known = {name: curve for name, curve in known.items() if name == large or not is_aside(name)}
-    lr = state.curves.seen.get("lr")
+    known = {
+        name: curve for name, curve in known.items() if name == large or not is_bookkeeping(name)
+    }
+    lr = state.curves.automatic.get("lr")
     # The Trainer and Lightning's monitor log it themselves.
     is_logged = any(n == "learning_rate" or n.startswith("lr-") for n in state.curves.logged)
     is_told = is_logged or lr is None or not lr.bins or lr.bounds[0] == lr.bounds[1]
@@ -432,8 +437,8 @@ def _loss(
     series, line = curve.series, curve.line(128)
     place.y = curve.scale(4, log, line)
     marks, ends = place.grid(), list[tuple[Label, float]]()
-    if state.earlier is not None and state.earlier.metric == curve.name:
-        drawn, names = _earlier(state.earlier, place)
+    if state.previous is not None and state.previous.metric == curve.name:
+        drawn, names = _draw_previous(state.previous, place)
         marks, ends = marks + drawn, ends + names
     marks += _line(series, line, place, theme.BLUE)
     _, begins = present_training(state)
@@ -442,7 +447,7 @@ def _loss(
     ends.append(_end(line, f"{curve.newest} {_named(curve, place.y.log)}", place))
     if curve.twin is not None:
         name, twin = curve.twin
-        points = [(b.x, b.mean) for b in twin.thinned(64)]
+        points = [(b.x, b.mean) for b in twin.thin(64)]
         marks += f'<path d="{place.path(points)}" fill="none" stroke="{theme.PURPLE}" '
         marks += f'stroke-width="2" stroke-dasharray="5 3" {theme.FIXED}/>'
         marks += "".join(place.dot(p, theme.PURPLE) for p in points if len(points) <= 24)
@@ -458,7 +463,7 @@ def _loss(
 
 def _line(series: Series, line: Sequence[Point], place: _Place, colour: str) -> str:
     """Draw what the ranks measured faint, the curve strong, and its newest point."""
-    band = series.thinned(128)
+    band = series.thin(128)
     strong = f'<path d="{place.path(line)}" fill="none" stroke="{colour}" stroke-width="2" '
     strong += f"{theme.FIXED}/>{place.dot(line[-1], colour)}"
     if len(series.ends) > 1:
@@ -526,7 +531,7 @@ def _apart(labels: Sequence[tuple[Label, float]], floor: float) -> list[Label]:
     return placed
 
 
-def _earlier(earlier: EarlierRun, place: _Place) -> tuple[str, list[tuple[Label, float]]]:
+def _draw_previous(earlier: PreviousRun, place: _Place) -> tuple[str, list[tuple[Label, float]]]:
     """Draw the curve of the run before, as far as the axes go, with its name."""
     assert place.y is not None
     low, high = place.y.low, place.y.high
@@ -673,7 +678,7 @@ def _small(
     place.y = curve.scale(2, log, line)
     marks = place.grid() + _line(curve.series, line, place, theme.BLUE)
     if curve.twin is not None:
-        points = [(b.x, b.mean) for b in curve.twin[1].thinned(64)]
+        points = [(b.x, b.mean) for b in curve.twin[1].thin(64)]
         marks += f'<path d="{place.path(points)}" fill="none" stroke="{theme.PURPLE}" '
         marks += f'stroke-width="2" stroke-dasharray="5 3" {theme.FIXED}/>'
     marks += _best(curve.name, curve.series, place, theme.BLUE)

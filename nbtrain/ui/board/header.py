@@ -24,7 +24,7 @@ from ...system.text import (
     plural,
     shorten,
 )
-from ...tracking.curves import RATES, Bin, Series, smoothed
+from ...tracking.curves import RATES, Bin, Series, smooth
 from ...tracking.overview.epochs import better, main_metric, present_training
 from ...tracking.state import RankState, RunState
 from .. import eta, outcomes, rank_texts, run_texts
@@ -401,7 +401,7 @@ def _loss(state: RunState) -> Figure | None:
 
 def _compared(state: RunState, series: Series, name: str) -> tuple[str, ...]:
     """Say how a curve differs from that of the run before, at the last step that both have."""
-    earlier, curve = state.earlier, smoothed(series.band)
+    earlier, curve = state.previous, smooth(series.band)
     if earlier is None or earlier.metric != name or not curve:
         return ()
     end, its_end = curve[-1][0], earlier.points[-1][0]

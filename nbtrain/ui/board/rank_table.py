@@ -250,7 +250,7 @@ def _memory(row: Row) -> str:
 
 def memory_parts(rank: RankState) -> str:
     """Return a rank's memory by part, ``weights 1.3 GiB · gradients 1.3 GiB``, if it is known."""
-    if not rank.usage.counted:
+    if not rank.usage.tensor_bytes:
         return ""
     sizes = rank.bytes_by_part()
     parts = (f"{name} {format_bytes(size)}" for name, size in sizes.items())

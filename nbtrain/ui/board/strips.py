@@ -80,8 +80,8 @@ def strips_of(state: RunState, now: float, last: float | None, limit: int) -> St
     `last`: the step at the right of the canvas; None: the strips are over seconds.
     """
     at = state.ended if state.ended is not None else now
-    ranks = [r.timeline if r.is_over else r.timeline.drawn(at) for r in state.ranks]
-    rows = of.aligned(ranks, at)
+    ranks = [r.timeline if r.is_over else r.timeline.extend_to(at) for r in state.ranks]
+    rows = of.align_timelines(ranks, at)
     count = max((len(row.letters) for row in rows), default=0)
     seen = {letter for row in rows for letter in row.letters} - {of.UNKNOWN}
     # Of a short run, a bin holds many steps and the saving after them: only how it ended is sure.
@@ -98,13 +98,17 @@ def strips_of(state: RunState, now: float, last: float | None, limit: int) -> St
         bands = merged
         if last is not None:
             lines = zip(merged, steps, strict=True)
-            bands = [of.over_steps(_timeline(*line), last, columns) for line in lines]
+            bands = [of.letters_by_step(_timeline(*line), last, columns) for line in lines]
         bands = _with_peers(list(map(_legible, bands)), state)
         strips = Strips(bands, list(starts), columns, seconds, per)
         if len(_drawn(strips.bands, strips.pitch)) <= limit or columns <= FEWEST:
             return strips
         columns = -(-columns // 2)
-        merged = [of.halved(band.ljust(2 * columns)) for band in merged] if last is None else merged
+        merged = (
+            [of.halve_letters(band.ljust(2 * columns)) for band in merged]
+            if last is None
+            else merged
+        )
 
 
 def _timeline(letters: str, steps: tuple[int, ...]) -> of.Timeline:

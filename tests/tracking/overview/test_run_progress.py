@@ -299,7 +299,7 @@ class Drawn(NamedTuple):
 
 def check(update: ev.TrainingUpdate, state: RunState, diary: list[Truth]) -> None:
     rank = state.ranks[update.rank]
-    shown = run_progress.of_run(state, update.time)
+    shown = run_progress.estimate_run(state, update.time)
     truth = diary[update.steps - 1]
     assert shown.step == truth.step
     if truth.epoch is not None:
@@ -344,8 +344,8 @@ def left(waits: bool, *, validates: int = 0) -> float | None:
         status="running",
         ranks=tuple(replace(rank, status="running") for rank in state.ranks),
     )
-    marked = stragglers.with_slow_ranks_marked(state)
-    return run_progress.of_run(marked, 140.0 + validates).remaining
+    marked = stragglers.mark_slow_ranks(state)
+    return run_progress.estimate_run(marked, 140.0 + validates).remaining
 
 
 def test_what_is_left_where_a_rank_is_short_of_data_takes_as_long_as_it_does_now() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from nbtrain.tracking.overview.stragglers import with_slow_ranks_marked
+from nbtrain.tracking.overview.stragglers import mark_slow_ranks
 from nbtrain.tracking.state import RankState, RunState, TrainingProgress
 from nbtrain.ui import text_summary
 from nbtrain.ui.board import board
@@ -29,7 +29,7 @@ def training(
 
 
 def slow(state: RunState) -> list[int]:
-    return [rank.rank for rank in with_slow_ranks_marked(state).ranks if rank.hang == "slow?"]
+    return [rank.rank for rank in mark_slow_ranks(state).ranks if rank.hang == "slow?"]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_rank_that_holds_the_others_up_is_named(
     state: RunState, ranks: list[int], words: str
 ) -> None:
     assert slow(state) == ranks
-    assert words in with_slow_ranks_marked(state).hang
+    assert words in mark_slow_ranks(state).hang
     assert words in text_summary.summary(state, 100.0)
     assert words in board.render(state, 100.0)
     assert "&nbsp;slow<" in board.render(state, 100.0)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import nbtrain
+from nbtrain.tracking import limits
 from nbtrain.tracking.overview import timeline
 from tests.support.runs import launch
 
@@ -38,7 +39,7 @@ def train() -> None:
 
 def strips(run: nbtrain.Run) -> list[str]:
     of_ranks = [rank.timeline for rank in run.state.ranks]
-    return [each.letters for each in timeline.aligned(of_ranks, run.state.ended or 0.0)]
+    return [each.letters for each in timeline.align_timelines(of_ranks, run.state.ended or 0.0)]
 
 
 def test_a_rank_that_waits_for_its_data_is_told_from_one_that_computes() -> None:
@@ -71,21 +72,21 @@ def test_the_strip_of_a_rank_that_fails_ends_red_and_the_other_waits() -> None:
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
 def test_a_strip_shows_the_share_of_waiting_that_the_figures_show(share: float) -> None:
     """One that waited 75 % of the time once was solid, either way, and more so with its age."""
-    strip = timeline.Timeline().began(60.0)
+    strip = timeline.Timeline().begin(60.0)
     for i in range(1, 900):
-        strip = strip.trained(103 + 0.61 * i, 0.61 * share, 0.61, i)
+        strip = strip.add_training(103 + 0.61 * i, 0.61 * share, 0.61, i)
     assert strip.letters[:2].strip() == ""  # imports are no training
     waits = strip.letters.count(timeline.DATA)
     assert waits / (waits + strip.letters.count(timeline.COMPUTE)) == pytest.approx(share, abs=0.04)
 
 
 def test_strips_of_different_ages_are_made_alike_and_stay_small() -> None:
-    young = timeline.Timeline().began(100.2).trained(100.7, 0.0, 0.5, 1)
-    old = timeline.Timeline().began(10.0)
+    young = timeline.Timeline().begin(100.2).add_training(100.7, 0.0, 0.5, 1)
+    old = timeline.Timeline().begin(10.0)
     for second in range(11, 500):
-        old = old.trained(second, 0.9 if second == 100 else 0.0, 1.0, second)
-    assert len(old.letters) <= timeline.BINS
-    first, second = timeline.aligned([young, old], 500.0)
+        old = old.add_training(second, 0.9 if second == 100 else 0.0, 1.0, second)
+    assert len(old.letters) <= limits.MAX_TIMELINE_BINS
+    first, second = timeline.align_timelines([young, old], 500.0)
     start, width = first.start, first.width
     assert (start, width) == (second.start, second.width)
     assert start <= 10.0
@@ -98,10 +99,10 @@ def test_strips_of_different_ages_are_made_alike_and_stay_small() -> None:
 
 
 def test_a_short_wait_at_each_epochs_start_is_shown_there_and_nowhere_else() -> None:
-    strip = timeline.Timeline().began(100.0)
+    strip = timeline.Timeline().begin(100.0)
     for half in range(1, 90):  # an epoch is of 17 reports, its first waits for 0.35 s
-        strip = strip.trained(100 + 0.5 * half, 0.352 if half % 17 == 0 else 0.005, 0.5, half)
-    assert strip.width == timeline.WIDTH
+        strip = strip.add_training(100 + 0.5 * half, 0.352 if half % 17 == 0 else 0.005, 0.5, half)
+    assert strip.width == limits.TIMELINE_BIN_S
     waits = [i for i, letter in enumerate(strip.letters) if letter == timeline.DATA]
     reports = {int(i * strip.width / 0.5) for i in waits}
     assert {(report - min(reports)) // 17 for report in reports} == {0, 1, 2, 3, 4}

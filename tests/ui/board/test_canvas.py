@@ -9,10 +9,10 @@ import pytest
 
 import nbtrain
 from nbtrain.tracking import events as ev
-from nbtrain.tracking.curves import smoothed
+from nbtrain.tracking.curves import smooth
 from nbtrain.tracking.overview import stragglers, timeline
 from nbtrain.tracking.reducers import fold
-from nbtrain.tracking.state import EarlierRun, RankState, RunState
+from nbtrain.tracking.state import PreviousRun, RankState, RunState
 from nbtrain.ui.board import board, canvas, strips, theme
 from tests.support import board_states
 from tests.support.kernel import Notebook
@@ -55,15 +55,15 @@ def drawn(state: RunState) -> str:
 )
 def test_what_is_said_of_the_earlier_run(factor: float, text: str) -> None:
     state, _ = board_states.drawn_at("plain-2")
-    strong = smoothed(state.curves.all["loss"].band)
+    strong = smooth(state.curves.all["loss"].band)
     points = tuple((x, y / factor) for x, y in strong)
-    earlier = EarlierRun("train() #3", "loss", points)
-    page = drawn(board_states.replace(state, earlier=earlier))
+    earlier = PreviousRun("train() #3", "loss", points)
+    page = drawn(board_states.replace(state, previous=earlier))
     assert text in page
     (path,) = re.findall(rf'<path d="([^"]*)" fill="none" stroke="{theme.GREY}" [^>]*dash', page)
     assert "nan" not in path
-    other = EarlierRun("train() #3", "accuracy", points)
-    assert "#3" not in drawn(board_states.replace(state, earlier=other))
+    other = PreviousRun("train() #3", "accuracy", points)
+    assert "#3" not in drawn(board_states.replace(state, previous=other))
 
 
 @pytest.mark.parametrize(
@@ -75,17 +75,17 @@ def test_runs_of_other_lengths_are_compared_where_both_have_been(
 ) -> None:
     """A run that is not over has the value that is shown."""
     state, _ = board_states.drawn_at(name)
-    strong = smoothed(state.curves.all["loss"].band)
+    strong = smooth(state.curves.all["loss"].band)
     for factor, where in ((1.0, ""), (times, f" at step {at * strong[-1][0]:,.0f}" if at else "")):
         points = tuple((factor * x, y / 2) for x, y in strong)
-        page = drawn(board_states.replace(state, earlier=EarlierRun("train #3", "loss", points)))
+        page = drawn(board_states.replace(state, previous=PreviousRun("train #3", "loss", points)))
         assert re.findall(r"(?:higher|lower) than #3([^<]*?)(?: <br>|&nbsp;<)", page) == [where]
 
 
 def test_what_is_above_an_earlier_zero_is_not_about_the_same() -> None:
     state, _ = board_states.drawn_at("plain-2")
-    earlier = EarlierRun("train() #3", "loss", ((0.0, 1.0), (1.0, 0.0), (1e6, 0.0)))
-    page = drawn(board_states.replace(state, earlier=earlier))
+    earlier = PreviousRun("train() #3", "loss", ((0.0, 1.0), (1.0, 0.0), (1e6, 0.0)))
+    page = drawn(board_states.replace(state, previous=earlier))
     assert "much higher than #3" in page
 
 
@@ -105,7 +105,7 @@ def test_a_chart_does_not_depend_on_the_order_in_which_ranks_are_read() -> None:
 def picture(name: str) -> canvas.Picture:
     """Return the canvas of a state."""
     state, now = board_states.drawn_at(name)
-    state = stragglers.with_slow_ranks_marked(state)
+    state = stragglers.mark_slow_ranks(state)
     made = canvas.canvas(state, now, canvas.curves_of(state)[:1], canvas.rate_of(state))
     assert made is not None
     return made
@@ -157,23 +157,23 @@ def test_a_loader_that_is_slow_in_the_middle_is_shaded_there_alone() -> None:
 
 def test_what_took_no_step_is_at_the_step_where_it_happened() -> None:
     """Ranks that save for a minute at step 100 of 200 do nothing at any other step."""
-    rank = timeline.Timeline().began(0.0)
+    rank = timeline.Timeline().begin(0.0)
     for second in range(1, 101):
-        rank = rank.trained(second, 0.0, 1.0, second)
-    rank = rank.phase(100.0, "saving").phase(160.0, "")
+        rank = rank.add_training(second, 0.0, 1.0, second)
+    rank = rank.add_phase(100.0, "saving").add_phase(160.0, "")
     for second in range(161, 261):
-        rank = rank.trained(second, 0.0, 1.0, second - 60)
-    over = timeline.over_steps(rank, 200.0, 100)
+        rank = rank.add_training(second, 0.0, 1.0, second - 60)
+    over = timeline.letters_by_step(rank, 200.0, 100)
     assert [i for i, letter in enumerate(over) if letter == "s"] in ([49, 50], [50], [49])
     assert set(over) == {"c", "s"}
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
 def test_the_columns_that_wait_are_as_many_as_the_share_of_the_time(share: float) -> None:
-    rank = timeline.Timeline().began(0.0)
+    rank = timeline.Timeline().begin(0.0)
     for second in range(1, 200):
-        rank = rank.trained(second, share, 1.0, 3 * second)
-    over = timeline.over_steps(rank, 600.0, 120)
+        rank = rank.add_training(second, share, 1.0, 3 * second)
+    over = timeline.letters_by_step(rank, 600.0, 120)
     assert over.count("d") / len(over) == pytest.approx(share, abs=0.06)
 
 
@@ -188,11 +188,11 @@ def test_the_steps_of_an_attempt_go_on_where_the_one_before_ended() -> None:
 
 def test_a_failure_is_at_its_step_though_a_bin_of_time_covers_many() -> None:
     """At a hundred steps a second, the strip was red for the last sixth of the run."""
-    rank = timeline.Timeline().began(0.0)
+    rank = timeline.Timeline().begin(0.0)
     for half in range(1, 6):
-        rank = rank.trained(half / 2, 0.0, 0.5, 50 * half)
-    rank = rank.ended(2.51, has_failed=True)
-    assert timeline.over_steps(rank, 250.0, 100) == 99 * "c" + "f"
+        rank = rank.add_training(half / 2, 0.0, 0.5, 50 * half)
+    rank = rank.add_end(2.51, has_failed=True)
+    assert timeline.letters_by_step(rank, 250.0, 100) == 99 * "c" + "f"
 
 
 @pytest.mark.parametrize("logged", ["learning_rate", "lr-AdamW", "accuracy"])

@@ -58,7 +58,7 @@ def test_a_plain_loop_shows_steps_loss_and_where_it_stands() -> None:
     assert 0 <= told.waited <= told.elapsed
     assert told.allocated is None
     # A short training has a point for each of its steps.
-    assert len(run.state.curves.seen["loss"].band) == 36
+    assert len(run.state.curves.automatic["loss"].band) == 36
     history = run.history
     assert list(history["step"][history["loss"].notna()]) == list(range(1, 37))
 
@@ -446,7 +446,7 @@ def test_optimizers_that_take_turns_have_a_curve_each() -> None:
             opt_g.step()
 
     run = launch(train)
-    curves = run.state.curves.seen
+    curves = run.state.curves.automatic
     assert {bin.mean for bin in curves["loss 1"].band} == {5.0}
     assert {bin.mean for bin in curves["loss 2"].band} == {1.0}
     assert len(curves["loss 2"].band) >= 18
@@ -465,7 +465,7 @@ def test_two_optimizers_on_one_loss_and_one_after_the_other_have_one_curve() -> 
                 for optimizer in both:
                     optimizer.step()
 
-    assert [n for n in launch(train).state.curves.seen if "loss" in n] == ["loss"]
+    assert [n for n in launch(train).state.curves.automatic if "loss" in n] == ["loss"]
 
 
 def test_what_is_logged_without_a_step_is_where_the_training_is() -> None:

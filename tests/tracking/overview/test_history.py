@@ -13,9 +13,10 @@ import pytest
 
 import nbtrain
 from nbtrain.errors import MissingExtra, NbtrainError, PlanError
-from nbtrain.tracking import events, history
+from nbtrain.tracking import events
 from nbtrain.tracking.event_log import EventWriter
 from nbtrain.tracking.events import TrainingUpdate
+from nbtrain.tracking.overview import history
 
 pd = pytest.importorskip("pandas")
 

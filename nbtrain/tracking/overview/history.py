@@ -1,46 +1,46 @@
-"""Reads all that a run's ranks reported, as rows and as a table."""
+"""Reads everything that a run's ranks reported, as rows and as a table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeGuard
 
-from ..errors import MissingExtra
-from . import events as ev
-from .event_log import read_events
-from .run_folder import RunFolder
+from ...errors import MissingExtra
+from .. import events as ev
+from ..event_log import read_events
+from ..run_folder import RunFolder
 
 KEYS = ("step", "rank", "time")
 
 Row = dict[str, Any]
-"""A step, a rank, a time in seconds since the epoch, and the values reported then, by name."""
+"""A step, a rank, a time in seconds since the epoch, and the values that were reported, by name."""
 
 
 def rows(folder: RunFolder, world_size: int) -> list[Row]:
-    """Return a row for each thing that was logged or seen, in the order of time.
+    """Return one row for each report, in the order of time.
 
-    What torch shows (loss, lr, epoch, steps/s, samples) is in rows of its own. Where the user
-    logs a metric of the same name, the user's is the one that stays.
+    What is observed in torch (loss, lr, epoch, steps/s, samples) has its own rows. If the user logs
+    a metric of the same name, only the logged one is returned.
     """
-    read = merged(list(read_events(folder.events(rank))) for rank in range(world_size))
-    folder.check_it_is_there()  # what was deleted meanwhile was read in part
+    read = merge_rows(list(read_events(folder.events(rank))) for rank in range(world_size))
+    folder.check_exists()  # of a folder that was just deleted, only a part was read
     return read
 
 
-def merged(by_rank: Iterable[Sequence[ev.Event]]) -> list[Row]:
+def merge_rows(by_rank: Iterable[Sequence[ev.Event]]) -> list[Row]:
     """Return the rows of the events of ranks 0, 1, …"""
     logged: list[Row] = []
-    seen: list[Row] = []
+    observed: list[Row] = []
     for rank, events in enumerate(by_rank):
-        logged.extend(_logged(events, rank))
-        seen.extend(_seen(events, rank))
-    by_user = {name for row in logged for name in row} - set(KEYS)
-    rest = ({k: v for k, v in row.items() if k not in by_user} for row in seen)
-    every = [*logged, *(row for row in rest if not row.keys() <= set(KEYS))]
-    return sorted(every, key=lambda row: float(row["time"]))
+        logged.extend(_logged_rows(events, rank))
+        observed.extend(_observed_rows(events, rank))
+    names = {name for row in logged for name in row} - set(KEYS)
+    rest = ({k: v for k, v in row.items() if k not in names} for row in observed)
+    all_rows = [*logged, *(row for row in rest if not row.keys() <= set(KEYS))]
+    return sorted(all_rows, key=lambda row: float(row["time"]))
 
 
-def _logged(events: Iterable[ev.Event], rank: int) -> Iterator[Row]:
+def _logged_rows(events: Iterable[ev.Event], rank: int) -> Iterator[Row]:
     for event in events:
         if isinstance(event, ev.Metrics):
             named = event.values.items()
@@ -49,7 +49,7 @@ def _logged(events: Iterable[ev.Event], rank: int) -> Iterator[Row]:
             yield {"step": step, "rank": rank, "time": event.time, **values}
 
 
-def _seen(events: Iterable[ev.Event], rank: int) -> Iterator[Row]:
+def _observed_rows(events: Iterable[ev.Event], rank: int) -> Iterator[Row]:
     before = ev.TrainingUpdate(0.0, rank)
     for event in events:
         if isinstance(event, ev.TrainingUpdate):
@@ -69,7 +69,7 @@ def _seen(events: Iterable[ev.Event], rank: int) -> Iterator[Row]:
 
 
 def last(rows: Iterable[Row]) -> dict[str, float]:
-    """Return the mean over ranks of the number each reported last, by name."""
+    """Return the mean over ranks of the last number that each reported, by name."""
     newest: dict[str, dict[int, float]] = {}
     for row in rows:
         for name, value in row.items():
@@ -79,12 +79,12 @@ def last(rows: Iterable[Row]) -> dict[str, float]:
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """Whether a value can be drawn or averaged; a bool can."""
+    """Whether a value can be drawn and averaged; a bool can."""
     return isinstance(value, (int, float))
 
 
 def frame(rows: Sequence[Row]) -> Any:
-    """Return rows as a pandas DataFrame. Raises `MissingExtra` where pandas is not installed."""
+    """Return rows as a pandas DataFrame. Raises `MissingExtra` if pandas is not installed."""
     frame = table(rows, "run.history", KEYS)
     for name, kind in zip(KEYS, ("Int64", "int64", "float64"), strict=True):
         frame[name] = frame[name].astype(kind)  # `frame.astype` would copy each of the others
@@ -92,7 +92,7 @@ def frame(rows: Sequence[Row]) -> Any:
 
 
 def table(rows: Sequence[Row], name: str, first: Sequence[str]) -> Any:
-    """Return rows as a pandas DataFrame that users know by a `name`; some columns come first."""
+    """Return rows as a pandas DataFrame with some columns `first`; `name` is for the error."""
     try:
         import pandas as pd
     except ImportError as error:
@@ -100,7 +100,7 @@ def table(rows: Sequence[Row], name: str, first: Sequence[str]) -> Any:
             f'{name} is a DataFrame and needs pandas: pip install "nbtrain[history]"'
         ) from error
     columns: dict[str, dict[int, Any]] = {name: {} for name in first}
-    for at, row in enumerate(rows):  # once: there may be as many names as rows
+    for at, row in enumerate(rows):  # one pass, because there may be one name per row
         for name, value in row.items():
             columns.setdefault(name, {})[at] = _valid(value)
     return pd.DataFrame({_valid(n): _column(known, len(rows)) for n, known in columns.items()})
@@ -108,7 +108,7 @@ def table(rows: Sequence[Row], name: str, first: Sequence[str]) -> Any:
 
 def _column(known: dict[int, Any], size: int) -> Any:
     """Return the values of a column by its rows."""
-    import numpy as np  # with pandas, whose None takes a hundred times as long as a NaN
+    import numpy as np  # pandas takes a hundred times as long for None as for NaN
 
     if len(known) < size and {*map(type, known.values())} <= {int, float}:
         column = np.full(size, np.nan)
@@ -118,6 +118,6 @@ def _column(known: dict[int, Any], size: int) -> Any:
 
 
 def _valid(value: Any) -> Any:
-    """Return a value that Arrow can hold: a text with its lone surrogates written as escapes."""
+    """Return the value with lone surrogates as escapes, because Arrow cannot store them."""
     text = isinstance(value, str)
     return value.encode("utf-8", "backslashreplace").decode() if text else value

@@ -1,0 +1,135 @@
+"""Limits of what is recorded: what a run's state keeps, how often it is read, which runs stay."""
+
+# What the state of a run keeps. The files have everything.
+
+MAX_LOG_LINES = 200
+"""Last lines of each rank's log."""
+
+MAX_METRICS = 32
+"""Metrics of a rank whose last value is kept, the first that are logged."""
+
+MAX_CURVES = 24
+"""Logged metrics that have a curve, the first that are logged."""
+
+MAX_CURVE_BINS = 256
+"""Bins of a curve. When it has more, it halves its resolution."""
+
+MAX_COUNTED_NAMES = 1000
+"""Metrics without a curve that are counted."""
+
+MAX_ITEMS = 1000
+"""Epochs of a rank, and values that it saved for the notebook, the last of each."""
+
+MAX_DISPLAYS = 64
+"""Displays of a rank, the first ones."""
+
+MAX_OPEN_BARS = 16
+"""Progress bars of a rank. A loop that never closes its bars makes ever more."""
+
+MAX_EVENTS_KEPT = 16
+"""Restarts of a run, and phases of a rank before its first step, the last of each."""
+
+MAX_NOTE_CHARS = 1000
+MAX_NAME_CHARS = 80
+
+MAX_PREVIOUS_POINTS = 64
+"""Points of the previous run's curve."""
+
+TIMELINE_BIN_S = 0.2
+MAX_TIMELINE_BINS = 240
+"""Bins of a rank's timeline. When it has more, they become twice as wide."""
+
+MIN_WAIT_SHARE = 0.05
+"""A bin of a timeline with a smaller share of waiting for data counts as training."""
+
+MAX_EPOCH_COLUMNS = 8
+"""Metrics that have a column in the table of epochs."""
+
+# Rates, and what is concluded from them.
+
+MIN_RATE_S = 0.1
+"""A rate needs a longer interval."""
+
+RATE_WINDOW_S = 5.0
+"""Rates and the share of waiting are averaged over this time."""
+
+MIN_ESTIMATE_S = 3.0
+MIN_ESTIMATE_SHARE = 0.005
+"""A time left needs this much training, and this share of the work done."""
+
+MAX_REMAINING_S = 366 * 86400.0
+"""A longer time left is not shown: a sampler of 10¹⁰ samples is not meant to end."""
+
+MAX_REPORT_AGE_S = 60.0
+"""A time left counts down for so long without a new report."""
+
+MIN_COMPARED_S = 15.0
+"""Training before a rank may be called slow. A wrong "slow" does more harm than a missing one."""
+
+SLOW_RATE_SHARE = 0.7
+"""A rank is slow if its rate is below this share of the others' rate."""
+
+MIN_SLOW_WAIT_SHARE = 0.2
+MIN_EXTRA_WAIT_SHARE = 0.15
+"""Or if it waits for data for this share of its time, and for this much more than the others."""
+
+# Reading and writing files.
+
+READ_TIMEOUT_S = 0.2
+"""Reading the files of running ranks takes no longer. An interrupt waits as long, at most."""
+
+SLOW_DISK_S = 0.01
+"""Reading one rank's files takes longer on a slow disk; others take 0.1 ms."""
+
+DELETED_CHECK_INTERVAL_S = 0.1
+"""Between two checks of a writer whether its file was deleted."""
+
+MAX_LOG_READ_BYTES = 1 << 16
+"""Read of a log in one call: the end of what is new."""
+
+MAX_TAIL_BYTES = 1 << 20
+"""The end of a log that is searched for its last lines when a run is reopened."""
+
+MAX_COUNTED_LOG_BYTES = 1 << 26
+"""Bytes at the ends of all logs together whose lines are counted then."""
+
+MAX_MANIFEST_BYTES = 64 << 20
+
+MAX_RANKS = 1 << 16
+MAX_RUN_NUMBER = 10**7
+"""A manifest with a larger number is damaged."""
+
+EVENTS_PER_FOLD = 4096
+"""Events in memory at a time when a run is reopened."""
+
+# Measuring ranks, host and GPUs.
+
+SAMPLING_SHARE = 0.005
+"""Sampling takes this share of the launcher's time, and a quarter of it on a crowded host."""
+
+RANK_SAMPLE_INTERVAL_S = 0.5
+HOST_SAMPLE_INTERVAL_S = 2.0
+"""Between two samples, at least."""
+
+DRIVER_TIMEOUT_S = 5.0
+"""A driver may take so long to answer."""
+
+GPU_RELEASE_TIMEOUT_S = 1.0
+"""A driver frees the memory of ended ranks within this time."""
+
+GPU_MEMORY_NOISE_BYTES = 64 << 20
+"""A GPU's memory changes by this much without a run."""
+
+# Which runs stay.
+
+MAX_RUNS = 20
+"""Runs that are kept, and the same number of scaling measurements, which make dozens each."""
+
+MAX_RUNS_WITH_WEIGHTS = 3
+"""Kept runs with weights, and the same number of runs whose weights were never loaded."""
+
+REMOTE_RUN_SILENCE_S = 60.0
+"""A run of another host counts as ended after so long without a change."""
+
+REMOTE_RUN_KEPT_S = 86400.0
+"""It is not deleted before: its process cannot be checked, and its clock may differ."""
