@@ -1,7 +1,7 @@
 """The engines, which start and end ranks: one module per engine, and one row here.
 
-Another package adds an engine by an entry point of the group ``nbtrain.engines``: a name, and the
-`Engine` class that it stands for.
+Another package adds an engine by an entry point of the group ``nbtrain.engines``, which maps a name
+to an `Engine` class.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ ENGINE_CLASSES = {
     "spawn": "nbtrain.engines.spawn:SpawnEngine",
     "inline": "nbtrain.engines.inline:InlineEngine",
 }
-"""The engines of the core, each by the module and the name of its class.
+"""The module and class of each engine of the core.
 
-`nbtrain.planning.option_types.ENGINES` lists them and those of parts for ``--engine``, with 'auto'
-and 'tpu', for which `choose` picks one of these.
+`nbtrain.planning.option_types.ENGINES` lists the values of ``--engine``: these engines, those of
+parts, and 'auto' and 'tpu', which `choose` resolves.
 """
 
 
 def get(name: str) -> Engine:
-    """Return an engine for one launch. Raises `PlanError` where it cannot be imported."""
+    """Return an engine for one launch. Raises `PlanError` if it cannot be imported."""
     reference = ENGINE_CLASSES.get(name) or part.engines().get(name)
-    reference = reference or engine_plugins().get(name)  # which reads every package
+    reference = reference or engine_plugins().get(name)  # last, because it reads every package
     if reference is None:
         raise PlanError(f"the engine {name!r} is in a part of nbtrain that is not installed here")
     module, _, class_name = reference.partition(":")
@@ -50,19 +50,19 @@ def get(name: str) -> Engine:
 
 
 def choose(plan: Plan) -> Engine:
-    """Return the engine that a plan asks for; for 'auto' and 'tpu', what this host has decides.
+    """Return the engine of a plan; for 'auto' and 'tpu', the engine that fits this host.
 
-    Raises `PlanError` where nothing is installed that drives a TPU.
+    Raises `PlanError` if no library for a TPU is installed.
     """
     name, env = plan.engine, {**os.environ, **plan.env}
     if name == "tpu" or (name == "auto" and host_tpu.find(env=env) and host_tpu.is_wanted(env)):
         import torch
 
         name = host_tpu.engine(str(torch.__version__)) or name
-    if name == "auto":  # macOS' own libraries end a forked process that uses them
+    if name == "auto":  # the libraries of macOS abort forked processes
         name = "spawn" if sys.platform == "darwin" and plan.nodes is None else "fork"
     notes: list[Finding] = []
-    if plan.engine == "auto" and name == "fork" and (found := _initialized_for_one(plan, env)):
+    if plan.engine == "auto" and name == "fork" and (found := _explain_inline(plan, env)):
         name, notes = "inline", [found]
     LOGGER.info("the %s engine, since %s was asked for", name, plan.engine)
     if plan.nodes is not None:
@@ -80,17 +80,18 @@ def choose(plan: Plan) -> Engine:
     return engine
 
 
-def _initialized_for_one(plan: Plan, env: Mapping[str, str]) -> Finding | None:
-    """Return a note where one rank is to use a GPU that the kernel has initialised.
+def _explain_inline(plan: Plan, env: Mapping[str, str]) -> Finding | None:
+    """Return a note if one rank uses a GPU that the kernel has initialised, else None.
 
-    It was asked for, or is for the only GPU. No copy of the kernel could use that, and one rank
-    needs none: Accelerate's launcher calls the function, too. None for a plan that the inline
-    engine would refuse.
+    A forked rank could not use that GPU, and a single rank needs no process of its own:
+    Accelerate's launcher also calls the function in the kernel. Returns None for a plan that the
+    inline engine would refuse.
     """
     needs_process = any(
         (plan.timeout, plan.max_restarts, plan.goes_on, plan.scaling, plan.nodes, plan.debug)
     )
-    chooses = any(name.endswith("_VISIBLE_DEVICES") for name in plan.env)  # too late in the kernel
+    # CUDA_VISIBLE_DEVICES has no effect once the kernel has initialised CUDA.
+    chooses = any(name.endswith("_VISIBLE_DEVICES") for name in plan.env)
     if plan.num_processes not in (None, 1) or needs_process or chooses or not plan.sync:
         return None
     names = accelerator_guard.initialized() & {"CUDA", "ROCm", "XPU"}

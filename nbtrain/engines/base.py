@@ -17,17 +17,17 @@ from ..system import gpus, tpu
 from ..tracking.events import Event
 from ..transport.job import Job
 
-CRASHED = 70
-"""Exit code of a rank whose worker itself failed (EX_SOFTWARE)."""
+CRASHED_EXIT_CODE = 70
+"""The exit code of a rank after an error in nbtrain (EX_SOFTWARE)."""
 
 Action = Literal["interrupt", "terminate", "kill"]
 
 SIGNALS: Mapping[Action, signal.Signals] = {
     "interrupt": signal.SIGINT,
     "terminate": signal.SIGTERM,
-    "kill": getattr(signal, "SIGKILL", signal.SIGTERM),  # Windows has one way to end a process
+    "kill": getattr(signal, "SIGKILL", signal.SIGTERM),  # Windows has only SIGTERM
 }
-"""The signal that ranks are sent for each action; it is what they die of, if they do."""
+"""The signal for each action."""
 
 
 @dataclass(frozen=True)
@@ -36,87 +36,88 @@ class Exit:
 
     rank: int
     returncode: int | None
-    """Negative for a signal; None where nobody knows it."""
+    """Negative for a signal; None if unknown."""
     time: float
     cause: str = ""
-    """Why the rank ended, where the engine knows: its node is lost, for example."""
+    """Why the rank ended, if the engine knows, for example that its node was lost."""
     verdict: str = ""
-    """How the end counts ('failed', 'stopped'), where the engine knows."""
+    """The rank's status then ('failed', 'stopped'), if the engine knows."""
     code: str = ""
-    """Of the cause, as `events.Exited` has it."""
+    """The code of the cause, as in `events.Exited`."""
 
 
 class Ranks(ABC):
-    """Ranks that were started, until `close`. Every method may be called at any time."""
+    """Started ranks, until `close`. Every method may be called at any time."""
 
     error: BaseException | None = None
-    """The rank's exception itself, where the rank ran in this very process."""
+    """The rank's exception, if the rank ran in this process."""
 
     @property
     @abstractmethod
     def pids(self) -> dict[int, int]:
-        """The process of each rank that was started, also of those that have ended.
+        """The process of each started rank, including those that have ended.
 
-        Empty as long as something else is waited for.
+        Empty until the ranks start.
         """
 
     @property
     def nodes(self) -> Mapping[int, str]:
-        """The host of each rank that does not run on this one, where its process can be seen."""
+        """The host of each rank whose process is visible but runs on another host."""
         return {}
 
     @property
     @abstractmethod
     def alive(self) -> frozenset[int]:
-        """The ranks whose end has not been returned by `wait` yet."""
+        """The ranks whose end `wait` has not returned yet."""
 
     @abstractmethod
     def wait(self, timeout: float) -> list[Exit]:
         """Return the ranks that ended since the last call; wait up to `timeout` s for one."""
 
     def news(self) -> list[Event]:
-        """Return what happened to the run since the last call, other than the end of a rank."""
+        """Return the events of the run since the last call, except the ends of ranks."""
         return []
 
     @abstractmethod
     def signal(self, ranks: Collection[int], action: Action) -> None:
-        """Have `ranks` interrupted (KeyboardInterrupt), or ended with their child processes."""
+        """Interrupt `ranks` (KeyboardInterrupt), or end them with their child processes."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what belongs to the launch; kill ranks that have not ended by then."""
+        """Kill the ranks that have not ended, and release the resources of the launch."""
 
 
 class Engine(ABC):
-    """One way for ranks to come to life, for one launch: resolve, prepare, start, discard.
+    """A way to start ranks, for one launch: `resolve`, `prepare`, `start`, `discard`.
 
-    What others must know of an engine it declares here; nobody else asks for its name.
+    The attributes tell the rest of nbtrain what the engine can do, so that no other code needs to
+    know its name.
     """
 
     name: str
-    """What a run on this engine is called in its manifest and on the board."""
+    """The name in the run's manifest and on the board."""
     forks_kernel = False
-    """Whether ranks inherit this process's state, an accelerator that was initialised included."""
+    """Whether ranks inherit this process's state, including an initialised accelerator."""
     runs_in_kernel = False
-    """Whether the rank is this very process: one rank, no forking, no watching."""
+    """Whether the only rank is this process, so that nothing is forked or watched."""
     ranks_stay = False
-    """Whether the ranks were there before the run, and stay after it."""
+    """Whether the ranks exist before the run and after it."""
     can_stay = False
-    """Whether ranks of this engine may be live: they can connect to the notebook, and wait."""
+    """Whether ranks of this engine can be live ranks, which connect to the notebook and wait."""
     checks_host = True
-    """Whether the ranks use this host's devices and memory, so that preflight looks at them."""
+    """Whether the ranks use this host's devices and memory, so that preflight checks them."""
     tpu_device = ""
-    """torch's name of a TPU, where the engine drives one; else it has GPUs, or the CPU."""
+    """torch's device name of a TPU, or "" for an engine that uses GPUs or the CPU."""
     on_cluster = False
-    """Whether the plan's `address`, `spread`, `resources` and `wait_for_nodes` mean anything."""
+    """Whether `address`, `spread`, `resources` and `wait_for_nodes` have an effect."""
     can_downcast = False
-    """Whether the plan's `downcast_bf16` means anything."""
+    """Whether `downcast_bf16` has an effect."""
 
     notes: Sequence[Finding] = ()
-    """What to mind about the places of the ranks, once they are prepared."""
+    """Notes for the user after `prepare`."""
 
     def check_options(self, plan: Plan) -> None:
-        """Refuse options that mean nothing on this engine. Raises `PlanError`."""
+        """Refuse options that have no effect on this engine. Raises `PlanError`."""
         if plan.downcast_bf16 and not self.can_downcast:
             raise PlanError(
                 "downcast_bf16 is for a TPU with torch_xla; leave it out with this engine"
@@ -128,47 +129,47 @@ class Engine(ABC):
             )
 
     def resolve(self, plan: Plan) -> tuple[Plan, str]:
-        """Replace every 'auto' by what this host offers; return the kind of device, too.
+        """Return the plan with the values of this host for 'auto', and the type of device.
 
-        Raises `PlanError` for what the engine cannot do; nothing was started.
+        Raises `PlanError` if the engine cannot run the plan. Nothing has been started then.
         """
         self.check_options(plan)
         env = {**os.environ, **plan.env}
         if self.tpu_device:
             ranks = tpu.ranks(tpu.find(env=env), plan.num_processes, env, self.name)
-            return self.resolved(plan, ranks), self.tpu_device
+            return self.with_ranks(plan, ranks), self.tpu_device
         count = gpus.gpu_count(env)
         ranks = plan.num_processes or count or gpus.CPU_DEFAULT
-        return self.resolved(plan, ranks), "cuda" if count else "cpu"
+        return self.with_ranks(plan, ranks), "cuda" if count else "cpu"
 
-    def resolved(self, plan: Plan, ranks: int) -> Plan:
-        """Return the plan with this engine, a number of ranks and a precision."""
+    def with_ranks(self, plan: Plan, ranks: int) -> Plan:
+        """Return the plan with this engine, the number of ranks and a precision."""
         precision = plan.mixed_precision or "no"
         return replace(plan, engine=self.name, num_processes=ranks, mixed_precision=precision)
 
     def prepare(self, plan: Plan) -> None:
-        """Do what may still refuse the plan. Raises `PlanError`; nothing was started."""
+        """Do what can fail before the start. Raises `PlanError`. Nothing has been started then."""
         return
 
     def import_ahead(self, job: Job, modules: Sequence[str]) -> Callable[[], bool]:
-        """Begin to import modules once for all ranks, in a process that is not this one.
+        """Start to import modules once for all ranks, in another process.
 
-        Returns what says whether that goes on; the ranks are started after it.
+        Returns a function that tells whether this is still going on; `start` comes after it.
         """
         return lambda: False
 
     def home_address(self, plan: Plan) -> str:
-        """Return the address by which live ranks reach this host; '': they are on it."""
+        """Return this host's address for live ranks; '' if they run on this host."""
         return ""
 
-    def occupied(self) -> contextlib.AbstractContextManager[None]:
-        """Keep the ranks that stay for a task that the cell does not wait for."""
+    def reserve(self) -> contextlib.AbstractContextManager[None]:
+        """Reserve live ranks for a task that the cell does not wait for."""
         return contextlib.nullcontext()
 
     def discard(self) -> None:
-        """Let go of what was prepared, whether it was started or not."""
+        """Release what was prepared, after a start and without one."""
         return
 
     @abstractmethod
     def start(self, job: Job) -> Ranks:
-        """Start every rank. Raises `LaunchError`, leaving none behind."""
+        """Start every rank. Raises `LaunchError`; no rank is running then."""

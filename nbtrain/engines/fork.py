@@ -1,4 +1,4 @@
-"""The fork engine: it forks ranks from the kernel, so they see the notebook's variables."""
+"""The fork engine: it forks ranks from the kernel, so that they have the notebook's variables."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from .process.forking import fork_process, ready_to_fork
 
 
 class ForkEngine(Engine):
-    """Forks one process per rank from the calling thread, which must live as long as they do."""
+    """Forks one process per rank from the calling thread, which must outlive them."""
 
     name = "fork"
     forks_kernel = True
     can_stay = True
 
     def caller(self, job: Job, rank: int) -> Callable[[Task], Any]:
-        """Return what runs the task in a rank."""
+        """Return the function that runs the task in a rank."""
         return task_runner.run_task
 
     def run_rank(self, job: Job, rank: int) -> int:
-        """Be a rank, in its process; return the exit code."""
+        """Run the rank; called in the new process. Returns the exit code."""
         return main.main(job, rank, self.caller(job, rank))
 
     def place(self, job: Job) -> tuple[Job, socket.socket | None]:
-        """Return the job with where its ranks meet, and the socket on which to serve their store.
+        """Return the job with the port of the ranks' store, and the store's listening socket.
 
         Raises `LaunchError`.
         """
@@ -53,10 +53,11 @@ class ForkEngine(Engine):
         return replace(job, port=listener.getsockname()[1]), listener
 
     def start(self, job: Job) -> Ranks:
-        """Fork every rank. Raises `LaunchError`, leaving none behind."""
-        import multiprocessing.synchronize  # noqa: F401  (once, here: tqdm's lock needs it)
+        """Fork every rank. Raises `LaunchError`; no rank is running then."""
+        # Imported here once for all ranks; tqdm's lock needs the first.
+        import multiprocessing.synchronize  # noqa: F401
 
-        import torch  # noqa: F401  (once, here: the ranks share what it costs)
+        import torch  # noqa: F401
 
         fingerprints.factors()
         if compiler := sys.modules.get("torch._dynamo.trace_rules"):
@@ -70,8 +71,8 @@ class ForkEngine(Engine):
                     body = partial(self.run_rank, job, rank)
                     ranks.add(rank, _fork_rank(job, rank, listener, state, body))
             if listener is not None:
-                ranks.meet_at(rendezvous.StoreProcess(listener))
-        except BaseException:  # whatever it was, an interrupt included: no rank stays behind
+                ranks.set_store(rendezvous.StoreProcess(listener))
+        except BaseException:  # including an interrupt: end all ranks
             if listener is not None:
                 listener.close()
             ranks.close()
@@ -84,7 +85,7 @@ def _fork_rank(
 ) -> int:
     log = job.folder.log(rank)
     try:
-        return fork_process(partial(_be_rank, log, listener, state, os.getpid(), body))
+        return fork_process(partial(_run_forked, log, listener, state, os.getpid(), body))
     except OSError as error:
         raise LaunchError(
             f"only {rank} of {job.world_size} processes could be forked ({error.strerror}). "
@@ -93,11 +94,11 @@ def _fork_rank(
         ) from error
 
 
-def _be_rank(
+def _run_forked(
     log: Path, listener: socket.socket | None, state: Any, parent: int, body: Callable[[], int]
 ) -> int:
-    random.setstate(state)  # Python gives every forked process a new one
-    # Frozen objects are never visited by a collection, so the pages they are on stay shared.
+    random.setstate(state)  # Python reseeds it in each fork
+    # Collections do not touch frozen objects, so their memory pages stay shared.
     gc.freeze()
     tracker = kernel_detach.become_rank(log, parent)
     if listener is not None:

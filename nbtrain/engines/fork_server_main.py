@@ -1,6 +1,7 @@
-"""Runs in the process from which the spawn engine forks its ranks: `main`.
+"""Runs the process from which the spawn engine forks its ranks: `main`.
 
-It has one thread and no code of the notebook; see `nbtrain.engines.process.fork_server`.
+The process has one thread and none of the notebook's code; see
+`nbtrain.engines.process.fork_server`.
 """
 
 from __future__ import annotations
@@ -21,39 +22,33 @@ from typing import Any, NoReturn
 
 from ..system import accelerator_guard
 from ..system.files import is_readable
-from . import rendezvous, spawn_main
+from . import limits, rendezvous, spawn_main
 from .process.finish_process import run_to_end
 from .process.forking import fork_process
-from .process.kernel_detach import die_with
-
-IDLE = 1800.0
-"""Seconds without a launch after which the process ends: its memory is better used."""
-
-ADOPTION = 5.0
-"""Seconds in which a rank becomes the kernel's child; it takes less than one millisecond."""
+from .process.kernel_detach import exit_with_parent
 
 
 def main(order: dict[str, Any]) -> NoReturn:
-    """Import what ranks need, then fork them as often as they are asked for."""
+    """Import what ranks need, then fork ranks for each request."""
     run_to_end(lambda: _serve(order))
 
 
 def _serve(order: Mapping[str, Any]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with(order["parent"])
+    exit_with_parent(order["parent"])
     os.chdir("/")
     sys.path[:] = order["installed"]
     connection = socket.socket(fileno=order["socket"])
     connection.set_inheritable(False)
     if plugins := _plugins():
-        _say(connection, unfit=f"torch loads {', '.join(plugins)} by itself")
+        _send_message(connection, unfit=f"torch loads {', '.join(plugins)} by itself")
         return 0
     given = dict(os.environ)
     if used := _import(["torch", *order["modules"]]):
-        _say(connection, unfit=f"what ranks need initialised {', '.join(used)}")
+        _send_message(connection, unfit=f"what ranks need initialised {', '.join(used)}")
         return 0
-    _say(connection, imported=len(sys.modules), files=_files())
-    while is_readable(connection, IDLE):
+    _send_message(connection, imported=len(sys.modules), files=_files())
+    while is_readable(connection, limits.SERVER_IDLE_LIMIT_S):
         request, descriptors = _receive(connection)
         if request is None:
             return 0
@@ -66,27 +61,27 @@ def _serve(order: Mapping[str, Any]) -> int:
 
 
 def _plugins() -> list[str]:
-    """Return what torch loads with it: a device's, which may not be forked once it is loaded."""
+    """Return the device libraries that `import torch` loads; a process with them cannot fork."""
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":
         return []
     return sorted(entry.name for entry in entry_points(group="torch.backends"))
 
 
 def _import(names: Sequence[str]) -> frozenset[str]:
-    """Import modules; return what they have initialised or used: then nothing may be forked."""
+    """Import modules, and return what they initialised, after which the process cannot fork."""
     is_collecting = gc.isenabled()
-    gc.disable()  # nothing that is imported is garbage
+    gc.disable()  # imports leave no garbage
     for name in names:
-        with contextlib.suppress(Exception):  # then each rank finds out by itself
+        with contextlib.suppress(Exception):  # the ranks will raise it
             importlib.import_module(name)
     if is_collecting:
         gc.enable()
-    gc.freeze()  # never visited again: the pages are shared with the ranks
+    gc.freeze()  # so that the memory pages stay shared with the ranks
     return accelerator_guard.initialized() | accelerator_guard.frameworks_in_use()
 
 
 def _files() -> dict[str, str]:
-    """Return where the packages and modules come from that are no part of Python."""
+    """Return the files of the imported packages and modules that do not belong to Python."""
     modules = [(name, module) for name, module in sys.modules.items() if "." not in name]
     specs: dict[str, Any] = {name: getattr(module, "__spec__", None) for name, module in modules}
     names = specs.keys() - sys.stdlib_module_names - {"nbtrain"}
@@ -104,12 +99,12 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int
     return (json.loads(data) if head else None), descriptors
 
 
-def _say(connection: socket.socket, **answer: Any) -> None:
-    with contextlib.suppress(OSError):  # nobody listens any more
+def _send_message(connection: socket.socket, **answer: Any) -> None:
+    with contextlib.suppress(OSError):  # the kernel has ended
         connection.sendall(json.dumps(answer).encode() + b"\n")
 
 
-# Between the server and the ranks
+# In the process between the server and the ranks, and in the ranks
 
 
 def _fork_ranks(
@@ -123,38 +118,40 @@ def _fork_ranks(
     if parcel:
         received["parcel"] = f"/proc/self/fd/{parcel[0]}"
     for number, order in enumerate(request["ranks"]):
-        body = partial(_be_rank, {**order, **received}, number, gate, connection, os.getpid())
+        body = partial(_start_rank, {**order, **received}, number, gate, connection, os.getpid())
         try:
             fork_process(body)
-        except OSError as error:  # else the kernel would wait for the rank
-            _say(connection, unfit=f"only {number} ranks could be forked ({error.strerror})")
+        except OSError as error:  # the kernel waits for the rank
+            _send_message(
+                connection, unfit=f"only {number} ranks could be forked ({error.strerror})"
+            )
             return 1
     return 0
 
 
-def _be_rank(
+def _start_rank(
     order: dict[str, Any], number: int, gate: int, connection: socket.socket, between: int
 ) -> int:
     os.setsid()
-    deadline = time.monotonic() + ADOPTION
+    deadline = time.monotonic() + limits.REPARENT_TIMEOUT_S
     while (parent := os.getppid()) == between and time.monotonic() < deadline:
         time.sleep(0.0002)
     if parent != order["parent"]:
-        _say(connection, unfit="ranks do not become children of this process")
+        _send_message(connection, unfit="ranks do not become children of this process")
         return 1
-    _say(connection, number=number, pid=os.getpid())
+    _send_message(connection, number=number, pid=os.getpid())
     connection.close()
-    if not os.read(gate, 1):  # the launch was given up
+    if not os.read(gate, 1):  # the launch failed
         return 1
     os.close(gate)
-    if order.get("is_store"):  # where the ranks meet, for a process that must not fork itself
-        die_with(order["parent"])
+    if order.get("is_store"):  # the ranks' store, for a kernel that cannot fork it
+        exit_with_parent(order["parent"])
         listener, trouble = order["descriptors"]
-        return rendezvous.be_store(socket.socket(fileno=listener), trouble)
+        return rendezvous.run_store(socket.socket(fileno=listener), trouble)
     _set_streams(order["log"])
     os.environ.clear()
     os.environ.update({**order["set"], **order["environment"]})
-    return spawn_main.be_rank(order)
+    return spawn_main.run_rank(order)
 
 
 def _set_streams(log: str) -> None:

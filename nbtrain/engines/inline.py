@@ -1,7 +1,7 @@
 """The inline engine: it runs one rank in the kernel itself, for a debugger and for tests.
 
-Breakpoints, ``print`` and ``%debug`` work as in any cell. The price is the one the other engines
-exist to avoid: what the function does to the kernel (a device, a seed, a process group) stays.
+Breakpoints, ``print`` and ``%debug`` work as in any cell. But what the function does to the kernel
+(a device, a seed, a process group) stays, which the other engines avoid.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .base import Action, Engine, Exit, Ranks
 
 
 class InlineEngine(Engine):
-    """Runs the task during `start`; there is nothing left to wait for after it."""
+    """Runs the task in `start`, so that the rank has ended when `start` returns."""
 
     name = "inline"
     runs_in_kernel = True
@@ -35,19 +35,19 @@ class InlineEngine(Engine):
         """Refuse options that need a second process. Raises `PlanError`."""
         super().check_options(plan)
         count = plan.num_processes
-        for is_asked, reason in (
+        for is_given, reason in (
             (plan.scaling, "runs one rank, so there is nothing to compare"),
             (plan.max_restarts, "cannot restart a rank, which is the kernel itself"),
             (not plan.sync, "trains the notebook's own models: --no-sync has no effect with it"),
             (plan.goes_on, "runs in the kernel itself, so it cannot run in the background"),
             (count not in (None, 1), f"runs one rank (-n 1), not {count}"),
         ):
-            if is_asked:
+            if is_given:
                 raise PlanError(f"the inline engine {reason}")
 
-    def resolved(self, plan: Plan, ranks: int) -> Plan:
+    def with_ranks(self, plan: Plan, ranks: int) -> Plan:
         """Return the plan with one rank."""
-        return super().resolved(plan, 1)
+        return super().with_ranks(plan, 1)
 
     def start(self, job: Job) -> Ranks:
         """Run the task in this process."""
@@ -62,8 +62,8 @@ class InlineEngine(Engine):
         before, had_accelerator = dict(os.environ), _has_accelerator()
         reporter = api.activate(api.Reporter(writer, 0, 1))
         blocked = accelerator_hooks.block(False)  # this is the training function
-        # The one part of telemetry without which a function fails here that other ranks can run.
-        take_back = offer_tracker() if "tracker" in job.plan.telemetry else None
+        # Without this part of telemetry, a function that runs in other ranks would fail here.
+        remove_tracker = offer_tracker() if "tracker" in job.plan.telemetry else None
         try:
             os.environ.update(rank_environment(job, 0, before))
             own = _with_own_namespace(job)
@@ -71,8 +71,8 @@ class InlineEngine(Engine):
                 join_run_world(job.device, 1)
                 code, error = main.run_and_report(own, 0, writer, task_runner.run_task)
         finally:
-            if take_back is not None:
-                take_back()
+            if remove_tracker is not None:
+                remove_tracker()
             api.activate(reporter)
             accelerator_hooks.block(blocked)
             writer.close()
@@ -81,12 +81,12 @@ class InlineEngine(Engine):
             os.environ.update(before)
             if not had_accelerator:
                 _forget_accelerator()
-            main.leave_process_group()  # after a failure too; preflight saw that none was there
+            main.leave_process_group()  # preflight checked that the kernel had none
         return FinishedRanks(code, error)
 
 
 def _with_own_namespace(job: Job) -> Job:
-    """What the cell assigns stays with the rank here, too."""
+    """Give a cell its own variables, so that its assignments do not reach the notebook."""
     task = job.plan.task
     if not isinstance(task, Cell):
         return job
@@ -100,7 +100,7 @@ def _has_accelerator() -> bool:
 
 
 def _forget_accelerator() -> None:
-    """Clear the state of an Accelerator the rank made, so that the next launch may fork."""
+    """Clear the state of the rank's Accelerator, so that the next launch can fork."""
     state = sys.modules.get("accelerate.state")
     if state is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -108,7 +108,7 @@ def _forget_accelerator() -> None:
 
 
 class FinishedRanks(Ranks):
-    """A rank that is over before anyone asks."""
+    """A rank that has already ended."""
 
     def __init__(self, code: int, error: BaseException | None) -> None:
         self.error = error
@@ -128,7 +128,7 @@ class FinishedRanks(Ranks):
         return [ended] if ended else []
 
     def signal(self, ranks: Collection[int], action: Action) -> None:
-        """Do nothing: the rank is over."""
+        """Do nothing: the rank has ended."""
 
     def close(self) -> None:
-        """Do nothing: nothing belongs to the launch."""
+        """Do nothing."""

@@ -1,11 +1,11 @@
-"""Serves torch's store, where the ranks meet, from a separate process on a loopback port.
+"""Serves torch's store, through which the ranks connect, from a process on a loopback port.
 
-The port is bound before the ranks are started and never let go, so nobody can take it in between;
-it listens on the loopback interface only. Still every process of this host can connect to it, and
-torch's store asks nobody who they are. So it is not served in the kernel: there, a connection that
-sent half a message and fell silent held the launch and the interrupt (30 s), and a value of 1.5 GB
-was the kernel's memory. In its own process it is killed when the run ends, its memory is limited,
-and libuv reads from many at once (in the kernel, that would leave a pair of descriptors for good).
+The port is bound before the ranks start and stays bound, so that no other process can take it. It
+listens on the loopback interface only, but every process of this host can connect, and torch's
+store authenticates no client. So it is not served in the kernel. There, a client that sent half a
+message blocked the launch and the interrupt for 30 s, and a value of 1.5 GB took the kernel's
+memory. The store's own process is killed when the run ends, its memory is limited, and libuv reads
+from many clients at once (in the kernel, libuv would leak two descriptors).
 """
 
 from __future__ import annotations
@@ -24,31 +24,28 @@ from ..errors import LaunchError
 from ..system.files import OUT_OF_DESCRIPTORS
 from ..system.processes import process_identity
 from ..tracking.launch_log import LOGGER
+from . import limits
 from .process import kernel_detach
 from .process.fork_server import ForkServer
 from .process.forking import fork_process, ready_to_fork
 
-_PATIENCE = timedelta(seconds=5)
-"""For the store's own connection to itself, which nobody uses."""
-
-_MEMORY = 1 << 30
-"""Bytes of addresses that the store may have more than the process that it was forked from."""
-
-_LIMIT = "Raise the limit of open files (ulimit -n), or close some."
-_LIMIT_OF_PROCESSES = "Raise the limit of processes (ulimit -u), or free memory."
+_RAISE_FILE_LIMIT = "Raise the limit of open files (ulimit -n), or close some."
+_RAISE_PROCESS_LIMIT = "Raise the limit of processes (ulimit -u), or free memory."
 
 
 def bind(port: int | None, host: str = "127.0.0.1") -> socket.socket:
     """Return a listening socket, on the loopback interface by default.
 
-    Raises `LaunchError` for a port that is taken.
+    Raises `LaunchError` if the port is in use.
     """
     try:
         listener = socket.create_server((host, port or 0), backlog=2048)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         if not port:
-            raise LaunchError(f"no socket could be opened ({reason}). {_LIMIT}") from error
+            raise LaunchError(
+                f"no socket could be opened ({reason}). {_RAISE_FILE_LIMIT}"
+            ) from error
         raise LaunchError(
             f"port {port} cannot be used on this host ({reason}). "
             "Leave use_port out: nbtrain then takes a free one."
@@ -58,11 +55,11 @@ def bind(port: int | None, host: str = "127.0.0.1") -> socket.socket:
 
 
 class StoreProcess:
-    """A process that serves the store on a listening socket, which it takes over, until `close`.
+    """A process that serves the store on a listening socket, which it owns, until `close`.
 
-    It is forked from this process, or from a `server` that has imported torch; where nothing
-    `forks`, this process serves it. Raises `LaunchError` where it cannot be started, and the
-    server's own error. Ranks may connect at once: the socket listens.
+    The process is forked from this one, or from a `server` that has imported torch. Without
+    `forks`, this process serves the store. Raises `LaunchError` if that fails, or the server's
+    error. Ranks may connect at once, because the socket listens already.
     """
 
     def __init__(
@@ -71,7 +68,7 @@ class StoreProcess:
         self.pid: int | None = None
         self._served: Any = None
         self._trouble = -1
-        # On other systems, a forked process may not call into system libraries.
+        # On other systems, forked processes must not call system libraries.
         if not forks or sys.platform != "linux":
             self._served = serve(listener)
             return
@@ -80,7 +77,9 @@ class StoreProcess:
             with listener, ready_to_fork():
                 self._trouble, writer = os.pipe()
                 if server is None:
-                    self.pid = fork_process(partial(_be_store, listener, os.getpid(), writer))
+                    self.pid = fork_process(
+                        partial(_run_forked_store, listener, os.getpid(), writer)
+                    )
                 else:
                     order = {"parent": os.getpid(), "is_store": True}
                     with server.fork([order], [listener.fileno(), writer]) as (self.pid,):
@@ -88,10 +87,10 @@ class StoreProcess:
             LOGGER.info("process %d serves the store", self.pid)
         except OSError as error:
             self.close()
-            limit = _LIMIT if error.errno in OUT_OF_DESCRIPTORS else _LIMIT_OF_PROCESSES
+            limit = _RAISE_FILE_LIMIT if error.errno in OUT_OF_DESCRIPTORS else _RAISE_PROCESS_LIMIT
             reason = f"no process could be forked to serve the ranks' store ({error.strerror})"
             raise LaunchError(f"{reason}. {limit}") from error
-        except BaseException:  # an interrupt: nobody would have it to close it
+        except BaseException:  # an interrupt: the caller never gets it, so close it here
             self.close()
             raise
         finally:
@@ -99,7 +98,7 @@ class StoreProcess:
                 os.close(writer)
 
     def trouble(self) -> str:
-        """Return why the process has ended by itself; "" while it serves. It never blocks."""
+        """Return why the process has ended, or "" if it still serves. Never blocks."""
         if self.pid is None or not self._has_ended():
             return ""
         with open(os.dup(self._trouble), "rb") as file:
@@ -110,11 +109,11 @@ class StoreProcess:
         assert self.pid is not None
         try:
             return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:  # reaped elsewhere: SIGCHLD is ignored
+        except ChildProcessError:  # reaped elsewhere, or SIGCHLD is ignored
             return process_identity(self.pid) is None
 
     def close(self) -> None:
-        """End the process, and give its port back. May be repeated."""
+        """End the process, which frees the port. May be repeated."""
         self._served = None
         descriptor, self._trouble = self._trouble, -1
         if descriptor >= 0:
@@ -126,19 +125,19 @@ class StoreProcess:
                 os.waitpid(pid, 0)
 
 
-def _be_store(listener: socket.socket, parent: int, trouble: int) -> int:
-    kernel_detach.leave_all_but(listener.fileno(), parent)
-    return be_store(listener, trouble)
+def _run_forked_store(listener: socket.socket, parent: int, trouble: int) -> int:
+    kernel_detach.keep_only(listener.fileno(), parent)
+    return run_store(listener, trouble)
 
 
-def be_store(listener: socket.socket, trouble: int) -> int:
-    """Serve the store until this process is killed; write why it could not to `trouble`."""
+def run_store(listener: socket.socket, trouble: int) -> int:
+    """Serve the store until this process is killed. An error is written to `trouble`."""
     try:
         _limit_memory()
         store = serve(listener)
         while store is not None:
             signal.pause()
-    except Exception as error:  # whatever torch raises: nobody else can report it
+    except Exception as error:  # torch may raise anything
         os.write(trouble, str(error).encode()[:500])
     return 1
 
@@ -148,39 +147,36 @@ def _limit_memory() -> None:
 
     with open("/proc/self/statm") as file:
         size = int(file.read().split()[0]) * resource.getpagesize()
-    stack = resource.getrlimit(resource.RLIMIT_STACK)[0]  # of each of the store's threads
-    most = size + _MEMORY + (0 if stack == resource.RLIM_INFINITY else 4 * stack)
-    with contextlib.suppress(ValueError, OSError):  # less is allowed already
+    stack = resource.getrlimit(resource.RLIMIT_STACK)[0]  # of each thread of the store
+    most = (
+        size + limits.MAX_STORE_GROWTH_BYTES + (0 if stack == resource.RLIM_INFINITY else 4 * stack)
+    )
+    with contextlib.suppress(ValueError, OSError):  # the limit is lower already
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def serve(listener: socket.socket) -> Any:
-    """Serve the store in this process, until the returned object is dropped.
+    """Serve the store in this process until the returned object is deleted.
 
-    It takes `listener` over. Raises `LaunchError` where it cannot: it takes a few descriptors.
+    The store owns `listener` then. Raises `LaunchError`, for example without file descriptors.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     host, port = listener.getsockname()[:2]
-    # torch connects to it itself; with IPv6 switched off, not even to "::", on which it may listen.
+    # torch connects to its own store. Without IPv6 it cannot connect to "::", although it can
+    # listen.
     host = {"::": "localhost", "0.0.0.0": "127.0.0.1"}.get(host, host)
-    store = partial(
-        TCPStore,
-        host,
-        port,
-        is_master=True,
-        timeout=_PATIENCE,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
     try:
-        try:
-            return store(use_libuv=True)
-        except RuntimeError as error:
-            if "listen fd" not in str(error):  # below torch 2.7, libuv opens its own socket only
-                raise
-            return store(use_libuv=False)
+        return TCPStore(
+            host,
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=limits.STORE_TIMEOUT_S),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+            use_libuv=True,
+        )
     except RuntimeError as error:
         reason = str(error).partition("\n")[0].rstrip(".")
-        limit = _LIMIT_OF_PROCESSES if os.strerror(errno.EAGAIN) in reason else _LIMIT
+        limit = _RAISE_PROCESS_LIMIT if os.strerror(errno.EAGAIN) in reason else _RAISE_FILE_LIMIT
         raise LaunchError(f"the ranks' store could not be served: {reason}. {limit}") from error

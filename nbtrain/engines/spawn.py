@@ -1,8 +1,8 @@
 """The spawn engine: it starts ranks as fresh interpreters, if the kernel cannot be forked.
 
-Ranks get the cell and what it refers to (see `nbtrain.transport.payload`); everything else of the
-notebook is not there. What they import takes seconds: where it can be, they are forked from a clean
-process that has imported it once (`nbtrain.engines.process.fork_server`).
+Ranks get the cell and the objects that it refers to (see `nbtrain.transport.payload`), and nothing
+else of the notebook. Their imports take seconds, so if possible they are forked from a process that
+has imported everything once (`nbtrain.engines.process.fork_server`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .process.children import ChildRanks
 from .process.interpreter import interpreter_command
 
 _READ_AT_IMPORT = ("OMP_NUM_THREADS", "USE_TORCH_XLA")
-"""The variables of a rank, of those that nbtrain sets, that libraries read when they are loaded."""
+"""Variables that nbtrain sets for ranks and that libraries read when they are imported."""
 
 
 class SpawnEngine(Engine):
@@ -44,8 +44,8 @@ class SpawnEngine(Engine):
         self._server: fork_server.ForkServer | None = None
 
     def prepare(self, plan: Plan) -> None:
-        """Pack what the ranks will need. Raises `PlanError` naming what cannot be sent."""
-        if not hasattr(os, "fork"):  # Windows, where ranks could be neither stopped nor watched
+        """Pickle what the ranks need. Raises `PlanError`, which names what cannot be pickled."""
+        if not hasattr(os, "fork"):  # Windows: ranks could not be stopped or watched
             raise PlanError(
                 "this system cannot run ranks as separate processes. "
                 "Use --engine inline (one rank, in the kernel), or Linux or macOS."
@@ -53,17 +53,17 @@ class SpawnEngine(Engine):
         self._parcel = payload.pack(plan)
 
     def discard(self) -> None:
-        """Let go of the parcel; ranks that were started have it."""
+        """Delete the pickle; started ranks keep their copy."""
         if self._parcel is not None:
             self._parcel.close()
 
     def import_ahead(self, job: Job, modules: Sequence[str]) -> Callable[[], bool]:
-        """Have modules imported once for all ranks, in a process from which they are forked."""
+        """Start a process that imports modules once, and from which the ranks are forked."""
         self._server = begin_server(job, modules)
         return self._server.is_importing if self._server is not None else lambda: False
 
     def start(self, job: Job) -> Ranks:
-        """Start every rank. Raises `LaunchError`, leaving none behind."""
+        """Start every rank. Raises `LaunchError`; no rank is running then."""
         if self._parcel is None:
             self.prepare(job.plan)
         assert self._parcel is not None
@@ -73,8 +73,8 @@ class SpawnEngine(Engine):
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             add_ranks(ranks, job, range(job.world_size), self._parcel, self._server)
-            ranks.meet_at(rendezvous.StoreProcess(listener))
-        except BaseException:  # whatever it was, an interrupt included: no rank stays behind
+            ranks.set_store(rendezvous.StoreProcess(listener))
+        except BaseException:  # including an interrupt: end all ranks
             listener.close()
             ranks.close()
             raise
@@ -84,8 +84,8 @@ class SpawnEngine(Engine):
 
 
 def begin_server(job: Job, modules: Sequence[str]) -> fork_server.ForkServer | None:
-    """Return a process that imports modules for a job's ranks; None where there can be none."""
-    inherited = accelerator_guard.without_our_checks(os.environ)
+    """Return a process that imports modules for a job's ranks; None if there cannot be one."""
+    inherited = accelerator_guard.env_without_checks(os.environ)
     own = rank_environment(job, job.world.begin if job.world else 0, inherited)
     given = {n: v for n, v in own.items() if n in job.plan.env or n in _READ_AT_IMPORT}
     return fork_server.begin({**inherited, **given}, modules)
@@ -98,7 +98,7 @@ def add_ranks(
     parcel: payload.PackedPlan,
     server: fork_server.ForkServer | None,
 ) -> None:
-    """Fork ranks from the server, or start an interpreter for each where it cannot.
+    """Fork ranks from the server, or, if that fails, start an interpreter for each.
 
     Raises `LaunchError`.
     """
@@ -116,8 +116,8 @@ def add_ranks(
 
 
 def _forked_order(job: Job, rank: int, parcel: payload.PackedPlan) -> dict[str, Any]:
-    """Return an order with all that an interpreter would have from its start."""
-    inherited = accelerator_guard.without_our_checks(os.environ)
+    """Return an order that also has the environment and the log of a new interpreter."""
+    inherited = accelerator_guard.env_without_checks(os.environ)
     return {
         **_order(job, rank, parcel),
         "environment": {**inherited, **rank_environment(job, rank, inherited)},
@@ -126,8 +126,8 @@ def _forked_order(job: Job, rank: int, parcel: payload.PackedPlan) -> dict[str, 
 
 
 def spawn_rank(job: Job, rank: int, parcel: payload.PackedPlan) -> int:
-    """Start one interpreter; return its process. Raises `LaunchError`."""
-    inherited = accelerator_guard.without_our_checks(os.environ)
+    """Start one interpreter; return its pid. Raises `LaunchError`."""
+    inherited = accelerator_guard.env_without_checks(os.environ)
     begin, ranks = (job.world.begin, job.world.ranks) if job.world else (0, job.world_size)
     log = os.open(job.folder.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
@@ -150,12 +150,12 @@ def spawn_rank(job: Job, rank: int, parcel: payload.PackedPlan) -> int:
         ) from error
     finally:
         os.close(log)
-    process.returncode = 0  # it is reaped by `ChildRanks`, not by subprocess
+    process.returncode = 0  # `ChildRanks` reaps it, not subprocess
     return process.pid
 
 
 def _advice(error: OSError) -> str:
-    """Return what to do when an interpreter could not be started."""
+    """Return the advice for an interpreter that could not be started."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "Ask for fewer ranks, or raise the limit (ulimit -n)."
     if error.errno == errno.EAGAIN:
@@ -168,7 +168,7 @@ def _advice(error: OSError) -> str:
 
 
 def _order(job: Job, rank: int, parcel: payload.PackedPlan) -> dict[str, Any]:
-    """Return all that a rank must know before it can load the parcel."""
+    """Return what a rank needs before it can unpickle the rest."""
     sent = ["world_size", "device", "threads", "port", "attempt", "scratch", "unanswered"]
     sent += ["in_notebook", "keeps_checkpoints"]
     return {

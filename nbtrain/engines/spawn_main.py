@@ -20,24 +20,24 @@ from ..transport.job import Job
 from ..worker import main as worker
 from ..worker.task_runner import failing_plan
 from .process.finish_process import finish_process, run_to_end
-from .process.kernel_detach import die_with, text_stream
+from .process.kernel_detach import exit_with_parent, text_stream
 
 
 def main(order: dict[str, Any]) -> NoReturn:
-    """Load the parcel, be the rank, and end the process."""
-    run_to_end(lambda: be_rank(order))
+    """Run the rank, and end the process."""
+    run_to_end(lambda: run_rank(order))
 
 
-def be_rank(order: dict[str, Any]) -> int:
-    """Load the parcel, and be the rank; return the exit code."""
+def run_rank(order: dict[str, Any]) -> int:
+    """Unpickle the plan and run the rank; return the exit code."""
     folder = RunFolder(Path(order["folder"]))
-    die_with(order["parent"])
+    exit_with_parent(order["parent"])
     clock.follow(order["clock"])
-    _die_when_asked(folder)
+    _exit_at_interrupt(folder)
     sys.stdout = sys.__stdout__ = text_stream(1)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = text_stream(2)  # type: ignore[misc]
     faulthandler.enable(file=2)
-    stack_dumps.register_for_stacks(folder, order["rank"])  # now: an import may hang, too
+    stack_dumps.register_for_stacks(folder, order["rank"])  # before imports, which may hang
     plan, classes = _load(order)
     job = Job(
         plan=plan,
@@ -51,8 +51,8 @@ def be_rank(order: dict[str, Any]) -> int:
     return code
 
 
-def _die_when_asked(folder: RunFolder) -> None:
-    """Until the rank has begun, an interrupt that the launcher sends ends it at once."""
+def _exit_at_interrupt(folder: RunFolder) -> None:
+    """End the process at an interrupt of the launcher, until the rank has started."""
 
     def end(_signum: int, _frame: FrameType | None) -> None:
         if folder.stopping_file.exists():
@@ -64,10 +64,10 @@ def _die_when_asked(folder: RunFolder) -> None:
 
 
 def _load(order: dict[str, Any]) -> tuple[Plan, frozenset[type]]:
-    """Unpack the parcel; what goes wrong in it is the rank's own failure, told as any other."""
+    """Unpickle the plan. If that fails, return a plan that raises the error as the rank's own."""
     try:
         return payload.unpack(order["parcel"])
-    except Exception as error:  # whatever the import of a user's module raises
+    except Exception as error:  # the import of a user's module may raise anything
         place = f"while loading {payload.loading()} in a fresh process"
         return failing_plan(error, place), frozenset()
     finally:

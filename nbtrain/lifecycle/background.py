@@ -58,7 +58,7 @@ def start_in_thread(engine: Engine, job: Job, state: RunState) -> None:
     supervisor = Supervisor(job.folder, state, job.plan, ranks_stay=True)
 
     def watch() -> None:
-        with engine.occupied(), Interrupts(wanted=False) as interrupts:
+        with engine.reserve(), Interrupts(wanted=False) as interrupts:
             run_attempts(engine, job, supervisor, interrupts)
 
     threading.Thread(target=watch, name="nbtrain-background", daemon=True).start()

@@ -196,7 +196,7 @@ def keep_checks_harmless() -> None:
         _has_set_check = True
 
 
-def without_our_checks(environment: Mapping[str, str]) -> dict[str, str]:
+def env_without_checks(environment: Mapping[str, str]) -> dict[str, str]:
     """Return an environment for a rank: without what `keep_checks_harmless` set."""
     return {k: v for k, v in environment.items() if not (_has_set_check and k == _NVML_CHECK)}
 

@@ -229,9 +229,8 @@ def smooth(band: list[Bin]) -> list[tuple[float, float]]:
     share of the steps, and not a number of points, which are dense at the start of a run.
     """
     points = [(each.x, each.mean) for each in band]
-    reach = (
-        (points[-1][0] - points[0][0]) / 36 or 1.0 if points else 1.0
-    )  # a NaN loss has no points
+    # A loss that is always NaN has no points.
+    reach = (points[-1][0] - points[0][0]) / 36 or 1.0 if points else 1.0
     return _average_forwards(_average_forwards(points, reach)[::-1], reach)[::-1]
 
 

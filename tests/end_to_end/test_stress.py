@@ -213,8 +213,8 @@ def test_running_out_of_processes_names_how_many_started_and_leaves_none(
 LATE_LIMIT = """
 import os, pathlib, psutil, sys, time, nbtrain
 from nbtrain.engines import rendezvous
-from nbtrain.engines.process import fork_server
-fork_server.PATIENCE = 1000.0  # nobody waits for a rank that could not be forked
+from nbtrain.engines import limits
+limits.FORK_TIMEOUT_S = 1000.0  # nobody waits for a rank that could not be forked
 limit = pathlib.Path(sys.argv[1]) / "pids.max"
 engine, allowed, where = sys.argv[2:]
 bind = rendezvous.bind

@@ -1,4 +1,4 @@
-"""Waits for ranks that are child processes of this one, signals them and reaps them."""
+"""Waits for, signals and reaps ranks that are child processes of this process."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from collections.abc import Collection
 from typing import Protocol
 
 from ...tracking import clock
+from .. import limits
 from ..base import SIGNALS, Action, Exit, Ranks
 from .orphan_reaper import signal_sessions, write_ledger
 
 
 class Store(Protocol):
-    """Where ranks meet; perhaps a process that leads a session, as they do."""
+    """The ranks' store; its process, if it has one, leads a session as the ranks do."""
 
     pid: int | None
 
@@ -25,7 +26,7 @@ class Store(Protocol):
 
 
 class ChildRanks(Ranks):
-    """The processes of the ranks. Each leads a session of its own, its children included."""
+    """The processes of the ranks. Each leads a session, which includes its child processes."""
 
     def __init__(self, scratch: str = "") -> None:
         self._store: Store | None = None
@@ -33,7 +34,7 @@ class ChildRanks(Ranks):
         self._scratch = scratch
         self._is_new = False
         self._pids: dict[int, int] = {}
-        self._watched: dict[int, int] = {}  # rank -> pidfd, or -1 where there are none
+        self._watched: dict[int, int] = {}  # by rank: a pidfd, or -1 without pidfds
 
     def add(self, rank: int, pid: int) -> None:
         """Watch a process that was just started."""
@@ -41,8 +42,8 @@ class ChildRanks(Ranks):
         self._watched[rank] = _open_pidfd(pid)
         self._is_new = True
 
-    def meet_at(self, store: Store) -> None:
-        """Close the store in which the ranks meet when they are closed."""
+    def set_store(self, store: Store) -> None:
+        """Watch the ranks' store, and close it with the ranks."""
         self._store = store
         self._is_new = True
 
@@ -64,7 +65,7 @@ class ChildRanks(Ranks):
 
     def wait(self, timeout: float) -> list[Exit]:
         """Return the ranks that ended; see `Ranks.wait`."""
-        if self._is_new:  # once for all: each file takes a millisecond, while ranks begin
+        if self._is_new:  # once for all ranks: a write takes 1 ms, and delays their start
             self._write_ledger()
         poller = select.poll()
         for pidfd in self._watched.values():
@@ -75,7 +76,8 @@ class ChildRanks(Ranks):
             poller.poll(1000 * (min(timeout, 0.02) if is_polling else timeout))
         if self._store is not None and not self._cause and (trouble := self._store.trouble()):
             self._cause = trouble
-            self.signal(self.alive, "kill")  # they would wait for it, for torch's 30 minutes
+            # Otherwise they would wait for torch's timeout of 30 minutes.
+            self.signal(self.alive, "kill")
         ended = [self._reap(rank) for rank in tuple(self._watched)]
         exits = [rank_exit for rank_exit in ended if rank_exit is not None]
         if exits:
@@ -85,11 +87,12 @@ class ChildRanks(Ranks):
     def _reap(self, rank: int) -> Exit | None:
         pid = self._pids[rank]
         code: int | None = None
-        with contextlib.suppress(ChildProcessError):  # reaped elsewhere: SIGCHLD ignored, os.wait
+        # It may be reaped elsewhere, by os.wait, or SIGCHLD may be ignored.
+        with contextlib.suppress(ChildProcessError):
             if hasattr(os, "waitid"):
                 if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                     return None
-                # Before it is reaped, while no other process can have its number: end what it left.
+                # End its session before it is reaped: after that, another process may get its pid.
                 signal_sessions([pid], signal.SIGKILL)
             reaped, status = os.waitpid(pid, os.WNOHANG)
             if not reaped:
@@ -101,9 +104,9 @@ class ChildRanks(Ranks):
         return Exit(rank, code, clock.now(), self._cause)
 
     def signal(self, ranks: Collection[int], action: Action) -> None:
-        """Send ranks a signal, and except for an interrupt their child processes, too.
+        """Send ranks a signal; except for an interrupt, send it to their child processes, too.
 
-        A DataLoader worker does not know what an interrupt means.
+        A DataLoader worker cannot handle an interrupt.
         """
         leaders = [self._pids[rank] for rank in self.alive.intersection(ranks)]
         if action != "interrupt":
@@ -114,23 +117,23 @@ class ChildRanks(Ranks):
                 os.kill(pid, SIGNALS[action])
 
     def close(self) -> None:
-        """Kill and reap whatever is left, and give the store's port back."""
+        """Kill and reap the ranks that are left, and close the store."""
         self.signal(self.alive, "kill")
-        deadline = time.monotonic() + 1
+        deadline = time.monotonic() + limits.CLOSE_TIMEOUT_S
         while self._watched and time.monotonic() < deadline:
             self.wait(0.1)
-        for pidfd in self._watched.values():  # SIGKILL does not reach them: a driver, a file system
+        for pidfd in self._watched.values():  # a driver or file system blocks SIGKILL
             if pidfd >= 0:
                 os.close(pidfd)
         self._watched.clear()
         if self._store is not None:
             store, self._store = self._store, None
-            self._write_ledger()  # before another process can have its number
+            self._write_ledger()  # before another process can get its pid
             store.close()
 
 
 def _open_pidfd(pid: int) -> int:
     try:
         return os.pidfd_open(pid)
-    except (AttributeError, OSError):  # not Linux ≥ 5.3; out of descriptors
+    except (AttributeError, OSError):  # before Linux 5.3, or out of descriptors
         return -1

@@ -1,4 +1,4 @@
-"""Ends the process of a rank as an ordinary interpreter would, but does not free its memory."""
+"""Ends the process of a rank like an interpreter at its exit, but does not free its memory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from ...worker.thread_joining import join_threads
-from ..base import CRASHED
+from .. import limits
+from ..base import CRASHED_EXIT_CODE
 
 
 def finish_process(inherited_tracker: int | None = None) -> None:
-    """Do what an ordinary interpreter does at its end, but free no memory.
+    """Do what an interpreter does at its exit, but free no memory.
 
-    `inherited_tracker` is the process of a resource tracker that belongs to the launcher.
+    `inherited_tracker` is the pid of the launcher's resource tracker, which must not be stopped.
     """
     steps: tuple[Callable[[], object], ...] = (
         join_threads,
@@ -33,17 +34,17 @@ def finish_process(inherited_tracker: int | None = None) -> None:
     for step in steps:
         try:
             step()
-        except BaseException:  # of any kind: the steps after it must run all the same
+        except BaseException:  # the later steps must run after any error
             with contextlib.suppress(Exception):  # a full disk
                 traceback.print_exc()
 
 
 def run_to_end(body: Callable[[], int]) -> NoReturn:
-    """End the process with the exit code that `body` returns; nothing may return behind it."""
-    code = CRASHED
+    """Run `body`, and end the process with the exit code that it returns."""
+    code = CRASHED_EXIT_CODE
     try:
         code = body()
-    except BaseException:  # there is nothing left to return to
+    except BaseException:  # there is no caller to return to
         with contextlib.suppress(BaseException):
             traceback.print_exc()
     finally:
@@ -51,7 +52,7 @@ def run_to_end(body: Callable[[], int]) -> NoReturn:
 
 
 def _leave_multiprocessing() -> None:
-    """End the rank's own helper processes, as `multiprocessing` does at exit."""
+    """End the rank's helper processes, as `multiprocessing` does at exit."""
     if "multiprocessing.util" in sys.modules:
         from multiprocessing import util
 
@@ -59,21 +60,22 @@ def _leave_multiprocessing() -> None:
 
 
 def _flush_files() -> None:
-    """Flush the rank's own open files; the kernel's are frozen, and so not listed."""
+    """Flush the rank's open files. Those of the kernel are frozen, so `gc` does not list them."""
     sys.stdout.flush()
     sys.stderr.flush()
     kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
-    # type(o), not isinstance: that asks the object, and a proxy may answer with an exception.
+    # Not isinstance, which calls `__class__` of a proxy, and that may raise.
     for file in [o for o in gc.get_objects() if issubclass(type(o), kinds)]:
-        with contextlib.suppress(Exception):  # closed, detached, over a user's own raw stream
-            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # the reader of a pipe may not read
+        with contextlib.suppress(Exception):  # closed, detached, or a raw stream of the user
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a pipe may block
                 file.flush()
 
 
-def _stop_resource_tracker(inherited: int | None, patience: float = 1.0) -> None:
-    """Let multiprocessing's tracker free shared memory, if this rank started one of its own.
+def _stop_resource_tracker(inherited: int | None) -> None:
+    """Wait until multiprocessing's tracker frees shared memory, if this rank started the tracker.
 
-    It does so once its pipe is closed everywhere, but a child that holds the pipe gets no time.
+    The tracker does so when all ends of its pipe are closed. A child that keeps one open is not
+    waited for.
     """
     module = sys.modules.get("multiprocessing.resource_tracker")
     tracker = getattr(module, "_resource_tracker", None)
@@ -82,6 +84,6 @@ def _stop_resource_tracker(inherited: int | None, patience: float = 1.0) -> None
         return
     with contextlib.suppress(OSError):
         os.close(pipe)
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + limits.CLOSE_TIMEOUT_S
         while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
             time.sleep(0.005)

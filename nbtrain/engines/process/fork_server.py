@@ -1,13 +1,13 @@
 """Keeps a clean process to fork ranks from, for a kernel that cannot be forked.
 
-A fresh interpreter imports torch and all that a training needs: seconds of CPU in each rank of each
-launch. This process imports it once. It holds nothing of the notebook, touches no accelerator, and
-is kept for later launches, until variables that these libraries read, installed packages or limits
-change.
+A fresh interpreter imports torch and everything else that a training needs, which takes seconds of
+CPU time in each rank of each launch. The fork server imports it once. It has no objects of the
+notebook and touches no accelerator. It is kept for later launches until environment variables that
+these libraries read, installed packages or limits change.
 
-The ranks are the kernel's own children all the same. A process between the two forks them and
-ends, and Linux gives orphans to the nearest ancestor that asks for them. So they are watched,
-signalled and reaped as any, and need the server no more.
+The ranks still become children of the kernel. A process in the middle forks them and exits, and
+Linux gives the orphans to the nearest ancestor that is a subreaper. So they are watched, signalled
+and reaped like other ranks, and no longer need the server.
 """
 
 from __future__ import annotations
@@ -30,13 +30,8 @@ from typing import Any
 from ...system.files import is_readable
 from ...system.source_files import is_library
 from ...tracking.launch_log import LOGGER
+from .. import limits
 from .interpreter import interpreter_command
-
-PATIENCE = 15.0
-"""Seconds that the server has to fork all ranks; one second of them on a very busy machine."""
-
-FAILURES = 2
-"""Servers that did not do what they should before this process starts no other."""
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 
@@ -47,32 +42,32 @@ _READ_AT_IMPORT = (
     *("KMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_", "DNNL_", "ONEDNN_", "LD_", "LC_", "LANG"),
     *("TZ", "MALLOC_", "GLIBC_", "PYTHON", "HOME", "TMP", "XDG_", "PATH"),
 )
-"""How the environment variables begin that torch, Accelerate, transformers and the native libraries
-read when they are loaded. Every rank gets all variables as they are at its launch."""
+"""The first letters of environment variables that torch, Accelerate, transformers and native
+libraries read during import. Every rank gets all variables as they are at its launch."""
 
 _STATUS = ("Umask", "Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp", "Cpus_", "Mems_")
-"""How the lines begin in which /proc describes what a new process inherits."""
+"""The first letters of the lines of /proc that show what a new process inherits."""
 
 
 class ServerError(Exception):
-    """The server forked no ranks: fresh interpreters must do."""
+    """The server could not fork the ranks, so fresh interpreters are needed."""
 
 
 class ForkServer:
-    """The server, until `close`. It ends with this process."""
+    """The server process, until `close`. It exits with this process."""
 
     def __init__(
         self, environment: Mapping[str, str], modules: Sequence[str], facts: object
     ) -> None:
         self.facts = facts
-        """What it was started with, as `begin` compares it."""
+        """What it was started with, for `begin` to compare."""
         self._trouble = ""
-        self._answers = b""
+        self._replies = b""
         self._importing = True
         here, there = socket.socketpair()
         order = {
             "path": sys.path,
-            "installed": installed(sys.path),
+            "installed": installed_folders(sys.path),
             "parent": os.getpid(),
             "socket": there.fileno(),
             "modules": list(modules),
@@ -86,9 +81,9 @@ class ForkServer:
                 stderr=subprocess.DEVNULL,
                 env=dict(environment),
                 pass_fds=[there.fileno()],
-                start_new_session=True,  # an interrupt of the kernel is not for it
+                start_new_session=True,  # it must not get the kernel's interrupts
             )
-        except BaseException:  # an interrupt too: nobody else would close it
+        except BaseException:  # including an interrupt: the caller never gets it
             here.close()
             raise
         finally:
@@ -103,27 +98,27 @@ class ForkServer:
         return self._process.pid
 
     def is_importing(self) -> bool:
-        """Whether it is busy with imports; False, too, once it has ended."""
+        """Whether it is still importing; False after its end, too."""
         with contextlib.suppress(ServerError):
             while self._importing:
-                has_answer = b"\n" in self._answers
-                if not has_answer and not is_readable(self._socket):
+                has_reply = b"\n" in self._replies
+                if not has_reply and not is_readable(self._socket):
                     return True
-                self._take(self._answer())
+                self._handle_reply(self._read_reply())
         return False
 
     def has_ended(self) -> bool:
-        """Whether it has ended, by itself or by somebody's hand."""
+        """Whether the process has ended."""
         return self._process.poll() is not None
 
     @contextlib.contextmanager
     def fork(
         self, orders: Sequence[Mapping[str, Any]], files: Sequence[int]
     ) -> Iterator[list[int]]:
-        """Fork a rank for each order; yield their processes, which begin when the body has ended.
+        """Fork a rank for each order; yield their pids. The ranks start after the body.
 
-        They get copies of the descriptors in `files`. Raises `ServerError` where they cannot be
-        forked; nothing is left of them then, nor if the body raises.
+        They get copies of the descriptors in `files`. If forking fails (`ServerError`), or the body
+        raises, no rank is left.
         """
         if self._trouble:
             raise ServerError(self._trouble)
@@ -131,18 +126,18 @@ class ForkServer:
         gate, opener = os.pipe()
         place = os.open(".", getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY)
         try:
-            with _adopting():
+            with _subreaper():
                 request = {"path": sys.path, "ranks": list(orders), "parent": os.getpid()}
                 self._send(request, [place, gate, *files])
-                deadline = time.monotonic() + PATIENCE
+                deadline = time.monotonic() + limits.FORK_TIMEOUT_S
                 while len(pids) < len(orders):
-                    answer = self._answer(deadline)
-                    if "pid" in answer:
-                        pids[answer["number"]] = answer["pid"]
-                    self._take(answer)
+                    reply = self._read_reply(deadline)
+                    if "pid" in reply:
+                        pids[reply["number"]] = reply["pid"]
+                    self._handle_reply(reply)
             yield [pids[number] for number in range(len(orders))]
             os.write(opener, b"." * len(orders))
-        except BaseException:  # whatever it was, an interrupt included: none is left
+        except BaseException:  # including an interrupt: end all ranks
             self.close()
             for pid in pids.values():
                 with contextlib.suppress(OSError):
@@ -156,48 +151,48 @@ class ForkServer:
     def _send(self, request: Mapping[str, Any], files: Sequence[int] = ()) -> None:
         data = json.dumps(request).encode()
         try:
-            self._socket.settimeout(PATIENCE)
+            self._socket.settimeout(limits.FORK_TIMEOUT_S)
             socket.send_fds(self._socket, [len(data).to_bytes(8, "big")], files)
             self._socket.sendall(data)
         except OSError as error:
             reason = self._trouble or f"it cannot be asked ({error.strerror or error})"
             raise ServerError(reason) from error
 
-    def _answer(self, deadline: float = 0.0) -> dict[str, Any]:
-        """Return the next answer, a line of JSON. Raises `ServerError` without one."""
-        while b"\n" not in self._answers:
+    def _read_reply(self, deadline: float = 0.0) -> dict[str, Any]:
+        """Return the next reply, a line of JSON. Raises `ServerError` if there is none."""
+        while b"\n" not in self._replies:
             try:
                 self._socket.settimeout(max(0.1, deadline - time.monotonic()))
                 data = self._socket.recv(1 << 16)
             except OSError as error:
                 self._importing = False
-                raise ServerError(f"it does not answer ({error.strerror or error})") from error
+                raise ServerError(f"it does not reply ({error.strerror or error})") from error
             if not data:
                 self._importing = False
                 raise ServerError("it has ended")
-            self._answers += data
-        line, _, self._answers = self._answers.partition(b"\n")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+            self._replies += data
+        line, _, self._replies = self._replies.partition(b"\n")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
 
-    def _take(self, answer: Mapping[str, Any]) -> None:
-        if "unfit" in answer:
-            self._importing, self._trouble = False, answer["unfit"]
+    def _handle_reply(self, reply: Mapping[str, Any]) -> None:
+        if "unfit" in reply:
+            self._importing, self._trouble = False, reply["unfit"]
             raise ServerError(self._trouble)
-        if "imported" in answer:
+        if "imported" in reply:
             self._importing = False
-            if others := [n for n, file in answer["files"].items() if file != _file_of(n, file)]:
+            if others := [n for n, file in reply["files"].items() if file != _file_of(n, file)]:
                 self._trouble = f"this process has {', '.join(others)} from another place"
                 raise ServerError(self._trouble)
-            LOGGER.info("process %d has imported %d modules", self.pid, answer["imported"])
+            LOGGER.info("process %d has imported %d modules", self.pid, reply["imported"])
 
     def forget(self) -> None:
-        """In a forked copy of this process: leave the server to the one that started it."""
+        """Close the connection in a fork of this process, which does not own the server."""
         self._socket.close()
         self._process.returncode = 0
 
     def close(self) -> None:
-        """End it. May be repeated."""
+        """End the process. May be repeated."""
         self._socket.close()
         if self._process.poll() is None:
             self._process.kill()
@@ -206,38 +201,38 @@ class ForkServer:
 
 _current: ForkServer | None = None
 _failures = 0
-_minds_forks = False
-_adoption = threading.Lock()
+_has_registered = False
+_subreaper_lock = threading.Lock()
 
 
 def begin(environment: Mapping[str, str], modules: Sequence[str]) -> ForkServer | None:
-    """Return a server that has imported modules, or does so now; None where there can be none.
+    """Return a server that has imported modules or is importing them; None if it cannot be started.
 
-    `environment` is what a fresh interpreter would get, but for what differs by rank and launch.
-    The one that is there is kept if it would import the same.
+    `environment` is that of a fresh interpreter, without what differs by rank and launch. A server
+    that exists is used again if it would import the same.
     """
-    global _current, _minds_forks
-    if sys.platform != "linux" or _failures >= FAILURES:
+    global _current, _has_registered
+    if sys.platform != "linux" or _failures >= limits.MAX_SERVER_FAILURES:
         return None
     try:
         read = {n: v for n, v in environment.items() if n.startswith(_READ_AT_IMPORT)}
-        facts = (read, list(modules), _inherited())
+        facts = (read, list(modules), _inherited_state())
         if _current is not None and (_current.facts != facts or _current.has_ended()):
             end()
         if _current is None:
             _current = ForkServer(environment, modules, facts)
-        if not _minds_forks:
-            _minds_forks = True
+        if not _has_registered:
+            _has_registered = True
             os.register_at_fork(after_in_child=_forget)
             atexit.register(end)
-    except OSError as error:  # out of processes, descriptors: others may be free
+    except OSError as error:  # out of processes or descriptors
         LOGGER.info("no process imports ahead of time: %s", error)
         end()
     return _current
 
 
 def end(reason: str = "") -> None:
-    """End this process's server, if it has one; a `reason` is one to try fewer times again."""
+    """End this process's server, if it has one. With a `reason`, count it as a failure."""
     global _current, _failures
     if reason:
         _failures += 1
@@ -254,22 +249,22 @@ def _forget() -> None:
         _current = None
 
 
-def installed(path: Sequence[str]) -> list[str]:
-    """Return the folders of a module path whose modules are installed: they do not change."""
+def installed_folders(path: Sequence[str]) -> list[str]:
+    """Return the folders of a module path that have installed packages, which do not change."""
     return [folder for folder in path if is_library(os.path.join(folder, ""))]
 
 
-def _inherited() -> tuple[object, ...]:
-    """Return what an interpreter gets of this process and host, but for what ranks get anew."""
+def _inherited_state() -> tuple[object, ...]:
+    """Return what an interpreter inherits from this process and host, and ranks do not set."""
     import resource
 
-    folders = installed(sys.path)
+    folders = installed_folders(sys.path)
     with open("/proc/thread-self/status") as file:
         lines = [line for line in file if line.startswith(_STATUS)]
     limits = [name for name in dir(resource) if name.startswith("RLIMIT_")]
     return (
         sys.executable,
-        # A package that is installed or removed changes the time of its folder.
+        # Installing or removing a package changes the time of its folder.
         [(folder, os.stat(folder).st_mtime_ns) for folder in folders if os.path.isdir(folder)],
         lines,
         [resource.getrlimit(getattr(resource, name)) for name in limits],
@@ -278,7 +273,7 @@ def _inherited() -> tuple[object, ...]:
 
 
 def _file_of(name: str, default: str) -> str:
-    """Return the file that this process has, or would import, as a module; else the default."""
+    """Return the file of a module in this process, or the one it would import, or the default."""
     spec = getattr(sys.modules.get(name), "__spec__", None)
     with contextlib.suppress(ImportError, ValueError):
         spec = spec or importlib.util.find_spec(name)
@@ -286,10 +281,10 @@ def _file_of(name: str, default: str) -> str:
 
 
 @contextlib.contextmanager
-def _adopting() -> Iterator[None]:
-    """Have processes whose parent ends become this one's children, as long as it takes."""
+def _subreaper() -> Iterator[None]:
+    """Make this process the new parent of descendants whose parent exits, during the body."""
     prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
-    with _adoption:
+    with _subreaper_lock:
         prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
         prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         try:

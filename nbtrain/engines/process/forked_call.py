@@ -1,8 +1,8 @@
-"""Calls a function in a forked copy of this process, so that its side effects happen to the copy.
+"""Calls a function in a fork of this process, so that its side effects stay in the fork.
 
-Where there is a GPU, even a backward pass on the CPU looks for it and starts threads, after which
-no rank can be forked (https://github.com/pytorch/pytorch/wiki/Autograd-and-Fork); Adam's step asks
-whether a GPU is recording. The copy sees no GPU, and ends.
+On a host with a GPU, even a backward pass on the CPU initialises CUDA and starts threads, after
+which no rank can be forked (https://github.com/pytorch/pytorch/wiki/Autograd-and-Fork), and so does
+a step of Adam. The fork has no GPU, and exits after the call.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ T = TypeVar("T")
 
 _HIDDEN = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _THREADS = "autograd's threading"
-"""Part of torch's error in a process that was forked after a backward pass beside a GPU."""
+"""Part of torch's error in a process that was forked after a backward pass with a GPU."""
 
 
 def call_in_fork(function: Callable[[], T]) -> T:
-    """Return what a function returns in a forked copy of this process, or raise what it raises.
+    """Call a function in a fork of this process; return its result, or raise its exception.
 
-    The function runs in this process itself if that cannot fork, or has run backward beside a GPU:
-    then there is nothing left to protect.
+    If this process cannot fork, or has already run a backward pass with a GPU, the function is
+    called in this process.
     """
     if not hasattr(os, "fork"):
         return function()
@@ -40,18 +40,18 @@ def call_in_fork(function: Callable[[], T]) -> T:
     with open(reader, "rb") as pipe:
         try:
             with ready_to_fork():
-                child = fork_process(partial(_answer, function, writer, os.getpid()))
+                child = fork_process(partial(_send_result, function, writer, os.getpid()))
         finally:
             os.close(writer)
         try:
-            answer = pipe.read()
-        finally:  # after an interrupt, too
+            reply = pipe.read()
+        finally:  # including an interrupt
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
-    if not answer:
+    if not reply:
         raise PlanError("the process that computes the needed memory died")
-    value, error = pickle.loads(answer)
+    value, error = pickle.loads(reply)
     if error is None:
         return value  # type: ignore[no-any-return]
     if _THREADS in str(error):
@@ -59,19 +59,19 @@ def call_in_fork(function: Callable[[], T]) -> T:
     raise error
 
 
-def _answer(function: Callable[[], Any], writer: int, parent: int) -> int:
+def _send_result(function: Callable[[], Any], writer: int, parent: int) -> int:
     kernel_detach.leave_kernel(Path(os.devnull))
-    kernel_detach.die_with(parent)
+    kernel_detach.exit_with_parent(parent)
     gc.freeze()
     for name in _HIDDEN:
         os.environ[name] = ""
     try:
-        answer = pickle.dumps((function(), None))
-    except Exception as error:  # of any kind: the caller raises it
+        reply = pickle.dumps((function(), None))
+    except Exception as error:  # the caller raises it
         try:
-            answer = pickle.dumps((None, error))
+            reply = pickle.dumps((None, error))
         except Exception:  # an exception that cannot be pickled
-            answer = pickle.dumps((None, PlanError(f"{type(error).__name__}: {error}")))
+            reply = pickle.dumps((None, PlanError(f"{type(error).__name__}: {error}")))
     with open(writer, "wb") as pipe:
-        pipe.write(answer)
+        pipe.write(reply)
     return 0

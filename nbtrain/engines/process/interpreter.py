@@ -9,7 +9,7 @@ from typing import Any
 
 _BOOT = """
 import sys
-sys.path[:] = [p for p in sys.path if p]  # no json.py of the notebook's folder
+sys.path[:] = [p for p in sys.path if p]  # not the json.py of a notebook's folder
 import json
 order = json.loads(sys.argv.pop())
 sys.path[:] = order["path"]
@@ -20,5 +20,5 @@ main(globals().pop("order"))
 
 
 def interpreter_command(module: str, order: Mapping[str, Any]) -> list[str]:
-    """Return the command of a fresh interpreter that calls `main` of a module with an order."""
+    """Return the command of a fresh interpreter that calls a module's `main` with an order."""
     return [sys.executable, "-c", _BOOT.replace("MODULE", module), json.dumps(order)]

@@ -1,9 +1,9 @@
 """Turns a forked child of the notebook's kernel into a rank.
 
-The child is a copy of the kernel: it holds the kernel's sockets, streams, widgets, event loop and
-exit handlers, and Jupyter's signals reach it. Each step below takes one of them away. All that
-is touched of IPython and ipykernel is private or half so; the versions seen are ipykernel 6.17 to
-7.4 and IPython 7.34 to 9.18, and every access tolerates its absence.
+The child is a copy of the kernel: it has the kernel's sockets, streams, widgets, event loop and
+exit handlers, and it gets Jupyter's signals. Each step below removes one of these. Most of the
+names of IPython and ipykernel that are used are private. They were seen in ipykernel 6.17 to 7.4
+and IPython 7.34 to 9.18, and a missing name is tolerated.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _PR_SET_PDEATHSIG = 1
 _keep: list[object] = []
 """Objects of the kernel whose finalizers must not run here: zmq sockets, old streams."""
 
-_LOST = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE}
-"""The errors of writing to a file that are no fault of the code that prints."""
+_IGNORED_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE}
+"""Errors of a file system, which must not reach the code that prints."""
 
 _NO_INPUT = (
     "a rank cannot read what you type. Ask in a separate cell and pass the answer to the "
@@ -42,8 +42,8 @@ _NO_INPUT = (
 
 
 def become_rank(log: Path, parent: int) -> int | None:
-    """Detach this forked process from the kernel by `leave_kernel`; it ends with the kernel."""
-    die_with(parent)
+    """Detach this forked process from the kernel (`leave_kernel`); it exits with the kernel."""
+    exit_with_parent(parent)
     tracker = leave_kernel(log)
     accelerator_guard.restore_checks()
     accelerator_hooks.close()
@@ -51,9 +51,9 @@ def become_rank(log: Path, parent: int) -> int | None:
 
 
 def leave_kernel(log: Path) -> int | None:
-    """Detach this forked process from the kernel; its output goes to `log` from now on.
+    """Detach this forked process from the kernel, and write its output to `log` from now on.
 
-    Returns the process of the kernel's resource tracker, which this one must not stop.
+    Returns the pid of the kernel's resource tracker, which this process must not stop.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -64,29 +64,29 @@ def leave_kernel(log: Path) -> int | None:
     atexit._clear()
     tracker = _forget_children()
     _silence_ipython()
-    asyncio._set_running_loop(None)  # it runs in the parent, not here
-    with contextlib.suppress(Exception):  # a policy of the user's own may refuse
+    asyncio._set_running_loop(None)  # the loop runs in the parent
+    with contextlib.suppress(Exception):  # a policy of the user may raise
         asyncio.set_event_loop(None)
     return tracker
 
 
-def die_with(parent: int) -> None:
-    """Have the system kill this process when its parent, or the thread that forked it, ends."""
+def exit_with_parent(parent: int) -> None:
+    """Let Linux kill this process when its parent, or the thread that forked it, exits."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # the parent ended before the request
+    if os.getppid() != parent:  # the parent exited before the call
         os._exit(1)
 
 
 def _redirect_streams(log: Path) -> None:
-    """Point descriptors 0, 1 and 2, Python's streams and logging's at the rank's own file."""
+    """Redirect descriptors 0, 1 and 2, Python's streams and those of logging to the rank's log."""
     null = os.open(os.devnull, os.O_RDWR)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(null, 0)
     os.dup2(file, 1)
     os.dup2(file, 2)
     old = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__, sys.stdin)
-    for stream in old[:2]:  # ipykernel's own copy, whose reader would wait for this process to end
+    for stream in old[:2]:  # ipykernel's copy: its reader would wait for this process
         copy = getattr(stream, "_original_stdstream_copy", None)
         if type(copy) is int:
             os.dup2(file, copy, inheritable=False)
@@ -96,48 +96,48 @@ def _redirect_streams(log: Path) -> None:
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
     sys.stdout = sys.__stdout__ = text_stream(1)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = text_stream(2)  # type: ignore[misc]
-    _lead_to(old[0], sys.stdout)
-    _lead_to(old[1], sys.stderr)
+    _redirect_stream(old[0], sys.stdout)
+    _redirect_stream(old[1], sys.stderr)
     sys.displayhook = sys.__displayhook__
     sys.excepthook = sys.__excepthook__
     for ref in logging._handlerList:  # type: ignore[attr-defined]  # of all handlers
         handler = ref()
         if isinstance(handler, logging.StreamHandler) and handler.stream in old[:4]:
             handler.stream = sys.stderr if handler.stream in (old[1], old[3]) else sys.stdout
-    # A crash in native code leaves the Python stack of the moment in the log.
+    # A crash in native code writes the Python stack to the log.
     faulthandler.enable(file=2)
 
 
-def _lead_to(old: Any, new: io.TextIOWrapper) -> None:
-    """Make a stream that other code holds (``out = sys.stdout``, a logger) write to the log."""
-    with contextlib.suppress(AttributeError):  # a plain file: its descriptor leads there already
+def _redirect_stream(old: Any, new: io.TextIOWrapper) -> None:
+    """Make a stream that other code refers to (``out = sys.stdout``, a logger) write to the log."""
+    with contextlib.suppress(AttributeError):  # a plain file: its descriptor is redirected
         old.write, old.writelines, old.flush = new.write, new.writelines, new.flush
 
 
 class _Log(io.FileIO):
-    """A rank's log. What does not fit on a full disk is lost: a print never ends a training."""
+    """A rank's log. Text that does not fit on a full disk is lost, so that `print` never raises."""
 
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in _LOST:  # of a pipe that the user put there, for example
+            if error.errno not in _IGNORED_ERRORS:  # for example of a pipe that the user opened
                 raise
             return memoryview(data).nbytes
 
 
 def text_stream(descriptor: int) -> io.TextIOWrapper:
-    """Return a stream that writes each line at once, and never closes its descriptor."""
+    """Return a line-buffered stream that never closes its descriptor."""
     log = io.BufferedWriter(_Log(descriptor, "w", closefd=False))
     return io.TextIOWrapper(log, "utf-8", "backslashreplace", line_buffering=True)
 
 
-def leave_all_but(descriptor: int, parent: int) -> None:
-    """Detach this forked process, which runs none of the notebook's code, from the kernel.
+def keep_only(descriptor: int, parent: int) -> None:
+    """Detach a forked process that runs none of the notebook's code from the kernel.
 
-    Of the kernel's sockets it has only `descriptor`; it prints nothing, and ends with the kernel.
+    It keeps only `descriptor` of the kernel's sockets, prints nothing, and exits with the kernel.
     """
-    die_with(parent)
+    exit_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
@@ -150,23 +150,24 @@ def leave_all_but(descriptor: int, parent: int) -> None:
     _close_sockets(descriptor)
 
 
-def _close_sockets(spared: int = -1) -> None:
-    """Close the kernel's connections, pollers and wake-ups.
+def _close_sockets(kept: int = -1) -> None:
+    """Close the kernel's connections, pollers and wake-ups, except the descriptor `kept`.
 
-    A rank with open copies would hold the kernel's ports after the kernel's end. Their numbers are
-    pointed at /dev/null, not freed: code of the kernel that still writes to one must not hit a
-    file the user opened later. Unnamed socket pairs stay: `multiprocessing.Pipe` is made of them.
+    With open copies, a rank would keep the kernel's ports in use after the kernel's end. The
+    descriptors are redirected to /dev/null and not freed: code of the kernel that still writes to
+    one must not write into a file that the user opened later. Unnamed socket pairs stay open,
+    because `multiprocessing.Pipe` uses them.
     """
     null = os.open(os.devnull, os.O_RDWR)
     with contextlib.suppress(OSError):
         for entry in os.listdir("/proc/self/fd"):
             descriptor = int(entry)
-            if descriptor not in (0, 1, 2, spared) and _belongs_to_the_kernel(descriptor):
+            if descriptor not in (0, 1, 2, kept) and _is_kernel_descriptor(descriptor):
                 os.dup2(null, descriptor, inheritable=False)
     os.close(null)
 
 
-def _belongs_to_the_kernel(descriptor: int) -> bool:
+def _is_kernel_descriptor(descriptor: int) -> bool:
     try:
         target = os.readlink(f"/proc/self/fd/{descriptor}")
         if target in ("anon_inode:[eventpoll]", "anon_inode:[eventfd]"):
@@ -181,7 +182,7 @@ def _belongs_to_the_kernel(descriptor: int) -> bool:
 
 
 def _forget_children() -> int | None:
-    """Drop the parent's multiprocessing bookkeeping, as `multiprocessing` does in its children."""
+    """Delete multiprocessing's records of the parent's children, as it does in its own children."""
     module = sys.modules.get("multiprocessing.resource_tracker")
     tracker: int | None = getattr(getattr(module, "_resource_tracker", None), "_pid", None)
     if "multiprocessing.util" in sys.modules:
@@ -194,7 +195,7 @@ def _forget_children() -> int | None:
 
 
 def _silence_ipython() -> None:
-    """Turn display into text and stop every message to the front end."""
+    """Print displays as text, and send no messages to the front end."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is None:
@@ -207,22 +208,23 @@ def _silence_ipython() -> None:
         history.enabled = False
     kernel = getattr(shell, "kernel", None)
     if kernel is not None:
-        # Every message of the kernel, comms and widgets included, leaves through its session.
+        # Every message of the kernel, including those of comms and widgets, goes through its
+        # session.
         replace(kernel.session, "send", lambda *_args, **_kwargs: None)
         _refuse_input(kernel)
 
 
 def _refuse_input(kernel: Any) -> None:
-    """Make input(), getpass() and debuggers raise that nobody answers, instead of waiting for ever.
+    """Make input(), getpass() and debuggers raise an error instead of waiting forever.
 
-    ipykernel replaces them by its own `raw_input` and `getpass`, cell by cell.
+    ipykernel replaces them in each cell by its own `raw_input` and `getpass`.
     """
     from IPython.core.error import StdinNotImplementedError
 
     def refuse(*_args: Any, **_kwargs: Any) -> str:
         raise StdinNotImplementedError(_NO_INPUT)
 
-    replace(kernel, "_allow_stdin", False)  # for code that asks in another way
+    replace(kernel, "_allow_stdin", False)  # for other ways to read input
     for owner, name in ((kernel, "raw_input"), (builtins, "input")):
         replace(owner, name, refuse)
     for owner in (kernel, getpass):
@@ -230,7 +232,7 @@ def _refuse_input(kernel: Any) -> None:
 
 
 def _print_text(data: Any = None, *_args: Any, **_kwargs: Any) -> None:
-    """Print the text form of what is displayed; a log can show no more."""
+    """Print the text form of a display, because a log can show only text."""
     text = data.get("text/plain") if isinstance(data, dict) else None
     if text:
         print(text)

@@ -1,11 +1,11 @@
 """Ends the processes that ranks started, also if the launcher was killed.
 
-A rank leads a session, and what it starts belongs to that. One helper in it is spared, the
-resource tracker of `multiprocessing`: it ends by itself, and deletes what the ranks left in
-/dev/shm. (torch's shared memory manager, which does the same, has a session of its own.)
+A rank leads a session, which contains all processes that it starts. Only the resource tracker of
+`multiprocessing` is not killed: it exits by itself, and deletes what the ranks left in /dev/shm.
+(torch's shared memory manager does the same, and has its own session.)
 
-Run as a script (with the standard library alone, so that it starts at once), this file waits for
-the end of a launcher that is killed, and cleans up in its place.
+As a script, this file waits for the end of the launcher and cleans up if the launcher was killed.
+It imports only the standard library, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from collections.abc import Collection
 from pathlib import Path
 
 _TRACKER = b"multiprocessing.resource_tracker"
-_ROUNDS = 5
-"""Times that sessions are read again: their processes may fork meanwhile."""
+_MAX_ROUNDS = 5
+"""How often sessions are read, because their processes may fork at the same time."""
 
 _LEDGER = "ranks"
-"""The file in the scratch folder with the processes of the ranks that are not reaped yet."""
+"""The file in the scratch folder with the pids of ranks that are not reaped yet."""
 
-_LOOK = 0.1
-"""Seconds between two looks at the launcher where the system does not report its end."""
+_PARENT_CHECK_INTERVAL_S = 0.1
+"""Between two checks whether the launcher lives, on systems without pidfds."""
 
 
 def signal_sessions(leaders: Collection[int], number: int) -> None:
-    """Signal ranks and all that they started.
+    """Signal ranks and all processes that they started.
 
-    A leader that has ended must not have been reaped: another process could have its number.
+    A leader must not have been reaped, because another process could have its pid.
     """
     for leader in leaders:
         _signal(leader, number)
     seen = set(leaders)
-    for _ in range(_ROUNDS):
+    for _ in range(_MAX_ROUNDS):
         try:
             new = _members(leaders) - seen
-        except OSError:  # no /proc, or no descriptor to read it: then those that left no group
+        except OSError:  # no /proc, or no descriptors: signal the process groups
             for leader in leaders:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(leader, number)
@@ -59,7 +59,7 @@ def _members(leaders: Collection[int]) -> set[int]:
     """Return the processes in the sessions of `leaders`. Raises `OSError` without /proc."""
     members: set[int] = set()
     for name in os.listdir("/proc"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile, or is hidden
+        with contextlib.suppress(OSError):  # it has just ended, or is hidden
             if name.isdecimal() and os.getsid(int(name)) in leaders:
                 members.add(int(name))
     return members
@@ -77,9 +77,9 @@ def _signal(pid: int, number: int) -> None:
 
 
 def write_ledger(scratch: str, leaders: Collection[int]) -> None:
-    """Write which processes lead sessions now: a rank that was reaped does not any more.
+    """Write the pids of the ranks that are not reaped.
 
-    Not by `system.files`: this file must do without nbtrain.
+    It does not use `system.files`, because this file imports nothing of nbtrain.
     """
     with contextlib.suppress(OSError):  # a full disk
         new = Path(scratch, f"{_LEDGER}.new")
@@ -88,10 +88,9 @@ def write_ledger(scratch: str, leaders: Collection[int]) -> None:
 
 
 class OrphanReaper:
-    """Waits beside a launcher, and ends its ranks' processes if the launcher is killed.
+    """A process that ends the ranks' processes and deletes `scratch` if the launcher is killed.
 
-    `scratch` is the folder it deletes then. It is missing where no process can be started: it
-    matters only if the launcher is killed, too.
+    If it cannot be started, the run continues without it.
     """
 
     def __init__(self, scratch: str) -> None:
@@ -102,11 +101,11 @@ class OrphanReaper:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # the signal that ends the kernel's group is not for it
+                start_new_session=True,  # it must not get signals to the kernel's group
             )
 
     def close(self) -> None:
-        """End it: the launcher cleans up itself."""
+        """End the process, because the launcher cleans up itself."""
         if self._process is not None:
             self._process.kill()
             with contextlib.suppress(ChildProcessError):
@@ -114,7 +113,7 @@ class OrphanReaper:
 
 
 def main(launcher: int, scratch: Path) -> None:
-    """Wait for the launcher's end, then kill what its ranks left running and delete `scratch`."""
+    """Wait for the launcher's end, kill the ranks' processes that are left, delete `scratch`."""
     _wait_for_end(launcher)
     leaders: set[int] = set()
     with contextlib.suppress(OSError, ValueError):
@@ -125,8 +124,8 @@ def main(launcher: int, scratch: Path) -> None:
 
 def _wait_for_end(launcher: int) -> None:
     waiting = select.poll()
-    wait: float | None = 1000 * _LOOK
-    with contextlib.suppress(AttributeError, OSError):  # not Linux ≥ 5.3
+    wait: float | None = 1000 * _PARENT_CHECK_INTERVAL_S
+    with contextlib.suppress(AttributeError, OSError):  # before Linux 5.3
         waiting.register(os.pidfd_open(launcher), select.POLLIN)
         wait = None
     while os.getppid() == launcher:

@@ -1,9 +1,8 @@
-"""Replaces pools of threads in a forked child, which has none of its parent's threads.
+"""Resets thread pools in a forked child, which has none of its parent's threads.
 
-A `ThreadPoolExecutor` that was used counts its threads, so in the child it starts none, and what is
-submitted waits for ever. Some outlive their use: a notebook's own, and the one in which
-torch.compile has kernels for the CPU built (`AsyncCompile.pool`, cached for the process; torch 2.13
-makes only its pool of processes anew after a fork).
+A used `ThreadPoolExecutor` counts its threads. So in the child it starts no new ones, and submitted
+work waits forever. Such pools are those of the notebook, and the one in which torch.compile builds
+CPU kernels (`AsyncCompile.pool`; torch 2.13 resets only its pool of processes after a fork).
 """
 
 from __future__ import annotations
@@ -23,35 +22,32 @@ _PARTS: dict[str, Callable[[], object]] = {
     "_idle_semaphore": partial(threading.Semaphore, 0),
     "_shutdown_lock": threading.Lock,
 }
-"""What a pool has of its threads: private, seen in Python 3.10 to 3.13."""
+"""The attributes of a pool that depend on its threads: private, seen in Python 3.10 to 3.13."""
 
 
 def used_pools() -> list[ThreadPoolExecutor]:
-    """Return the pools that have threads; to be asked before a fork, as a child forgets them.
+    """Return the pools that have threads. Call it before a fork, because a child has no threads.
 
-    A thread has a weak reference to its pool among its arguments (private, too). A pool that is
-    not found, or is of another make, is left as it is.
+    A pool is found by the weak reference in the arguments of its threads, which is private, too.
+    Pools of other classes are not changed.
     """
     pools: dict[int, ThreadPoolExecutor] = {}
     for thread in threading.enumerate():
-        arguments = vars(thread).get("_args")  # a class of the user's may call anything so
+        arguments = vars(thread).get("_args")  # a user's class may have another `_args`
         for argument in arguments if type(arguments) is tuple else ():
             pool: Any = argument() if type(argument) is weakref.ref else None
-            if issubclass(type(pool), ThreadPoolExecutor) and _is_usual(pool):
+            if issubclass(type(pool), ThreadPoolExecutor) and _is_standard_pool(pool):
                 pools[id(pool)] = pool
     return list(pools.values())
 
 
-def _is_usual(pool: Any) -> bool:
+def _is_standard_pool(pool: Any) -> bool:
     own = vars(pool)
     return _PARTS.keys() <= own.keys() and type(own["_work_queue"]) is queue.SimpleQueue
 
 
-def renew(pools: Iterable[ThreadPoolExecutor]) -> None:
-    """Have pools begin again, without threads, in a child.
-
-    What waits in them is their parent's: a child that did it, too, would do it twice.
-    """
+def reset_pools(pools: Iterable[ThreadPoolExecutor]) -> None:
+    """Make pools work in a child: without threads, and without the parent's waiting work."""
     for pool in pools:
         for name, make in _PARTS.items():
             setattr(pool, name, make())
@@ -65,7 +61,7 @@ def renew(pools: Iterable[ThreadPoolExecutor]) -> None:
 
 _LOKY = ("joblib.externals.loky.reusable_executor", "loky.reusable_executor")
 """Modules that keep joblib's pool of processes for the next call (joblib 1.5, loky 3.5). A thread
-hands the tasks to these processes, so in a child its next call waited for ever."""
+sends the work to these processes, so in a child the next call would wait forever."""
 
 _kept: list[Any] = []
-"""Pools of the parent's processes: freed in a child, they would end them."""
+"""Pools of the parent's processes. If a child freed one, it would end the processes."""

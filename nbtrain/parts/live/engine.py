@@ -85,7 +85,7 @@ class LiveEngine(Engine):
         if self._parcel is not None:
             self._parcel.close()
 
-    def occupied(self) -> contextlib.AbstractContextManager[None]:
+    def reserve(self) -> contextlib.AbstractContextManager[None]:
         """Keep the ranks for a task that the cell does not wait for."""
         return self._members.occupied()
 

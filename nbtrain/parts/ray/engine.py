@@ -302,7 +302,7 @@ class RayEngine(Engine):
             text = f"{ranks}: {able} of {most} nodes have room."
             self.notes = [Finding("fewer-nodes", text)]
         plan = replace(plan, spread=(least, count), resources=each)
-        return self.resolved(plan, count * per_node), "cuda" if each.get("GPU") else "cpu"
+        return self.with_ranks(plan, count * per_node), "cuda" if each.get("GPU") else "cpu"
 
     def _connect(self, address: str | None, sources: str | None, auth_mode: str) -> list[Node]:
         """Join a cluster, or go on with the driver that did so for the last run.

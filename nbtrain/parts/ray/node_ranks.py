@@ -239,11 +239,11 @@ class NodeRanks:
             fork_server.end(str(error))
             return False
         self._listener.close()
-        self._ranks.meet_at(store)
+        self._ranks.set_store(store)
         return True
 
     def _serve(self) -> None:  # if it raises, the ranks cannot meet: they raise that themselves
-        self._ranks.meet_at(rendezvous.StoreProcess(self._listener, forks=False))
+        self._ranks.set_store(rendezvous.StoreProcess(self._listener, forks=False))
         if self._is_closed:
             self._ranks.close()
 

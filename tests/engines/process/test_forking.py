@@ -1,46 +1,35 @@
-"""Forking beside a pool of OpenMP that cannot be freed, as with the library of torch 2.4 to 2.6."""
+"""Forking beside threads of OpenMP, and forks that the system refuses."""
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 import nbtrain
 from nbtrain.engines.process import forking
-from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 
 @pytest.fixture
-def _pool_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have the calling thread own a pool, in a library that lacks OpenMP 5."""
-    load = ctypes.CDLL
-
-    def load_old(name: Any, *args: Any, **options: Any) -> Any:
-        return SimpleNamespace() if "libgomp" in str(name) else load(name, *args, **options)
-
-    monkeypatch.setattr(ctypes, "CDLL", load_old)
+def _pool() -> Iterator[None]:
+    """Have the calling thread own a pool of OpenMP."""
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     torch.randn(2_000_000).exp().sum()
     yield
-    forking._KEPT_POOLS.clear()
     torch.set_num_threads(threads)
     torch.set_grad_enabled(True)
     torch.set_default_device(None)
 
 
-@pytest.mark.usefixtures("_pool_stays")
+@pytest.mark.usefixtures("_pool")
 def test_ranks_compute_in_parallel_after_the_notebook_did() -> None:
     def train() -> float:
         torch.set_num_threads(2)
@@ -48,10 +37,9 @@ def test_ranks_compute_in_parallel_after_the_notebook_did() -> None:
 
     run = nbtrain.launch(train, num_processes=2, view="none", timeout=60)
     assert run.results == [pytest.approx(2_000_000, rel=1e-3)] * 2
-    wait_until(lambda: not any(t.name == "nbtrain-fork" for t in threading.enumerate()))
 
 
-@pytest.mark.usefixtures("_pool_stays")
+@pytest.mark.usefixtures("_pool")
 def test_a_rank_is_what_the_notebooks_main_thread_was() -> None:
     def train() -> tuple[object, ...]:
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)  # of a main thread only
@@ -67,8 +55,7 @@ def test_a_rank_is_what_the_notebooks_main_thread_was() -> None:
     assert run.value == (True, False, "MainThread", False, "meta")
 
 
-@pytest.mark.usefixtures("_pool_stays")
-def test_a_failed_fork_is_raised_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_fork_is_raised_where_it_was_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> int:
         raise OSError(11, "Resource temporarily unavailable")
 
