@@ -13,10 +13,8 @@ from typing import Any
 
 from ..system import accelerator_hooks
 from .plan import Task
-from .task_values import held, module_of, references
+from .task_values import contained_values, module_of, references
 
-_MRO: Any = type.__dict__["__mro__"]
-_NAME: Any = type.__dict__["__name__"]
 _MADE_FOR_ONE = frozenset(
     f"accelerate.{name}" for name in ("accelerator", "data_loader", "optimizer", "scheduler")
 )
@@ -45,17 +43,18 @@ def made_for_one(task: Task) -> Iterator[AccelerateObject]:
     for reference in references(task) if is_set() else ():
         variable = reference.name.partition(".")[0].partition("[")[0]
         cls = type(reference.value)
-        names = [(module_of(base), str(_NAME.__get__(base))) for base in _MRO.__get__(cls)]
+        names = [(module_of(base), base.__name__) for base in cls.__mro__]
         is_trainer = ("transformers.trainer", "Trainer") in names
         is_for_one = any(m in _MADE_FOR_ONE or n == "AcceleratorState" for m, n in names)
         if variable in variables or not (is_trainer or is_for_one):
             continue
         variables.add(variable)
-        accelerator = held(reference.value).get(".accelerator") if is_trainer else reference.value
+        accelerator = (
+            contained_values(reference.value).get(".accelerator") if is_trainer else reference.value
+        )
         is_accelerator = type(accelerator).__name__ == "Accelerator"
         place = accelerator_hooks.place_of(accelerator) if is_accelerator else ""
-        kind = str(_NAME.__get__(cls))
-        yield AccelerateObject(reference.name, kind, place, is_trainer)
+        yield AccelerateObject(reference.name, cls.__name__, place, is_trainer)
 
 
 def state_holders(task: Task) -> list[Any]:
@@ -64,10 +63,9 @@ def state_holders(task: Task) -> list[Any]:
 
 
 def _shows_state(value: Any) -> bool:
-    classes = _MRO.__get__(type(value))
     return is_shared_state(value) or any(
-        _NAME.__get__(c) == "TrainingArguments" and module_of(c).startswith("transformers.")
-        for c in classes
+        base.__name__ == "TrainingArguments" and module_of(base).startswith("transformers.")
+        for base in type(value).__mro__
     )
 
 

@@ -24,9 +24,8 @@ from typing import Any, Literal, NamedTuple
 from ..system.lost_threads import notebook_threads
 from .plan import Task
 from .task_values import (
-    DEPTH,
     PLAIN,
-    held,
+    contained_values,
     instance_dict,
     is_model,
     module_of,
@@ -148,12 +147,12 @@ def _parts(value: Any) -> Iterator[Any]:
 def _of_data(reference: Any) -> Iterator[tuple[str, Any]]:
     """Yield what the data set of a loader holds: a task's walk does not look into torch's own."""
     name, value = reference.name, reference.value
-    for _ in range(DEPTH):
+    for _ in range(3):
         if not module_of(type(value)).startswith(_DATA) or "dataset" not in vars(value):
             return
         name, value = f"{name}.dataset", vars(value)["dataset"]
         yield name, value
-        yield from ((name + path, part) for path, part in held(value).items())
+        yield from ((name + path, part) for path, part in contained_values(value).items())
 
 
 def _kind(value: Any) -> Kind | None:

@@ -21,6 +21,7 @@ import nbtrain
 from nbtrain.lifecycle.run_info import parameters
 from nbtrain.planning import task_values as tasks
 from nbtrain.planning.cell import read_cell
+from nbtrain.planning.limits import MAX_CONTAINED_VALUES
 from nbtrain.planning.plan import Call, Plan, Task
 from nbtrain.tracking import run_folder
 from nbtrain.transport import payload
@@ -62,13 +63,13 @@ exp = Experiment(model=net, nets={"g": first}, again=net)
 slotted = Slotted()
 slotted.model = net
 config = {"net": net, 3: first, ("a", 1): second}
-models = [net, {"inner": (first, net)}]
+models = [net, {"inner": first}]
 spare = build()
 
 def fit(model, lr=0.1):
     return model
 def fit_all(models):
-    return models[0], models[1]["inner"][0]
+    return models[0], models[1]["inner"]
 def fit_config(config, *rest):
     return config["net"], config[3], config
 def fit_global():
@@ -102,7 +103,7 @@ run_it = exp.run
 OF_EXPERIMENT = {"exp.model": "net", "exp.nets['g']": "first"}
 
 OF_CONFIG = {"config['net']": "net", "config[3]": "first", "config[#2]": "second"}
-OF_MODELS = {"models[0]": "net", "models[1]['inner'][0]": "first"}
+OF_MODELS = {"models[0]": "net", "models[1]['inner']": "first"}
 
 CALLS = {
     "argument": ("Call(fit, (net,))", {"model": "net"}),
@@ -273,9 +274,10 @@ def test_a_large_list_and_a_circle_are_walked_in_bounds(main: dict[str, Any]) ->
     circle.append(circle)
     assert list(tasks.models(Call(len, (circle,)))) == ["argument0[0]"]
     data = [[object() for _ in range(200)] for _ in range(200)]
-    assert len(tasks.references(Call(len, (data, main["net"])))) <= tasks.VALUES
+    found = tasks.references(Call(len, (data, main["net"])))
+    assert len(found) == MAX_CONTAINED_VALUES**2 + MAX_CONTAINED_VALUES + 3  # with what is called
     assert "argument1" in tasks.models(Call(len, (data, main["net"])))
-    assert not tasks.models(Call(len, ([[[[main["net"]]]]],)))
+    assert not tasks.models(Call(len, ([[[main["net"]]]],)))
 
 
 @pytest.mark.parametrize(
@@ -294,9 +296,9 @@ def test_an_import_from_a_lazy_module_is_not_looked_into(monkeypatch: pytest.Mon
     lazy = type("Lazy", (ModuleType,), {})("lazy")
     monkeypatch.setitem(sys.modules, "lazy", lazy)
     exec("NET = 1\ndef use():\n    return NET\nclass Made:\n    pass", vars(lazy))
-    assert not tasks.travels_by_value(lazy.use)
-    assert not tasks.travels_by_value(lazy.Made)
-    assert not tasks.held(lazy)
+    assert not tasks.is_pickled_by_value(lazy.use)
+    assert not tasks.is_pickled_by_value(lazy.Made)
+    assert not tasks.contained_values(lazy)
 
 
 class Proxy:
@@ -454,18 +456,18 @@ def test_a_launch_walks_once_over_what_a_task_refers_to(
     monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
     walks: list[int] = []
-    find = tasks._find
+    find = tasks._find_references
 
     def counted(task: Task) -> list[tasks.Reference]:
         walks.append(os.getpid())
         return find(task)
 
-    monkeypatch.setattr(tasks, "_find", counted)
+    monkeypatch.setattr(tasks, "_find_references", counted)
     assert runs.launch(filled, torch.nn.Linear(2, 2), n=2, engine=engine).results == [3, 3]
     assert walks == [os.getpid()]
-    assert tasks._walked is None
+    assert tasks._kept is None
     if engine == "fork":  # its ranks have the kernel's, until the task begins
-        seen = runs.launch(lambda: (len(walks), tasks._walked), n=2).results
+        seen = runs.launch(lambda: (len(walks), tasks._kept), n=2).results
         assert seen == [(2, None)] * 2
 
 
@@ -483,7 +485,7 @@ class Raises:
 class Asked:
     def __getattribute__(self, name): raise RuntimeError('asked for ' + name)
 class Meta(type):
-    def __getattribute__(cls, name): raise SystemExit('the metaclass')
+    def __getattribute__(cls, name): raise RuntimeError('the metaclass')
 class Lazy(types.ModuleType):
     def __getattr__(self, name): raise ImportError('no ' + name)
 class Keys(dict):

@@ -503,7 +503,7 @@ class LiveRanks:
         if isinstance(plan.task, Cell):
             has = set.intersection(*(self.variables.names[rank] for rank in targets))
             task_values.keep_references(plan.task)
-            read = task_values.looked_up(plan.task)
+            read = task_values.all_variables(plan.task)
             sent = {name: value for name, value in read.items() if name not in has}
             if changed := self.variables.changed(read, has):
                 names = ", ".join(f"`{name}`" for name in changed)

@@ -21,7 +21,7 @@ from ....findings import Finding
 from ....planning.option_types import OF_ALL
 from ....planning.plan import Cell, Plan
 from ....planning.task_values import (
-    held,
+    contained_values,
     is_model,
     module_of,
     namespace,
@@ -121,7 +121,9 @@ class UnsyncedModels(Observer):
         """Return the notebook's variables, and what objects of its own classes have."""
         known = public(self._namespace)
         own = {name: v for name, v in known.items() if module_of(type(v)) == "__main__"}
-        parts = {name + path: part for name, v in own.items() for path, part in held(v).items()}
+        parts = {
+            n + path: part for n, v in own.items() for path, part in contained_values(v).items()
+        }
         return known | parts
 
     @functools.cached_property
