@@ -344,7 +344,7 @@ def _counted(plan: Plan) -> tuple[Plan, list[Finding]]:
 def _configured(plan: Plan) -> tuple[Plan, list[Finding]]:
     """Fill in the plan's config file. Raises `PlanError` for one that cannot be used."""
     try:
-        return config_file.applied(plan)
+        return config_file.apply_config(plan)
     except PlanError as error:
         if hint := for_the_function(plan.task, "config"):
             raise PlanError(f"{error}. {hint}") from error.__cause__
