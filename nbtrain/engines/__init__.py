@@ -88,7 +88,7 @@ def _initialized_for_one(plan: Plan, env: Mapping[str, str]) -> Finding | None:
     engine would refuse.
     """
     needs_process = any(
-        (plan.timeout, plan.max_restarts, plan.goes_on, plan.scaling, plan.nodes, plan.debug)
+        (plan.timeout, plan.max_restarts, plan.is_background, plan.scaling, plan.nodes, plan.debug)
     )
     chooses = any(name.endswith("_VISIBLE_DEVICES") for name in plan.env)  # too late in the kernel
     if plan.num_processes not in (None, 1) or needs_process or chooses or not plan.sync:

@@ -37,7 +37,7 @@ class AccelerateObject:
     is_trainer: bool = False
 
 
-def find_one_process_objects(task: Task) -> Iterator[AccelerateObject]:
+def find_single_process_objects(task: Task) -> Iterator[AccelerateObject]:
     """Yield the objects that the notebook made for one process, one for each variable."""
     variables: set[str] = set()
     for reference in references(task) if has_state() else ():

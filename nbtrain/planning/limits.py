@@ -17,3 +17,6 @@ MAX_THREAD_SEARCH_VALUES = 1_000
 
 MAX_THREAD_SEARCH_ITEMS = 2_000
 """Items of one value, plain ones included. The writer has a list of 1,550 numbers."""
+
+HANG_AFTER_S = 300.0
+"""The default of ``--hang-after``: a rank without progress for so long is asked for its stack."""

@@ -1,4 +1,4 @@
-"""`Plan`: what to run, on how many ranks, with which engine and limits, as frozen values."""
+"""`Plan`: one launch, with its task, ranks, engine and limits, as frozen values."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import PlanError
 from . import option_types as options
+from .limits import HANG_AFTER_S
 from .option_types import option
 from .world import Rendezvous
 
@@ -23,11 +24,11 @@ class Call:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     owner: str = ""
-    """The notebook's name for the object of a bound method: a fresh process cannot look it up."""
+    """The notebook's name for the object of a bound method, which no fresh process can find."""
 
     @property
     def name(self) -> str:
-        """What to call a run of the function, which may be any callable."""
+        """The name of a run of the function, which may be any callable."""
         function: Any = self.function
         while type(function) is partial:
             function = function.func
@@ -36,7 +37,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of the training function, as the cell's source writes it."""
+    """A parameter of the training function, as written in the cell's source."""
 
     name: str
     default: str | None = None
@@ -45,11 +46,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Cell:
-    """Run a notebook cell on every rank, then call its training function if it ends in one.
-
-    `flags` are the compiler's: the ``__future__`` imports of earlier cells. `number` is that of
-    ``In[number]``.
-    """
+    """Run a notebook cell on every rank, then call its training function if it ends in one."""
 
     source: str
     filename: str
@@ -57,7 +54,9 @@ class Cell:
     function: str | None = None
     parameters: tuple[Parameter, ...] = ()
     flags: int = 0
+    """The compiler's flags: the ``__future__`` imports of earlier cells."""
     number: int | None = None
+    """The number in ``In[number]``."""
 
 
 Task = Call | Cell
@@ -65,21 +64,21 @@ Task = Call | Cell
 
 @dataclass(frozen=True)
 class Plan:
-    """One launch, as it was asked for. A field that is an `option` has its help there.
+    """One launch, as the user wants it. A field that is an `option` contains its own help.
 
-    Raises `PlanError` for a value that is out of range, and for options that exclude each other.
+    Raises `PlanError` for a value out of range, and for options that exclude each other.
     """
 
     task: Task
     name: str
-    """What to call the run: its folder and its board have it."""
+    """The name of the run, on its board and in the name of its folder."""
 
     num_processes: int | None = option(
         "-n --num-processes",
         "ranks to start; auto (the default): one per GPU or TPU chip, or 2 on a host without any",
         metavar="N|auto",
         read=int,
-        # 0 is `torch.cuda.device_count()` on a host without a GPU: the launcher looks.
+        # 0 is `torch.cuda.device_count()` on a host without a GPU; the launcher handles it.
         must_be=("a whole number ≥ 1", partial(options.is_whole, least=0)),
         none="auto",
     )
@@ -90,13 +89,13 @@ class Plan:
         "torch_tpu (its successor, fresh processes), whichever is installed; ray: on a Ray "
         "cluster; inline: one rank in the kernel itself, for debugging",
         "auto",
-        **options.one_of(options.ENGINES, options.engine_plugins),
+        **options.choice(options.ENGINES, options.engine_plugins),
     )
     mixed_precision: str | None = option(
         "-p --mixed-precision",
         "the precision of a plain Accelerator() in the ranks; on a TPU, bf16 applies to every "
         "float",
-        **options.one_of(options.PRECISIONS),
+        **options.choice(options.PRECISIONS),
     )
     downcast_bf16: bool = option(
         "--downcast-bf16",
@@ -137,7 +136,7 @@ class Plan:
         "--view",
         "how progress is shown while the cell runs",
         "auto",
-        **options.one_of(options.VIEWS),
+        **options.choice(options.VIEWS),
     )
     config: str | None = option(
         "--config",
@@ -222,7 +221,7 @@ class Plan:
         "--hang-after",
         "report a hang: after this many seconds without progress (300), show which rank is "
         "stuck, where, and which ranks wait for it",
-        options.HANG_AFTER,
+        HANG_AFTER_S,
         **options.SECONDS,
         metavar="SECONDS|off",
         none="off",
@@ -233,7 +232,7 @@ class Plan:
         "deadlock: end a run whose ranks can never continue, with the report as its error; stop: "
         "end every run that hangs; report: only show the hang on the board",
         "deadlock",
-        **options.one_of(("deadlock", "stop", "report")),
+        **options.choice(("deadlock", "stop", "report")),
     )
     telemetry: tuple[str, ...] = option(
         "--telemetry",
@@ -278,27 +277,27 @@ class Plan:
         part="debugger",
     )
     port: int | None = None
-    """The port where the ranks meet; None: a free one."""
+    """The port where the ranks meet; None for any free one."""
 
     nodes: Rendezvous | None = None
-    """This node and where it meets the others, for a launch on several."""
+    """This node, and where the nodes meet, for a launch on several."""
 
     scaling: bool = False
-    """Whether the run is one of a comparison of sizes: its ranks time every step."""
+    """Whether the run belongs to a scaling comparison, for which ranks time every step."""
 
     is_live: bool = False
-    """Whether the ranks wait for tasks (`nbtrain.start`): it lasts until they are stopped."""
+    """Whether this starts live ranks (`nbtrain.start`), which run until they are stopped."""
 
-    looks_again: bool = False
-    """Whether it looks at the failure of the task before it, on live ranks."""
+    is_post_mortem: bool = False
+    """Whether this debugs the failure of the task before it, on live ranks."""
 
     @property
-    def goes_on(self) -> bool:
-        """Whether the run goes on behind the cell: to the kernel's end, or beyond (`detach`)."""
+    def is_background(self) -> bool:
+        """Whether the run continues after the cell has returned, or even after the kernel ended."""
         return self.background or self.detach
 
-    def without_addresses(self) -> Plan:
-        """Return what engines and ranks get of it: they need not know who gets messages."""
+    def hide_notify_addresses(self) -> Plan:
+        """Return the plan without the addresses of messages, for engines and ranks."""
         return replace(self, notify=()) if self.notify else self
 
     def __post_init__(self) -> None:
@@ -311,7 +310,7 @@ class Plan:
         precision_is_known = self.mixed_precision is not None or self.config is None
         if self.downcast_bf16 and precision_is_known and self.mixed_precision != "bf16":
             raise PlanError("downcast_bf16 needs bf16 mixed precision: use -p bf16 --downcast-bf16")
-        if self.debug and self.goes_on:
+        if self.debug and self.is_background:
             raise PlanError("--debug needs the foreground: leave out --background and --detach")
         if self.port is not None and not 0 < self.port < 65536:
             raise PlanError(f"the port must be between 1 and 65535, not {self.port!r}")

@@ -43,8 +43,9 @@ def names_read(source: str, filename: str = "<cell>") -> set[str]:
     bound: set[str] = set()
     read: set[str] = set()
     for statement in ast.parse(source).body:
-        names.update(_names_unseen_by_symtable(statement))
-        read |= _reads(statement)
+        unseen = set(_names_unseen_by_symtable(statement))
+        names |= unseen
+        read |= unseen | _names_loaded(statement)
         bound |= always_bound_names(statement) - read
     return names - bound
 
@@ -80,21 +81,18 @@ def _names_unseen_by_symtable(statement: ast.AST) -> Iterator[str]:
         stack += [(inner, inside) for inner in ast.iter_child_nodes(node)]
 
 
-def _reads(statement: ast.stmt) -> set[str]:
+def _names_loaded(statement: ast.stmt) -> set[str]:
     """Return the names that a statement may read before it binds its own."""
-    names = set(_names_unseen_by_symtable(statement))
-    own: set[ast.AST] = set()
+    own: set[str] = set()
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-        # In its body, its name means itself. In its bases and defaults, it does not yet.
-        inside = [n for part in statement.body for n in ast.walk(part)]
-        own = {n for n in inside if isinstance(n, ast.Name) and n.id == statement.name}
-    if isinstance(statement, ast.For):  # its variable is bound whenever its body runs
-        targets = {n.id for n in ast.walk(statement.target) if isinstance(n, ast.Name)}
-        inside = [n for part in statement.body for n in ast.walk(part)]
-        own = {n for n in inside if isinstance(n, ast.Name) and n.id in targets}
+        own = {statement.name}  # in its body; in its bases and defaults, it is not bound yet
+    elif isinstance(statement, ast.For):
+        own = {n.id for n in ast.walk(statement.target) if isinstance(n, ast.Name)}
+    body = {n for part in (getattr(statement, "body", ()) if own else ()) for n in ast.walk(part)}
+    names: set[str] = set()
     for node in ast.walk(statement):
         match node:
-            case ast.Name(id=name, ctx=ast.Load()) if node not in own:
+            case ast.Name(id=name, ctx=ast.Load()) if name not in own or node not in body:
                 names.add(name)
             case ast.Global(names=declared):
                 names.update(declared)
@@ -109,10 +107,8 @@ def always_bound_names(statement: ast.stmt) -> set[str]:
         case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
             return {(a.asname or a.name).partition(".")[0] for a in aliases}
         case ast.Assign(targets=targets):
-            stores = [n for target in targets for n in ast.walk(target)]
-            return {
-                n.id for n in stores if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
-            }
+            names = [n for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)]
+            return {name.id for name in names if isinstance(name.ctx, ast.Store)}
         case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr()):
             return {name}
         case ast.For(target=ast.Name(id=name), iter=ast.List(elts=items) | ast.Tuple(elts=items)):

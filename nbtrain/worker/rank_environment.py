@@ -205,7 +205,7 @@ def renew_accelerate_state(plan: Plan) -> None:
     from then on, as all instances share one state.
     """
     is_alone = plan.num_processes == 1 and plan.nodes is None
-    if is_alone and any(accelerate_objects.find_one_process_objects(plan.task)):
+    if is_alone and any(accelerate_objects.find_single_process_objects(plan.task)):
         return
     is_inherited = accelerate_objects.has_state()
     if is_inherited:

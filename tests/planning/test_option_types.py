@@ -28,7 +28,7 @@ def test_launch_has_every_option_of_the_table_with_its_default() -> None:
 
 def test_a_plan_has_a_field_for_every_option_of_the_table() -> None:
     plan = Plan(Call(print), "print")
-    own = {"task", "name", "port", "nodes", "scaling", "is_live", "looks_again"}
+    own = {"task", "name", "port", "nodes", "scaling", "is_live", "is_post_mortem"}
     assert {f.name for f in dataclasses.fields(Plan)} - own == {o.field for o in OPTIONS}
     assert all(getattr(plan, option.field) == option.default for option in OPTIONS)
 
@@ -179,24 +179,32 @@ def test_what_each_rank_has_for_itself_is_no_variable_of_all(name: str) -> None:
 def test_a_value_that_cannot_be_the_options_is_the_functions() -> None:
     def train(config: object, timeout: float = 5, env: str = "") -> None: ...
 
-    own, left, notes = parsing.shared_out(train, (), {}, {"config": {"lr": 1}, "env": "CartPole"})
+    own, left, notes = parsing.split_launch_kwargs(
+        train, (), {}, {"config": {"lr": 1}, "env": "CartPole"}
+    )
     assert (own, left, notes) == ({"config": {"lr": 1}, "env": "CartPole"}, {}, [])
-    own, left, (note,) = parsing.shared_out(train, (1,), {}, {"timeout": 20.0})
+    own, left, (note,) = parsing.split_launch_kwargs(train, (1,), {}, {"timeout": 20.0})
     assert (own, left) == ({}, {"timeout": 20.0})
     assert note.text.startswith("`timeout` is nbtrain's option here; train() keeps its default")
-    assert parsing.shared_out(train, (1,), {}, {"timeout": None, "env": {"A": "1"}})[2] == []
+    assert (
+        parsing.split_launch_kwargs(train, (1,), {}, {"timeout": None, "env": {"A": "1"}})[2] == []
+    )
     with pytest.raises(PlanError, match=r"functools.partial\(train, config=...\)"):
-        parsing.shared_out(train, (), {}, {"config": "default"})
-    assert parsing.shared_out(train, ({},), {}, {"config": "default"})[1] == {"config": "default"}
+        parsing.split_launch_kwargs(train, (), {}, {"config": "default"})
+    assert parsing.split_launch_kwargs(train, ({},), {}, {"config": "default"})[1] == {
+        "config": "default"
+    }
 
 
 def test_an_array_is_the_functions_whatever_option_has_its_name() -> None:
     def h(out: object) -> None: ...
 
-    own, left, notes = parsing.shared_out(h, (), {}, {"out": (array := np.zeros(3))})
+    own, left, notes = parsing.split_launch_kwargs(h, (), {}, {"out": (array := np.zeros(3))})
     assert own["out"] is array
     assert (left, notes) == ({}, [])
-    own, left, _ = parsing.shared_out(lambda hang_after: 0, (), {}, {"hang_after": torch.ones(2)})
+    own, left, _ = parsing.split_launch_kwargs(
+        lambda hang_after: 0, (), {}, {"hang_after": torch.ones(2)}
+    )
     assert (list(own), left) == (["hang_after"], {})
 
 
@@ -235,7 +243,7 @@ def test_a_decorator_may_supply_the_rank_and_other_arguments() -> None:
     def train(rank: int, epoch: int) -> None: ...
 
     parsing.check_rank_argument(train, (), {})
-    assert parsing.shared_out(train, (), {"epochs": 3}, {})[0] == {"epochs": 3}
+    assert parsing.split_launch_kwargs(train, (), {"epochs": 3}, {})[0] == {"epochs": 3}
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def gather(plan: Plan, device: str, engine: EngineTraits) -> Facts:
         accelerator_inits=tuple(
             accelerator_guard.first_cause(name) for name in sorted(accelerator_guard.initialized())
         ),
-        accelerate_objects=tuple(accelerate_objects.find_one_process_objects(plan.task))
+        accelerate_objects=tuple(accelerate_objects.find_single_process_objects(plan.task))
         if accelerate_objects.has_state() and not _can_reuse_accelerator(plan)
         else (),
         shared_handles=tuple(shared_handles.find_shared_handles(plan.task))

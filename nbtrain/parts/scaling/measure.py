@@ -15,7 +15,7 @@ from ...lifecycle.launcher import run_plan
 from ...lifecycle.run import Run
 from ...part import Typed
 from ...planning.cell import name_with_lookalikes
-from ...planning.option_parser import checked, parser, plan_fields, split_line, split_options
+from ...planning.option_parser import check_parsed, parser, plan_fields, split_line, split_options
 from ...planning.plan import Call, Plan
 from ...planning.secrets import mask_source
 from ...system.host import usable_cpus
@@ -86,7 +86,7 @@ def command(typed: Typed) -> ScalingReport:
     reader.add_argument("--ranks", type=_numbers, default=(1, 2, 4))
     reader.add_argument("--repeat", type=int, default=3)
     text, expression = split_options(typed.text, [])
-    options = checked(reader.parse_args(split_line(typed.fill(text))))
+    options = check_parsed(reader.parse_args(split_line(typed.fill(text))))
     shared = {name: getattr(options, name) for name in _SHARED}
     plan = Plan(_call(expression, typed.namespace), shorten(mask_source(expression), 60), **shared)
     report = _measure(plan, options.ranks, options.repeat)
