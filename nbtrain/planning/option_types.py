@@ -228,14 +228,14 @@ def check_environment(env: Mapping[str, str]) -> None:
         raise PlanError(f"--env MASTER_PORT must be a port from 1 to 65535, not {port!r}")
 
 
-def pair_of(text: str) -> tuple[str, str]:
+def read_pair(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals:
         raise ValueError
     return key, value
 
 
-def node_counts(text: str) -> int | tuple[int, ...]:
+def read_node_counts(text: str) -> int | tuple[int, ...]:
     counts = tuple(map(int, text.split(":")))
     return counts[0] if len(counts) == 1 else counts
 
@@ -245,7 +245,7 @@ def is_range(pair: Any) -> bool:
     return is_pair and pair[0] <= pair[1]
 
 
-def names_of(texts: str | Iterable[str]) -> tuple[str, ...]:
+def split_names(texts: str | Iterable[str]) -> tuple[str, ...]:
     """Return the names in texts, where commas or spaces separate them."""
     texts = [texts] if isinstance(texts, str) else texts
     return tuple(
@@ -258,9 +258,9 @@ def variable_name(text: str) -> str:
     return unicodedata.normalize("NFKC", text)
 
 
-def variables_of(texts: str | Iterable[str]) -> tuple[str, ...]:
+def read_variables(texts: str | Iterable[str]) -> tuple[str, ...]:
     """Return the names of variables in texts."""
-    return tuple(dict.fromkeys(map(variable_name, names_of(texts))))
+    return tuple(dict.fromkeys(map(variable_name, split_names(texts))))
 
 
 class Secret(str):
@@ -270,20 +270,20 @@ class Secret(str):
         return "'…'"
 
 
-def secrets_of(texts: str | Iterable[str] | None) -> tuple[Secret, ...]:
+def read_secrets(texts: str | Iterable[str] | None) -> tuple[Secret, ...]:
     """Return texts as secrets."""
     texts = [texts] if isinstance(texts, str) else texts or ()
     return tuple(dict.fromkeys(Secret(str(text).strip()) for text in texts))
 
 
-def sources_of(asked: str | Iterable[str]) -> tuple[str, ...]:
+def read_sources(asked: str | Iterable[str]) -> tuple[str, ...]:
     """Return the sources of telemetry for ``"all"``, ``"none"``, names, or names with a minus.
 
     A name with a minus is left out of all. Raises `PlanError` for an unknown name.
     """
     if asked == "all":
         return SOURCES
-    names = names_of(asked)
+    names = split_names(asked)
     unknown = [n for n in names if n.removeprefix("-") not in (*SOURCES, "none")]
     if unknown or (isinstance(asked, str) and not names):
         name = repr(unknown[0]) if unknown else "without a name"

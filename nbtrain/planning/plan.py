@@ -108,7 +108,7 @@ class Plan:
         {},
         metavar="KEY=VALUE",
         types=(Mapping,),
-        read=options.pair_of,
+        read=options.read_pair,
         convert=lambda env: dict(env or {}),
         must_be=("environment variables (KEY=VALUE)", options.is_environment),
     )
@@ -120,7 +120,7 @@ class Plan:
         metavar="NAMES",
         nargs="+",
         types=(str, Iterable),
-        convert=options.variables_of,
+        convert=options.read_variables,
         must_be=(
             f"variable names (NAME, or NAME{options.OF_ALL})",
             options.is_output,
@@ -158,7 +158,7 @@ class Plan:
         "after a failure may use as few as MIN nodes",
         keyword="nodes",
         metavar="N|MIN:MAX",
-        read=options.node_counts,
+        read=options.read_node_counts,
         convert=lambda nodes: (nodes, nodes) if isinstance(nodes, int) else nodes,
         must_be=(
             "a number of nodes ≥ 1, the least and the most of them (MIN:MAX)",
@@ -173,7 +173,7 @@ class Plan:
         {},
         metavar="NAME=AMOUNT,…",
         types=(Mapping,),
-        read=lambda text: {k: float(v) for k, v in map(options.pair_of, text.split(","))},
+        read=lambda text: {k: float(v) for k, v in map(options.read_pair, text.split(","))},
         convert=lambda resources: dict(resources or {}),
         must_be=("amounts ≥ 0 (CPU=2,GPU=1), and whole GPUs", options.is_resource),
         part="ray",
@@ -241,7 +241,7 @@ class Plan:
         options.SOURCES,
         metavar="all|none|NAME,…|-NAME,…",
         types=(str, Iterable),
-        convert=options.sources_of,
+        convert=options.read_sources,
     )
     track: tuple[str, ...] = option(
         "--track",
@@ -251,7 +251,7 @@ class Plan:
         metavar="NAMES",
         nargs="+",
         types=(str, Iterable),
-        convert=lambda names: options.names_of(names or ()),
+        convert=lambda names: options.split_names(names or ()),
         must_be=(
             f"trackers ({', '.join(options.TRACKERS)}), or NAME{options.OF_ALL}",
             lambda name: name.removesuffix(options.OF_ALL) in options.TRACKERS,
@@ -266,7 +266,7 @@ class Plan:
         metavar="URL",
         nargs="+",
         types=(str, Iterable),
-        convert=options.secrets_of,
+        convert=options.read_secrets,
         must_be=("an address (URL)", lambda url: isinstance(url, str) and (":" in url or not url)),
         part="forwarding",
     )

@@ -197,7 +197,7 @@ def public(namespace: Mapping[Any, Any]) -> dict[str, Any]:
     return {name: value for name, value in items if type(name) is str and name[:1] != "_"}
 
 
-def by_name(task: Task) -> dict[str, Any]:
+def named_values(task: Task) -> dict[str, Any]:
     """Return all variables of a task and the arguments of its function, by name."""
     known = {**namespace(task), **arguments(task)}
     return {name: value for name, value in known.items() if type(name) is str}
@@ -470,14 +470,14 @@ def models(task: Task) -> dict[str, Any]:
     return {r.name: r.value for r in references(task) if is_model(r.value)}
 
 
-def returned(plan: Plan) -> dict[str, Any]:
+def synced_objects(plan: Plan) -> dict[str, Any]:
     """Return the notebook's objects that get the ranks' state after the run, by name.
 
     These are models, optimizers and schedulers: those that `Plan.out` names and, with `Plan.sync`,
     those that the task refers to. Any other variable of `Plan.out` comes back as a new value.
     Models come first, then optimizers, then schedulers.
     """
-    known = by_name(plan.task)
+    known = named_values(plan.task)
     pairs = [(name, known.get(name)) for name in plan.out]
     if plan.sync:
         pairs += [(r.name, r.value) for r in references(plan.task) if r.is_shared]
@@ -491,15 +491,15 @@ def returned(plan: Plan) -> dict[str, Any]:
     return values
 
 
-def not_returned(plan: Plan) -> dict[str, Any]:
+def unsynced_models(plan: Plan) -> dict[str, Any]:
     """Return the notebook's other models by name: its variables, and what those contain."""
     if not plan.sync:
         return {}
     variables = namespace(plan.task)
     skipped = {name.removesuffix(OF_ALL) for name in plan.out} | {"In", "Out"}
-    seen = {id(variables), *map(id, returned(plan).values())}
+    seen = {id(variables), *map(id, synced_objects(plan).values())}
     found: dict[str, Any] = {}
-    for name, value in {**models(plan.task), **by_name(plan.task)}.items():
+    for name, value in {**models(plan.task), **named_values(plan.task)}.items():
         variable = re.split(r"[.[]", name)[0]
         if variable in skipped or variable.startswith("_") or id(value) in seen:
             continue

@@ -180,17 +180,17 @@ def check_all_see(task: Task, main: dict[str, Any], expected: dict[str, str]) ->
     models = {name: eval(expression, main) for name, expression in expected.items()}
     plan = Plan(task, "test")
     assert tasks.models(task) == models  # telemetry counts these
-    assert tasks.returned(plan) == models  # the ranks send these
+    assert tasks.synced_objects(plan) == models  # the ranks send these
     assert ResultReceiver(plan).objects() == models  # the notebook takes these
-    assert not set(map(id, tasks.not_returned(plan).values())) & set(map(id, models.values()))
+    assert not set(map(id, tasks.unsynced_models(plan).values())) & set(map(id, models.values()))
     assert tasks.host_needs(task).weights == 24 * len(models)  # preflight counts these
     packed = payload.pack(plan)
     try:
         arrived = payload.unpack(packed.path)[0]
     finally:
         packed.close()
-    assert list(tasks.returned(arrived)) == list(
-        tasks.returned(plan)
+    assert list(tasks.synced_objects(arrived)) == list(
+        tasks.synced_objects(plan)
     )  # in a fresh process: the same names
 
 
@@ -263,7 +263,7 @@ def test_no_code_of_the_users_runs(main: dict[str, Any]) -> None:
     call = Call(main["fit_config"], (main["odd"], Trap(), [Trap()]), {"more": Trap()})
     assert tasks.models(call) == {"config['net']": main["net"]}
     assert tasks.host_needs(call).weights == 24
-    assert "spare" in tasks.not_returned(Plan(call, "test"))
+    assert "spare" in tasks.unsynced_models(Plan(call, "test"))
     assert tasks.models(read_cell("fit(trap, odd)", "c", main)) == {"odd['net']": main["net"]}
     trap: Any = Trap()
     assert tasks.references(Call(trap))[0].value is trap
@@ -345,20 +345,20 @@ MODEL = torch.nn.Linear(2, 2)
 def test_a_global_of_an_imported_module_is_named_not_copied_back() -> None:
     """A fresh process imports another one: it would overwrite this one with a random start."""
     plan = Plan(Call(imported, (torch.nn.Linear(2, 2),)), "test")
-    assert list(tasks.returned(plan)) == ["model"]
-    assert tasks.not_returned(plan)["MODEL"] is MODEL
+    assert list(tasks.synced_objects(plan)) == ["model"]
+    assert tasks.unsynced_models(plan)["MODEL"] is MODEL
     assert tasks.host_needs(plan.task).weights == 48
 
 
 def test_the_user_may_ask_for_more_or_for_less(main: dict[str, Any]) -> None:
     optimizer = torch.optim.SGD(main["net"].parameters(), lr=0.1)
     call = Call(main["fit"], (main["net"], optimizer))
-    assert list(tasks.returned(Plan(call, "test"))) == ["model", "lr"]
-    assert set(tasks.returned(Plan(call, "test", out=("lr", "net")))) == {"lr", "net"}
-    assert tasks.returned(Plan(call, "test", sync=False)) == {}
-    assert tasks.not_returned(Plan(call, "test", sync=False)) == {}
+    assert list(tasks.synced_objects(Plan(call, "test"))) == ["model", "lr"]
+    assert set(tasks.synced_objects(Plan(call, "test", out=("lr", "net")))) == {"lr", "net"}
+    assert tasks.synced_objects(Plan(call, "test", sync=False)) == {}
+    assert tasks.unsynced_models(Plan(call, "test", sync=False)) == {}
     bound = Call(partial(main["fit"], lr=optimizer))
-    assert tasks.returned(Plan(bound, "test", out=("lr",)))["lr"] is optimizer
+    assert tasks.synced_objects(Plan(bound, "test", out=("lr",)))["lr"] is optimizer
 
 
 def test_run_info_knows_what_a_partial_binds_and_what_is_a_default(main: dict[str, Any]) -> None:
