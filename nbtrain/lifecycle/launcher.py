@@ -313,7 +313,7 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
         raise LaunchError(f"the run could not be started: {failure}") from failure
     finally:
         engine.discard()
-        task_values.forget_references()
+        task_values.forget_references(plan.task)
     error = run.exception
     if error is None and interrupts.count and run.state.status == "succeeded":
         error = KeyboardInterrupt("the interrupt came after the run had ended")

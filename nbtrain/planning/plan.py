@@ -26,6 +26,9 @@ class Call:
     owner: str = ""
     """The notebook's name for the object of a bound method, which no fresh process can find."""
 
+    references: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
+    """The values that the task refers to, while `task_values.keep_references` keeps them."""
+
     @property
     def name(self) -> str:
         """The name of a run of the function, which may be any callable."""
@@ -57,6 +60,8 @@ class Cell:
     """The compiler's flags: the ``__future__`` imports of earlier cells."""
     number: int | None = None
     """The number in ``In[number]``."""
+    references: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
+    """As for a `Call`."""
 
 
 Task = Call | Cell
