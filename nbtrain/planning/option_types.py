@@ -16,16 +16,19 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ..errors import PlanError
 from ..part import require
 from ..system.text import did_you_mean
 
 ENGINES = ("auto", "fork", "spawn", "tpu", "xla", "torch_tpu", "ray", "inline")
+View = Literal["auto", "widget", "html", "text", "none"]
+OnHang = Literal["deadlock", "stop", "report"]
+Source = Literal["bars", "steps", "loss", "data", "phases", "trainer", "tracker"]
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
-VIEWS = ("auto", "widget", "html", "text", "none")
-SOURCES = ("bars", "steps", "loss", "data", "phases", "trainer", "tracker")
+VIEWS: tuple[View, ...] = get_args(View)
+SOURCES: tuple[Source, ...] = get_args(Source)
 """The sources of a rank's telemetry: tqdm bars; optimizer steps and learning rate; the loss of
 `backward`; batches and the time spent waiting for them; joining the other ranks, saving and
 compiling; the logs of transformers' Trainer; Accelerate's tracker."""
@@ -276,7 +279,7 @@ def read_secrets(texts: str | Iterable[str] | None) -> tuple[Secret, ...]:
     return tuple(dict.fromkeys(Secret(str(text).strip()) for text in texts))
 
 
-def read_sources(asked: str | Iterable[str]) -> tuple[str, ...]:
+def read_sources(asked: str | Iterable[str]) -> tuple[Source, ...]:
     """Return the sources of telemetry for ``"all"``, ``"none"``, names, or names with a minus.
 
     A name with a minus is left out of all. Raises `PlanError` for an unknown name.

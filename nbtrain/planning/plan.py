@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from ..errors import PlanError
 from . import option_types as options
@@ -137,7 +137,7 @@ class Plan:
         "models that the cell mentions",
         True,
     )
-    view: str = option(
+    view: options.View = option(
         "--view",
         "how progress is shown while the cell runs",
         "auto",
@@ -232,14 +232,14 @@ class Plan:
         none="off",
         convert=lambda seconds: seconds or None,
     )
-    on_hang: str = option(
+    on_hang: options.OnHang = option(
         "--on-hang",
         "deadlock: end a run whose ranks can never continue, with the report as its error; stop: "
         "end every run that hangs; report: only show the hang on the board",
         "deadlock",
-        **options.choice(("deadlock", "stop", "report")),
+        **options.choice(get_args(options.OnHang)),
     )
-    telemetry: tuple[str, ...] = option(
+    telemetry: tuple[options.Source, ...] = option(
         "--telemetry",
         f"what ranks report by themselves: {', '.join(options.SOURCES)}; with a minus: all but "
         "these",
