@@ -310,16 +310,12 @@ class OptionParser(argparse.ArgumentParser):
         self.hint = hint
 
     def error(self, message: str) -> NoReturn:
-        unknown = re.match(r"unrecognized arguments: (-\S+)", message)
-        if unknown:
-            message += self._guess(unknown[1].partition("=")[0])
+        if unknown := re.match(r"unrecognized arguments: (-[^\s=]+)", message):
+            flags = [name for name in self._option_string_actions if name.startswith("--")]
+            counts_ranks = re.sub(r"[-_]", "", unknown[1]) in _OTHER_RANK_COUNT_FLAGS
+            guess = "--num-processes" if counts_ranks else unknown[1]
+            message += did_you_mean(guess, flags)
         raise PlanError(f"{self.prog}: {message}{self.hint}")
-
-    def _guess(self, flag: str) -> str:
-        flags = [name for name in self._option_string_actions if name.startswith("--")]
-        if re.sub(r"[-_]", "", flag) in _OTHER_RANK_COUNT_FLAGS and "--num-processes" in flags:
-            return " (did you mean --num-processes?)"
-        return did_you_mean(flag, flags)
 
 
 def parser(

@@ -167,12 +167,6 @@ def option(flags: str, help: str, default: Any = None, **traits: Any) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def options_of(plan: Any) -> tuple[Option, ...]:
-    """Return the options that are fields of a dataclass."""
-    fields = [field for field in dataclasses.fields(plan) if field.metadata]
-    return tuple(dataclasses.replace(f.metadata["option"], field=f.name) for f in fields)
-
-
 def choice(
     names: Sequence[str], more: Callable[[], Iterable[str]] = tuple[str, ...]
 ) -> dict[str, Any]:

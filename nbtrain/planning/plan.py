@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, get_args
 
@@ -328,5 +328,7 @@ class Plan:
             )
 
 
-OPTIONS = options.options_of(Plan)
+OPTIONS: tuple[options.Option, ...] = tuple(
+    replace(f.metadata["option"], field=f.name) for f in fields(Plan) if "option" in f.metadata
+)
 """Every option that `nbtrain.launch` has, in the order of the help."""

@@ -69,8 +69,9 @@ def find_shared_handles(task: Task) -> list[SharedHandle]:
                 kind = _kind(value)
                 if kind == "process":
                     name = _PROCESS_PATH.sub("", name)
-                    if _is_manager(by_name.get(name)):  # a manager serves any process
-                        continue
+                    owner_classes = type(by_name.get(name)).__mro__
+                    if "BaseManager" in [cls.__name__ for cls in owner_classes]:
+                        continue  # a manager serves any process
                 if kind is not None:
                     found.setdefault(id(value), SharedHandle(name, kind))
     handles = {handle.name: handle for handle in found.values()}
@@ -83,11 +84,6 @@ def find_shared_handles(task: Task) -> list[SharedHandle]:
                     threads = {key: each for key, each in threads.items() if each is not thread}
                     handles[reference.name] = SharedHandle(reference.name, "thread")
     return list(handles.values())
-
-
-def _is_manager(value: Any) -> bool:
-    managers: Any = sys.modules.get("multiprocessing.managers")
-    return managers is not None and issubclass(type(value), managers.BaseManager)
 
 
 def _threads_and_queues() -> dict[int, threading.Thread]:
