@@ -283,7 +283,7 @@ def references(task: Task) -> list[Reference]:
 def keep_references(task: Task) -> None:
     """Find what a task refers to, and keep it with the task until `forget_references`.
 
-    A search takes 30 ms for 10,000 values, and many ask for them.
+    A search takes 40 ms for 10,000 values, and several checks and observers need the result.
     """
     if not task.references:
         task.references.extend(_find_references(task))
@@ -295,15 +295,75 @@ def forget_references(task: Task) -> None:
 
 
 def _find_references(task: Task) -> list[Reference]:
-    search = _Search(namespace(task))
+    lookups: list[tuple[str, Any]] = []
     if isinstance(task, Cell):
-        for name, value in {**arguments(task), **variables(task)}.items():
-            search.add(name, value)
+        roots = [*arguments(task).items(), *variables(task).items()]
     else:
         called, owner = _unwrap_task(task), owner_name(task)
-        search.add_call(called, "", owner)
-        search.add_lookups(called, "", is_pickled_by_value(task.function))
-    return search.run()
+        roots = [
+            (owner if owner and value is called.owner else name, value)
+            for name, value in _bound_values(called, "")
+        ]
+        lookups = _looked_up_values(called, "")
+        if is_pickled_by_value(task.function):
+            roots, lookups = [*roots, *lookups], []
+    variables_seen = namespace(task)
+    seen: dict[int, Any] = {
+        id(variables_seen): variables_seen
+    }  # CPython reuses ids of freed values
+    names = Counter[str]()
+    found: list[Reference] = []
+    for values, is_shared in ((roots, True), (lookups, False)):  # a value of both is shared
+        waiting = deque((name, value, 0) for name, value in values)
+        while waiting:  # breadth first, so that short names win
+            name, value, depth = waiting.popleft()
+            if id(value) in seen or type(value) in PLAIN:
+                continue
+            seen[id(value)] = value
+            names[name] += 1
+            unique = name if names[name] == 1 else f"{name} ({names[name]})"
+            found.append(Reference(unique, value, is_shared))
+            with suppress(Exception):  # an object that raises when it is read ends no launch
+                waiting.extend(_parts(unique, value, depth))
+    return found
+
+
+def _parts(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any, int]]:
+    """Yield what a value refers to, by name and with the number of containers around it."""
+    if type(value) in _CALLABLE:
+        called = unwrap_call(value)
+        values = _bound_values(called, f"{name}.")
+        if is_pickled_by_value(value):  # of imported functions, only the task's own is searched
+            values += _looked_up_values(called, f"{name}.")
+        yield from ((path, part, 0) for path, part in values)
+        return
+    cls = value if is_class(value) else type(value)
+    if is_pickled_by_value(cls):
+        if cls is not value:
+            yield cls.__qualname__, cls, 0
+        else:
+            yield from ((base.__qualname__, base, 0) for base in cls.__bases__)
+            for member, part in sorted(vars(cls).items()):  # cloudpickle sorts them, too
+                yield f"{name}.{member}", part, 1
+    if depth < MAX_CONTAINER_DEPTH:
+        for path, part in contained_values(value).items():
+            yield name + path, part, depth + 1
+
+
+def _bound_values(called: Invocation, prefix: str) -> list[tuple[str, Any]]:
+    """Return the arguments of a callable, and the object that is called."""
+    values = [(prefix + name, value) for name, value in called.arguments().items()]
+    return [*values, (f"{prefix}function", called.callee)]
+
+
+def _looked_up_values(called: Invocation, prefix: str) -> list[tuple[str, Any]]:
+    """Return the defaults of a callable, and its functions with what they read."""
+    values = [(prefix + name, value) for name, value in called.defaults().items()]
+    for function in called.functions:
+        known, code = visible(function), function.__code__
+        names = (*code.co_freevars, *global_names(code))
+        values += [(function.__name__, function), *((n, known[n]) for n in names if n in known)]
+    return values
 
 
 def owner_name(call: Call) -> str:
@@ -332,82 +392,6 @@ def expression_of(call: Call) -> str:
         return f"{owner}.{name}" if owner else ""
     known = public(vars(sys.modules["__main__"]))
     return next((name for name, value in known.items() if value is function), "")
-
-
-class _Search:
-    """Finds values and what they contain, breadth first, so that short names win."""
-
-    def __init__(self, namespace: dict[str, Any]) -> None:
-        self._seen: dict[int, Any] = {id(namespace): namespace}
-        """By id. The values stay alive: CPython reuses the ids of freed objects."""
-        self._names = Counter[str]()
-        self._waiting = deque[tuple[Reference, int]]()
-        self._unshared: list[tuple[str, Any]] = []
-
-    def add(self, name: str, value: Any, depth: int = 0, is_shared: bool = True) -> None:
-        if id(value) in self._seen or type(value) in PLAIN:
-            return
-        self._seen[id(value)] = value
-        self._names[name] += 1
-        unique = name if self._names[name] == 1 else f"{name} ({self._names[name]})"
-        self._waiting.append((Reference(unique, value, is_shared), depth))
-
-    def run(self) -> list[Reference]:
-        references = []
-        for is_shared in (True, False):  # what is reached in both ways is shared
-            for name, value in () if is_shared else self._unshared:
-                self.add(name, value, 0, is_shared)
-            while self._waiting:
-                reference, depth = self._waiting.popleft()
-                references.append(reference)
-                # Whatever an object raises when it is read, it ends no launch and no rank.
-                with suppress(Exception):
-                    self._look_into(reference, depth)
-        return references
-
-    def _look_into(self, reference: Reference, depth: int) -> None:
-        name, value, is_shared = reference.name, reference.value, reference.is_shared
-        if type(value) in _CALLABLE:
-            called = unwrap_call(value)
-            self.add_call(called, f"{name}.", "", is_shared)
-            if is_pickled_by_value(value):  # of imported functions only the task's own is followed
-                self.add_lookups(called, f"{name}.", True, is_shared)
-            return
-        cls = value if is_class(value) else type(value)
-        if is_pickled_by_value(cls):
-            if cls is not value:
-                self.add(cls.__qualname__, cls, 0, is_shared)
-            else:
-                for base in cls.__bases__:
-                    self.add(base.__qualname__, base, 0, is_shared)
-                for member, part in sorted(vars(cls).items()):  # cloudpickle sorts them, too
-                    self.add(f"{name}.{member}", part, 1, is_shared)
-        for path, part in contained_values(value).items() if depth < MAX_CONTAINER_DEPTH else ():
-            self.add(name + path, part, depth + 1, is_shared)
-
-    def add_call(self, called: Invocation, prefix: str, owner: str, is_shared: bool = True) -> None:
-        """Add the arguments of a callable, and the object that is called."""
-        for name, value in called.arguments().items():
-            is_owner = owner and value is called.owner
-            self.add(owner if is_owner else prefix + name, value, 0, is_shared)
-        if called.callee is not None:
-            self.add(f"{prefix}function", called.callee, 0, is_shared)
-
-    def add_lookups(
-        self, called: Invocation, prefix: str, by_value: bool, is_shared: bool = True
-    ) -> None:
-        """Add the defaults of a callable, and what its functions read. Those that cloudpickle
-        sends get these values; an imported one has its module's."""
-        found = [(prefix + name, value) for name, value in called.defaults().items()]
-        for function in called.functions:
-            known, code = visible(function), function.__code__
-            names = (*code.co_freevars, *global_names(code))
-            found += [(function.__name__, function), *((n, known[n]) for n in names if n in known)]
-        for name, value in found:
-            if by_value:
-                self.add(name, value, 0, is_shared)
-            else:
-                self._unshared.append((name, value))
 
 
 def contained_values(value: Any) -> dict[str, Any]:
