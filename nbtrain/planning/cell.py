@@ -47,9 +47,8 @@ def check_parameters(cell: Cell) -> None:
     bound = bound_names(cell.source, cell.filename)
     if "*" in bound:  # the names of a star import are known only after it has run
         return
-    if getattr(
-        ast.parse(cell.source).body[-1], "decorator_list", ()
-    ):  # a decorator may supply arguments
+    # A decorator may supply arguments.
+    if getattr(ast.parse(cell.source).body[-1], "decorator_list", ()):
         return
     known = bound | cell.namespace.keys()
     missing = [p.name for p in cell.parameters if p.default is None and p.name not in known]
@@ -91,7 +90,7 @@ def title(cell: Cell) -> str:
 
 def _first_statement(source: str) -> str:
     """Return the first statement that is no import, from the beginning of its first line."""
-    lines = source.split("\n")  # ast counts lines so
+    lines = source.split("\n")  # not `splitlines`: ast counts lines by \n only
     skipped = ("import ", "from ", "get_ipython()")
     nodes = ast.parse(source).body
     texts = ["\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in nodes]
@@ -126,6 +125,6 @@ def _describe_parameter(parameter: Parameter, namespace: dict[str, Any]) -> str:
         text = f"{value:.6g}" if isinstance(value, float) else ""
         if isinstance(value, int) and abs(value) < 10**15:
             text = repr(value)
-    assignment = f"{name} = {text}"  # of any expression, in which a secret may be
+    assignment = f"{name} = {text}"  # a default is any expression, and may contain a secret
     is_shown = 0 < len(text) <= 24 and mask_source(assignment) == assignment
     return f"{name}={text}" if is_shown else name

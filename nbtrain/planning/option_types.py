@@ -52,9 +52,8 @@ OF_ALL = "@all"
 
 def engine_plugins() -> dict[str, str]:
     """Return the engines that other packages add (entry points), as name and ``module:Class``."""
-    from importlib.metadata import (
-        entry_points,
-    )  # it loads email and zipfile, which ranks do not need
+    # Imported here: it loads email and zipfile, which ranks do not need.
+    from importlib.metadata import entry_points
 
     return {point.name: point.value for point in entry_points(group="nbtrain.engines")}
 
@@ -95,7 +94,7 @@ class Option:
     """Converts the text behind the flag to a value. Raises `ValueError`."""
 
     convert: Callable[[Any], Any] = lambda value: value
-    """Converts a value, of `read` or of Python, to the field's. Keeps a value of the field."""
+    """Converts the value of `read`, or of Python, to the field's. Keeps a converted value."""
 
     must_be: tuple[str, Callable[[Any], bool]] = ("", lambda value: True)
     """The accepted values, for a message after "must be", and the test of a value. Each item of a
@@ -170,7 +169,7 @@ def option(flags: str, help: str, default: Any = None, **traits: Any) -> Any:
 def choice(
     names: Sequence[str], more: Callable[[], Iterable[str]] = tuple[str, ...]
 ) -> dict[str, Any]:
-    """Return the traits of an option that takes a name of a list, or of an unlisted `more`."""
+    """Return the traits of an option that takes one of `names`, or of `more`, which help omits."""
     must_be = (f"one of {', '.join(names)}", lambda name: name in names or name in list(more()))
     return {"metavar": "|".join(names), "must_be": must_be}
 

@@ -288,7 +288,7 @@ class Plan:
     """This node, and where the nodes meet, for a launch on several."""
 
     scaling: bool = False
-    """Whether the run belongs to a scaling comparison, for which ranks time every step."""
+    """Whether this is a run of ``%nbtrain scaling``: its ranks time every step."""
 
     is_live: bool = False
     """Whether this starts live ranks (`nbtrain.start`), which run until they are stopped."""

@@ -52,7 +52,7 @@ _ORDINARY_VALUE = re.compile(
 )
 
 _RANDOM_TEXT = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[A-Za-z0-9+/=_-]{16,}")
-"""A text of letters and digits that has no words, as a name has."""
+"""A text of letters and digits without the words that a name consists of."""
 
 _SECRET_SHAPE = re.compile(
     r"""
@@ -293,7 +293,7 @@ def _replace_secrets(
 
     Raises `SyntaxError`, `ValueError` or `RecursionError` if Python cannot parse it.
     """
-    lines = [line.encode() for line in source.split("\n")]  # as ast counts lines, and columns
+    lines = [line.encode() for line in source.split("\n")]  # ast counts bytes in lines
     starts = [0]
     for line in lines:
         starts.append(starts[-1] + len(line) + 1)

@@ -62,9 +62,8 @@ def find_shared_handles(task: Task) -> list[SharedHandle]:
     task_references = references(task)
     by_name = {reference.name: reference.value for reference in task_references}
     for reference in task_references:
-        with suppress(
-            Exception
-        ):  # closed, detached, of another thread: an object may raise anything
+        # A handle may be closed, detached, or of another thread; an object may raise anything.
+        with suppress(Exception):
             for name, value in ((reference.name, reference.value), *_loader_contents(reference)):
                 kind = _kind(value)
                 if kind == "process":

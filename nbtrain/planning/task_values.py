@@ -307,10 +307,9 @@ def _find_references(task: Task) -> list[Reference]:
         lookups = _looked_up_values(called, "")
         if is_pickled_by_value(task.function):
             roots, lookups = [*roots, *lookups], []
-    variables_seen = namespace(task)
-    seen: dict[int, Any] = {
-        id(variables_seen): variables_seen
-    }  # CPython reuses ids of freed values
+    # By id, and alive: CPython reuses the ids of freed objects.
+    variables_of_task = namespace(task)
+    seen: dict[int, Any] = {id(variables_of_task): variables_of_task}
     names = Counter[str]()
     found: list[Reference] = []
     for values, is_shared in ((roots, True), (lookups, False)):  # a value of both is shared

@@ -70,7 +70,7 @@ class Rendezvous:
 
     def describe(self, ranks: int, name: str) -> str:
         """Return which ranks this node has, and for node 0 also what to run on the others."""
-        from ..system.network import is_loopback  # it loads socket, which ranks may not need
+        from ..system.network import is_loopback  # loads socket, which not all ranks need
 
         first, last = self.node * ranks, (self.node + 1) * ranks - 1
         numbers = f"ranks {first} to {last}" if ranks > 1 else f"rank {first}"
